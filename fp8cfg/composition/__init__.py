@@ -1,0 +1,35 @@
+"""How it is said: words of the command line, YAML files and Python calls become one equal Recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from fp8cfg.composition.library import Library
+from fp8cfg.composition.yaml_door import from_yaml, listed, recipe_from, to_yaml
+from fp8cfg.config.recipe import Recipe
+
+__all__ = ["compose", "from_yaml", "to_yaml"]
+
+
+def compose(overrides: Iterable[str] = (), config_dir: str | Path | None = None, file: str | Path | None = None,
+            base: Recipe | None = None) -> Recipe:
+    """The checked Recipe that `python -m fp8cfg *overrides` trains.
+
+    `overrides` are words such as `recipe=llama_8b`, `precision=bf16_fp8`, `fp8.margin=1`, in any order: presets are chosen
+    first, then values are set, the last one of a key winning. `config_dir` adds a folder with `recipe/`, `precision/` and
+    `data/` YAML files of one's own. `file`, a recipe's YAML file, or `base`, a recipe, stands in place of `recipe=`. Raises
+    ConfigError with every problem found.
+    """
+    from fp8cfg.composition.hydra_door import merge
+    from fp8cfg.composition.words import parse
+
+    library = Library(Path(config_dir) if config_dir else None)
+    given = recipe_from(Path(file), library) if file else base
+    chosen, values = parse(overrides, library, given is not None)
+    nodes = {group: library.node(group, name) for group, name in chosen.items()}
+    if given is not None:
+        nodes["recipe"] = listed(given)
+    recipe = Recipe(**merge(nodes, chosen, values))
+    recipe.check()
+    return recipe

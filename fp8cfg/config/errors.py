@@ -1,0 +1,53 @@
+"""Errors that a person reads: one line a problem, with the key, the reason and the nearest valid thing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class Fp8cfgError(Exception):
+    """Base of every error that ends a command with one line and its own exit code, never with a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(Fp8cfgError, ValueError):
+    """A recipe that cannot be: every problem found, each as one line. Exit code 2.
+
+    `problems` holds the lines; `str(error)` joins them with newlines.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class NotFP8Error(Fp8cfgError):
+    """FP8 was asked for and is not what ran. Exit code 3."""
+
+    exit_code = 3
+
+
+def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The option most like `word`, or None where none is near. Upper and lower case are alike."""
+    folded = {o.lower(): o for o in options}
+    found = difflib.get_close_matches(word.lower(), folded, n=1, cutoff=cutoff)
+    return folded[found[0]] if found else None
+
+
+def suggest(word: str, options: Iterable[str]) -> str:
+    """What follows a refused `word`: the nearest option, or all of them where they are few."""
+    options = list(options)
+    near = nearest(word, options)
+    if near:
+        return f"; did you mean {near!r}?"
+    return f"; choose from {', '.join(options)}" if options and len(options) <= 16 else ""
+
+
+def refuse_if(problems: Sequence[str]) -> None:
+    """Raise ConfigError with all `problems`, each once, in their order; do nothing where there are none."""
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))

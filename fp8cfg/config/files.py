@@ -1,0 +1,102 @@
+"""Reading YAML that may come from a stranger: plain data, bounded in size, or one clear line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.spellings import CODE_KEYS
+
+MAX_BYTES, MAX_DEPTH, MAX_NODES, MAX_ALIASES = 256 * 1024, 32, 10_000, 64
+ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "conf" if (ROOT / "conf").is_dir() else ROOT.parent / "conf"
+"""The shipped `conf/`: inside the package when installed, beside it in a checkout."""
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,63}")
+"""What a preset or recipe may be called; also keeps a group choice inside its folder."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without duplicate keys, and with 1e-3 as a number (YAML 1.1 reads it as a string)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(k, deep=True) for k, _ in node.value]  # type: ignore[no-untyped-call]
+        for key in keys:
+            if not isinstance(key, str):
+                raise ConfigError(f"line {node.start_mark.line + 1}: key {key!r} is not a name")
+            if keys.count(key) > 1:
+                raise ConfigError(f"line {node.start_mark.line + 1}: key {key!r} stands twice")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789."))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in the file `path`. Raises ConfigError, naming the file, for anything that is not plain, bounded data."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB; a recipe is a few lines")
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read ({e.strerror})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """As `read_yaml`, from text; `where` names it in errors."""
+    try:
+        _bounded(text)
+        data = yaml.load(text, _Loader)
+    except ConfigError as e:
+        raise ConfigError([f"{where}: {p}" for p in e.problems]) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        mark = getattr(e, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise ConfigError(f"{where}: {line}not valid YAML ({getattr(e, 'problem', None) or type(e).__name__})") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: expected keys and values, got {type(data).__name__}")
+    return plain(data, where)
+
+
+def _bounded(text: str) -> None:
+    """Count before anything is built: an alias bomb is 166 bytes of text and minutes of building."""
+    depth = nodes = aliases = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        nodes += isinstance(event, yaml.NodeEvent)
+        aliases += isinstance(event, yaml.AliasEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH or nodes > MAX_NODES or aliases > MAX_ALIASES:
+            raise ConfigError(f"nested deeper than {MAX_DEPTH}, or more than {MAX_NODES} values or {MAX_ALIASES} aliases")
+
+
+def plain(data: Any, where: str, key: str = "") -> Any:
+    """`data` again, if it names no code and holds no interpolation; aliases unfolded count against the size bound."""
+    budget = [MAX_NODES]
+
+    def walk(value: Any, at: str) -> Any:
+        budget[0] -= 1
+        if budget[0] < 0:
+            raise ConfigError(f"{where}: more than {MAX_NODES} values")
+        if isinstance(value, dict):
+            for k in value:
+                if str(k).rsplit(".", 1)[-1] in CODE_KEYS:
+                    raise ConfigError(f"{where}: {at}{k}: a recipe cannot name code to run; values name things by registry "
+                                      "key, as in optim.name=adamw")
+            return {k: walk(v, f"{at}{k}.") for k, v in value.items()}
+        if isinstance(value, list):
+            return [walk(v, at) for v in value]
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(f"{where}: {at.rstrip('.')}: interpolation ({value}) is not accepted; write the value")
+        return value
+
+    return walk(data, key)

@@ -1,0 +1,78 @@
+"""The `fp8` node: how the linear layers multiply in FP8."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fp8cfg.config.node import Node
+
+
+class OverrideLinearPrecision(Node):
+    """Which of a linear layer's three GEMMs are kept in high precision in every layer (TE 1.x override_linear_precision)."""
+
+    home: ClassVar[str] = "fp8.override_linear_precision"
+
+    fprop: bool = False
+    """Keep the forward product y = x w^T in high precision. Default false (TE 1.x)."""
+    dgrad: bool = False
+    """Keep the input gradient dx = dy w in high precision. Default false (TE 1.x)."""
+    wgrad: bool = False
+    """Keep the weight gradient dw = dy^T x in high precision. Default false (TE 1.x; Megatron's fp8_wgrad is its inverse)."""
+
+
+class FP8(Node):
+    """How linear layers multiply in FP8: formats, scaling, and which layers do."""
+
+    home: ClassVar[str] = "fp8"
+
+    enabled: bool = False
+    """Whether linear layers multiply in FP8. Default false; the FP8 presets set it."""
+    scaling: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "delayed"
+    """Where scales come from: past amaxes (delayed), the tensor itself (current), 128-wide blocks (block), blocks of 32 with
+    E8M0 scales (mxfp8), blocks of 16 (nvfp4). Default delayed (TE DelayedScaling, NeMo bf16_with_fp8_mixed)."""
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: E4M3 forward, E5M2 for gradients; e4m3: E4M3 everywhere. Default hybrid (TE, NeMo)."""
+    margin: int = Field(0, ge=0, le=16)
+    """Delayed scaling: scales are divided by 2^margin, as headroom. Default 0 (TE)."""
+    interval: int = Field(1, ge=1)
+    """Delayed scaling: optimizer steps between two moves of the scales; the history rolls at each step. Default 1 (TE 1.x)."""
+    amax_history_len: int = Field(1024, ge=1, le=65536)
+    """Delayed scaling: how many steps of absolute maxima are kept for each tensor. Default 1024 (TE, NeMo presets)."""
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """Delayed scaling: which amax of the history sets the scale. Default max (TE, NeMo presets)."""
+    reduce_amax: bool = True
+    """Delayed scaling: take the maximum of amaxes over the data-parallel group. Default true (TE)."""
+    first_step: Literal["in_time", "te"] = "in_time"
+    """Delayed scaling while a history is empty: in_time scales from the tensor at hand, te uses scale 1, which flushes small
+    gradients. Default in_time (MS-AMP's warm-up)."""
+    params: bool = False
+    """Hold the weights of FP8 layers in FP8 alone, with fp32 masters in the optimizer. Default false (TE); NeMo's presets
+    set it (fp8_param_gather)."""
+    override_linear_precision: OverrideLinearPrecision = Field(default_factory=OverrideLinearPrecision)
+    """GEMMs kept in high precision in every layer."""
+    high_precision_at_start: int = Field(0, ge=0)
+    """Transformer layers at the start that stay in high precision. Default 0 (NeMo num_layers_at_start_in_bf16)."""
+    high_precision_at_end: int = Field(0, ge=0)
+    """Transformer layers at the end that stay in high precision. Default 0 (NeMo num_layers_at_end_in_bf16)."""
+    include: tuple[str, ...] = ()
+    """Glob patterns of layer names that run in FP8; empty means all. A pattern that matches nothing is an error. Default all."""
+    exclude: tuple[str, ...] = ()
+    """Glob patterns of layer names that stay in high precision; wins over include. Default none."""
+    output_layer: bool = False
+    """Whether the output layer (the LM head) runs in FP8 too. Default false (Megatron, torchtitan)."""
+    dot_product_attention: bool = False
+    """Attention products in FP8 (TE fp8_dpa). Default false (TE)."""
+    multi_head_attention: bool = False
+    """FP8 between the projections and attention (TE fp8_mha). Default false (TE)."""
+    use_autocast_during_eval: bool = False
+    """Evaluate in FP8 too; otherwise evaluation is in high precision. Default false (Accelerate)."""
+    emulate: bool = False
+    """Emulate on a GPU, with or without FP8 units; a CPU always emulates. Default false: a GPU without them is refused."""
+    min_coverage: float = Field(0.0, ge=0.0, le=1.0)
+    """Least share of matmul FLOPs that must run in FP8, or the run stops with exit code 3. Default 0: any share above zero."""
+
+
+DELAYED_ONLY = ("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax", "first_step")
+"""Keys of `fp8` that mean something under delayed scaling alone."""

@@ -1,0 +1,105 @@
+"""The base of every schema class: one validation, and one wording of errors, for CLI, YAML and Python."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any, ClassVar
+
+import pydantic
+
+from fp8cfg.config import spellings
+from fp8cfg.config.errors import ConfigError, suggest
+
+_EXPECTED = {
+    "int_type": "an integer", "float_type": "a number", "bool_type": "true or false", "string_type": "a string",
+    "tuple_type": "a list", "finite_number": "a finite number", "model_type": "a mapping of keys",
+}
+
+
+class Node(pydantic.BaseModel):
+    """A node of the recipe tree. Unknown keys, wrong types and values out of bounds raise ConfigError at once,
+    at construction and at assignment alike. Numbers and strings are not converted into one another; options are
+    matched without case, a whole float is an integer, and a list is a tuple.
+    """
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid", strict=True, validate_assignment=True, validate_default=False, use_attribute_docstrings=True,
+        allow_inf_nan=False, protected_namespaces=())
+    home: ClassVar[str] = ""
+    """Where the node stands in the recipe, by its short name."""
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except pydantic.ValidationError as e:
+            raise ConfigError(problems(type(self), e)) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(getattr(type(self), name, None), property):
+            return object.__setattr__(self, name, value)
+        if name not in type(self).model_fields:  # pydantic would take a name that begins with an underscore
+            raise ConfigError(_unknown(type(self), name))
+        try:
+            super().__setattr__(name, value)
+        except pydantic.ValidationError as e:
+            raise ConfigError(problems(type(self), e)) from None
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _lenient(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, str):
+            return {o.lower(): o for o in options(annotation)}.get(value.lower(), value)
+        if isinstance(value, float) and value.is_integer() and annotation is int:
+            return int(value)
+        return tuple(value) if isinstance(value, list) else value
+
+    @classmethod
+    def key(cls, field: str) -> str:
+        """The dotted key of `field`, by its short name: `fp8.margin`."""
+        return f"{cls.home}.{field}" if cls.home else field
+
+
+def options(annotation: Any) -> list[str]:
+    """The string options of a Literal, also inside a union; an empty list for other annotations."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return [o for o in typing.get_args(annotation) if isinstance(o, str)]
+    return [o for a in typing.get_args(annotation) for o in options(a)]
+
+
+def problems(cls: type[Node], error: pydantic.ValidationError) -> list[str]:
+    """One line for each thing that pydantic found, those of nested nodes included."""
+    lines: list[str] = []
+    for e in error.errors(include_url=False):
+        cause = e.get("ctx", {}).get("error")
+        lines += cause.problems if isinstance(cause, ConfigError) else [_line(cls, e)]
+    return list(dict.fromkeys(lines))
+
+
+def _line(cls: type[Node], e: Any) -> str:
+    field, given, ctx = str(e["loc"][0]), e["input"], e.get("ctx", {})
+    at = f"{cls.key(field)}={_shown(given)}"
+    if e["type"] in ("extra_forbidden", "no_such_attribute"):
+        return _unknown(cls, field)
+    if e["type"] == "literal_error" or options(cls.model_fields[field].annotation):
+        return f"{at}: not an option" + suggest(str(given), options(cls.model_fields[field].annotation))
+    for bound, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
+        if bound in ctx:
+            return f"{at}: must be {words} {ctx[bound]:g}"
+    if e["type"] in ("too_short", "too_long", "missing") and isinstance(given, tuple):
+        return f"{at}: expected {len(typing.get_args(cls.model_fields[field].annotation))} values, got {len(given)}"
+    if e["type"] == "string_pattern_mismatch":
+        return f"{at}: letters, digits, '_', '.' and '-' alone, at most 64 of them"
+    expected = _EXPECTED.get(e["type"])
+    return f"{at}: expected {expected}, got {type(given).__name__}" if expected else f"{at}: {e['msg']}"
+
+
+def _unknown(cls: type[Node], field: str) -> str:
+    from fp8cfg.config.recipe import short_keys  # the whole tree, so that a key in the wrong node finds its own
+
+    return spellings.unknown(cls.key(field), short_keys())
+
+
+def _shown(value: Any) -> str:
+    text = str(list(value)) if isinstance(value, tuple) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,82 @@
+"""The precision plugin: what multiplies, how state is stored and sent, who does it. Home: `recipe.trainer.plugins`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.node import Node
+
+Codec = Literal["auto", "none", "fp32", "bf16", "fp16", "fp16_scaled", "fp8", "fp8_pow2", "fp8_block"]
+
+
+class Storage(Node):
+    """How training state is stored and sent: one codec for each column of the low-precision chart.
+
+    `auto` follows precision.compute, fp8.params and opt_level. The chart is that of the MS-AMP documentation.
+    """
+
+    home: ClassVar[str] = "storage"
+
+    weight: Codec = "auto"
+    """Stored model weights. Default auto: precision.compute; FP8 for the linear layers under fp8.params."""
+    master_weight: Codec = "auto"
+    """Master copy inside the optimizer. Default auto: fp32 where weights are in half precision or FP8 (Megatron), else none."""
+    weight_grad: Codec = "auto"
+    """Weight gradients as accumulated. Default auto: fp32, or fp16 under compute=fp16 (NeMo's fp16_mixed)."""
+    comm: Codec = "auto"
+    """Gradients on the wire. Default auto: fp32, or fp16 under compute=fp16 (NeMo: grad_reduce_in_fp32 True / False)."""
+    exp_avg: Codec = "auto"
+    """First moment of Adam. Default auto: fp32 (Megatron)."""
+    exp_avg_sq: Codec = "auto"
+    """Second moment of Adam. Default auto: fp32 (Megatron)."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How updated weights are rounded into their codec. Default nearest (torch, Megatron, MS-AMP)."""
+    shard: Literal["none", "zero1", "zero2"] = "none"
+    """Optimizer state split over data-parallel ranks (ZeRO, arXiv 1910.02054). Default none."""
+
+
+class Precision(Node):
+    """Everything about precision in one object. Assigning a preset to `recipe.trainer.plugins` replaces all of it."""
+
+    home: ClassVar[str] = "precision"
+
+    compute: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Dtype of parameters and of everything that FP8 does not cover; fp32 masters under bf16 and fp16. Default bf16 (NeMo)."""
+    fp8: FP8 = Field(default_factory=FP8)
+    """How linear layers multiply in FP8; off by default."""
+    storage: Storage = Field(default_factory=Storage)
+    """How weights, gradients and optimizer states are stored and sent."""
+    loss_scale: float | None = Field(None, gt=0)
+    """Constant loss scale under compute=fp16; null scales dynamically. Default null (NeMo fp16_loss_scale)."""
+    initial_loss_scale: float = Field(2.0**32, gt=0)
+    """First dynamic loss scale. Default 2^32 (NeMo fp16_initial_loss_scale)."""
+    min_loss_scale: float = Field(1.0, gt=0)
+    """Dynamic scaling goes no lower. Default 1 (NeMo fp16_min_loss_scale)."""
+    loss_scale_window: int = Field(1000, ge=1)
+    """Good optimizer steps in a row before the scale doubles. Default 1000 (NeMo fp16_loss_scale_window)."""
+    hysteresis: int = Field(2, ge=1)
+    """Overflowing steps before the scale halves. Default 2 (NeMo fp16_hysteresis)."""
+    backend: Literal["auto", "native", "te", "torchao", "msamp"] = "auto"
+    """Who multiplies. Default auto: the best that can run this recipe here; the choice is printed and recorded."""
+    opt_level: Literal["O1", "O2", "O3"] | None = None
+    """MS-AMP's optimization level, which resolves the storage columns left on auto. Default null (O2 under backend=msamp,
+    as in Accelerate)."""
+
+
+def resolved(precision: Precision) -> dict[str, str]:
+    """The storage columns with `auto` resolved: column name -> codec. Explicit columns are returned as they are.
+
+    Under fp8.params `weight` is the codec of the linear layers that run in FP8; the other weights keep precision.compute.
+    """
+    half = precision.compute != "fp32"
+    wire = "fp16" if precision.compute == "fp16" else "fp32"
+    fp8_weights = precision.fp8.enabled and precision.fp8.params
+    auto = {
+        "weight": "fp8" if fp8_weights else precision.compute,
+        "master_weight": "fp32" if half or fp8_weights else "none",
+        "weight_grad": wire, "comm": wire, "exp_avg": "fp32", "exp_avg_sq": "fp32",
+    }
+    return {k: v if (given := getattr(precision.storage, k)) == "auto" else given for k, v in auto.items()}

@@ -1,0 +1,68 @@
+"""Precision presets: NeMo's and Megatron-Bridge's names for the files under `conf/precision/`.
+
+The values stand in those files and nowhere else; a function of the same name as theirs returns one as a typed object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fp8cfg.config.errors import ConfigError, suggest
+from fp8cfg.config.files import CONF, read_yaml
+from fp8cfg.config.precision import Precision
+
+FUNCTIONS = {
+    "bf16_mixed": "bf16",
+    "fp16_mixed": "fp16",
+    "bf16_with_fp8_mixed": "bf16_fp8",
+    "fp16_with_fp8_mixed": "fp16_fp8",
+    "bf16_with_fp8_delayed_scaling_mixed": "bf16_fp8",
+    "fp16_with_fp8_delayed_scaling_mixed": "fp16_fp8",
+    "bf16_with_fp8_current_scaling_mixed": "bf16_fp8_current",
+    "fp16_with_fp8_current_scaling_mixed": "fp16_fp8_current",
+    "bf16_with_fp8_subchannel_scaling_mixed": "bf16_fp8_block",
+    "fp16_with_fp8_subchannel_scaling_mixed": "fp16_fp8_block",
+    "bf16_with_mxfp8_mixed": "bf16_mxfp8",
+    "fp16_with_mxfp8_mixed": "fp16_mxfp8",
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": "nemotron_h_bf16_fp8_current",
+    "nanov2_bf16_with_fp8_current_scaling_mixed": "nanov2_bf16_fp8_block",
+    "bf16_with_nvfp4_mixed": "bf16_nvfp4",
+    "nemotron_3_super_bf16_with_nvfp4_mixed": "nemotron_3_super_bf16_nvfp4",
+    "fp32": "fp32",
+}
+"""Preset function -> file under conf/precision/."""
+
+
+def choices() -> list[str]:
+    """The short names of the shipped presets, sorted."""
+    return sorted(p.stem for p in (CONF / "precision").glob("*.yaml"))
+
+
+def precision_preset(name: str) -> Precision:
+    """The preset `name` as a fresh object: a file's short name, a function's name, or NeMo's hyphenated spelling.
+
+    Raises ConfigError with the nearest name where there is none.
+    """
+    known = choices()
+    spelled = name.replace("-", "_").lower()
+    stem = FUNCTIONS.get(spelled, spelled)
+    if stem not in known:
+        raise ConfigError(f"precision={name}: no such precision preset" + suggest(name, [*known, *FUNCTIONS]))
+    return Precision(**read_yaml(CONF / "precision" / f"{stem}.yaml"))
+
+
+def _function(name: str, stem: str) -> Callable[..., Precision]:
+    def preset(**changes: Any) -> Precision:
+        chosen = precision_preset(stem)
+        for key, value in changes.items():
+            setattr(chosen, key, value)
+        return chosen
+
+    preset.__name__ = preset.__qualname__ = name
+    preset.__doc__ = f"The precision preset conf/precision/{stem}.yaml as a fresh Precision; keyword arguments replace keys."
+    return preset
+
+
+PRESETS: dict[str, Callable[..., Precision]] = {name: _function(name, stem) for name, stem in FUNCTIONS.items()}
+"""Preset functions by name; each is importable from fp8cfg."""

@@ -1,0 +1,106 @@
+"""The recipe: one typed object that says how a model is trained."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.model import Model
+from fp8cfg.config.node import Node
+from fp8cfg.config.precision import Precision, Storage
+from fp8cfg.config.training import Checkpoint, Data, Log, Optim, Trainer
+
+PLUGIN = "trainer.plugins"
+ALIASES = {"precision": PLUGIN, "fp8": f"{PLUGIN}.fp8", "storage": f"{PLUGIN}.storage", "backend": f"{PLUGIN}.backend",
+           "opt_level": f"{PLUGIN}.opt_level"}
+"""Short names, at every door, of nodes and keys of the precision plugin."""
+
+
+class Recipe(Node):
+    """Everything about one training run. `check()` holds the rules between keys."""
+
+    home: ClassVar[str] = ""
+
+    name: str = Field("unnamed", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    """Names the run folder: letters, digits, '_', '.' and '-'. Default unnamed; recipe functions give their own name."""
+    model: Model = Field(default_factory=Model)
+    """The model's shape."""
+    data: Data = Field(default_factory=Data)
+    """What is trained on."""
+    optim: Optim = Field(default_factory=Optim)
+    """Optimizer and schedule."""
+    trainer: Trainer = Field(default_factory=Trainer)
+    """The loop, and in `plugins` the precision."""
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    """Checkpoints."""
+    log: Log = Field(default_factory=Log)
+    """Run folder and printed lines."""
+
+    @property
+    def precision(self) -> Precision:
+        """`trainer.plugins`, by its short name."""
+        return self.trainer.plugins
+
+    @precision.setter
+    def precision(self, value: Precision | str) -> None:
+        self.trainer.plugins = value  # type: ignore[assignment]
+
+    @property
+    def fp8(self) -> FP8:
+        """`trainer.plugins.fp8`, by its short name."""
+        return self.trainer.plugins.fp8
+
+    @fp8.setter
+    def fp8(self, value: FP8) -> None:
+        self.trainer.plugins.fp8 = value
+
+    @property
+    def storage(self) -> Storage:
+        """`trainer.plugins.storage`, by its short name."""
+        return self.trainer.plugins.storage
+
+    @storage.setter
+    def storage(self, value: Storage) -> None:
+        self.trainer.plugins.storage = value
+
+    def check(self) -> None:
+        """Raise ConfigError with every rule between keys that this recipe breaks, one line each."""
+        from fp8cfg.config import rules
+
+        rules.check(self)
+
+
+def short(key: str) -> str:
+    """The short name of a full key: `trainer.plugins.fp8.margin` is `fp8.margin`."""
+    for alias, full in sorted(ALIASES.items(), key=lambda item: -len(item[1])):
+        if key == full or key.startswith(full + "."):
+            return alias + key[len(full):]
+    return key
+
+
+def full(key: str) -> str:
+    """The full name of a key that may be short: `fp8.margin` is `trainer.plugins.fp8.margin`."""
+    head, dot, rest = key.partition(".")
+    return ALIASES.get(head, head) + dot + rest
+
+
+@functools.cache
+def fields() -> dict[str, Any]:
+    """Every key of the schema by its full name, nodes included, with its pydantic FieldInfo."""
+    return dict(_walk(Recipe, ""))
+
+
+@functools.cache
+def short_keys() -> frozenset[str]:
+    """Every key of the schema by its short name."""
+    return frozenset(short(k) for k in fields())
+
+
+def _walk(cls: type[Node], at: str) -> Any:
+    for name, info in cls.model_fields.items():
+        yield at + name, info
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Node):
+            yield from _walk(info.annotation, f"{at}{name}.")

@@ -1,0 +1,72 @@
+"""Words that other projects use for our keys: never accepted, always answered with ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fp8cfg.config.errors import nearest
+
+_BELONGS = {
+    "fp8_margin": "fp8.margin", "fp8_interval": "fp8.interval", "fp8_format": "fp8.format",
+    "fp8_amax_history_len": "fp8.amax_history_len", "amax_history_length": "fp8.amax_history_len",
+    "fp8_amax_compute_algo": "fp8.amax_compute_algo", "amax_compute_algorithm": "fp8.amax_compute_algo",
+    "fp8_params": "fp8.params", "fp8_param": "fp8.params", "fp8_param_gather": "fp8.params",
+    "fp8_recipe": "fp8.scaling", "fp8_wgrad": "fp8.override_linear_precision.wgrad",
+    "fp8_dot_product_attention": "fp8.dot_product_attention", "fp8_dpa": "fp8.dot_product_attention",
+    "fp8_multi_head_attention": "fp8.multi_head_attention", "fp8_mha": "fp8.multi_head_attention",
+    "first_last_layers_bf16": "fp8.high_precision_at_start and fp8.high_precision_at_end",
+    "num_layers_at_start_in_bf16": "fp8.high_precision_at_start", "num_layers_at_end_in_bf16": "fp8.high_precision_at_end",
+    "use_mxfp8_block_scaling": "fp8.scaling=mxfp8", "optimization_level": "opt_level",
+    "grad_reduce_in_fp32": "storage.comm", "mixed_precision": "precision (precision=bf16_fp8)",
+    "params_dtype": "precision.compute", "autocast_dtype": "precision.compute", "fp16_loss_scale": "precision.loss_scale",
+    "fp16_initial_loss_scale": "precision.initial_loss_scale", "fp16_min_loss_scale": "precision.min_loss_scale",
+    "fp16_loss_scale_window": "precision.loss_scale_window", "fp16_hysteresis": "precision.hysteresis",
+    "clip_grad": "trainer.gradient_clip_val", "max_iters": "trainer.max_steps", "train_iters": "trainer.max_steps",
+    "hidden_dim": "model.hidden_size", "n_layers": "model.num_layers", "n_heads": "model.num_attention_heads",
+    "num_hidden_layers": "model.num_layers", "intermediate_size": "model.ffn_hidden_size",
+    "num_key_value_heads": "model.num_query_groups", "rms_norm_eps": "model.layernorm_epsilon",
+    "rope_theta": "model.rotary_base", "head_dim": "model.kv_channels", "learning_rate": "optim.lr",
+    "batch_size": "trainer.global_batch_size", "limit_test_batches": "trainer.limit_val_batches",
+}
+_HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
+    "data.seq_length": "model.seq_length", "data.vocab_size": "model.vocab_size",
+    "data.micro_batch_size": "trainer.micro_batch_size", "data.global_batch_size": "trainer.global_batch_size",
+    "data.seed": "trainer.seed", "optim.max_steps": "trainer.max_steps", "optim.clip_grad": "trainer.gradient_clip_val",
+    "trainer.precision": "precision (precision=bf16_fp8)", "model.precision": "precision (precision=bf16_fp8)",
+    "precision.precision": "precision.compute", "precision.params_dtype": "precision.compute", "fp8.fp8": "fp8.enabled",
+    "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level", "storage.shard_optimizer": "storage.shard",
+}
+DERIVED = {
+    "trainer.accumulate_grad_batches":
+        "trainer.global_batch_size / (trainer.micro_batch_size x data-parallel size)",
+}
+"""Keys that follow from others and cannot be set, with what they follow from."""
+
+CODE_KEYS = frozenset({
+    "_target_", "_partial_", "_args_", "_recursive_", "_convert_", "_component_", "_call_", "__fn_or_cls__",
+    "_class_path", "class_path", "_instantiator", "target", "pickle"})
+"""Keys by which other frameworks name code to run; none is ever accepted."""
+
+
+def unknown(key: str, known: Iterable[str]) -> str:
+    """The line for a `key` that does not exist: where the thing belongs, or the nearest key."""
+    leaf = key.rsplit(".", 1)[-1]
+    if leaf in CODE_KEYS:
+        return f"{key}: a recipe cannot name code to run; values name things by registry key, as in optim.name=adamw"
+    if key in DERIVED:
+        return f"{key}: cannot be set, it is {DERIVED[key]}"
+    home = _HOMES.get(key) or _BELONGS.get(leaf)
+    if home:
+        return f"{key}: no such key; it belongs to {home}"
+    known = set(known)
+    same_leaf = sorted(k for k in known if k.rsplit(".", 1)[-1] == leaf)
+    near = (same_leaf[0] if len(same_leaf) == 1 else None) or nearest(key, known, 0.75) or _near_leaf(leaf, known)
+    if same_leaf and len(same_leaf) > 1:
+        return f"{key}: no such key; did you mean one of {', '.join(same_leaf)}?"
+    return f"{key}: no such key" + (f"; did you mean {near!r}?" if near else "")
+
+
+def _near_leaf(leaf: str, known: set[str]) -> str | None:
+    by_leaf = {k.rsplit(".", 1)[-1]: k for k in sorted(known, reverse=True)}
+    found = nearest(leaf, by_leaf)
+    return by_leaf[found] if found else None

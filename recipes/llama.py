@@ -1,0 +1,155 @@
+"""Llama 2, 3, 3.1 and 3.2 with their published shapes and NeMo's pre-training defaults, and a tiny one that trains anywhere.
+
+Shapes are those of the models' published `config.json`; training defaults and parallel layouts those of NeMo 2.0's
+`llm/recipes/llama*.py`, BF16 throughout. NeMo has no recipe for llama2_13b and llama2_70b: their layouts are llama2_7b's
+and llama3_70b's.
+"""
+
+from __future__ import annotations
+
+from fp8cfg.config.model import Model, RopeScaling
+from fp8cfg.config.presets import precision_preset
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.registry import recipe
+from fp8cfg.config.training import Checkpoint, Data, Log, Optim, Strategy, Trainer
+
+LLAMA2 = Model(vocab_size=32000, seq_length=4096)
+LLAMA3 = Model(vocab_size=128256, seq_length=8192, rotary_base=5e5)
+LLAMA31 = LLAMA3.model_copy(update={"rope_scaling": RopeScaling(factor=8)})
+LLAMA32 = LLAMA3.model_copy(update={"rope_scaling": RopeScaling(factor=32), "share_embeddings_and_output_weights": True})
+
+#                  generation, layers, hidden,   ffn, heads, groups, init std
+SHAPES = {
+    "llama2_7b":    (LLAMA2,      32,   4096, 11008,    32,     32, 0.02),
+    "llama2_13b":   (LLAMA2,      40,   5120, 13824,    40,     40, 0.02),
+    "llama2_70b":   (LLAMA2,      80,   8192, 28672,    64,      8, 0.02),
+    "llama3_8b":    (LLAMA3,      32,   4096, 14336,    32,      8, 0.01),
+    "llama3_70b":   (LLAMA3,      80,   8192, 28672,    64,      8, 0.008944),
+    "llama31_8b":   (LLAMA31,     32,   4096, 14336,    32,      8, 0.02),
+    "llama31_70b":  (LLAMA31,     80,   8192, 28672,    64,      8, 0.02),
+    "llama31_405b": (LLAMA31,    126,  16384, 53248,   128,      8, 0.02),
+    "llama32_1b":   (LLAMA32,     16,   2048,  8192,    32,      8, 0.02),
+    "llama32_3b":   (LLAMA32,     28,   3072,  8192,    24,      8, 0.02),
+}
+
+
+def _pretrain(name: str, nodes: int = 1, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, sp: bool = False) -> Recipe:
+    """The shape `name` with NeMo's pre-training defaults: 512 sequences a step, AdamW with cosine decay, BF16."""
+    generation, layers, hidden, ffn, heads, groups, std = SHAPES[name]
+    model = generation.model_copy(deep=True, update={
+        "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads,
+        "num_query_groups": groups, "init_method_std": std})
+    strategy = Strategy(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vp,
+        context_parallel_size=cp, sequence_parallel=sp)
+    return Recipe(
+        name=name, model=model,
+        trainer=Trainer(
+            plugins=precision_preset("bf16"), strategy=strategy, num_nodes=nodes, devices=8, max_steps=1168251,
+            global_batch_size=512, micro_batch_size=1, val_check_interval=2000),
+        checkpoint=Checkpoint(every_n_steps=2000))
+
+
+@recipe
+def llama2_7b() -> Recipe:
+    """Llama 2 7B, one node, tensor parallel 2."""
+    return _pretrain("llama2_7b", tp=2)
+
+
+@recipe
+def llama2_13b() -> Recipe:
+    """Llama 2 13B, one node, tensor parallel 2."""
+    return _pretrain("llama2_13b", tp=2)
+
+
+@recipe
+def llama2_70b() -> Recipe:
+    """Llama 2 70B, four nodes, tensor parallel 4, pipeline parallel 4."""
+    return _pretrain("llama2_70b", nodes=4, tp=4, pp=4, vp=5, cp=2, sp=True)
+
+
+@recipe
+def llama3_8b() -> Recipe:
+    """Llama 3 8B, one node, context parallel 2."""
+    return _pretrain("llama3_8b", cp=2)
+
+
+@recipe
+def llama3_70b() -> Recipe:
+    """Llama 3 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2."""
+    return _pretrain("llama3_70b", nodes=4, tp=4, pp=4, vp=5, cp=2, sp=True)
+
+
+@recipe
+def llama31_8b() -> Recipe:
+    """Llama 3.1 8B, one node, context parallel 2."""
+    return _pretrain("llama31_8b", cp=2)
+
+
+@recipe
+def llama31_70b() -> Recipe:
+    """Llama 3.1 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2."""
+    return _pretrain("llama31_70b", nodes=4, tp=4, pp=4, vp=5, cp=2, sp=True)
+
+
+@recipe
+def llama31_405b() -> Recipe:
+    """Llama 3.1 405B, 64 nodes, tensor parallel 8, pipeline parallel 8, context parallel 4."""
+    return _pretrain("llama31_405b", nodes=64, tp=8, pp=8, vp=2, cp=4, sp=True)
+
+
+@recipe
+def llama32_1b() -> Recipe:
+    """Llama 3.2 1B, one node, tied embeddings."""
+    return _pretrain("llama32_1b")
+
+
+@recipe
+def llama32_3b() -> Recipe:
+    """Llama 3.2 3B, one node, tied embeddings."""
+    return _pretrain("llama32_3b")
+
+
+def _renamed(base: Recipe, name: str) -> Recipe:
+    base.name = name
+    return base
+
+
+@recipe
+def llama_1b() -> Recipe:
+    """Short for llama32_1b."""
+    return _renamed(llama32_1b(), "llama_1b")
+
+
+@recipe
+def llama_3b() -> Recipe:
+    """Short for llama32_3b."""
+    return _renamed(llama32_3b(), "llama_3b")
+
+
+@recipe
+def llama_8b() -> Recipe:
+    """Short for llama31_8b."""
+    return _renamed(llama31_8b(), "llama_8b")
+
+
+@recipe
+def llama_70b() -> Recipe:
+    """Short for llama31_70b."""
+    return _renamed(llama31_70b(), "llama_70b")
+
+
+@recipe
+def llama_405b() -> Recipe:
+    """Short for llama31_405b."""
+    return _renamed(llama31_405b(), "llama_405b")
+
+
+@recipe
+def llama_tiny() -> Recipe:
+    """3.3 million parameters on bytes of the standard library: trains visibly on two CPU cores in a minute."""
+    return Recipe(
+        name="llama_tiny", data=Data(name="stdlib"),
+        optim=Optim(lr=3e-3, warmup_steps=20),
+        trainer=Trainer(plugins=precision_preset("bf16"), max_steps=150, val_check_interval=50, limit_val_batches=4),
+        checkpoint=Checkpoint(every_n_steps=50), log=Log(every_n_steps=10))

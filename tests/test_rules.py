@@ -1,0 +1,111 @@
+"""The rules between keys: what would do nothing is refused, and the line says what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+
+import fp8cfg
+from fp8cfg.config.fp8 import DELAYED_ONLY, FP8
+from fp8cfg.config.presets import choices
+from fp8cfg.recipes import llama_tiny
+
+OTHER_VALUES = {"margin": 1, "interval": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent", "reduce_amax": False,
+                "first_step": "te"}
+
+
+def lines(preset: str, **assignments: object) -> list[str]:
+    r = llama_tiny()
+    r.precision = preset
+    for key, value in assignments.items():
+        node, _, leaf = key.replace("__", ".").rpartition(".")
+        target = r
+        for part in node.split("."):
+            target = getattr(target, part)
+        setattr(target, leaf, value)
+    try:
+        r.check()
+    except fp8cfg.ConfigError as e:
+        return e.problems
+    return []
+
+
+def test_shipped_presets_break_no_rule() -> None:
+    for name in choices():
+        r = llama_tiny()
+        r.precision = name
+        r.model.num_layers = 32
+        r.check()
+
+
+def test_the_table_of_other_values_is_complete() -> None:
+    assert set(OTHER_VALUES) == set(DELAYED_ONLY)
+
+
+@pytest.mark.parametrize("key", DELAYED_ONLY)
+def test_delayed_keys_are_refused_elsewhere_and_accepted_there(key: str) -> None:
+    change = {f"fp8__{key}": OTHER_VALUES[key]}
+    assert lines("bf16_fp8", **change) == []
+    assert lines("bf16_fp8_current", **change) == [
+        f"fp8.{key}={OTHER_VALUES[key]}: has no effect under fp8.scaling=current, only under delayed; drop it or write "
+        "fp8.scaling=delayed"]
+
+
+@pytest.mark.parametrize("key", [k for k in FP8.model_fields if k not in ("enabled", "override_linear_precision")])
+def test_every_fp8_key_is_refused_while_fp8_is_off(key: str) -> None:
+    default = FP8.model_fields[key].get_default(call_default_factory=True)
+    value = {bool: True, int: 2, float: 0.5, tuple: ("x",), str: {"scaling": "current", "format": "e4m3",
+             "amax_compute_algo": "most_recent", "first_step": "te"}.get(key)}[type(default)]
+    value = not default if isinstance(default, bool) else value
+    assert any(f"fp8.{key}=" in line and "has no effect" in line for line in lines("bf16", **{f"fp8__{key}": value}))
+
+
+CASES = [
+    ("bf16_mxfp8", {"fp8__format": "hybrid"}, "fp8.format=hybrid: fp8.scaling=mxfp8 needs e4m3"),
+    ("bf16_fp8", {"fp8__high_precision_at_start": 2, "fp8__high_precision_at_end": 2}, "leave no layer"),
+    ("bf16_fp8", {"fp8__amax_history_len": 1, "fp8__amax_compute_algo": "most_recent"}, "has no effect with fp8.amax_history_len=1"),
+    ("bf16_fp8", {"precision__hysteresis": 3}, "loss scaling is for precision.compute=fp16 alone"),
+    ("fp16", {"precision__loss_scale": 1024.0, "precision__hysteresis": 3}, "precision.loss_scale=1024 is constant"),
+    ("bf16_fp8", {"fp8__multi_head_attention": True}, "needs fp8.dot_product_attention=true"),
+    ("bf16_fp8_block", {"fp8__dot_product_attention": True}, "block scaling has no FP8 attention"),
+    ("bf16_fp8", {"storage__weight": "bf16"}, "contradicts fp8.params=true"),
+    ("bf16_fp8", {"storage__master_weight": "none"}, "weights in FP8 need masters"),
+    ("bf16", {"storage__comm": "none"}, "only storage.master_weight can be none"),
+    ("bf16", {"precision__opt_level": "O2", "optim__name": "sgd"}, "needs optim.name=adamw or adam"),
+    ("bf16", {"optim__name": "sgd", "storage__exp_avg": "fp8"}, "has no effect with optim.name=sgd"),
+    ("bf16", {"precision__backend": "native"}, "backend=native: has no effect"),
+    ("bf16", {"model__hidden_size": 250}, "model.hidden_size=250: not a multiple of model.num_attention_heads=4; nearest is 248"),
+    ("bf16", {"model__num_query_groups": 3}, "must divide model.num_attention_heads=4; nearest is"),
+    ("bf16", {"model__kv_channels": 33}, "even head width"),
+    ("bf16", {"model__rope_scaling__low_freq_factor": 2.0}, "has no effect while model.rope_scaling.factor=1"),
+    ("bf16", {"data__name": "text"}, "data=text: needs data.path"),
+    ("bf16", {"data__path": "x"}, "data.path=x: has no effect with data=stdlib"),
+    ("bf16", {"optim__min_lr": 1.0}, "optim.min_lr=1: more than optim.lr=0.003"),
+    ("bf16", {"optim__momentum": 0.5}, "optim.momentum=0.5: has no effect with optim.name=adamw"),
+    ("bf16", {"optim__lr_decay_style": "constant", "optim__min_lr": 0.0}, "has no effect with optim.lr_decay_style=constant"),
+    ("bf16", {"optim__warmup_steps": 500}, "optim.warmup_steps=500: with optim.constant_steps=0 more than trainer.max_steps=150"),
+    ("bf16", {"optim__betas": (0.9, 1.0)}, "each must be at least 0 and less than 1"),
+    ("bf16", {"trainer__global_batch_size": 17}, "not a multiple of trainer.micro_batch_size=16; nearest is 16"),
+    ("bf16", {"trainer__val_check_interval": 0}, "trainer.limit_val_batches=4: has no effect"),
+    ("bf16", {"trainer__strategy__tensor_model_parallel_size": 2}, "does not divide trainer.num_nodes x trainer.devices = 1"),
+    ("bf16", {"trainer__strategy__sequence_parallel": True}, "has no effect while tensor_model_parallel_size=1"),
+    ("bf16", {"trainer__strategy__virtual_pipeline_model_parallel_size": 2}, "has no effect while pipeline_model_parallel_size=1"),
+]
+
+
+@pytest.mark.parametrize(("preset", "change", "part"), CASES)
+def test_a_broken_rule_is_named(preset: str, change: dict[str, object], part: str) -> None:
+    found = lines(preset, **change)
+    assert any(part in line for line in found), found
+
+
+def test_all_three_products_in_high_precision_is_no_fp8() -> None:
+    r = llama_tiny()
+    r.precision = "bf16_fp8"
+    r.fp8.override_linear_precision = fp8cfg.OverrideLinearPrecision(fprop=True, dgrad=True, wgrad=True)
+    with pytest.raises(fp8cfg.ConfigError, match="leave nothing in FP8"):
+        r.check()
+
+
+def test_many_broken_rules_come_at_once() -> None:
+    found = lines("bf16", fp8__margin=1, trainer__global_batch_size=17, data__path="x")
+    assert len(found) == 3

@@ -1,0 +1,124 @@
+"""The schema: types, bounds, one home for each fact, and errors that say what to write instead."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+
+import fp8cfg
+from fp8cfg.config.node import Node
+from fp8cfg.config.recipe import Recipe, fields, full, short
+from fp8cfg.recipes import llama_tiny
+
+
+def refused(statement: typing.Callable[[], object]) -> list[str]:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        statement()
+    return e.value.problems
+
+
+def test_precision_has_one_home_with_short_names() -> None:
+    r = llama_tiny()
+    r.trainer.plugins = fp8cfg.bf16_with_fp8_mixed()
+    assert r.precision is r.trainer.plugins
+    assert r.fp8 is r.trainer.plugins.fp8 and r.storage is r.trainer.plugins.storage
+    r.fp8.margin = 3
+    assert r.trainer.plugins.fp8.margin == 3
+    r.precision = fp8cfg.fp16_mixed()
+    assert r.trainer.plugins.compute == "fp16" and not r.fp8.enabled
+
+
+def test_a_preset_replaces_everything_about_precision() -> None:
+    r = llama_tiny()
+    r.precision = fp8cfg.bf16_with_fp8_mixed()
+    r.fp8.margin = 2
+    r.trainer.plugins = fp8cfg.bf16_with_mxfp8_mixed()
+    assert r.fp8.margin == 0 and r.fp8.scaling == "mxfp8" and r.fp8.format == "e4m3"
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "bf16_mixed", "bf16"])
+def test_plugins_take_a_preset_name(name: str) -> None:
+    assert fp8cfg.Trainer(plugins=name).plugins == fp8cfg.bf16_mixed()
+    r = llama_tiny()
+    r.trainer.plugins = name
+    assert r.precision == fp8cfg.bf16_mixed()
+
+
+def test_presets_are_fresh_objects() -> None:
+    one = fp8cfg.bf16_mixed()
+    one.fp8.enabled = True
+    assert not fp8cfg.bf16_mixed().fp8.enabled
+
+
+GOLDEN = [
+    ("fp8.margn = 1", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
+    ("fp8.margin = True", "fp8.margin=True: expected an integer, got bool"),
+    ("fp8.margin = '1'", "fp8.margin=1: expected an integer, got str"),
+    ("fp8.margin = 99", "fp8.margin=99: must be at most 16"),
+    ("fp8.margin = -1", "fp8.margin=-1: must be at least 0"),
+    ("fp8.format = 'hybird'", "fp8.format=hybird: not an option; did you mean 'hybrid'?"),
+    ("fp8.enabled = 1", "fp8.enabled=1: expected true or false, got int"),
+    ("trainer.plugins = 'bf16-mixd'", "precision=bf16-mixd: no such precision preset; did you mean 'bf16_mixed'?"),
+    ("trainer.fp8_margin = 1", "trainer.fp8_margin: no such key; it belongs to fp8.margin"),
+    ("trainer.accumulate_grad_batches = 2", "trainer.accumulate_grad_batches: cannot be set, it is trainer.global_batch_size / "
+     "(trainer.micro_batch_size x data-parallel size)"),
+    ("data.seq_length = 8", "data.seq_length: no such key; it belongs to model.seq_length"),
+    ("optim.betas = (0.9,)", "optim.betas=[0.9]: expected 2 values, got 1"),
+    ("optim.lr = float('inf')", "optim.lr=inf: expected a finite number, got float"),
+    ("optim.lr = '1e-3'", "optim.lr=1e-3: expected a number, got str"),
+    ("margin = 1", "margin: no such key; did you mean 'fp8.margin'?"),
+    ("name = '../x'", "name=../x: letters, digits, '_', '.' and '-' alone, at most 64 of them"),
+    ("model._target_ = 'os.system'", "model._target_: a recipe cannot name code to run; values name things by registry key, as "
+     "in optim.name=adamw"),
+]
+
+
+@pytest.mark.parametrize(("statement", "line"), GOLDEN)
+def test_an_assignment_fails_with_one_clear_line(statement: str, line: str) -> None:
+    before = llama_tiny()
+    recipe = llama_tiny()
+    assert refused(lambda: exec(f"recipe.{statement}", {"recipe": recipe})) == [line]
+    assert recipe == before, "a refused assignment changes nothing"
+
+
+def test_all_problems_of_a_constructor_at_once() -> None:
+    assert refused(lambda: fp8cfg.FP8(margin=-1, format="x", zz=1)) == [
+        "fp8.format=x: not an option; choose from hybrid, e4m3", "fp8.margin=-1: must be at least 0", "fp8.zz: no such key"]
+
+
+def test_fp8_arguments_given_to_the_trainer_are_answered_with_where_they_belong() -> None:
+    trainer_args, fp8_args = {"max_steps": 10}, {"fp8_margin": 1, "fp8_params": True, "fp8": "hybrid"}
+    lines = refused(lambda: fp8cfg.Trainer(plugins=fp8cfg.bf16_with_fp8_mixed(), **trainer_args, **fp8_args))
+    assert lines[0] == "trainer.fp8_margin: no such key; it belongs to fp8.margin"
+    assert lines[1] == "trainer.fp8_params: no such key; it belongs to fp8.params"
+    assert lines[2] == "trainer.fp8: no such key; did you mean 'fp8'?"
+
+
+def test_options_are_matched_without_case_and_whole_floats_are_integers() -> None:
+    r = llama_tiny()
+    r.fp8.format = "HYBRID"
+    r.precision.opt_level = "o2"
+    r.trainer.max_steps = 1e3
+    assert (r.fp8.format, r.precision.opt_level, r.trainer.max_steps) == ("hybrid", "O2", 1000)
+    assert type(r.trainer.max_steps) is int
+
+
+def test_every_key_is_documented_with_its_default() -> None:
+    for key, info in fields().items():
+        assert info.description, key
+        is_node = isinstance(info.annotation, type) and issubclass(info.annotation, Node)
+        assert is_node or "efault" in info.description, f"{key} does not say where its default comes from"
+
+
+def test_short_and_full_names_are_inverse() -> None:
+    for key in fields():
+        assert full(short(key)) == key
+    assert short("trainer.plugins.fp8.margin") == "fp8.margin"
+    assert full("precision.fp8.margin") == "trainer.plugins.fp8.margin" == full("fp8.margin")
+
+
+def test_recipes_do_not_share_nodes() -> None:
+    one, other = Recipe(), Recipe()
+    one.model.rope_scaling.factor = 8.0
+    assert other.model.rope_scaling.factor == 1.0

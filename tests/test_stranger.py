@@ -1,0 +1,99 @@
+"""Files and words from a stranger: no code runs, nothing is read from elsewhere, and nothing takes long."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+import fp8cfg
+from fp8cfg.config.spellings import CODE_KEYS
+
+MARKER = "marker_of_executed_code"
+
+
+def refused(text: str) -> str:
+    began = time.perf_counter()
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        fp8cfg.from_yaml(text)
+    assert time.perf_counter() - began < 2.0
+    return str(e.value)
+
+
+@pytest.mark.parametrize("key", sorted(CODE_KEYS))
+def test_keys_that_name_code_are_refused_at_every_door(key: str) -> None:
+    assert "cannot name code" in refused(f"recipe: llama_tiny\nmodel: {{{key}: os.system}}\n")
+    assert "cannot name code" in refused(f"{key}: os.system\n")
+    with pytest.raises(fp8cfg.ConfigError, match="cannot name code"):
+        fp8cfg.compose([f"model.{key}=os.system"])
+    with pytest.raises(fp8cfg.ConfigError, match="cannot name code"):
+        fp8cfg.compose([f"model={{{key}: os.system}}"])
+
+
+@pytest.mark.parametrize("text", [
+    "!!python/object/apply:os.system ['touch " + MARKER + "']",
+    "recipe: !!python/name:os.system ''",
+    "name: ${oc.env:HOME}",
+    "name: ${eval:1}",
+    "recipe: ../../etc/passwd",
+    "recipe: /etc/passwd",
+    "precision: ../precision/bf16",
+    "defaults: [{/hydra/launcher: x}]",
+    "hydra: {run: {dir: x}}",
+    "recipe: llama_tiny\nrecipe: llama_8b",
+    "1: 2",
+    "- a list",
+    "just text",
+    "recipe: [llama_tiny]",
+    "trainer: {max_steps: 012}x",
+    "\x00",
+    "a: " + "[" * 2000,
+    "a: {" * 500 + "}" * 500,
+    "a: " + "x" * 300_000,
+])
+def test_a_strangers_yaml_is_one_error(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(text)
+    assert not (tmp_path / MARKER).exists()
+
+
+def test_an_alias_bomb_is_refused_at_once() -> None:
+    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x]"] + [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    assert "more than" in refused("\n".join(lines))
+
+
+def test_a_large_file_is_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "large.yaml"
+    file.write_text("a: 1\n" * 100_000)
+    with pytest.raises(fp8cfg.ConfigError, match="larger than 256 KB"):
+        fp8cfg.compose([], file=file)
+
+
+@pytest.mark.parametrize("word", ["recipe=../../x", "recipe=/etc/passwd", "precision=../recipe/x", "recipe='a b'", "data=a/../b"])
+def test_choices_cannot_leave_their_folder(word: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError, match="not a path"):
+        fp8cfg.compose([word])
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret.yaml").write_text("recipe: llama_tiny\n")
+    (tmp_path / "mine" / "recipe").mkdir(parents=True)
+    (tmp_path / "mine" / "recipe" / "leak.yaml").symlink_to(tmp_path / "secret.yaml")
+    with pytest.raises(fp8cfg.ConfigError, match="a link that leaves"):
+        fp8cfg.compose(["recipe=leak"], config_dir=tmp_path / "mine")
+
+
+def test_no_module_of_ours_unpickles() -> None:
+    import ast
+
+    root = Path(fp8cfg.__file__).parent
+    for file in [*root.rglob("*.py"), *(root.parent / "recipes").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
+                assert not {"pickle", "dill", "cloudpickle"} & set(names), file
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert (node.value.id, node.attr) not in {("torch", "load"), ("hydra", "main"), ("np", "load"), ("yaml", "unsafe_load")}, file
+            if isinstance(node, ast.Name):
+                assert node.id not in {"eval", "exec"} or file.name == "__init__.py", file
