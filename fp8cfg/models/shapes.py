@@ -1,0 +1,70 @@
+"""Every parameter and every linear layer of the Transformer, by arithmetic alone.
+
+The model is tested to have exactly these names and shapes, and the counts to equal the published ones.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from fp8cfg.models.config import TransformerConfig
+
+
+class LinearShape(NamedTuple):
+    """One linear layer: its module name, and the sizes of `weight[out_features, in_features]`."""
+
+    name: str
+    in_features: int
+    out_features: int
+
+
+def linear_layers(config: TransformerConfig) -> list[LinearShape]:
+    """Linear layers in the order of the forward pass, the output layer last.
+
+    A tied output layer is listed as well: it multiplies, although its weight is the embedding's.
+    """
+    layers = [layer for i in range(config.num_layers) for layer in _block_linears(config, f"layers.{i}")]
+    return [*layers, LinearShape("output_layer", config.hidden_size, config.vocab_size)]
+
+
+def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter by name; a tied weight appears once, as `embedding.weight`."""
+    hidden = (config.hidden_size,)
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, config.hidden_size)}
+    for i in range(config.num_layers):
+        shapes[f"layers.{i}.input_layernorm.weight"] = hidden
+        shapes[f"layers.{i}.pre_mlp_layernorm.weight"] = hidden
+    shapes["final_layernorm.weight"] = hidden
+    for layer in linear_layers(config):
+        if not (layer.name == "output_layer" and config.tie_embeddings):
+            shapes[f"{layer.name}.weight"] = (layer.out_features, layer.in_features)
+    return shapes
+
+
+def parameter_counts(config: TransformerConfig) -> dict[str, int]:
+    """Parameters by kind: embedding, attention, mlp, layernorm, output_layer (0 where tied), and their total."""
+    counts = dict.fromkeys(("embedding", "attention", "mlp", "layernorm", "output_layer"), 0)
+    for name, shape in parameter_shapes(config).items():
+        counts[_kind(name)] += prod(shape)
+    return {**counts, "total": sum(counts.values())}
+
+
+def _block_linears(config: TransformerConfig, prefix: str) -> list[LinearShape]:
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    return [
+        LinearShape(f"{prefix}.self_attention.linear_qkv", hidden, config.qkv_size),
+        LinearShape(f"{prefix}.self_attention.linear_proj", config.query_size, hidden),
+        LinearShape(f"{prefix}.mlp.linear_fc1", hidden, 2 * ffn),
+        LinearShape(f"{prefix}.mlp.linear_fc2", ffn, hidden),
+    ]
+
+
+def _kind(name: str) -> str:
+    if "layernorm" in name:
+        return "layernorm"
+    if ".self_attention." in name:
+        return "attention"
+    if ".mlp." in name:
+        return "mlp"
+    return name.removesuffix(".weight")

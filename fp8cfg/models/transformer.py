@@ -1,0 +1,92 @@
+"""The decoder-only Transformer: tokens in, loss or logits out.
+
+Build it without memory, then give it some:
+
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.to(torch.bfloat16).to_empty(device="cuda")
+    model.init_weights(torch.Generator().manual_seed(1234))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8cfg.models.config import TransformerConfig
+from fp8cfg.models.layers import RMSNorm, TransformerLayer
+from fp8cfg.models.rotary import rotary_tables
+
+RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+class Transformer(nn.Module):
+    """A Llama-like language model.
+
+    `recompute` is Megatron's `recompute_granularity=full`: each layer keeps only its input, and its forward pass is
+    computed again in the backward pass.
+    """
+
+    def __init__(self, config: TransformerConfig, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = recompute
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_layers))
+        self.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output_layer.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Mean cross entropy of `targets` (float32, 0-d), or logits [B, T, vocab_size] where there are none.
+
+        `tokens` and `targets` are int64 [B, T]; `targets[b, t]` is the token that follows `tokens[b, t]`, and a target
+        of -100 is left out of the mean. The logits have the dtype of the output layer; the loss upcasts them.
+        """
+        x = self.embedding(tokens)
+        cos, sin = rotary_tables(self.config, tokens.shape[1], tokens.device)
+        for layer in self.layers:
+            if self.recompute and torch.is_grad_enabled():
+                # No dropout: the second forward draws nothing, so there is no generator state to restore.
+                x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, cos, sin)
+        logits: Tensor = self.output_layer(self.final_layernorm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Fill every parameter: norms with ones, weights from normal(0, init_std), as Megatron does.
+
+        Layers that write into the residual stream are scaled by 1 / sqrt(2 * num_layers), so that its variance does
+        not grow with depth. Values are drawn in float32 on the generator's device, in the order of the parameters: one
+        seed gives one model, whatever device and dtype the parameters have and however many ranks hold them.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                drawn = torch.empty(parameter.shape, dtype=torch.float32, device=generator.device)
+                parameter.copy_(drawn.normal_(0.0, self._init_std(name), generator=generator))
+
+    def _init_std(self, name: str) -> float:
+        if name.endswith(RESIDUAL_OUTPUTS):
+            return self.config.init_std / math.sqrt(2 * self.config.num_layers)
+        return self.config.init_std
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Leaving the meta device makes new Parameters, one per module: a tied weight would come back as two.
+        tied = self.output_layer.weight is self.embedding.weight
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if tied:
+            self.output_layer.weight = self.embedding.weight
+        return self

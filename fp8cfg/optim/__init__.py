@@ -1,0 +1,10 @@
+"""Optimizers, and what moves with the optimizer step: the learning rate and the loss scale.
+
+The package itself loads no torch. The optimizer is in `fp8cfg.optim.mixed_precision`, its parameter groups in
+`fp8cfg.optim.groups`.
+"""
+
+from fp8cfg.optim.loss_scale import LossScaler
+from fp8cfg.optim.schedule import Schedule
+
+__all__ = ["LossScaler", "Schedule"]

@@ -1,0 +1,82 @@
+"""Loss scaling for float16: it lifts small gradients over the smallest number that float16 can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+
+class LossScaleState(TypedDict):
+    """What a `LossScaler` has learned; plain JSON."""
+
+    scale: float
+    growth_tracker: int
+    hysteresis_tracker: int
+
+
+@dataclass
+class LossScaler:
+    """Megatron's DynamicGradScaler (megatron/core/optimizer/grad_scaler.py), or a constant `loss_scale` where given.
+
+    Each overflow uses up one of `hysteresis`; once none is left, each overflow halves the scale, down to
+    `min_loss_scale`. `loss_scale_window` good steps in a row double it and restore the hysteresis. A single good step
+    does not restore it: overflows need not follow one another to count.
+
+    Multiply the loss by `scale` before the backward pass; the optimizer divides the gradients again. Raises ValueError
+    for values that can never work.
+    """
+
+    loss_scale: float | None = None
+    initial_loss_scale: float = 2.0**32
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    scale: float = field(init=False)
+    """The factor of the next backward pass."""
+
+    def __post_init__(self) -> None:
+        if self.loss_scale is not None and self.loss_scale <= 0.0:
+            raise ValueError(f"loss_scale={self.loss_scale} must be positive")
+        if not 0.0 < self.min_loss_scale <= self.initial_loss_scale:
+            raise ValueError(
+                f"min_loss_scale={self.min_loss_scale} must be positive and at most "
+                f"initial_loss_scale={self.initial_loss_scale}"
+            )
+        if self.loss_scale_window < 1 or self.hysteresis < 1:
+            raise ValueError(f"loss_scale_window={self.loss_scale_window} and hysteresis={self.hysteresis} must be at least 1")
+        self.scale = float(self.initial_loss_scale if self.loss_scale is None else self.loss_scale)
+        self._good_steps = 0
+        self._hysteresis_left = self.hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        """Learn from one step: whether its gradients overflowed (inf or NaN)."""
+        if self.loss_scale is not None:
+            return
+        if found_inf:
+            self._good_steps = 0
+            self._hysteresis_left -= 1
+            if self._hysteresis_left <= 0:
+                self.scale = max(self.scale * 0.5, self.min_loss_scale)
+            return
+        self._good_steps += 1
+        if self._good_steps == self.loss_scale_window:
+            self._good_steps = 0
+            self._hysteresis_left = self.hysteresis
+            self.scale *= 2.0
+
+    def state(self) -> LossScaleState:
+        """The state to save, under Megatron's names."""
+        return {
+            "scale": self.scale,
+            "growth_tracker": self._good_steps,
+            "hysteresis_tracker": self._hysteresis_left,
+        }
+
+    def load_state(self, state: LossScaleState) -> None:
+        """Continue from `state`; a constant scale stays what it is. Raises ValueError for other names than `state()`'s."""
+        if state.keys() != self.state().keys():
+            raise ValueError(f"not the state of a loss scaler: {sorted(state)}, expected {sorted(self.state())}")
+        if self.loss_scale is None:
+            self.scale = float(state["scale"])
+            self._good_steps = int(state["growth_tracker"])
+            self._hysteresis_left = int(state["hysteresis_tracker"])

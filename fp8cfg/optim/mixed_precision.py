@@ -1,0 +1,180 @@
+"""Float32 optimization of parameters that are stored in fewer bits, as Megatron does it.
+
+    backward   p.grad, in its grad_dtype and multiplied by the loss scale
+    step       float32 gradients -> unscale -> norm, finite? -> clip -> inner step on the masters -> hooks -> write p
+
+A master is a float32 copy of a parameter. Updates of a thousandth of a weight would round away in bfloat16; they add
+up in the master. A float32 parameter is its own master.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from fp8cfg.optim.loss_scale import LossScaler
+from fp8cfg.optim.masters import make_masters
+from fp8cfg.optim.state import collect_json, collect_tensors, restore
+
+Named = Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
+
+
+class MixedPrecisionOptimizer(torch.optim.Optimizer):
+    """Wraps `inner`, an optimizer over float32 masters, for parameters of any floating dtype.
+
+    `params` are named: `param_groups(model, weight_decay)` or `model.named_parameters()`. `inner` builds the wrapped
+    optimizer from parameter groups, as in `partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)`. What stands in
+    `param_groups` of this object, `lr` among it, is what the inner one uses.
+
+    For parameters in FP8, whose bits mean nothing without their scale, `masters` gives the float32 tensors from before
+    rounding (they are taken over, not copied) and `writers` the function that stores a master into the parameter and
+    its scale. Other masters are copies of the parameters as they are now: load weights first, build this afterwards.
+
+    After a step `grad_norm` is the norm before clipping (float32, unscaled). `clip_grad` of 0 clips nothing. `on_step`
+    is called after the inner step and before parameters are written, `on_skip` when the gradients were not finite.
+    """
+
+    def __init__(
+        self,
+        params: Named,
+        inner: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        *,
+        masters: Mapping[nn.Parameter, Tensor] | None = None,
+        writers: Mapping[nn.Parameter, Callable[[Tensor], None]] | None = None,
+        loss_scaler: LossScaler | None = None,
+        clip_grad: float = 0.0,
+    ) -> None:
+        super().__init__(params, {})
+        self.names = {p: name for group in self.param_groups for name, p in _named(group)}
+        if len(set(self.names.values())) < len(self.names):
+            raise ValueError("two parameters have one name, and state is kept by name")
+        self.writers = dict(writers or {})
+        self.masters = make_masters(self.names, masters or {})
+        self._narrow = {p: master for p, master in self.masters.items() if master is not p}
+        if self.writers.keys() - self._narrow.keys():
+            raise ValueError("writers are for optimized parameters that have a master of their own")
+        self.inner = inner([self._inner_group(group) for group in self.param_groups])
+        self.defaults = self.inner.defaults
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(_hyperparameters(inner_group))
+        self.loss_scaler = loss_scaler
+        self.clip_grad = clip_grad
+        self.grad_norm = 0.0
+        self.on_step: list[Callable[[], None]] = []
+        self.on_skip: list[Callable[[], None]] = []
+        self._remember_versions()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> bool:  # type: ignore[override]
+        """One update from the `.grad` of the parameters; False where it was skipped because they are not finite.
+
+        A gradient whose norm overflows float32 counts as not finite. A skipped step changes the loss scale and nothing
+        else. Float32 gradients are unscaled and clipped in place. Raises RuntimeError if someone else has written to a
+        parameter that has a master: the next step would silently undo that.
+        """
+        if closure is not None:
+            raise TypeError("MixedPrecisionOptimizer.step takes no closure: the loss may be scaled")
+        self._check_versions()
+        finite = self._prepare_gradients()
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(found_inf=not finite)
+        if finite:
+            for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+                inner_group.update(_hyperparameters(group))
+            self.inner.step()
+        for hook in self.on_step if finite else self.on_skip:
+            hook()
+        if finite:
+            self._write_parameters()
+        for master in self._narrow.values():
+            master.grad = None
+        return finite
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The state itself, no copies: `<parameter>.master` where there is one, `<parameter>.exp_avg`, and so on."""
+        return collect_tensors(self.names, self.masters, self.inner)
+
+    def state_json(self) -> dict[str, Any]:
+        """The rest of the state, for JSON: inner optimizer, step counts, loss scale. The learning rate is a schedule's."""
+        scale = None if self.loss_scaler is None else self.loss_scaler.state()
+        return {**collect_json(self.names, self.masters, self.inner), "loss_scale": scale}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        """Copy in what `state_tensors` and `state_json` gave. Training then goes on to the same bits.
+
+        The model's own weights are the model's state: load them first. Raises ValueError, before any tensor is changed,
+        for missing and unexpected names, other shapes or dtypes, another inner optimizer, and a loss scale on one side.
+        """
+        if json.keys() != self.state_json().keys():
+            raise ValueError(f"optimizer state: the JSON has {sorted(json)}, expected {sorted(self.state_json())}")
+        if (json["loss_scale"] is None) != (self.loss_scaler is None):
+            raise ValueError("optimizer state: the loss must be scaled by both the saved run and this one, or by neither")
+        if self.loss_scaler is not None:
+            self.loss_scaler.load_state(json["loss_scale"])
+        restore(self.names, self.masters, self.inner, tensors, json)
+        self._remember_versions()
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state_tensors`, `state_json` and the hyperparameters of the groups; by name, so not torch's own layout."""
+        groups = [_hyperparameters(group) for group in self.param_groups]
+        return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; raises ValueError as `load_state` does."""
+        self.load_state(state_dict["tensors"], state_dict["json"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+
+    def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**_hyperparameters(group), "params": [self.masters[p] for p in group["params"]]}
+
+    def _prepare_gradients(self) -> bool:
+        """Give every master its float32 gradient, unscaled and clipped; False if they are not finite."""
+        for p, master in self._narrow.items():
+            master.grad = None if p.grad is None else p.grad.float()
+        moved = [master for master in self.masters.values() if master.grad is not None]
+        grads = [master.grad for master in moved if master.grad is not None]
+        if self.loss_scaler is not None and grads:
+            torch._foreach_mul_(grads, 1.0 / self.loss_scaler.scale)
+        norm = get_total_norm(grads)
+        self.grad_norm = norm.item()
+        if not math.isfinite(self.grad_norm):
+            return False
+        if self.clip_grad > 0.0:
+            clip_grads_with_norm_(moved, self.clip_grad, norm)
+        return True
+
+    def _write_parameters(self) -> None:
+        plain = {p: master for p, master in self._narrow.items() if p not in self.writers}
+        if plain:
+            torch._foreach_copy_([*plain], [*plain.values()])
+        for p, write in self.writers.items():
+            write(self.masters[p])
+        self._remember_versions()
+
+    def _remember_versions(self) -> None:
+        self._versions = {p: p._version for p in self._narrow}
+
+    def _check_versions(self) -> None:
+        written = [self.names[p] for p, version in self._versions.items() if p._version != version]
+        if written:
+            raise RuntimeError(
+                f"{len(written)} parameters, {written[0]} among them, were written after their masters were made; "
+                "load weights before building the optimizer, or load the optimizer's state after them"
+            )
+
+
+def _named(group: dict[str, Any]) -> Iterable[tuple[str, nn.Parameter]]:
+    if "param_names" not in group:
+        raise ValueError("state is kept by name: pass param_groups(model, weight_decay) or model.named_parameters()")
+    return zip(group["param_names"], group["params"], strict=True)
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
