@@ -1,0 +1,153 @@
+"""Megatron's indexed token files: `name.bin` holds token ids, `name.idx` says where sequences and documents begin.
+
+    idx: "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences n | u64 document entries d
+         | i32 lengths [n] | i64 byte pointers [n] | i64 document indices [d] | i8 modes [n], multimodal only
+    bin: the tokens of all sequences, one after the other; everything little-endian
+
+Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`. Whoever made the files is not trusted: every number is
+held against the size of the files before anything is read by it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fp8cfg.data.errors import DataError, require
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_FLOATS = (6, 7)  # codes for float64 and float32, which no token file can mean
+
+
+@dataclass(frozen=True, eq=False)
+class Indexed:
+    """A checked pair of files.
+
+    tokens: the whole .bin as one memory-mapped 1-D array.
+    starts, lengths: where each sequence lies in `tokens`, counted in tokens, int64 and int32 [n].
+    documents: document k is sequences documents[k] to documents[k + 1], int64 [d].
+    """
+
+    path: Path
+    tokens: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    documents: np.ndarray
+
+    def sequence(self, index: int) -> np.ndarray:
+        """The tokens of one sequence, a view of the file."""
+        start = int(self.starts[index])
+        return self.tokens[start : start + int(self.lengths[index])]
+
+    def stream(self) -> np.ndarray:
+        """All sequences as one 1-D view, in file order. DataError where they do not lie one after the other."""
+        gaps = self.starts[1:] != self.starts[:-1] + self.lengths[:-1]
+        if gaps.any():
+            raise DataError(
+                f"{self.path}.idx: sequence {int(gaps.argmax()) + 1} does not begin where the one before it ends, so "
+                "the tokens are no single stream; write the files again with Megatron's builder"
+            )
+        return self.tokens[int(self.starts[0]) : int(self.starts[-1]) + int(self.lengths[-1])]
+
+
+def read_indexed(path: str | os.PathLike[str]) -> Indexed:
+    """Opens `path`.bin and `path`.idx; `path` may carry either ending. Any flaw of the files is one DataError.
+
+    The index is checked as a whole, at a cost proportional to its true size on disk. Token values are not: they are
+    checked against the vocabulary as batches are read.
+    """
+    prefix = prefix_of(path)
+    if os.path.isdir(prefix):
+        names = " ".join(sorted(file.stem for file in prefix.glob("*.idx"))) or "none"
+        raise DataError(f"{prefix}: a folder; add the common name of a .bin/.idx pair in it (there is: {names})")
+    idx, raw = _map(prefix, ".idx"), _map(prefix, ".bin")
+    dtype, sequences, entries = _header(idx, Path(f"{prefix}.idx"))
+    lengths, pointers, documents = _tables(idx, sequences, entries)
+    file = f"{prefix}.idx"
+    _check_sequences(file, lengths, pointers, dtype.itemsize, len(raw))
+    _check_documents(file, documents, sequences)
+    if len(raw) % dtype.itemsize:
+        raise DataError(f"{prefix}.bin: {len(raw)} bytes are no whole number of {dtype.name} tokens; it was cut short")
+    return Indexed(prefix, raw.view(dtype), pointers // dtype.itemsize, lengths, documents)
+
+
+def prefix_of(path: str | os.PathLike[str]) -> Path:
+    """The name that both files share."""
+    text = os.fspath(path)
+    return Path(text[:-4] if text.endswith((".bin", ".idx")) else text)
+
+
+def _map(prefix: Path, ending: str) -> np.ndarray:
+    path = Path(f"{prefix}{ending}")
+    # The kind of file comes first: opening a pipe would wait for ever.
+    if not stat.S_ISREG(require(path, _pairs_beside(prefix, ending)).st_mode):
+        raise DataError(f"{path}: not a regular file")
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise DataError(f"{path}: the file is empty")
+            return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _pairs_beside(prefix: Path, ending: str) -> list[str]:
+    return sorted(f"{file.stem}{ending}" for file in prefix.parent.glob("*.idx") if file.stem != prefix.name)
+
+
+def _header(idx: np.ndarray, path: Path) -> tuple[np.dtype, int, int]:
+    if len(idx) < HEADER.size:
+        raise DataError(f"{path}: {len(idx)} bytes are less than a header of {HEADER.size}; it was cut short")
+    magic, version, code, sequences, entries = HEADER.unpack(idx[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise DataError(f"{path}: not a Megatron index (begins with {magic!r} instead of {MAGIC!r})")
+    if version != VERSION:
+        raise DataError(f"{path}: index version {version}; only version {VERSION} is known")
+    if code not in DTYPES:
+        why = "means floating point, and tokens are integers" if code in _FLOATS else "is unknown"
+        raise DataError(f"{path}: dtype code {code} {why}; known are {sorted(DTYPES)}")
+    # Python's integers do not overflow, and a count that lies cannot match the size of the file.
+    size = HEADER.size + 12 * sequences + 8 * entries
+    if len(idx) not in (size, size + sequences):
+        raise DataError(
+            f"{path}: {sequences} sequences and {entries} document entries make {size} bytes, the file has {len(idx)}"
+        )
+    if sequences == 0 or entries == 0:
+        raise DataError(f"{path}: the index lists no sequence or no document")
+    return np.dtype(DTYPES[code]), sequences, entries
+
+
+def _tables(idx: np.ndarray, sequences: int, entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    at = HEADER.size
+    lengths = np.frombuffer(idx, dtype="<i4", count=sequences, offset=at)
+    pointers = np.frombuffer(idx, dtype="<i8", count=sequences, offset=at + 4 * sequences)
+    documents = np.frombuffer(idx, dtype="<i8", count=entries, offset=at + 12 * sequences)
+    return lengths, pointers, documents
+
+
+def _check_sequences(file: str, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, size: int) -> None:
+    _refuse(file, lengths < 0, "sequence {} has a negative length")
+    _refuse(file, pointers < 0, "sequence {} begins before the .bin")
+    _refuse(file, pointers % itemsize != 0, f"sequence {{}} does not begin at a multiple of {itemsize} bytes")
+    # Subtracting on the side of the file's size cannot overflow; adding to an untrusted pointer can.
+    beyond = pointers > size - lengths.astype(np.int64) * itemsize
+    _refuse(file, beyond, f"sequence {{}} ends beyond the .bin of {size} bytes; the two files are no pair")
+
+
+def _check_documents(file: str, documents: np.ndarray, sequences: int) -> None:
+    if documents[0] != 0 or documents[-1] != sequences:
+        raise DataError(f"{file}: documents go from sequence {documents[0]} to {documents[-1]}; it must be 0 to {sequences}")
+    _refuse(file, documents[1:] < documents[:-1], "document {} ends before it begins")
+
+
+def _refuse(file: str, bad: np.ndarray, what: str) -> None:
+    if bad.any():
+        raise DataError(f"{file}: {what.format(int(bad.argmax()))}")
