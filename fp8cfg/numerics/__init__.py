@@ -1,0 +1,33 @@
+"""FP8 training arithmetic in plain torch: read formats, scaling, gemm, function, linear and update, in this order.
+
+A linear layer y = x Wᵀ multiplies three times in one training step:
+
+    fprop   y  = x  @ Wᵀ      activations and weights: many values of similar size     -> E4M3, more mantissa
+    dgrad   dx = dy @ W       gradients span many powers of two and tolerate noise     -> E5M2, more exponent
+    wgrad   dW = dyᵀ @ x
+
+Hardware with FP8 multiplies eight-bit operands twice as fast as sixteen-bit ones and accumulates in float32. Eight bits
+reach only from 2^-9 to 448 (E4M3), so each tensor is first multiplied by one float32 *scale* that brings its largest
+magnitude, the *amax*, to the top of that range, and the product is multiplied by the two inverse scales. The recipes
+differ in where the scale comes from: *current* scaling reads the amax of this very tensor, one more pass over memory;
+*delayed* scaling predicts it from the amaxes of the steps before and only records the new one.
+
+Format pairing and scaling follow Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, and to the bit
+Transformer Engine 2.20 (common/recipe/delayed_scaling.cu, common/recipe/recipe_common.cuh).
+"""
+
+from __future__ import annotations
+
+from fp8cfg.numerics.formats import E4M3, E5M2, Format, cast, round_to_grid
+from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Ran, decode
+from fp8cfg.numerics.linear import FP8Linear, fp8_linears
+from fp8cfg.numerics.region import Region
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, amax_of, roll, scale_from_amax
+from fp8cfg.numerics.state import high_precision_state_dict
+from fp8cfg.numerics.update import discard_amax, update_scales
+
+__all__ = [
+    "DGRAD", "E4M3", "E5M2", "FPROP", "FP8Linear", "Format", "GRAD_OUTPUT", "INPUT", "Ran", "Region", "Scaling",
+    "WEIGHT", "WGRAD", "amax_of", "cast", "decode", "discard_amax", "fp8_linears", "high_precision_state_dict", "roll",
+    "round_to_grid", "scale_from_amax", "update_scales",
+]  # fmt: skip

@@ -1,0 +1,180 @@
+"""The FP8 linear layer: an nn.Linear with buffers, without a tensor subclass and without process-wide state.
+
+Delayed scaling needs memory between steps. Row 0 of `fp8_amax_history` is a running maximum of what the layer saw since
+the last `update_scales`, and nothing else moves in a forward or backward pass. A maximum taken twice is the same maximum,
+so recomputing activations, accumulating gradients and evaluating in between need no special case. (Transformer Engine
+rolls at the end of each forward pass instead, and stashes scales for the recomputation.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fp8cfg.numerics.formats import cast
+from fp8cfg.numerics.function import LinearFunction, Plan, Products, State
+from fp8cfg.numerics.region import Region
+from fp8cfg.numerics.scaling import WEIGHT, Scaling, scale_now
+from fp8cfg.numerics.state import BUFFERS, dequantize, prepare_load
+
+
+class FP8Linear(nn.Linear):
+    """An nn.Linear whose three products run in FP8 while its region is active, and in high precision otherwise.
+
+    Input [..., in] of any float dtype; output [..., out] in the autocast dtype, else in the input's. `gemms_ran`, int32 [3]
+    for fprop, dgrad and wgrad, holds what each product last multiplied: see `decode`."""
+
+    scaling: Scaling
+    region: Region
+    high_precision: Products
+    product: Literal["emulate", "scaled_mm"]
+    weight_grad_dtype: torch.dtype  # of a float8 weight
+    gemms_ran: Tensor
+    fp8_scale: Tensor | None
+    fp8_amax_history: Tensor | None
+    fp8_weight_scale: Tensor | None
+    _gradient_of_weight: Tensor
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        scaling: Scaling,
+        region: Region,
+        high_precision: Products = (False, False, False),
+        product: Literal["emulate", "scaled_mm"] = "emulate",
+        fp8_params: bool = False,
+    ) -> FP8Linear:
+        """Takes over the very parameters of `linear`: tied weights stay tied, frozen ones frozen.
+
+        With `fp8_params` the weight becomes a float8 Parameter instead, quantized from `linear.weight`, and `set_weight` writes
+        to it; its gradient has the dtype that `linear.weight` had, unless `weight.grad_dtype` is set later. Raises ValueError
+        where the hardware's product cannot have the layer's shape."""
+        n, k = linear.weight.shape
+        if product not in ("emulate", "scaled_mm"):
+            raise ValueError(f"product={product!r}; choose one of emulate, scaled_mm")
+        if product == "scaled_mm" and (n % 16 or k % 16):
+            shape = f"in_features={k} and out_features={n}"
+            raise ValueError(f"{shape}: scaled_mm needs both divisible by 16; keep this layer in high precision")
+        new = cls(k, n, bias=linear.bias is not None, device="meta")
+        new.weight, new.bias = linear.weight, linear.bias
+        new.train(linear.training)
+        new.scaling, new.region, new.high_precision, new.product = scaling, region, high_precision, product
+        new.weight_grad_dtype, device = linear.weight.dtype, linear.weight.device
+        state = new.fresh_state() if scaling.kind == "delayed" else {}
+        for name in ("fp8_scale", "fp8_amax_history"):
+            new.register_buffer(name, state.get(name))
+        new.register_buffer("fp8_weight_scale", torch.ones((), device=device) if fp8_params else None)
+        new.register_buffer("gemms_ran", torch.zeros(3, dtype=torch.int32, device=device), persistent=False)
+        if fp8_params:
+            stored = torch.empty_like(linear.weight, dtype=scaling.forward.dtype)
+            new.weight = nn.Parameter(stored, requires_grad=linear.weight.requires_grad)
+            new._prepare_gradient()
+            new.set_weight(linear.weight)
+        return new
+
+    def fresh_state(self) -> dict[str, Tensor]:
+        """Scales and history of a layer that has seen nothing: scale 0 stands for "not set yet"."""
+        first, device = torch.ones if self.scaling.first_step == "te" else torch.zeros, self.weight.device
+        history = torch.zeros(self.scaling.amax_history_len, 3, device=device)
+        return {"fp8_scale": first(3, device=device), "fp8_amax_history": history}
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        carrier = None if self.product == "scaled_mm" else torch.bfloat16 if out == torch.bfloat16 else torch.float32
+        high_precision = self.high_precision if self.region.applies() else (True, True, True)
+        stored = None if self.fp8_weight_scale is None else self.weight.detach()
+        weight_grad = self.weight.dtype if stored is None else self.weight_grad_dtype
+        plan = Plan(self.scaling, high_precision, carrier, out, weight_grad, torch.is_grad_enabled())
+        stand_in = stored is not None and self.weight.requires_grad and torch.compiler.is_compiling()
+        weight = self._gradient_of_weight if stand_in else self.weight
+        state = State(stored, self.fp8_weight_scale, self.fp8_scale, self.fp8_amax_history, self.gemms_ran)
+        with torch.autocast(device, enabled=False):
+            y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, self.bias, *state, plan)  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], self.out_features)
+
+    @torch.no_grad()
+    def set_weight(self, master: Tensor) -> None:
+        """Quantizes `master` [out, in], float32, into the float8 weight: under delayed scaling with the scale of this moment,
+        recording the amax. Call it after `update_scales`; then steps equal those of a layer that quantizes its
+        high-precision weight in each forward pass, bit for bit. Raises TypeError where the weight is not float8."""
+        if self.fp8_weight_scale is None:
+            raise TypeError("set_weight writes float8 weights; this layer has a high-precision one: assign to it")
+        scale = scale_now(master, WEIGHT, self.scaling, self.fp8_scale, self.fp8_amax_history, record=True)
+        self.weight.copy_(cast(master.float() * scale, self.scaling.forward))
+        self.fp8_weight_scale.copy_(scale)
+
+    def set_weight_grad_dtype(self, dtype: torch.dtype) -> None:
+        """Compute the weight's gradient in `dtype`, which a float8 weight also accumulates it in."""
+        self.weight_grad_dtype = dtype
+        if self.fp8_weight_scale is not None:
+            self._prepare_gradient()
+
+    def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
+        """The values of the weight [out, in] in `dtype`."""
+        return self.weight.to(dtype) if self.fp8_weight_scale is None else dequantize(self.weight, self.fp8_weight_scale, dtype)
+
+    def extra_repr(self) -> str:
+        formats = f"{self.scaling.forward.name}/{self.scaling.backward.name}"
+        return f"{super().extra_repr()}, {self.scaling.kind} {formats}, {self.product}"
+
+    def _prepare_gradient(self) -> None:
+        """Lets the float8 weight have a wide gradient. Eager autograd only has to be told the dtype. Compiled code ignores it
+        and rounds the gradient to float8 in between (torch 2.13), so there a stand-in of the same shape, of one element,
+        receives the gradient and hands it over."""
+        weight = self.weight
+        weight.grad_dtype = self.weight_grad_dtype
+        receiver = torch.zeros((), dtype=self.weight_grad_dtype, device=weight.device).expand(weight.shape).requires_grad_()
+
+        def hand_over(receiver: Tensor) -> None:
+            assert receiver.grad is not None, "the hook runs after accumulation"
+            new, receiver.grad = receiver.grad.to(weight.grad_dtype), None
+            weight.grad = new if weight.grad is None else weight.grad.add_(new)
+
+        receiver.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
+        self._gradient_of_weight = receiver
+
+    def _remember_grad_dtype(self) -> None:
+        if self.fp8_weight_scale is not None and self.weight.grad_dtype is not None:
+            self.weight_grad_dtype = self.weight.grad_dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._remember_grad_dtype()
+        return {name: value for name, value in self.__dict__.items() if name != "_gradient_of_weight"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.fp8_weight_scale is not None:  # a copied Parameter has forgotten the dtype of its gradient
+            self._prepare_gradient()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
+        """Moves FP8 state between devices and never casts it: `model.bfloat16()` must not round scales."""
+        self._remember_grad_dtype()
+        fixed = {id(getattr(self, name)) for name in BUFFERS} | ({id(self.weight)} if self.fp8_weight_scale is not None else set())
+
+        def move(t: Tensor) -> Tensor:
+            new = fn(t)
+            return t.to(new.device) if id(t) in fixed and new.dtype != t.dtype else new
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        if self.fp8_weight_scale is not None:
+            self._prepare_gradient()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        self._remember_grad_dtype()
+        master = prepare_load(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.fp8_weight_scale is not None:
+            self._prepare_gradient()  # load_state_dict(assign=True) brings a new Parameter
+        if master is not None:
+            self.set_weight(master)
+
+
+def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
+    """The FP8 layers of `model`, each once, in the order of its modules."""
+    return (module for module in model.modules() if isinstance(module, FP8Linear))

@@ -1,0 +1,119 @@
+"""Where a tensor's scale comes from.
+
+The scale of a tensor maps its amax, the largest magnitude in it, to the largest FP8 value: scale = max / amax / 2^margin,
+where a margin of m leaves m powers of two of headroom. Transformer Engine's rule (common/recipe/recipe_common.cuh,
+compute_scale_from_amax; common/recipe/delayed_scaling.cu), kept here to the bit:
+
+* the division is a true IEEE one. `448.0 / tensor` in eager torch is not: it multiplies by a reciprocal, one unit in the
+  last place off in a quarter of all cases. Both operands are tensors here;
+* an infinite scale (the amax is tiny) becomes the largest float32;
+* an amax of zero, infinity or NaN says nothing about the next tensor: the old scale stays;
+* amax ignores NaN, as fmaxf does. Looking for non-finite values is somebody else's work, on the gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fp8cfg.numerics.formats import E4M3, E5M2, Format
+
+INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2  # columns of a layer's scales and amax history, in Transformer Engine's order
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Per-tensor scaling of one linear layer.
+
+    `margin`, `interval`, `amax_history_len`, `amax_compute_algo` and `first_step` mean something under delayed scaling alone.
+    `interval` moves scales every that many optimizer steps. `first_step` says what scales a tensor before its history has
+    anything to say: its own amax ("in_time"), or 1 ("te"), with which Transformer Engine flushes small first gradients to
+    zero. "te" also saves compiled code a second read of each tensor, since the amax is then only recorded."""
+
+    kind: Literal["delayed", "current"] = "delayed"
+    forward: Format = E4M3
+    backward: Format = E5M2
+    margin: int = 0
+    interval: int = 1
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    first_step: Literal["in_time", "te"] = "in_time"
+
+    def __post_init__(self) -> None:
+        choices = {"kind": ("delayed", "current"), "amax_compute_algo": ("max", "most_recent"), "first_step": ("in_time", "te")}
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"Scaling.{field}={getattr(self, field)!r}; choose one of {', '.join(allowed)}")
+        if self.interval < 1 or self.amax_history_len < 1:
+            raise ValueError(f"Scaling: interval={self.interval} and amax_history_len={self.amax_history_len} must be at least 1")
+
+    def format_of(self, role: int) -> Format:
+        return self.backward if role == GRAD_OUTPUT else self.forward
+
+
+def amax_of(t: Tensor) -> Tensor:
+    """Largest magnitude in `t`, any shape and float dtype, as a float32 scalar tensor. NaN is skipped, infinity is not;
+    0 for an empty tensor. One pass over `t`; no synchronisation on an accelerator."""
+    t = t.detach()
+    if t.numel() == 0:
+        return torch.zeros((), device=t.device)
+    if torch.compiler.is_compiling():  # a comparison with NaN is false; unlike isnan() it vectorises
+        a = t.abs()
+        return torch.where(a >= 0, a, 0).amax().float()
+    if t.device.type == "cpu":  # ten times faster than abs().amax(), but NaN wins in it
+        low, high = torch.aminmax(t)
+        amax = torch.maximum(high, -low).float()
+        if not amax.isnan():
+            return amax
+    clean = t.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    return clean.abs().amax().float()
+
+
+def scale_from_amax(amax: Tensor, fmt: Format, margin: int = 0, old: Tensor | float = 1.0) -> Tensor:
+    """Scales, float32 and of the shape of `amax`, which bring `amax` to `fmt.max` / 2^margin; `old` where amax is 0, infinite
+    or NaN. With `old` = 1 this is current scaling, and a delayed scale that has no history yet."""
+    return _scale(amax, torch.full_like(amax, fmt.max * 2.0**-margin), old)
+
+
+def _scale(amax: Tensor, target: Tensor, old: Tensor | float) -> Tensor:
+    scale = torch.div(target, amax)
+    scale = torch.where(torch.isinf(scale), FLT_MAX, scale)
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, old)
+
+
+def roll(history: Tensor, scale: Tensor, amax_now: Tensor, target: Tensor, algo: str) -> tuple[Tensor, Tensor]:
+    """One update of delayed scaling for any number of tensors: `history` [length, ...], the others [...], all float32.
+
+    Row 0 of a history gathers the amax of the step under way, `amax_now` is that row reduced over the ranks, and the rows
+    from 1 on are the past, oldest first. `target` is the FP8 maximum / 2^margin of each tensor. Returns the new history and
+    scales. This is the fused kernel of Transformer Engine, the one that runs on GPUs (delayed_scaling.cu, kernel_bulk): a
+    tensor that saw nothing (amax 0) neither rolls nor moves; under "max" an infinite amax freezes the scale for as long as
+    it stays in the window; NaN loses against every number, as in fmaxf."""
+    last = torch.where(amax_now != 0, amax_now, history[0])
+    amax = last if algo == "most_recent" else torch.cat([history[1:], last[None]]).fmax(torch.zeros_like(last)).amax(0)
+    rolled = torch.cat([torch.zeros_like(last)[None], history[2:], last[None]])[: len(history)]
+    seen = last != 0
+    return torch.where(seen, rolled, history), torch.where(seen, _scale(amax, target, scale), scale)
+
+
+def scale_now(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, history: Tensor | None, record: bool) -> Tensor:
+    """The float32 scalar with which to quantize `t` now.
+
+    Under delayed scaling that is `scales[role]`, and `record` folds the amax of `t` into the running maximum
+    `history[0, role]`; a scale of 0 was never set. Under current scaling there is no state: `scales` [3] and `history`
+    [length, 3] are None."""
+    fmt = scaling.format_of(role)
+    if scales is None or history is None:
+        return scale_from_amax(amax_of(t), fmt)
+    if not record and scaling.first_step == "te":
+        return scales[role]
+    amax = amax_of(t)
+    if record:
+        history[0, role].copy_(torch.maximum(history[0, role], amax))
+    if scaling.first_step == "te":
+        return scales[role]
+    return torch.where(scales[role] == 0, scale_from_amax(amax, fmt, scaling.margin), scales[role])

@@ -1,0 +1,64 @@
+"""Moving the scales: once for each optimizer step, outside of compiled code.
+
+The order of a step is: forward and backward passes, optimizer, `update_scales`, then `set_weight` of float8 weights. A
+step that is skipped because its gradients are not finite calls `discard_amax` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8cfg.numerics.linear import FP8Linear
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, roll
+
+
+@torch.no_grad()
+def update_scales(layers: Iterable[FP8Linear], group: dist.ProcessGroup | None = None, step: int | None = None) -> None:
+    """Reduces the amaxes of this step over `group`, rolls the histories and sets the scales of all delayed `layers`.
+
+    One all-reduce (MAX) for all layers together; all ranks must name the same layers in the same order. `group` None reduces
+    nothing. `step` counts optimizer steps from 1; with an interval of k scales move at steps k, 2k, ..., except one that was
+    never set, which is set as soon as its amax is known. Raises ValueError where an interval above 1 lacks `step`."""
+    delayed = [layer for layer in layers if layer.scaling.kind == "delayed"]
+    if not delayed:
+        return
+    now = torch.stack([_state(layer)[1][0] for layer in delayed])  # [layers, 3]
+    if group is not None:
+        dist.all_reduce(now, dist.ReduceOp.MAX, group=group)
+    for scaling in dict.fromkeys(layer.scaling for layer in delayed):
+        rows = [i for i, layer in enumerate(delayed) if layer.scaling == scaling]
+        _update([_state(delayed[i]) for i in rows], now[rows], scaling, step)
+
+
+def _state(layer: FP8Linear) -> tuple[Tensor, Tensor]:
+    scale, history = layer.fp8_scale, layer.fp8_amax_history
+    assert scale is not None and history is not None, "delayed scaling has state"
+    return scale, history
+
+
+def _update(states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, step: int | None) -> None:
+    if step is None and scaling.interval > 1:
+        raise ValueError(f"update_scales: interval={scaling.interval} needs the number of the optimizer step")
+    scales, histories = ([pair[i] for pair in states] for i in range(2))
+    old = torch.stack(scales)
+    largest = [scaling.format_of(role).max * 2.0**-scaling.margin for role in (INPUT, WEIGHT, GRAD_OUTPUT)]
+    target = torch.tensor(largest, device=now.device).expand_as(now)
+    history, new = roll(torch.stack(histories, 1), old, now, target, scaling.amax_compute_algo)
+    if step is not None and step % scaling.interval:
+        new = torch.where(old == 0, new, old)
+    torch._foreach_copy_(histories, list(history.unbind(1)))
+    torch._foreach_copy_(scales, list(new.unbind()))
+
+
+@torch.no_grad()
+def discard_amax(layers: Iterable[FP8Linear]) -> None:
+    """Forgets what `layers` saw since the last update, and rolls nothing. The weight's amax of a float8 weight stays: it was
+    recorded when the weight was written, and the weight has not changed."""
+    for layer in layers:
+        if layer.fp8_amax_history is not None:
+            kept = layer.fp8_weight_scale is not None
+            layer.fp8_amax_history[0, [INPUT, GRAD_OUTPUT] if kept else slice(None)] = 0
