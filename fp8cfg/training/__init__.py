@@ -1,0 +1,1 @@
+"""The loop and what surrounds it: ranks, checkpoints, run folders, metrics, signals."""

@@ -1,0 +1,163 @@
+"""What a run reports while it runs: metrics.jsonl for programs, a line for people, TensorBoard on request."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+Value = float | int | str | bool | None
+# JSON has no such numbers; they are written as these strings and read back as floats.
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsLog:
+    """Appends to a file of one JSON object a line, flushed at each, so that a kill loses at most a half-written last line.
+
+    Such a line is cut off when the file is opened. Floats are written with the digits that give the same bits back.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        if self.path.exists():
+            _cut_half_line(self.path)
+        self._file = open(self.path, "ab")  # noqa: SIM115, closed by close()
+
+    def write(self, step: int, values: dict[str, Value]) -> None:
+        """Append one line, `step` and then `values`. TypeError for a value JSON has no word for, such as a tensor."""
+        line = json.dumps({"step": step} | {k: _writable(v) for k, v in values.items() if k != "step"}, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of steps after `step`: a run that resumes there writes them again. Raises as read() does."""
+        kept = [line for line in _lines(self.path) if _parse(self.path, line)["step"] <= step]
+        self._file.close()
+        swap = self.path.with_name(self.path.name + ".tmp")
+        with open(swap, "wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        swap.replace(self.path)
+        self._file = open(self.path, "ab")  # noqa: SIM115
+
+    def close(self) -> None:
+        """Close the file; writing after it raises ValueError."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(path: Path) -> list[dict[str, Value]]:
+    """The lines of a metrics.jsonl, floats bit for bit (a NaN as the canonical one). A half-written last line is left out.
+
+    Raises OSError, and ValueError for any other line that is not a JSON object with a step.
+    """
+    return [_parse(Path(path), line) for line in _lines(Path(path))]
+
+
+class TensorBoardLog:
+    """The numbers of MetricsLog.write as TensorBoard scalars under `folder`. Needs the extra fp8cfg[tensorboard]."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("TensorBoard is not installed: pip install 'fp8cfg[tensorboard]'") from error
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, step: int, values: dict[str, Value]) -> None:
+        """Add each number as a scalar at `step`; what is not a number is left to metrics.jsonl."""
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left and close."""
+        self._writer.close()
+
+
+class Progress:
+    """One line on how far a run is: redrawn in place on a terminal; elsewhere a plain line every `every` steps.
+
+    `console` and `clock` (seconds) are for tests. Whatever is printed meanwhile appears above the line.
+    """
+
+    def __init__(
+        self, max_steps: int, every: int = 10, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.max_steps, self.every = max_steps, every
+        self._console = console or Console()
+        self._clock = clock
+        self._start: tuple[int, float] | None = None
+        redraw = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, refresh_per_second=4) if redraw else None
+
+    def update(self, step: int, loss: float, lr: float, tokens_per_s: float) -> None:
+        """Show the state after optimizer step `step` (the first is 1)."""
+        self._start = self._start or (step, self._clock())
+        line = f"step {step}/{self.max_steps}  loss {loss:.4f}  lr {lr:.3g}  {tokens_per_s:,.0f} tokens/s"
+        line += f"  ETA {self._eta(step)}"
+        if self._live:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
+        elif step % self.every == 0 or step == self.max_steps:
+            # Not console.print: it would wrap the line at the width it assumes where there is no terminal.
+            self._console.file.write(line + "\n")
+            self._console.file.flush()
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def _eta(self, step: int) -> str:
+        """Time left at the pace since the first update, h:mm:ss; unknown at that update itself."""
+        first, since = self._start or (step, 0.0)
+        if step <= first:
+            return "-:--:--"
+        left = round((self.max_steps - step) * (self._clock() - since) / (step - first))
+        return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+
+
+def _writable(value: Value) -> Value:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _parse(path: Path, line: bytes) -> dict[str, Any]:
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not a line of metrics: {line[:80]!r}") from error
+    if not isinstance(raw, dict) or type(raw.get("step")) is not int:
+        raise ValueError(f"{path}: a line of metrics without a step: {line[:80]!r}")
+    return {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in raw.items()}
+
+
+def _lines(path: Path) -> Iterable[bytes]:
+    with open(path, "rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))
+
+
+def _cut_half_line(path: Path) -> None:
+    with open(path, "rb+") as file:
+        end = sum(map(len, (line for line in file if line.endswith(b"\n"))))
+        file.truncate(end)

@@ -1,0 +1,151 @@
+"""metrics.jsonl loses at most a half line and no bit; the progress line is plain where nobody watches."""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from fp8cfg.training.metrics import MetricsLog, Progress, TensorBoardLog, read
+
+
+def bits(value: float) -> bytes:
+    return struct.pack("<d", value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=st.floats(allow_nan=False))
+def test_floats_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
+    path = tmp_path_factory.getbasetemp() / "floats.jsonl"
+    path.unlink(missing_ok=True)
+    with MetricsLog(path) as log:
+        log.write(1, {"loss": value})
+    (line,) = read(path)
+    assert isinstance(line["loss"], float) and bits(line["loss"]) == bits(value)
+
+
+def test_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write(1, {"loss": 2.5, "n": 2**60, "note": "é\n", "ok": True, "none": None})
+        assert len(read(path)) == 1  # there before close
+        log.write(2, {"loss": math.nan, "up": math.inf, "down": -math.inf})
+    first, second = read(path)
+    assert first == {"step": 1, "loss": 2.5, "n": 2**60, "note": "é\n", "ok": True, "none": None}
+    assert math.isnan(second["loss"]) and (second["up"], second["down"]) == (math.inf, -math.inf)
+    assert path.read_text().splitlines()[1] == '{"step": 2, "loss": "NaN", "up": "Infinity", "down": "-Infinity"}'
+
+
+def test_a_tensor_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "m") as log:
+        with pytest.raises(TypeError):
+            log.write(1, {"loss": torch.tensor(1.0)})
+        log.write(2, {})
+    assert read(tmp_path / "m") == [{"step": 2}]
+
+
+@pytest.mark.parametrize("half", [b'{"step": 3, "lo', b"{", b"\0\0\0", b'{"step": 3}', b"\xff"])
+def test_half_a_line(tmp_path: Path, half: bytes) -> None:
+    path = tmp_path / "m"
+    with MetricsLog(path) as log:
+        log.write(1, {})
+        log.write(2, {})
+    with open(path, "ab") as file:
+        file.write(half)
+    assert [line["step"] for line in read(path)] == [1, 2]
+    with MetricsLog(path) as log:
+        log.write(3, {"loss": 1.0})
+    assert [line["step"] for line in read(path)] == [1, 2, 3]
+
+
+def test_truncate_after(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    with MetricsLog(path) as log:
+        for step in (1, 2, 2, 3, 4):
+            log.write(step, {"loss": 0.1 * step})
+        kept = path.read_bytes().splitlines()[:3]
+        log.truncate_after(2)
+        log.truncate_after(9)
+        assert path.read_bytes().splitlines() == kept
+        log.write(3, {"loss": 9.0})
+    assert [line["step"] for line in read(path)] == [1, 2, 2, 3]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b"{}", b'{"step": 1.5}', b'{"step": Infinity}', b"[" * 100_000, b""])
+def test_other_damage_is_told(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "m"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=str(path)):
+        read(path)
+
+
+KILLED = """
+import os, signal, sys
+from fp8cfg.training.metrics import MetricsLog
+log = MetricsLog(sys.argv[1])
+for step in range(1, 6):
+    log.write(step, {"loss": 1 / step})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_each_line_outlives_a_kill(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "m")], check=False)
+    assert [line["loss"] for line in read(tmp_path / "m")] == [1 / step for step in range(1, 6)]
+
+
+def shown(console: Console, steps: range, every: int = 5) -> None:
+    times = iter(range(1000))
+    with Progress(steps.stop - 1, every, console, clock=lambda: float(next(times))) as progress:
+        for step in steps:
+            progress.update(step, loss=2.25 / step, lr=3e-4, tokens_per_s=12345.6)
+
+
+def test_progress_in_a_pipe() -> None:
+    out = io.StringIO()
+    shown(Console(file=out, width=20), range(1, 13))
+    assert out.getvalue().splitlines() == [
+        "step 5/12  loss 0.4500  lr 0.0003  12,346 tokens/s  ETA 0:00:07",
+        "step 10/12  loss 0.2250  lr 0.0003  12,346 tokens/s  ETA 0:00:02",
+        "step 12/12  loss 0.1875  lr 0.0003  12,346 tokens/s  ETA 0:00:00",
+    ]
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = io.StringIO()
+    shown(Console(file=out, width=100, force_terminal=True), range(1, 13), every=5)
+    assert "\x1b[" in out.getvalue() and "step 12/12  loss 0.1875" in out.getvalue()
+
+
+def test_progress_with_a_loss_that_is_no_number() -> None:
+    out = io.StringIO()
+    Progress(1, 1, Console(file=out)).update(1, math.nan, 0.0, math.inf)
+    assert out.getvalue() == "step 1/1  loss nan  lr 0  inf tokens/s  ETA -:--:--\n"
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    log = TensorBoardLog(tmp_path)
+    log.write(3, {"loss": 0.5, "note": "words"})
+    log.close()
+    (events,) = tmp_path.glob("events.*")
+    assert b"loss" in events.read_bytes() and b"note" not in events.read_bytes()
+
+
+def test_tensorboard_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("tensorboard", "torch.utils.tensorboard"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=r"fp8cfg\[tensorboard\]"):
+        TensorBoardLog(tmp_path)
