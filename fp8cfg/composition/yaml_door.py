@@ -50,13 +50,14 @@ def recipe_from(path: Path, library: Library, above: tuple[Path, ...] = ()) -> R
     return in_file(path, lambda: _build(data, path, library, above))  # type: ignore[no-any-return]
 
 
-def listed(node: Node) -> Any:
+def listed(node: Node) -> dict[str, Any]:
     """`node` as plain data: mappings, lists (for tuples) and scalars."""
     def lists(value: Any) -> Any:
         if isinstance(value, dict):
             return {k: lists(v) for k, v in value.items()}
         return [lists(v) for v in value] if isinstance(value, (list, tuple)) else value
-    return lists(node.model_dump())
+    plain: dict[str, Any] = lists(node.model_dump())
+    return plain
 
 
 def deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -94,9 +95,9 @@ def _choices(data: dict[str, Any]) -> dict[str, str]:
                     raise ConfigError(f"defaults: {group}: no such group; choose from recipe, precision, data")
                 chosen[group] = str(name)
     for group in ("recipe", "precision", "data"):
-        if isinstance(data.get(group), str) or (group in data and data[group] is None):
-            if (name := data.pop(group)) is not None:
-                chosen[group] = name
+        if group in data and (data[group] is None or isinstance(data[group], str)):
+            name = data.pop(group)
+            chosen |= {group: name} if name else {}
     plugins = data.get("trainer", {}).get("plugins") if isinstance(data.get("trainer"), dict) else None
     if isinstance(plugins, str):
         chosen["precision"] = plugins

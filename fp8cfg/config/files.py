@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
     """YAML without duplicate keys, and with 1e-3 as a number (YAML 1.1 reads it as a string)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(k, deep=True) for k, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(k, deep=True) for k, _ in node.value]
         for key in keys:
             if not isinstance(key, str):
                 raise ConfigError(f"line {node.start_mark.line + 1}: key {key!r} is not a name")
@@ -65,7 +65,8 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: expected keys and values, got {type(data).__name__}")
-    return plain(data, where)
+    checked: dict[str, Any] = plain(data, where)
+    return checked
 
 
 def _bounded(text: str) -> None:

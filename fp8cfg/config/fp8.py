@@ -57,7 +57,7 @@ class FP8(Node):
     high_precision_at_end: int = Field(0, ge=0)
     """Transformer layers at the end that stay in high precision. Default 0 (NeMo num_layers_at_end_in_bf16)."""
     include: tuple[str, ...] = ()
-    """Glob patterns of layer names that run in FP8; empty means all. A pattern that matches nothing is an error. Default all."""
+    """Glob patterns of layer names that run in FP8; empty means all. One that matches nothing is an error. Default all."""
     exclude: tuple[str, ...] = ()
     """Glob patterns of layer names that stay in high precision; wins over include. Default none."""
     output_layer: bool = False

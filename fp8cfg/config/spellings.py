@@ -34,7 +34,7 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "data.seed": "trainer.seed", "optim.max_steps": "trainer.max_steps", "optim.clip_grad": "trainer.gradient_clip_val",
     "trainer.precision": "precision (precision=bf16_fp8)", "model.precision": "precision (precision=bf16_fp8)",
     "precision.precision": "precision.compute", "precision.params_dtype": "precision.compute", "fp8.fp8": "fp8.enabled",
-    "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level", "storage.shard_optimizer": "storage.shard",
+    "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
 }
 DERIVED = {
     "trainer.accumulate_grad_batches":

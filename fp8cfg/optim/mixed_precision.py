@@ -35,8 +35,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     rounding (they are taken over, not copied) and `writers` the function that stores a master into the parameter and
     its scale. Other masters are copies of the parameters as they are now: load weights first, build this afterwards.
 
-    After a step `grad_norm` is the norm before clipping (float32, unscaled). `clip_grad` of 0 clips nothing. `on_step`
-    is called after the inner step and before parameters are written, `on_skip` when the gradients were not finite.
+    After a step `grad_norm` is the norm before clipping (float32, unscaled); `steps` counts those that were not skipped.
+    `clip_grad` of 0 clips nothing. `on_step` is called after the inner step and before parameters are written, `on_skip`
+    when the gradients were not finite.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
         self.grad_norm = 0.0
+        self.steps = 0
         self.on_step: list[Callable[[], None]] = []
         self.on_skip: list[Callable[[], None]] = []
         self._remember_versions()
@@ -87,10 +89,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
                 inner_group.update(_hyperparameters(group))
             self.inner.step()
+            self.steps += 1
         for hook in self.on_step if finite else self.on_skip:
             hook()
         if finite:
-            self._write_parameters()
+            self.write_parameters()
         for master in self._narrow.values():
             master.grad = None
         return finite
@@ -102,7 +105,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def state_json(self) -> dict[str, Any]:
         """The rest of the state, for JSON: inner optimizer, step counts, loss scale. The learning rate is a schedule's."""
         scale = None if self.loss_scaler is None else self.loss_scaler.state()
-        return {**collect_json(self.names, self.masters, self.inner), "loss_scale": scale}
+        return {**collect_json(self.names, self.masters, self.inner), "steps": self.steps, "loss_scale": scale}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
@@ -118,6 +121,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self.loss_scaler is not None:
             self.loss_scaler.load_state(json["loss_scale"])
         restore(self.names, self.masters, self.inner, tensors, json)
+        self.steps = int(json["steps"])
         self._remember_versions()
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,7 +154,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             clip_grads_with_norm_(moved, self.clip_grad, norm)
         return True
 
-    def _write_parameters(self) -> None:
+    @torch.no_grad()
+    def write_parameters(self) -> None:
+        """Store every master in its parameter, as each step does."""
         plain = {p: master for p, master in self._narrow.items() if p not in self.writers}
         if plain:
             torch._foreach_copy_([*plain], [*plain.values()])

@@ -1,0 +1,73 @@
+"""Which backend runs a recipe on given hardware, and the line that refuses where none does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8cfg.config.errors import ConfigError, refuse_if
+from fp8cfg.config.precision import Precision, resolved
+
+FP8_CAPABILITY = (8, 9)
+"""Least CUDA compute capability with FP8 matrix products: Ada. Hopper is 9.0."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where a recipe is to run: `device` is "cpu" or "cuda", `capability` the compute capability of a CUDA device."""
+
+    device: str
+    capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that runs the recipe, how it multiplies ("emulate" or "scaled_mm"), and why it was chosen."""
+
+    backend: str
+    product: str
+    why: str
+
+
+def choose(precision: Precision, hardware: Hardware) -> Choice:
+    """The backend for `precision` on `hardware`. Raises ConfigError with every reason against it.
+
+    A capability is never downgraded: what cannot run is refused, naming what can.
+    """
+    refuse_if(_unavailable(precision))
+    if not precision.fp8.enabled:
+        return Choice("native", "none", "no FP8 asked for")
+    asked = "asked for" if precision.backend == "native" else "auto"
+    if hardware.device == "cpu":
+        return Choice("native", "emulate", f"{asked}; a CPU emulates FP8")
+    if precision.fp8.emulate:
+        return Choice("native", "emulate", f"{asked}; fp8.emulate=true")
+    if hardware.capability is None or hardware.capability < FP8_CAPABILITY:
+        found = ".".join(map(str, hardware.capability or ("unknown",)))
+        raise ConfigError(f"fp8.enabled=True: this GPU has compute capability {found}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); "
+                          "write fp8.emulate=true to emulate, or precision=bf16")
+    return Choice("native", "scaled_mm", f"{asked}; FP8 matrix products of the GPU")
+
+
+def _unavailable(p: Precision) -> list[str]:
+    """A line for each thing of the schema that this version cannot run."""
+    f, lines = p.fp8, []
+    if p.backend in ("te", "torchao", "msamp"):
+        lines.append(f"backend={p.backend}: not in this version; write backend=native")
+    if p.opt_level:
+        lines.append(f"opt_level={p.opt_level}: not in this version; leave it null")
+    if f.enabled and f.scaling not in ("delayed", "current"):
+        near = "current" if f.scaling == "block" else "delayed"
+        lines.append(f"fp8.scaling={f.scaling}: not in this version; the native backend has delayed and current, nearest is "
+                     f"precision={p.compute if p.compute != 'fp32' else 'bf16'}_fp8{'_current' if near == 'current' else ''}")
+    for key in ("dot_product_attention", "multi_head_attention"):
+        if getattr(f, key):
+            lines.append(f"fp8.{key}=True: not in this version; attention runs in precision.compute={p.compute}")
+    actual = resolved(Precision(compute=p.compute, fp8=f.model_copy()))
+    for column, given in resolved(p).items():
+        if given != actual[column]:
+            lines.append(f"storage.{column}={given}: not in this version; auto is {actual[column]} under this precision")
+    if p.storage.rounding != "nearest":
+        lines.append(f"storage.rounding={p.storage.rounding}: not in this version; write nearest")
+    if p.storage.shard != "none":
+        lines.append(f"storage.shard={p.storage.shard}: not in this version; write none")
+    return lines

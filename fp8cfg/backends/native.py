@@ -1,0 +1,89 @@
+"""The native backend: plain torch linear layers replaced by `numerics.FP8Linear`, in the same arithmetic on CPU and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from fp8cfg.backends.planning import GEMMS, PlannedLinear
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.numerics import E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
+
+Observed = dict[str, tuple[tuple[str, str] | None, ...]]
+
+
+def scaling_of(fp8: FP8) -> Scaling:
+    """The arithmetic that the `fp8` node asks for."""
+    kind = fp8.scaling
+    if kind not in ("delayed", "current"):
+        raise ValueError(f"the native backend has no {kind} scaling")
+    return Scaling(
+        kind=kind, forward=E4M3, backward=E5M2 if fp8.format == "hybrid" else E4M3, margin=fp8.margin, interval=fp8.interval,
+        amax_history_len=fp8.amax_history_len, amax_compute_algo=fp8.amax_compute_algo, first_step=fp8.first_step)
+
+
+def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:
+    """Replace, in place, the linear layers of `model` that `plan` has in FP8. Weights keep their Parameter, so tied ones stay
+    tied; under fp8.params they become float8 Parameters, except a weight that a layer outside FP8 shares.
+    """
+    shared = _shared_weights(model)
+    scaling = scaling_of(fp8)
+    for planned in plan:
+        if not planned.fp8:
+            continue
+        parent, _, leaf = planned.name.rpartition(".")
+        linear = model.get_submodule(planned.name)
+        assert isinstance(linear, nn.Linear)
+        high = tuple(g is None for g in planned.gemms)
+        setattr(model.get_submodule(parent), leaf, FP8Linear.from_linear(
+            linear, scaling, region, high_precision=(high[0], high[1], high[2]), product=product,  # type: ignore[arg-type]
+            fp8_params=fp8.params and linear.weight not in shared))
+
+
+def observed(model: nn.Module) -> Observed:
+    """For each FP8 layer by name, the operand kinds of the three products that ran, None for high precision or not at all."""
+    out: Observed = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, FP8Linear):
+            ran = [decode(code) for code in layer.gemms_ran.tolist()]
+            out[name] = tuple(None if r is None or r.how == "high_precision" else (r.a, r.b) for r in ran)
+    return out
+
+
+def forget_observed(model: nn.Module) -> None:
+    """Clear the record of what ran, so that the next step is observed afresh."""
+    for layer in fp8_linears(model):
+        layer.gemms_ran.zero_()
+
+
+def differences(plan: Sequence[PlannedLinear], seen: Observed) -> list[str]:
+    """One line for each product that did not run as planned; an empty list where all did."""
+    lines = []
+    for planned in plan:
+        for gemm, want, got in zip(GEMMS, planned.gemms, seen.get(planned.name, (None,) * 3), strict=True):
+            if want != got:
+                lines.append(f"{planned.name} {gemm}: planned {_shown(want)}, ran {_shown(got)}")
+    return lines
+
+
+def _shown(kinds: tuple[str, str] | None) -> str:
+    return " x ".join(kinds) if kinds else "high precision"
+
+
+def _shared_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that more than one module holds, as a tied output layer and embedding do."""
+    seen: set[nn.Parameter] = set()
+    return {p for m in model.modules() for p in m.parameters(recurse=False) if p in seen or seen.add(p)}  # type: ignore[func-returns-value]
+
+
+def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:
+    """The layers whose weight is held in float8 alone, by that weight."""
+    held = {layer.weight: layer for layer in fp8_linears(model) if layer.fp8_weight_scale is not None}
+    return {weight: layer for weight, layer in held.items() if isinstance(weight, nn.Parameter)}
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all distinct parameters of `model`, as they are held."""
+    tensors: dict[int, Tensor] = {id(p): p for p in model.parameters()}
+    return sum(t.numel() * t.element_size() for t in tensors.values())

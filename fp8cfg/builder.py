@@ -1,0 +1,101 @@
+"""Recipe -> Fiddle graph -> Job. `lower` makes the graph without torch; `build` checks everything first, then builds it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fp8cfg import targets
+from fp8cfg.backends.choice import Hardware, choose
+from fp8cfg.backends.planning import PlannedLinear, plan_linears
+from fp8cfg.config.precision import resolved
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.job import Job
+from fp8cfg.models.config import RopeScaling, TransformerConfig
+from fp8cfg.models.shapes import linear_layers
+from fp8cfg.optim import LossScaler, Schedule
+
+if TYPE_CHECKING:
+    import fiddle as fdl
+
+__all__ = ["Job", "build", "lower", "plan", "transformer_config"]
+
+
+def transformer_config(recipe: Recipe) -> TransformerConfig:
+    """The model's shape as the model room takes it."""
+    m, r = recipe.model, recipe.model.rope_scaling
+    scaling = RopeScaling(r.factor, r.low_freq_factor, r.high_freq_factor, r.original_max_position) if r.factor != 1.0 else None
+    return TransformerConfig(
+        num_layers=m.num_layers, hidden_size=m.hidden_size, ffn_hidden_size=m.ffn_hidden_size,
+        num_attention_heads=m.num_attention_heads, num_query_groups=m.num_query_groups, head_dim=m.head_dim,
+        vocab_size=m.vocab_size, seq_length=m.seq_length, rotary_base=m.rotary_base, rope_scaling=scaling,
+        layernorm_epsilon=m.layernorm_epsilon, tie_embeddings=m.share_embeddings_and_output_weights,
+        init_std=m.init_method_std)
+
+
+def plan(recipe: Recipe) -> list[PlannedLinear]:
+    """What each linear layer of `recipe` is meant to do. Raises ConfigError where a layer pattern matches nothing."""
+    return plan_linears(linear_layers(transformer_config(recipe)), recipe.fp8, recipe.model.num_layers)
+
+
+def lower(recipe: Recipe, hardware: Hardware | None = None) -> fdl.Config[Job]:
+    """The Fiddle graph of `recipe` on `hardware` (by default a CPU), every shared part in it once. Loads no torch.
+
+    Raises ConfigError for what the recipe's rules or the hardware refuse.
+    """
+    import fiddle as fdl
+
+    recipe.check()
+    hardware = hardware or Hardware("cpu")
+    choice = choose(recipe.precision, hardware)
+    plans = plan(recipe)
+    p, columns = recipe.precision, resolved(recipe.precision)
+    model = fdl.Config(
+        targets.transformer, config=_config_node(recipe), recompute=recipe.model.recompute_granularity == "full",
+        device=hardware.device, seed=recipe.trainer.seed)
+    prepared = fdl.Config(
+        targets.prepared_model, model=model, compute=p.compute, fp8=p.fp8, plan=plans, product=choice.product,
+        grad_dtype=columns["weight_grad"])
+    scaler = fdl.Config(
+        LossScaler, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale, min_loss_scale=p.min_loss_scale,
+        loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis) if p.compute == "fp16" else None
+    optimizer = fdl.Config(
+        targets.optimizer, prepared=prepared, optim=recipe.optim, clip_grad=recipe.trainer.gradient_clip_val,
+        reduce_amax=p.fp8.reduce_amax, loss_scaler=scaler)
+    return fdl.Config(
+        Job, recipe=recipe, prepared=prepared, optimizer=optimizer, schedule=_schedule(recipe), plan=plans, choice=choice,
+        loss_scaler=scaler)
+
+
+def build(recipe: Recipe) -> Job:
+    """The Job of `recipe` on this machine. Raises ConfigError, before any memory is taken, for a recipe that cannot run here.
+
+    The recipe is copied: later changes to it do not reach the job.
+    """
+    import fiddle as fdl
+
+    from fp8cfg.report.machine import find_hardware
+
+    recipe = recipe.model_copy(deep=True)
+    job = fdl.build(lower(recipe, find_hardware(recipe.trainer.accelerator)))
+    assert isinstance(job, Job)
+    return job
+
+
+def _config_node(recipe: Recipe) -> fdl.Config[TransformerConfig]:
+    import dataclasses
+
+    import fiddle as fdl
+
+    config = transformer_config(recipe)
+    return fdl.Config(TransformerConfig, **{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+
+
+def _schedule(recipe: Recipe) -> fdl.Config[Schedule]:
+    import fiddle as fdl
+
+    o = recipe.optim
+    return fdl.Config(
+        Schedule, max_lr=o.lr, min_lr=o.end_lr, warmup_steps=o.warmup_steps, max_steps=recipe.trainer.max_steps,
+        constant_steps=o.constant_steps, decay=o.lr_decay_style)
+
+

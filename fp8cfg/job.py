@@ -1,0 +1,94 @@
+"""What a recipe becomes: a model, its optimizer and schedule, the autocast context, and what a loop of one's own needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fp8cfg.backends.choice import Choice
+from fp8cfg.backends.planning import PlannedLinear
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.numerics import Region
+    from fp8cfg.optim import LossScaler, Schedule
+    from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+
+
+@dataclass
+class PreparedModel:
+    """A model in the recipe's precision, the float32 masters of its parameters by name, and the region of its FP8 layers."""
+
+    model: torch.nn.Module
+    masters: dict[str, Tensor]
+    region: Region
+    device: torch.device
+
+
+@dataclass
+class Job:
+    """A built recipe. A loop of one's own:
+
+        with job.autocast():
+            loss = job.model(tokens, targets)
+            job.backward(loss)
+        job.schedule.apply(job.optimizer, step)
+        job.optimizer.step(); job.optimizer.zero_grad()
+
+    `optimizer` holds `model`'s parameters; its step also rolls FP8 histories and moves scales. `plan` is what each linear
+    layer is meant to do, `choice` the backend that does it. `forward` is `model`, compiled where `compile_model` was called.
+    """
+
+    recipe: Recipe
+    prepared: PreparedModel
+    optimizer: MixedPrecisionOptimizer
+    schedule: Schedule
+    plan: Sequence[PlannedLinear]
+    choice: Choice
+    loss_scaler: LossScaler | None
+    forward: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forward = self.prepared.model
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model, on its device and in its precision."""
+        return self.prepared.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.prepared.device
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """A context inside which the model's FP8 layers multiply in FP8; outside they multiply in high precision.
+
+        With activation checkpointing stay inside until the backward pass is done: it repeats forward passes.
+        """
+        return self.prepared.region.entered(enabled)
+
+    def backward(self, loss: Tensor, parts: int = 1) -> None:
+        """The backward pass of `loss`, one of `parts` equal shares of a step's mean loss, times the loss scale under fp16.
+
+        Shares are weighed here and summed, over microbatches and ranks alike, so that FP8 sees gradients of one size
+        however a batch is cut.
+        """
+        scale = self.loss_scaler.scale if self.loss_scaler else 1.0
+        (loss * (scale / parts)).backward()  # type: ignore[no-untyped-call]
+
+    def compile_model(self) -> None:
+        """Let `forward` be the compiled model; a graph break is an error."""
+        import torch
+
+        self.forward = torch.compile(self.model, fullgraph=True, dynamic=False)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether `forward` is the compiled model."""
+        return self.forward is not self.model

@@ -1,0 +1,1 @@
+"""What a person reads: coverage, memory, the machine. No torch at import."""

@@ -1,0 +1,53 @@
+"""The machine at hand: its device and the memory that a run could take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fp8cfg.backends.choice import Hardware
+from fp8cfg.config.errors import ConfigError
+
+
+def find_hardware(accelerator: str) -> Hardware:
+    """The device that `trainer.accelerator` means here. Raises ConfigError where it is cuda and there is none."""
+    import torch
+
+    there = torch.cuda.is_available()
+    if accelerator == "cuda" and not there:
+        raise ConfigError("trainer.accelerator=cuda: this machine has no CUDA device; write cpu or auto")
+    if accelerator == "cpu" or not there:
+        return Hardware("cpu")
+    major, minor = torch.cuda.get_device_capability()
+    return Hardware("cuda", (major, minor))
+
+
+def free_memory(device: str) -> int:
+    """Bytes that a run on `device` could take now, on this rank: free on the GPU, or on the machine within its limits."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    share = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min([_available(), *_cgroup()]) // share
+
+
+def _available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup() -> list[int]:
+    """What is left of a container's limit (cgroup v2, then v1); empty where there is none."""
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            root = Path("/sys/fs/cgroup")
+            return [max(0, int((root / limit).read_text()) - int((root / used).read_text()))]
+        except (OSError, ValueError):  # no such controller, or "max"
+            continue
+    return []

@@ -1,0 +1,123 @@
+"""Which linear layers run in FP8, decided from names and shapes, and every other one with its reason."""
+
+from __future__ import annotations
+
+import pytest
+
+import fp8cfg
+from fp8cfg.backends.choice import Hardware, choose
+from fp8cfg.backends.planning import PlannedLinear, plan_linears
+from fp8cfg.builder import plan
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.precision import Precision
+from fp8cfg.recipes import llama_8b, llama_tiny
+from fp8cfg.report.coverage import planned
+
+SHAPES = [("layers.0.a", 64, 64), ("layers.1.a", 64, 64), ("layers.1.odd", 64, 40), ("layers.2.a", 64, 64), ("output_layer", 64, 256)]
+E4M3, E5M2 = ("e4m3", "e4m3"), ("e5m2", "e4m3")
+
+
+def plans(**fp8: object) -> dict[str, PlannedLinear]:
+    return {p.name: p for p in plan_linears(SHAPES, FP8(enabled=True, **fp8), num_layers=3)}
+
+
+def test_formats_of_the_three_products() -> None:
+    assert plans()["layers.0.a"].gemms == (E4M3, E5M2, E5M2)
+    assert plans(format="e4m3")["layers.0.a"].gemms == (E4M3, E4M3, E4M3)
+
+
+def test_one_odd_layer_is_listed_and_does_not_stop_the_rest() -> None:
+    found = plans()
+    assert not found["layers.1.odd"].fp8 and found["layers.1.odd"].reason == "out_features=40 is not a multiple of 16"
+    assert [n for n, p in found.items() if p.fp8] == ["layers.0.a", "layers.1.a", "layers.2.a"]
+
+
+@pytest.mark.parametrize(("change", "layer", "reason"), [
+    ({}, "output_layer", "fp8.output_layer=false"),
+    ({"high_precision_at_start": 1}, "layers.0.a", "fp8.high_precision_at_start=1"),
+    ({"high_precision_at_end": 1}, "layers.2.a", "fp8.high_precision_at_end=1"),
+    ({"exclude": ("layers.1.*",)}, "layers.1.a", "fp8.exclude layers.1.*"),
+    ({"include": ("layers.0.*",)}, "layers.1.a", "not in fp8.include"),
+])
+def test_each_way_to_stay_in_high_precision_has_its_reason(change: dict[str, object], layer: str, reason: str) -> None:
+    p = plans(**change)[layer]
+    assert not p.fp8 and p.reason == reason
+
+
+def test_exclude_wins_over_include_and_the_output_layer_can_be_asked_for() -> None:
+    found = plans(include=("*",), exclude=("layers.0.*",), output_layer=True)
+    assert not found["layers.0.a"].fp8 and found["layers.1.a"].fp8 and found["output_layer"].fp8
+
+
+def test_single_products_can_stay_in_high_precision() -> None:
+    p = plans(override_linear_precision={"wgrad": True})["layers.0.a"]
+    assert p.gemms == (E4M3, E5M2, None) and p.reason == "fp8.override_linear_precision.wgrad"
+    assert p.fp8 and p.fp8_share == pytest.approx(2 / 3)
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_layer() -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        plans(include=("layers.*.b",), exclude=("nothing",))
+    assert e.value.problems[0] == "fp8.include=layers.*.b: matches no linear layer; did you mean 'layers.*.a'?"
+    assert e.value.problems[1].startswith("fp8.exclude=nothing: matches no linear layer")
+
+
+def test_fp8_that_reaches_no_layer_is_an_error() -> None:
+    with pytest.raises(fp8cfg.ConfigError, match="none of 5 linear layers would run in FP8"):
+        plans(exclude=("*",))
+
+
+def test_share_of_flops_by_hand() -> None:
+    r = llama_tiny()
+    r.precision = "bf16_fp8"
+    coverage = planned(r, plan(r))
+    hidden, ffn, qkv = 256, 768, 512
+    linear = 4 * (hidden * qkv + hidden * hidden + hidden * 2 * ffn + ffn * hidden)
+    head, attention = hidden * 272, 4 * 256 * 256  # causal half: seq/2 keys, two products, 256 channels
+    assert coverage.share == pytest.approx(linear / (linear + head + attention))
+    assert coverage.layers_in_fp8 == 16 and len(coverage.linears) == 17
+    assert f"{coverage.share:.1%}" in str(coverage) and max(map(len, str(coverage).splitlines())) <= 80
+
+
+HOPPER, AMPERE, CPU = Hardware("cuda", (9, 0)), Hardware("cuda", (8, 0)), Hardware("cpu")
+
+
+def test_the_backend_for_each_machine() -> None:
+    p = fp8cfg.bf16_with_fp8_mixed()
+    assert choose(p, CPU).product == "emulate" and choose(p, HOPPER).product == "scaled_mm"
+    with pytest.raises(fp8cfg.ConfigError, match=r"compute capability 8\.0, FP8 needs 8\.9"):
+        choose(p, AMPERE)
+    p.fp8.emulate = True
+    assert choose(p, AMPERE).product == "emulate" == choose(p, HOPPER).product
+    assert choose(fp8cfg.bf16_mixed(), AMPERE).product == "none"
+
+
+@pytest.mark.parametrize("change", [
+    {"backend": "te"}, {"backend": "torchao"}, {"backend": "msamp"}, {"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O3"},
+    {"fp8": {"enabled": True, "scaling": "block"}}, {"fp8": {"enabled": True, "scaling": "mxfp8", "format": "e4m3"}},
+    {"fp8": {"enabled": True, "scaling": "nvfp4", "format": "e4m3"}}, {"fp8": {"enabled": True, "dot_product_attention": True}},
+    {"fp8": {"enabled": True, "dot_product_attention": True, "multi_head_attention": True}},
+    *({"storage": {column: "fp8"}} for column in ("weight", "master_weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq")),
+    {"storage": {"rounding": "stochastic"}}, {"storage": {"shard": "zero1"}}, {"storage": {"shard": "zero2"}},
+])
+def test_what_this_version_cannot_run_is_refused_by_name(change: dict[str, object]) -> None:
+    with pytest.raises(fp8cfg.ConfigError, match="not in this version") as e:
+        choose(Precision(**{"fp8": {"enabled": True}, **change}), CPU)
+    name = next(iter(change))
+    leaf = [k for k in change[name] if k != "enabled"][-1] if isinstance(change[name], dict) else name
+    assert any(leaf in line.split(":")[0] or "fp8.scaling" in line for line in e.value.problems)
+
+
+def test_an_explicit_column_that_says_what_auto_says_is_accepted() -> None:
+    choose(Precision(fp8={"enabled": True}, storage={"comm": "fp32", "exp_avg": "fp32", "weight": "bf16"}), CPU)
+
+
+def test_llama_8b_is_planned_without_torch_and_quickly() -> None:
+    import time
+
+    r = llama_8b()
+    r.precision = "bf16_fp8_current"
+    began = time.perf_counter()
+    coverage = planned(r, plan(r))
+    assert time.perf_counter() - began < 1.0
+    assert coverage.layers_in_fp8 == 30 * 4 and len(coverage.linears) == 129
