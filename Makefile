@@ -1,0 +1,33 @@
+# `make train` and `make test` do all set-up on a fresh machine: a virtual environment in .venv, then the work.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+ARGS ?= recipe=llama_tiny precision=bf16_fp8
+
+.PHONY: train test check clean
+
+train: $(VENV)/.installed
+	$(BIN)/python -m fp8cfg $(ARGS)
+
+test: $(VENV)/.tested-with
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+
+check: $(VENV)/.tested-with
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# torch is installed first and alone, at its exact version: any other request would pull gigabytes of CUDA packages.
+$(VENV)/.installed: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable .
+	touch $@
+
+# Oracles for tests: Transformer Engine's recipe classes and reference quantizers import on a CPU without its compiled part.
+$(VENV)/.tested-with: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps transformer-engine==2.20.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,49 @@
+"""The command line: `python -m fp8cfg`, and the console script `fp8cfg`. Imports what the verb at hand needs, no more."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+VERBS = ("train", "resume", "help")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; `train` where none is given. Returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    verb = argv.pop(0) if argv and argv[0] in VERBS else "train"
+    if verb == "help" or {"-h", "--help"} & set(argv):
+        from fp8cfg.cli.help import usage
+
+        print(usage())
+        return 0
+    if "--version" in argv:
+        from fp8cfg import __version__
+
+        print(f"fp8cfg {__version__}")
+        return 0
+    return _run(verb, argv)
+
+
+def _run(verb: str, argv: list[str]) -> int:
+    import importlib
+
+    from fp8cfg.config.errors import Fp8cfgError
+
+    try:
+        return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
+    except Fp8cfgError as e:
+        if os.environ.get("RANK", "0") == "0":  # the other ranks found the same
+            sys.stdout.flush()
+            for line in str(e).splitlines():
+                print(f"error: {line}", file=sys.stderr)
+        return e.exit_code
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

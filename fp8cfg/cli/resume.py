@@ -1,0 +1,34 @@
+"""`resume`: go on with a run from its newest checkpoint that verifies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fp8cfg.cli.words import split
+from fp8cfg.config.errors import ConfigError
+
+
+def run(argv: list[str]) -> int:
+    """Resume the run folder of `argv`. Returns the exit code."""
+    from fp8cfg.cli.train import launch
+    from fp8cfg.composition import compose, from_yaml
+    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.training import checkpoint, saved
+    from fp8cfg.training.runfolder import RunFolder
+
+    arguments = split(argv, ("--config-dir", "--allow"))
+    if len(arguments.plain) != 1:
+        raise ConfigError("resume: needs one run folder, as in: fp8cfg resume runs/NAME")
+    first = os.environ.get("RANK", "0") == "0"
+    folder = RunFolder.open(Path(arguments.plain[0]), lock=first)
+    newest = checkpoint.newest(folder.checkpoints, print if first else lambda _: None)
+    loaded = checkpoint.load(newest) if newest else None
+    before = Recipe(**loaded[1]["recipe"]) if loaded else from_yaml(folder.recipe)
+    recipe = compose(arguments.words, arguments.one("--config-dir"), base=before)
+    saved.refuse_changes(before, recipe, arguments.options.get("--allow", []))
+    if first:
+        print(f"resuming {folder.path} from {newest.name if newest else 'the start, it has no checkpoint yet'}")
+        for key in saved.changes(before, recipe):
+            print(f"changed: {key}")
+    return launch(recipe, lambda: folder, loaded)

@@ -1,0 +1,91 @@
+"""Data parallelism under torchrun, or one process: the same code, where a group of one has nothing to send."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET = 32 * 1024 * 1024
+"""Elements of gradients that are sent in one all-reduce."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of this run. Every method is called by all ranks at the same points."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.rank == 0
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up `.grad` over the ranks, in the dtype it has, in few large messages of one dtype each."""
+        if self.size == 1:
+            return
+        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            dist.all_reduce(flat)
+            for g, reduced in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
+                g.copy_(reduced.view_as(g))
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank."""
+        if self.size == 1:
+            return flag
+        raised = torch.tensor(float(flag), device=_device())
+        dist.all_reduce(raised, dist.ReduceOp.MAX)
+        return bool(raised.item())
+
+
+@contextmanager
+def world(device: str) -> Iterator[World]:
+    """The world that torchrun's environment describes (RANK, WORLD_SIZE): gloo for cpu, nccl for cuda."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World()
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield current()
+        dist.barrier()  # a rank that leaves while another still talks to it aborts in gloo's threads
+    finally:
+        dist.destroy_process_group()
+
+
+def current() -> World:
+    """The world of the process group that is initialised, or of this process alone."""
+    if dist.is_available() and dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size())
+    return World()
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for g in gradients:
+        if bucket and (bucket[0].dtype != g.dtype or sum(b.numel() for b in bucket) + g.numel() > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(g)
+    if bucket:
+        yield bucket

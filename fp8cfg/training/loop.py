@@ -1,0 +1,187 @@
+"""The loop: steps, evaluation, checkpoints and a stop on request, with a run folder left behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from fp8cfg.config.errors import ConfigError, Fp8cfgError
+from fp8cfg.data import DataError
+from fp8cfg.job import Job
+from fp8cfg.training import checkpoint, saved
+from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.distributed import World, current
+from fp8cfg.training.metrics import MetricsLog, Progress, TensorBoardLog
+from fp8cfg.training.runfolder import RunFolder
+from fp8cfg.training.signals import StopSignals
+from fp8cfg.training.step import Step, evaluate, microbatches, prove_engagement, train_step
+
+_HOW = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
+SKIPS = 100
+"""Skipped steps in a row after which a run is not training and stops."""
+
+
+class Diverged(Fp8cfgError):
+    """Gradients are not finite, and nothing in the recipe can make them so. Exit code 1; checkpoints are intact."""
+
+
+class Interrupted(Fp8cfgError):
+    """The run was asked to stop and has saved a checkpoint. Exit code 75: run it again to go on."""
+
+    exit_code = 75
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: optimizer steps done, the last training loss and the last validation loss (None if not measured)."""
+
+    steps: int
+    loss: float | None
+    val_loss: float | None
+
+
+Loaded = tuple[checkpoint.Tensors, dict[str, Any]]
+"""What `checkpoint.load` returns."""
+
+
+def fit(
+    job: Job, run: RunFolder | None = None, start_from: Loaded | None = None, world: World | None = None,
+    say: Callable[[str], None] = print,
+) -> Result:
+    """Train `job` to trainer.max_steps. With `run`, which the first rank alone has, metrics, coverage and checkpoints are
+    written; with `start_from`, a loaded checkpoint, the run goes on where that one was. `say` gets each message, on the
+    first rank alone.
+
+    Raises NotFP8Error where the first step did not run as planned, Interrupted after a signal, Diverged, ConfigError for
+    data or batches that do not fit the recipe, CheckpointError.
+    """
+    return _Fit(job, run, world or current(), say).run_all(start_from)
+
+
+class _Fit:
+    def __init__(self, job: Job, run: RunFolder | None, world: World, say: Callable[[str], None]) -> None:
+        self.job, self.run, self.world = job, run, world
+        self.say = say if world.first else lambda _: None
+        self.recipe = job.recipe
+        self.batches, self.held_out = run_data(job.recipe)
+        microbatches(job, world)
+        if self.recipe.trainer.val_check_interval:
+            validation_batches(self.recipe, self.held_out, world)  # a batch that cannot be had is said before the first step
+        self.val_loss: float | None = None
+        self.saves = world.any(run is not None)
+        self.saved_at = -1
+        self.skipped = 0
+        self._logs: list[MetricsLog | TensorBoardLog] = []
+
+    def run_all(self, start_from: Loaded | None) -> Result:
+        first, last = self._load(start_from), self.recipe.trainer.max_steps
+        if first >= last:
+            self.say(f"nothing left to do: {first} steps of trainer.max_steps={last} are done")
+            return Result(first, None, None)
+        loss = None
+        with ExitStack() as stack:
+            self._open_logs(first, stack)
+            stop = stack.enter_context(StopSignals(self.world.any if self.world.size > 1 else None)) if _main_thread() else None
+            progress = stack.enter_context(Progress(last, self.recipe.log.every_n_steps)) if self.world.first else None
+            for step in range(first, last):
+                began = time.perf_counter()
+                result = train_step(self.job, self.batches, step, self.world)
+                seconds = time.perf_counter() - began
+                if step == first:
+                    self._prove()
+                loss = result.loss
+                self._record(step + 1, result, seconds, progress)
+                self._after(step + 1)
+                if stop and step + 1 < last and stop.stop_requested():
+                    self._save(step + 1)
+                    raise Interrupted(f"stopped after step {step + 1} of {last}; resume goes on from there")
+        return Result(last, loss, self.val_loss)
+
+    def _load(self, start_from: Loaded | None) -> int:
+        if start_from is None:
+            return 0
+        try:
+            return saved.restore(self.job, *start_from, self.batches)
+        except DataError as e:
+            raise ConfigError(str(e)) from None
+
+    def _prove(self) -> None:
+        """After the first step: what ran must be what was planned, or the run stops here."""
+        seen = prove_engagement(self.job)
+        if self.recipe.fp8.enabled:
+            self.say(f"coverage, observed in the first step ({_HOW[self.job.choice.product]})\n{seen}\n")
+        if self.run:
+            self.run.coverage.write_text(json.dumps(seen.data(), indent=1) + "\n", encoding="utf-8")
+
+    def _record(self, done: int, result: Step, seconds: float, progress: Progress | None) -> None:
+        t, scaler = self.recipe.trainer, self.job.loss_scaler
+        tokens = t.global_batch_size * self.recipe.model.seq_length
+        values: dict[str, float | int | str | bool | None] = {
+            "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm, "stepped": result.stepped,
+            "tokens": done * tokens, "seconds": seconds}
+        if scaler:
+            values["loss_scale"] = scaler.scale
+        self._log(done, values)
+        if progress:
+            progress.update(done, result.loss, result.lr, tokens / seconds)
+        self._watch(done, result)
+
+    def _watch(self, done: int, result: Step) -> None:
+        self.skipped = 0 if result.stepped else self.skipped + 1
+        if not result.stepped and (self.job.loss_scaler is None or self.skipped >= SKIPS):
+            often = f" for {self.skipped} steps in a row" if self.skipped > 1 else ""
+            raise Diverged(f"step {done}: the gradient norm is {result.grad_norm}{often} (loss {result.loss}); weights are those "
+                           "of the step before, lower optim.lr or resume from an earlier checkpoint")
+
+    def _after(self, done: int) -> None:
+        t, every = self.recipe.trainer, self.recipe.checkpoint.every_n_steps
+        last = done == t.max_steps
+        if t.val_check_interval and (last or done % t.val_check_interval == 0):
+            self.val_loss = evaluate(self.job, validation_batches(self.recipe, self.held_out, self.world), self.world)
+            self._log(done, {"val_loss": self.val_loss})
+            self.say(f"step {done}: validation loss {self.val_loss:.4f}")
+        if last or (every and done % every == 0):
+            self._save(done)
+
+    def _save(self, done: int) -> None:
+        """A checkpoint by the first rank; where it fails every rank stops."""
+        if not self.saves or done == self.saved_at:
+            return
+        self.saved_at = done
+        problem: checkpoint.CheckpointError | None = None
+        if self.run:
+            try:
+                tensors, state = saved.collect(self.job, self.batches, done)
+                checkpoint.save(self.run.checkpoints, done, tensors, state, self.recipe.checkpoint.keep, self.world.size)
+            except checkpoint.CheckpointError as e:
+                problem = e
+        if self.world.any(problem is not None):
+            raise problem or checkpoint.CheckpointError(f"the first rank could not save step {done}")
+
+    def _open_logs(self, done: int, stack: ExitStack) -> None:
+        if self.run is None:
+            return
+        metrics = stack.enter_context(MetricsLog(self.run.metrics))
+        metrics.truncate_after(done)
+        self._logs.append(metrics)
+        if self.recipe.log.tensorboard:
+            try:
+                board = TensorBoardLog(self.run.path / "tensorboard")
+            except ImportError as e:
+                raise ConfigError(f"log.tensorboard=True: {e}") from None
+            stack.callback(board.close)
+            self._logs.append(board)
+
+    def _log(self, done: int, values: dict[str, float | int | str | bool | None]) -> None:
+        for log in self._logs:
+            log.write(done, values)
+
+
+def _main_thread() -> bool:
+    """Signals can be caught by the main thread alone; a run in another one is stopped by whoever started it."""
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,115 @@
+"""What a checkpoint of a job holds, and how a job takes it back."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8cfg.composition.yaml_door import listed
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.node import Node
+from fp8cfg.config.recipe import Recipe, short
+from fp8cfg.data import Batches
+from fp8cfg.job import Job
+from fp8cfg.training import rng
+from fp8cfg.training.checkpoint import Tensors
+
+FREE = (
+    "name", "log.*", "checkpoint.*", "trainer.max_steps", "trainer.val_check_interval", "trainer.limit_val_batches",
+    "trainer.micro_batch_size", "trainer.num_nodes", "trainer.devices", "trainer.strategy.*", "trainer.gradient_clip_val",
+    "optim.lr", "optim.min_lr", "optim.weight_decay", "optim.warmup_steps", "optim.constant_steps", "optim.lr_decay_style",
+    "data.path", "fp8.min_coverage", "fp8.use_autocast_during_eval", "model.recompute_granularity",
+)  # fmt: skip
+"""Keys that may differ on resume without being allowed: how long, where, how fast. Each change is printed."""
+FIXED = ("model.*", "precision.compute", "optim.name", "data.*", "trainer.seed")
+"""Keys that a checkpoint cannot change at all: its tensors, or its place in the data, would not fit."""
+
+
+def collect(job: Job, batches: Batches, step: int) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors by group and the JSON state after `step` optimizer steps."""
+    model = {k: v for k, v in job.model.state_dict().items() if not _is_fp8(k)}
+    fp8 = {k: v for k, v in job.model.state_dict().items() if _is_fp8(k)}
+    random, random_json = rng.capture()
+    tensors = {"model": model, "optimizer": job.optimizer.state_tensors(), "fp8": fp8, "rng": random}
+    state = {
+        "step": step, "data": batches.state(step), "optimizer": job.optimizer.state_json(), "rng": random_json,
+        "recipe": listed(job.recipe), "compiled": job.compiled,
+    }
+    return {k: v for k, v in tensors.items() if v}, state
+
+
+def changes(saved: Recipe, wanted: Recipe) -> list[str]:
+    """The keys, by their short names, that differ between two recipes."""
+    return [short(k) for k, v in _flat(wanted).items() if v != _flat(saved)[k]]
+
+
+def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
+    """Raise ConfigError for each change that a resumed run may not make, or not without being allowed."""
+    old, new = _flat(saved), _flat(wanted)
+    lines = []
+    for key in changes(saved, wanted):
+        if _matches(key, FREE) or (_matches(key, allow) and not _matches(key, FIXED)):
+            continue
+        was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
+        cure = "start a new run" if _matches(key, FIXED) else f"repeat it with --allow {key}"
+        lines.append(f"{key}={now}: this run was started with {was}; {cure}")
+    if lines:
+        raise ConfigError(lines)
+
+
+def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches) -> int:
+    """Put a checkpoint into `job`; returns the number of steps done. The losses that follow are those of the run without the
+    interruption, bit for bit. Raises ConfigError where the tensors do not fit the recipe.
+    """
+    same = not any(k.startswith("fp8.") for k in changes(Recipe(**state["recipe"]), job.recipe)
+                   if not _matches(k, FREE))
+    try:
+        saved = {**tensors["model"], **tensors.get("fp8", {})}
+        if same:
+            job.model.load_state_dict(saved)
+            job.optimizer.load_state(tensors["optimizer"], state["optimizer"])
+        else:
+            _restore_other_precision(job, saved, tensors["optimizer"], state["optimizer"])
+    except (KeyError, RuntimeError, ValueError) as e:
+        raise ConfigError(f"the checkpoint does not fit this recipe: {str(e).splitlines()[0]}") from None
+    rng.restore(tensors["rng"], state["rng"])
+    return batches.resume(state["data"])
+
+
+def _restore_other_precision(job: Job, saved: dict[str, Tensor], tensors: dict[str, Tensor], json: dict[str, Any]) -> None:
+    """FP8 keys changed: weights come from the masters, scales and histories where they still mean something."""
+    own = job.model.state_dict()
+    fitting = {k: fit_history(v, own[k]) if k.endswith("fp8_amax_history") else v for k, v in saved.items()
+               if k in own and own[k].dtype == v.dtype and (own[k].shape == v.shape or k.endswith("fp8_amax_history"))}
+    job.model.load_state_dict({**own, **fitting})
+    job.optimizer.load_state(tensors, json)
+    job.optimizer.write_parameters()
+
+
+def fit_history(saved: Tensor, like: Tensor) -> Tensor:
+    """An amax history [L, 3] cut or filled up to the length of `like`: row 0 is the running maximum, the newest stay last."""
+    keep = min(len(saved), len(like)) - 1
+    out = torch.zeros_like(like)
+    out[0] = saved[0]
+    if keep:
+        out[-keep:] = saved[-keep:]
+    return out
+
+
+def _is_fp8(name: str) -> bool:
+    return name.rsplit(".", 1)[-1].startswith("fp8_")
+
+
+def _matches(key: str, patterns: tuple[str, ...] | list[str]) -> bool:
+    return any(fnmatchcase(key, p) or key.startswith(p + ".") for p in patterns)
+
+
+def _flat(node: Node, at: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name in type(node).model_fields:
+        value = getattr(node, name)
+        out |= _flat(value, f"{at}{name}.") if isinstance(value, Node) else {at + name: value}
+    return out

@@ -1,0 +1,85 @@
+"""One optimizer step, one evaluation, and the proof that the step ran in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8cfg.backends import native
+from fp8cfg.config.errors import ConfigError, NotFP8Error
+from fp8cfg.data import Batches
+from fp8cfg.job import Job
+from fp8cfg.report.coverage import Coverage, ran
+from fp8cfg.training.distributed import World
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step did. `loss` is the mean over the global batch; `stepped` is False where non-finite gradients
+    made it be skipped."""
+
+    loss: float
+    lr: float
+    grad_norm: float
+    stepped: bool
+
+
+def microbatches(job: Job, world: World) -> int:
+    """Forward and backward passes of one optimizer step on each rank. Raises ConfigError where batches do not divide."""
+    t = job.recipe.trainer
+    per_pass = t.micro_batch_size * world.size
+    if t.global_batch_size % per_pass:
+        nearest = max(1, round(t.global_batch_size / per_pass)) * per_pass
+        raise ConfigError(f"trainer.global_batch_size={t.global_batch_size}: not a multiple of trainer.micro_batch_size x "
+                          f"{world.size} ranks = {per_pass}; nearest is {nearest}")
+    return t.global_batch_size // per_pass
+
+
+def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
+    """Optimizer step number `step`, the first being 0."""
+    count = microbatches(job, world)
+    total = torch.zeros((), device=job.device)
+    job.optimizer.zero_grad()
+    for i in range(count):
+        tokens, targets = batches.batch(step, world.rank, world.size, i, count)
+        with job.autocast():
+            loss = job.forward(tokens.to(job.device), targets.to(job.device))
+            job.backward(loss, parts=count * world.size)
+        total += loss.detach()
+    world.sum_gradients(job.model.parameters())
+    lr = job.schedule.apply(job.optimizer, step)
+    stepped = job.optimizer.step()
+    mean = world.sum(total / (count * world.size))
+    return Step(mean.item(), lr, job.optimizer.grad_norm, stepped)
+
+
+@torch.no_grad()
+def evaluate(job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World) -> float:
+    """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval. Moves no FP8 state."""
+    training = job.model.training
+    job.model.eval()
+    losses = []
+    try:
+        with job.autocast(job.recipe.fp8.use_autocast_during_eval):
+            for tokens, targets in batches:
+                losses.append(job.model(tokens.to(job.device), targets.to(job.device)))
+    finally:
+        job.model.train(training)
+    mean = torch.stack(losses).mean() / world.size
+    return world.sum(mean).item()
+
+
+def prove_engagement(job: Job) -> Coverage:
+    """The coverage of the step that just ran. Raises NotFP8Error where it is not what was planned, or less than
+    fp8.min_coverage."""
+    seen = ran(job)
+    wrong = native.differences(job.plan, native.observed(job.model))
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")
+    if job.recipe.fp8.enabled and seen.share < job.recipe.fp8.min_coverage:
+        raise NotFP8Error(f"fp8.min_coverage={job.recipe.fp8.min_coverage:g}: {seen.share:.1%} of matmul FLOPs ran in FP8")
+    return seen

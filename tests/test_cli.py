@@ -1,0 +1,96 @@
+"""The command line as a new user meets it: what it prints, one line for each mistake, and the documented exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small import SMALL
+
+ROOT = Path(__file__).parents[1]
+
+
+def fp8cfg(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "fp8cfg", *argv], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True,
+                          timeout=300)
+
+
+def test_help_names_everything_that_can_be_chosen_and_is_quick_to_load() -> None:
+    done = fp8cfg("--help")
+    assert done.returncode == 0
+    for word in ("recipe=NAME", "bf16_fp8_current", "llama_405b", "resume", "--allow", "Exit codes", "75"):
+        assert word in done.stdout
+    loaded = subprocess.run([sys.executable, "-X", "importtime", "-m", "fp8cfg", "--help"], cwd=ROOT, capture_output=True, text=True).stderr
+    assert not [m for m in ("pydantic", "hydra", "omegaconf", "torch", "fiddle", "yaml") if f" {m}\n" in loaded]
+
+
+def test_version() -> None:
+    assert fp8cfg("--version").stdout.startswith("fp8cfg 0.")
+
+
+MISTAKES = [
+    (["fp8.margn=1"], "error: fp8.margn: no such key; did you mean 'fp8.margin'?"),
+    (["precision=bf16_pf8"], "error: precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"),
+    (["trian"], "error: trian: no such command; did you mean 'train'?"),
+    (["fp8.margin"], "error: fp8.margin: needs a value, as in fp8.margin=VALUE"),
+    (["--confg-dir", "x"], "error: --confg-dir: no such option; did you mean '--config-dir'?"),
+    (["--config-dir"], "error: --config-dir: needs a value"),
+    (["--config-dir", "nowhere"], "error: --config-dir nowhere: no such folder"),
+    (["nowhere.yaml"], "error: nowhere.yaml: cannot be read (No such file or directory)"),
+    (["precision=bf16_mxfp8"], "error: fp8.scaling=mxfp8: not in this version; the native backend has delayed and current, nearest is "
+                               "precision=bf16_fp8"),
+    (["precision=bf16_fp8", "backend=te"], "error: backend=te: not in this version; write backend=native"),
+    (["precision=bf16_fp8", "fp8.exclude=['*.linear_fc9']"],
+     "error: fp8.exclude=*.linear_fc9: matches no linear layer; did you mean 'layers.*.mlp.linear_fc2'?"),
+    (["trainer.accelerator=cuda"], "error: trainer.accelerator=cuda: this machine has no CUDA device; write cpu or auto"),
+]
+
+
+@pytest.mark.parametrize(("argv", "line"), MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(argv: list[str], line: str) -> None:
+    done = fp8cfg(*argv, CUDA_VISIBLE_DEVICES="")
+    assert done.stderr.splitlines() == [line]
+    assert done.returncode == 2
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_does() -> None:
+    done = fp8cfg("recipe=llama_405b", "precision=bf16_fp8", "trainer.accelerator=cpu")
+    assert done.returncode == 2
+    for part in ("scaling: delayed", "FP8: 504 of 505 linear layers", "memory per rank", "meant for 512 GPUs (tensor 8, pipeline 8, context 4)"):
+        assert part in done.stdout
+    line, = done.stderr.splitlines()
+    assert line.startswith("error: recipe=llama_405b: needs ") and "this machine has " in line and "nearest that fit: " in line
+    assert max(map(len, done.stdout.splitlines())) <= 92
+
+
+@pytest.mark.slow
+def test_the_main_job_end_to_end(tmp_path: Path) -> None:
+    done = fp8cfg(*SMALL, "precision=bf16_fp8", "fp8.margin=1", f"log.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    folder = next(tmp_path.iterdir())
+    assert f"run folder: {folder}" in done.stdout and "planned coverage" in done.stdout
+    assert "coverage, observed in the first step (emulated)" in done.stdout and "FP8: 8 of 9 linear layers" in done.stdout
+    assert {p.name for p in folder.iterdir()} >= {"recipe.yaml", "environment.json", "metrics.jsonl", "coverage.json", "checkpoints"}
+
+
+@pytest.mark.slow
+def test_min_coverage_ends_with_exit_code_3(tmp_path: Path) -> None:
+    done = fp8cfg(*SMALL, "precision=bf16_fp8", "fp8.min_coverage=0.99", f"log.dir={tmp_path}")
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: fp8.min_coverage=0.99: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_recipe_file_and_a_folder_of_ones_own_train(tmp_path: Path) -> None:
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision" / "mine.yaml").write_text("compute: bf16\nfp8: {enabled: true, scaling: current}\n")
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: llama_tiny\nprecision: mine\nname: mine\ntrainer: {max_steps: 2}\noptim: {warmup_steps: 1}\n")
+    small = [w for w in SMALL if not w.startswith(("recipe=", "trainer.max_steps", "optim.warmup"))]
+    done = fp8cfg(str(file), *small, "--config-dir", str(tmp_path), f"log.dir={tmp_path / 'runs'}")
+    assert done.returncode == 0, done.stderr
+    assert "scaling: current" in done.stdout and next((tmp_path / "runs").iterdir()).name.startswith("mine-")

@@ -1,0 +1,84 @@
+"""Two ranks under torchrun are one run: the same scales, and losses beside those of one rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small import SMALL
+
+from fp8cfg.training import checkpoint
+from fp8cfg.training.metrics import read
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+
+def launch(ranks: int, *argv: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    start = [sys.executable, "-m"] + (["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else [])
+    return subprocess.run([*start, "fp8cfg", *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
+
+
+def run(ranks: int, root: Path, *words: str) -> Path:
+    done = launch(ranks, *SMALL, *words, f"log.dir={root}", "trainer.micro_batch_size=4")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("run folder:") == 1, "one rank prints"
+    folder, = root.iterdir()
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read(folder / "metrics.jsonl") if "loss" in line]
+
+
+@pytest.mark.parametrize("precision", ["bf16_fp8", "fp32"])
+def test_two_ranks_are_one_run(precision: str, tmp_path: Path) -> None:
+    words = (f"precision={precision}", "trainer.max_steps=50", "optim.lr=1e-3", "checkpoint.every_n_steps=25", "trainer.val_check_interval=25")
+    one, two = run(1, tmp_path / "one", *words), run(2, tmp_path / "two", *words)
+    assert losses(two) == pytest.approx(losses(one), abs=1e-3)
+    assert len(losses(two)) == 50
+
+
+def test_scales_are_those_of_one_rank(tmp_path: Path) -> None:
+    words = ("precision=bf16_fp8", "fp8.first_step=te", "fp8.amax_history_len=4", "trainer.max_steps=1", "optim.warmup_steps=0",
+             "trainer.val_check_interval=0", "trainer.limit_val_batches=32")
+    tensors = []
+    for ranks in (1, 2):
+        folder = run(ranks, tmp_path / str(ranks), *words)
+        found, _ = checkpoint.load(next((folder / "checkpoints").iterdir()))
+        tensors.append(found["fp8"])
+    for name in tensors[0]:
+        if name.endswith("fp8_scale"):
+            torch.testing.assert_close(tensors[1][name], tensors[0][name], rtol=1e-6, atol=0)
+
+
+def test_ranks_without_reduction_keep_their_own_amaxes(tmp_path: Path) -> None:
+    words = ("precision=bf16_fp8", "trainer.max_steps=2", "optim.warmup_steps=1", "trainer.val_check_interval=0", "trainer.limit_val_batches=32")
+    histories = []
+    for reduce in ("true", "false"):
+        folder = run(2, tmp_path / reduce, *words, f"fp8.reduce_amax={reduce}")
+        found, _ = checkpoint.load(sorted((folder / "checkpoints").iterdir())[-1])
+        histories.append(torch.cat([v[-1] for k, v in sorted(found["fp8"].items()) if k.endswith("history")]))
+    assert (histories[0] >= histories[1] * 0.99).all() and not torch.equal(*histories)
+
+
+def test_two_ranks_resume_to_the_same_losses(tmp_path: Path) -> None:
+    words = ("precision=bf16_fp8", "trainer.max_steps=6", "checkpoint.every_n_steps=3", "checkpoint.keep=3")
+    folder = run(2, tmp_path, *words)
+    want = losses(folder)
+    newest = sorted((folder / "checkpoints").iterdir())[-1]
+    (newest / "MANIFEST.json").unlink()
+    done = launch(2, "resume", str(folder))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "from step-00000003" in done.stdout and losses(folder) == want
+
+
+def test_a_batch_that_does_not_divide_is_one_line() -> None:
+    done = launch(2, *SMALL, "trainer.micro_batch_size=8")
+    assert "error: trainer.global_batch_size=8: not a multiple of trainer.micro_batch_size x 2 ranks = 16; nearest is 16" in done.stderr
+    assert done.stderr.count("error: trainer") == 1 and "fp8cfg/cli" not in done.stderr, "the traceback is torchrun's own"
