@@ -33,10 +33,7 @@ def _run(verb: str, argv: list[str]) -> int:
     try:
         return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
     except Fp8cfgError as e:
-        if os.environ.get("RANK", "0") == "0":  # the other ranks found the same
-            sys.stdout.flush()
-            for line in str(e).splitlines():
-                print(f"error: {line}", file=sys.stderr)
+        _report(str(e))
         return e.exit_code
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -45,5 +42,28 @@ def _run(verb: str, argv: list[str]) -> int:
         return 130
 
 
+def _report(text: str) -> None:
+    """The lines of an error, from the first rank; the others found the same."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.flush()
+        for line in text.splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return
+    import time
+
+    time.sleep(2)  # torchrun ends every rank when one fails: the one that prints must be the first to
+
+
+def entry() -> None:
+    """The console script: `main`, and then the end of the process."""
+    code = main()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # gloo's threads may still want the interpreter's lock while it is torn down, which aborts a rank that is done.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()
