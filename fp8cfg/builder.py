@@ -67,16 +67,21 @@ def lower(recipe: Recipe, hardware: Hardware | None = None) -> fdl.Config[Job]:
 
 
 def build(recipe: Recipe) -> Job:
-    """The Job of `recipe` on this machine. Raises ConfigError, before any memory is taken, for a recipe that cannot run here.
+    """The Job of `recipe` on this machine. Raises ConfigError, before any memory is taken, for a recipe that cannot run here,
+    one that does not fit into memory among them.
 
     The recipe is copied: later changes to it do not reach the job.
     """
     import fiddle as fdl
 
-    from fp8cfg.report.machine import find_hardware
+    from fp8cfg.report.machine import find_hardware, free_memory
+    from fp8cfg.report.memory import refuse_if_too_large
 
     recipe = recipe.model_copy(deep=True)
-    job = fdl.build(lower(recipe, find_hardware(recipe.trainer.accelerator)))
+    hardware = find_hardware(recipe.trainer.accelerator)
+    graph = lower(recipe, hardware)
+    refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device))
+    job = fdl.build(graph)
     assert isinstance(job, Job)
     return job
 

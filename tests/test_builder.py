@@ -166,6 +166,15 @@ def test_an_impossible_recipe_is_refused_before_memory_is_taken() -> None:
         fp8cfg.build(recipe)
 
 
+def test_a_model_that_does_not_fit_is_refused_before_memory_is_taken() -> None:
+    from fp8cfg.recipes import llama_405b
+
+    recipe = llama_405b()
+    recipe.trainer.accelerator = "cpu"
+    with pytest.raises(fp8cfg.ConfigError, match=r"recipe=llama_405b: needs .* GiB, this machine has .* nearest that fit: recipe="):
+        fp8cfg.build(recipe)
+
+
 def test_later_changes_of_the_recipe_do_not_reach_the_job() -> None:
     recipe = small("precision=bf16_fp8")
     job = fp8cfg.build(recipe)

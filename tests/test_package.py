@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -31,6 +32,9 @@ def test_the_wheel_runs_from_an_empty_folder_like_the_checkout(tmp_path: Path) -
     assert {"fp8cfg/conf/precision/bf16_fp8.yaml", "fp8cfg/recipes/llama.py", "fp8cfg/data/tiny.txt"} <= set(names)
     installed = subprocess.run([sys.executable, "-c", SHOW], cwd=empty, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, check=True)
     checkout = subprocess.run([sys.executable, "-c", SHOW], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    editable = subprocess.run([sys.executable, "-c", SHOW], cwd=empty, capture_output=True, text=True)
+    if importlib.util.find_spec("fp8cfg") and editable.returncode == 0:  # where the environment has an editable install, as ours does
+        assert editable.stdout == checkout.stdout
     assert str(site) in installed.stderr and str(ROOT) in checkout.stderr
     assert installed.stdout == checkout.stdout
 

@@ -10,8 +10,8 @@ that a test remembers.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -199,6 +199,8 @@ def make() -> bytes:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, default=DEFAULT)
+    target = parser.parse_args().file
     target.write_bytes(make())
     print(f"{target}: {target.stat().st_size} bytes")

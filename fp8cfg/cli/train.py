@@ -42,7 +42,7 @@ def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded |
     say(outline.head(recipe))
     hardware = machine.find_hardware(recipe.trainer.accelerator)
     say(outline.body(recipe, hardware))
-    outline.refuse(recipe, hardware)
+    outline.refuse_layout(recipe)
 
     from fp8cfg.builder import build
     from fp8cfg.training.compiling import compiles

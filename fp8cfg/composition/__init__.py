@@ -21,12 +21,14 @@ def compose(overrides: Iterable[str] = (), config_dir: str | Path | None = None,
     `data/` YAML files of one's own. `file`, a recipe's YAML file, or `base`, a recipe, stands in place of `recipe=`. Raises
     ConfigError with every problem found.
     """
-    from fp8cfg.composition.hydra_door import merge
+    from fp8cfg.composition.hydra_door import default_recipe, merge
     from fp8cfg.composition.words import parse
 
     library = Library(Path(config_dir) if config_dir else None)
     given = recipe_from(Path(file), library) if file else base
     chosen, values = parse(overrides, library, given is not None)
+    if given is None:
+        chosen.setdefault("recipe", default_recipe())
     nodes = {group: library.node(group, name) for group, name in chosen.items()}
     if given is not None:
         nodes["recipe"] = listed(given)

@@ -19,7 +19,7 @@ def parse(words: Iterable[str], library: Library, has_recipe: bool = False) -> t
     Raises ConfigError with a line for each word that is no override, names nothing that exists, or has a value of the wrong
     type or out of bounds.
     """
-    chosen: dict[str, str] = {} if has_recipe else {"recipe": "llama_tiny"}
+    chosen: dict[str, str] = {}
     values: list[str] = []
     problems: list[str] = []
     for word in words:

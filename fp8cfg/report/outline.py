@@ -15,8 +15,7 @@ from fp8cfg.config.precision import resolved
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report.coverage import planned
-from fp8cfg.report.machine import free_memory
-from fp8cfg.report.memory import memory_table, refuse_if_too_large
+from fp8cfg.report.memory import memory_table
 from fp8cfg.report.tables import amount
 
 
@@ -62,15 +61,14 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
     return "\n" + "\n\n".join(parts) + "\n"
 
 
-def refuse(recipe: Recipe, hardware: Hardware) -> None:
-    """Raise ConfigError where the recipe's parallel layout or its memory cannot be had here."""
+def refuse_layout(recipe: Recipe) -> None:
+    """Raise ConfigError for a parallel layout that was launched as the recipe means it, and that training does not have."""
     s, t = recipe.trainer.strategy, recipe.trainer
     if s.size > 1 and _ranks() == t.num_nodes * t.devices:
         keys = [f"{way}_parallel_size" for way in ("tensor_model", "pipeline_model", "context")]
         sizes = {k: getattr(s, k) for k in keys}
         lines = [f"{s.key(k)}={n}: not in this version, training is data-parallel; write 1" for k, n in sizes.items() if n > 1]
         raise ConfigError(lines)
-    refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device))
 
 
 def _scaled_down(recipe: Recipe) -> str:
