@@ -94,3 +94,32 @@ def test_a_recipe_file_and_a_folder_of_ones_own_train(tmp_path: Path) -> None:
     done = fp8cfg(str(file), *small, "--config-dir", str(tmp_path), f"log.dir={tmp_path / 'runs'}")
     assert done.returncode == 0, done.stderr
     assert "scaling: current" in done.stdout and next((tmp_path / "runs").iterdir()).name.startswith("mine-")
+
+
+@pytest.mark.slow
+def test_run_folders_that_cannot_be_had(tmp_path: Path) -> None:
+    assert fp8cfg(*SMALL, "trainer.max_steps=2", f"log.dir={tmp_path / 'runs'}").returncode == 0
+    folder = next((tmp_path / "runs").iterdir())
+    from fp8cfg.training.runfolder import RunFolder
+
+    with RunFolder.open(folder):
+        second = fp8cfg("resume", str(folder))
+    assert second.returncode == 6 and str(os.getpid()) in second.stderr and second.stderr.count("\n") == 1
+    (tmp_path / "file").write_text("")
+    blocked = fp8cfg(*SMALL, f"log.dir={tmp_path / 'file'}")
+    assert blocked.returncode == 5 and blocked.stderr.startswith("error: ") and blocked.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_megatrons_token_files_train(tmp_path: Path) -> None:
+    import numpy as np
+
+    from fp8cfg.data.indexed_write import write_indexed
+
+    documents = [np.random.default_rng(i).integers(0, 200, 300) for i in range(20)]
+    prefix = write_indexed(tmp_path / "tokens", documents, vocab_size=208)
+    words = [w for w in SMALL if not w.startswith("data=")]
+    done = fp8cfg(*words, "data=tokens", f"data.path={prefix}", "model.vocab_size=208", "precision=bf16_fp8", f"log.dir={tmp_path / 'runs'}")
+    assert done.returncode == 0, done.stderr
+    small = fp8cfg(*words, "data=tokens", f"data.path={prefix}", "model.vocab_size=96", f"log.dir={tmp_path / 'runs'}")
+    assert small.returncode == 2 and "vocab_size" in small.stderr and small.stderr.count("\n") == 1, small.stderr

@@ -60,7 +60,10 @@ def fit(
     Raises NotFP8Error where the first step did not run as planned, Interrupted after a signal, Diverged, ConfigError for
     data or batches that do not fit the recipe, CheckpointError.
     """
-    return _Fit(job, run, world or current(), say).run_all(start_from)
+    try:
+        return _Fit(job, run, world or current(), say).run_all(start_from)
+    except DataError as e:  # a token outside of the vocabulary is found as it is read
+        raise ConfigError(f"data={job.recipe.data.name}: {e}") from None
 
 
 class _Fit:
@@ -103,12 +106,7 @@ class _Fit:
         return Result(last, loss, self.val_loss)
 
     def _load(self, start_from: Loaded | None) -> int:
-        if start_from is None:
-            return 0
-        try:
-            return saved.restore(self.job, *start_from, self.batches)
-        except DataError as e:
-            raise ConfigError(str(e)) from None
+        return saved.restore(self.job, *start_from, self.batches) if start_from else 0
 
     def _prove(self) -> None:
         """After the first step: what ran must be what was planned, or the run stops here."""
