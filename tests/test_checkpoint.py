@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8cfg.training import checkpoint
+from fp8cfg.training import checkpoint, groupfile
 from fp8cfg.training.checkpoint import CheckpointError, load, newest, save
 from fp8cfg.training.manifest import DamagedCheckpoint, NoUsableCheckpoint, verify, write_manifest
 
@@ -360,7 +360,8 @@ def test_errors_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pla
         raise OSError(code, os.strerror(code), str(tmp_path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path if place in ("mkdir", "rename") else checkpoint, place, fail)
+        where = {"mkdir": Path, "rename": Path, "save_file": groupfile}.get(place, checkpoint)
+        patch.setattr(where, place, fail)
         with pytest.raises(CheckpointError, match=os.strerror(code)) as caught:
             put(tmp_path, 3)
     assert str(tmp_path) in str(caught.value) and caught.value.exit_code == 5
@@ -415,7 +416,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_file_that_safetensors_wrote_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, 1)
-    monkeypatch.setattr(checkpoint, "save_file", lambda named, file, metadata: file.write_bytes(b"{}"))
+    monkeypatch.setattr(groupfile, "save_file", lambda named, file, metadata: file.write_bytes(b"{}"))
     with pytest.raises(CheckpointError, match="step 2"):
         put(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"]

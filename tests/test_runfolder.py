@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8cfg.training import runfolder
+from fp8cfg.training import environment
 from fp8cfg.training.runfolder import RunFolder, RunFolderError, RunFolderInUse, RunFolderNotWritable, preflight
 
 NOW = datetime(2024, 2, 29, 23, 59, 1)
@@ -165,7 +165,7 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "shown")
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "FP8CFG_API_KEY", "MY_NVTE_X", "OMP_NUM_THREADS_X"):
         monkeypatch.setenv(name, "hidden")
-    monkeypatch.setattr(runfolder, "_code", lambda: {"commit": "abc", "dirty": True})
+    monkeypatch.setattr(environment, "_code", lambda: {"commit": "abc", "dirty": True})
     with create(tmp_path) as run:
         said = json.loads(run.environment.read_text())
     assert {name for name, value in said["variables"].items() if value == "shown"} == {
@@ -182,14 +182,14 @@ def test_code_in_a_work_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(f"GIT_COMMITTER_{name}", "x")
     here = tmp_path / "code.py"
     here.write_text("1")
-    monkeypatch.setattr(runfolder, "__file__", str(here))
-    assert runfolder._code() is None
-    git = lambda *arguments: runfolder._git(tmp_path, *arguments)  # noqa: E731
+    monkeypatch.setattr(environment, "__file__", str(here))
+    assert environment._code() is None
+    git = lambda *arguments: environment._git(tmp_path, *arguments)  # noqa: E731
     assert git("init", "-q") is not None
-    assert runfolder._code() is None  # in somebody's repository, and not of it
+    assert environment._code() is None  # in somebody's repository, and not of it
     git("add", "code.py")
     assert git("-c", "commit.gpgsign=false", "commit", "-q", "-m", "one") is not None
     commit = git("rev-parse", "HEAD")
-    assert runfolder._code() == {"commit": commit, "dirty": False}
+    assert environment._code() == {"commit": commit, "dirty": False}
     here.write_text("2")
-    assert runfolder._code() == {"commit": commit, "dirty": True}
+    assert environment._code() == {"commit": commit, "dirty": True}

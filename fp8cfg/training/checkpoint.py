@@ -14,18 +14,17 @@ import re
 import shutil
 import signal
 import uuid
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fp8cfg.config.errors import Fp8cfgError
-from fp8cfg.training.manifest import PLAIN, DamagedCheckpoint, NoUsableCheckpoint, fsync, read_manifest, verify, write_manifest
+from fp8cfg.training import groupfile
+from fp8cfg.training.manifest import DamagedCheckpoint, NoUsableCheckpoint, fsync, read_manifest, verify, write_manifest
 
 Tensors = dict[str, dict[str, Tensor]]
 STATE = "state.json"
@@ -57,7 +56,7 @@ def save(root: Path, step: int, tensors: Tensors, state: dict[str, Any], keep: i
     if step < 0 or keep < 1:
         raise ValueError(f"step must be >= 0 and keep >= 1, not {step} and {keep}")
     for group, named in tensors.items():
-        _refuse_unstorable(group, named)
+        groupfile.refuse_unstorable(group, named)
     text = _strict_json(state)
     root = Path(root)
     staged = root / f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
@@ -96,7 +95,7 @@ def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
     try:
         state = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         for file in sorted(path.glob("*.safetensors")):
-            tensors[file.stem] = _read_group(file)
+            tensors[file.stem] = groupfile.read(file)
     # The sums hold and yet it cannot be read: not written by save(). KeyError: an alias of a tensor that is not there.
     except (OSError, ValueError, RecursionError, KeyError, SafetensorError) as error:
         raise DamagedCheckpoint(f"{path}: {file.name}: cannot be read ({error})") from error
@@ -138,40 +137,6 @@ def failpoint(name: str) -> None:
 _reached: Counter[str] = Counter()
 
 
-def _refuse_unstorable(group: str, named: Mapping[str, Tensor]) -> None:
-    if "/" in group or not PLAIN.fullmatch(group):
-        raise ValueError(f"group {group!r} cannot be the name of a file")
-    if "__metadata__" in named:
-        raise ValueError(f"{group}: safetensors keeps the name __metadata__ for itself")
-    for name, tensor in named.items():
-        # A wrapper subclass (DTensor, a quantized weight) has no memory of its own and would be stored as no bytes.
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
-            raise TypeError(f"{group}: {name}: only plain dense tensors can be stored, not {type(tensor).__name__}")
-        if tensor.dtype == torch.complex128 or tensor.is_quantized:
-            raise TypeError(f"{group}: {name}: safetensors does not store {tensor.dtype}")
-
-
-def _packed(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What safetensors accepts of a group, contiguous and without shared memory, and its aliases: name to stored name."""
-    stored: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for name, tensor in named.items():
-        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        if tensor.numel() and first.setdefault(view, name) != name:
-            aliases[name] = first[view]
-            continue
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        areas = taken[tensor.untyped_storage().data_ptr()]
-        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        if any(start < other_stop and other_start < stop for other_start, other_stop in areas):
-            tensor = tensor.clone()
-        areas.append((start, stop))
-        stored[name] = tensor
-    return stored, aliases
-
-
 def _strict_json(state: dict[str, Any]) -> str:
     text = json.dumps(state, allow_nan=False, indent=1)
     if json.loads(text) != state:
@@ -197,24 +162,10 @@ def _write_files(folder: Path, tensors: Tensors, text: str) -> None:
     (folder / STATE).write_text(text, encoding="utf-8")
     for group, named in tensors.items():
         file = folder / f"{group}.safetensors"
-        stored, aliases = _packed(named)
-        # The note that safetensors' own save_model leaves for names it drops: dropped name to kept name. None and not an
-        # empty dict: with one, safetensors 0.8 writes a header it cannot read where there is no tensor either.
-        save_file(stored, file, metadata=aliases or None)
-        # The manifest proves that a file stays as it was written; this, that what was written can be read.
-        with safe_open(file, framework="pt") as opened:
-            if set(opened.keys()) != stored.keys():
-                raise OSError(f"{file} was not written as asked")
+        groupfile.write(file, named)
         # safetensors makes files that only their owner can read; this one gets what the umask grants.
         file.chmod((folder / STATE).stat().st_mode)
         failpoint("shard")
-
-
-def _read_group(file: Path) -> dict[str, Tensor]:
-    with safe_open(file, framework="pt") as opened:
-        # clone(): get_tensor maps the file, and a mapped file that changes later would change the model.
-        named = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118, it is no dict
-        return named | {name: named[kept] for name, kept in (opened.metadata() or {}).items()}
 
 
 def _newest_first(root: Path) -> list[tuple[int, int, Path]]:

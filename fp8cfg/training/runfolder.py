@@ -6,28 +6,21 @@ import errno
 import fcntl
 import json
 import os
-import platform
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from importlib import metadata
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.training.environment import environment
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-PACKAGES = ["fp8cfg", "torch", "numpy", "hydra-core", "omegaconf", "fiddle", "pydantic", "safetensors", "torchao", "msamp"]
-PACKAGES += ["transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"]
-VARIABLES = re.compile(r"(NVTE_|FP8CFG_|TORCH)\w*|OMP_NUM_THREADS")
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
 
 
 class RunFolderError(Fp8cfgError):
@@ -149,29 +142,6 @@ def preflight(folder: Path, need_bytes: int = 0) -> None:
         raise RunFolderNotWritable(f"{folder}: not enough space: needs {need_bytes} bytes, {free} are free")
 
 
-def environment() -> dict[str, Any]:
-    """What a result may depend on besides the recipe: versions, machine, code, variables. JSON values only.
-
-    Of the environment only NVTE_*, FP8CFG_*, TORCH* and OMP_NUM_THREADS are kept, and of these none that sounds secret.
-    """
-    import torch  # inside: readers of run folders do not need it
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "cuda": torch.version.cuda,
-        "os": platform.platform(),
-        "host": socket.gethostname(),
-        "cpu": _cpu(),
-        "cpu_count": os.cpu_count(),
-        "gpus": gpus,
-        "code": _code(),
-        "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.fullmatch(k) and not SECRET.search(k)},
-    }
-
-
 @contextmanager
 def _writable(folder: Path) -> Iterator[None]:
     try:
@@ -210,37 +180,3 @@ def _lock(folder: Path) -> IO[str]:
     # A forked data worker that outlives its parent would hold the lock with its copy of the handle.
     os.register_at_fork(after_in_child=file.close)
     return file
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-def _code() -> dict[str, Any] | None:
-    """Commit of this code and whether it has uncommitted changes; None where it is not tracked in a git work tree."""
-    here = Path(__file__).resolve()
-    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
-        return None  # installed into an environment that happens to lie inside somebody's repository
-    commit, changes = _git(here.parent, "rev-parse", "HEAD"), _git(here.parent, "status", "--porcelain")
-    return {"commit": commit, "dirty": bool(changes)} if commit else None
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments]
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

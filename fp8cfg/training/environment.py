@@ -1,0 +1,75 @@
+"""What a result may depend on besides the recipe: versions, machine, code, environment variables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ["fp8cfg", "torch", "numpy", "hydra-core", "omegaconf", "fiddle", "pydantic", "safetensors", "torchao", "msamp"]
+PACKAGES += ["transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"]
+VARIABLES = re.compile(r"(NVTE_|FP8CFG_|TORCH)\w*|OMP_NUM_THREADS")
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
+
+
+def environment() -> dict[str, Any]:
+    """The environment of this process; JSON values only.
+
+    Of the environment only NVTE_*, FP8CFG_*, TORCH* and OMP_NUM_THREADS are kept, and of these none that sounds secret.
+    """
+    import torch  # inside: readers of run folders do not need it
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "cuda": torch.version.cuda,
+        "os": platform.platform(),
+        "host": socket.gethostname(),
+        "cpu": _cpu(),
+        "cpu_count": os.cpu_count(),
+        "gpus": gpus,
+        "code": _code(),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.fullmatch(k) and not SECRET.search(k)},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _code() -> dict[str, Any] | None:
+    """Commit of this code and whether it has uncommitted changes; None where it is not tracked in a git work tree."""
+    here = Path(__file__).resolve()
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return None  # installed into an environment that happens to lie inside somebody's repository
+    commit, changes = _git(here.parent, "rev-parse", "HEAD"), _git(here.parent, "status", "--porcelain")
+    return {"commit": commit, "dirty": bool(changes)} if commit else None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
