@@ -24,8 +24,8 @@ def launch(ranks: int, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*start, "fp8cfg", *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
 
 
-def run(ranks: int, root: Path, *words: str) -> Path:
-    done = launch(ranks, *SMALL, *words, f"log.dir={root}", "trainer.micro_batch_size=4")
+def run(ranks: int, root: Path, *words: str, micro: int = 4) -> Path:
+    done = launch(ranks, *SMALL, *words, f"log.dir={root}", f"trainer.micro_batch_size={micro}")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("run folder:") == 1, "one rank prints"
     folder, = root.iterdir()
@@ -36,25 +36,28 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read(folder / "metrics.jsonl") if "loss" in line]
 
 
-@pytest.mark.parametrize("precision", ["bf16_fp8", "fp32"])
-def test_two_ranks_are_one_run(precision: str, tmp_path: Path) -> None:
-    words = (f"precision={precision}", "trainer.max_steps=50", "optim.lr=1e-3", "checkpoint.every_n_steps=25", "trainer.val_check_interval=25")
-    one, two = run(1, tmp_path / "one", *words), run(2, tmp_path / "two", *words)
-    assert losses(two) == pytest.approx(losses(one), abs=1e-3)
+def scales(folder: Path) -> dict[str, torch.Tensor]:
+    found, _ = checkpoint.load(sorted((folder / "checkpoints").iterdir())[-1])
+    return {k: v for k, v in found["fp8"].items() if k.endswith("fp8_scale")}
+
+
+def test_two_ranks_with_half_the_batch_each_are_one_run(tmp_path: Path) -> None:
+    words = ("precision=bf16_fp8", "trainer.max_steps=50", "checkpoint.every_n_steps=25", "trainer.val_check_interval=25")
+    two = run(2, tmp_path / "two", *words, "optim.lr=3e-4")
+    halves, whole = (run(1, tmp_path / str(m), *words, "optim.lr=3e-4", micro=m) for m in (4, 8))
     assert len(losses(two)) == 50
+    assert losses(two) == pytest.approx(losses(halves), abs=1e-6), "one rank that accumulates the two halves"
+    for name, scale in scales(halves).items():
+        torch.testing.assert_close(scales(two)[name], scale, rtol=1e-6, atol=0)
+    assert losses(two) == pytest.approx(losses(whole), abs=1e-3), "one rank with the batch in one pass"
 
 
-def test_scales_are_those_of_one_rank(tmp_path: Path) -> None:
+def test_the_first_scales_are_those_of_one_rank_with_the_batch_in_one_pass(tmp_path: Path) -> None:
     words = ("precision=bf16_fp8", "fp8.first_step=te", "fp8.amax_history_len=4", "trainer.max_steps=1", "optim.warmup_steps=0",
              "trainer.val_check_interval=0", "trainer.limit_val_batches=32")
-    tensors = []
-    for ranks in (1, 2):
-        folder = run(ranks, tmp_path / str(ranks), *words)
-        found, _ = checkpoint.load(next((folder / "checkpoints").iterdir()))
-        tensors.append(found["fp8"])
-    for name in tensors[0]:
-        if name.endswith("fp8_scale"):
-            torch.testing.assert_close(tensors[1][name], tensors[0][name], rtol=1e-6, atol=0)
+    one, two = (scales(run(ranks, tmp_path / str(ranks), *words, micro=8 // ranks)) for ranks in (1, 2))
+    for name, scale in one.items():
+        torch.testing.assert_close(two[name], scale, rtol=1e-6, atol=0)
 
 
 def test_ranks_without_reduction_keep_their_own_amaxes(tmp_path: Path) -> None:
