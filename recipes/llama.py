@@ -153,5 +153,5 @@ def llama_tiny() -> Recipe:
     return Recipe(
         name="llama_tiny", data=Data(name="stdlib"),
         optim=Optim(lr=3e-3, warmup_steps=20),
-        trainer=Trainer(plugins=precision_preset("bf16"), max_steps=150, val_check_interval=50, limit_val_batches=4),
+        trainer=Trainer(plugins=precision_preset("bf16"), max_steps=100, val_check_interval=50, limit_val_batches=4),
         checkpoint=Checkpoint(every_n_steps=50), log=Log(every_n_steps=10))

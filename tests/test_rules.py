@@ -82,7 +82,7 @@ CASES = [
     ("bf16", {"optim__min_lr": 1.0}, "optim.min_lr=1: more than optim.lr=0.003"),
     ("bf16", {"optim__momentum": 0.5}, "optim.momentum=0.5: has no effect with optim.name=adamw"),
     ("bf16", {"optim__lr_decay_style": "constant", "optim__min_lr": 0.0}, "has no effect with optim.lr_decay_style=constant"),
-    ("bf16", {"optim__warmup_steps": 500}, "optim.warmup_steps=500: with optim.constant_steps=0 more than trainer.max_steps=150"),
+    ("bf16", {"optim__warmup_steps": 500}, "optim.warmup_steps=500: with optim.constant_steps=0 more than trainer.max_steps=100"),
     ("bf16", {"optim__betas": (0.9, 1.0)}, "each must be at least 0 and less than 1"),
     ("bf16", {"trainer__global_batch_size": 17}, "not a multiple of trainer.micro_batch_size=16; nearest is 16"),
     ("bf16", {"trainer__val_check_interval": 0}, "trainer.limit_val_batches=4: has no effect"),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fp8cfg.training.metrics import read
 
-WORDS = ["recipe=llama_tiny", "data=tiny", "precision=bf16_fp8", "trainer.max_steps=60", "checkpoint.every_n_steps=5",
+WORDS = ["recipe=llama_tiny", "data=tiny", "precision=bf16_fp8", "trainer.max_steps=150", "checkpoint.every_n_steps=3",
          "trainer.val_check_interval=20", "trainer.limit_val_batches=1", "model.num_layers=2", "model.hidden_size=128",
          "model.ffn_hidden_size=384", "trainer.micro_batch_size=8"]
 
@@ -28,6 +28,26 @@ def losses(folder: Path) -> list[tuple[object, ...]]:
     return [tuple((k, v) for k, v in line.items() if k != "seconds") for line in read(folder / "metrics.jsonl")]
 
 
+def progress(root: Path) -> int:
+    """Lines of metrics that the run under `root` has written so far."""
+    file = next(root.glob("*/metrics.jsonl"), None)
+    return file.read_bytes().count(b"\n") if file else 0
+
+
+def kill_at_random(command: list[str], root: Path, rng: random.Random) -> int:
+    """Start `command`, let it do some steps, kill it somewhere in the next ones, saves among them; its lines of metrics."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    until = progress(root) + rng.randint(1, 8)
+    while progress(root) < until and process.poll() is None:
+        time.sleep(0.005)
+    time.sleep(rng.uniform(0, 0.4))
+    if process.poll() is not None:
+        sys.exit(f"ended by itself with {process.returncode}: {process.communicate()[1].decode()}")
+    process.kill()
+    process.wait()
+    return progress(root)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
@@ -35,34 +55,23 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     args = parser.parse_intermixed_args()
     rng = random.Random(args.seed)
-    with tempfile.TemporaryDirectory() as root:
-        def start(name: str) -> list[str]:
-            return [sys.executable, "-m", "fp8cfg", *WORDS, *args.words, f"log.dir={root}/{name}"]
+    with tempfile.TemporaryDirectory() as folder:
+        whole, killed = Path(folder, "whole"), Path(folder, "killed")
 
-        began = time.perf_counter()
-        subprocess.run(start("whole"), check=True, stdout=subprocess.DEVNULL)
-        length = time.perf_counter() - began
-        whole = next(Path(root, "whole").iterdir())
-        command, folder = start("killed"), None
+        def start(root: Path) -> list[str]:
+            return [sys.executable, "-m", "fp8cfg", *WORDS, *args.words, f"log.dir={root}"]
+
+        subprocess.run(start(whole), check=True, stdout=subprocess.DEVNULL)
+        command = start(killed)
         for kill in range(args.kills):
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            try:
-                process.wait(timeout=rng.uniform(0.2, 0.9) * length)
-                print(f"run {kill}: ended by itself with {process.returncode}")
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            folders = list(Path(root, "killed").iterdir()) if Path(root, "killed").is_dir() else []
-            folder = folders[0] if folders else None
-            if folder and (folder / "recipe.yaml").is_file():
-                command = [sys.executable, "-m", "fp8cfg", "resume", str(folder)]
-                done = len(read(folder / "metrics.jsonl")) if (folder / "metrics.jsonl").is_file() else 0
-                print(f"kill {kill + 1}: {done} lines of metrics, checkpoints {sorted(p.name for p in (folder / 'checkpoints').iterdir())}")
+            lines = kill_at_random(command, killed, rng)
+            run = next(killed.iterdir())
+            command = [sys.executable, "-m", "fp8cfg", "resume", str(run)]
+            print(f"kill {kill + 1}: {lines} lines of metrics, checkpoints {sorted(p.name for p in (run / 'checkpoints').iterdir())}")
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        folder = folder or next(Path(root, "killed").iterdir())
-        same = losses(folder) == losses(whole)
-        print(f"{len(losses(whole))} lines of metrics: {'equal' if same else 'DIFFERENT'}")
-        sys.exit(0 if same else 1)
+        want, got = losses(next(whole.iterdir())), losses(next(killed.iterdir()))
+        print(f"{len(want)} lines of metrics after {args.kills} kills: {'equal' if got == want else 'DIFFERENT'}")
+        sys.exit(0 if got == want else 1)
 
 
 if __name__ == "__main__":
