@@ -206,6 +206,20 @@ def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, .
     assert got == pytest.approx(want, rel=2e-3)
 
 
+@pytest.mark.slow
+def test_fit_compiles_where_the_recipe_says_so() -> None:
+    for word, compiled in (("on", True), ("off", False)):
+        job, said = fp8cfg.build(small("trainer.compile=" + word, "trainer.max_steps=2")), []
+        fp8cfg.fit(job, say=said.append)
+        assert job.compiled == compiled and any("compiling" in text for text in said) == compiled
+
+
+def test_a_parallel_layout_on_the_ranks_it_is_meant_for_is_refused_by_name() -> None:
+    job = fp8cfg.build(small("trainer.devices=2", "trainer.strategy.tensor_model_parallel_size=2"))
+    with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: not in this version"):
+        fp8cfg.fit(job, world=World(0, 2), say=lambda _: None)
+
+
 def test_when_to_compile() -> None:
     from fp8cfg.builder import plan
     from fp8cfg.recipes import llama_8b

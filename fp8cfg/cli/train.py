@@ -42,19 +42,14 @@ def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded |
     say(outline.head(recipe))
     hardware = machine.find_hardware(recipe.trainer.accelerator)
     say(outline.body(recipe, hardware))
-    outline.refuse_layout(recipe)
+    outline.refuse_layout(recipe, int(os.environ.get("WORLD_SIZE", "1")))
 
     from fp8cfg.builder import build
-    from fp8cfg.training.compiling import compiles
     from fp8cfg.training.distributed import world
     from fp8cfg.training.loop import fit
 
     with world(hardware.device) as ranks:
         job = build(recipe)
-        compiled = start_from[1]["compiled"] if start_from else compiles(recipe, list(job.plan), hardware.device)
-        if compiled:
-            say("compiling the model; the first steps take longer")
-            job.compile_model()
         run_folder = folder() if ranks.first else None
         result = fit(job, run_folder, start_from, ranks)
         if run_folder:

@@ -61,10 +61,10 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
     return "\n" + "\n\n".join(parts) + "\n"
 
 
-def refuse_layout(recipe: Recipe) -> None:
-    """Raise ConfigError for a parallel layout that was launched as the recipe means it, and that training does not have."""
+def refuse_layout(recipe: Recipe, ranks: int) -> None:
+    """Raise ConfigError for a parallel layout that is launched on the `ranks` it is meant for: training does not have it."""
     s, t = recipe.trainer.strategy, recipe.trainer
-    if s.size > 1 and _ranks() == t.num_nodes * t.devices:
+    if s.size > 1 and ranks == t.num_nodes * t.devices:
         keys = [f"{way}_parallel_size" for way in ("tensor_model", "pipeline_model", "context")]
         sizes = {k: getattr(s, k) for k in keys}
         lines = [f"{s.key(k)}={n}: not in this version, training is data-parallel; write 1" for k, n in sizes.items() if n > 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Sequence
 
 from fp8cfg.backends.planning import PlannedLinear
 from fp8cfg.config.errors import ConfigError
@@ -14,7 +15,7 @@ WORTH_FLOPS = {"cpu": 4e13, "cuda": 1e17}
 """Matmul FLOPs of a run from which compiling pays for itself: a few minutes of a core, or of a GPU."""
 
 
-def compiles(recipe: Recipe, plan: list[PlannedLinear], device: str) -> bool:
+def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str) -> bool:
     """Whether this run is compiled. Raises ConfigError where trainer.compile=on and there is no compiler."""
     wanted = recipe.trainer.compile
     there = importlib.util.find_spec("triton") is not None if device == "cuda" else shutil.which("g++") is not None

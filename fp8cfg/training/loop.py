@@ -13,7 +13,9 @@ from typing import Any
 from fp8cfg.config.errors import ConfigError, Fp8cfgError
 from fp8cfg.data import DataError
 from fp8cfg.job import Job
+from fp8cfg.report.outline import refuse_layout
 from fp8cfg.training import checkpoint, saved
+from fp8cfg.training.compiling import compiles
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed import World, current
 from fp8cfg.training.metrics import MetricsLog, Progress, TensorBoardLog
@@ -72,6 +74,7 @@ class _Fit:
         self.say = say if world.first else lambda _: None
         self.recipe = job.recipe
         self.batches, self.held_out = run_data(job.recipe)
+        refuse_layout(self.recipe, world.size)
         microbatches(job, world)
         if self.recipe.trainer.val_check_interval:
             validation_batches(self.recipe, self.held_out, world)  # a batch that cannot be had is said before the first step
@@ -82,6 +85,7 @@ class _Fit:
         self._logs: list[MetricsLog | TensorBoardLog] = []
 
     def run_all(self, start_from: Loaded | None) -> Result:
+        self._compile(start_from)
         first, last = self._load(start_from), self.recipe.trainer.max_steps
         if first >= last:
             self.say(f"nothing left to do: {first} steps of trainer.max_steps={last} are done")
@@ -104,6 +108,13 @@ class _Fit:
                     self._save(step + 1)
                     raise Interrupted(f"stopped after step {step + 1} of {last}; resume goes on from there")
         return Result(last, loss, self.val_loss)
+
+    def _compile(self, start_from: Loaded | None) -> None:
+        """As trainer.compile says; a resumed run as it was before, since compiled sums round differently."""
+        compiled = start_from[1]["compiled"] if start_from else compiles(self.recipe, self.job.plan, self.job.device.type)
+        if compiled and not self.job.compiled:
+            self.say("compiling the model; the first steps take longer")
+            self.job.compile_model()
 
     def _load(self, start_from: Loaded | None) -> int:
         return saved.restore(self.job, *start_from, self.batches) if start_from else 0
