@@ -9,30 +9,37 @@ from fp8cfg import __version__
 
 _TEXT = """fp8cfg {version}: typed recipes for low-precision training
 
-  python -m fp8cfg [recipe=NAME|FILE.yaml] [precision=NAME] [data=NAME] [key=value ...]
+  fp8cfg [recipe=NAME|FILE.yaml] [precision=NAME] [data=NAME] [key=value ...]
   fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...]
 
-  train (the default)   compose a recipe, print its precision, planned coverage and memory, and train it
-  resume                go on from the newest checkpoint that verifies; a change that would not continue the
-                        same run is refused unless allowed by its key
+  train, the default   compose a recipe, print its precision, planned coverage
+                       and memory, and train it
+  resume               go on from the newest checkpoint that verifies; a change
+                       that would not continue the same run is refused unless
+                       allowed by its key
 
 Presets are chosen first, whatever their order, then values are set:
   recipe     {recipe}
   precision  {precision}
   data       {data}
 
-Keys are those of the recipe, by short names: fp8.margin is trainer.plugins.fp8.margin, and so are precision.*,
-storage.*, backend and opt_level. A mapping sets several: 'fp8={{margin: 1, amax_history_len: 16}}'.
+Keys are the recipe's, by short names: fp8.margin is trainer.plugins.fp8.margin,
+and so are precision.*, storage.*, backend and opt_level. A mapping sets several
+at once: 'fp8={{margin: 1, amax_history_len: 16}}'.
 
 Options:
-  --config-dir FOLDER   recipes and presets of your own: FOLDER/recipe/*.yaml, FOLDER/precision/*.yaml, FOLDER/data/*.yaml
-  --allow KEY           resume: let this key differ from the run's recipe; fp8 or fp8.* for all of a node
+  --config-dir FOLDER  recipes and presets of your own, in FOLDER/recipe/*.yaml,
+                       FOLDER/precision/*.yaml and FOLDER/data/*.yaml
+  --allow KEY          resume: let this key differ from the run's recipe; fp8 or
+                       'fp8.*' for all of a node
   --help, --version
 
-Several ranks: torchrun --nproc-per-node 2 -m fp8cfg recipe=llama_tiny precision=bf16_fp8
+Everything works as `python -m fp8cfg` too. Several ranks:
+  torchrun --nproc-per-node 2 -m fp8cfg recipe=llama_tiny precision=bf16_fp8
 
-Exit codes: 0 done · 2 configuration · 3 asked for FP8 and did not get it · 4 no usable checkpoint · 5 out of space or not
-writable · 6 run folder in use · 75 stopped by a signal after a checkpoint · 1 diverged, or a bug
+Exit codes: 0 done, 2 configuration, 3 asked for FP8 and did not get it, 4 no
+usable checkpoint, 5 out of space or not writable, 6 run folder in use, 75
+stopped by a signal after a checkpoint, 1 diverged, or a bug
 """
 
 
@@ -59,7 +66,7 @@ def _recipes() -> list[str]:
     return []
 
 
-def _wrapped(names: list[str], width: int = 100) -> str:
+def _wrapped(names: list[str], width: int = 66) -> str:
     lines = [""]
     for name in names:
         if len(lines[-1]) + len(name) > width:

@@ -89,7 +89,7 @@ def _note(recipe: Recipe, kind: str) -> str:
         "moments": "fp32 momentum" if recipe.optim.name == "sgd" else f"{columns['exp_avg']} + {columns['exp_avg_sq']}",
         "FP8 copies": "quantized weights, forward to backward",
         "activations": f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length} tokens, "
-                       f"recompute_granularity={recipe.model.recompute_granularity}",
+                       f"recompute {recipe.model.recompute_granularity}",
         "logits": f"vocab_size={recipe.model.vocab_size}",
     }.get(kind, "")
 

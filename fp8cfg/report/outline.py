@@ -26,13 +26,13 @@ def head(recipe: Recipe) -> str:
     parameters = sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
     p, t = recipe.precision, recipe.trainer
     run = f"{amount(parameters)} parameters, {t.max_steps} steps of {t.global_batch_size} x {recipe.model.seq_length} tokens"
-    lines = [f"fp8cfg {__version__}: recipe {recipe.name}, {run}", "", "precision", f"  compute: {p.compute}"]
+    lines = [f"fp8cfg {__version__}: recipe {recipe.name}", run, "", "precision", f"  compute: {p.compute}"]
     nodes = {"fp8": _fp8(recipe), "storage": resolved(p)}
     if p.compute == "fp16":
         dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
         nodes["loss scaling"] = {k: getattr(p, k) for k in (dynamic if p.loss_scale is None else ("loss_scale",))}
     for name, node in nodes.items():
-        text = yaml.safe_dump(node, sort_keys=False, default_flow_style=True, width=72)
+        text = yaml.safe_dump(node, sort_keys=False, default_flow_style=True, width=48)
         lines.append(f"  {name}: " + text.strip().replace("\n", "\n   "))
     return "\n".join(lines)
 
