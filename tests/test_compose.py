@@ -64,7 +64,7 @@ VALUES = {
     "fp8.margin": st.integers(0, 16), "fp8.amax_history_len": st.integers(2, 65536), "fp8.first_step": st.sampled_from(["te", "in_time"]),
     "optim.lr": st.floats(1e-8, 10, allow_nan=False), "trainer.seed": st.integers(0, 2**31 - 1),
     "fp8.exclude": st.lists(st.text("abc.*_-", min_size=1, max_size=8), max_size=3),
-    "name": st.from_regex(r"[A-Za-z][A-Za-z0-9_.-]{0,20}", fullmatch=True),
+    "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,20}", fullmatch=True),
     "fp8.min_coverage": st.floats(0, 1), "data.validation_fraction": st.floats(0.001, 0.499),
 }
 
@@ -81,6 +81,13 @@ def test_the_three_doors_agree_on_any_values(values: dict[str, object]) -> None:
     words = ["precision=bf16_fp8", "optim.min_lr=0"] + [f"{k}={_spelled(v)}" for k, v in values.items()]
     assert fp8cfg.compose(words) == python
     assert fp8cfg.from_yaml(fp8cfg.to_yaml(python)) == python
+
+
+@pytest.mark.parametrize("name", ["1e5", "012", "on", "1.5", "null", "true", "1_000", "0x10", "2020-01-01", "yes", "1.e3"])
+def test_names_that_look_like_numbers_survive_yaml(name: str) -> None:
+    r = llama_tiny()
+    r.name = name
+    assert fp8cfg.from_yaml(fp8cfg.to_yaml(r)) == r
 
 
 def _spelled(value: object) -> str:

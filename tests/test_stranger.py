@@ -97,3 +97,14 @@ def test_no_module_of_ours_unpickles() -> None:
                 assert (node.value.id, node.attr) not in {("torch", "load"), ("hydra", "main"), ("np", "load"), ("yaml", "unsafe_load")}, file
             if isinstance(node, ast.Name):
                 assert node.id not in {"eval", "exec"} or file.name == "__init__.py", file
+
+
+def test_scalars_are_those_of_yaml_1_2() -> None:
+    from fp8cfg.config.files import parse_yaml
+
+    text = "a: on\nb: true\nc: 012\nd: 1:30\ne: 1e-3\nf: 1.5\ng: ~\nh:\nj: 1_000\nk: -3\nn: yes\no: 2020-01-01\ns: 4294967296.0"
+    assert parse_yaml(text, "x") == {"a": "on", "b": True, "c": "012", "d": "1:30", "e": 1e-3, "f": 1.5, "g": None, "h": None, "j": "1_000",
+                                     "k": -3, "n": "yes", "o": "2020-01-01", "s": 2.0**32}
+    assert fp8cfg.from_yaml("recipe: llama_tiny\ntrainer: {compile: on}").trainer.compile == "on"
+    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.enabled=yes: expected true or false, got str"):
+        fp8cfg.from_yaml("fp8: {enabled: yes}")

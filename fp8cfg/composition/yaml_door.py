@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.config.errors import ConfigError, refuse_if
-from fp8cfg.config.files import parse_yaml, read_yaml
+from fp8cfg.config.files import dump_yaml, parse_yaml, read_yaml
 from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import Recipe, full
 
@@ -24,9 +24,7 @@ _SCHEMA_LINE = "# A whole recipe of fp8cfg, as composed.\n"
 
 def to_yaml(recipe: Recipe) -> str:
     """The whole recipe as YAML text; `from_yaml` reads it back equal."""
-    import yaml
-
-    return _SCHEMA_LINE + str(yaml.safe_dump(listed(recipe), sort_keys=False, allow_unicode=True, width=120))
+    return _SCHEMA_LINE + dump_yaml(listed(recipe))
 
 
 def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) -> Recipe:

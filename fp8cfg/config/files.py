@@ -21,7 +21,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,63}")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without duplicate keys, and with 1e-3 as a number (YAML 1.1 reads it as a string)."""
+    """YAML without duplicate keys, and with the scalars of YAML 1.2."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(k, deep=True) for k, _ in node.value]
@@ -33,8 +33,36 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789."))
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """The scalars of YAML 1.2: in 1.1 `on` is true, 012 is ten and 1:30 is ninety."""
+    tag = "tag:yaml.org,2002:"
+    kinds = {
+        "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"), "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+        "int": (r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+        "float": (r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+0123456789."),
+        "merge": ("<<", "<"),
+    }  # fmt: skip
+    found: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for kind, (pattern, first) in kinds.items():
+        for letter in first:
+            found.setdefault(letter, []).append((tag + kind, re.compile(f"^(?:{pattern})$")))
+    return found
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever another reader, of YAML 1.1 or 1.2, would take for something else than a string."""
+
+
+_Loader.yaml_implicit_resolvers = _resolvers()
+_Dumper.yaml_implicit_resolvers = {
+    letter: yaml.SafeDumper.yaml_implicit_resolvers.get(letter, []) + _resolvers().get(letter, [])
+    for letter in {*yaml.SafeDumper.yaml_implicit_resolvers, *_resolvers()}
+}
+
+
+def dump_yaml(data: dict[str, Any]) -> str:
+    """`data` as YAML text that `parse_yaml` reads back equal."""
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
