@@ -68,6 +68,8 @@ GOLDEN = [
     ("optim.lr = float('inf')", "optim.lr=inf: expected a finite number, got float"),
     ("optim.lr = '1e-3'", "optim.lr=1e-3: expected a number, got str"),
     ("margin = 1", "margin: no such key; did you mean 'fp8.margin'?"),
+    ("trainer.seed = 2**40", "trainer.seed=1099511627776: must be at most 2147483647"),
+    ("log.dir = ''", "log.dir=: needs a name"),
     ("name = '../x'", "name=../x: letters, digits, '_', '.' and '-' alone, at most 64 of them"),
     ("model._target_ = 'os.system'", "model._target_: a recipe cannot name code to run; values name things by registry key, as "
      "in optim.name=adamw"),

@@ -51,12 +51,14 @@ def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded |
     with world(hardware.device) as ranks:
         job = build(recipe)
         run_folder = folder() if ranks.first else None
-        result = fit(job, run_folder, start_from, ranks)
-        if run_folder:
+        try:
+            result = fit(job, run_folder, start_from, ranks, say)
             losses = {"training loss": result.loss, "validation loss": result.val_loss}
-            shown = "".join(f", {name} {value:.4f}" for name, value in losses.items() if value is not None)
-            say(f"done: {result.steps} steps{shown}\nrun folder: {run_folder.path}")
-            run_folder.close()
+            say(f"done: {result.steps} steps" + "".join(f", {k} {v:.4f}" for k, v in losses.items() if v is not None))
+        finally:
+            if run_folder:
+                say(f"run folder: {run_folder.path}")
+                run_folder.close()
     return 0
 
 

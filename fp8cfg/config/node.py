@@ -85,9 +85,11 @@ def _line(cls: type[Node], e: Any) -> str:
         return f"{at}: not an option" + suggest(str(given), options(cls.model_fields[field].annotation))
     for bound, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
         if bound in ctx:
-            return f"{at}: must be {words} {ctx[bound]:g}"
+            return f"{at}: must be {words} {ctx[bound]:{'d' if isinstance(ctx[bound], int) else 'g'}}"
     if e["type"] in ("too_short", "too_long", "missing") and isinstance(given, tuple):
         return f"{at}: expected {len(typing.get_args(cls.model_fields[field].annotation))} values, got {len(given)}"
+    if e["type"] == "string_too_short":
+        return f"{at}: needs a name"
     if e["type"] == "string_pattern_mismatch":
         return f"{at}: letters, digits, '_', '.' and '-' alone, at most 64 of them"
     expected = _EXPECTED.get(e["type"])

@@ -135,7 +135,7 @@ class Log(Node):
 
     home: ClassVar[str] = "log"
 
-    dir: str = "runs"
+    dir: str = Field("runs", min_length=1)
     """Folder that run folders are created in. Default runs."""
     every_n_steps: int = Field(10, ge=1)
     """Optimizer steps between two printed lines; metrics.jsonl has every step. Default 10 (NeMo)."""
