@@ -33,7 +33,7 @@ def _run(verb: str, argv: list[str]) -> int:
     try:
         return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
     except Fp8cfgError as e:
-        _report(str(e))
+        _report(str(e), "" if e.exit_code == 75 else "error: ")
         return e.exit_code
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -42,16 +42,19 @@ def _run(verb: str, argv: list[str]) -> int:
         return 130
 
 
-def _report(text: str) -> None:
-    """The lines of an error, from the first rank; the others found the same."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stdout.flush()
-        for line in text.splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return
-    import time
+def _report(text: str, prefix: str) -> None:
+    """The lines of an error. What all ranks found is said by the first: torchrun ends the others as soon as that one fails.
+    What one rank alone found is said by it, a little later.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        import time
 
-    time.sleep(2)  # torchrun ends every rank when one fails: the one that prints must be the first to
+        time.sleep(2)
+        prefix = f"rank {rank}: {prefix}"
+    sys.stdout.flush()
+    for line in text.splitlines():
+        print(f"{prefix}{line}", file=sys.stderr)
 
 
 def entry() -> None:

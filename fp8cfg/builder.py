@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fp8cfg import targets
 from fp8cfg.backends.choice import Hardware, choose
 from fp8cfg.backends.planning import PlannedLinear, plan_linears
+from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.precision import resolved
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
@@ -44,7 +45,7 @@ def lower(recipe: Recipe, hardware: Hardware | None = None) -> fdl.Config[Job]:
     """
     import fiddle as fdl
 
-    recipe.check()
+    _checked(recipe)
     hardware = hardware or Hardware("cpu")
     choice = choose(recipe.precision, hardware)
     plans = plan(recipe)
@@ -77,13 +78,21 @@ def build(recipe: Recipe) -> Job:
     from fp8cfg.report.machine import find_hardware, free_memory
     from fp8cfg.report.memory import refuse_if_too_large
 
-    recipe = recipe.model_copy(deep=True)
+    recipe = _checked(recipe).model_copy(deep=True)
     hardware = find_hardware(recipe.trainer.accelerator)
     graph = lower(recipe, hardware)
     refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device))
     job = fdl.build(graph)
     assert isinstance(job, Job)
     return job
+
+
+def _checked(recipe: Recipe) -> Recipe:
+    """`recipe`, if it is one and breaks no rule; else ConfigError."""
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b']) gives one")
+    recipe.check()
+    return recipe
 
 
 def _config_node(recipe: Recipe) -> fdl.Config[TransformerConfig]:

@@ -235,3 +235,28 @@ def test_nothing_heavy_is_loaded() -> None:
     code = ("import sys, fp8cfg; heavy = {'torch','hydra','fiddle','omegaconf','pydantic'} & set(sys.modules); assert not heavy, heavy;"
             "r = fp8cfg.compose(['precision=bf16_fp8']); fp8cfg.lower(r); assert 'torch' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_yaml_without_a_recipe_builds_on_the_default_one() -> None:
+    assert fp8cfg.from_yaml("precision: bf16_fp8\nfp8: {margin: 1}") == fp8cfg.compose(["precision=bf16_fp8", "fp8.margin=1"])
+
+
+@pytest.mark.parametrize(("text", "part"), [
+    ("defaults: 5", "defaults=5: expected a list"), ("defaults: llama_8b", "defaults=llama_8b: expected a list"),
+    ("defaults: [llama_8b, llama_1b]", "recipe: given twice, as llama_8b and as llama_1b"),
+    ("precision: fp16\ntrainer: {plugins: bf16_fp8}", "precision: given twice, as fp16 and as bf16_fp8"),
+    ("a: &a [*a]", "not valid YAML"),
+])
+def test_yaml_that_says_two_things_or_nothing(text: str, part: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError, match=".*") as e:
+        fp8cfg.from_yaml(text)
+    assert len(e.value.problems) == 1 and part in str(e.value)
+
+
+def test_misuse_from_python_is_one_line() -> None:
+    for wrong in ("recipe=llama_tiny", [1]):
+        with pytest.raises(fp8cfg.ConfigError, match="expected a list of words"):
+            fp8cfg.compose(wrong)
+    with pytest.raises(fp8cfg.ConfigError, match="expected a Recipe, got str"):
+        fp8cfg.build("llama_tiny")
+    assert problems("reciep=llama_tiny") == ["reciep: no such key; did you mean 'recipe'?"]

@@ -230,3 +230,56 @@ def test_when_to_compile() -> None:
 
     assert decision(small("trainer.compile=on")) and not decision(small("trainer.compile=off"))
     assert not decision(small()) and decision(llama_8b())
+
+
+def test_skipped_steps_do_not_use_up_the_warm_up() -> None:
+    job = fp8cfg.build(small("precision=fp16", "trainer.max_steps=40", "optim.warmup_steps=5"))
+    taken = list(steps(job, 40))
+    first = next(i for i, s in enumerate(taken) if s.stepped)
+    assert first > 3 and taken[first].lr == job.schedule.lr_at(0)
+    assert taken[-1].lr == job.schedule.lr_at(job.optimizer.steps - 1)
+
+
+def test_skips_are_said_and_a_run_of_skips_alone_is_not_done() -> None:
+    said: list[str] = []
+    fp8cfg.fit(fp8cfg.build(small("precision=fp16", "trainer.max_steps=30")), say=said.append)
+    assert any("steps before it were skipped, gradients overflowed" in text for text in said)
+    with pytest.raises(loop.Diverged, match="all 6 steps were skipped"):
+        fp8cfg.fit(fp8cfg.build(small("precision=fp16")), say=lambda _: None)
+
+
+def test_evaluation_takes_micro_batches() -> None:
+    job = fp8cfg.build(small("trainer.micro_batch_size=2"))
+    rows: list[int] = []
+    job.model.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    _, held_out = run_data(job.recipe)
+    whole = fp8cfg.build(small())
+    got, want = (evaluate(j, validation_batches(j.recipe, held_out, World()), World()) for j in (job, whole))
+    assert set(rows) == {2} and got == pytest.approx(want, rel=1e-3)
+
+
+def test_a_damaged_metrics_file_is_one_line(tmp_path: Path) -> None:
+    recipe = small()
+    with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:
+        folder.metrics.write_text("not a line\n")
+        with pytest.raises(fp8cfg.ConfigError, match="not a line of metrics"):
+            fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
+        folder.metrics.unlink()
+        folder.metrics.mkdir()
+        with pytest.raises(fp8cfg.config.errors.Fp8cfgError) as e:
+            fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
+        assert e.value.exit_code == 5
+
+
+@pytest.mark.slow
+def test_a_resumed_run_compiles_as_before_unless_the_key_changed() -> None:
+    recipe = small("trainer.max_steps=2")
+    job = fp8cfg.build(recipe)
+    list(steps(job, 1))
+    from fp8cfg.training import saved
+
+    tensors, state = saved.collect(job, run_data(recipe)[0], 1)
+    for word, compiled in (("auto", False), ("on", True)):
+        again = fp8cfg.build(fp8cfg.compose([f"trainer.compile={word}"], base=recipe))
+        fp8cfg.fit(again, start_from=(tensors, state), say=lambda _: None)
+        assert again.compiled == compiled

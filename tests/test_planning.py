@@ -121,3 +121,33 @@ def test_llama_8b_is_planned_without_torch_and_quickly() -> None:
     coverage = planned(r, plan(r))
     assert time.perf_counter() - began < 1.0
     assert coverage.layers_in_fp8 == 30 * 4 and len(coverage.linears) == 129
+
+
+@pytest.mark.parametrize(("change", "line"), [
+    ({"include": ("layers.0.*", "output_layer")},
+     "fp8.include=output_layer: has no effect, its layers stay in high precision (fp8.output_layer=false)"),
+    ({"include": ("layers.0.*",), "output_layer": True},
+     "fp8.output_layer=True: has no effect, its layers stay in high precision (not in fp8.include)"),
+    ({"include": ("layers.0.*", "layers.1.*"), "high_precision_at_start": 1},
+     "fp8.include=layers.0.*: has no effect, its layers stay in high precision (fp8.high_precision_at_start=1)"),
+])
+def test_a_selector_that_selects_nothing_for_fp8_is_refused(change: dict[str, object], line: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        plans(**change)
+    assert e.value.problems == [line]
+
+
+def test_what_fits_is_found_quickly_for_a_deep_model() -> None:
+    import time
+
+    from fp8cfg.report.memory import memory, refuse_if_too_large
+
+    r = fp8cfg.compose(["model.num_layers=3000", "precision=bf16_fp8"])
+    began = time.perf_counter()
+    with pytest.raises(fp8cfg.ConfigError, match=r"nearest that fit: model\.num_layers=(\d+) ") as e:
+        refuse_if_too_large(r, "cpu", 8 << 30)
+    assert time.perf_counter() - began < 10
+    layers = int(str(e.value).split("model.num_layers=")[1].split()[0])
+    words = str(e.value).split("nearest that fit: ")[1].split(" \u00b7 ")[0].split()
+    fit, more = (fp8cfg.compose([*words, f"model.num_layers={n}"], base=r) for n in (layers, layers + 1))
+    assert sum(memory(fit, "cpu").values()) <= 8 << 30 < sum(memory(more, "cpu").values())

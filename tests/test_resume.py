@@ -188,3 +188,22 @@ def test_the_layers_of_a_resumed_model_are_fp8(tmp_path: Path) -> None:
     other = fp8cfg.build(small(FP8))
     saved.restore(other, tensors, state, run_data(other.recipe)[0])
     assert len(list(fp8_linears(other.model))) == 8
+
+
+def test_a_key_that_cannot_be_allowed_is_answered() -> None:
+    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margn: no such key; did you mean 'fp8\.margin'"):
+        saved.refuse_changes(small(FP8), small(FP8), ["fp8.margn"])
+    saved.refuse_changes(small(FP8), small(FP8, "fp8.margin=1"), ["trainer.plugins.fp8.margin"])
+    with pytest.raises(fp8cfg.ConfigError, match="start a new run"):
+        saved.refuse_changes(small(FP8), small(FP8, "trainer.global_batch_size=16"), ["trainer.global_batch_size"])
+
+
+@pytest.mark.slow
+def test_the_run_folder_says_what_runs_after_a_change(tmp_path: Path) -> None:
+    assert command(*WORDS, f"log.dir={tmp_path}").returncode == 0
+    folder = next(tmp_path.iterdir())
+    done = command("resume", str(folder), "trainer.max_steps=10", "fp8.margin=1", "--allow", "fp8.margin")
+    assert done.returncode == 0, done.stderr
+    assert "changed: fp8.margin" in done.stdout
+    now = fp8cfg.from_yaml(folder / "recipe.yaml")
+    assert now.fp8.margin == 1 and now.trainer.max_steps == 10

@@ -109,3 +109,10 @@ def test_all_three_products_in_high_precision_is_no_fp8() -> None:
 def test_many_broken_rules_come_at_once() -> None:
     found = lines("bf16", fp8__margin=1, trainer__global_batch_size=17, data__path="x")
     assert len(found) == 3
+
+
+def test_keys_that_nothing_would_read() -> None:
+    assert "has no effect while trainer.val_check_interval=0" in " ".join(lines(
+        "bf16_fp8", fp8__use_autocast_during_eval=True, trainer__val_check_interval=0))
+    assert lines("bf16", checkpoint__every_n_steps=0, checkpoint__keep=5) == [
+        "checkpoint.keep=5: has no effect while checkpoint.every_n_steps=0 (the end alone)"]

@@ -124,3 +124,35 @@ def test_recipes_do_not_share_nodes() -> None:
     one, other = Recipe(), Recipe()
     one.model.rope_scaling.factor = 8.0
     assert other.model.rope_scaling.factor == 1.0
+
+
+def test_a_mapping_assigned_to_a_node_merges_as_at_the_other_doors() -> None:
+    r = llama_tiny()
+    r.precision = "bf16_fp8"
+    r.fp8 = {"margin": 2, "override_linear_precision": {"wgrad": True}}
+    assert r.fp8.enabled and r.fp8.params and r.fp8.margin == 2 and r.fp8.override_linear_precision.wgrad
+    assert fp8cfg.bf16_with_fp8_mixed(fp8={"margin": 1}).fp8.enabled
+    assert refused(lambda: setattr(r, "fp8", {"margn": 1, "margin": -1})) == [
+        "fp8.margn: no such key; did you mean 'fp8.margin'?", "fp8.margin=-1: must be at least 0"]
+    assert r.fp8.margin == 2
+
+
+def test_copies_are_checked_too() -> None:
+    r = llama_tiny()
+    assert r.model_copy(update={"fp8": {"enabled": True}}).trainer.plugins.fp8.enabled
+    assert not r.fp8.enabled, "the original is as it was"
+    assert refused(lambda: r.model_copy(update={"nme": "x"})) == ["nme: no such key; did you mean 'name'?"]
+    assert refused(lambda: r.model_copy(update={"trainer": None}))
+
+
+def test_short_names_in_the_constructor_and_derived_values() -> None:
+    r = Recipe(precision="bf16_fp8", fp8={"margin": 1}, backend="native")
+    assert r.trainer.plugins.fp8.margin == 1 and r.fp8.enabled and r.trainer.plugins.backend == "native" == r.backend
+    r.opt_level = "O2"
+    assert r.precision.opt_level == "O2"
+    assert refused(lambda: setattr(r.model, "head_dim", 3))[0].startswith("model.head_dim: cannot be set, it is")
+    assert refused(lambda: setattr(r.optim, "end_lr", 1.0))[0].startswith("optim.end_lr: cannot be set")
+
+
+def test_the_schemas_own_defaults_break_no_rule() -> None:
+    Recipe().check()

@@ -53,6 +53,7 @@ def plan_linears(shapes: Shapes, fp8: FP8, num_layers: int) -> list[PlannedLinea
     if not any(p.fp8 for p in plans):
         why = sorted({p.reason for p in plans})
         raise ConfigError(f"fp8.enabled=True: none of {len(plans)} linear layers would run in FP8 ({'; '.join(why)})")
+    refuse_if(_without_effect(fp8, plans))
     return plans
 
 
@@ -90,6 +91,15 @@ def _excluded(name: str, in_features: int, out_features: int, fp8: FP8, num_laye
         if size % ALIGNMENT:
             return f"{what}_features={size} is not a multiple of {ALIGNMENT}"
     return ""
+
+
+def _without_effect(fp8: FP8, plans: Sequence[PlannedLinear]) -> list[str]:
+    """A line for each key that asks for layers in FP8 and gets none."""
+    asked = {f"fp8.include={pattern}": [p for p in plans if fnmatchcase(p.name, pattern)] for pattern in fp8.include}
+    if fp8.output_layer:
+        asked["fp8.output_layer=True"] = [p for p in plans if p.name == "output_layer"]
+    return [f"{key}: has no effect, its layers stay in high precision ({found[0].reason})"
+            for key, found in asked.items() if found and not any(p.fp8 for p in found)]
 
 
 def _unmatched(fp8: FP8, names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from fp8cfg import __version__
 
 _TEXT = """fp8cfg {version}: typed recipes for low-precision training
 
-  fp8cfg [recipe=NAME|FILE.yaml] [precision=NAME] [data=NAME] [key=value ...]
+  fp8cfg [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME] [key=value ...]
   fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...]
 
   train, the default   compose a recipe, print its precision, planned coverage

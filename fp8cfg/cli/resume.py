@@ -12,7 +12,7 @@ from fp8cfg.config.errors import ConfigError
 def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""
     from fp8cfg.cli.train import launch
-    from fp8cfg.composition import compose, from_yaml
+    from fp8cfg.composition import compose, from_yaml, to_yaml
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.training import checkpoint, saved
     from fp8cfg.training.runfolder import RunFolder
@@ -31,4 +31,9 @@ def run(argv: list[str]) -> int:
         print(f"resuming {folder.path} from {newest.name if newest else 'the start, it has no checkpoint yet'}")
         for key in saved.changes(before, recipe):
             print(f"changed: {key}")
-    return launch(recipe, lambda: folder, loaded)
+
+    def continued() -> RunFolder:
+        folder.recipe.write_text(to_yaml(recipe), encoding="utf-8")  # what the folder says is what runs from here on
+        return folder
+
+    return launch(recipe, continued, loaded)

@@ -36,7 +36,10 @@ def split(argv: list[str], known: tuple[str, ...]) -> Arguments:
                 raise ConfigError(f"{name}: no such option" + suggest(name, [*known, "--help", "--version"]))
             if not eq and not left:
                 raise ConfigError(f"{name}: needs a value")
-            out.options.setdefault(name, []).append(value if eq else left.pop(0))
+            given = value if eq else left.pop(0)
+            if not given:
+                raise ConfigError(f"{name}: needs a value")
+            out.options.setdefault(name, []).append(given)
         elif "=" in arg or arg[:1] in "+~":
             out.words.append(arg)
         else:
@@ -50,6 +53,8 @@ def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
         if not arg.endswith((".yaml", ".yml")):
             from fp8cfg.composition.words import malformed
 
+            if arg in verbs:
+                raise ConfigError(f"{arg}: a command stands first, as in: fp8cfg {arg}")
             hint = suggest(arg, verbs)
             raise ConfigError(f"{arg}: no such command{hint}" if "did you mean" in hint else malformed(arg))
     if len(plain) > 1:

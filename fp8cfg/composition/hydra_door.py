@@ -40,11 +40,6 @@ def merge(nodes: dict[str, dict[str, Any]], chosen: dict[str, str], values: list
     return {str(k): v for k, v in container.items()}
 
 
-def default_recipe() -> str:
-    """The recipe that conf/config.yaml composes where none is chosen."""
-    return next(str(entry["recipe"]) for entry in read_yaml(CONF / "config.yaml")["defaults"] if "recipe" in entry)
-
-
 @contextlib.contextmanager
 def _stored(nodes: dict[str, dict[str, Any]], names: dict[str, str]) -> Iterator[None]:
     from hydra.core.config_store import ConfigStore

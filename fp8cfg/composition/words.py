@@ -94,7 +94,7 @@ def _check_value(key: str, value: Any) -> None:
     """Raise ConfigError unless `key` exists and takes `value`; a mapping is checked key by key."""
     plain({key: value}, "command line")
     if full(key) not in fields():
-        raise ConfigError(spellings.unknown(short(full(key)), short_keys()))
+        raise ConfigError(spellings.unknown(short(full(key)), short_keys() | set(GROUPS)))
     node = fields()[full(key)].annotation
     if isinstance(node, type) and issubclass(node, Node):
         if not isinstance(value, dict):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.config.errors import ConfigError, refuse_if
-from fp8cfg.config.files import dump_yaml, parse_yaml, read_yaml
+from fp8cfg.config.files import default_recipe, dump_yaml, parse_yaml, read_yaml
 from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import Recipe, full
 
@@ -74,7 +74,7 @@ def _build(data: dict[str, Any], path: Path, library: Library, above: tuple[Path
     refuse_if(problems)
     if path in above or len(above) >= _MAX_BASES:
         raise ConfigError("recipe: recipes build on one another in a circle")
-    node = listed(library.base(chosen["recipe"], path, above) if "recipe" in chosen else Recipe())
+    node = listed(library.base(chosen.get("recipe") or default_recipe(), path, above))
     for group in ("precision", "data"):
         if group in chosen:
             node = deep_merge(node, _at(full(group), library.node(group, chosen[group])))
@@ -83,24 +83,34 @@ def _build(data: dict[str, Any], path: Path, library: Library, above: tuple[Path
 
 def _choices(data: dict[str, Any]) -> dict[str, str]:
     """Take the preset names out of `data`: `recipe`, `precision` and `data` given as names, and Hydra's `defaults`."""
-    chosen: dict[str, str] = {}
-    for entry in data.pop("defaults", None) or []:
-        pairs = entry.items() if isinstance(entry, dict) else [("recipe", entry)]
-        for group, name in pairs:
-            group = str(group).removeprefix("override ").lstrip("/").partition("@")[0]
-            if name != "_self_" and name is not None:
-                if group not in ("recipe", "precision", "data"):
-                    raise ConfigError(f"defaults: {group}: no such group; choose from recipe, precision, data")
-                chosen[group] = str(name)
+    found = _defaults(data.pop("defaults", None) or [])
     for group in ("recipe", "precision", "data"):
         if group in data and (data[group] is None or isinstance(data[group], str)):
-            name = data.pop(group)
-            chosen |= {group: name} if name else {}
+            found.append((group, data.pop(group)))
     plugins = data.get("trainer", {}).get("plugins") if isinstance(data.get("trainer"), dict) else None
     if isinstance(plugins, str):
-        chosen["precision"] = plugins
+        found.append(("precision", plugins))
         data["trainer"] = {k: v for k, v in data["trainer"].items() if k != "plugins"}
+    chosen: dict[str, str] = {}
+    for group, name in found:
+        if name and chosen.setdefault(group, name) != name:
+            raise ConfigError(f"{group}: given twice, as {chosen[group]} and as {name}")
     return chosen
+
+
+def _defaults(entries: Any) -> list[tuple[str, str | None]]:
+    """Group and name of each entry of Hydra's `defaults`."""
+    if not isinstance(entries, list):
+        raise ConfigError(f"defaults={entries}: expected a list, as in defaults: [llama_8b]")
+    found: list[tuple[str, str | None]] = []
+    for entry in entries:
+        for group, name in entry.items() if isinstance(entry, dict) else [("recipe", entry)]:
+            group = str(group).removeprefix("override ").lstrip("/").partition("@")[0]
+            if group not in ("recipe", "precision", "data"):
+                raise ConfigError(f"defaults: {group}: no such group; choose from recipe, precision, data")
+            if name != "_self_":
+                found.append((group, None if name is None else str(name)))
+    return found
 
 
 def _full_names(data: dict[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,11 @@ def dump_yaml(data: dict[str, Any]) -> str:
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
+def default_recipe() -> str:
+    """The recipe that conf/config.yaml composes where none is chosen."""
+    return next(str(entry["recipe"]) for entry in read_yaml(CONF / "config.yaml")["defaults"] if "recipe" in entry)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in the file `path`. Raises ConfigError, naming the file, for anything that is not plain, bounded data."""
     try:
@@ -82,9 +87,9 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """As `read_yaml`, from text; `where` names it in errors."""
     try:
         _bounded(text)
-        data = yaml.load(text, _Loader)
+        data = plain(yaml.load(text, _Loader), where)
     except ConfigError as e:
-        raise ConfigError([f"{where}: {p}" for p in e.problems]) from None
+        raise ConfigError([p if p.startswith(where) else f"{where}: {p}" for p in e.problems]) from None
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         mark = getattr(e, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
@@ -93,8 +98,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: expected keys and values, got {type(data).__name__}")
-    checked: dict[str, Any] = plain(data, where)
-    return checked
+    return data
 
 
 def _bounded(text: str) -> None:

@@ -29,7 +29,7 @@ class Model(Node):
 
     home: ClassVar[str] = "model"
 
-    num_layers: int = Field(4, ge=1)
+    num_layers: int = Field(4, ge=1, le=10_000)
     """Transformer layers. Default 4 (llama_tiny)."""
     hidden_size: int = Field(256, ge=1)
     """Width of the residual stream. Default 256 (llama_tiny)."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import typing
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import pydantic
 
 from fp8cfg.config import spellings
-from fp8cfg.config.errors import ConfigError, suggest
+from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 
 _EXPECTED = {
     "int_type": "an integer", "float_type": "a number", "bool_type": "true or false", "string_type": "a string",
@@ -35,14 +36,36 @@ class Node(pydantic.BaseModel):
             raise ConfigError(problems(type(self), e)) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(getattr(type(self), name, None), property):
+        kind = getattr(type(self), name, None)
+        if isinstance(kind, property):
+            if kind.fset is None:
+                raise ConfigError(spellings.unknown(self.key(name), ()))
             return object.__setattr__(self, name, value)
+        node = getattr(self, name, None)
+        if isinstance(node, Node) and isinstance(value, dict):  # as at the other doors, a mapping merges
+            value = node.merged(value)
         if name not in type(self).model_fields:  # pydantic would take a name that begins with an underscore
             raise ConfigError(_unknown(type(self), name))
         try:
             super().__setattr__(name, value)
         except pydantic.ValidationError as e:
             raise ConfigError(problems(type(self), e)) from None
+
+    def merged(self, changes: dict[str, Any]) -> Self:
+        """A copy with `changes`, nested mappings key by key. Raises ConfigError as assignment does."""
+        return self.model_copy(update=changes)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with the keys of `update` assigned, and so checked; deep where there are any, so that none reaches the
+        original. Raises ConfigError with every problem."""
+        new, problems = super().model_copy(deep=deep or bool(update)), list[str]()
+        for key, value in (update or {}).items():
+            try:
+                setattr(new, key, value)
+            except ConfigError as e:
+                problems += e.problems
+        refuse_if(problems)
+        return new
 
     @pydantic.field_validator("*", mode="before")
     @classmethod

@@ -54,10 +54,7 @@ def precision_preset(name: str) -> Precision:
 
 def _function(name: str, stem: str) -> Callable[..., Precision]:
     def preset(**changes: Any) -> Precision:
-        chosen = precision_preset(stem)
-        for key, value in changes.items():
-            setattr(chosen, key, value)
-        return chosen
+        return precision_preset(stem).merged(changes)
 
     preset.__name__ = preset.__qualname__ = name
     preset.__doc__ = f"The precision preset conf/precision/{stem}.yaml as a fresh Precision; keyword arguments replace keys."

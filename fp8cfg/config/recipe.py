@@ -66,6 +66,30 @@ class Recipe(Node):
     def storage(self, value: Storage) -> None:
         self.trainer.plugins.storage = value
 
+    @property
+    def backend(self) -> str:
+        """`trainer.plugins.backend`, by its short name."""
+        return self.trainer.plugins.backend
+
+    @backend.setter
+    def backend(self, value: str) -> None:
+        self.trainer.plugins.backend = value  # type: ignore[assignment]
+
+    @property
+    def opt_level(self) -> str | None:
+        """`trainer.plugins.opt_level`, by its short name."""
+        return self.trainer.plugins.opt_level
+
+    @opt_level.setter
+    def opt_level(self, value: str | None) -> None:
+        self.trainer.plugins.opt_level = value  # type: ignore[assignment]
+
+    def __init__(self, /, **values: Any) -> None:
+        short_names = {k: values.pop(k) for k in ALIASES if k in values}
+        super().__init__(**values)
+        for name, value in short_names.items():
+            setattr(self, name, value)
+
     def check(self) -> None:
         """Raise ConfigError with every rule between keys that this recipe breaks, one line each."""
         from fp8cfg.config import rules

@@ -70,6 +70,12 @@ def trainer_rules(recipe: Recipe) -> Iterator[str]:
     if t.val_check_interval == 0:
         for key in changed(t, "limit_val_batches"):
             yield f"{key}: has no effect while trainer.val_check_interval=0 (never evaluate)"
+        if recipe.fp8.enabled:
+            for key in changed(recipe.fp8, "use_autocast_during_eval"):
+                yield f"{key}: has no effect while trainer.val_check_interval=0 (never evaluate)"
+    if recipe.checkpoint.every_n_steps == 0:
+        for key in changed(recipe.checkpoint, "keep"):
+            yield f"{key}: has no effect while checkpoint.every_n_steps=0 (the end alone)"
 
 
 def strategy_rules(recipe: Recipe) -> Iterator[str]:

@@ -39,6 +39,9 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
 DERIVED = {
     "trainer.accumulate_grad_batches":
         "trainer.global_batch_size / (trainer.micro_batch_size x data-parallel size)",
+    "model.head_dim": "model.kv_channels, or model.hidden_size / model.num_attention_heads where that is null",
+    "optim.end_lr": "optim.min_lr, or 0.1 x optim.lr where that is null",
+    "trainer.strategy.size": "the product of trainer.strategy's parallel sizes",
 }
 """Keys that follow from others and cannot be set, with what they follow from."""
 

@@ -94,8 +94,8 @@ class Trainer(Node):
     """GPUs of each machine that the recipe is meant for; a run takes what it is launched on. Default 1."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. Default auto: cuda where there is one, else cpu."""
-    max_steps: int = Field(1000, ge=1)
-    """Optimizer steps. Default 1000."""
+    max_steps: int = Field(300_000, ge=1)
+    """Optimizer steps. Default 300000 (Megatron-Bridge)."""
     global_batch_size: int = Field(16, ge=1)
     """Samples of one optimizer step, over all ranks and microbatches. Default 16."""
     micro_batch_size: int = Field(16, ge=1)

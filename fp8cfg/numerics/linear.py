@@ -109,9 +109,10 @@ class FP8Linear(nn.Linear):
         self.fp8_weight_scale.copy_(scale)
 
     def set_weight_grad_dtype(self, dtype: torch.dtype) -> None:
-        """Compute the weight's gradient in `dtype`, which a float8 weight also accumulates it in."""
-        self.weight_grad_dtype = dtype
+        """Compute and accumulate the gradient of a float8 weight in `dtype`. That of any other weight is computed in the
+        weight's own dtype, and accumulates in its `grad_dtype`."""
         if self.fp8_weight_scale is not None:
+            self.weight_grad_dtype = dtype
             self._prepare_gradient()
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:

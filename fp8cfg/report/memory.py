@@ -108,10 +108,12 @@ def _fitting(recipe: Recipe, device: str, free: int) -> Iterator[str]:
             if fits(lean):
                 yield " ".join(words)
                 return
-    for lean.model.num_layers in range(recipe.model.num_layers - 1, 0, -1):
-        if fits(lean):
-            yield " ".join([f"model.num_layers={lean.model.num_layers}", *words])
-            break
+    least, most = 0, recipe.model.num_layers  # fits with `least` layers, does not with `most`: halve what lies between
+    while most - least > 1:
+        lean.model.num_layers = (least + most) // 2
+        least, most = (lean.model.num_layers, most) if fits(lean) else (least, lean.model.num_layers)
+    if least:
+        yield " ".join([f"model.num_layers={least}", *words])
     others = [r for make in recipes().values() if (r := make()) and r.name != recipe.name]
     for other in others:
         other.precision = recipe.precision

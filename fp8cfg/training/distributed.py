@@ -11,8 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8cfg.config.errors import Fp8cfgError
+
 BUCKET = 32 * 1024 * 1024
 """Elements of gradients that are sent in one all-reduce."""
+
+
+class RankLost(Fp8cfgError):
+    """Another rank of the group ended. Exit code 1."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,11 @@ def world(device: str) -> Iterator[World]:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         yield current()
+    except RuntimeError as e:
+        if "onnection" in str(e):  # gloo's and nccl's words where a peer has gone
+            raise RankLost("another rank has ended; it says why") from None
+        raise
+    else:
         dist.barrier()  # a rank that leaves while another still talks to it aborts in gloo's threads
     finally:
         dist.destroy_process_group()

@@ -19,7 +19,7 @@ from fp8cfg.training.compiling import compiles
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed import World, current
 from fp8cfg.training.metrics import MetricsLog, Progress, TensorBoardLog
-from fp8cfg.training.runfolder import RunFolder
+from fp8cfg.training.runfolder import RunFolder, RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
 from fp8cfg.training.step import Step, evaluate, microbatches, prove_engagement, train_step
 
@@ -66,6 +66,8 @@ def fit(
         return _Fit(job, run, world or current(), say).run_all(start_from)
     except DataError as e:  # a token outside of the vocabulary is found as it is read
         raise ConfigError(f"data={job.recipe.data.name}: {e}") from None
+    except OSError as e:
+        raise RunFolderNotWritable(f"{run.path if run else job.recipe.data.path}: {e}") from None
 
 
 class _Fit:
@@ -107,11 +109,16 @@ class _Fit:
                 if stop and step + 1 < last and stop.stop_requested():
                     self._save(step + 1)
                     raise Interrupted(f"stopped after step {step + 1} of {last}; resume goes on from there")
+        if self.job.optimizer.steps == 0:
+            raise Diverged(f"all {last} steps were skipped, gradients overflowed; raise trainer.max_steps or lower "
+                           "precision.initial_loss_scale")
         return Result(last, loss, self.val_loss)
 
     def _compile(self, start_from: Loaded | None) -> None:
         """As trainer.compile says; a resumed run as it was before, since compiled sums round differently."""
-        compiled = start_from[1]["compiled"] if start_from else compiles(self.recipe, self.job.plan, self.job.device.type)
+        compiled = compiles(self.recipe, self.job.plan, self.job.device.type)
+        if start_from and start_from[1]["recipe"]["trainer"]["compile"] == self.recipe.trainer.compile:
+            compiled = start_from[1]["compiled"]
         if compiled and not self.job.compiled:
             self.say("compiling the model; the first steps take longer")
             self.job.compile_model()
@@ -141,6 +148,9 @@ class _Fit:
         self._watch(done, result)
 
     def _watch(self, done: int, result: Step) -> None:
+        if result.stepped and self.skipped:
+            scale = self.job.loss_scaler.scale if self.job.loss_scaler else 1.0
+            self.say(f"step {done}: {self.skipped} steps before it were skipped, gradients overflowed; loss scale {scale:g}")
         self.skipped = 0 if result.stepped else self.skipped + 1
         if not result.stepped and (self.job.loss_scaler is None or self.skipped >= SKIPS):
             often = f" for {self.skipped} steps in a row" if self.skipped > 1 else ""
@@ -176,7 +186,10 @@ class _Fit:
         if self.run is None:
             return
         metrics = stack.enter_context(MetricsLog(self.run.metrics))
-        metrics.truncate_after(done)
+        try:
+            metrics.truncate_after(done)
+        except ValueError as e:
+            raise ConfigError(str(e)) from None
         self._logs.append(metrics)
         if self.recipe.log.tensorboard:
             try:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fp8cfg.composition.yaml_door import listed
+from fp8cfg.config import spellings
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.node import Node
-from fp8cfg.config.recipe import Recipe, short
+from fp8cfg.config.recipe import Recipe, full, short, short_keys
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
 from fp8cfg.training import rng
@@ -24,7 +25,7 @@ FREE = (
     "data.path", "fp8.min_coverage", "fp8.use_autocast_during_eval", "model.recompute_granularity",
 )  # fmt: skip
 """Keys that may differ on resume without being allowed: how long, where, how fast. Each change is printed."""
-FIXED = ("model.*", "precision.compute", "optim.name", "data.*", "trainer.seed")
+FIXED = ("model.*", "precision.compute", "optim.name", "data.*", "trainer.seed", "trainer.global_batch_size")
 """Keys that a checkpoint cannot change at all: its tensors, or its place in the data, would not fit."""
 
 
@@ -49,7 +50,8 @@ def changes(saved: Recipe, wanted: Recipe) -> list[str]:
 def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
     """Raise ConfigError for each change that a resumed run may not make, or not without being allowed."""
     old, new = _flat(saved), _flat(wanted)
-    lines = []
+    allow = [short(full(key)) for key in allow]
+    lines = [spellings.unknown(a, short_keys()) for a in allow if not any(_matches(k, [a]) for k in short_keys())]
     for key in changes(saved, wanted):
         if _matches(key, FREE) or (_matches(key, allow) and not _matches(key, FIXED)):
             continue

@@ -50,7 +50,7 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
             job.backward(loss, parts=count * world.size)
         total += loss.detach()
     world.sum_gradients(job.model.parameters())
-    lr = job.schedule.apply(job.optimizer, step)
+    lr = job.schedule.apply(job.optimizer, job.optimizer.steps)  # a skipped step does not move it (Megatron's training.py)
     stepped = job.optimizer.step()
     mean = world.sum(total / (count * world.size))
     return Step(mean.item(), lr, job.optimizer.grad_norm, stepped)
@@ -64,8 +64,10 @@ def evaluate(job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World) -
     losses = []
     try:
         with job.autocast(job.recipe.fp8.use_autocast_during_eval):
-            for tokens, targets in batches:
-                losses.append(job.model(tokens.to(job.device), targets.to(job.device)))
+            for batch in batches:
+                parts = [torch.split(t, job.recipe.trainer.micro_batch_size) for t in batch]
+                for tokens, targets in zip(*parts, strict=True):
+                    losses.append(job.model(tokens.to(job.device), targets.to(job.device)))
     finally:
         job.model.train(training)
     mean = torch.stack(losses).mean() / world.size
