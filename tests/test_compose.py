@@ -248,7 +248,7 @@ def test_yaml_without_a_recipe_builds_on_the_default_one() -> None:
     ("a: &a [*a]", "not valid YAML"),
 ])
 def test_yaml_that_says_two_things_or_nothing(text: str, part: str) -> None:
-    with pytest.raises(fp8cfg.ConfigError, match=".*") as e:
+    with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.from_yaml(text)
     assert len(e.value.problems) == 1 and part in str(e.value)
 

@@ -85,3 +85,26 @@ def test_a_batch_that_does_not_divide_is_one_line() -> None:
     done = launch(2, *SMALL, "trainer.micro_batch_size=8")
     assert "error: trainer.global_batch_size=8: not a multiple of trainer.micro_batch_size x 2 ranks = 16; nearest is 16" in done.stderr
     assert done.stderr.count("error: trainer") == 1 and "fp8cfg/cli" not in done.stderr, "the traceback is torchrun's own"
+
+
+def test_what_one_rank_alone_finds_is_said_by_it(tmp_path: Path) -> None:
+    import numpy as np
+    from small import small
+
+    from fp8cfg.data import Batches
+    from fp8cfg.data.indexed_write import write_indexed
+    from fp8cfg.training.data import run_data
+
+    tokens = np.random.default_rng(0).integers(0, 200, 6000)
+    words = ["data=tokens", f"data.path={tmp_path / 'tokens'}", "model.vocab_size=208", "trainer.micro_batch_size=4"]
+    write_indexed(tmp_path / "tokens", [tokens], vocab_size=304)
+    plain, _ = run_data(small(*words))
+    places = Batches(np.arange(len(plain.tokens)), 32, plain.seed, 8, len(tokens))
+    tokens[places.batch(0, rank=1, world=2)[0][0, 5].item()] = 300  # in the second rank's share of the first step
+    for file in tmp_path.iterdir():
+        file.unlink()
+    write_indexed(tmp_path / "tokens", [tokens], vocab_size=304)
+    done = launch(2, *[w for w in SMALL if not w.startswith("data=")], *words, f"log.dir={tmp_path / 'runs'}")
+    assert done.returncode != 0
+    assert "rank 1: error: data=tokens: token 300 at index" in done.stderr
+    assert "error: another rank has ended" in done.stderr and "fp8cfg/training" not in done.stderr
