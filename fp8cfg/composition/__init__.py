@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from fp8cfg.composition.library import Library
+from fp8cfg.composition.choices import Library
 from fp8cfg.composition.yaml_door import from_yaml, listed, recipe_from, to_yaml
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.files import default_recipe

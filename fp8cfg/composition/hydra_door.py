@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from fp8cfg.composition.library import LEAVES
+from fp8cfg.composition.choices import LEAVES
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.files import CONF, read_yaml
 

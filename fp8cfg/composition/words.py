@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fp8cfg.composition.library import GROUPS, Library
+from fp8cfg.composition.choices import GROUPS, Library
 from fp8cfg.config import spellings
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.config.files import plain

@@ -16,7 +16,7 @@ from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import Recipe, full
 
 if TYPE_CHECKING:
-    from fp8cfg.composition.library import Library
+    from fp8cfg.composition.choices import Library
 
 _MAX_BASES = 16
 _SCHEMA_LINE = "# A whole recipe of fp8cfg, as composed.\n"
@@ -29,7 +29,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) -> Recipe:
     """The checked Recipe of a YAML file (a Path) or of YAML text (a str). Raises ConfigError with every problem."""
-    from fp8cfg.composition.library import Library
+    from fp8cfg.composition.choices import Library
 
     library = Library(Path(config_dir) if config_dir else None)
     if isinstance(text_or_path, Path):
@@ -42,7 +42,7 @@ def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) ->
 
 def recipe_from(path: Path, library: Library, above: tuple[Path, ...] = ()) -> Recipe:
     """The recipe in the file `path`, not yet checked as a whole; `above` are the files that build on it."""
-    from fp8cfg.composition.library import in_file
+    from fp8cfg.composition.choices import in_file
 
     data = read_yaml(path)
     return in_file(path, lambda: _build(data, path, library, above))  # type: ignore[no-any-return]
