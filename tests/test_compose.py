@@ -260,3 +260,9 @@ def test_misuse_from_python_is_one_line() -> None:
     with pytest.raises(fp8cfg.ConfigError, match="expected a Recipe, got str"):
         fp8cfg.build("llama_tiny")
     assert problems("reciep=llama_tiny") == ["reciep: no such key; did you mean 'recipe'?"]
+
+
+def test_yaml_problems_come_at_once() -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        fp8cfg.from_yaml("recipe: nope\nprecision: bf16_pf8\nfp8: {margn: 1}\noptim: {lr: x}")
+    assert sorted(line.split(":")[0] for line in e.value.problems) == ["fp8.margn", "optim.lr=x", "precision=bf16_pf8", "recipe=nope"]

@@ -71,6 +71,11 @@ def _build(data: dict[str, Any], path: Path, library: Library, above: tuple[Path
     data = dict(data)
     chosen = _choices(data)
     problems = [p for group, name in chosen.items() if (p := library.problem(group, name))]
+    if problems:  # all at once: what is wrong with the values does not depend on the recipe that they change
+        try:
+            Recipe(**deep_merge(listed(Recipe()), _full_names(data)))
+        except ConfigError as e:
+            problems += e.problems
     refuse_if(problems)
     if path in above or len(above) >= _MAX_BASES:
         raise ConfigError("recipe: recipes build on one another in a circle")
