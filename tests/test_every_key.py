@@ -1,7 +1,7 @@
 """Every key of the schema acts on what is built, or is refused. A key that does neither fails here.
 
-ACTS reads each changed key back from the built job; RUNS names the keys that act while a run goes on, each with its test in
-test_loop.py; REFUSED are those that this version does not run; PLANNED are read by the outline of a run alone.
+ACTS reads each changed key back from the built job; RUNS names the keys that act while a run goes on, each with the
+file of its test; REFUSED are those that this version does not run; PLANNED are read by the outline of a run alone.
 """
 
 from __future__ import annotations
@@ -112,9 +112,11 @@ ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
     "fp8.output_layer": ([FP8, "fp8.output_layer=true"], lambda j: "output_layer" in in_fp8(j), True),
 }
 RUNS = {
-    "name", "log.dir", "log.every_n_steps", "log.tensorboard", "checkpoint.every_n_steps", "checkpoint.keep",
-    "trainer.micro_batch_size", "trainer.val_check_interval", "trainer.limit_val_batches", "trainer.compile",
-    "fp8.use_autocast_during_eval", "fp8.min_coverage", "fp8.reduce_amax", "fp8.emulate",
+    **dict.fromkeys(("name", "log.every_n_steps", "log.tensorboard", "checkpoint.every_n_steps", "checkpoint.keep",
+                     "trainer.micro_batch_size", "trainer.val_check_interval", "trainer.limit_val_batches", "trainer.compile",
+                     "fp8.use_autocast_during_eval"), "test_loop.py"),
+    "log.dir": "test_cli.py", "fp8.min_coverage": "test_builder.py", "fp8.reduce_amax": "test_distributed.py",
+    "fp8.emulate": "test_planning.py",
 }
 REFUSED: dict[str, list[str]] = {
     "fp8.dot_product_attention": [FP8, "fp8.dot_product_attention=true"],
@@ -153,6 +155,12 @@ def _readable(read: Callable[[Job], Any], words: list[str]) -> bool:
     except (AttributeError, StopIteration, TypeError):
         return False
     return True
+
+
+@pytest.mark.parametrize("key", RUNS)
+def test_a_key_of_the_run_is_set_by_its_test(key: str) -> None:
+    text = (Path(__file__).parent / RUNS[key]).read_text(encoding="utf-8")
+    assert f"{key}=" in text or f"{key} =" in text
 
 
 @pytest.mark.parametrize("key", REFUSED)

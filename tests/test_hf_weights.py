@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,14 +25,6 @@ CASES = {
     "tied": {"tie_embeddings": True},
     "tied scaled wide heads": {"tie_embeddings": True, "rope_scaling": SCALING, "head_dim": 32},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(**changes: object) -> TransformerConfig:

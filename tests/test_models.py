@@ -6,7 +6,6 @@ import dataclasses
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,14 +37,6 @@ PUBLISHED = {
     "llama32_1b": ((16, 2048, 8192, 32, 8, 64, 128256, True), 1_235_814_400),
     "llama32_3b": ((28, 3072, 8192, 24, 8, 128, 128256, True), 3_212_749_824),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def on_meta(config: TransformerConfig, **options: bool) -> Transformer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,14 +29,6 @@ INNER: dict[str, Callable[..., torch.optim.Optimizer]] = {
 SCHEDULE = Schedule(max_lr=1e-2, min_lr=1e-3, warmup_steps=3, max_steps=12)
 CONFIG = TransformerConfig(1, 16, 24, 2, 1, 8, 32, 8)
 CLIP, DECAY = 0.5, 0.1
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_model(dtype: torch.dtype, seed: int = 0) -> Transformer:
