@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import sys
 
-VERBS = ("train", "resume", "help")
+VERBS = ("train", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "schema", "completion", "help")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; `train` where none is given. Returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    verb = argv.pop(0) if argv and argv[0] in VERBS else "train"
+    named = bool(argv) and argv[0] in VERBS
+    verb = argv.pop(0) if named else "train"
     if verb == "help" or {"-h", "--help"} & set(argv):
         from fp8cfg.cli.help import usage
 
-        print(usage())
+        print(usage(verb if named and verb != "help" else argv[0] if argv and argv[0] in VERBS else None))
         return 0
     if "--version" in argv:
         from fp8cfg import __version__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 
 from fp8cfg import __version__
@@ -43,8 +44,10 @@ stopped by a signal after a checkpoint, 1 diverged, or a bug
 """
 
 
-def usage() -> str:
-    """The help text, with the names that can be chosen."""
+def usage(verb: str | None = None) -> str:
+    """The help text of `verb`, its module's USAGE; or, with the names that can be chosen, that of all."""
+    if verb and verb not in ("train", "help"):
+        return str(importlib.import_module(f"fp8cfg.cli.{verb}").USAGE).strip()
     return _TEXT.format(version=__version__, recipe=_wrapped(_recipes()), precision=_wrapped(_stems("precision")),
                         data=_wrapped(_stems("data"))).rstrip()
 

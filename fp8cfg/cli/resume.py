@@ -8,6 +8,14 @@ from pathlib import Path
 from fp8cfg.cli.words import split
 from fp8cfg.config.errors import ConfigError
 
+USAGE = """
+fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...]
+
+Goes on with a run from its newest checkpoint that verifies. A change that would
+not continue the same run is refused unless allowed by its key (fp8 or 'fp8.*'
+for all of a node).
+"""
+
 
 def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""

@@ -15,6 +15,7 @@ class Arguments:
     words: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
     options: dict[str, list[str]] = field(default_factory=dict)
+    flags: set[str] = field(default_factory=set)
 
     def one(self, option: str) -> str | None:
         """The value of an option that is given once, or None. Raises ConfigError where it is given more often."""
@@ -24,16 +25,20 @@ class Arguments:
         return values[0] if values else None
 
 
-def split(argv: list[str], known: tuple[str, ...]) -> Arguments:
-    """Options of `known` with their values, words with a '=' (or marked by + or ~), and the rest. Raises ConfigError for any
-    other option, and for an option without a value."""
+def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) -> Arguments:
+    """Options of `known` with their values, `flags` without, words with a '=' (or marked by + or ~), and the rest. Raises
+    ConfigError for any other option, and for an option without a value."""
     out, left = Arguments(), list(argv)
     while left:
         arg = left.pop(0)
         if arg.startswith("-"):
             name, eq, value = arg.partition("=")
+            if name in flags and not eq:
+                out.flags.add(name)
+                continue
             if name not in known:
-                raise ConfigError(f"{name}: no such option" + suggest(name, [*known, "--help", "--version"]))
+                wrong = "takes no value" if name in flags else "no such option"
+                raise ConfigError(f"{name}: {wrong}" + suggest(name, [*known, *flags, "--help", "--version"]))
             if not eq and not left:
                 raise ConfigError(f"{name}: needs a value")
             given = value if eq else left.pop(0)
