@@ -59,7 +59,7 @@ def test_losses_and_state_go_on_bit_for_bit(words: tuple[str, ...], tmp_path: Pa
 def test_fp8_state_is_plain_tensors_in_a_file_of_its_own() -> None:
     _, tensors, _ = after((FP8,), 2)
     names = {name.rsplit(".", 1)[-1] for name in tensors["fp8"]}
-    assert names == {"fp8_scale", "fp8_amax_history", "fp8_weight_scale"}
+    assert names == {"fp8_scale", "fp8_amax_history", "fp8_weight_scale_inv"}
     assert not any("fp8_" in name for name in tensors["model"])
     assert tensors["fp8"]["layers.0.mlp.linear_fc1.fp8_amax_history"].shape == (1024, 3)
 

@@ -10,7 +10,8 @@ from te_stub import te_module
 from torch import nn
 
 from fp8cfg.numerics import E4M3, E5M2, Format, FP8Linear, Region, Scaling, update_scales
-from fp8cfg.numerics.gemm import DGRAD, FPROP, gemm, quantize
+from fp8cfg.numerics.gemm import DGRAD, FPROP, gemm
+from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.scaling import amax_of, scale_from_amax
 
 

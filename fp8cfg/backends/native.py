@@ -79,7 +79,7 @@ def _shared_weights(model: nn.Module) -> set[nn.Parameter]:
 
 def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:
     """The layers whose weight is held in float8 alone, by that weight."""
-    held = {layer.weight: layer for layer in fp8_linears(model) if layer.fp8_weight_scale is not None}
+    held = {layer.weight: layer for layer in fp8_linears(model) if layer.fp8_params}
     return {weight: layer for weight, layer in held.items() if isinstance(weight, nn.Parameter)}
 
 

@@ -18,7 +18,7 @@ Transformer Engine 2.20 (common/recipe/delayed_scaling.cu, common/recipe/recipe_
 
 from __future__ import annotations
 
-from fp8cfg.numerics.formats import E4M3, E5M2, Format, cast, round_to_grid
+from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast, round_to_grid
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Ran, decode
 from fp8cfg.numerics.linear import FP8Linear, fp8_linears
 from fp8cfg.numerics.region import Region
@@ -27,7 +27,7 @@ from fp8cfg.numerics.state import high_precision_state_dict
 from fp8cfg.numerics.update import discard_amax, update_scales
 
 __all__ = [
-    "DGRAD", "E4M3", "E5M2", "FPROP", "FP8Linear", "Format", "GRAD_OUTPUT", "INPUT", "Ran", "Region", "Scaling",
+    "DGRAD", "E2M1", "E4M3", "E5M2", "FPROP", "FP8Linear", "Format", "GRAD_OUTPUT", "INPUT", "Ran", "Region", "Scaling",
     "WEIGHT", "WGRAD", "amax_of", "cast", "decode", "discard_amax", "fp8_linears", "high_precision_state_dict", "roll",
     "round_to_grid", "scale_from_amax", "update_scales",
 ]  # fmt: skip

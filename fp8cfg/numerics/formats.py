@@ -1,12 +1,14 @@
-"""The two FP8 formats, and how a float32 lands on their grids.
+"""The two FP8 formats, the FP4 one, and how a float32 lands on their grids.
 
     E4M3  sign, 4 exponent bits, 3 mantissa bits   up to 448     no infinity, one NaN pattern: range bought with codes
     E5M2  sign, 5 exponent bits, 2 mantissa bits   up to 57344   an IEEE float16 cut to eight bits
+    E2M1  sign, 2 exponent bits, 1 mantissa bit    up to 6       0, 0.5, 1, 1.5, 2, 3, 4, 6: neither infinity nor NaN
 
 Training saturates: what is too large becomes the largest finite value, because one infinity would spread through the
-whole product. NaN stays NaN. Source: arXiv:2209.05433, table 1; OCP 8-bit Floating Point Specification (OFP8) 1.0.
+whole product. NaN stays NaN. Source: arXiv:2209.05433, table 1; OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP
+Microscaling Formats (MX) 1.0, table 1, for E2M1.
 
-Every value of both formats is also a bfloat16, which is what lets hardware without FP8 compute the same products: round
+Every value of the three is also a bfloat16, which is what lets hardware without FP8 compute the same products: round
 to the grid, carry the values in bfloat16, multiply with float32 accumulation.
 """
 
@@ -20,8 +22,8 @@ from torch import Tensor
 
 
 class Format(NamedTuple):
-    """An FP8 format. `min_exponent` is that of the smallest normal number, so the grid's finest step is
-    2**(min_exponent - mantissa_bits)."""
+    """A narrow format. `min_exponent` is that of the smallest normal number, so the grid's finest step is
+    2**(min_exponent - mantissa_bits). `dtype` holds its values, one to a byte."""
 
     name: str
     dtype: torch.dtype
@@ -32,6 +34,7 @@ class Format(NamedTuple):
 
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2, -14)
+E2M1 = Format("e2m1", torch.float8_e4m3fn, 6.0, 1, 0)  # emulated: its values are E4M3 values too
 BY_DTYPE = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 
@@ -45,10 +48,10 @@ def _saturate(v: Tensor, fmt: Format) -> Tensor:
 
 
 def cast(v: Tensor, fmt: Format) -> Tensor:
-    """Round float32 `v`, any shape, to a float8 tensor: nearest, ties to even, saturating, NaN kept.
+    """Round float32 `v`, any shape, to a tensor of `fmt.dtype`: nearest, ties to even, saturating, NaN kept.
 
     torch's own cast overflows to NaN or infinity, differently by version (pytorch#178817), hence saturation first."""
-    return _saturate(v, fmt).to(fmt.dtype)
+    return (round_in_steps(v, fmt) if fmt is E2M1 else _saturate(v, fmt)).to(fmt.dtype)
 
 
 def round_to_grid(v: Tensor, fmt: Format) -> Tensor:
@@ -64,6 +67,17 @@ def round_to_grid(v: Tensor, fmt: Format) -> Tensor:
     c = v * (2.0 ** (23 - fmt.mantissa_bits) + 1)
     m = 1.5 * 2.0 ** (23 + fmt.min_exponent - fmt.mantissa_bits)
     return torch.where(v.abs() < 2.0**fmt.min_exponent, (v + m) - m, c - (c - v))
+
+
+def round_in_steps(v: Tensor, fmt: Format, stochastic: bool = False) -> Tensor:
+    """The values of `cast(v, fmt)` as float32, from the step of the grid at each value: slower than the others, and right on
+    every device. `stochastic` rounds up or down at random, so that the mean over many draws is `v` itself; it draws from
+    torch's generator of the device."""
+    v = _saturate(v, fmt)
+    exponent = torch.frexp(v)[1] - 1
+    step = torch.ldexp(torch.ones_like(v), exponent.clamp(min=fmt.min_exponent) - fmt.mantissa_bits)
+    steps = torch.floor(v / step + torch.rand_like(v)) if stochastic else torch.round(v / step)
+    return _saturate(steps * step, fmt)  # 3 + 0.99999994 is 4 in float32
 
 
 @cache

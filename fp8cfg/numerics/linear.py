@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics.formats import cast
 from fp8cfg.numerics.function import LinearFunction, Plan, Products, State
 from fp8cfg.numerics.region import Region
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, scale_now
-from fp8cfg.numerics.state import BUFFERS, dequantize, prepare_load
+from fp8cfg.numerics.state import BUFFERS, WEIGHT_BUFFERS, prepare_load
+from fp8cfg.numerics.weights import Stored, dequantize, store
 
 
 class FP8Linear(nn.Linear):
@@ -35,7 +35,7 @@ class FP8Linear(nn.Linear):
     gemms_ran: Tensor
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
-    fp8_weight_scale: Tensor | None
+    fp8_weight_scale_inv: Tensor | None
     _gradient_of_weight: Tensor
 
     @classmethod
@@ -56,6 +56,8 @@ class FP8Linear(nn.Linear):
         n, k = linear.weight.shape
         if product not in ("emulate", "scaled_mm"):
             raise ValueError(f"product={product!r}; choose one of emulate, scaled_mm")
+        if product == "scaled_mm" and scaling.kind in ("mxfp8", "nvfp4"):
+            raise ValueError(f"{scaling.kind} is emulated alone, not multiplied by scaled_mm")
         if product == "scaled_mm" and (n % 16 or k % 16):
             shape = f"in_features={k} and out_features={n}"
             raise ValueError(f"{shape}: scaled_mm needs both divisible by 16; keep this layer in high precision")
@@ -65,15 +67,15 @@ class FP8Linear(nn.Linear):
         new.scaling, new.region, new.high_precision, new.product = scaling, region, high_precision, product
         new.weight_grad_dtype, device = linear.weight.dtype, linear.weight.device
         state = new.fresh_state() if scaling.kind == "delayed" else {}
-        for name in ("fp8_scale", "fp8_amax_history"):
+        for name in BUFFERS:
             new.register_buffer(name, state.get(name))
-        new.register_buffer("fp8_weight_scale", torch.ones((), device=device) if fp8_params else None)
         new.register_buffer("gemms_ran", torch.zeros(3, dtype=torch.int32, device=device), persistent=False)
         if fp8_params:
-            stored = torch.empty_like(linear.weight, dtype=scaling.forward.dtype)
-            new.weight = nn.Parameter(stored, requires_grad=linear.weight.requires_grad)
+            data, *buffers = new._stored(linear.weight.detach())
+            for name, buffer in zip(WEIGHT_BUFFERS, buffers, strict=True):
+                new.register_buffer(name, buffer)
+            new.weight = nn.Parameter(data, requires_grad=linear.weight.requires_grad)
             new._prepare_gradient()
-            new.set_weight(linear.weight)
         return new
 
     def fresh_state(self) -> dict[str, Tensor]:
@@ -85,14 +87,17 @@ class FP8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        carrier = None if self.product == "scaled_mm" else torch.bfloat16 if out == torch.bfloat16 else torch.float32
+        exact = self.scaling.kind != "block" or self.scaling.power_2_scales
+        carrier = torch.bfloat16 if out == torch.bfloat16 and exact else torch.float32
         high_precision = self.high_precision if self.region.applies() else (True, True, True)
-        stored = None if self.fp8_weight_scale is None else self.weight.detach()
+        stored = self.weight.detach() if self.fp8_params else None
         weight_grad = self.weight.dtype if stored is None else self.weight_grad_dtype
-        plan = Plan(self.scaling, high_precision, carrier, out, weight_grad, torch.is_grad_enabled())
+        product = None if self.product == "scaled_mm" else carrier
+        plan = Plan(self.scaling, high_precision, product, out, weight_grad, torch.is_grad_enabled())
         stand_in = stored is not None and self.weight.requires_grad and torch.compiler.is_compiling()
         weight = self._gradient_of_weight if stand_in else self.weight
-        state = State(stored, self.fp8_weight_scale, self.fp8_scale, self.fp8_amax_history, self.gemms_ran)
+        buffers = (getattr(self, name) for name in WEIGHT_BUFFERS)
+        state = State(stored, *buffers, self.fp8_scale, self.fp8_amax_history, self.gemms_ran)
         with torch.autocast(device, enabled=False):
             y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, self.bias, *state, plan)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
@@ -102,22 +107,35 @@ class FP8Linear(nn.Linear):
         """Quantizes `master` [out, in], float32, into the float8 weight: under delayed scaling with the scale of this moment,
         recording the amax. Call it after `update_scales`; then steps equal those of a layer that quantizes its
         high-precision weight in each forward pass, bit for bit. Raises TypeError where the weight is not float8."""
-        if self.fp8_weight_scale is None:
+        if not self.fp8_params:
             raise TypeError("set_weight writes float8 weights; this layer has a high-precision one: assign to it")
-        scale = scale_now(master, WEIGHT, self.scaling, self.fp8_scale, self.fp8_amax_history, record=True)
-        self.weight.copy_(cast(master.float() * scale, self.scaling.forward))
-        self.fp8_weight_scale.copy_(scale)
+        held = (self.weight, *(getattr(self, name) for name in WEIGHT_BUFFERS))
+        for target, new in zip(held, self._stored(master), strict=True):
+            if target is not None:
+                target.copy_(new)
+
+    def _stored(self, master: Tensor) -> Stored:
+        one = self.scaling.tile(WEIGHT, 1) is None
+        state = self.fp8_scale, self.fp8_amax_history
+        return store(master, self.scaling, scale_now(master, WEIGHT, self.scaling, *state, record=True) if one else None)
+
+    @property
+    def fp8_params(self) -> bool:
+        """Whether the weight exists in float8 alone."""
+        return self.fp8_weight_scale_inv is not None
 
     def set_weight_grad_dtype(self, dtype: torch.dtype) -> None:
         """Compute and accumulate the gradient of a float8 weight in `dtype`. That of any other weight is computed in the
         weight's own dtype, and accumulates in its `grad_dtype`."""
-        if self.fp8_weight_scale is not None:
+        if self.fp8_params:
             self.weight_grad_dtype = dtype
             self._prepare_gradient()
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """The values of the weight [out, in] in `dtype`."""
-        return self.weight.to(dtype) if self.fp8_weight_scale is None else dequantize(self.weight, self.fp8_weight_scale, dtype)
+        if not self.fp8_params:
+            return self.weight.to(dtype)
+        return dequantize(Stored(self.weight.detach(), *(getattr(self, name) for name in WEIGHT_BUFFERS)), dtype)
 
     def extra_repr(self) -> str:
         formats = f"{self.scaling.forward.name}/{self.scaling.backward.name}"
@@ -140,7 +158,7 @@ class FP8Linear(nn.Linear):
         self._gradient_of_weight = receiver
 
     def _remember_grad_dtype(self) -> None:
-        if self.fp8_weight_scale is not None and self.weight.grad_dtype is not None:
+        if self.fp8_params and self.weight.grad_dtype is not None:
             self.weight_grad_dtype = self.weight.grad_dtype
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,20 +167,20 @@ class FP8Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self.fp8_weight_scale is not None:  # a copied Parameter has forgotten the dtype of its gradient
+        if self.fp8_params:  # a copied Parameter has forgotten the dtype of its gradient
             self._prepare_gradient()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
         """Moves FP8 state between devices and never casts it: `model.bfloat16()` must not round scales."""
         self._remember_grad_dtype()
-        fixed = {id(getattr(self, name)) for name in BUFFERS} | ({id(self.weight)} if self.fp8_weight_scale is not None else set())
+        fixed = {id(getattr(self, name)) for name in BUFFERS} | ({id(self.weight)} if self.fp8_params else set())
 
         def move(t: Tensor) -> Tensor:
             new = fn(t)
             return t.to(new.device) if id(t) in fixed and new.dtype != t.dtype else new
 
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
-        if self.fp8_weight_scale is not None:
+        if self.fp8_params:
             self._prepare_gradient()
         return self
 
@@ -170,7 +188,7 @@ class FP8Linear(nn.Linear):
         self._remember_grad_dtype()
         master = prepare_load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        if self.fp8_weight_scale is not None:
+        if self.fp8_params:
             self._prepare_gradient()  # load_state_dict(assign=True) brings a new Parameter
         if master is not None:
             self.set_weight(master)

@@ -1,4 +1,4 @@
-"""Where a tensor's scale comes from.
+"""Where a tensor's one scale comes from; tiles.py has the scalings with many.
 
 The scale of a tensor maps its amax, the largest magnitude in it, to the largest FP8 value: scale = max / amax / 2^margin,
 where a margin of m leaves m powers of two of headroom. Transformer Engine's rule (common/recipe/recipe_common.cuh,
@@ -25,16 +25,27 @@ INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2  # columns of a layer's scales and amax his
 FLT_MAX = torch.finfo(torch.float32).max
 
 
+BLOCK = {"block": 128, "mxfp8": 32, "nvfp4": 16}
+"""Scalings with a scale for every few elements, and how many."""
+_FIELDS = {
+    "kind": ("delayed", "current", *BLOCK), "granularity": ("tensor", "row"), "amax_compute_algo": ("max", "most_recent"),
+    "first_step": ("in_time", "te")}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Scaling:
-    """Per-tensor scaling of one linear layer.
+    """How one linear layer scales its tensors.
 
     `margin`, `interval`, `amax_history_len`, `amax_compute_algo` and `first_step` mean something under delayed scaling alone.
     `interval` moves scales every that many optimizer steps. `first_step` says what scales a tensor before its history has
     anything to say: its own amax ("in_time"), or 1 ("te"), with which Transformer Engine flushes small first gradients to
-    zero. "te" also saves compiled code a second read of each tensor, since the amax is then only recorded."""
+    zero. "te" also saves compiled code a second read of each tensor, since the amax is then only recorded.
 
-    kind: Literal["delayed", "current"] = "delayed"
+    `granularity` is for current scaling: one scale a tensor, or one for each row along the contracted dimension. With
+    `power_2_scales` scales of current and block scaling are rounded down to a power of two. `weights_2d` scales weights in
+    squares, 128x128 under block, 32x32 under mxfp8, 16x16 under nvfp4, which serve fprop and dgrad alike."""
+
+    kind: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "delayed"
     forward: Format = E4M3
     backward: Format = E5M2
     margin: int = 0
@@ -42,10 +53,12 @@ class Scaling:
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     first_step: Literal["in_time", "te"] = "in_time"
+    granularity: Literal["tensor", "row"] = "tensor"
+    power_2_scales: bool = False
+    weights_2d: bool = False
 
     def __post_init__(self) -> None:
-        choices = {"kind": ("delayed", "current"), "amax_compute_algo": ("max", "most_recent"), "first_step": ("in_time", "te")}
-        for field, allowed in choices.items():
+        for field, allowed in _FIELDS.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"Scaling.{field}={getattr(self, field)!r}; choose one of {', '.join(allowed)}")
         if self.interval < 1 or self.amax_history_len < 1:
@@ -53,6 +66,18 @@ class Scaling:
 
     def format_of(self, role: int) -> Format:
         return self.backward if role == GRAD_OUTPUT else self.forward
+
+    def tile(self, role: int, axis: int) -> tuple[int, int] | None:
+        """Rows and columns of a matrix that share a scale, where the product contracts its dimension `axis`; 0 stands for
+        all. None is one scale for the matrix, whatever is contracted."""
+        if self.kind in BLOCK:
+            size = BLOCK[self.kind]
+            return (size, size) if role == WEIGHT and self.weights_2d else (1, size) if axis == 1 else (size, 1)
+        return None if self.granularity == "tensor" else (1, 0) if axis == 1 else (0, 1)
+
+    def directional(self, role: int) -> bool:
+        """Whether a tensor of `role` is quantized once for each of its two dimensions."""
+        return self.tile(role, 0) != self.tile(role, 1)
 
 
 def amax_of(t: Tensor) -> Tensor:
@@ -73,16 +98,22 @@ def amax_of(t: Tensor) -> Tensor:
     return clean.abs().amax().float()
 
 
-def scale_from_amax(amax: Tensor, fmt: Format, margin: int = 0, old: Tensor | float = 1.0) -> Tensor:
-    """Scales, float32 and of the shape of `amax`, which bring `amax` to `fmt.max` / 2^margin; `old` where amax is 0, infinite
-    or NaN. With `old` = 1 this is current scaling, and a delayed scale that has no history yet."""
-    return _scale(amax, torch.full_like(amax, fmt.max * 2.0**-margin), old)
+def scale_from_amax(amax: Tensor, fmt: Format, margin: int = 0, old: Tensor | float = 1.0, largest: float = FLT_MAX) -> Tensor:
+    """Scales, float32 and of the shape of `amax`, which bring `amax` to `fmt.max` / 2^margin; `largest` where that is
+    infinite, `old` where amax is 0, infinite or NaN. With `old` = 1 this is current scaling, and a delayed scale that has no
+    history yet."""
+    return _scale(amax, torch.full_like(amax, fmt.max * 2.0**-margin), old, largest)
 
 
-def _scale(amax: Tensor, target: Tensor, old: Tensor | float) -> Tensor:
+def _scale(amax: Tensor, target: Tensor, old: Tensor | float, largest: float = FLT_MAX) -> Tensor:
     scale = torch.div(target, amax)
-    scale = torch.where(torch.isinf(scale), FLT_MAX, scale)
+    scale = torch.where(torch.isinf(scale), largest, scale)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, old)
+
+
+def floor_to_power_of_2(scale: Tensor) -> Tensor:
+    """Positive normal float32 `scale`, any shape, without its mantissa: the power of two at or below it."""
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def roll(history: Tensor, scale: Tensor, amax_now: Tensor, target: Tensor, algo: str) -> tuple[Tensor, Tensor]:
@@ -108,7 +139,8 @@ def scale_now(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, his
     [length, 3] are None."""
     fmt = scaling.format_of(role)
     if scales is None or history is None:
-        return scale_from_amax(amax_of(t), fmt)
+        scale = scale_from_amax(amax_of(t), fmt)
+        return floor_to_power_of_2(scale) if scaling.power_2_scales else scale
     if not record and scaling.first_step == "te":
         return scales[role]
     amax = amax_of(t)

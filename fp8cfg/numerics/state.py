@@ -1,9 +1,9 @@
 """State dicts between high precision and FP8, in every direction.
 
-An FP8 layer adds to a linear layer's state, all float32 and none under current scaling with high-precision weights:
-`fp8_scale` [3] and `fp8_amax_history` [length, 3] (columns: input, weight, grad_output), and where the weight itself is float8
-`fp8_weight_scale` [], with which it was multiplied before rounding. A load that lacks them is a load of new weights: what
-the layer remembered of the old ones is forgotten.
+An FP8 layer adds to a linear layer's state, under delayed scaling, `fp8_scale` [3] and `fp8_amax_history` [length, 3], float32
+(columns: input, weight, grad_output); and where the weight itself is float8, what it is multiplied by to be read
+(`fp8_weight_scale_inv` and the others, see weights.py). A load that lacks them is a load of new weights: what the layer
+remembered of the old ones is forgotten. float8 weights stored under another scaling are read and quantized anew.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp8cfg.numerics.formats import BY_DTYPE, widen
+from fp8cfg.numerics.formats import BY_DTYPE
+from fp8cfg.numerics.weights import Stored, dequantize
 
 if TYPE_CHECKING:
     from fp8cfg.numerics.linear import FP8Linear
 
-BUFFERS = ("fp8_scale", "fp8_amax_history", "fp8_weight_scale")
-
-
-def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """float8 `weight` [out, in] quantized with the float32 scalar `scale` -> its values in `dtype`, rounded once."""
-    return (widen(weight, torch.float32) * scale.reciprocal()).to(dtype)
+WEIGHT_BUFFERS = ("fp8_weight_scale_inv", "fp8_weight_dgrad", "fp8_weight_dgrad_scale_inv", "fp8_weight_global_scale_inv")
+"""Beside a float8 weight, in the order of the fields of `Stored`."""
+BUFFERS = ("fp8_scale", "fp8_amax_history", *WEIGHT_BUFFERS)
 
 
 def high_precision_state_dict(state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -32,12 +30,20 @@ def high_precision_state_dict(state: Mapping[str, Tensor], dtype: torch.dtype = 
     dequantized to `dtype`; every other tensor is passed on as it is."""
     plain = {}
     for name, tensor in state.items():
-        prefix, _, leaf = name.rpartition(".")
+        prefix, dot, leaf = name.rpartition(".")
         if leaf in BUFFERS:
             continue
-        scale = state.get(f"{prefix}.fp8_weight_scale" if prefix else "fp8_weight_scale")
-        plain[name] = dequantize(tensor, scale, dtype) if tensor.dtype in BY_DTYPE and scale is not None else tensor
+        stored = _stored(state, prefix + dot) if leaf == "weight" else None
+        plain[name] = dequantize(stored, dtype) if stored else tensor
     return plain
+
+
+def _stored(state: Mapping[str, Tensor], prefix: str) -> Stored | None:
+    """The float8 weight of a layer in `state`, if it has one that can be read."""
+    weight, *buffers = (state.get(prefix + name) for name in ("weight", *WEIGHT_BUFFERS))
+    if weight is None or weight.dtype not in BY_DTYPE or buffers[0] is None:
+        return None
+    return Stored(weight, *buffers)
 
 
 def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Tensor | None:
@@ -49,11 +55,20 @@ def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Ten
     if layer.fp8_scale is not None and prefix + "fp8_scale" not in state:
         for name, fresh in layer.fresh_state().items():
             state[prefix + name] = fresh
-    if layer.fp8_weight_scale is None:
-        if weight.dtype in BY_DTYPE and prefix + "fp8_weight_scale" in state:
-            state[prefix + "weight"] = dequantize(weight, state.pop(prefix + "fp8_weight_scale"), layer.weight.dtype)
+    own = {name: getattr(layer, name) for name in WEIGHT_BUFFERS if getattr(layer, name) is not None}
+    if weight.dtype == layer.weight.dtype and _forms(state, prefix) == {k: (t.shape, t.dtype) for k, t in own.items()}:
         return None
-    if weight.dtype in BY_DTYPE:
+    stored = _stored(state, prefix)
+    for name in WEIGHT_BUFFERS:
+        state.pop(prefix + name, None)
+    if not own:
+        if stored:
+            state[prefix + "weight"] = dequantize(stored, layer.weight.dtype)
         return None
-    state[prefix + "weight"], state[prefix + "fp8_weight_scale"] = layer.weight.detach(), layer.fp8_weight_scale
-    return weight
+    state[prefix + "weight"] = layer.weight.detach()
+    state.update({prefix + name: tensor for name, tensor in own.items()})
+    return dequantize(stored, torch.float32) if stored else weight
+
+
+def _forms(state: Mapping[str, Tensor], prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (t.shape, t.dtype) for name in WEIGHT_BUFFERS if (t := state.get(prefix + name)) is not None}

@@ -60,5 +60,5 @@ def discard_amax(layers: Iterable[FP8Linear]) -> None:
     recorded when the weight was written, and the weight has not changed."""
     for layer in layers:
         if layer.fp8_amax_history is not None:
-            kept = layer.fp8_weight_scale is not None
+            kept = layer.fp8_params
             layer.fp8_amax_history[0, [INPUT, GRAD_OUTPUT] if kept else slice(None)] = 0

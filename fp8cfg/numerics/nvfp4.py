@@ -1,0 +1,51 @@
+"""NVFP4, emulated: no hardware before Blackwell multiplies it.
+
+Four bits hold eight magnitudes, and three things make them train (NVIDIA, "Pretraining Large Language Models with NVFP4",
+arXiv:2509.25149; pytorch/custom_recipes/reference_nvfp4.py of Transformer Engine 2.20):
+
+* two levels of scales, see tiles.py; weights in squares of 16x16, so that forward and backward see one weight;
+* a random Hadamard transform of both operands of wgrad. It mixes 16 tokens into 16 sums, which spreads an outlier; it is
+  orthogonal, and (H a)ᵀ (H b) = aᵀ b takes it out again. Its signs are fixed;
+* stochastic rounding of gradients, whose errors would otherwise all lean the same way.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8cfg.numerics.operand import Operand
+from fp8cfg.numerics.quantize import quantize_tiles
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling
+from fp8cfg.numerics.tiles import first_level
+
+def _matrix() -> Tensor:
+    h = torch.ones(1, 1)
+    while len(h) < 16:  # Sylvester's construction
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return torch.tensor(SIGNS)[:, None] * h / 4
+
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, get_wgrad_sign_vector
+MATRIX = _matrix()
+
+
+def quantize_nvfp4(t: Tensor, role: int, axis: int, scaling: Scaling, carrier: torch.dtype | None) -> Operand:
+    """The matrix `t` [R, C] for a product over its dimension `axis`, in the orientation of `t`; R completed to a multiple of 16
+    by zeros where the transform is applied. Raises ValueError without a carrier: no product takes four bits here."""
+    if carrier is None:
+        raise ValueError("nvfp4 is emulated alone")
+    stochastic = role == GRAD_OUTPUT
+    if role == WEIGHT or axis == 1:
+        tile = scaling.tile(role, axis)
+        assert tile is not None
+        return quantize_tiles(t, tile, scaling.format_of(role), scaling, carrier, first_level(t), stochastic)
+    mixed = hadamard(t.t())
+    return quantize_tiles(mixed, (1, 16), scaling.format_of(role), scaling, carrier, first_level(mixed), stochastic).t()
+
+
+def hadamard(t: Tensor) -> Tensor:
+    """Each 16 neighbours in a row of `t` [R, C] times diag(SIGNS) H16 / 4, in the dtype of `t`; C completed with zeros."""
+    t = F.pad(t, (0, -t.shape[1] % 16)).contiguous()
+    return (t.view(-1, 16) @ MATRIX.to(dtype=t.dtype, device=t.device)).view(t.shape)

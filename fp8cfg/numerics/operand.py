@@ -1,0 +1,35 @@
+"""A matrix to multiply."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fp8cfg.numerics.formats import BY_DTYPE, Format
+
+
+class Operand(NamedTuple):
+    """A matrix to multiply; the product contracts its last dimension. In FP8 `fmt` is set, and `data` is float8 or holds
+    values of its grid in a wider carrier. `scale_inv`, float32, is what the product or the hardware still has to multiply by:
+    a scalar, or one for each tile; None where it is in `data` already. In high precision all but `data` are None."""
+
+    data: Tensor
+    scale_inv: Tensor | None = None
+    fmt: Format | None = None
+    tile: tuple[int, int] | None = None
+
+    def t(self) -> Operand:
+        scale_inv = self.scale_inv.t() if self.scale_inv is not None and self.scale_inv.dim() == 2 else self.scale_inv
+        return Operand(self.data.t(), scale_inv, self.fmt, self.tile and (self.tile[1], self.tile[0]))
+
+    @property
+    def how(self) -> str:
+        if self.data.dtype in BY_DTYPE:
+            return "scaled_mm"
+        return "emulated" if self.fmt else "high_precision"
+
+    @property
+    def kind(self) -> str:
+        fmt = BY_DTYPE.get(self.data.dtype, self.fmt)
+        return fmt.name if fmt else str(self.data.dtype).removeprefix("torch.")

@@ -1,0 +1,81 @@
+"""From a matrix to an operand: scale, round, and carry.
+
+Always from float32: rounding to bfloat16 before FP8 changes 3 in 100 values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8cfg.numerics.formats import E2M1, Format, cast, round_in_steps, round_to_grid, widen
+from fp8cfg.numerics.operand import Operand
+from fp8cfg.numerics.scaling import BLOCK, Scaling
+from fp8cfg.numerics.tiles import Scales, Tile, sizes, tile_scales, tiled, untiled
+
+CHUNK = 1 << 17  # elements quantized at a time in eager mode: float32 temporaries stay in the cache, and none pages in anew
+
+
+def quantize(t: Tensor, scale: Tensor, fmt: Format, carrier: torch.dtype) -> Operand:
+    """Multiplies the matrix `t`, read as float32, by the scalar `scale` and rounds it to FP8, once. `carrier` is the dtype of
+    the data: `fmt.dtype` for a real product, bfloat16 or float32 for an emulated one."""
+    scale_inv = scale.reciprocal()
+    if not _in_chunks(t) or carrier == fmt.dtype:
+        return Operand(_rounded(t.float() * scale, fmt, carrier).to(carrier), scale_inv, fmt)
+    data = torch.empty(t.shape, dtype=carrier)
+    rows = max(1, CHUNK // max(1, t.shape[1]))
+    for source, target in zip(torch.split(t, rows), torch.split(data, rows), strict=True):
+        target.copy_(_rounded(source.float() * scale, fmt, carrier))
+    return Operand(data, scale_inv, fmt)
+
+
+def quantize_tiles(
+    t: Tensor, tile: Tile, fmt: Format, scaling: Scaling, carrier: torch.dtype, whole: Tensor | None = None, stochastic: bool = False
+) -> Operand:
+    """Quantizes the matrix `t` [R, C] with a scale for each tile. `whole` is nvfp4's scale of the whole tensor. Scales of a
+    carried operand that vary along the contracted dimension are multiplied into its data."""
+    fold = carrier != fmt.dtype and scaling.kind in BLOCK
+
+    def part(t: Tensor, scales: Scales | None = None) -> tuple[Tensor, Tensor]:
+        v = tiled(t, tile)
+        encode, decode = scales or tile_scales(v, fmt, scaling, whole)
+        q = _rounded(v.float() * encode, fmt, carrier, stochastic)
+        q = (q * decode.to(q.dtype) if fold else q).to(carrier)
+        return untiled(q, t.shape), decode[:, 0, :, 0]
+
+    if _in_chunks(t):
+        data, decode = _by_chunks(t, tile, carrier, part, tile_scales(tiled(t, tile), fmt, scaling, whole) if tile[0] == 0 else None)
+    else:
+        data, decode = part(t)
+    if not fold:
+        return Operand(data, decode, fmt, tile)
+    return Operand(data, None if whole is None else whole.reciprocal(), fmt, tile)
+
+
+def _by_chunks(t: Tensor, tile: Tile, carrier: torch.dtype, part, scales: Scales | None) -> tuple[Tensor, Tensor]:
+    data = torch.empty(t.shape, dtype=carrier)
+    r = 1 if scales else sizes(t.shape, tile)[0]
+    rows = max(1, CHUNK // max(1, r * t.shape[1])) * r
+    found = []
+    for source, target in zip(torch.split(t, rows), torch.split(data, rows), strict=True):
+        values, decode = part(source, scales)
+        target.copy_(values)
+        found.append(decode)
+    return data, found[0] if scales else torch.cat(found)
+
+
+def _in_chunks(t: Tensor) -> bool:
+    return t.device.type == "cpu" and t.numel() > 0 and not torch.compiler.is_compiling()
+
+
+def _rounded(v: Tensor, fmt: Format, carrier: torch.dtype, stochastic: bool = False) -> Tensor:
+    """Float32 `v` on the grid of `fmt`: as `fmt.dtype` if that is the carrier, else as the carrier or float32."""
+    if carrier == fmt.dtype:
+        return cast(v, fmt)
+    if fmt is E2M1:
+        return round_in_steps(v, fmt, stochastic)
+    # A GPU has the cast in hardware, and its compiler contracts what round_to_grid relies on.
+    if v.device.type == "cpu" and torch.compiler.is_compiling():
+        return round_to_grid(v, fmt)
+    return widen(cast(v, fmt), carrier)
