@@ -17,10 +17,11 @@ import fp8cfg
 from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import fields, short
 from fp8cfg.job import Job
-from fp8cfg.numerics import fp8_linears
+from fp8cfg.numerics import WEIGHT, fp8_linears
 from fp8cfg.training.data import run_data
 
 FP8, CURRENT = "precision=bf16_fp8", "precision=bf16_fp8_current"
+WITHIN = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 
 
 def layer(job: Job) -> Any:
@@ -96,6 +97,10 @@ ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
     "fp8.interval": ([FP8, "fp8.interval=2"], lambda j: layer(j).scaling.interval, 2),
     "fp8.amax_history_len": ([FP8, "fp8.amax_history_len=4"], lambda j: len(layer(j).fp8_amax_history), 4),
     "fp8.amax_compute_algo": ([FP8, "fp8.amax_compute_algo=most_recent"], lambda j: layer(j).scaling.amax_compute_algo, "most_recent"),
+    "fp8.granularity": ([CURRENT, WITHIN, "fp8.granularity=row"], lambda j: layer(j).scaling.granularity, "row"),
+    "fp8.use_power_2_scales": ([CURRENT, WITHIN, "fp8.use_power_2_scales=true"], lambda j: layer(j).scaling.power_2_scales, True),
+    "fp8.enable_2d_quantization": (
+        ["precision=bf16_mxfp8", "fp8.enable_2d_quantization=true"], lambda j: layer(j).scaling.tile(WEIGHT, 1), (32, 32)),
     "fp8.first_step": ([FP8, "fp8.first_step=te"], lambda j: layer(j).fp8_scale.tolist(), [1.0, 1.0, 1.0]),
     "fp8.params": ([FP8, "fp8.params=false"], lambda j: str(layer(j).weight.dtype), "torch.bfloat16"),
     "fp8.override_linear_precision.fprop": (
@@ -144,7 +149,7 @@ def test_every_key_stands_in_one_of_the_tables() -> None:
 def test_a_key_is_read_back_from_the_built_job(key: str) -> None:
     words, read, want = ACTS[key]
     assert read(fp8cfg.build(small(*words))) == want
-    base = [w for w in words if w.startswith(("precision=", "optim.name=", "data="))] if key not in ("precision.compute", "optim.name", "data.name") else []
+    base = [w for w in words if w.startswith(("precision=", "fp8={", "optim.name=", "data="))] if key not in ("precision.compute", "optim.name", "data.name") else []
     if key != "data.path" and not key.startswith("trainer.accel"):
         assert read(fp8cfg.build(small(*base))) != want if _readable(read, base) else True, "the test would pass without the key"
 
@@ -170,7 +175,15 @@ def test_a_key_that_this_version_does_not_run_is_refused_by_name(key: str) -> No
     assert any(line.startswith(f"{key}=") and "not in this version" in line for line in e.value.problems), e.value.problems
 
 
-def test_every_scaling_is_built_or_refused() -> None:
-    for scaling, format in (("block", "hybrid"), ("mxfp8", "e4m3"), ("nvfp4", "e4m3")):
-        with pytest.raises(fp8cfg.ConfigError, match=f"fp8.scaling={scaling}: not in this version"):
-            fp8cfg.build(small(FP8, f"fp8.scaling={scaling}", f"fp8.format={format}"))
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        (["precision=bf16_fp8_block"], ("block", "e4m3", "e5m2", True, True)),
+        (["precision=bf16_fp8_block", "fp8.format=e4m3", "fp8.use_power_2_scales=false"], ("block", "e4m3", "e4m3", False, True)),
+        (["precision=bf16_mxfp8"], ("mxfp8", "e4m3", "e4m3", False, False)),
+        (["precision=bf16_nvfp4"], ("nvfp4", "e2m1", "e2m1", False, True)),
+    ],
+)
+def test_every_scaling_is_built_with_its_defaults(words: list[str], want: tuple) -> None:
+    s = layer(fp8cfg.build(small(*words))).scaling
+    assert (s.kind, s.forward.name, s.backward.name, s.power_2_scales, s.weights_2d) == want

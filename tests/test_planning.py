@@ -79,7 +79,8 @@ def test_share_of_flops_by_hand() -> None:
     assert f"{coverage.share:.1%}" in str(coverage) and max(map(len, str(coverage).splitlines())) <= 80
 
 
-HOPPER, AMPERE, CPU = Hardware("cuda", (9, 0)), Hardware("cuda", (8, 0)), Hardware("cpu")
+HOPPER, AMPERE, CPU = Hardware("cuda", (9, 0), (13, 0)), Hardware("cuda", (8, 0), (13, 0)), Hardware("cpu")
+ADA, BLACKWELL, OLD_CUDA = Hardware("cuda", (8, 9), (13, 0)), Hardware("cuda", (10, 0), (13, 0)), Hardware("cuda", (9, 0), (12, 8))
 
 
 def test_the_backend_for_each_machine() -> None:
@@ -92,10 +93,35 @@ def test_the_backend_for_each_machine() -> None:
     assert choose(fp8cfg.bf16_mixed(), AMPERE).product == "none"
 
 
+@pytest.mark.parametrize(("scaling", "hardware", "line"), [
+    ("block", HOPPER, ""), ("current", BLACKWELL, ""), ("delayed", ADA, ""),
+    ("block", OLD_CUDA, "fp8.scaling=block: torch has CUDA 12.8, block scaling needs 12.9; write fp8.emulate=true to emulate, or "
+                        "precision=bf16_fp8_current"),
+    ("block", ADA, "fp8.scaling=block: this GPU has compute capability 8.9, block scaling needs 9.0 (Hopper); write fp8.emulate=true "
+                   "to emulate, or precision=bf16_fp8_current"),
+    ("block", BLACKWELL, "fp8.scaling=block: this GPU has compute capability 10.0, block scaling needs 9.0 (Hopper); write "
+                         "fp8.emulate=true to emulate, or precision=bf16_fp8_current"),
+    ("mxfp8", HOPPER, "fp8.scaling=mxfp8: the native backend multiplies it by emulation alone, and this GPU has compute capability 9.0; "
+                      "write fp8.emulate=true to emulate, or precision=bf16_fp8_current"),
+    ("nvfp4", BLACKWELL, "fp8.scaling=nvfp4: the native backend multiplies it by emulation alone, and this GPU has compute capability "
+                         "10.0; write fp8.emulate=true to emulate, or precision=bf16_fp8_current"),
+])
+def test_each_scaling_on_each_hardware(scaling: str, hardware: Hardware, line: str) -> None:
+    p = Precision(fp8={"enabled": True, "scaling": scaling, "format": "e4m3"})
+    if line:
+        with pytest.raises(fp8cfg.ConfigError) as e:
+            choose(p, hardware)
+        assert e.value.problems == [line]
+        p.fp8.emulate = True
+        assert choose(p, hardware).product == "emulate"
+    else:
+        assert choose(p, hardware).product == "scaled_mm"
+    assert choose(p, CPU).product == "emulate"
+
+
 @pytest.mark.parametrize("change", [
     {"backend": "te"}, {"backend": "torchao"}, {"backend": "msamp"}, {"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O3"},
-    {"fp8": {"enabled": True, "scaling": "block"}}, {"fp8": {"enabled": True, "scaling": "mxfp8", "format": "e4m3"}},
-    {"fp8": {"enabled": True, "scaling": "nvfp4", "format": "e4m3"}}, {"fp8": {"enabled": True, "dot_product_attention": True}},
+    {"fp8": {"enabled": True, "dot_product_attention": True}},
     {"fp8": {"enabled": True, "dot_product_attention": True, "multi_head_attention": True}},
     *({"storage": {column: "fp8"}} for column in ("weight", "master_weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq")),
     {"storage": {"rounding": "stochastic"}}, {"storage": {"shard": "zero1"}}, {"storage": {"shard": "zero2"}},
@@ -105,7 +131,7 @@ def test_what_this_version_cannot_run_is_refused_by_name(change: dict[str, objec
         choose(Precision(**{"fp8": {"enabled": True}, **change}), CPU)
     name = next(iter(change))
     leaf = [k for k in change[name] if k != "enabled"][-1] if isinstance(change[name], dict) else name
-    assert any(leaf in line.split(":")[0] or "fp8.scaling" in line for line in e.value.problems)
+    assert any(leaf in line.split(":")[0] for line in e.value.problems)
 
 
 def test_an_explicit_column_that_says_what_auto_says_is_accepted() -> None:

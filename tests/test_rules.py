@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import fp8cfg
-from fp8cfg.config.fp8 import DELAYED_ONLY, FP8
+from fp8cfg.config.fp8 import FP8, ONLY_UNDER
 from fp8cfg.config.presets import choices
 from fp8cfg.recipes import llama_tiny
 
 OTHER_VALUES = {"margin": 1, "interval": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent", "reduce_amax": False,
-                "first_step": "te"}
+                "first_step": "te", "granularity": "row", "use_power_2_scales": True, "enable_2d_quantization": True}
 
 
 def lines(preset: str, **assignments: object) -> list[str]:
@@ -37,24 +37,28 @@ def test_shipped_presets_break_no_rule() -> None:
         r.check()
 
 
+PRESET_OF = {"delayed": "bf16_fp8", "current": "bf16_fp8_current", "block": "bf16_fp8_block", "mxfp8": "bf16_mxfp8", "nvfp4": "bf16_nvfp4"}
+
+
 def test_the_table_of_other_values_is_complete() -> None:
-    assert set(OTHER_VALUES) == set(DELAYED_ONLY)
+    assert set(OTHER_VALUES) == set(ONLY_UNDER)
 
 
-@pytest.mark.parametrize("key", DELAYED_ONLY)
-def test_delayed_keys_are_refused_elsewhere_and_accepted_there(key: str) -> None:
-    change = {f"fp8__{key}": OTHER_VALUES[key]}
-    assert lines("bf16_fp8", **change) == []
-    assert lines("bf16_fp8_current", **change) == [
-        f"fp8.{key}={OTHER_VALUES[key]}: has no effect under fp8.scaling=current, only under delayed; drop it or write "
-        "fp8.scaling=delayed"]
+@pytest.mark.parametrize("scaling", PRESET_OF)
+@pytest.mark.parametrize("key", ONLY_UNDER)
+def test_keys_of_one_scaling_are_refused_under_the_others(key: str, scaling: str) -> None:
+    found = lines(PRESET_OF[scaling], **{f"fp8__{key}": OTHER_VALUES[key]})
+    own = ONLY_UNDER[key]
+    assert found == ([] if scaling in own else [
+        f"fp8.{key}={OTHER_VALUES[key]}: has no effect under fp8.scaling={scaling}, only under {' and '.join(own)}; drop it or write "
+        f"fp8.scaling={own[0]}"])
 
 
 @pytest.mark.parametrize("key", [k for k in FP8.model_fields if k not in ("enabled", "override_linear_precision")])
 def test_every_fp8_key_is_refused_while_fp8_is_off(key: str) -> None:
     default = FP8.model_fields[key].get_default(call_default_factory=True)
     value = {bool: True, int: 2, float: 0.5, tuple: ("x",), str: {"scaling": "current", "format": "e4m3",
-             "amax_compute_algo": "most_recent", "first_step": "te"}.get(key)}[type(default)]
+             "amax_compute_algo": "most_recent", "first_step": "te", "granularity": "row"}.get(key), type(None): True}[type(default)]
     value = not default if isinstance(default, bool) else value
     assert any(f"fp8.{key}=" in line and "has no effect" in line for line in lines("bf16", **{f"fp8__{key}": value}))
 

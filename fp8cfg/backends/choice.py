@@ -9,14 +9,18 @@ from fp8cfg.config.precision import Precision, resolved
 
 FP8_CAPABILITY = (8, 9)
 """Least CUDA compute capability with FP8 matrix products: Ada. Hopper is 9.0."""
+BLOCK_CUDA = (12, 9)
+"""Least CUDA version whose cuBLAS multiplies with scales of blocks, on Hopper."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where a recipe is to run: `device` is "cpu" or "cuda", `capability` the compute capability of a CUDA device."""
+    """Where a recipe is to run: `device` is "cpu" or "cuda", `capability` the compute capability of a CUDA device, `cuda` the
+    version of CUDA that torch was built with."""
 
     device: str
     capability: tuple[int, int] | None = None
+    cuda: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,29 @@ def choose(precision: Precision, hardware: Hardware) -> Choice:
         return Choice("native", "emulate", f"{asked}; a CPU emulates FP8")
     if precision.fp8.emulate:
         return Choice("native", "emulate", f"{asked}; fp8.emulate=true")
-    if hardware.capability is None or hardware.capability < FP8_CAPABILITY:
-        found = ".".join(map(str, hardware.capability or ("unknown",)))
-        raise ConfigError(f"fp8.enabled=True: this GPU has compute capability {found}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); "
-                          "write fp8.emulate=true to emulate, or precision=bf16")
+    refuse_if(_hardware_lacks(precision, hardware))
     return Choice("native", "scaled_mm", f"{asked}; FP8 matrix products of the GPU")
+
+
+def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
+    """The line that says what the GPU cannot multiply, and what it can, if there is anything."""
+    capability, scaling = hardware.capability or (0, 0), p.fp8.scaling
+    preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
+    found = f"this GPU has compute capability {'.'.join(map(str, hardware.capability or ('unknown',)))}"
+    emulate = "write fp8.emulate=true to emulate"
+    if capability < FP8_CAPABILITY:
+        return [f"fp8.enabled=True: {found}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {emulate}, or precision=bf16"]
+    if scaling in ("mxfp8", "nvfp4"):
+        return [f"fp8.scaling={scaling}: the native backend multiplies it by emulation alone, and {found}; {emulate}, or "
+                f"precision={preset}"]
+    if scaling == "block" and capability[0] != 9:
+        return [f"fp8.scaling=block: {found}, block scaling needs 9.0 (Hopper); {emulate}, or precision={preset}"]
+    if scaling == "block" and (hardware.cuda or (0, 0)) < BLOCK_CUDA:
+        version = ".".join(map(str, hardware.cuda or ("unknown",)))
+        return [f"fp8.scaling=block: torch has CUDA {version}, block scaling needs 12.9; {emulate}, or precision={preset}"]
+    if p.fp8.dot_product_attention:
+        return [f"fp8.dot_product_attention=True: the native backend has it by emulation alone; {emulate}, or drop it"]
+    return []
 
 
 def _unavailable(p: Precision) -> list[str]:
@@ -55,10 +77,6 @@ def _unavailable(p: Precision) -> list[str]:
         lines.append(f"backend={p.backend}: not in this version; write backend=native")
     if p.opt_level:
         lines.append(f"opt_level={p.opt_level}: not in this version; leave it null")
-    if f.enabled and f.scaling not in ("delayed", "current"):
-        near = "current" if f.scaling == "block" else "delayed"
-        lines.append(f"fp8.scaling={f.scaling}: not in this version; the native backend has delayed and current, nearest is "
-                     f"precision={p.compute if p.compute != 'fp32' else 'bf16'}_fp8{'_current' if near == 'current' else ''}")
     for key in ("dot_product_attention", "multi_head_attention"):
         if getattr(f, key):
             lines.append(f"fp8.{key}=True: not in this version; attention runs in precision.compute={p.compute}")

@@ -7,20 +7,19 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from fp8cfg.backends.planning import GEMMS, PlannedLinear
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.numerics import E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
+from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
+from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
 
 Observed = dict[str, tuple[tuple[str, str] | None, ...]]
 
 
 def scaling_of(fp8: FP8) -> Scaling:
     """The arithmetic that the `fp8` node asks for."""
-    kind = fp8.scaling
-    if kind not in ("delayed", "current"):
-        raise ValueError(f"the native backend has no {kind} scaling")
+    forward = E2M1 if fp8.scaling == "nvfp4" else E4M3
     return Scaling(
-        kind=kind, forward=E4M3, backward=E5M2 if fp8.format == "hybrid" else E4M3, margin=fp8.margin, interval=fp8.interval,
-        amax_history_len=fp8.amax_history_len, amax_compute_algo=fp8.amax_compute_algo, first_step=fp8.first_step)
+        kind=fp8.scaling, forward=forward, backward=E5M2 if fp8.format == "hybrid" else forward, margin=fp8.margin,
+        interval=fp8.interval, amax_history_len=fp8.amax_history_len, amax_compute_algo=fp8.amax_compute_algo,
+        first_step=fp8.first_step, granularity=fp8.granularity, power_2_scales=power_2_scales(fp8), weights_2d=weights_2d(fp8))
 
 
 def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:

@@ -59,6 +59,8 @@ def plan_linears(shapes: Shapes, fp8: FP8, num_layers: int) -> list[PlannedLinea
 
 def formats(fp8: FP8) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]]:
     """Kinds of the operands of fprop (x, w), dgrad (dy, w) and wgrad (dy, x)."""
+    if fp8.scaling == "nvfp4":
+        return (("e2m1", "e2m1"),) * 3
     gradient = "e5m2" if fp8.format == "hybrid" else "e4m3"
     return ("e4m3", "e4m3"), (gradient, "e4m3"), (gradient, "e4m3")
 

@@ -44,6 +44,15 @@ class FP8(Node):
     """Delayed scaling: which amax of the history sets the scale. Default max (TE, NeMo presets)."""
     reduce_amax: bool = True
     """Delayed scaling: take the maximum of amaxes over the data-parallel group. Default true (TE)."""
+    granularity: Literal["tensor", "row"] = "tensor"
+    """Current scaling: one scale for a tensor, or one for each row along the contracted dimension. Default tensor (TE
+    Float8CurrentScaling, NeMo tensorwise); row is torchao's rowwise."""
+    use_power_2_scales: bool | None = None
+    """Current and block scaling: round scales down to powers of two. Default null: false under current, true under block (TE
+    use_power_2_scales, use_f32_scales)."""
+    enable_2d_quantization: bool | None = None
+    """Block, mxfp8 and nvfp4: scale weights in squares, which fprop and dgrad read alike. Default null: true under block (128x128)
+    and nvfp4 (16x16), false under mxfp8 (TE)."""
     first_step: Literal["in_time", "te"] = "in_time"
     """Delayed scaling while a history is empty: in_time scales from the tensor at hand, te uses scale 1, which flushes small
     gradients. Default in_time (MS-AMP's warm-up)."""
@@ -74,5 +83,19 @@ class FP8(Node):
     """Least share of matmul FLOPs that must run in FP8, or the run stops with exit code 3. Default 0: any share above zero."""
 
 
-DELAYED_ONLY = ("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax", "first_step")
-"""Keys of `fp8` that mean something under delayed scaling alone."""
+ONLY_UNDER = {
+    **dict.fromkeys(("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax", "first_step"), ("delayed",)),
+    "granularity": ("current",), "use_power_2_scales": ("current", "block"),
+    "enable_2d_quantization": ("block", "mxfp8", "nvfp4"),
+}
+"""Keys of `fp8` that mean something under some scalings alone."""
+
+
+def power_2_scales(fp8: FP8) -> bool:
+    """`fp8.use_power_2_scales` with null resolved."""
+    return fp8.scaling == "block" if fp8.use_power_2_scales is None else fp8.use_power_2_scales
+
+
+def weights_2d(fp8: FP8) -> bool:
+    """`fp8.enable_2d_quantization` with null resolved."""
+    return fp8.scaling in ("block", "nvfp4") if fp8.enable_2d_quantization is None else fp8.enable_2d_quantization

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fp8cfg.config.fp8 import DELAYED_ONLY, FP8
+from fp8cfg.config.fp8 import FP8, ONLY_UNDER
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
 
@@ -41,10 +41,11 @@ def _fp8_off(p: Precision) -> Iterator[str]:
 
 def _fp8_on(recipe: Recipe) -> Iterator[str]:
     f, layers = recipe.fp8, recipe.model.num_layers
-    if f.scaling != "delayed":
-        for key in changed(f, *DELAYED_ONLY):
-            yield f"{key}: has no effect under fp8.scaling={f.scaling}, only under delayed; drop it or write fp8.scaling=delayed"
-    elif f.amax_history_len == 1:
+    for name, scalings in ONLY_UNDER.items():
+        for key in changed(f, name) if f.scaling not in scalings else ():
+            yield (f"{key}: has no effect under fp8.scaling={f.scaling}, only under {' and '.join(scalings)}; "
+                   f"drop it or write fp8.scaling={scalings[0]}")
+    if f.scaling == "delayed" and f.amax_history_len == 1:
         for key in changed(f, "amax_compute_algo"):
             yield f"{key}: has no effect with fp8.amax_history_len=1; drop one of the two"
     if f.scaling in ("mxfp8", "nvfp4") and f.format != "e4m3":

@@ -19,7 +19,8 @@ def find_hardware(accelerator: str) -> Hardware:
     if accelerator == "cpu" or not there:
         return Hardware("cpu")
     major, minor = torch.cuda.get_device_capability()
-    return Hardware("cuda", (major, minor))
+    version = [int(part) for part in (torch.version.cuda or "0.0").split(".")]
+    return Hardware("cuda", (major, minor), (version[0], version[1]))
 
 
 def free_memory(device: str) -> int:
