@@ -23,10 +23,11 @@ $(VENV)/.installed: constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable .
 	touch $@
 
-# Oracles for tests: Transformer Engine's recipe classes and reference quantizers import on a CPU without its compiled part.
+# Oracles for tests: Transformer Engine's recipe classes and reference quantizers import on a CPU without its compiled part;
+# torchao trains on one.
 $(VENV)/.tested-with: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps transformer-engine==2.20.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps transformer-engine==2.20.2 torchao==0.18.0
 	touch $@
 
 clean:

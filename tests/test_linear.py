@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -190,13 +191,17 @@ def test_scale_of_one_flushes_small_first_gradients_as_transformer_engine_does()
 
 
 @pytest.mark.parametrize("out", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=lambda f: f"{f[0].name}-{f[1].name}")
-def test_emulation_is_the_scaled_product(out: torch.dtype, formats: tuple) -> None:
+@pytest.mark.parametrize("formats", [*itertools.product((E4M3, E5M2), repeat=2)], ids=lambda f: f"{f[0].name}-{f[1].name}")
+@pytest.mark.parametrize("rows", [False, True])
+def test_emulation_is_the_scaled_product(out: torch.dtype, formats: tuple, rows: bool) -> None:
     tensors = torch.randn(48, 256), torch.randn(32, 256)
     scales = [scale_from_amax(amax_of(t), fmt) for t, fmt in zip(tensors, formats, strict=True)]
     results = []
     for carrier in (torch.bfloat16 if out == torch.bfloat16 else torch.float32, None):
-        a, b = (quantize(t, s, f, carrier or f.dtype) for t, s, f in zip(tensors, scales, formats, strict=True))
+        if rows:
+            a, b = (quantize_tiles(t, (1, 0), f, TILED["row"], carrier or f.dtype) for t, f in zip(tensors, formats, strict=True))
+        else:
+            a, b = (quantize(t, s, f, carrier or f.dtype) for t, s, f in zip(tensors, scales, formats, strict=True))
         results.append(gemm(a, b, out, torch.zeros(3, dtype=torch.int32), FPROP).double())
     limit = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[out]  # the last: rounded twice
     assert (results[0] - results[1]).norm() <= limit * results[1].norm()

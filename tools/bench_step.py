@@ -23,14 +23,16 @@ from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed import World
 from fp8cfg.training.step import train_step
 
-CONFIGS = {
-    "bf16 compiled": (["precision=bf16"], True), "bf16 eager": (["precision=bf16"], False),
-    "bf16_fp8 compiled": (["precision=bf16_fp8"], True), "bf16_fp8 eager": (["precision=bf16_fp8"], False),
-    "bf16_fp8 fp8.params=false compiled": (["precision=bf16_fp8", "fp8.params=false"], True),
-    "bf16_fp8_current compiled": (["precision=bf16_fp8_current", "fp8.high_precision_at_start=0", "fp8.high_precision_at_end=0"], True),
-    "bf16_fp8_current eager": (["precision=bf16_fp8_current", "fp8.high_precision_at_start=0", "fp8.high_precision_at_end=0"], False),
-    "fp32 compiled": (["precision=fp32"], True),
+EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
+PRECISIONS = {
+    "bf16": ["precision=bf16"], "bf16_fp8": ["precision=bf16_fp8"], "bf16_fp8 fp8.params=false": ["precision=bf16_fp8", "fp8.params=false"],
+    "bf16_fp8_current": ["precision=bf16_fp8_current", EVERYWHERE],
+    "bf16_fp8_current row": ["precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"],
+    "bf16_fp8_block": ["precision=bf16_fp8_block"], "bf16_mxfp8": ["precision=bf16_mxfp8"], "bf16_nvfp4": ["precision=bf16_nvfp4"],
+    "fp32": ["precision=fp32"],
 }
+CONFIGS = {f"{name} {mode}": (words, mode == "compiled") for name, words in PRECISIONS.items() for mode in ("compiled", "eager")}
+DEFAULT = [n for n in CONFIGS if not n.startswith(("fp32 eager", "bf16_nvfp4", "bf16_fp8_current row"))]
 
 
 def stepper(args: argparse.Namespace, words: list[str], compiled: bool) -> Callable[[], float]:
@@ -56,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"runs": 15, "hidden": 512, "ffn": 0, "layers": 4, "seq": 512, "batch": 4, "threads": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--only", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
+    parser.add_argument("--only", nargs="+", choices=list(CONFIGS), default=DEFAULT)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fp8cfg.composition.choices import Library
-from fp8cfg.composition.yaml_door import from_yaml, listed, recipe_from, to_yaml
+from fp8cfg.composition.yaml_door import from_yaml, to_yaml
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.files import default_recipe
 from fp8cfg.config.recipe import Recipe
 
 __all__ = ["compose", "from_yaml", "to_yaml"]
@@ -23,20 +22,12 @@ def compose(overrides: Iterable[str] = (), config_dir: str | Path | None = None,
     `data/` YAML files of one's own. `file`, a recipe's YAML file, or `base`, a recipe, stands in place of `recipe=`. Raises
     ConfigError with every problem found.
     """
-    from fp8cfg.composition.hydra_door import merge
-    from fp8cfg.composition.words import parse
+    from fp8cfg.composition.unchecked import unchecked
 
     words = [] if overrides is None else list(overrides)
     if isinstance(overrides, str) or not all(isinstance(word, str) for word in words):
         raise ConfigError("compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])")
     library = Library(Path(config_dir) if config_dir else None)
-    given = recipe_from(Path(file), library) if file else base
-    chosen, values = parse(words, library, given is not None)
-    if given is None:
-        chosen.setdefault("recipe", default_recipe())
-    nodes = {group: library.node(group, name) for group, name in chosen.items()}
-    if given is not None:
-        nodes["recipe"] = listed(given)
-    recipe = Recipe(**merge(nodes, chosen, values))
+    recipe = unchecked(words, library, Path(file) if file else None, base)
     recipe.check()
     return recipe

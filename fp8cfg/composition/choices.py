@@ -30,7 +30,7 @@ class Library:
 
     def choices(self, group: str) -> list[str]:
         """The names that `group` offers, sorted; file stems and recipe functions."""
-        names = {p.stem for root in self._roots() for p in (root / group).glob("*.yaml")}
+        names = {p.stem for root in self._roots() for p in (root / group).glob("*.yaml") if NAME.fullmatch(p.stem)}
         return sorted(names | set(registry.recipes() if group == "recipe" else ()))
 
     def problem(self, group: str, name: str) -> str | None:
@@ -45,7 +45,7 @@ class Library:
 
     def stem(self, group: str, name: str) -> str:
         """The choice that `name` spells: functions of NeMo and hyphens are understood for precision."""
-        if group != "precision":
+        if group != "precision" or name in self.choices(group):
             return name
         spelled = name.replace("-", "_").lower()
         return FUNCTIONS.get(spelled, spelled)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import pydantic
 
 from fp8cfg.config import spellings
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 
+N = TypeVar("N", bound="Node")
 _EXPECTED = {
     "int_type": "an integer", "float_type": "a number", "bool_type": "true or false", "string_type": "a string",
     "tuple_type": "a list", "finite_number": "a finite number", "model_type": "a mapping of keys",
 }
+WATCH: ContextVar[Callable[[Node, Iterable[str], Node | None], None] | None] = ContextVar("WATCH", default=None)
+"""Where it is set, called after a node is built or changed, with the fields that were given, and after one is copied, with
+its original."""
 
 
 class Node(pydantic.BaseModel):
@@ -34,6 +39,7 @@ class Node(pydantic.BaseModel):
             super().__init__(**values)
         except pydantic.ValidationError as e:
             raise ConfigError(problems(type(self), e)) from None
+        _watched(self, values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = getattr(type(self), name, None)
@@ -50,6 +56,13 @@ class Node(pydantic.BaseModel):
             super().__setattr__(name, value)
         except pydantic.ValidationError as e:
             raise ConfigError(problems(type(self), e)) from None
+        _watched(self, (name,))
+
+    def __copy__(self) -> Self:
+        return _watched(super().__copy__(), (), self)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return _watched(super().__deepcopy__(memo), (), self)
 
     def merged(self, changes: dict[str, Any]) -> Self:
         """A copy with `changes`, nested mappings key by key. Raises ConfigError as assignment does."""
@@ -73,7 +86,7 @@ class Node(pydantic.BaseModel):
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, str):
             return {o.lower(): o for o in options(annotation)}.get(value.lower(), value)
-        if isinstance(value, float) and value.is_integer() and annotation is int:
+        if isinstance(value, float) and value.is_integer() and int in (annotation, *typing.get_args(annotation)):
             return int(value)
         return tuple(value) if isinstance(value, list) else value
 
@@ -81,6 +94,13 @@ class Node(pydantic.BaseModel):
     def key(cls, field: str) -> str:
         """The dotted key of `field`, by its short name: `fp8.margin`."""
         return f"{cls.home}.{field}" if cls.home else field
+
+
+def _watched(node: N, given: Iterable[str], copied: Node | None = None) -> N:
+    watch = WATCH.get()
+    if watch:
+        watch(node, given, copied)
+    return node
 
 
 def options(annotation: Any) -> list[str]:

@@ -17,7 +17,7 @@ _BELONGS = {
     "first_last_layers_bf16": "fp8.high_precision_at_start and fp8.high_precision_at_end",
     "num_layers_at_start_in_bf16": "fp8.high_precision_at_start", "num_layers_at_end_in_bf16": "fp8.high_precision_at_end",
     "use_mxfp8_block_scaling": "fp8.scaling=mxfp8", "optimization_level": "opt_level",
-    "grad_reduce_in_fp32": "storage.comm", "mixed_precision": "precision (precision=bf16_fp8)",
+    "grad_reduce_in_fp32": "storage.comm", "mixed_precision": "precision",
     "params_dtype": "precision.compute", "autocast_dtype": "precision.compute", "fp16_loss_scale": "precision.loss_scale",
     "fp16_initial_loss_scale": "precision.initial_loss_scale", "fp16_min_loss_scale": "precision.min_loss_scale",
     "fp16_loss_scale_window": "precision.loss_scale_window", "fp16_hysteresis": "precision.hysteresis",
@@ -32,9 +32,18 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "data.seq_length": "model.seq_length", "data.vocab_size": "model.vocab_size",
     "data.micro_batch_size": "trainer.micro_batch_size", "data.global_batch_size": "trainer.global_batch_size",
     "data.seed": "trainer.seed", "optim.max_steps": "trainer.max_steps", "optim.clip_grad": "trainer.gradient_clip_val",
-    "trainer.precision": "precision (precision=bf16_fp8)", "model.precision": "precision (precision=bf16_fp8)",
+    "trainer.precision": "precision", "model.precision": "precision",
     "precision.precision": "precision.compute", "precision.params_dtype": "precision.compute", "fp8.fp8": "fp8.enabled",
     "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
+}
+_VALUES = {  # of our keys: their word -> ours
+    "fp8.scaling": {
+        "tensorwise": "current", "per_tensor": "current", "blockwise": "block", "subchannel": "block",
+        "delayed": "delayed", "current": "current", "block": "block", "mxfp8": "mxfp8", "nvfp4": "nvfp4"},
+    "precision": {
+        "no": "fp32", "fp32": "fp32", "32": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16",
+        "fp16": "fp16", "16": "fp16", "16-mixed": "fp16", "16-true": "fp16", "fp8": "bf16_fp8", "fp8-mixed": "bf16_fp8",
+        "transformer-engine": "bf16_fp8", "transformer-engine-float16": "fp16_fp8"},
 }
 DERIVED = {
     "trainer.accumulate_grad_batches":
@@ -51,8 +60,14 @@ CODE_KEYS = frozenset({
 """Keys by which other frameworks name code to run; none is ever accepted."""
 
 
-def unknown(key: str, known: Iterable[str]) -> str:
-    """The line for a `key` that does not exist: where the thing belongs, or the nearest key."""
+def meant(key: str, value: object) -> str | None:
+    """Our word for another project's `value` of our `key`; None where there is none, or it is ours already."""
+    ours = _VALUES.get(key, {}).get(str(value).lower())
+    return None if ours == str(value).lower() else ours
+
+
+def unknown(key: str, known: Iterable[str], value: object = None) -> str:
+    """The line for a `key` that does not exist: where the thing belongs, with what `value` is there, or the nearest key."""
     leaf = key.rsplit(".", 1)[-1]
     if leaf in CODE_KEYS:
         return f"{key}: a recipe cannot name code to run; values name things by registry key, as in optim.name=adamw"
@@ -60,7 +75,10 @@ def unknown(key: str, known: Iterable[str]) -> str:
         return f"{key}: cannot be set, it is {DERIVED[key]}"
     home = _HOMES.get(key) or _BELONGS.get(leaf)
     if home:
-        return f"{key}: no such key; it belongs to {home}"
+        ours = _VALUES.get(home, {}).get(str(value).lower())
+        if ours:
+            return f"{key}={value}: no such key; write {home}={ours}"
+        return f"{key}: no such key; it belongs to {home}" + (" (precision=bf16_fp8)" if home == "precision" else "")
     known = set(known)
     same_leaf = sorted(k for k in known if k.rsplit(".", 1)[-1] == leaf)
     near = (same_leaf[0] if len(same_leaf) == 1 else None) or nearest(key, known, 0.75) or _near_leaf(leaf, known)

@@ -79,6 +79,16 @@ def tile_amax(v: Tensor, keep_nan: bool) -> Tensor:
 
 def tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None) -> Scales:
     """The scales of the tiles of `v` [A, r, B, c] under `scaling`, [A, 1, B, 1]. `whole` is the first level of nvfp4."""
+    return Scales(*(_written_out(s) for s in _tile_scales(v, fmt, scaling, whole)))
+
+
+def _written_out(scales: Tensor) -> Tensor:
+    """`scales` itself. A compiler would work a scale out again for each element that it scales, bit by bit; what is read by
+    stride has to be in memory."""
+    return scales.as_strided(scales.shape, scales.stride()) if torch.compiler.is_compiling() else scales
+
+
+def _tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None) -> Scales:
     amax = tile_amax(v, keep_nan=scaling.kind in ("mxfp8", "nvfp4"))
     if scaling.kind == "mxfp8":
         return _e8m0(amax, fmt)

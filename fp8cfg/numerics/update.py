@@ -6,18 +6,26 @@ step that is skipped because its gradients are not finite calls `discard_amax` i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from fp8cfg.numerics.attention import ROLES, FP8Attention
 from fp8cfg.numerics.linear import FP8Linear
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, roll
 
+FP8Layer = FP8Linear | FP8Attention
+
+
+def fp8_layers(model: nn.Module) -> Iterator[FP8Layer]:
+    """Everything in `model` that multiplies in FP8, each once, in the order of its modules."""
+    return (module for module in model.modules() if isinstance(module, FP8Layer))
+
 
 @torch.no_grad()
-def update_scales(layers: Iterable[FP8Linear], group: dist.ProcessGroup | None = None, step: int | None = None) -> None:
+def update_scales(layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = None, step: int | None = None) -> None:
     """Reduces the amaxes of this step over `group`, rolls the histories and sets the scales of all delayed `layers`.
 
     One all-reduce (MAX) for all layers together; all ranks must name the same layers in the same order. `group` None reduces
@@ -26,26 +34,35 @@ def update_scales(layers: Iterable[FP8Linear], group: dist.ProcessGroup | None =
     delayed = [layer for layer in layers if layer.scaling.kind == "delayed"]
     if not delayed:
         return
-    now = torch.stack([_state(layer)[1][0] for layer in delayed])  # [layers, 3]
+    kinds = [(layer.scaling, _roles(layer)) for layer in delayed]
+    now = torch.cat([_state(layer)[1][0] for layer in delayed])
     if group is not None:
         dist.all_reduce(now, dist.ReduceOp.MAX, group=group)
-    for scaling in dict.fromkeys(layer.scaling for layer in delayed):
-        rows = [i for i, layer in enumerate(delayed) if layer.scaling == scaling]
-        _update([_state(delayed[i]) for i in rows], now[rows], scaling, step)
+    rows = torch.split(now, [len(roles) for _, roles in kinds])
+    for kind in dict.fromkeys(kinds):
+        those = [i for i, other in enumerate(kinds) if other == kind]
+        _update([_state(delayed[i]) for i in those], torch.stack([rows[i] for i in those]), *kind, step)
 
 
-def _state(layer: FP8Linear) -> tuple[Tensor, Tensor]:
+def _roles(layer: FP8Layer) -> tuple[int, ...]:
+    """What the columns of a layer's state are to its scaling."""
+    return ROLES if isinstance(layer, FP8Attention) else (INPUT, WEIGHT, GRAD_OUTPUT)
+
+
+def _state(layer: FP8Layer) -> tuple[Tensor, Tensor]:
     scale, history = layer.fp8_scale, layer.fp8_amax_history
     assert scale is not None and history is not None, "delayed scaling has state"
     return scale, history
 
 
-def _update(states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, step: int | None) -> None:
+def _update(
+    states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, roles: tuple[int, ...], step: int | None
+) -> None:
     if step is None and scaling.interval > 1:
         raise ValueError(f"update_scales: interval={scaling.interval} needs the number of the optimizer step")
     scales, histories = ([pair[i] for pair in states] for i in range(2))
     old = torch.stack(scales)
-    largest = [scaling.format_of(role).max * 2.0**-scaling.margin for role in (INPUT, WEIGHT, GRAD_OUTPUT)]
+    largest = [scaling.format_of(role).max * 2.0**-scaling.margin for role in roles]
     target = torch.tensor(largest, device=now.device).expand_as(now)
     history, new = roll(torch.stack(histories, 1), old, now, target, scaling.amax_compute_algo)
     if step is not None and step % scaling.interval:
@@ -55,10 +72,10 @@ def _update(states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, 
 
 
 @torch.no_grad()
-def discard_amax(layers: Iterable[FP8Linear]) -> None:
+def discard_amax(layers: Iterable[FP8Layer]) -> None:
     """Forgets what `layers` saw since the last update, and rolls nothing. The weight's amax of a float8 weight stays: it was
     recorded when the weight was written, and the weight has not changed."""
     for layer in layers:
         if layer.fp8_amax_history is not None:
-            kept = layer.fp8_params
+            kept = isinstance(layer, FP8Linear) and layer.fp8_params
             layer.fp8_amax_history[0, [INPUT, GRAD_OUTPUT] if kept else slice(None)] = 0

@@ -1,0 +1,42 @@
+"""`check`: whether a recipe can be, on whatever hardware, without running it."""
+
+from __future__ import annotations
+
+from fp8cfg.cli.words import recipe_file, split, wrong_words
+from fp8cfg.config.errors import ConfigError, refuse_if
+
+USAGE = """
+fp8cfg check [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...]
+
+Composes a recipe and asks everything that needs no hardware: types and bounds,
+the rules between keys, layer patterns, and what this version does not have.
+One line and exit code 0, or every problem and exit code 2.
+
+  --config-dir FOLDER  recipes and presets of your own
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Check the recipe of `argv`. Returns the exit code."""
+    from pathlib import Path
+
+    from fp8cfg.composition.choices import Library
+    from fp8cfg.composition.unchecked import unchecked
+    from fp8cfg.report.effect import refusals
+
+    arguments = split(argv, ("--config-dir",))
+    try:
+        folder, file = arguments.one("--config-dir"), recipe_file(arguments.plain, ())
+    except ConfigError as e:
+        raise ConfigError(e.problems + wrong_words(arguments)) from None
+    recipe = unchecked(arguments.words, Library(Path(folder) if folder else None), file)
+    refuse_if(refusals(recipe))
+
+    from fp8cfg.builder import plan
+    from fp8cfg.report.coverage import planned
+
+    coverage = planned(recipe, plan(recipe))
+    p, count = recipe.precision, coverage.layers_in_fp8
+    fp8 = f", FP8 {p.fp8.scaling} in {count} of {len(coverage.linears)} linear layers" if p.fp8.enabled else ""
+    print(f"ok: {recipe.name}, {p.compute}{fp8}")
+    return 0

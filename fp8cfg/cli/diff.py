@@ -1,0 +1,102 @@
+"""`diff`: the keys in which two recipes or two runs differ."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8cfg.cli.words import Arguments, split
+from fp8cfg.config.errors import ConfigError, refuse_if
+
+if TYPE_CHECKING:
+    from fp8cfg.config.recipe import Recipe
+
+USAGE = """
+fp8cfg diff A ... -- B ... [--json]
+fp8cfg diff RUN_FOLDER RUN_FOLDER
+
+The keys in which two recipes differ, with both values. A and B are each the
+words of a recipe, a recipe file, or a run folder, words after it changing it;
+nothing is the default recipe. Of two run folders the versions that they ran
+with are compared too.
+
+  fp8cfg diff recipe=llama_8b -- recipe=llama_8b precision=bf16_mxfp8
+  fp8cfg diff runs/llama_tiny-20260102-030405 -- mine.yaml
+
+  --config-dir FOLDER  recipes and presets of your own
+  --json               the same as JSON
+"""
+
+
+@dataclass
+class _Side:
+    name: str
+    recipe: Recipe
+    environment: dict[str, Any] | None
+
+
+def run(argv: list[str]) -> int:
+    """Print how the two sides of `argv` differ. Returns the exit code."""
+    first, second, flags = _halves(argv)
+    sides, problems = list[_Side](), list[str]()
+    for half, other in ((first, second), (second, first)):
+        try:
+            sides.append(_side(half, half.one("--config-dir") or other.one("--config-dir")))
+        except ConfigError as e:
+            problems += e.problems
+    refuse_if(problems)
+
+    from fp8cfg.report import differences
+
+    a, b = sides
+    found = {"key": differences.keys(a.recipe, b.recipe)}
+    if a.environment is not None and b.environment is not None:
+        found["version"] = differences.versions(a.environment, b.environment)
+    if "--json" in flags:
+        names = {"key": "keys", "version": "versions"}
+        print(json.dumps({"a": a.name, "b": b.name, **{names[k]: v for k, v in found.items()}}, indent=1))
+    else:
+        print(differences.text(a.name, b.name, found))
+    return 0
+
+
+def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
+    """What stands before and after `--`; two folders or files need none between them."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    halves = [split(part, ("--config-dir",), ("--json",)) for part in (argv[:cut], argv[cut + 1:])]
+    first, second = halves
+    if "--" not in argv:
+        if len(first.plain) != 2 or first.words:
+            raise ConfigError("diff: needs -- between the two, as in: fp8cfg diff recipe=llama_8b -- recipe=llama_70b")
+        second.plain.append(first.plain.pop())
+    return first, second, first.flags | second.flags
+
+
+def _side(half: Arguments, config_dir: str | None) -> _Side:
+    from fp8cfg.composition import compose
+    from fp8cfg.report.values import shown
+
+    name = " ".join(map(shown, [*half.plain, *half.words])) or "the default recipe"
+    refuse_if([f"{arg}: neither a run folder, nor a recipe file, nor of the form key=value" for arg in half.plain
+               if not (arg.endswith((".yaml", ".yml")) or Path(arg).is_dir())])
+    if len(half.plain) > 1:
+        raise ConfigError(f"{half.plain[1]}: one folder or file on each side of --")
+    given = Path(half.plain[0]) if half.plain else None
+    if given is None or not given.is_dir():
+        return _Side(name, compose(half.words, config_dir, given), None)
+    from fp8cfg.training.runfolder import RunFolder
+
+    run = RunFolder.open(given, lock=False)
+    return _Side(name, compose(half.words, config_dir, run.recipe), _environment(run.environment))
+
+
+def _environment(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise ConfigError(f"{file}: is not JSON ({e})") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: expected keys and values, got {type(data).__name__}")
+    return data

@@ -1,0 +1,128 @@
+"""`list`: recipes and presets by name, with a line on each. Reads files; imports recipes only where files do not say it all."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8cfg.cli import help
+from fp8cfg.cli.words import split
+from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.report.values import cut
+
+GROUPS = ("recipe", "precision", "data")
+USAGE = """
+fp8cfg list [recipe] [precision] [data] [--config-dir FOLDER] [--json]
+
+What can be chosen by name, with a line on each: recipes, precision presets and
+data presets, or of those the groups that are named. One group alone is printed
+with all that its files say.
+
+  --config-dir FOLDER  list FOLDER/recipe/*.yaml, FOLDER/precision/*.yaml and
+                       FOLDER/data/*.yaml too, each with its file
+  --json               the same as JSON
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name that can be chosen, what its file says about it, and the file; `own` is the file as it is shown beside names
+    that fp8cfg does not ship, and else empty."""
+
+    name: str
+    about: str
+    file: Path
+    own: str = ""
+
+    @property
+    def line(self) -> str:
+        """What is said beside the name."""
+        return ": ".join(part for part in (self.own, self.about) if part)
+
+
+def run(argv: list[str]) -> int:
+    """List the groups of `argv`. Returns the exit code."""
+    arguments = split(argv, ("--config-dir",), ("--json",))
+    wrong = [f"list {word}: no such group" + suggest(word, GROUPS) for word in arguments.plain if word not in GROUPS]
+    refuse_if(wrong + [f"list: takes no values, drop {word!r}" for word in arguments.words])
+    given = arguments.one("--config-dir")
+    if given and not Path(given).is_dir():
+        raise ConfigError(f"--config-dir {given}: no such folder")
+    found = {g: entries(g, Path(given) if given else None) for g in GROUPS if not arguments.plain or g in arguments.plain}
+    if "--json" in arguments.flags:
+        import json
+
+        print(json.dumps({group: [{"name": e.name, "about": e.about, "file": str(e.file.resolve())} for e in those]
+                          for group, those in found.items()}, indent=1))
+    elif len(found) == 1:
+        print("\n".join(_whole(*found.values())))
+    else:
+        print("\n\n".join("\n".join([group, *_overview(those)]) for group, those in found.items()))
+    return 0
+
+
+def entries(group: str, folder: Path | None) -> list[Entry]:
+    """The names of `group`, sorted; a file of `folder` stands before a shipped one of the same name."""
+    shipped = {e.name: e for e in (_recipes() if group == "recipe" else [])}
+    shipped |= {file.stem: Entry(file.stem, _comment(file), file) for file in sorted((help._root("conf") / group).glob("*.yaml"))}
+    own: dict[str, Entry] = {}
+    if folder:
+        from fp8cfg.config.files import NAME
+
+        own = {file.stem: Entry(file.stem, _comment(file), file, str(file))
+               for file in (folder / group).glob("*.yaml") if NAME.fullmatch(file.stem)}
+    return sorted((shipped | own).values(), key=lambda e: e.name)
+
+
+def _overview(those: list[Entry]) -> list[str]:
+    """A line for each, as far as there is room."""
+    width = max(len(e.name) for e in those)
+    return [f"  {e.name:{width}}  {cut(e.line, 76 - width)}" for e in those]
+
+
+def _whole(those: list[Entry]) -> list[str]:
+    """All that is said about each."""
+    width = max(len(e.name) for e in those) + 2
+    return [line for e in those for line in textwrap.wrap(
+        f"{e.name:{width}}{e.line}", 80, subsequent_indent=" " * width, break_long_words=False, break_on_hyphens=False)]
+
+
+def _recipes() -> list[Entry]:
+    """The recipe functions, read from their source; imported where that does not have them all."""
+    from importlib import metadata
+
+    found = [entry for file in help._root("recipes").glob("*.py") for entry in _functions(file)]
+    if not metadata.entry_points(group="fp8cfg.recipes") and {e.name for e in found} >= set(help.choices("recipe")):
+        return found
+    from fp8cfg.config.registry import recipes
+
+    read = {e.name: e for e in found}
+    return [read.get(name) or Entry(name, _first(make.__doc__), Path(make.__code__.co_filename), make.__module__)
+            for name, make in recipes().items()]
+
+
+def _functions(file: Path) -> list[Entry]:
+    """The functions at the top of `file` that are registered by the decorator `recipe`."""
+    functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+    return [Entry(fn.name, _first(ast.get_docstring(fn)), file) for fn in functions
+            if {"recipe", "fp8cfg.recipe"} & set(map(ast.unparse, fn.decorator_list))]
+
+
+def _first(doc: str | None) -> str:
+    return (doc or "").strip().partition("\n")[0]
+
+
+def _comment(file: Path) -> str:
+    """The first comment before the data of a YAML file that is for people."""
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for line in iter(lambda: lines.readline(500).strip(), ""):
+                if not line.startswith("#"):
+                    break
+                if not line.startswith(("# @package", "# yaml-language-server")):
+                    return "".join(c for c in line.lstrip("# ") if c.isprintable())  # it is shown on a terminal
+    except OSError:
+        pass
+    return ""

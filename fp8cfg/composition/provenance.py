@@ -1,0 +1,152 @@
+"""Where every value of a recipe comes from: the layers that set it, in the order in which they were applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8cfg.composition.choices import LEAVES, Library
+from fp8cfg.composition.leaves import flat, settings
+from fp8cfg.composition.lines import key_lines
+from fp8cfg.composition.recorder import Event, Recorder, at_import
+from fp8cfg.composition.unchecked import unchecked
+from fp8cfg.composition.yaml_door import _choices, _full_names
+from fp8cfg.config import registry
+from fp8cfg.config.files import CONF, default_recipe, read_yaml
+from fp8cfg.config.recipe import PLUGIN, Recipe, full
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where something is said: a line of a file, with the functions that it runs in; or a word."""
+
+    file: Path | None = None
+    line: int | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One setting of one key: `kind` is "schema default", "recipe function", "preset", "recipe file" or "command line", `at`
+    says where the value stands, and `by` what applied it. A preset without a line does not have the key: choosing it put
+    the key back to its default."""
+
+    kind: str
+    value: Any
+    at: Origin = Origin()
+    by: Origin = Origin()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A composed recipe, its rules not yet checked, and the layers of every key by its full name, the last of which is its
+    value. `named` has what words and files chose, as far as it is shipped: the recipe function at the bottom, and the last
+    preset of each group."""
+
+    recipe: Recipe
+    layers: dict[str, list[Layer]]
+    named: dict[str, str]
+
+
+def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path | None = None) -> Trace:
+    """Compose as `compose` does, and note where each value comes from. Raises ConfigError for what cannot be composed."""
+    from fp8cfg.composition.words import _parsed, one
+
+    at_import()  # before anything else imports the recipes
+    library = Library(Path(config_dir) if config_dir else None)
+    recipe = unchecked(words, library, file)
+    chosen, values = {"recipe": (default_recipe(), Origin())}, list[str]()
+    for word in words:
+        group, text = one(word, library)
+        if group:
+            chosen[group] = text, Origin(text=word)
+        elif text:
+            values.append(word)
+    tracer = _Tracer(library)
+    if file:
+        tracer.file(file, Origin())
+    else:
+        tracer.recipe(*chosen["recipe"])
+    for group in LEAVES:
+        if group in chosen:
+            tracer.preset(group, *chosen[group])
+    for word in values:
+        name, given, _ = _parsed(word)
+        for key, value in settings({full(name): given}).items():
+            tracer.add(key, Layer("command line", value, Origin(text=word)))
+    assert {key: layers[-1].value for key, layers in tracer.layers.items()} == flat(recipe)
+    return Trace(recipe, tracer.layers, tracer.named)
+
+
+class _Tracer:
+    """Goes the way that composition went, and notes each layer."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.layers = {key: [Layer("schema default", value)] for key, value in flat(Recipe()).items()}
+        self.named: dict[str, str] = {}
+
+    def add(self, key: str, layer: Layer) -> None:
+        self.layers[key].append(layer)
+
+    def recipe(self, name: str, by: Origin, inside: Path | None = None) -> None:
+        path = self.library._file("recipe", name)
+        if path and path != inside:
+            return self.file(path, by)
+        if by != Origin():
+            self.named["recipe"] = name
+        recorder = Recorder(at_import())
+        made = recorder.run(registry.recipes()[name])
+        for key in self.layers:
+            for event in recorder.events(made, key):
+                self.add(key, _of_event(event, key, by))
+
+    def file(self, path: Path, by: Origin) -> None:
+        data, lines = dict(read_yaml(path)), key_lines(path)
+        at = {group: Origin(path, _line(group, data, lines)) for group in ("recipe", *LEAVES)}
+        chosen = _choices(data)
+        named = (chosen["recipe"], at["recipe"]) if "recipe" in chosen else (default_recipe(), Origin())
+        self.recipe(*named, inside=path.resolve())
+        for group in LEAVES:
+            if group in chosen:
+                self.preset(group, chosen[group], at[group])
+        lines = {full(key): line for key, line in lines.items()}
+        for key, value in settings(_full_names(data)).items():
+            self.add(key, Layer("recipe file", value, Origin(path, lines.get(key) or lines[PLUGIN]), by))
+
+    def preset(self, group: str, name: str, by: Origin) -> None:
+        path = self.library._file(group, self.library.stem(group, name))
+        assert path is not None  # composition has read it
+        self.named.pop(group, None)
+        if path.is_relative_to(CONF):
+            self.named[group] = path.stem
+        (cls, home), lines = LEAVES[group], key_lines(path)
+        for key, value in flat(cls(**read_yaml(path)), home).items():
+            line = lines.get(key.removeprefix(f"{home}."))
+            if line or len(self.layers[key]) > 1:
+                self.add(key, Layer("preset", value, Origin(path, line), by))
+
+
+def _of_event(event: Event, key: str, by: Origin) -> Layer:
+    """The layer of a statement in a recipe function; of the preset that it reads, where it reads one."""
+    place = event.place
+    at = Origin(place.file, place.line, " > ".join(place.functions))
+    if not place.preset:
+        return Layer("recipe function", event.value, at, by)
+    path = CONF / "precision" / f"{Library().stem('precision', place.preset)}.yaml"
+    return Layer("preset", event.value, Origin(path, key_lines(path)[key.removeprefix(f"{PLUGIN}.")]), at)
+
+
+def _line(group: str, data: dict[str, Any], lines: dict[str, int]) -> int | None:
+    """The line of a recipe's file that names the preset of `group`; None where none does."""
+    keys = [group, *([PLUGIN] if group == "precision" else [])]
+    named = [lines[key] for key in keys if isinstance(_under(data, key), str)]
+    return named[0] if named else lines.get("defaults")
+
+
+def _under(data: Any, key: str) -> Any:
+    for name in key.split("."):
+        data = data.get(name) if isinstance(data, dict) else None
+    return data

@@ -1,0 +1,199 @@
+"""Causal attention with FP8 products, emulated.
+
+    P  = Q Kᵀ / √D       dS = dO Vᵀ        dQ = dP K / √D
+    S  = softmax(P)      dV = Sᵀ dO        dK = dPᵀ Q / √D
+    O  = S V             dP = S ∘ (dS - rowsum(S ∘ dS))
+
+Quantized are, as where Transformer Engine 2.20 emulates its fused kernels (UnfusedDotProductAttention and FP8EmulationFunc in
+pytorch/attention/dot_product_attention/backends.py): Q, K and V under one scale, S, and O, in the forward format; dO, dP,
+and under one scale dQ, dK and dV, in that of gradients. The softmax and dP are computed in float32, from the S before
+rounding. Where query heads share a key head, each has a dK and a dV of its own, which are summed after rounding.
+
+Under delayed scaling each of the six has a history; under current scaling each is scaled from itself, S and dP never by a
+power of two. Values are carried on the FP8 grid and quantized from float32, as everywhere in this package; Transformer
+Engine's emulation rounds them to the layer's dtype between any two operations, which its kernels do not.
+
+This is an emulation with explicit [T, T] matrices, not a flash kernel. They are made again in the backward pass and not
+kept in between: one layer at a time takes some 12 bytes for each of B x heads x T x T.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8cfg.numerics.gemm import _encode
+from fp8cfg.numerics.operand import Operand
+from fp8cfg.numerics.quantize import quantize
+from fp8cfg.numerics.region import Region
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, Scaling, amax_of, scale_now
+
+QKV, S, OUT, DOUT, DP, DQKV = range(6)  # columns of the scales and the amax history
+ROLES = (INPUT, INPUT, INPUT, GRAD_OUTPUT, GRAD_OUTPUT, GRAD_OUTPUT)
+"""What each column is to `Scaling.format_of`."""
+PRODUCTS = ("p", "o", "ds", "dv", "dq", "dk")
+"""The six products by what they make, in the order of the record."""
+
+
+class State(NamedTuple):
+    """The buffers that the products read and write; `scales` and `history` under delayed scaling."""
+
+    scales: Tensor | None
+    history: Tensor | None
+    ran: Tensor
+
+
+class Plan(NamedTuple):
+    """What one call does; static, so that a compiler specialises on it. `softmax_scaling` is that of S and dP."""
+
+    scaling: Scaling
+    softmax_scaling: Scaling
+    carrier: torch.dtype
+    out: torch.dtype
+    record: bool
+
+    def scale(self, column: int, state: State, *tensors: Tensor) -> Tensor:
+        """The scale that `tensors`, which stand in one column, have together."""
+        role = ROLES[column]
+        t = tensors[0] if len(tensors) == 1 else torch.stack([amax_of(t) for t in tensors])
+        scaling = self.softmax_scaling if column in (S, DP) else self.scaling
+        if state.scales is None or state.history is None:
+            return scale_now(t, role, scaling, None, None, self.record)
+        first = column - role  # scale_now finds `role` in what it is given
+        return scale_now(t, role, scaling, state.scales[first:], state.history[:, first:], self.record)
+
+    def quantize(self, column: int, t: Tensor, scale: Tensor) -> Operand:
+        """`t` [..., C] as an operand of the format that its column has."""
+        made = quantize(t.reshape(-1, t.shape[-1]), scale, self.scaling.format_of(ROLES[column]), self.carrier)
+        return made._replace(data=made.data.view(t.shape))
+
+
+def product(a: Operand, b: Operand, state: State, name: str, factor: float = 1.0) -> Tensor:
+    """a [..., M, K] @ b [..., K, N] x `factor` in float32, recorded in `state.ran` from the operands that it multiplies."""
+    assert a.scale_inv is not None and b.scale_inv is not None
+    state.ran[PRODUCTS.index(name)].fill_(_encode(a, b))
+    return (a.data @ b.data).float().mul_(a.scale_inv * b.scale_inv * factor)
+
+
+def probabilities(q: Operand, k: Operand, state: State) -> Tensor:
+    """S before rounding, float32 [..., Tq, Tk]: the softmax over this and earlier tokens."""
+    p = product(q, _t(k), state, "p", q.data.shape[-1] ** -0.5)
+    later = torch.ones(p.shape[-2:], dtype=torch.bool, device=p.device).triu(1)
+    return p.masked_fill_(later, -torch.inf).softmax(-1)
+
+
+class AttentionFunction(torch.autograd.Function):
+    """q [B, G, R, T, D], k and v [B, G, 1, T, D], the fields of State, Plan -> [B, G, R, T, D] of dtype `plan.out`, for G key
+    heads with R query heads each."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        *buffers, plan = rest
+        state = State(*buffers)
+        scale = plan.scale(QKV, state, q, k, v)
+        qs, ks, vs = (plan.quantize(QKV, t, scale) for t in (q, k, v))
+        p = probabilities(qs, ks, state)
+        scale = plan.scale(S, state, p).clone()  # the backward pass rounds with this one, whatever becomes of the buffer
+        o = product(plan.quantize(S, p, scale), vs, state, "o")
+        ctx.save_for_backward(qs.data, ks.data, vs.data, qs.scale_inv, scale)
+        ctx.fmt, ctx.state, ctx.plan, ctx.dtypes = qs.fmt, state, plan, (q.dtype, k.dtype, v.dtype)
+        return _values(plan.quantize(OUT, o, plan.scale(OUT, state, o)), plan.out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        *data, scale_inv, s_scale = ctx.saved_tensors
+        q, k, v = (Operand(t, scale_inv, ctx.fmt) for t in data)
+        plan, state, root = ctx.plan, ctx.state, q.data.shape[-1] ** -0.5
+        with torch.autocast(g.device.type, enabled=False):
+            do = plan.quantize(DOUT, g, plan.scale(DOUT, state, g))
+            p = probabilities(q, k, state)
+            ds = product(do, _t(v), state, "ds")
+            dv = product(_t(do), plan.quantize(S, p, s_scale), state, "dv").mT  # the gradient first, as in wgrad
+            grad = ds.sub_((p * ds).sum(-1, keepdim=True)).mul_(p)
+            dp = plan.quantize(DP, grad, plan.scale(DP, state, grad))
+            dq, dk = product(dp, k, state, "dq", root), product(_t(dp), q, state, "dk", root)
+            scale = plan.scale(DQKV, state, dq, dk, dv)
+            dq, dk, dv = (_values(plan.quantize(DQKV, t, scale), torch.float32) for t in (dq, dk, dv))
+        grads = dq, dk.sum(2, keepdim=True), dv.sum(2, keepdim=True)
+        return *(t.to(dtype) for t, dtype in zip(grads, ctx.dtypes, strict=True)), *(None for _ in state), None
+
+
+class FP8Attention(nn.Module):
+    """softmax(q kᵀ / √D) v, causal, with products in FP8 while its region is active, and by torch's scaled dot product otherwise.
+
+    q [B, H, T, D] and k, v [B, G, T, D] of any float dtype, H a multiple of G; output [B, H, T, D] in the autocast dtype, else
+    in that of q. `gemms_ran`, int32 [6] in the order of PRODUCTS, holds what each product last multiplied, 0 after a call in
+    high precision. Under delayed scaling `fp8_scale` [6] and `fp8_amax_history` [length, 6] work as in FP8Linear, with the
+    columns QKV, S, O, dO, dP, dQKV. A load that lacks them is a load of new weights and forgets them."""
+
+    gemms_ran: Tensor
+    fp8_scale: Tensor | None
+    fp8_amax_history: Tensor | None
+
+    def __init__(self, scaling: Scaling, region: Region, device: torch.device | None = None) -> None:
+        """Raises ValueError for a scaling with more than one scale a tensor."""
+        super().__init__()
+        if scaling.kind not in ("delayed", "current") or scaling.granularity != "tensor":
+            raise ValueError(f"FP8 attention has delayed or current scaling by one scale a tensor, not {scaling.kind} "
+                             f"by {scaling.granularity}")  # fmt: skip
+        self.scaling, self.region = scaling, region
+        self.softmax_scaling = dataclasses.replace(scaling, power_2_scales=False)
+        self.register_buffer("gemms_ran", torch.zeros(len(PRODUCTS), dtype=torch.int32, device=device), persistent=False)
+        state = self.fresh_state() if scaling.kind == "delayed" else {}
+        for name in ("fp8_scale", "fp8_amax_history"):
+            self.register_buffer(name, state.get(name))
+
+    def fresh_state(self) -> dict[str, Tensor]:
+        """Scales and history of attention that has seen nothing: scale 0 stands for "not set yet"."""
+        first, device = torch.ones if self.scaling.first_step == "te" else torch.zeros, self.gemms_ran.device
+        history = torch.zeros(self.scaling.amax_history_len, len(ROLES), device=device)
+        return {"fp8_scale": first(len(ROLES), device=device), "fp8_amax_history": history}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self.region.applies():
+            self.gemms_ran.zero_()
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        device = q.device.type
+        out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+        carrier = torch.bfloat16 if out == torch.bfloat16 else torch.float32
+        plan = Plan(self.scaling, self.softmax_scaling, carrier, out, torch.is_grad_enabled())
+        state = State(self.fp8_scale, self.fp8_amax_history, self.gemms_ran)
+        grouped = q.view(q.shape[0], k.shape[1], -1, *q.shape[2:]), k.unsqueeze(2), v.unsqueeze(2)
+        with torch.autocast(device, enabled=False):
+            o: Tensor = AttentionFunction.apply(*grouped, *state, plan)  # type: ignore[no-untyped-call]
+        return o.flatten(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"{self.scaling.kind} {self.scaling.forward.name}/{self.scaling.backward.name}, emulate"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Attention:
+        """Moves the state between devices and never casts it: `model.bfloat16()` must not round scales."""
+
+        def move(t: Tensor) -> Tensor:
+            new = fn(t)
+            return new if new.dtype == t.dtype else t.to(new.device)
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        if self.fp8_scale is not None and prefix + "fp8_scale" not in state_dict:
+            state_dict.update({prefix + name: fresh for name, fresh in self.fresh_state().items()})
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _t(operand: Operand) -> Operand:
+    return operand._replace(data=operand.data.mT)
+
+
+def _values(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """What a quantized tensor says, in `dtype`, rounded once."""
+    assert operand.scale_inv is not None
+    return (operand.data.float() * operand.scale_inv).to(dtype)

@@ -1,0 +1,54 @@
+"""How two recipes differ, and the machines that two runs ran on."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from fp8cfg.composition.leaves import flat
+from fp8cfg.config.recipe import Recipe, short
+from fp8cfg.report.tables import table
+from fp8cfg.report.values import shown
+
+_WIDTH = 80
+Pairs = dict[str, tuple[Any, Any]]
+
+
+def keys(a: Recipe, b: Recipe) -> Pairs:
+    """The keys that differ, by their short names, with both values."""
+    return pairs({short(k): v for k, v in flat(a).items()}, {short(k): v for k, v in flat(b).items()})
+
+
+def versions(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
+    """What differs between two environment.json: Python, packages, CUDA, GPUs, and the code's commit."""
+    return pairs(_versions(a), _versions(b))
+
+
+def pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
+    """The keys under which `a` and `b` differ, with both values; None where one of them has no such key."""
+    return {k: (a.get(k), b.get(k)) for k in [*a, *(k for k in b if k not in a)] if a.get(k) != b.get(k)}
+
+
+def text(name_a: str, name_b: str, parts: Mapping[str, Pairs]) -> str:
+    """Both names and a table for each of `parts` (title -> what differs), or that there is no difference."""
+    if not any(parts.values()):
+        return "no difference"
+    names = [textwrap.wrap(f"{side}  {name}", _WIDTH, subsequent_indent="   ", break_long_words=False)
+             for side, name in (("A", name_a), ("B", name_b))]
+    return "\n".join([line for lines in names for line in lines]
+                     + ["\n" + _table(title, found) for title, found in parts.items() if found])
+
+
+def _table(title: str, found: Pairs) -> str:
+    rows = [[key, shown(a), shown(b)] for key, (a, b) in found.items()]
+    flush = table([title, "A", "B"], rows)
+    if max(map(len, flush.splitlines())) <= _WIDTH:
+        return flush
+    return "\n".join([title, *(f"{key}\n  A  {a}\n  B  {b}" for key, a, b in rows)])
+
+
+def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
+    packages, code = ({**found} if isinstance(found := environment.get(k), dict) else {} for k in ("packages", "code"))
+    rest = {k: environment.get(k) for k in ("python", "cuda", "gpus")}
+    return {**rest, **packages, "code": code.get("commit"), "code changed": code.get("dirty")}

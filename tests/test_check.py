@@ -1,0 +1,52 @@
+"""`check`: one line for a recipe that can be, every problem for one that cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from verbs import loads, refused, said
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(("argv", "line"), [
+    ([], "ok: llama_tiny, bf16"),
+    (["recipe=llama_405b", "precision=bf16_fp8"], "ok: llama_405b, bf16, FP8 delayed in 504 of 505 linear layers"),
+    (["precision=fp16_fp8_current", "fp8.exclude=['*.linear_fc2']"], "ok: llama_tiny, fp16, FP8 current in 6 of 17 linear layers"),
+])
+def test_a_recipe_that_can_be(capsys: Out, argv: list[str], line: str) -> None:
+    assert said(capsys, "check", *argv) == f"{line}\n"
+
+
+def test_a_file(capsys: Out, tmp_path: Path) -> None:
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision/mine.yaml").write_text("compute: bf16\nfp8: {enabled: true}\n")
+    file = tmp_path / "my.yaml"
+    file.write_text("recipe: llama_1b\nprecision: mine\n")
+    assert said(capsys, "check", str(file), "--config-dir", str(tmp_path)).startswith("ok: llama_1b, bf16, FP8 delayed in ")
+    assert refused(capsys, "check", str(file)) == [f"{file}: precision=mine: no such precision preset"]
+
+
+@pytest.mark.parametrize(("argv", "lines"), [
+    (["fp8.margin=1", "optim.warmup_steps=999", "storage.shard=zero1"], [
+        "optim.warmup_steps=999: with optim.constant_steps=0 more than trainer.max_steps=100; nearest is 100",
+        "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
+        "storage.shard=zero1: not in this version; write none"]),
+    (["precision=bf16_fp8", "fp8.exclude=['*.linear_fc9']", "storage.rounding=stochastic"], [
+        "fp8.exclude=*.linear_fc9: matches no linear layer; did you mean 'layers.*.mlp.linear_fc2'?",
+        "storage.rounding=stochastic: not in this version; write nearest"]),
+    (["fp8.margn=1", "precision=bf16_pf8"], [
+        "fp8.margn: no such key; did you mean 'fp8.margin'?", "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"]),
+    (["nonsense", "fp8.margn=1"], ["nonsense: no command, recipe file or key=value; fp8cfg --help has them", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
+    (["nowhere.yaml"], ["nowhere.yaml: cannot be read (No such file or directory)"]),
+    (["--config-dir", "nowhere"], ["--config-dir nowhere: no such folder"]),
+    (["--full"], ["--full: no such option; choose from --config-dir, --help, --version"]),
+    ([""], ["'': not of the form key=value"]),
+])
+def test_every_problem_at_once(capsys: Out, argv: list[str], lines: list[str]) -> None:
+    assert refused(capsys, "check", *argv) == lines
+
+
+def test_neither_torch_nor_fiddle_is_loaded() -> None:
+    assert not loads("check", "precision=bf16_fp8") & {"torch", "fiddle"}
