@@ -33,8 +33,8 @@ from fp8cfg.numerics import (
 )
 from fp8cfg.numerics.formats import cast
 from fp8cfg.numerics.gemm import gemm
-from fp8cfg.numerics.operand import Operand
 from fp8cfg.numerics.nvfp4 import hadamard
+from fp8cfg.numerics.operand import Operand
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.numerics.scaling import amax_of, scale_from_amax
 from fp8cfg.numerics.tiles import first_level

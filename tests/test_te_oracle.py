@@ -18,7 +18,6 @@ from fp8cfg.numerics.gemm import DGRAD, FPROP, gemm
 from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.scaling import amax_of, scale_from_amax, scale_now
 
-
 POSITIVE = st.floats(2.0**-149, width=32, allow_infinity=False)  # denormals too
 
 

@@ -139,7 +139,7 @@ def test_the_transform_cancels_in_the_product_whatever_the_number_of_tokens() ->
 def test_block_scales(amax: float, dtype: torch.dtype, scale: float, power_of_2: float) -> None:
     x = torch.zeros(1, 256, dtype=dtype)
     x[0, 130] = amax
-    plain, floored = (tile_scales(tiled(x, (1, 128)), E4M3, s, None).encode.flatten() for s in (BLOCK_FP32, BLOCK))
+    plain, floored = (tile_scales(tiled(x, (1, 128)).float(), E4M3, s, None, dtype).encode.flatten() for s in (BLOCK_FP32, BLOCK))
     assert plain[0] == floored[0] == 1
     assert plain[1].item() == pytest.approx(scale, rel=1e-7)
     assert floored[1] == power_of_2

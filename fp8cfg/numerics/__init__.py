@@ -1,4 +1,4 @@
-"""FP8 training arithmetic in plain torch: read formats, scaling, gemm, function, linear and update, in this order.
+"""FP8 training arithmetic in plain torch. Read formats, scaling, tiles, quantize, operand, gemm, function, linear, update.
 
 A linear layer y = x Wᵀ multiplies three times in one training step:
 
@@ -7,13 +7,19 @@ A linear layer y = x Wᵀ multiplies three times in one training step:
     wgrad   dW = dyᵀ @ x
 
 Hardware with FP8 multiplies eight-bit operands twice as fast as sixteen-bit ones and accumulates in float32. Eight bits
-reach only from 2^-9 to 448 (E4M3), so each tensor is first multiplied by one float32 *scale* that brings its largest
-magnitude, the *amax*, to the top of that range, and the product is multiplied by the two inverse scales. The recipes
-differ in where the scale comes from: *current* scaling reads the amax of this very tensor, one more pass over memory;
-*delayed* scaling predicts it from the amaxes of the steps before and only records the new one.
+reach only from 2^-9 to 448 (E4M3), so a tensor is first multiplied by a *scale* that brings its largest magnitude, the
+*amax*, to the top of that range, and the product is multiplied by the inverse scales. The scalings differ in how many
+elements share a scale, and in where it comes from:
+
+    delayed   one a tensor, predicted from the amaxes of the steps before: no extra pass over memory, wrong after a jump
+    current   one a tensor (or a row), from the amax of this very tensor: one more pass
+    block     one for 128 elements, for 128x128 of a weight: an outlier costs its neighbours alone, so E4M3 everywhere
+    mxfp8     one for 32 elements, a power of two in eight bits
+    nvfp4     one for 16 elements of four bits, under one for the tensor
 
 Format pairing and scaling follow Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, and to the bit
-Transformer Engine 2.20 (common/recipe/delayed_scaling.cu, common/recipe/recipe_common.cuh).
+Transformer Engine 2.20 (common/recipe/delayed_scaling.cu, common/recipe/recipe_common.cuh); tiles.py and nvfp4.py name
+the sources of the other scalings.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ kept in between: one layer at a time takes some 12 bytes for each of B x heads x
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from fp8cfg.numerics.gemm import _encode
 from fp8cfg.numerics.operand import Operand
 from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.region import Region
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, Scaling, amax_of, scale_now
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, Scaling, amax_of, floor_to_power_of_2, scale_from_amax, scale_now
 
 QKV, S, OUT, DOUT, DP, DQKV = range(6)  # columns of the scales and the amax history
 ROLES = (INPUT, INPUT, INPUT, GRAD_OUTPUT, GRAD_OUTPUT, GRAD_OUTPUT)
@@ -50,10 +49,9 @@ class State(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one call does; static, so that a compiler specialises on it. `softmax_scaling` is that of S and dP."""
+    """What one call does; static, so that a compiler specialises on it."""
 
     scaling: Scaling
-    softmax_scaling: Scaling
     carrier: torch.dtype
     out: torch.dtype
     record: bool
@@ -62,11 +60,11 @@ class Plan(NamedTuple):
         """The scale that `tensors`, which stand in one column, have together."""
         role = ROLES[column]
         t = tensors[0] if len(tensors) == 1 else torch.stack([amax_of(t) for t in tensors])
-        scaling = self.softmax_scaling if column in (S, DP) else self.scaling
         if state.scales is None or state.history is None:
-            return scale_now(t, role, scaling, None, None, self.record)
+            scale = scale_from_amax(amax_of(t), self.scaling.format_of(role))
+            return floor_to_power_of_2(scale) if self.scaling.power_2_scales and column not in (S, DP) else scale
         first = column - role  # scale_now finds `role` in what it is given
-        return scale_now(t, role, scaling, state.scales[first:], state.history[:, first:], self.record)
+        return scale_now(t, role, self.scaling, state.scales[first:], state.history[:, first:], self.record)
 
     def quantize(self, column: int, t: Tensor, scale: Tensor) -> Operand:
         """`t` [..., C] as an operand of the format that its column has."""
@@ -144,7 +142,6 @@ class FP8Attention(nn.Module):
             raise ValueError(f"FP8 attention has delayed or current scaling by one scale a tensor, not {scaling.kind} "
                              f"by {scaling.granularity}")  # fmt: skip
         self.scaling, self.region = scaling, region
-        self.softmax_scaling = dataclasses.replace(scaling, power_2_scales=False)
         self.register_buffer("gemms_ran", torch.zeros(len(PRODUCTS), dtype=torch.int32, device=device), persistent=False)
         state = self.fresh_state() if scaling.kind == "delayed" else {}
         for name in ("fp8_scale", "fp8_amax_history"):
@@ -163,7 +160,7 @@ class FP8Attention(nn.Module):
         device = q.device.type
         out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
         carrier = torch.bfloat16 if out == torch.bfloat16 else torch.float32
-        plan = Plan(self.scaling, self.softmax_scaling, carrier, out, torch.is_grad_enabled())
+        plan = Plan(self.scaling, carrier, out, torch.is_grad_enabled())
         state = State(self.fp8_scale, self.fp8_amax_history, self.gemms_ran)
         grouped = q.view(q.shape[0], k.shape[1], -1, *q.shape[2:]), k.unsqueeze(2), v.unsqueeze(2)
         with torch.autocast(device, enabled=False):

@@ -27,7 +27,9 @@ from fp8cfg.numerics.weights import Stored, dequantize
 from fp8cfg.numerics.weights import operand as stored_operand
 
 Products = tuple[bool, bool, bool]  # one flag for each of fprop, dgrad, wgrad
-CONTRACTED = {(INPUT, FPROP): 1, (WEIGHT, FPROP): 1, (GRAD_OUTPUT, DGRAD): 1, (WEIGHT, DGRAD): 0, (GRAD_OUTPUT, WGRAD): 0, (INPUT, WGRAD): 0}
+CONTRACTED = {
+    (INPUT, FPROP): 1, (WEIGHT, FPROP): 1, (GRAD_OUTPUT, DGRAD): 1, (WEIGHT, DGRAD): 0, (GRAD_OUTPUT, WGRAD): 0,
+    (INPUT, WGRAD): 0}  # fmt: skip
 """The dimension of each tensor, as stored, over which a product sums."""
 
 

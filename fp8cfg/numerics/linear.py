@@ -96,8 +96,8 @@ class FP8Linear(nn.Linear):
         plan = Plan(self.scaling, high_precision, product, out, weight_grad, torch.is_grad_enabled())
         stand_in = stored is not None and self.weight.requires_grad and torch.compiler.is_compiling()
         weight = self._gradient_of_weight if stand_in else self.weight
-        buffers = (getattr(self, name) for name in WEIGHT_BUFFERS)
-        state = State(stored, *buffers, self.fp8_scale, self.fp8_amax_history, self.gemms_ran)
+        beside: list[Tensor | None] = [getattr(self, name) for name in WEIGHT_BUFFERS]
+        state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, self.gemms_ran])
         with torch.autocast(device, enabled=False):
             y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, self.bias, *state, plan)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)

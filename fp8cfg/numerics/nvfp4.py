@@ -20,6 +20,7 @@ from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling
 from fp8cfg.numerics.tiles import first_level
 
+
 def _matrix() -> Tensor:
     h = torch.ones(1, 1)
     while len(h) < 16:  # Sylvester's construction

@@ -5,8 +5,9 @@ Always from float32: rounding to bfloat16 before FP8 changes 3 in 100 values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fp8cfg.numerics.formats import E2M1, Format, cast, round_in_steps, round_to_grid, widen
@@ -14,6 +15,7 @@ from fp8cfg.numerics.operand import Operand
 from fp8cfg.numerics.scaling import BLOCK, Scaling
 from fp8cfg.numerics.tiles import Scales, Tile, sizes, tile_scales, tiled, untiled
 
+Part = Callable[[Tensor, Scales | None], tuple[Tensor, Tensor]]
 CHUNK = 1 << 17  # elements quantized at a time in eager mode: float32 temporaries stay in the cache, and none pages in anew
 
 
@@ -31,21 +33,28 @@ def quantize(t: Tensor, scale: Tensor, fmt: Format, carrier: torch.dtype) -> Ope
 
 
 def quantize_tiles(
-    t: Tensor, tile: Tile, fmt: Format, scaling: Scaling, carrier: torch.dtype, whole: Tensor | None = None, stochastic: bool = False
+    t: Tensor,
+    tile: Tile,
+    fmt: Format,
+    scaling: Scaling,
+    carrier: torch.dtype,
+    whole: Tensor | None = None,
+    stochastic: bool = False,
 ) -> Operand:
     """Quantizes the matrix `t` [R, C] with a scale for each tile. `whole` is nvfp4's scale of the whole tensor. Scales of a
     carried operand that vary along the contracted dimension are multiplied into its data."""
     fold = carrier != fmt.dtype and scaling.kind in BLOCK
 
     def part(t: Tensor, scales: Scales | None = None) -> tuple[Tensor, Tensor]:
-        v = tiled(t, tile)
-        encode, decode = scales or tile_scales(v, fmt, scaling, whole)
-        q = _rounded(v.float() * encode, fmt, carrier, stochastic)
+        v = tiled(t, tile).float()
+        encode, decode = scales or tile_scales(v, fmt, scaling, whole, t.dtype)
+        q = _rounded(v * encode, fmt, carrier, stochastic)
         q = (q * decode.to(q.dtype) if fold else q).to(carrier)
         return untiled(q, t.shape), decode[:, 0, :, 0]
 
     if _in_chunks(t):
-        data, decode = _by_chunks(t, tile, carrier, part, tile_scales(tiled(t, tile), fmt, scaling, whole) if tile[0] == 0 else None)
+        columns = tile_scales(tiled(t, tile).float(), fmt, scaling, whole) if tile[0] == 0 else None
+        data, decode = _by_chunks(t, tile, carrier, part, columns)
     else:
         data, decode = part(t)
     if not fold:
@@ -53,7 +62,8 @@ def quantize_tiles(
     return Operand(data, None if whole is None else whole.reciprocal(), fmt, tile)
 
 
-def _by_chunks(t: Tensor, tile: Tile, carrier: torch.dtype, part, scales: Scales | None) -> tuple[Tensor, Tensor]:
+def _by_chunks(t: Tensor, tile: Tile, carrier: torch.dtype, part: Part, scales: Scales | None) -> tuple[Tensor, Tensor]:
+    """`part` of some rows at a time; with the `scales` of whole columns where a tile has all rows."""
     data = torch.empty(t.shape, dtype=carrier)
     r = 1 if scales else sizes(t.shape, tile)[0]
     rows = max(1, CHUNK // max(1, r * t.shape[1])) * r

@@ -40,10 +40,10 @@ def high_precision_state_dict(state: Mapping[str, Tensor], dtype: torch.dtype = 
 
 def _stored(state: Mapping[str, Tensor], prefix: str) -> Stored | None:
     """The float8 weight of a layer in `state`, if it has one that can be read."""
-    weight, *buffers = (state.get(prefix + name) for name in ("weight", *WEIGHT_BUFFERS))
-    if weight is None or weight.dtype not in BY_DTYPE or buffers[0] is None:
+    weight, scale_inv, *others = (state.get(prefix + name) for name in ("weight", *WEIGHT_BUFFERS))
+    if weight is None or weight.dtype not in BY_DTYPE or scale_inv is None:
         return None
-    return Stored(weight, *buffers)
+    return Stored(weight, scale_inv, *others)
 
 
 def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Tensor | None:

@@ -12,17 +12,18 @@ import struct
 import torch
 from torch import Tensor
 
+from fp8cfg.numerics.exact import power_of_two
 from fp8cfg.numerics.formats import Format
 
 
 def random_key(seed: int, *words: int | str) -> Tensor:
-    """A key, int32 [2], for these words: the name of a parameter and the number of the step, say."""
+    """The key, int32 [2], of these words: the name of a parameter and the number of a step, say."""
     digest = hashlib.blake2b(repr((seed, *words)).encode(), digest_size=8).digest()
     return torch.tensor(struct.unpack("<2i", digest), dtype=torch.int32)
 
 
 def uniform(key: Tensor, lane: int, start: int, count: int) -> Tensor:
-    """`count` float32 numbers in [0, 1), multiples of 2^-24, for the elements from `start` on; lanes are independent streams.
+    """`count` float32 numbers in [0, 1), multiples of 2^-24, for the elements from `start` on; lanes are separate streams.
 
     The index goes through the two multiply-xorshift rounds of lowbias32 (C. Wellons, "Hash function prospector", 2018), with
     half of the key mixed in before each.
@@ -36,18 +37,14 @@ def uniform(key: Tensor, lane: int, start: int, count: int) -> Tensor:
 def round_stochastic(v: Tensor, fmt: Format, u: Tensor) -> Tensor:
     """Float32 `v` on the grid of `fmt`, still float32: the upper neighbour where `u` is below the distance to the lower one.
 
-    Steps are powers of two, so everything here is exact. It does not saturate; infinities and NaN stay. A step finer than
-    2^-126, as bfloat16 has them below 2^-119, counts as 2^-126: its reciprocal would not be a float32.
+    Steps are powers of two, so all of this is exact. It does not saturate; infinities and NaN stay. A step finer than 2^-126,
+    as bfloat16 has them below 2^-119, counts as 2^-126: its reciprocal would not be a float32.
     """
     exponent = ((v.view(torch.int32) >> 23) & 0xFF) - 127
     step = (exponent.clamp(min=fmt.min_exponent) - fmt.mantissa_bits).clamp(min=-126)
-    count = v * _power_of_two(-step)
+    count = v * power_of_two(-step)
     lower = count.floor()
-    return (lower + (u < count - lower).float()) * _power_of_two(step)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    return ((exponent + 127) << 23).view(torch.float32)
+    return (lower + (u < count - lower).float()) * power_of_two(step)
 
 
 def _shift_xor(x: Tensor, by: int) -> Tensor:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8cfg.numerics.formats import E2M1, E4M3, Format, cast
-from fp8cfg.numerics.scaling import FLT_MAX, Scaling, amax_of, floor_to_power_of_2, scale_from_amax
+from fp8cfg.numerics.scaling import FLT_MAX, Scaling, floor_to_power_of_2, scale_from_amax
 
 Tile = tuple[int, int]
 
@@ -77,9 +77,10 @@ def tile_amax(v: Tensor, keep_nan: bool) -> Tensor:
     return a.nan_to_num(nan=0.0, posinf=torch.inf).amax((1, 3), keepdim=True)
 
 
-def tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None) -> Scales:
-    """The scales of the tiles of `v` [A, r, B, c] under `scaling`, [A, 1, B, 1]. `whole` is the first level of nvfp4."""
-    return Scales(*(_written_out(s) for s in _tile_scales(v, fmt, scaling, whole)))
+def tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype = torch.float32) -> Scales:
+    """The scales of the tiles of `v` [A, r, B, c] under `scaling`, [A, 1, B, 1]. `whole` is the first level of nvfp4, `dtype`
+    what `v` was before it was float32: block scales go no higher than its largest number."""
+    return Scales(*(_written_out(s) for s in _tile_scales(v, fmt, scaling, whole, dtype)))
 
 
 def _written_out(scales: Tensor) -> Tensor:
@@ -88,13 +89,13 @@ def _written_out(scales: Tensor) -> Tensor:
     return scales.as_strided(scales.shape, scales.stride()) if torch.compiler.is_compiling() else scales
 
 
-def _tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None) -> Scales:
+def _tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype) -> Scales:
     amax = tile_amax(v, keep_nan=scaling.kind in ("mxfp8", "nvfp4"))
     if scaling.kind == "mxfp8":
         return _e8m0(amax, fmt)
     if whole is not None:
         return _two_levels(amax, whole)
-    largest = torch.finfo(v.dtype).max if scaling.kind == "block" else FLT_MAX
+    largest = torch.finfo(dtype).max if scaling.kind == "block" else FLT_MAX
     scale = scale_from_amax(amax, fmt, largest=largest)
     if scaling.power_2_scales:
         scale = floor_to_power_of_2(scale)

@@ -55,9 +55,7 @@ def _state(layer: FP8Layer) -> tuple[Tensor, Tensor]:
     return scale, history
 
 
-def _update(
-    states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, roles: tuple[int, ...], step: int | None
-) -> None:
+def _update(states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, roles: tuple[int, ...], step: int | None) -> None:
     if step is None and scaling.interval > 1:
         raise ValueError(f"update_scales: interval={scaling.interval} needs the number of the optimizer step")
     scales, histories = ([pair[i] for pair in states] for i in range(2))

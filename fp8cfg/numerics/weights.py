@@ -18,8 +18,6 @@ from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import BLOCK, WEIGHT, Scaling
 from fp8cfg.numerics.tiles import Tile, first_level, spread, tiled, untiled
 
-AXIS = (1, 0)  # the dimension of a weight [out, in] that fprop and dgrad contract
-
 
 class Stored(NamedTuple):
     """A float8 weight [out, in], what its values are multiplied by to be read, the same once more for dgrad where that reads
@@ -38,15 +36,17 @@ def store(master: Tensor, scaling: Scaling, scale: Tensor | None = None) -> Stor
     if scale is not None:
         return Stored(cast(master.float() * scale, fmt), scale.reciprocal())
     whole = first_level(master) if scaling.kind == "nvfp4" else None
-    made = []
-    for axis in AXIS[: 1 + scaling.directional(WEIGHT)]:
+
+    def along(axis: int) -> tuple[Tensor, Tensor]:
         tile = scaling.tile(WEIGHT, axis)
         assert tile is not None, "one scale for the tensor is given"
         q = quantize_tiles(master, tile, fmt, scaling, fmt.dtype, whole)
         assert q.scale_inv is not None
-        made += [q.data, pack(q.scale_inv, scaling)]
-    first, second = made[:2], made[2:] or (None, None)
-    return Stored(*first, *second, None if whole is None else whole.reciprocal())
+        return q.data, pack(q.scale_inv, scaling)
+
+    data, scale_inv = along(1)
+    dgrad, dgrad_scale_inv = along(0) if scaling.directional(WEIGHT) else (None, None)
+    return Stored(data, scale_inv, dgrad, dgrad_scale_inv, None if whole is None else whole.reciprocal())
 
 
 def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | None) -> Operand:
