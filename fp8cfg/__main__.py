@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
-VERBS = ("train", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "schema", "completion", "help")
+VERBS = ("train", "sweep", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "schema",
+         "completion", "help")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; `train` where none is given. Returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    named = bool(argv) and argv[0] in VERBS
-    verb = argv.pop(0) if named else "train"
-    if verb == "help" or {"-h", "--help"} & set(argv):
-        from fp8cfg.cli.help import usage
-
-        print(usage(verb if named and verb != "help" else argv[0] if argv and argv[0] in VERBS else None))
-        return 0
-    if "--version" in argv:
-        from fp8cfg import __version__
-
-        print(f"fp8cfg {__version__}")
-        return 0
-    return _run(verb, argv)
-
-
-def _run(verb: str, argv: list[str]) -> int:
-    import importlib
-
     from fp8cfg.config.errors import Fp8cfgError
 
+    argv = list(sys.argv[1:] if argv is None else argv)
     try:
+        asked = set() if argv[:2] == ["completion", "--words"] else {"-h", "--help", "--version"} & set(argv)
+        if argv[:1] == ["help"] or asked & {"-h", "--help"}:
+            return _help(argv)
+        if asked:
+            from fp8cfg import __version__
+
+            print(f"fp8cfg {__version__}")
+            return 0
+        verb = argv.pop(0) if argv and argv[0] in VERBS else "train"
         return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
     except Fp8cfgError as e:
         _report(str(e), "" if e.exit_code == 75 else "error: ")
@@ -41,6 +34,18 @@ def _run(verb: str, argv: list[str]) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _help(argv: list[str]) -> int:
+    from fp8cfg.cli.help import usage
+    from fp8cfg.cli.words import no_verb
+    from fp8cfg.config.errors import ConfigError
+
+    named = [a for a in argv if a != "help" and not a.startswith("-") and "=" not in a and not a.endswith((".yaml", ".yml"))]
+    if named and named[0] not in VERBS:
+        raise ConfigError(no_verb(named[0], VERBS))
+    print(usage(named[0] if named else None))
+    return 0
 
 
 def _report(text: str, prefix: str) -> None:

@@ -18,32 +18,15 @@ def fp8cfg(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
                           timeout=300)
 
 
-def test_help_names_everything_that_can_be_chosen_and_is_quick_to_load() -> None:
-    done = fp8cfg("--help")
-    assert done.returncode == 0
-    for word in ("recipe=NAME", "bf16_fp8_current", "llama_405b", "resume", "--allow", "Exit codes", "75"):
-        assert word in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    loaded = subprocess.run([sys.executable, "-X", "importtime", "-m", "fp8cfg", "--help"], cwd=ROOT, capture_output=True, text=True).stderr
-    assert not [m for m in ("pydantic", "hydra", "omegaconf", "torch", "fiddle", "yaml") if f" {m}\n" in loaded]
-
-
 def test_version() -> None:
     assert fp8cfg("--version").stdout.startswith("fp8cfg 0.")
 
 
-MISTAKES = [
+MISTAKES = [  # what a whole process ends with; tests/test_error_texts.py has the words
     (["fp8.margn=1"], "error: fp8.margn: no such key; did you mean 'fp8.margin'?"),
-    (["precision=bf16_pf8"], "error: precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"),
-    (["trian"], "error: trian: no such command; did you mean 'train'?"),
-    (["fp8.margin"], "error: fp8.margin: needs a value, as in fp8.margin=VALUE"),
-    (["--confg-dir", "x"], "error: --confg-dir: no such option; did you mean '--config-dir'?"),
     (["--config-dir"], "error: --config-dir: needs a value"),
     (["--config-dir", "nowhere"], "error: --config-dir nowhere: no such folder"),
     (["nowhere.yaml"], "error: nowhere.yaml: cannot be read (No such file or directory)"),
-    (["precision=bf16_mxfp8"], "error: fp8.scaling=mxfp8: not in this version; the native backend has delayed and current, nearest is "
-                               "precision=bf16_fp8"),
-    (["precision=bf16_fp8", "backend=te"], "error: backend=te: not in this version; write backend=native"),
     (["precision=bf16_fp8", "fp8.exclude=['*.linear_fc9']"],
      "error: fp8.exclude=*.linear_fc9: matches no linear layer; did you mean 'layers.*.mlp.linear_fc2'?"),
     (["trainer.accelerator=cuda"], "error: trainer.accelerator=cuda: this machine has no CUDA device; write cpu or auto"),

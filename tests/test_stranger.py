@@ -84,6 +84,57 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
         fp8cfg.compose(["recipe=leak"], config_dir=tmp_path / "mine")
 
 
+HOSTILE = [
+    "hydra: {run: {dir: x}}", "hydra: {searchpath: ['file:///tmp']}", "hydra: {callbacks: {x: {_target_: os.system}}}", "hydra/launcher: evil",
+    "defaults: [{override hydra/launcher: evil}, _self_]", "defaults: [{/hydra/callbacks: evil}]", "_target_: os.system", "fp8: {_target_: os.system}",
+    "name: ${oc.env:HOME}", "name: ${oc.decode:x}", "compute: ${now:%Y}", "fp8: {exclude: ['${oc.env:HOME}']}", "path: ${hydra:runtime.cwd}",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_strangers_folder_and_files_reach_neither_hydra_nor_the_environment(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    """At every way in: a recipe file, a folder of presets, a run folder; to run, to sweep, to look."""
+    from fp8cfg.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    for folder in ("recipe", "precision", "data", "checkpoints", "hydra/launcher"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "evil.yaml").write_text(text)
+    for name in ("recipe.yaml", "config.yaml", "fp8cfg_config.yaml"):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "environment.json").write_text("{}")
+    mine = ["--config-dir", str(tmp_path)]
+    for chosen in (["recipe=evil"], ["precision=evil"], ["data=evil"], ["hydra/launcher=evil"], [str(tmp_path / "recipe.yaml")]):
+        for way in (["train"], ["sweep"], ["--cfg", "all", "--resolve"]):
+            began = time.perf_counter()
+            assert main([*way, *chosen, *mine]) == 2, (way, chosen)
+            assert time.perf_counter() - began < 2.0
+    for verb in ("rerun", "resume"):
+        assert main([verb, str(tmp_path), *mine]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    assert all(line.startswith("error: ") for line in err.splitlines())
+    assert main(["--cfg", "job", *mine]) == 0, "what nobody chose does no harm"
+
+
+@pytest.mark.parametrize("word", ["hydra.searchpath=[/tmp]", "+hydra.searchpath=[/tmp]", "++hydra.searchpath=[pkg://os]", "~hydra.searchpath"])
+def test_no_word_makes_hydra_read_files(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from fp8cfg.__main__ import main
+
+    for way in (["-m"], ["--cfg", "job"], ["--info", "searchpath"], ["--hydra-help"]):
+        assert main([*way, word]) == 2
+        assert capsys.readouterr().err == f"error: {word}: not accepted; presets of your own go to --config-dir FOLDER\n"
+
+
+def test_a_checkpoint_with_a_strangers_recipe_is_refused() -> None:
+    from fp8cfg.config.recipe import Recipe
+
+    for recipe in ({"hydra": {"run": {"dir": "x"}}}, {"model": {"_target_": "os.system"}}):
+        with pytest.raises(fp8cfg.ConfigError, match=r"no such key|cannot name code"):
+            Recipe(**recipe)
+
+
 def test_no_module_of_ours_unpickles() -> None:
     import ast
 

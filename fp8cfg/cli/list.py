@@ -66,7 +66,7 @@ def run(argv: list[str]) -> int:
 def entries(group: str, folder: Path | None) -> list[Entry]:
     """The names of `group`, sorted; a file of `folder` stands before a shipped one of the same name."""
     shipped = {e.name: e for e in (_recipes() if group == "recipe" else [])}
-    shipped |= {file.stem: Entry(file.stem, _comment(file), file) for file in sorted((help._root("conf") / group).glob("*.yaml"))}
+    shipped |= {file.stem: Entry(file.stem, _comment(file), file) for file in sorted((help.root("conf") / group).glob("*.yaml"))}
     own: dict[str, Entry] = {}
     if folder:
         from fp8cfg.config.files import NAME
@@ -93,7 +93,7 @@ def _recipes() -> list[Entry]:
     """The recipe functions, read from their source; imported where that does not have them all."""
     from importlib import metadata
 
-    found = [entry for file in help._root("recipes").glob("*.py") for entry in _functions(file)]
+    found = [entry for file in help.root("recipes").glob("*.py") for entry in _functions(file)]
     if not metadata.entry_points(group="fp8cfg.recipes") and {e.name for e in found} >= set(help.choices("recipe")):
         return found
     from fp8cfg.config.registry import recipes

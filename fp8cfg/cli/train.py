@@ -1,4 +1,4 @@
-"""`train`: compose, say what will run and what it takes, refuse or train."""
+"""`train`: compose, say what will run and what it takes, refuse or train; and the ways of Hydra to look or to sweep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli.words import recipe_file, split
+from fp8cfg.cli import hydra_flags
+from fp8cfg.cli.words import Arguments, is_hydra, recipe_file, split, wrong_words
+from fp8cfg.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,14 +18,50 @@ if TYPE_CHECKING:
     from fp8cfg.training.loop import Loaded
     from fp8cfg.training.runfolder import RunFolder
 
+USAGE = """
+fp8cfg [train] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
+               [key=value ...] [--config-dir FOLDER]
+
+Composes a recipe, prints its precision, planned coverage and memory, and trains
+it into a new run folder under log.dir. Several ranks:
+  torchrun --nproc-per-node 2 -m fp8cfg recipe=llama_tiny precision=bf16_fp8
+
+As in Hydra:
+  -m, --multirun       a run for each combination of values: fp8cfg sweep --help
+  -c, --cfg job|hydra|all
+                       print the composed config instead; -p, --package KEY for
+                       a part of it, --resolve for interpolations resolved
+  -i, --info all|config|defaults|defaults-tree|plugins|searchpath
+                       print how it is composed
+  --hydra-help         Hydra's own flags and groups
+hydra.* and hydra/* words are for these; a recipe has none.
+"""
+
 
 def run(argv: list[str]) -> int:
-    """Train the recipe of `argv`. Returns the exit code."""
+    """Train the recipe of `argv`, or what its flags ask for instead. Returns the exit code."""
     from fp8cfg.__main__ import VERBS
     from fp8cfg.composition import compose, to_yaml
 
-    arguments = split(argv, ("--config-dir",))
-    recipe = compose(arguments.words, arguments.one("--config-dir"), recipe_file(arguments.plain, VERBS))
+    arguments = Arguments(words=[a for a in argv if "=" in a and not a.startswith("-")])
+    try:
+        if argv and argv[0] and argv[0][0] not in "-+~" and "=" not in argv[0]:
+            recipe_file(argv[:1], VERBS)  # before the options: those of a verb with a typo are nobody's
+        arguments = split(hydra_flags.spelled_out(argv), hydra_flags.OPTIONS, hydra_flags.FLAGS)
+        asked = hydra_flags.asked(arguments)
+        file = recipe_file(arguments.plain, VERBS)
+    except ConfigError as e:
+        raise ConfigError(list(dict.fromkeys(e.problems + wrong_words(arguments)))) from None
+    if asked == "--multirun":
+        from fp8cfg.cli.sweep import sweep
+
+        return sweep(arguments, file)
+    if asked:
+        return hydra_flags.show(arguments, file)
+    idle = [f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in arguments.words if is_hydra(w)]
+    if idle:
+        raise ConfigError(idle + wrong_words(arguments))
+    recipe = compose(arguments.words, arguments.one("--config-dir"), file)
     now = datetime.now()
 
     def folder() -> RunFolder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fp8cfg.config.errors import ConfigError, suggest
+from fp8cfg.config.errors import ConfigError, nearest, refuse_if, suggest
 
 
 @dataclass
@@ -27,41 +27,66 @@ class Arguments:
 
 def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) -> Arguments:
     """Options of `known` with their values, `flags` without, words with a '=' (or marked by + or ~), and the rest. Raises
-    ConfigError for any other option, and for an option without a value."""
-    out, left = Arguments(), list(argv)
+    ConfigError for every other option and every option without a value, and then for the words that are wrong too."""
+    out, left, problems = Arguments(), list(argv), list[str]()
     while left:
         arg = left.pop(0)
         if arg.startswith("-"):
             name, eq, value = arg.partition("=")
             if name in flags and not eq:
                 out.flags.add(name)
-                continue
-            if name not in known:
+            elif name not in known:
                 wrong = "takes no value" if name in flags else "no such option"
-                raise ConfigError(f"{name}: {wrong}" + suggest(name, [*known, *flags, "--help", "--version"]))
-            if not eq and not left:
-                raise ConfigError(f"{name}: needs a value")
-            given = value if eq else left.pop(0)
-            if not given:
-                raise ConfigError(f"{name}: needs a value")
-            out.options.setdefault(name, []).append(given)
+                problems.append(f"{name}: {wrong}" + suggest(name, [*known, *flags, "--help", "--version"]))
+            elif not (value := value if eq else left.pop(0) if left else ""):
+                problems.append(f"{name}: needs a value")
+            else:
+                out.options.setdefault(name, []).append(value)
         elif "=" in arg or arg[:1] in "+~":
             out.words.append(arg)
         else:
             out.plain.append(arg)
+    if problems:
+        refuse_if(problems + wrong_words(out))
     return out
+
+
+def wrong_words(arguments: Arguments) -> list[str]:
+    """The lines of the words that are wrong by themselves, for an error that has other lines already."""
+    from fp8cfg.composition.choices import Library
+    from fp8cfg.composition.sweep_words import read
+
+    folder = arguments.options.get("--config-dir")
+    try:
+        read([w for w in arguments.words if not is_hydra(w)], Library(Path(folder[0]) if folder else None))
+    except ConfigError as e:
+        return e.problems
+    return []
+
+
+def is_hydra(word: str) -> bool:
+    """Whether `word` is a setting of Hydra itself: hydra.sweep.dir=x, hydra/launcher=x, +hydra.x=1."""
+    return word.lstrip("+~").startswith(("hydra.", "hydra/"))
 
 
 def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
     """The recipe file among arguments that are no words. Raises ConfigError for what is no file and no verb."""
     for arg in plain:
         if not arg.endswith((".yaml", ".yml")):
-            from fp8cfg.composition.words import malformed
-
-            if arg in verbs:
-                raise ConfigError(f"{arg}: a command stands first, as in: fp8cfg {arg}")
-            hint = suggest(arg, verbs)
-            raise ConfigError(f"{arg}: no such command{hint}" if "did you mean" in hint else malformed(arg))
+            raise ConfigError(no_verb(arg, verbs))
     if len(plain) > 1:
         raise ConfigError(f"{plain[1]}: a second recipe file; one builds on another with `recipe: NAME`")
     return Path(plain[0]) if plain else None
+
+
+def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
+    """The line for a word without a value that is no verb, or not where a verb stands."""
+    if arg in verbs:
+        return f"{arg}: a command stands first, as in: fp8cfg {arg}"
+    verb = nearest(arg, verbs)
+    if verb:
+        return f"{arg}: no such command; did you mean {verb!r}?"
+    from fp8cfg.composition.words import malformed
+
+    line = malformed(arg)
+    return line if ";" in line or "," in line else f"{arg}: no command, recipe file or key=value; fp8cfg --help has them"

@@ -12,7 +12,7 @@ from fp8cfg.composition.leaves import flat, settings
 from fp8cfg.composition.lines import key_lines
 from fp8cfg.composition.recorder import Event, Recorder, at_import
 from fp8cfg.composition.unchecked import unchecked
-from fp8cfg.composition.yaml_door import _choices, _full_names
+from fp8cfg.composition.yaml_door import choices_in, full_names
 from fp8cfg.config import registry
 from fp8cfg.config.files import CONF, default_recipe, read_yaml
 from fp8cfg.config.recipe import PLUGIN, Recipe, full
@@ -52,7 +52,7 @@ class Trace:
 
 def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path | None = None) -> Trace:
     """Compose as `compose` does, and note where each value comes from. Raises ConfigError for what cannot be composed."""
-    from fp8cfg.composition.words import _parsed, one
+    from fp8cfg.composition.words import parsed, one
 
     at_import()  # before anything else imports the recipes
     library = Library(Path(config_dir) if config_dir else None)
@@ -73,7 +73,7 @@ def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path
         if group in chosen:
             tracer.preset(group, *chosen[group])
     for word in values:
-        name, given, _ = _parsed(word)
+        name, given, _ = parsed(word)
         for key, value in settings({full(name): given}).items():
             tracer.add(key, Layer("command line", value, Origin(text=word)))
     assert {key: layers[-1].value for key, layers in tracer.layers.items()} == flat(recipe)
@@ -92,7 +92,7 @@ class _Tracer:
         self.layers[key].append(layer)
 
     def recipe(self, name: str, by: Origin, inside: Path | None = None) -> None:
-        path = self.library._file("recipe", name)
+        path = self.library.file("recipe", name)
         if path and path != inside:
             return self.file(path, by)
         if by != Origin():
@@ -106,18 +106,18 @@ class _Tracer:
     def file(self, path: Path, by: Origin) -> None:
         data, lines = dict(read_yaml(path)), key_lines(path)
         at = {group: Origin(path, _line(group, data, lines)) for group in ("recipe", *LEAVES)}
-        chosen = _choices(data)
+        chosen = choices_in(data)
         named = (chosen["recipe"], at["recipe"]) if "recipe" in chosen else (default_recipe(), Origin())
         self.recipe(*named, inside=path.resolve())
         for group in LEAVES:
             if group in chosen:
                 self.preset(group, chosen[group], at[group])
         lines = {full(key): line for key, line in lines.items()}
-        for key, value in settings(_full_names(data)).items():
+        for key, value in settings(full_names(data)).items():
             self.add(key, Layer("recipe file", value, Origin(path, lines.get(key) or lines[PLUGIN]), by))
 
     def preset(self, group: str, name: str, by: Origin) -> None:
-        path = self.library._file(group, self.library.stem(group, name))
+        path = self.library.file(group, self.library.stem(group, name))
         assert path is not None  # composition has read it
         self.named.pop(group, None)
         if path.is_relative_to(CONF):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8cfg.composition.choices import GROUPS, Library
 from fp8cfg.config import spellings
@@ -11,6 +11,9 @@ from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.config.files import plain
 from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import PLUGIN, Recipe, fields, full, short, short_keys
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 
 def parse(words: Iterable[str], library: Library, has_recipe: bool = False) -> tuple[dict[str, str], list[str]]:
@@ -24,7 +27,7 @@ def parse(words: Iterable[str], library: Library, has_recipe: bool = False) -> t
     problems: list[str] = []
     for word in words:
         try:
-            group, text = _one(word, library)
+            group, text = one(word, library)
             if group == "recipe" and has_recipe:
                 raise ConfigError(f"{word}: the recipe is given already; drop one of the two")
             if group:
@@ -37,9 +40,9 @@ def parse(words: Iterable[str], library: Library, has_recipe: bool = False) -> t
     return chosen, values
 
 
-def _one(word: str, library: Library) -> tuple[str, str]:
+def one(word: str, library: Library) -> tuple[str, str]:
     """A choice as (group, name), or a value as ("", override); ("", "") where there is nothing to do."""
-    key, value, text = _parsed(word)
+    key, value, text = parsed(word)
     if value is None and key in GROUPS:
         return "", ""
     if key in ("precision", PLUGIN) and isinstance(value, str):
@@ -49,14 +52,23 @@ def _one(word: str, library: Library) -> tuple[str, str]:
         return "", f"{full(key)}={text}"
     if not isinstance(value, str):
         raise ConfigError(f"{word}: expected the name of a preset")
-    problem = library.problem(key, value)
+    problem, ours = library.problem(key, value), spellings.meant(key, value)
     if problem:
-        raise ConfigError(problem)
+        raise ConfigError(f"{problem.partition(';')[0]}; did you mean {ours!r}?" if ours else problem)
     return key, library.stem(key, value)
 
 
-def _parsed(word: str) -> tuple[str, Any, str]:
-    """Key, value and the value's text. Raises ConfigError for what Hydra's grammar or our closed schema does not take."""
+def parsed(word: str) -> tuple[str, Any, str]:
+    """Key, value and the value's text. Raises ConfigError as `override` does, and for a sweep."""
+    said = override(word)
+    if said.is_sweep_override():
+        raise ConfigError(f"{word}: several values are a sweep, and a run takes one; a list is written [a,b]")
+    return said.key_or_group, _plain(said.value()), word.partition("=")[2]
+
+
+def override(word: str) -> Override:
+    """`word` as Hydra parses it, its key dotted. Raises ConfigError for what Hydra's grammar or our closed schema does not
+    take."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
@@ -68,6 +80,8 @@ def _parsed(word: str) -> tuple[str, Any, str]:
     except HydraException:
         raise ConfigError(malformed(word)) from None
     key = parsed.key_or_group.replace("/", ".")
+    if not key:
+        raise ConfigError(malformed(word))
     if key == "hydra" or key.startswith("hydra."):
         raise ConfigError(f"{word}: settings of Hydra itself are not part of a recipe")
     if parsed.type is OverrideType.DEL:
@@ -75,10 +89,9 @@ def _parsed(word: str) -> tuple[str, Any, str]:
     if parsed.type is not OverrideType.CHANGE:
         raise ConfigError(f"{word}: every key exists already; write {word.lstrip('+')}")
     if parsed.package:
-        raise ConfigError(f"{word}: packages are fixed; write {key}={parsed.value()}")
-    if parsed.is_sweep_override():
-        raise ConfigError(f"{word}: several values are a sweep, and a run takes one; a list is written [a,b]")
-    return key, _plain(parsed.value()), word.partition("=")[2]
+        raise ConfigError(f"{word}: packages are fixed; write {key}={word.partition('=')[2]}")
+    parsed.key_or_group = key
+    return parsed
 
 
 def _plain(value: Any) -> Any:
@@ -94,7 +107,7 @@ def _check_value(key: str, value: Any) -> None:
     """Raise ConfigError unless `key` exists and takes `value`; a mapping is checked key by key."""
     plain({key: value}, "command line")
     if full(key) not in fields():
-        raise ConfigError(spellings.unknown(short(full(key)), short_keys() | set(GROUPS)))
+        raise ConfigError(spellings.unknown(short(full(key)), short_keys() | set(GROUPS), value))
     node = fields()[full(key)].annotation
     if isinstance(node, type) and issubclass(node, Node):
         if not isinstance(value, dict):
@@ -122,4 +135,4 @@ def malformed(word: str) -> str:
         return f"{word}: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"
     if word in short_keys() or word in GROUPS:
         return f"{word}: needs a value, as in {word}={'NAME' if word in GROUPS else 'VALUE'}"
-    return f"{word}: not of the form key=value" + suggest(word, [*short_keys(), *GROUPS])
+    return f"{word or repr(word)}: not of the form key=value" + suggest(word, [*short_keys(), *GROUPS])

@@ -69,11 +69,11 @@ def deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def _build(data: dict[str, Any], path: Path, library: Library, above: tuple[Path, ...] = ()) -> Recipe:
     data = dict(data)
-    chosen = _choices(data)
+    chosen = choices_in(data)
     problems = [p for group, name in chosen.items() if (p := library.problem(group, name))]
     if problems:  # all at once: what is wrong with the values does not depend on the recipe that they change
         try:
-            Recipe(**deep_merge(listed(Recipe()), _full_names(data)))
+            Recipe(**deep_merge(listed(Recipe()), full_names(data)))
         except ConfigError as e:
             problems += e.problems
     refuse_if(problems)
@@ -83,10 +83,10 @@ def _build(data: dict[str, Any], path: Path, library: Library, above: tuple[Path
     for group in ("precision", "data"):
         if group in chosen:
             node = deep_merge(node, _at(full(group), library.node(group, chosen[group])))
-    return Recipe(**deep_merge(node, _full_names(data)))
+    return Recipe(**deep_merge(node, full_names(data)))
 
 
-def _choices(data: dict[str, Any]) -> dict[str, str]:
+def choices_in(data: dict[str, Any]) -> dict[str, str]:
     """Take the preset names out of `data`: `recipe`, `precision` and `data` given as names, and Hydra's `defaults`."""
     found = _defaults(data.pop("defaults", None) or [])
     for group in ("recipe", "precision", "data"):
@@ -118,7 +118,7 @@ def _defaults(entries: Any) -> list[tuple[str, str | None]]:
     return found
 
 
-def _full_names(data: dict[str, Any]) -> dict[str, Any]:
+def full_names(data: dict[str, Any]) -> dict[str, Any]:
     """`data` with short names at its top replaced by full ones. Raises ConfigError where one key is given both ways."""
     out: dict[str, Any] = {}
     for key, value in data.items():

@@ -72,9 +72,10 @@ class FP8(Node):
     output_layer: bool = False
     """Whether the output layer (the LM head) runs in FP8 too. Default false (Megatron, torchtitan)."""
     dot_product_attention: bool = False
-    """Attention products in FP8 (TE fp8_dpa). Default false (TE)."""
+    """Attention products in FP8, under delayed and current scaling (TE fp8_dpa). Attention goes with the number of its layer
+    (high_precision_at_start, high_precision_at_end); include and exclude are about linear layers. Default false (TE)."""
     multi_head_attention: bool = False
-    """FP8 between the projections and attention (TE fp8_mha). Default false (TE)."""
+    """FP8 between the projections and attention too (TE fp8_mha). Default false (TE)."""
     use_autocast_during_eval: bool = False
     """Evaluate in FP8 too; otherwise evaluation is in high precision. Default false (Accelerate)."""
     emulate: bool = False

@@ -125,7 +125,9 @@ def _line(cls: type[Node], e: Any) -> str:
     if e["type"] in ("extra_forbidden", "no_such_attribute"):
         return _unknown(cls, field)
     if e["type"] == "literal_error" or options(cls.model_fields[field].annotation):
-        return f"{at}: not an option" + suggest(str(given), options(cls.model_fields[field].annotation))
+        ours = spellings.meant(cls.key(field), given)
+        near = f"; did you mean {ours!r}?" if ours else suggest(str(given), options(cls.model_fields[field].annotation))
+        return f"{at}: not an option{near}"
     for bound, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
         if bound in ctx:
             return f"{at}: must be {words} {ctx[bound]:{'d' if isinstance(ctx[bound], int) else 'g'}}"

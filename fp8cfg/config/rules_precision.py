@@ -65,8 +65,11 @@ def _attention(f: FP8) -> Iterator[str]:
         yield "fp8.multi_head_attention=True: needs fp8.dot_product_attention=true"
     if f.multi_head_attention and f.scaling != "delayed":
         yield f"fp8.multi_head_attention=True: needs fp8.scaling=delayed, not {f.scaling} (Megatron)"
-    if f.dot_product_attention and f.scaling == "block":
-        yield "fp8.dot_product_attention=True: block scaling has no FP8 attention (TE Float8BlockScaling)"
+    if f.dot_product_attention and f.scaling in ("block", "nvfp4"):
+        recipe = "Float8BlockScaling" if f.scaling == "block" else "NVFP4BlockScaling"
+        yield f"fp8.dot_product_attention=True: {f.scaling} scaling has no FP8 attention (TE {recipe})"
+    if f.dot_product_attention and f.granularity == "row":
+        yield "fp8.dot_product_attention=True: needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)"
 
 
 def _loss_scaling(p: Precision) -> Iterator[str]:

@@ -1,53 +1,98 @@
-"""How much memory a recipe's run takes on one rank, by kind, from shapes alone; and the nearest recipe that fits.
+"""How much memory a recipe's run takes on one rank, by kind, from shapes alone.
 
-Training is data-parallel: each rank holds the whole model. Activations are an estimate for the model of this package run
-eagerly; the other kinds are exact sums over parameters.
+Weights, masters, gradients and moments are sums over parameters; activations follow the model's code, run eagerly
+(report/activations.py). The kinds add up to the peak of a step that accumulates microbatches, whose last backward pass finds
+all gradients there; a step of one microbatch peaks lower, since its gradients come as its activations go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from math import prod
 
 from fp8cfg.backends.planning import PlannedLinear
 from fp8cfg.builder import plan, transformer_config
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.precision import resolved
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.registry import recipes
 from fp8cfg.models.shapes import parameter_shapes
+from fp8cfg.report import chart
+from fp8cfg.report.activations import activations
+from fp8cfg.report.layout import Part, whole
+from fp8cfg.report.operands import CODEC, held_beside
 from fp8cfg.report.tables import size, table
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "none": 0}
+NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
+"""Kinds that grow with tokens rather than with parameters."""
 
 
-def memory(recipe: Recipe, device: str) -> dict[str, int]:
-    """Bytes by kind for one rank on `device` ("cpu" or "cuda")."""
-    columns = resolved(recipe.precision)
-    compute = _BYTES[recipe.precision.compute]
-    plans = {p.name: p for p in plan(recipe) if p.fp8}
-    in_fp8 = sum(p.in_features * p.out_features for p in plans.values())
-    count = _parameters(recipe)
-    held = _held_in_fp8(recipe, plans)
-    moments = {"sgd": 4}.get(recipe.optim.name, 8)
-    grads = _BYTES[columns["weight_grad"]]
-    return {
-        "weights": held + (count - held) * compute,
-        "masters": (count if compute < 4 else held) * 4,
-        "gradients": count * (grads + (4 if grads == 2 else 0)),  # fp16 gradients are widened for the step
-        "moments": count * moments,
-        "FP8 copies": (in_fp8 - held) * (1 if device == "cuda" else 2 if recipe.precision.compute == "bf16" else 4),
-        "activations": _activations(recipe),
-        "logits": recipe.trainer.micro_batch_size * recipe.model.seq_length * recipe.model.vocab_size * (compute + 12),
-    }
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of one rank: of linear layers whose weight is stored as storage.weight says, and all others."""
+
+    linear: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.linear + self.other
 
 
-def memory_table(recipe: Recipe, device: str) -> str:
-    """The table of `memory`, with bytes per parameter for what grows with the parameters."""
-    count = _parameters(recipe)
-    kinds = memory(recipe, device)
-    rows = [[kind, size(n), f"{n / count:.1f}" if kind not in ("activations", "logits") else "", _note(recipe, kind)]
-            for kind, n in kinds.items()]
+def memory(recipe: Recipe, device: str, part: Part | None = None) -> dict[str, int]:
+    """Bytes by kind for one rank on `device` ("cpu" or "cuda"): of `part`, or of the whole model as training holds it."""
+    part = part or whole(recipe)
+    linears = linears_of(recipe, part)
+    kinds = persistent(recipe, part, linears)
+    live = asdict(activations(recipe, device, part, linears, CODEC[chart.storage(recipe.precision)["weight_grad"]]))
+    kinds["FP8 copies"] += live.pop("copies")
+    kinds |= {"activations": live.pop("kept"), **live}
+    step = step_bytes(recipe, part, linears)
+    return {**kinds, "optimizer step": max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))}
+
+
+def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, int]:
+    """The kinds that stay from step to step; of FP8 copies the scales, histories and second copies that are state."""
+    columns, counts = chart.row(recipe), parameters(recipe, part)
+    other = chart.other_weight(recipe.precision)
+    each = {"weights": ("weight", CODEC[other]), "masters": ("master_weight", 4 if other != "fp32" else 0),
+            "gradients": ("weight_grad", 4 if chart.level(recipe.precision) else CODEC[columns["weight_grad"]])}
+    kinds = {kind: counts.linear * CODEC[columns[k]] + counts.other * rest for kind, (k, rest) in each.items()}
+    kinds["moments"] = counts.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]])
+    zero = {"none": (), "zero1": ("masters", "moments"), "zero2": ("masters", "moments", "gradients")}
+    for kind in zero[recipe.storage.shard]:
+        kinds[kind] //= part.data
+    state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if recipe.fp8.scaling == "delayed" else 0
+    held = counts.linear if recipe.fp8.params else 0
+    return {**kinds, "FP8 copies": state + int(held * held_beside(recipe))}
+
+
+def parameters(recipe: Recipe, part: Part) -> Parameters:
+    """The parameters of `part`. A tied output layer on its own pipeline stage holds a copy of the embedding."""
+    shapes = parameter_shapes(transformer_config(recipe))
+    tied = recipe.model.share_embeddings_and_output_weights
+    own = [p for p in linears_of(recipe, part) if not (tied and p.name == "output_layer")]
+    fp8 = sum(-(-p.in_features * p.out_features // part.tensor) for p in own if p.fp8)
+    matrices = sum(-(-p.in_features * p.out_features // part.tensor) for p in own) - fp8
+    if part.embedding or (tied and part.output):
+        matrices += -(-prod(shapes["embedding.weight"]) // part.tensor)
+    norms = recipe.model.hidden_size * (2 * len(part.layers) + part.output)
+    return Parameters(fp8, matrices + norms)
+
+
+def linears_of(recipe: Recipe, part: Part) -> list[PlannedLinear]:
+    """The planned linear layers of `part`, four a Transformer layer and then the output layer where it has that."""
+    *layers, output = plan(recipe)
+    chosen = [p for i in part.layers for p in layers[4 * i:4 * i + 4]]
+    return [*chosen, output] if part.output else chosen
+
+
+def memory_table(recipe: Recipe, device: str, part: Part | None = None) -> str:
+    """The table of `memory`, with bytes per parameter for what grows with the parameters; what takes nothing is left out."""
+    part = part or whole(recipe)
+    count = parameters(recipe, part).total
+    kinds = memory(recipe, device, part)
+    rows = [[kind, size(n), "" if kind in NOT_PARAMETERS else f"{n / count:.1f}", _note(recipe, kind)]
+            for kind, n in kinds.items() if n]
     rows.append(["total", size(sum(kinds.values())), "", ""])
     return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
 
@@ -56,80 +101,32 @@ def refuse_if_too_large(recipe: Recipe, device: str, free: int) -> None:
     """Raise ConfigError where the run needs more than `free` bytes, with the nearest overrides that fit."""
     need = sum(memory(recipe, device).values())
     if need > free:
-        near = list(_fitting(recipe, device, free))
+        from fp8cfg.report.fitting import fitting
+
+        near = list(fitting(recipe, device, free))
         hint = f"; nearest that fit: {' · '.join(near)}" if near else ""
         raise ConfigError(f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}{hint}")
 
 
-def _held_in_fp8(recipe: Recipe, plans: dict[str, PlannedLinear]) -> int:
-    """Parameters held in FP8 alone; a tied output layer's weight is the embedding's and stays in high precision."""
-    if not (recipe.fp8.enabled and recipe.fp8.params):
-        return 0
-    tied = recipe.model.share_embeddings_and_output_weights
-    return sum(p.in_features * p.out_features for n, p in plans.items() if not (tied and n == "output_layer"))
-
-
-def _activations(recipe: Recipe) -> int:
-    m, compute = recipe.model, _BYTES[recipe.precision.compute]
-    tokens = recipe.trainer.micro_batch_size * m.seq_length
-    query, qkv = m.num_attention_heads * m.head_dim, (m.num_attention_heads + 2 * m.num_query_groups) * m.head_dim
-    norms = 2 * (4 + compute) * m.hidden_size  # their float32 inputs, and the inputs of the linear layers behind them
-    layer = norms + compute * (qkv + 2 * query + 4 * m.ffn_hidden_size)
-    if m.recompute_granularity == "full":
-        return tokens * (m.num_layers * compute * m.hidden_size + layer)
-    return tokens * m.num_layers * layer
+def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
+    """Bytes that the optimizer's step takes for a while: float32 copies of fp16 gradients; one weight on its way into FP8, in
+    float32 before and after it is cut to the range, and rounded."""
+    widened = 4 * parameters(recipe, part).total if recipe.precision.compute == "fp16" else 0
+    held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if recipe.fp8.params else 0
+    return max(widened, 9 * held // part.tensor)
 
 
 def _note(recipe: Recipe, kind: str) -> str:
-    columns = resolved(recipe.precision)
-    held = recipe.fp8.enabled and recipe.fp8.params
+    columns, other, compute = chart.row(recipe), chart.other_weight(recipe.precision), recipe.precision.compute
+    state = "scales, amax histories" if recipe.fp8.scaling == "delayed" else "for dgrad, and scales"
+    tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length} tokens"
     return {
-        "weights": f"{recipe.precision.compute}, FP8 layers fp8" if held else recipe.precision.compute,
+        "weights": other if columns["weight"] == other else f"{other}, FP8 layers {columns['weight']}",
         "masters": columns["master_weight"], "gradients": columns["weight_grad"],
-        "moments": "fp32 momentum" if recipe.optim.name == "sgd" else f"{columns['exp_avg']} + {columns['exp_avg_sq']}",
-        "FP8 copies": "quantized weights, forward to backward",
-        "activations": f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length} tokens, "
-                       f"recompute {recipe.model.recompute_granularity}",
+        "moments": chart.moments(columns),
+        "FP8 copies": state if recipe.fp8.params else "quantized weights, forward to backward",
+        "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
         "logits": f"vocab_size={recipe.model.vocab_size}",
-    }.get(kind, "")
-
-
-def _fitting(recipe: Recipe, device: str, free: int) -> Iterator[str]:
-    """Words that make `recipe` fit: the same model held more leanly, else with fewer layers; and the largest recipe."""
-
-    def fits(r: Recipe) -> bool:
-        return _valid(r) and sum(memory(r, device).values()) <= free
-
-    lean, words = recipe.model_copy(deep=True), list[str]()
-    for node, key, value in ((lean.trainer, "micro_batch_size", 1), (lean.model, "recompute_granularity", "full")):
-        if getattr(node, key) != value:
-            setattr(node, key, value)
-            words.append(f"{node.key(key)}={value}")
-            if fits(lean):
-                yield " ".join(words)
-                return
-    least, most = 0, recipe.model.num_layers  # fits with `least` layers, does not with `most`: halve what lies between
-    while most - least > 1:
-        lean.model.num_layers = (least + most) // 2
-        least, most = (lean.model.num_layers, most) if fits(lean) else (least, lean.model.num_layers)
-    if least:
-        yield " ".join([f"model.num_layers={least}", *words])
-    others = [r for make in recipes().values() if (r := make()) and r.name != recipe.name]
-    for other in others:
-        other.precision = recipe.precision
-    fitting = [r for r in others if fits(r)]
-    if fitting:
-        yield f"recipe={max(fitting, key=_parameters).name}"
-
-
-def _parameters(recipe: Recipe) -> int:
-    return sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
-
-
-def _valid(recipe: Recipe) -> bool:
-    try:
-        recipe.check()
-        plan(recipe)
-    except ConfigError:
-        return False
-    return True
+        "backward": "gradients of activations" if recipe.model.recompute_granularity == "none" else "one layer again",
+        "optimizer step": "fp32 gradients" if compute == "fp16" else "one weight on its way to FP8",
+    }[kind]

@@ -8,14 +8,19 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ["fp8cfg", "torch", "numpy", "hydra-core", "omegaconf", "fiddle", "pydantic", "safetensors", "torchao", "msamp"]
+from fp8cfg import __version__
+
+PACKAGES = ["torch", "numpy", "hydra-core", "omegaconf", "fiddle", "pydantic", "safetensors", "torchao", "msamp"]
 PACKAGES += ["transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"]
 VARIABLES = re.compile(r"(NVTE_|FP8CFG_|TORCH)\w*|OMP_NUM_THREADS")
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
+NO_DIFFERENCE = re.compile(r"command|host|variables\.(TORCHELASTIC_\w*|\w*_DIR)")
+"""What may differ between two runs without any meaning for their results."""
 
 
 def environment() -> dict[str, Any]:
@@ -29,16 +34,45 @@ def environment() -> dict[str, Any]:
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {"fp8cfg": __version__} | {name: version for name in PACKAGES if (version := _version(name))},
         "cuda": torch.version.cuda,
         "os": platform.platform(),
         "host": socket.gethostname(),
         "cpu": _cpu(),
         "cpu_count": os.cpu_count(),
         "gpus": gpus,
+        "threads": torch.get_num_threads(),
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "code": _code(),
         "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.fullmatch(k) and not SECRET.search(k)},
     }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key: then -> now` for all that differs between two environments; `before`, read from a file, may be anything."""
+    old, new = _flat(before), _flat(now)
+    lines = [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in {**new, **old}
+             if old.get(key) != new.get(key) and not NO_DIFFERENCE.fullmatch(key)]
+    if old.get("code.dirty") is True and new.get("code.dirty") is True:
+        lines.append("code: uncommitted changes then and now; whether they are the same ones is not recorded")
+    return lines
+
+
+def _flat(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        out |= _flat(value, f"{at}{key}.") if isinstance(value, Mapping) else {_plain(at + str(key)): value}
+    return out
+
+
+def _shown(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "none" if value in (None, []) else _plain(text)
+
+
+def _plain(text: str) -> str:
+    """One line that a terminal prints as it is, whoever wrote the file."""
+    return "".join(c if c.isprintable() else "?" for c in text[:100])
 
 
 def _version(package: str) -> str | None:

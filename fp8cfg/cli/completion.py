@@ -1,0 +1,140 @@
+"""`completion`: a script that makes a shell complete fp8cfg's words, and the words themselves.
+
+The words come without the schema, whose import alone takes a tenth of a second: classes and options are read from the
+source files of `config/`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+from fp8cfg.cli import hydra_flags
+from fp8cfg.cli.help import choices
+from fp8cfg.cli.shells import SCRIPTS
+from fp8cfg.config.errors import ConfigError, suggest
+
+USAGE = """
+fp8cfg completion bash|zsh|fish
+
+Prints a script that makes the shell complete verbs, options, presets, keys and
+values of fp8cfg. To install it, add to ~/.bashrc, ~/.zshrc (after compinit) or
+~/.config/fish/config.fish:
+  bash   source <(fp8cfg completion bash)
+  zsh    source <(fp8cfg completion zsh)
+  fish   fp8cfg completion fish | source
+"""
+GROUPS = ("recipe", "precision", "data")
+SHORT = {"precision.backend": "backend", "precision.opt_level": "opt_level"}
+"""Keys whose short name is not that of their node with their own."""
+NEXT = {**hydra_flags.CHOICES, "--package": (), "--allow": ()}
+"""Options with a value of a few, or, where empty, with a key."""
+PLAIN = {"completion": tuple(SCRIPTS), "list": GROUPS, "doctor": (), "schema": ()}
+"""Verbs that take no keys, and what they take."""
+FOLDER_FIRST = ("resume", "rerun")
+
+
+def run(argv: list[str]) -> int:
+    """Print the script of a shell, or after --words what completes the last of the words. Returns the exit code."""
+    if argv[:1] == ["--words"]:
+        print("".join(f"{word}\n" for word in completions(argv[1:])), end="")
+        return 0
+    if len(argv) != 1 or argv[0] not in SCRIPTS:
+        given = " ".join(["completion", *argv])
+        raise ConfigError(f"{given}: {'no such shell' if argv else 'needs a shell'}{suggest(given.partition(' ')[2], SCRIPTS)}")
+    print(SCRIPTS[argv[0]], end="")
+    return 0
+
+
+def completions(words: list[str]) -> list[str]:
+    """What the last of `words`, all after the command's name, can be completed to; in full, and sorted."""
+    from fp8cfg.__main__ import VERBS
+
+    *before, current = words or [""]
+    verb = before[0] if before and before[0] in VERBS else "train"
+    found: Iterable[str]
+    option = hydra_flags.SHORT.get(before[-1], before[-1]) if before else ""
+    if option == "--config-dir" or (verb in FOLDER_FIRST and len(before) == 1):
+        found = ()  # the shell completes files
+    elif option in NEXT:
+        found = NEXT[option] or keys()
+    elif "=" in current:
+        found = _valued(current, before)
+    elif current.startswith("-"):
+        found = options(verb)
+    elif verb in PLAIN:
+        found = PLAIN[verb]
+    elif verb == "help":
+        found = VERBS
+    else:
+        found = [*(() if before else VERBS), *_keys_below(current)]
+    return sorted({f for f in found if f.startswith(current)})
+
+
+def options(verb: str) -> list[str]:
+    """The options of `verb`, as its USAGE names them; read, not imported."""
+    file = Path(__file__).with_name(f"{verb}.py")
+    usage = re.search(r'^USAGE = """(.*?)"""', file.read_text(encoding="utf-8") if file.exists() else "", re.DOTALL | re.MULTILINE)
+    text = re.sub(r"torchrun.*", "", usage[1] if usage else "")
+    return sorted({"--help", *re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)})
+
+
+def _valued(word: str, before: list[str]) -> list[str]:
+    """What completes the value of `word`, after the last comma of a sweep; presets of a --config-dir `before` it included."""
+    key, _, value = word.partition("=")
+    ready = f"{key}={value[:value.rfind(',') + 1]}"
+    folders = [Path(folder, key) for option, folder in pairwise(before) if option == "--config-dir"]
+    own = [file.stem for folder in folders for file in folder.glob("*.yaml")]
+    return [ready + found for found in ([*choices(key), *own] if key in GROUPS else keys().get(key, ()))]
+
+
+def _keys_below(start: str) -> list[str]:
+    """The groups and keys that begin with `start`, each up to its next dot."""
+    found = [f"{group}=" for group in GROUPS]
+    for key in keys():
+        rest, dot, _ = key[len(start):].partition(".")
+        found += [start + rest + (dot or "=")] if key.startswith(start) else []
+    return found
+
+
+@functools.cache
+def keys() -> dict[str, tuple[str, ...]]:
+    """Every key by its short name, with the words that its value can be where they are few: options, true, false, null."""
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (Path(__file__).parents[1] / "config").glob("*.py")]
+    classes = {c.name: (home, c) for tree in trees for c in tree.body
+               if isinstance(c, ast.ClassDef) and (home := _home(c)) is not None and c.name != "Node"}
+    named = {t.id: s.value for tree in trees for s in tree.body if isinstance(s, ast.Assign)
+             for t in s.targets if isinstance(t, ast.Name) and isinstance(s.value, ast.Subscript)}
+    found: dict[str, tuple[str, ...]] = {}
+    for home, c in classes.values():
+        for field in c.body:
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id != "home" \
+                    and ast.unparse(field.annotation) not in classes:
+                key = f"{home}.{field.target.id}" if home else field.target.id
+                found[SHORT.get(key, key)] = _options(field.annotation, named)
+    return found
+
+
+def _home(c: ast.ClassDef) -> str | None:
+    """The `home` that the class of a node has: where it stands in the recipe."""
+    for s in c.body:
+        if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name) and s.target.id == "home" and s.value:
+            return str(ast.literal_eval(s.value))
+    return None
+
+
+def _options(annotation: ast.expr, named: Mapping[str, ast.expr]) -> tuple[str, ...]:
+    if isinstance(annotation, ast.Name):
+        return ("true", "false") if annotation.id == "bool" else \
+            _options(named[annotation.id], named) if annotation.id in named else ()
+    if isinstance(annotation, ast.BinOp):
+        return _options(annotation.left, named) + _options(annotation.right, named)
+    if isinstance(annotation, ast.Constant):
+        return ("null",)
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
+        return tuple(str(o) for o in ast.literal_eval(annotation.slice))
+    return ()

@@ -1,0 +1,73 @@
+"""`doctor`: what this machine is, and which precision runs on it through which backend."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fp8cfg.cli.words import split
+from fp8cfg.config.errors import ConfigError
+
+USAGE = """
+fp8cfg doctor [--json]
+
+This machine: GPUs and their compute capability, CUDA, driver, compilers,
+versions of what trains, environment variables that change results; and for each
+precision preset and backend: runs here, emulated here, or why not.
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Print the inventory. Returns the exit code."""
+    arguments = split(argv, (), ("--json",))
+    extra = [*arguments.words, *arguments.plain]
+    if extra:
+        raise ConfigError(f"{extra[0]}: doctor looks at the machine, and takes no recipe; fp8cfg plan does")
+    from fp8cfg.report.inventory import inventory
+
+    found = inventory()
+    print(json.dumps(found, indent=1) if "--json" in arguments.flags else text(found))
+    return 0
+
+
+def text(found: dict[str, Any]) -> str:
+    """The inventory for a person, at most 80 columns wide but for reasons, which have a line each."""
+    from fp8cfg.report.tables import size, table
+
+    gpus = [f"{g['name']}, compute capability {g['capability']}, {size(g['memory'])}" for g in found["gpus"]]
+    facts = [
+        ("fp8cfg", f"{found['fp8cfg']}, Python {found['python']}"), ("system", found["os"]),
+        ("CPU", f"{found['cores']} cores, {size(found['free_memory'])} free"), *(("GPU", g) for g in gpus or ["none"]),
+        ("CUDA", f"{found['cuda'] or 'none in torch'}, driver {found['driver'] or 'none'}"),
+        ("compiler", f"{found['compiler'] or 'no g++'}; triton {found['packages']['triton'] or 'not installed'}")]
+    if found["torch_problem"]:
+        facts.append(("torch", found["torch_problem"]))
+    packages = [[name, version or "not installed"] for name, version in found["packages"].items() if name != "triton"]
+    return "\n\n".join([
+        "\n".join(f"{name:<9} {value}" for name, value in facts), table(["package", "version"], packages),
+        _variables(found["variables"]), _precisions(found["precision"])])
+
+
+def _variables(variables: dict[str, dict[str, str]]) -> str:
+    if not variables:
+        return "environment variables that change results: none is set"
+    lines = [f"  {name}={v['value']}" + (f": {v['effect']}" if v["effect"] else "") for name, v in variables.items()]
+    return "environment variables that change results\n" + "\n".join(lines)
+
+
+def _precisions(presets: dict[str, dict[str, str]]) -> str:
+    """The table, with reasons numbered under it."""
+    from fp8cfg.report.tables import table
+
+    reasons: list[str] = []
+
+    def cell(answer: str) -> str:
+        if answer in ("runs", "emulated"):
+            return answer
+        if answer not in reasons:
+            reasons.append(answer)
+        return f"no [{reasons.index(answer) + 1}]"
+
+    rows = [[name, *map(cell, backends.values())] for name, backends in presets.items()]
+    lines = [table(["precision", *next(iter(presets.values()))], rows)]
+    return "\n".join([*lines, *(f"[{i}] {reason}" for i, reason in enumerate(reasons, 1))])

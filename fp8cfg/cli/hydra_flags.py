@@ -1,0 +1,117 @@
+"""The flags that Hydra's users know: --cfg, --info, --package, --resolve, --hydra-help; and -m, which `sweep` answers."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8cfg.cli.words import Arguments, is_hydra
+from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+
+if TYPE_CHECKING:
+    from hydra._internal.hydra import Hydra
+
+    from fp8cfg.config.recipe import Recipe
+
+OPTIONS = ("--config-dir", "--cfg", "--info", "--package")
+FLAGS = ("--multirun", "--resolve", "--hydra-help")
+SHORT = {"-m": "--multirun", "-c": "--cfg", "-i": "--info", "-p": "--package", "-cd": "--config-dir"}
+CHOICES = {"--cfg": ("job", "hydra", "all"),
+            "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
+_NOT_OURS = {"--run", "--version", "--shell-completion", "--config-path", "--config-name", "--experimental-rerun"}
+"""Flags of a Hydra application that mean nothing, or something else, here."""
+
+
+def spelled_out(argv: list[str]) -> list[str]:
+    """`argv` with long names for Hydra's short ones, and with the `all` that an `--info` alone stands for."""
+    out: list[str] = []
+    for arg, after in zip(argv, [*argv[1:], ""], strict=True):
+        name, eq, value = arg.partition("=")
+        out.append(SHORT.get(name, name) + eq + value)
+        if out[-1] == "--info" and (after.startswith("-") or "=" in after or not after):
+            out[-1] = "--info=all"
+    return out
+
+
+def asked(arguments: Arguments) -> str | None:
+    """Which of the flags is given, None for a run. Raises ConfigError for two of them, or a value that is none of theirs."""
+    given = [f for f in ("--multirun", "--cfg", "--info", "--hydra-help") if f in arguments.flags or f in arguments.options]
+    problems = [f"{' and '.join(given)}: one at a time"] if len(given) > 1 else []
+    for option, choices in CHOICES.items():
+        value = arguments.one(option)
+        if value is not None and value not in choices:
+            problems.append(f"{option} {value}: not an option{suggest(value, choices)}")
+    if "--cfg" not in given:
+        problems += [f"{o}: does nothing without --cfg" for o in ("--package", "--resolve")
+                     if o in arguments.flags or o in arguments.options]
+    refuse_if(problems)
+    return given[0] if given else None
+
+
+def show(arguments: Arguments, file: Path | None) -> int:
+    """Print what --cfg, --info or --hydra-help asks for, as Hydra does. Returns the exit code."""
+    from fp8cfg.composition import compose
+    from fp8cfg.composition.choices import Library
+    from fp8cfg.composition.hydra_door import application
+    from fp8cfg.composition.sweep_words import read
+    from fp8cfg.composition.yaml_door import recipe_from
+
+    words, hydra_words = hydra_split(arguments.words)
+    folder = arguments.one("--config-dir")
+    recipe = compose(words, folder, file)
+    package = _package(arguments.one("--package"))
+    library = Library(Path(folder) if folder else None)
+    run = read(words, library, recipe_from(file, library) if file else None)
+    if os.environ.get("RANK", "0") == "0":
+        with application(run.nodes, settings(recipe)) as hydra:
+            _print(hydra, arguments, package, run.overrides, hydra_words)
+    return 0
+
+
+def hydra_split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words of the recipe, and those of Hydra itself. Raises ConfigError for a search path, which would make Hydra read
+    files that nobody has checked."""
+    ours, theirs = [w for w in words if not is_hydra(w)], [w for w in words if is_hydra(w)]
+    refuse_if([f"{w}: not accepted; presets of your own go to --config-dir FOLDER" for w in theirs
+               if w.lstrip("+~").startswith("hydra.searchpath")])
+    return ours, theirs
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """The `hydra` node of the primary config: where runs and sweeps of `recipe` go."""
+    at = "${now:%Y%m%d-%H%M%S}"
+    return {"job": {"name": "fp8cfg"}, "run": {"dir": f"{recipe.log.dir}/{recipe.name}-{at}"},
+            "sweep": {"dir": f"{recipe.log.dir}/sweep-{at}"}}
+
+
+def _package(key: str | None) -> str | None:
+    """`key`, which may be short, as Hydra knows it. Raises ConfigError where there is no such node or key."""
+    from fp8cfg.config import spellings
+    from fp8cfg.config.recipe import fields, full, short_keys
+
+    if key is None or key == "_global_" or key.partition(".")[0] == "hydra":
+        return key
+    if full(key) not in fields():
+        raise ConfigError(f"--package {spellings.unknown(key, short_keys())}")
+    return full(key)
+
+
+def _print(hydra: Hydra, arguments: Arguments, package: str | None, words: list[str], hydra_words: list[str]) -> None:
+    from fp8cfg.composition.hydra_door import NAME
+
+    cfg, info = arguments.one("--cfg"), arguments.one("--info")
+    if cfg:
+        try:
+            hydra.show_cfg(NAME, [*words, *hydra_words], cfg, package, "--resolve" in arguments.flags)
+        except SystemExit:  # after its own line on stderr
+            raise ConfigError(f"--package {package}: not in --cfg {cfg}") from None
+    elif info:
+        hydra.show_info(info, NAME, [*words, *hydra_words])
+    else:
+        from hydra._internal.utils import get_args_parser
+
+        parser = get_args_parser()
+        parser._actions = [a for a in parser._actions if not _NOT_OURS & set(a.option_strings)]
+        hydra.hydra_help(NAME, parser, Namespace(overrides=hydra_words))

@@ -1,0 +1,83 @@
+"""`plan`: what a recipe multiplies, stores, takes and can gain, before there is a GPU."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import TYPE_CHECKING
+
+from fp8cfg.cli.words import recipe_file, split, wrong_words
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.report.gpus import GPUS, named
+
+if TYPE_CHECKING:
+    from fp8cfg.report.planned import Plan
+
+USAGE = f"""
+fp8cfg plan [recipe=NAME | FILE.yaml] [key=value ...] [--gpu NAME] [--gpus N]
+
+Without a GPU and without memory: whether the recipe runs, the formats of every
+linear layer's three GEMMs and why some stay in high precision, its row of the
+low-precision chart, memory on the rank that takes most, published gains at such
+sizes, and what will be built.
+
+  fp8cfg plan recipe=llama_70b precision=bf16_fp8 --gpu h100 --gpus 64
+
+  --gpu NAME           {textwrap.fill(', '.join(GPUS), 57, subsequent_indent=' ' * 23)};
+                       otherwise a CPU, which emulates FP8
+  --gpus N             ranks; otherwise trainer.num_nodes x trainer.devices
+  --json               everything, as JSON
+  --tree, --dot        the Fiddle graph instead, as paths or for Graphviz
+  --config-dir FOLDER  recipes and presets of your own
+"""
+_OUTPUTS = ("--json", "--tree", "--dot")
+
+
+def run(argv: list[str]) -> int:
+    """Plan the recipe of `argv`. Returns the exit code."""
+    arguments = split(argv, ("--config-dir", "--gpu", "--gpus"), _OUTPUTS)
+    try:
+        folder, ranks, name = arguments.one("--config-dir"), _count(arguments.one("--gpus")), arguments.one("--gpu")
+        gpu, file = named(name) if name else None, recipe_file(arguments.plain, ())
+        if len(arguments.flags) > 1:
+            raise ConfigError(f"{' '.join(f for f in _OUTPUTS if f in arguments.flags)}: choose one")
+    except ConfigError as e:
+        raise ConfigError(e.problems + wrong_words(arguments)) from None
+
+    from fp8cfg.composition import compose
+    from fp8cfg.report import planned
+
+    recipe = compose(arguments.words, folder, file)
+    t = recipe.trainer
+    if gpu and t.accelerator == "cpu":
+        raise ConfigError(f"--gpu {name}: trainer.accelerator=cpu runs on none; drop one of the two")
+    if t.accelerator == "cuda" and not gpu:
+        raise ConfigError(f"trainer.accelerator=cuda: name the GPU, as in --gpu h100; there are {', '.join(GPUS)}")
+    print(_shown(planned.make(recipe, ranks or t.num_nodes * t.devices, gpu), *arguments.flags))
+    return 0
+
+
+def _shown(plan: Plan, output: str = "") -> str:
+    from fp8cfg.builder import lower
+    from fp8cfg.report import graph, planned, planned_text
+
+    if plan.choice is None:
+        if output in ("--tree", "--dot"):
+            raise ConfigError(plan.refusals)
+        built = None
+    else:
+        lowered = lower(plan.recipe, plan.hardware)
+        if output in ("--tree", "--dot"):
+            return graph.tree(lowered) if output == "--tree" else graph.dot(lowered)
+        built = graph.built(lowered)
+    if output == "--json":
+        return json.dumps({**planned.data(plan), "built": built}, indent=1)
+    return planned_text.text(plan, built)
+
+
+def _count(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or len(text) > 7 or int(text) < 1:
+        raise ConfigError(f"--gpus {text}: expected a number of GPUs, 1 to 9999999")
+    return int(text)

@@ -1,0 +1,66 @@
+"""One run of a sweep, as a Hydra launcher calls it: in the sweep's process, or in another on another machine."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8cfg.cli import sweep_results
+from fp8cfg.config.errors import Fp8cfgError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def job(config: DictConfig) -> float:
+    """Train, and leave the result in the folder of the job. Returns the loss, for sweepers that search. Raises nothing but
+    KeyboardInterrupt, once a signal has stopped it."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    code, error = _train(OmegaConf.to_container(config, resolve=True), folder)
+    result = sweep_results.write(folder, hydra.job.num, list(hydra.overrides.task), code, error)
+    if code in (75, 130):
+        raise KeyboardInterrupt
+    found = [result[k] for k in ("validation_loss", "training_loss") if result[k] is not None]
+    return float(found[0]) if found and code == 0 else float("nan")
+
+
+def _train(values: Any, folder: Path) -> tuple[int, str]:
+    """Train the recipe of `values` into `folder`. Returns the exit code, and the lines of the error."""
+    from fp8cfg.cli.train import launch
+    from fp8cfg.composition import to_yaml
+    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.training.runfolder import RunFolder
+
+    try:
+        recipe = Recipe(**values)
+        recipe.check()
+        now = datetime.now()
+        return launch(recipe, lambda: RunFolder.create(folder, recipe.name, now, to_yaml(recipe), folder), None), ""
+    except Fp8cfgError as e:
+        print(*(f"error: {line}" for line in str(e).splitlines()), sep="\n", file=sys.stderr)
+        return e.exit_code, str(e)
+    except KeyboardInterrupt:
+        return 130, "interrupted"
+    except Exception as e:  # a bug, or no memory: the other runs go on
+        traceback.print_exc()
+        return 1, f"{type(e).__name__}: {e}"
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    """Give back what a run leaves behind in its process, which the next run may share."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()

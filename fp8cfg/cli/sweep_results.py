@@ -1,0 +1,94 @@
+"""The results of a sweep: what each job leaves in its folder, and all of them in a table and in results.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from fp8cfg.report.tables import table
+
+JOB, ALL = "job.json", "results.json"
+Result = dict[str, Any]
+
+
+def write(folder: Path, number: int, overrides: list[str], code: int, error: str) -> Result:
+    """Write and return the result of the job in `folder`: how it ended, and what its run folder says."""
+    from fp8cfg.config.recipe import short
+
+    words = {short(key): value for key, _, value in (o.partition("=") for o in overrides)}
+    result = {"job": number, "overrides": words, "exit_code": code, "error": error or None,
+              **_metrics(folder / "metrics.jsonl"), "fp8_share": _share(folder / "coverage.json"), "run_folder": str(folder)}
+    (folder / JOB).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def read(folder: Path) -> list[Result]:
+    """The results of the jobs below `folder`, in the order of their numbers."""
+    return sorted((json.loads(p.read_text(encoding="utf-8")) for p in folder.rglob(JOB)), key=lambda r: int(r["job"]))
+
+
+def report(folder: Path, ended: str) -> int:
+    """Print the table of the sweep in `folder`, and why it `ended` early where it did, and write results.json. Returns the
+    largest exit code."""
+    results = read(folder)
+    (folder / ALL).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(f"\nsweep folder: {folder}\n{_table(folder, results)}")
+    for r in results:
+        for line in (r["error"] or "").splitlines():
+            print(f"error in {_name(folder, r)}: {line}")
+    if ended:
+        sys.stdout.flush()
+        print(f"error: {ended}", file=sys.stderr)
+    return max([1 if ended else 0, *(int(r["exit_code"]) for r in results)])
+
+
+def _table(folder: Path, results: list[Result]) -> str:
+    """One line a job, with the keys that differ between jobs; these go under the table where it would be too wide."""
+    every = {key: None for r in results for key in r["overrides"]}
+    keys = [k for k in every if len({r["overrides"].get(k) for r in results}) > 1]
+    header = ["folder", *keys, "loss", "val loss", "tokens/s", "FP8", "exit"]
+    rows = [[_name(folder, r), *(r["overrides"].get(k, "") for k in keys), _number(r["training_loss"], ".4f"),
+             _number(r["validation_loss"], ".4f"), _number(r["tokens_per_second"], ",.0f"), _number(r["fp8_share"], ".1%"),
+             str(r["exit_code"])] for r in results]
+    text = table(header, rows, right=range(len(keys) + 1, len(header)))
+    if keys and max(map(len, text.splitlines())) > 80:
+        text = table(["folder", *header[-5:]], [[row[0], *row[-5:]] for row in rows], right=range(1, 6))
+        text += "".join(f"\n{row[0]}: " + " ".join(f"{k}={v}" for k, v in zip(keys, row[1:], strict=False)) for row in rows)
+    return text
+
+
+def _name(folder: Path, result: Result) -> str:
+    return os.path.relpath(result["run_folder"], folder)
+
+
+def _number(value: float | str | None, form: str) -> str:
+    return "" if value is None else value if isinstance(value, str) else format(value, form)
+
+
+def _metrics(file: Path) -> Result:
+    """The last losses, and the median of tokens per second after the first step, which warms up."""
+    from fp8cfg.training import metrics
+
+    rows: list[Any] = metrics.read(file) if file.exists() else []
+    steps = [r for r in rows if "seconds" in r]
+    pace = [r["tokens"] / r["step"] / r["seconds"] for r in steps[1:] or steps]
+    last = {name: next((r[name] for r in reversed(rows) if name in r), None) for name in ("loss", "val_loss")}
+    return {"training_loss": _json(last["loss"]), "validation_loss": _json(last["val_loss"]),
+            "tokens_per_second": statistics.median(pace) if pace else None}
+
+
+def _json(value: float | None) -> float | str | None:
+    """JSON has no word for NaN and infinities."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _share(file: Path) -> float | None:
+    if not file.exists():
+        return None
+    share: float = json.loads(file.read_text(encoding="utf-8"))["share_of_matmul_flops"]
+    return share

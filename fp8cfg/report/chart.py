@@ -1,0 +1,87 @@
+"""The low-precision chart of the MS-AMP documentation: in what a recipe multiplies, sends and stores, beside the named rows."""
+
+from __future__ import annotations
+
+from fp8cfg.config.precision import Precision, resolved
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.report.operands import CODEC
+from fp8cfg.report.tables import table
+
+COLUMNS = ("gemm", "comm", "weight", "master_weight", "weight_grad", "exp_avg", "exp_avg_sq")
+Row = dict[str, str]
+
+
+def _row(codecs: str) -> Row:
+    return dict(zip(COLUMNS, codecs.split(), strict=True))
+
+
+ROWS = {
+    "FP16 AMP":      _row("fp16 fp32 fp32 none fp32 fp32 fp32"),
+    "TE":            _row("fp8  fp32 fp32 none fp32 fp32 fp32"),
+    "Megatron BF16": _row("bf16 fp32 bf16 fp32 fp32 fp32 fp32"),
+    "O1":            _row("fp8  fp8  fp16 none fp8  fp32 fp32"),
+    "O2":            _row("fp8  fp8  fp16 none fp8  fp8  fp16"),
+    "O3":            _row("fp8  fp8  fp8  fp16 fp8  fp8  fp16"),
+}
+"""Source: azure.github.io/MS-AMP/docs/introduction, Megatron's row its DistributedOptimizer's. O3's masters are FP16 with a
+scale."""
+
+
+def level(precision: Precision) -> str | None:
+    """The optimization level that is in force: O2 under backend=msamp where none is given."""
+    return precision.opt_level or ("O2" if precision.backend == "msamp" else None)
+
+
+def storage(precision: Precision) -> dict[str, str]:
+    """The codec of each storage column; what is left on auto under an optimization level is that of the chart's row."""
+    columns, row = resolved(precision), ROWS.get(level(precision) or "", {})
+    return columns | {k: row[k] for k in columns if k in row and getattr(precision.storage, k) == "auto"}
+
+
+def other_weight(precision: Precision) -> str:
+    """The dtype of weights that are no linear layer's: MS-AMP leaves them in float32, else it is precision.compute."""
+    return "fp32" if level(precision) else precision.compute
+
+
+def row(recipe: Recipe) -> Row:
+    """The chart's columns for a linear layer that runs in FP8, where any does."""
+    p = recipe.precision
+    multiplies = p.compute if not p.fp8.enabled else "fp4" if p.fp8.scaling == "nvfp4" else "fp8"
+    columns = storage(p)
+    if recipe.optim.name == "sgd":
+        columns |= {"exp_avg_sq": "none"} | ({} if recipe.optim.momentum else {"exp_avg": "none"})
+    return {"gemm": multiplies, **{k: columns[k] for k in COLUMNS[1:]}}
+
+
+def name(recipe: Recipe) -> str:
+    """The chart's name of `row(recipe)`, or "custom"."""
+    mine = _families(row(recipe))
+    return next((n for n, columns in ROWS.items() if columns == mine), "custom")
+
+
+def bytes_per_parameter(columns: Row) -> int:
+    """Weight, master, gradient and moments of one parameter together."""
+    return sum(CODEC[columns[k]] for k in COLUMNS[2:])
+
+
+def text(recipe: Recipe) -> str:
+    """The chart with the recipe's row first."""
+    mine, named = row(recipe), name(recipe)
+    rows = [[f"this recipe: {named}", *_shown(mine)]]
+    rows += [[n, *_shown(columns)] for n, columns in ROWS.items() if n != named]
+    header = ["low-precision chart", "GEMM", "comm", "weight", "master", "grad", "moments", "B/param"]
+    return table(header, rows, right=(7,))
+
+
+def moments(columns: Row) -> str:
+    """The moments that there are: both of Adam, one of SGD with momentum."""
+    return "+".join(codec for codec in (columns["exp_avg"], columns["exp_avg_sq"]) if codec != "none") or "none"
+
+
+def _shown(columns: Row) -> list[str]:
+    return [*(columns[k] for k in COLUMNS[:5]), moments(columns), str(bytes_per_parameter(columns))]
+
+
+def _families(columns: Row) -> Row:
+    """Codecs without what sets their scales: fp8_pow2 is fp8."""
+    return {k: v.partition("_")[0] for k, v in columns.items()}

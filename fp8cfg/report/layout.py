@@ -1,0 +1,77 @@
+"""What one rank holds of a model under trainer.strategy: its layers, its share of each matrix, its part of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part. `layers` are indices; `tensor` ranks share each matrix, `context` each sequence, `data` hold the same
+    part. `in_flight` microbatches have their activations kept at once, counted in passes through all of `layers`."""
+
+    name: str
+    layers: Sequence[int]
+    embedding: bool = True
+    output: bool = True
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+    in_flight: float = 1.0
+
+
+def whole(recipe: Recipe, ranks: int = 1) -> Part:
+    """The whole model, as each of `ranks` ranks holds it in data-parallel training."""
+    return Part("every rank", range(recipe.model.num_layers), data=ranks)
+
+
+def parts(recipe: Recipe, world: int) -> list[Part]:
+    """The parts that differ: first, middle and last pipeline stage, or one where there is no pipeline.
+
+    Raises ConfigError where `world` ranks are no whole number of replicas, or the batch does not divide over them.
+    """
+    s, t = recipe.trainer.strategy, recipe.trainer
+    if world % s.size:
+        near = max(1, round(world / s.size)) * s.size
+        raise ConfigError(f"{world} GPUs: not a multiple of tensor x pipeline x context parallel = {s.size}; nearest is {near}")
+    data = world // s.size
+    per_step = t.micro_batch_size * data
+    if t.global_batch_size % per_step:
+        near = max(1, round(t.global_batch_size / per_step)) * per_step
+        raise ConfigError(f"{world} GPUs: trainer.global_batch_size={t.global_batch_size} is not a multiple of "
+                          f"trainer.micro_batch_size x data-parallel size = {per_step}; nearest is {near}")
+    stages, chunks = s.pipeline_model_parallel_size, s.virtual_pipeline_model_parallel_size or 1
+    held, microbatches = stage_layers(recipe.model.num_layers, stages, chunks), t.global_batch_size // per_step
+    named = {0: "first stage", stages - 1: "last stage"} if stages > 1 else {0: "every rank"}
+    if stages > 2:
+        named[1] = "middle stage"
+    return [Part(named[i], held[i], i == 0, i == stages - 1, s.tensor_model_parallel_size, s.context_parallel_size, data,
+                 s.sequence_parallel, min(microbatches, _in_flight(i, stages, chunks))) for i in sorted(named)]
+
+
+def stage_layers(layers: int, stages: int, chunks: int) -> list[list[int]]:
+    """The layers of each stage; with `chunks` of them a stage, chunk k is on stage k modulo `stages` (Megatron's interleaving).
+
+    Where layers do not divide, embedding and output layer count as one layer each, as NeMo's llama31_405b has it; else the
+    first chunks have one layer more.
+    """
+    cuts = stages * chunks
+    sizes = [layers // cuts + (i < layers % cuts) for i in range(cuts)]
+    if layers % cuts and (layers + 2) % cuts == 0:
+        sizes = [(layers + 2) // cuts - (i in (0, cuts - 1)) for i in range(cuts)]
+    starts = [sum(sizes[:i]) for i in range(cuts)]
+    return [[layer for k in range(stage, cuts, stages) for layer in range(starts[k], starts[k] + sizes[k])]
+            for stage in range(stages)]
+
+
+def _in_flight(stage: int, stages: int, chunks: int) -> float:
+    """Passes through a stage whose activations are kept at once: 1F1B, interleaved with more than one chunk (arXiv 2104.04473;
+    Megatron's schedules.py, num_warmup_microbatches)."""
+    if chunks == 1:
+        return stages - stage
+    return ((stages - stage - 1) * 2 + (chunks - 1) * stages + 1) / chunks

@@ -1,0 +1,72 @@
+"""Bytes of one element, by who holds it: the codecs of storage, and the operands of the native backend's products."""
+
+from __future__ import annotations
+
+from fp8cfg.config.fp8 import power_2_scales, weights_2d
+from fp8cfg.config.recipe import Recipe
+
+CODEC = {"none": 0, "fp32": 4, "bf16": 2, "fp16": 2, "fp16_scaled": 2, "fp8": 1, "fp8_pow2": 1, "fp8_block": 1}
+"""One element in each codec of `storage`. Scales are left out: one for a tensor or a block of a hundred."""
+_TILES = {"block": (128, 4), "mxfp8": (32, 1), "nvfp4": (16, 1)}
+"""Scalings with many scales: how many elements in a row share one, and its bytes where it is stored."""
+
+
+def emulated(recipe: Recipe, device: str) -> bool:
+    """Whether products are emulated on `device` ("cpu" or "cuda"): float8 values carried in a wider dtype."""
+    return device == "cpu" or recipe.fp8.emulate
+
+
+def operand(recipe: Recipe, device: str) -> float:
+    """An element of a quantized activation, or of a weight quantized for one pass. Emulated it is the carrier's: bfloat16 under
+    bf16, unless its scale is multiplied in and is no power of two, and else float32. On hardware a byte, and under block
+    scaling its share of a float32 scale."""
+    if emulated(recipe, device):
+        exact = recipe.fp8.scaling != "block" or power_2_scales(recipe.fp8)
+        return CODEC["bf16"] if recipe.precision.compute == "bf16" and exact else CODEC["fp32"]
+    return CODEC["fp8"] + (4 / 128 if recipe.fp8.scaling == "block" else 0)
+
+
+def directions(recipe: Recipe) -> int:
+    """How often an activation or a gradient is quantized: twice where scales lie along the contracted dimension, since
+    products contract both."""
+    return 2 if recipe.fp8.scaling in _TILES or recipe.fp8.granularity == "row" else 1
+
+
+def held_beside(recipe: Recipe) -> float:
+    """What an element of a weight held in FP8 alone takes beside its byte: its share of scales; and where these lie along rows,
+    another byte and scales along columns, for dgrad."""
+    f = recipe.fp8
+    elements, scale = _TILES.get(f.scaling, (1, 0))
+    square = weights_2d(f) if f.scaling in _TILES else f.granularity == "tensor"
+    return scale / elements**2 if square else 1 + 2 * scale / elements
+
+
+def decoded(recipe: Recipe, device: str) -> float:
+    """What an element of a weight held in FP8 alone takes more while an emulated product reads it: the carrier."""
+    return operand(recipe, device) if emulated(recipe, device) else 0
+
+
+def product(recipe: Recipe, device: str, out: int) -> float:
+    """The most that an element of the result of an FP8 product takes before it is there, in `out` bytes.
+
+    Hardware writes the output. An emulated product has the carrier's dtype. One scale a tensor is multiplied in afterwards, in
+    place where the output has the same dtype, and else in float32 between product and cast: bf16, float32, float32; or
+    float32 twice and fp16. Scales of blocks are in the operands already.
+    """
+    if not emulated(recipe, device):
+        return out
+    carrier = operand(recipe, device)
+    if recipe.fp8.scaling in ("block", "mxfp8"):
+        return carrier + (out if carrier != out else 0)
+    return carrier if device == "cpu" and carrier == out else 10
+
+
+def quantizing(recipe: Recipe, device: str, elements: float) -> float:
+    """The most that quantizing a matrix of `elements` takes, its result among it. A CPU does so in chunks (numerics/quantize.py,
+    CHUNK): float32 scaled and cut to the range, its codes, their indices, the result; a GPU the whole matrix, eagerly. nvfp4
+    has a copy of the matrix and its Hadamard transform beside it; scales of columns need all rows, in float32, twice."""
+    mixed = 2 * CODEC[recipe.precision.compute] * elements if recipe.fp8.scaling == "nvfp4" else 0
+    if device == "cuda":
+        return mixed + (4 + 4 + 1) * elements
+    result = operand(recipe, device) * elements + 11 * min(1 << 17, elements)
+    return max(mixed + result, 8 * elements if recipe.fp8.granularity == "row" else 0)

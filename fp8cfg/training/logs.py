@@ -1,0 +1,90 @@
+"""The files of a run folder that grow with its steps: metrics, statistics of FP8 tensors, TensorBoard events."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.data import Batches
+from fp8cfg.job import Job
+from fp8cfg.training.distributed import World
+from fp8cfg.training.metrics import MetricsLog, TensorBoardLog, Value
+from fp8cfg.training.runfolder import RunFolder
+from fp8cfg.training.step import microbatches
+
+
+class RunLogs:
+    """What one run writes, as a context manager; nothing at all without a run folder, as on every rank but the first."""
+
+    def __init__(self, job: Job, run: RunFolder | None, done: int) -> None:
+        """Opens the files of `run` and drops what they say of steps after `done`. Raises ConfigError for files that cannot be
+        read, and for what the recipe's `log` keys ask for and is not to be had; OSError."""
+        self.job = job
+        self._metrics: MetricsLog | None = None
+        self._statistics: MetricsLog | None = None
+        self._board: TensorBoardLog | None = None
+        self._every = job.recipe.log.fp8_stats_every_n_steps if run else 0
+        with ExitStack() as opened:
+            if run:
+                self._open(run, done, opened)
+            self._opened = opened.pop_all()
+
+    def _open(self, run: RunFolder, done: int, opened: ExitStack) -> None:
+        from fp8cfg.numerics import fp8_linears
+
+        if self._every and not any(fp8_linears(self.job.model)):
+            raise ConfigError(f"log.fp8_stats_every_n_steps={self._every}: backend {self.job.choice.backend} has no such "
+                              "statistics; write backend=native or drop it")
+        self._metrics = _log(run.metrics, done, opened)
+        if self._every or run.fp8_stats.exists():
+            self._statistics = _log(run.fp8_stats, done, opened)
+        if self.job.recipe.log.tensorboard:
+            try:
+                self._board = TensorBoardLog(run.path / "tensorboard")
+            except ImportError as e:
+                raise ConfigError(f"log.tensorboard=True: {e}") from None
+            opened.callback(self._board.close)
+
+    def write(self, done: int, values: dict[str, Value]) -> None:
+        """Values of optimizer step `done`, the first being 1."""
+        for log in (self._metrics, self._board):
+            if log:
+                log.write(done, values)
+
+    def statistics(self, batches: Batches, step: int, world: World) -> None:
+        """Where they are due, the statistics of the FP8 tensors in the first microbatch of optimizer step `step`, the first
+        being 0, which is about to begin. They take an eager forward and backward pass and change nothing."""
+        if not self._every or (step + 1) % self._every or self._statistics is None:
+            return
+        from fp8cfg.numerics.statistics import collect
+
+        job, count = self.job, microbatches(self.job, world)
+        tokens, targets = batches.batch(step, world.rank, world.size, 0, count)
+
+        def run() -> None:
+            with job.autocast():
+                job.backward(job.model(tokens.to(job.device), targets.to(job.device)), parts=count * world.size)
+
+        job.optimizer.zero_grad()  # or two sets of gradients would need memory at once
+        board: dict[str, Value] = {}
+        for found in collect(job.model, run, job.optimizer.masters):
+            self._statistics.write(step + 1, found._asdict())
+            board |= {f"fp8/{found.layer}/{found.tensor}/{name}": value for name, value in found._asdict().items()}
+        if self._board:
+            self._board.write(step + 1, board)
+
+    def __enter__(self) -> RunLogs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+
+def _log(path: Path, done: int, opened: ExitStack) -> MetricsLog:
+    log = opened.enter_context(MetricsLog(path))
+    try:
+        log.truncate_after(done)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    return log

@@ -1,0 +1,86 @@
+"""What a mistake is answered with: each line, exactly. All go to stderr, with exit code 2."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8cfg.__main__ import main
+
+MISTAKES: list[tuple[str, str | list[str]]] = [
+    # a typo in a key, a group, a choice, a verb, an option, an enum value
+    ("fp8.margn=1", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
+    ("trainer.plugins.fp8.margn=1", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
+    ("reciep=llama_8b", "reciep: no such key; did you mean 'recipe'?"),
+    ("recipe=lama_8b", "recipe=lama_8b: no such recipe; did you mean 'llama_8b'?"),
+    ("precision=bf16_pf8", "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"),
+    ("data=wiki", "data=wiki: no such data preset; choose from stdlib, text, tiny, tokens"),
+    ("exprt", "exprt: no such command; did you mean 'export'?"),
+    ("lst --json", "lst: no such command; did you mean 'list'?"),
+    ("help lst", "lst: no such command; did you mean 'list'?"),
+    ("lst --help", "lst: no such command; did you mean 'list'?"),
+    ("recipe=llama_tiny resume", "resume: a command stands first, as in: fp8cfg resume"),
+    ("frobnicate", "frobnicate: no command, recipe file or key=value; fp8cfg --help has them"),
+    ("--multrun", "--multrun: no such option; did you mean '--multirun'?"),
+    ("fp8.scaling=delayd precision=bf16_fp8", "fp8.scaling=delayd: not an option; did you mean 'delayed'?"),
+    ("trainer.compile=maybe", "trainer.compile=maybe: not an option; choose from auto, on, off"),
+    # a leaf name alone
+    ("margin=1", "margin: no such key; did you mean 'fp8.margin'?"),
+    ("lr=1e-4", "lr: no such key; did you mean 'optim.lr'?"),
+    ("every_n_steps=1", "every_n_steps: no such key; did you mean one of checkpoint.every_n_steps, log.every_n_steps?"),
+    # words of other projects
+    ("fp8_margin=1", "fp8_margin: no such key; it belongs to fp8.margin"),
+    ("trainer.fp8_params=true", "trainer.fp8_params: no such key; it belongs to fp8.params"),
+    ("fp8_recipe=tensorwise", "fp8_recipe=tensorwise: no such key; write fp8.scaling=current"),
+    ("fp8_recipe=blockwise", "fp8_recipe=blockwise: no such key; write fp8.scaling=block"),
+    ("fp8_recipe=delayed", "fp8_recipe=delayed: no such key; write fp8.scaling=delayed"),
+    ("fp8_recipe=custom", "fp8_recipe: no such key; it belongs to fp8.scaling"),
+    ("fp8.scaling=tensorwise", "fp8.scaling=tensorwise: not an option; did you mean 'current'?"),
+    ("fp8.scaling=Blockwise", "fp8.scaling=Blockwise: not an option; did you mean 'block'?"),
+    ("fp8={scaling:tensorwise}", "fp8.scaling=tensorwise: not an option; did you mean 'current'?"),
+    ("mixed_precision=fp8", "mixed_precision=fp8: no such key; write precision=bf16_fp8"),
+    ("mixed_precision=no", "mixed_precision=no: no such key; write precision=fp32"),
+    ("mixed_precision=fp9", "mixed_precision: no such key; it belongs to precision (precision=bf16_fp8)"),
+    ("trainer.precision=bf16", "trainer.precision=bf16: no such key; write precision=bf16"),
+    ("trainer.precision=16-mixed", "trainer.precision=16-mixed: no such key; write precision=fp16"),
+    ("precision=fp8", "precision=fp8: no such precision preset; did you mean 'bf16_fp8'?"),
+    ("precision=16-mixed", "precision=16-mixed: no such precision preset; did you mean 'fp16'?"),
+    ("optimization_level=O2", "optimization_level: no such key; it belongs to opt_level"),
+    # types, bounds, and keys that would do nothing
+    ("fp8.margin=abc", "fp8.margin=abc: expected an integer, got str"),
+    ("fp8.margin=99", "fp8.margin=99: must be at most 16"),
+    ("fp8.margin=1", "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"),
+    ("fp8.margin=1 precision=bf16_fp8_current",
+     "fp8.margin=1: has no effect under fp8.scaling=current, only under delayed; drop it or write fp8.scaling=delayed"),
+    # Hydra's grammar
+    ("fp8.margin", "fp8.margin: needs a value, as in fp8.margin=VALUE"),
+    ("precision", "precision: needs a value, as in precision=NAME"),
+    ("=1", "=1: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"),
+    ("fp8.margin=0,1", "fp8.margin=0,1: several values are a sweep, and a run takes one; a list is written [a,b]"),
+    ("+fp8.margin=1", "+fp8.margin=1: every key exists already; write fp8.margin=1"),
+    ("~fp8.margin", "~fp8.margin: keys cannot be removed; set fp8.margin to its default instead"),
+    ("precision@x=bf16", "precision@x=bf16: packages are fixed; write precision=bf16"),
+    ("name=${oc.env:HOME}", "name=${oc.env:HOME}: interpolation is not accepted; write the value"),
+    ("hydra.run.dir=x", "hydra.run.dir=x: does nothing in a single run; -m, --cfg and --info take it"),
+    ("hydra/launcher=basic", "hydra/launcher=basic: does nothing in a single run; -m, --cfg and --info take it"),
+    # all at once: options, verbs and words
+    ("--foo fp8.margn=1 recipe=lama_8b --config-dir", [
+        "--foo: no such option; did you mean '--info'?", "--config-dir: needs a value",
+        "fp8.margn: no such key; did you mean 'fp8.margin'?", "recipe=lama_8b: no such recipe; did you mean 'llama_8b'?"]),
+    ("exprt fp8.margn=1 --json", ["exprt: no such command; did you mean 'export'?", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
+    ("hydra.run.dir=x fp8.margn=1", ["hydra.run.dir=x: does nothing in a single run; -m, --cfg and --info take it",
+                                     "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
+    ("resume x --alow fp8 fp8.margn=1", ["--alow: no such option; did you mean '--allow'?", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
+    ("-m fp8.margin=0,99 --foo", ["--foo: no such option; did you mean '--info'?", "fp8.margin=99: must be at most 16"]),
+    ("completion", "completion: needs a shell; choose from bash, zsh, fish"),
+    ("completion bsh", "completion bsh: no such shell; did you mean 'bash'?"),
+    ("rerun", "rerun: needs one run folder, as in: fp8cfg rerun runs/NAME"),
+    ("rerun nowhere", "nowhere is not a run folder: there is no nowhere"),
+]
+
+
+@pytest.mark.parametrize(("words", "lines"), MISTAKES, ids=[words for words, _ in MISTAKES])
+def test_a_mistake_is_answered_with_these_lines(words: str, lines: str | list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"error: {line}" for line in ([lines] if isinstance(lines, str) else lines)]
+    assert out == ""

@@ -1,0 +1,155 @@
+"""The memory plan against measured bytes, and its parts against counts by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from small import small
+
+import fp8cfg
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.report.layout import Part, parts, stage_layers, whole
+from fp8cfg.report.memory import linears_of, memory, memory_table, parameters, persistent, refuse_if_too_large
+
+
+def _tool() -> ModuleType:
+    path = Path(__file__).parents[1] / "tools" / "check_memory.py"
+    spec = importlib.util.spec_from_file_location("check_memory", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TOOL = _tool()
+PRECISIONS = ["fp32", "bf16", "bf16_fp8", "bf16_fp8 fp8.params=false", "bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8",
+              "fp16 precision.loss_scale=1024", "bf16_fp8 fp8.output_layer=true", "bf16_fp8 fp8.override_linear_precision.wgrad=true"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_planned_bytes_are_the_measured_ones(precision: str, recompute: str) -> None:
+    words = f"precision={precision}".split()
+    found = TOOL.measure(small(*words, "model.num_layers=3", f"model.recompute_granularity={recompute}"))
+    off = {kind: found[kind] for kind, bound in TOOL.BOUNDS.items() if abs(found[kind][0] - found[kind][1]) > bound * found[kind][1]}
+    assert not off, "kind: planned, measured"
+    assert found["peak"][1] > found["after forward"][1] > 0
+
+
+def test_what_the_tracker_counts() -> None:
+    import torch
+
+    known = torch.zeros(100)
+    with TOOL.LiveBytes([known]) as live:
+        a = torch.zeros(10)
+        view, kept = a.view(2, 5), known[:5]
+        b = a + 1
+        del a, b
+        assert (live.now, live.peak) == (40, 80), "a lives in its view, b does not, what was known is not counted"
+        del view
+        assert live.now == 0 and kept is not None
+
+
+def test_recomputation_takes_less_and_more_tokens_take_more() -> None:
+    def working(*words: str) -> int:
+        kinds = memory(fp8cfg.compose(["precision=bf16_fp8", *words]), "cuda")
+        return kinds["activations"] + kinds["logits"] + kinds["backward"]
+
+    assert working("model.recompute_granularity=full") < working() / 2
+    assert working("trainer.micro_batch_size=8") * 1.9 < working()
+
+
+@pytest.mark.parametrize(("words", "each"), [
+    ("precision=fp32", 16), ("precision=bf16", 18), ("precision=fp16", 16), ("precision=bf16 optim.name=sgd", 14),
+    ("precision=bf16 optim.name=sgd optim.momentum=0", 10)])
+def test_bytes_of_a_parameter(words: str, each: int) -> None:
+    recipe = small(*words.split())
+    part = whole(recipe)
+    assert sum(persistent(recipe, part, linears_of(recipe, part)).values()) == each * parameters(recipe, part).total
+
+
+@pytest.mark.parametrize(("level", "linear", "other"), [("O1", 11, 16), ("O2", 6, 11), ("O3", 7, 11)])
+def test_ms_amp_leaves_all_but_linear_layers_in_float32(level: str, linear: int, other: int) -> None:
+    recipe = small("precision=bf16_fp8", "fp8.params=false", f"opt_level={level}", "fp8.output_layer=true")
+    part = whole(recipe)
+    kinds, count = persistent(recipe, part, linears_of(recipe, part)), parameters(recipe, part)
+    assert sum(kinds.values()) - kinds["FP8 copies"] == linear * count.linear + other * count.other
+
+
+def test_zero_splits_optimizer_state_over_data_parallel_ranks() -> None:
+    recipe = small("precision=bf16")
+    one, four = memory(recipe, "cpu"), {}
+    for shard in ("zero1", "zero2"):
+        recipe.storage.shard = shard  # type: ignore[assignment]
+        four[shard] = memory(recipe, "cpu", whole(recipe, 4))
+    assert four["zero1"]["moments"] * 4 == one["moments"] and four["zero1"]["gradients"] == one["gradients"]
+    assert four["zero2"]["masters"] * 4 == one["masters"] and four["zero2"]["gradients"] * 4 == one["gradients"]
+
+
+@pytest.mark.parametrize(("layers", "stages", "chunks", "sizes"), [
+    (80, 4, 5, [20] * 4), (126, 8, 2, [15, *[16] * 6, 15]), (6, 3, 1, [2, 2, 2]), (7, 2, 1, [4, 3]), (10, 3, 1, [3, 4, 3])])
+def test_layers_of_pipeline_stages(layers: int, stages: int, chunks: int, sizes: list[int]) -> None:
+    held = stage_layers(layers, stages, chunks)
+    assert [len(stage) for stage in held] == sizes
+    assert sorted(layer for stage in held for layer in stage) == list(range(layers))
+
+
+def laid_out(*words: str, tp: int = 1, pp: int = 1) -> Recipe:
+    recipe = fp8cfg.compose(["model.num_layers=6", "trainer.micro_batch_size=1", *words])
+    recipe.trainer.strategy.tensor_model_parallel_size, recipe.trainer.strategy.pipeline_model_parallel_size = tp, pp
+    return recipe
+
+
+def test_stages_and_tensor_ranks_hold_all_parameters_together() -> None:
+    recipe = laid_out(tp=2, pp=3)
+    found = parts(recipe, 12)
+    assert [(p.name, p.data, p.in_flight) for p in found] == [("first stage", 2, 3), ("middle stage", 2, 2), ("last stage", 2, 1)]
+    matrices = [parameters(recipe, p).total - 256 * (2 * len(p.layers) + p.output) for p in found]
+    everything = parameters(recipe, whole(recipe)).total - 256 * (2 * 6 + 1)
+    assert sum(matrices) * 2 == everything
+    tied = laid_out("model.share_embeddings_and_output_weights=true", pp=2)
+    first, last = parts(tied, 2)
+    assert parameters(tied, first).total + parameters(tied, last).total == parameters(tied, whole(tied)).total + 272 * 256
+
+
+def test_a_layout_shares_activations_too() -> None:
+    one = memory(laid_out(), "cuda")
+    first, _, last = (memory(laid_out(pp=3), "cuda", p) for p in parts(laid_out(pp=3), 3))
+    assert first["logits"] == 0 and last["logits"] == one["logits"], "logits are the last stage's"
+    assert first["activations"] > last["activations"] - one["activations"] / 3, "as many microbatches in flight as stages"
+    split = Part("", range(6), tensor=2, context=2, sequence_parallel=True)
+    assert memory(laid_out(), "cuda", split)["activations"] * 4 == pytest.approx(one["activations"], rel=0.01)
+
+
+@pytest.mark.parametrize(("world", "line"), [
+    (9, "9 GPUs: not a multiple of tensor x pipeline x context parallel = 6; nearest is 12"),
+    (18, "18 GPUs: trainer.global_batch_size=16 is not a multiple of trainer.micro_batch_size x data-parallel size = 3; nearest is 15"),
+])
+def test_a_world_that_does_not_divide(world: int, line: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        parts(laid_out(tp=2, pp=3), world)
+    assert e.value.problems == [line]
+
+
+def test_a_recipe_that_is_too_large_is_refused_with_what_fits() -> None:
+    recipe = small("precision=bf16")
+    need = sum(memory(recipe, "cpu").values())
+    refuse_if_too_large(recipe, "cpu", need)
+    with pytest.raises(fp8cfg.ConfigError, match=r"needs .*, this machine has .* free on cpu; nearest that fit: trainer\.micro_batch_size=1"):
+        refuse_if_too_large(recipe, "cpu", need - 1)
+
+
+def test_the_table() -> None:
+    assert memory_table(small("precision=fp16", "trainer.micro_batch_size=1"), "cpu") == """\
+memory per rank       size  B/param
+weights          212.6 KiB      2.0  fp16
+masters          425.2 KiB      4.0  fp32
+gradients        212.6 KiB      2.0  fp16
+moments          850.5 KiB      8.0  fp32+fp32
+activations      201.6 KiB           1 x 32 tokens, recompute none
+logits           102.0 KiB           vocab_size=272
+optimizer step   121.6 KiB           fp32 gradients
+total              2.1 MiB"""
