@@ -55,7 +55,7 @@ class Library:
         problem = self.problem(group, name)
         if problem:
             raise ConfigError(problem)
-        path = self._file(group, self.stem(group, name))
+        path = self.file(group, self.stem(group, name))
         if group == "recipe":
             return listed(recipe_from(path, self) if path else registry.named(name))
         assert path is not None  # problem() has seen it
@@ -63,7 +63,7 @@ class Library:
 
     def base(self, name: str, inside: Path, above: tuple[Path, ...]) -> Recipe:
         """The recipe `name` that the file `inside` builds on; a file of the same name builds on the shipped recipe."""
-        path = self._file("recipe", name)
+        path = self.file("recipe", name)
         if path is None or path == inside.resolve():
             return registry.named(name)
         return recipe_from(path, self, (*above, inside.resolve()))
@@ -71,7 +71,8 @@ class Library:
     def _roots(self) -> list[Path]:
         return [*([self.folder] if self.folder else []), CONF]
 
-    def _file(self, group: str, stem: str) -> Path | None:
+    def file(self, group: str, stem: str) -> Path | None:
+        """The file of a choice, one's own before a shipped one; None where there is none."""
         for root in self._roots():
             path = root / group / f"{stem}.yaml"
             if NAME.fullmatch(stem) and path.is_file():
