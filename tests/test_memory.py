@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 from small import small
 
@@ -13,18 +9,8 @@ import fp8cfg
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.layout import Part, parts, stage_layers, whole
 from fp8cfg.report.memory import linears_of, memory, memory_table, parameters, persistent, refuse_if_too_large
+from fp8cfg.training.measured import BOUNDS, LiveBytes, measure
 
-
-def _tool() -> ModuleType:
-    path = Path(__file__).parents[1] / "tools" / "check_memory.py"
-    spec = importlib.util.spec_from_file_location("check_memory", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TOOL = _tool()
 PRECISIONS = ["fp32", "bf16", "bf16_fp8", "bf16_fp8 fp8.params=false", "bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8",
               "fp16 precision.loss_scale=1024", "bf16_fp8 fp8.output_layer=true", "bf16_fp8 fp8.override_linear_precision.wgrad=true"]
 
@@ -33,8 +19,8 @@ PRECISIONS = ["fp32", "bf16", "bf16_fp8", "bf16_fp8 fp8.params=false", "bf16_fp8
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_planned_bytes_are_the_measured_ones(precision: str, recompute: str) -> None:
     words = f"precision={precision}".split()
-    found = TOOL.measure(small(*words, "model.num_layers=3", f"model.recompute_granularity={recompute}"))
-    off = {kind: found[kind] for kind, bound in TOOL.BOUNDS.items() if abs(found[kind][0] - found[kind][1]) > bound * found[kind][1]}
+    found = measure(small(*words, "model.num_layers=3", f"model.recompute_granularity={recompute}"))
+    off = {kind: found[kind] for kind, bound in BOUNDS.items() if abs(found[kind][0] - found[kind][1]) > bound * found[kind][1]}
     assert not off, "kind: planned, measured"
     assert found["peak"][1] > found["after forward"][1] > 0
 
@@ -43,7 +29,7 @@ def test_what_the_tracker_counts() -> None:
     import torch
 
     known = torch.zeros(100)
-    with TOOL.LiveBytes([known]) as live:
+    with LiveBytes([known]) as live:
         a = torch.zeros(10)
         view, kept = a.view(2, 5), known[:5]
         b = a + 1

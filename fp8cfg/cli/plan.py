@@ -26,6 +26,7 @@ sizes, and what will be built.
   --gpu NAME           {textwrap.fill(', '.join(GPUS), 57, subsequent_indent=' ' * 23)};
                        otherwise a CPU, which emulates FP8
   --gpus N             ranks; otherwise trainer.num_nodes x trainer.devices
+  --measure            build it here, run one microbatch, and say what it took
   --json               everything, as JSON
   --tree, --dot        the Fiddle graph instead, as paths or for Graphviz
   --config-dir FOLDER  recipes and presets of your own
@@ -35,12 +36,14 @@ _OUTPUTS = ("--json", "--tree", "--dot")
 
 def run(argv: list[str]) -> int:
     """Plan the recipe of `argv`. Returns the exit code."""
-    arguments = split(argv, ("--config-dir", "--gpu", "--gpus"), _OUTPUTS)
+    arguments = split(argv, ("--config-dir", "--gpu", "--gpus"), (*_OUTPUTS, "--measure"))
     try:
         folder, ranks, name = arguments.one("--config-dir"), _count(arguments.one("--gpus")), arguments.one("--gpu")
         gpu, file = named(name) if name else None, recipe_file(arguments.plain, ())
         if len(arguments.flags) > 1:
-            raise ConfigError(f"{' '.join(f for f in _OUTPUTS if f in arguments.flags)}: choose one")
+            raise ConfigError(f"{' '.join(f for f in (*_OUTPUTS, '--measure') if f in arguments.flags)}: choose one")
+        if name and "--measure" in arguments.flags:
+            raise ConfigError(f"--measure: runs on this machine; drop --gpu {name}")
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
 
@@ -54,6 +57,10 @@ def run(argv: list[str]) -> int:
     if t.accelerator == "cuda" and not gpu:
         raise ConfigError(f"trainer.accelerator=cuda: name the GPU, as in --gpu h100; there are {', '.join(GPUS)}")
     print(_shown(planned.make(recipe, ranks or t.num_nodes * t.devices, gpu), *arguments.flags))
+    if "--measure" in arguments.flags:
+        from fp8cfg.training.measured import measured_table
+
+        print(f"\n{measured_table(recipe)}")
     return 0
 
 
