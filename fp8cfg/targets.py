@@ -69,13 +69,13 @@ def optimizer(
     import torch.distributed as dist
 
     from fp8cfg.backends import native
-    from fp8cfg.numerics import discard_amax, fp8_linears, update_scales
+    from fp8cfg.numerics.update import discard_amax, fp8_layers, update_scales
     from fp8cfg.optim.groups import param_groups
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
     model = prepared.model
     named = dict(model.named_parameters())
-    layers = list(fp8_linears(model))
+    layers = list(fp8_layers(model))
     built = MixedPrecisionOptimizer(
         param_groups(model, optim.weight_decay), _inner(optim, prepared.device),
         masters={named[name]: master for name, master in prepared.masters.items()},

@@ -115,16 +115,17 @@ ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
     "fp8.exclude": ([FP8, "fp8.exclude=['*.mlp.*','*qkv']"], in_fp8,
                     ["layers.0.self_attention.linear_proj", "layers.1.self_attention.linear_proj"]),
     "fp8.output_layer": ([FP8, "fp8.output_layer=true"], lambda j: "output_layer" in in_fp8(j), True),
+    "fp8.dot_product_attention": (
+        [FP8, "fp8.dot_product_attention=true"], lambda j: type(j.model.layers[0].self_attention.core_attention).__name__, "FP8Attention"),
 }
 RUNS = {
     **dict.fromkeys(("name", "log.every_n_steps", "log.tensorboard", "checkpoint.every_n_steps", "checkpoint.keep",
                      "trainer.micro_batch_size", "trainer.val_check_interval", "trainer.limit_val_batches", "trainer.compile",
                      "fp8.use_autocast_during_eval"), "test_loop.py"),
     "log.dir": "test_cli.py", "fp8.min_coverage": "test_builder.py", "fp8.reduce_amax": "test_distributed.py",
-    "fp8.emulate": "test_planning.py",
+    "fp8.emulate": "test_planning.py", "log.fp8_stats_every_n_steps": "test_statistics.py",
 }
 REFUSED: dict[str, list[str]] = {
-    "fp8.dot_product_attention": [FP8, "fp8.dot_product_attention=true"],
     "fp8.multi_head_attention": [FP8, "fp8.dot_product_attention=true", "fp8.multi_head_attention=true"],
     "opt_level": [FP8, "opt_level=O2"],
     **{f"storage.{c}": [FP8, f"storage.{c}=fp8"] for c in ("weight_grad", "comm", "exp_avg", "exp_avg_sq")},
@@ -172,7 +173,8 @@ def test_a_key_of_the_run_is_set_by_its_test(key: str) -> None:
 def test_a_key_that_this_version_does_not_run_is_refused_by_name(key: str) -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.build(small(*REFUSED[key]))
-    assert any(line.startswith(f"{key}=") and "not in this version" in line for line in e.value.problems), e.value.problems
+    why = "needs FP8 outputs of the projections" if key == "fp8.multi_head_attention" else "not in this version"
+    assert any(line.startswith(f"{key}=") and why in line for line in e.value.problems), e.value.problems
 
 
 @pytest.mark.parametrize(

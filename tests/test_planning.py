@@ -121,8 +121,6 @@ def test_each_scaling_on_each_hardware(scaling: str, hardware: Hardware, line: s
 
 @pytest.mark.parametrize("change", [
     {"backend": "te"}, {"backend": "torchao"}, {"backend": "msamp"}, {"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O3"},
-    {"fp8": {"enabled": True, "dot_product_attention": True}},
-    {"fp8": {"enabled": True, "dot_product_attention": True, "multi_head_attention": True}},
     *({"storage": {column: "fp8"}} for column in ("weight", "master_weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq")),
     {"storage": {"rounding": "stochastic"}}, {"storage": {"shard": "zero1"}}, {"storage": {"shard": "zero2"}},
 ])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8cfg.config.errors import ConfigError, refuse_if
+from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.precision import Precision, resolved
 
 FP8_CAPABILITY = (8, 9)
@@ -77,9 +77,11 @@ def _unavailable(p: Precision) -> list[str]:
         lines.append(f"backend={p.backend}: not in this version; write backend=native")
     if p.opt_level:
         lines.append(f"opt_level={p.opt_level}: not in this version; leave it null")
-    for key in ("dot_product_attention", "multi_head_attention"):
-        if getattr(f, key):
-            lines.append(f"fp8.{key}=True: not in this version; attention runs in precision.compute={p.compute}")
+    if f.dot_product_attention and f.scaling == "mxfp8":
+        lines.append("fp8.dot_product_attention=True: the native backend has none under fp8.scaling=mxfp8, where cuDNN quantizes "
+                     "the softmax by rules of its own; drop it, or write fp8.scaling=current")
+    if f.multi_head_attention:
+        lines.append("fp8.multi_head_attention=True: needs FP8 outputs of the projections: backend=te; drop it")
     actual = resolved(Precision(compute=p.compute, fp8=f.model_copy()))
     for column, given in resolved(p).items():
         if given != actual[column]:

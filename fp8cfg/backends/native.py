@@ -1,4 +1,4 @@
-"""The native backend: plain torch linear layers replaced by `numerics.FP8Linear`, in the same arithmetic on CPU and GPU."""
+"""The native backend: plain torch linear layers and attention replaced by those of `numerics`, the same on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fp8cfg.backends.planning import GEMMS, PlannedLinear
+from fp8cfg.backends.planning import ATTENTION_GEMMS, GEMMS, Kinds, PlannedAttention, PlannedLinear, plan_attention
 from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
 from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
+from fp8cfg.numerics.attention import FP8Attention
+from fp8cfg.numerics.update import FP8Layer, fp8_layers
 
-Observed = dict[str, tuple[tuple[str, str] | None, ...]]
+Observed = dict[str, dict[str, Kinds]]
 
 
 def scaling_of(fp8: FP8) -> Scaling:
@@ -23,8 +25,9 @@ def scaling_of(fp8: FP8) -> Scaling:
 
 
 def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:
-    """Replace, in place, the linear layers of `model` that `plan` has in FP8. Weights keep their Parameter, so tied ones stay
-    tied; under fp8.params they become float8 Parameters, except a weight that a layer outside FP8 shares.
+    """Replace, in place, the linear layers of `model` that `plan` has in FP8, and with them attention. Weights keep their
+    Parameter, so tied ones stay tied; under fp8.params they become float8 Parameters, except a weight that a layer outside FP8
+    shares.
     """
     shared = _shared_weights(model)
     scaling = scaling_of(fp8)
@@ -38,35 +41,48 @@ def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: R
         setattr(model.get_submodule(parent), leaf, FP8Linear.from_linear(
             linear, scaling, region, high_precision=(high[0], high[1], high[2]), product=product,  # type: ignore[arg-type]
             fp8_params=fp8.params and linear.weight not in shared))
+    if fp8.dot_product_attention:
+        _convert_attention(model, fp8, scaling, region)
+
+
+def _convert_attention(model: nn.Module, fp8: FP8, scaling: Scaling, region: Region) -> None:
+    device = next(model.parameters()).device
+    found = [name for name, _ in model.named_modules() if name.endswith(".core_attention")]
+    for planned in plan_attention(fp8, len(found)):
+        if any(planned.gemms):
+            parent, _, leaf = planned.name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, FP8Attention(scaling, region, device))
 
 
 def observed(model: nn.Module) -> Observed:
-    """For each FP8 layer by name, the operand kinds of the three products that ran, None for high precision or not at all."""
+    """For each FP8 layer by name, the operand kinds of each product that ran, None for high precision or not at all."""
     out: Observed = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, FP8Linear):
+        if isinstance(layer, FP8Layer):
             ran = [decode(code) for code in layer.gemms_ran.tolist()]
-            out[name] = tuple(None if r is None or r.how == "high_precision" else (r.a, r.b) for r in ran)
+            kinds = [None if r is None or r.how == "high_precision" else (r.a, r.b) for r in ran]
+            out[name] = dict(zip(GEMMS if isinstance(layer, FP8Linear) else ATTENTION_GEMMS, kinds, strict=True))
     return out
 
 
 def forget_observed(model: nn.Module) -> None:
     """Clear the record of what ran, so that the next step is observed afresh."""
-    for layer in fp8_linears(model):
+    for layer in fp8_layers(model):
         layer.gemms_ran.zero_()
 
 
-def differences(plan: Sequence[PlannedLinear], seen: Observed) -> list[str]:
+def differences(plan: Sequence[PlannedLinear | PlannedAttention], seen: Observed) -> list[str]:
     """One line for each product that did not run as planned; an empty list where all did."""
     lines = []
     for planned in plan:
-        for gemm, want, got in zip(GEMMS, planned.gemms, seen.get(planned.name, (None,) * 3), strict=True):
+        for gemm, want in planned.products.items():
+            got = seen.get(planned.name, {}).get(gemm)
             if want != got:
                 lines.append(f"{planned.name} {gemm}: planned {_shown(want)}, ran {_shown(got)}")
     return lines
 
 
-def _shown(kinds: tuple[str, str] | None) -> str:
+def _shown(kinds: Kinds) -> str:
     return " x ".join(kinds) if kinds else "high precision"
 
 

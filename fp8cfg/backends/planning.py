@@ -11,10 +11,13 @@ from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.config.fp8 import FP8
 
 GEMMS = ("fprop", "dgrad", "wgrad")
+ATTENTION_GEMMS = ("p", "o", "ds", "dv", "dq", "dk")
+"""The products of attention by what they make: P = Q Kᵀ and O = S V, then four backward ones; see numerics/attention.py."""
 ALIGNMENT = 16
 """Scaled matrix products want every contracted and every last dimension divisible by this (cuBLASLt, TE section 3.4)."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Shapes = Iterable[tuple[str, int, int]]
+Kinds = tuple[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class PlannedLinear:
     name: str
     in_features: int
     out_features: int
-    gemms: tuple[tuple[str, str] | None, tuple[str, str] | None, tuple[str, str] | None]
+    gemms: tuple[Kinds, Kinds, Kinds]
     reason: str = ""
 
     @property
@@ -34,9 +37,43 @@ class PlannedLinear:
         return any(self.gemms)
 
     @property
+    def products(self) -> dict[str, Kinds]:
+        """`gemms` by their names."""
+        return dict(zip(GEMMS, self.gemms, strict=True))
+
+    @property
     def fp8_share(self) -> float:
         """Share of this layer's three equally large products that run in FP8."""
         return sum(g is not None for g in self.gemms) / 3
+
+
+@dataclass(frozen=True)
+class PlannedAttention:
+    """The attention of one Transformer layer, `gemms` and `reason` as in PlannedLinear: first two products, then four backward."""
+
+    name: str
+    gemms: tuple[Kinds, ...]
+    reason: str = ""
+
+    @property
+    def products(self) -> dict[str, Kinds]:
+        """`gemms` by their names."""
+        return dict(zip(ATTENTION_GEMMS, self.gemms, strict=True))
+
+    @property
+    def fp8_share(self) -> float:
+        """Share of the six equally large products that run in FP8."""
+        return sum(g is not None for g in self.gemms) / len(self.gemms)
+
+
+def plan_attention(fp8: FP8, num_layers: int) -> list[PlannedAttention]:
+    """The plan of every layer's attention."""
+    forward, backward, _ = formats(fp8)
+    asked = fp8.enabled and fp8.dot_product_attention
+    reasons = [_outside(n, fp8, num_layers) if asked else "scaled dot product" for n in range(num_layers)]
+    gemms = (forward,) * 2 + (backward,) * 4
+    return [PlannedAttention(f"layers.{n}.self_attention.core_attention", (None,) * 6 if reason else gemms, reason)
+            for n, reason in enumerate(reasons)]
 
 
 def plan_linears(shapes: Shapes, fp8: FP8, num_layers: int) -> list[PlannedLinear]:
@@ -80,10 +117,8 @@ def _excluded(name: str, in_features: int, out_features: int, fp8: FP8, num_laye
     layer = _LAYER.search(name)
     if name == "output_layer" and not fp8.output_layer:
         return "fp8.output_layer=false"
-    if layer and int(layer[1]) < fp8.high_precision_at_start:
-        return f"fp8.high_precision_at_start={fp8.high_precision_at_start}"
-    if layer and int(layer[1]) >= num_layers - fp8.high_precision_at_end:
-        return f"fp8.high_precision_at_end={fp8.high_precision_at_end}"
+    if layer and (reason := _outside(int(layer[1]), fp8, num_layers)):
+        return reason
     for pattern in fp8.exclude:
         if fnmatchcase(name, pattern):
             return f"fp8.exclude {pattern}"
@@ -92,6 +127,15 @@ def _excluded(name: str, in_features: int, out_features: int, fp8: FP8, num_laye
     for what, size in (("in", in_features), ("out", out_features)):
         if size % ALIGNMENT:
             return f"{what}_features={size} is not a multiple of {ALIGNMENT}"
+    return ""
+
+
+def _outside(layer: int, fp8: FP8, num_layers: int) -> str:
+    """Why Transformer layer number `layer` stays in high precision, or an empty string."""
+    if layer < fp8.high_precision_at_start:
+        return f"fp8.high_precision_at_start={fp8.high_precision_at_start}"
+    if layer >= num_layers - fp8.high_precision_at_end:
+        return f"fp8.high_precision_at_end={fp8.high_precision_at_end}"
     return ""
 
 

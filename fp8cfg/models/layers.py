@@ -1,7 +1,7 @@
 """The parts of a Transformer layer, under Megatron's module names.
 
-Every product goes through an `nn.Linear`, so that a subclass with FP8 products can take its place. Shape letters:
-B batch, T tokens, D hidden_size, G key-value heads.
+Every product is that of an `nn.Linear` or of `CoreAttention`, so that a module with FP8 products can take its place. Shape
+letters: B batch, T tokens, D hidden_size, G key-value heads.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ class RMSNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
+class CoreAttention(nn.Module):
+    """softmax(q kᵀ / √head_dim) v, causal: q [B, heads, T, head_dim], k and v [B, G, T, head_dim], out as q."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+
+
 class SelfAttention(nn.Module):
     """Causal grouped-query attention.
 
@@ -42,6 +49,7 @@ class SelfAttention(nn.Module):
         self.heads_per_group = config.heads_per_group
         self.head_dim = config.head_dim
         self.linear_qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=False)
+        self.core_attention = CoreAttention()
         self.linear_proj = nn.Linear(config.query_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -49,9 +57,7 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=-2)  # [B, T, G, heads, head_dim] each
         q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=self.heads_per_group > 1
-        )
+        attended: Tensor = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         projected: Tensor = self.linear_proj(attended.transpose(1, 2).flatten(2))
         return projected
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8cfg.numerics.gemm import _encode
+from fp8cfg.numerics.gemm import encode
 from fp8cfg.numerics.operand import Operand
 from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.region import Region
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 def product(a: Operand, b: Operand, state: State, name: str, factor: float = 1.0) -> Tensor:
     """a [..., M, K] @ b [..., K, N] x `factor` in float32, recorded in `state.ran` from the operands that it multiplies."""
     assert a.scale_inv is not None and b.scale_inv is not None
-    state.ran[PRODUCTS.index(name)].fill_(_encode(a, b))
+    state.ran[PRODUCTS.index(name)].fill_(encode(a, b))
     return (a.data @ b.data).float().mul_(a.scale_inv * b.scale_inv * factor)
 
 

@@ -36,7 +36,7 @@ class Ran(NamedTuple):
     how: str
 
 
-def _encode(a: Operand, b: Operand) -> int:
+def encode(a: Operand, b: Operand) -> int:
     if a.how != b.how:
         raise TypeError(f"one product cannot have operands of two precisions: {a.how} {a.kind} and {b.how} {b.kind}")
     return 1 + _KINDS.index(a.kind) + 8 * _KINDS.index(b.kind) + 64 * _HOW.index(a.how)
@@ -53,7 +53,7 @@ def gemm(a: Operand, b: Operand, out: torch.dtype, ran: Tensor, slot: int, bias:
 
     The record is derived from these two operands and written here and nowhere else, as an operation on a tensor, so that it
     is also made inside a compiled graph. Raises TypeError where one operand is FP8 and the other is not."""
-    ran[slot].fill_(_encode(a, b))
+    ran[slot].fill_(encode(a, b))
     if a.how == "high_precision":
         return F.linear(a.data, b.data, None if bias is None else bias.to(a.data.dtype)).to(out)
     if a.data.shape[1] == 0:

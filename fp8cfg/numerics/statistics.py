@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fp8cfg.numerics.formats import E2M1, Format, cast, round_in_steps, widen
 from fp8cfg.numerics.function import CONTRACTED
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
-from fp8cfg.numerics.linear import FP8Linear, fp8_linears
+from fp8cfg.numerics.linear import FP8Linear
 from fp8cfg.numerics.nvfp4 import hadamard
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, amax_of, scale_now
 from fp8cfg.numerics.tiles import Scales, first_level, tile_scales, tiled
@@ -78,8 +78,9 @@ def collect(
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Puts back what a forward and a backward pass change."""
-    layers, parameters = list(fp8_linears(model)), list(model.parameters())
-    changing = [layer.gemms_ran for layer in layers] + [h[0] for h in (layer.fp8_amax_history for layer in layers) if h is not None]
+    buffers = [(name.rpartition(".")[2], buffer) for name, buffer in model.named_buffers()]
+    changing = [b for leaf, b in buffers if leaf == "gemms_ran"] + [b[0] for leaf, b in buffers if leaf == "fp8_amax_history"]
+    parameters = list(model.parameters())
     before = [t.clone() for t in changing]
     gradients = [p.grad for p in parameters]
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}

@@ -1,13 +1,14 @@
-"""Coverage: which linear layers run which GEMMs in which format, why the others do not, and their share of the FLOPs."""
+"""Coverage: which layers run which GEMMs in which format, why the others do not, and their share of the FLOPs."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.backends.planning import PlannedLinear
+from fp8cfg.backends.planning import ATTENTION_GEMMS, GEMMS, Kinds, PlannedAttention, PlannedLinear, plan_attention
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.tables import table
 
@@ -21,13 +22,14 @@ _INDEX = re.compile(r"\blayers\.\d+\.")
 
 @dataclass(frozen=True)
 class Coverage:
-    """What each linear layer does or did, and the attention products beside them.
+    """What each linear layer does or did, and each layer's attention.
 
     `flops` are those of one token, forward and backward, 2 for a multiplication and an addition; attention is counted for
-    the causal half of the sequence.
+    the causal half of the sequence, `attention_flops` for all layers together.
     """
 
     linears: Sequence[PlannedLinear]
+    attentions: Sequence[PlannedAttention]
     attention_flops: float
     compute: str
 
@@ -38,24 +40,40 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Share of all matmul FLOPs that are in FP8, attention's products in the denominator."""
-        total = self.attention_flops + sum(_flops(p) for p in self.linears)
-        return sum(_flops(p) * p.fp8_share for p in self.linears) / total
+        """Share of all matmul FLOPs that are in FP8, attention's products among them."""
+        attention = sum(p.fp8_share for p in self.attentions) / len(self.attentions) * self.attention_flops
+        return (attention + sum(_flops(p) * p.fp8_share for p in self.linears)) / self._flops
 
     def data(self) -> dict[str, Any]:
         """The same as plain data, layer by layer, for the run folder."""
         return {
             "share_of_matmul_flops": self.share, "layers_in_fp8": self.layers_in_fp8, "layers": len(self.linears),
             "linears": [{"name": p.name, "in_features": p.in_features, "out_features": p.out_features,
-                         **{g: _kinds(k, self.compute) for g, k in zip(("fprop", "dgrad", "wgrad"), p.gemms, strict=True)},
-                         "reason": p.reason} for p in self.linears]}
+                         **self._products(p)} for p in self.linears],
+            "attention": [{"name": p.name, **self._products(p)} for p in self.attentions]}
 
     def __str__(self) -> str:
-        total = self.attention_flops + sum(_flops(p) for p in self.linears)
-        rows = [[str(count), name, f"{flops / total:.1%}", what] for (name, what), count, flops in self._groups()]
-        rows.append(["", "attention", f"{self.attention_flops / total:.1%}", f"{self.compute}: scaled dot product"])
+        rows = [[str(count), name, f"{flops / self._flops:.1%}", what] for (name, what), count, flops in self._groups()]
+        fp8 = sum(p.fp8_share > 0 for p in self.attentions)
+        for what, count in Counter(map(self._attention, self.attentions)).items():
+            share = count / len(self.attentions) * self.attention_flops / self._flops
+            rows.append([str(count) if fp8 else "", "attention", f"{share:.1%}", what])
+        attention = f", attention in {fp8} of {len(self.attentions)}" if fp8 else ""
         return table(["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"], rows, right=(0, 2)) + (
-            f"\nFP8: {self.layers_in_fp8} of {len(self.linears)} linear layers, {self.share:.1%} of matmul FLOPs")
+            f"\nFP8: {self.layers_in_fp8} of {len(self.linears)} linear layers{attention}, {self.share:.1%} of matmul FLOPs")
+
+    @property
+    def _flops(self) -> float:
+        return self.attention_flops + sum(_flops(p) for p in self.linears)
+
+    def _products(self, p: PlannedLinear | PlannedAttention) -> dict[str, str]:
+        return {**{g: _kinds(k, self.compute) for g, k in p.products.items()}, "reason": p.reason}
+
+    def _attention(self, p: PlannedAttention) -> str:
+        """What one layer's attention runs, forward and backward: it has no weight, and so no wgrad."""
+        if p.reason:
+            return f"{self.compute}: {p.reason}"
+        return " ".join("|".join(dict.fromkeys(_kinds(k, self.compute) for k in part)) for part in (p.gemms[:2], p.gemms[2:]))
 
     def _groups(self) -> list[tuple[tuple[str, str], int, float]]:
         """Layers that differ in their index alone, together: (name, what they run), how many, FLOPs."""
@@ -73,7 +91,7 @@ def planned(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
     """The coverage that `recipe` asks for."""
     m = recipe.model
     attention = 3 * 2 * m.seq_length * m.num_attention_heads * m.head_dim * m.num_layers  # two products, half of each masked
-    return Coverage(linears, float(attention), recipe.precision.compute)
+    return Coverage(linears, plan_attention(recipe.fp8, m.num_layers), float(attention), recipe.precision.compute)
 
 
 def ran(job: Job) -> Coverage:
@@ -81,26 +99,27 @@ def ran(job: Job) -> Coverage:
     from fp8cfg.backends import native
 
     seen = native.observed(job.model)
-    linears = [replace(p, gemms=_three(seen.get(p.name, (None, None, None)))) for p in job.plan]
-    return replace(planned(job.recipe, linears), linears=linears)
+
+    def gemms(name: str, products: Sequence[str]) -> Any:
+        return tuple(seen.get(name, {}).get(g) for g in products)
+
+    asked = planned(job.recipe, job.plan)
+    return replace(
+        asked, linears=[replace(p, gemms=gemms(p.name, GEMMS)) for p in asked.linears],
+        attentions=[replace(p, gemms=gemms(p.name, ATTENTION_GEMMS)) for p in asked.attentions])
 
 
 def coverage(model: nn.Module) -> dict[str, dict[str, str]]:
-    """What ran in each FP8 linear layer of `model`, by name: for fprop, dgrad and wgrad the formats of the two operands, or
-    "high precision" for a product that ran in high precision or has not run."""
+    """What ran in each FP8 layer of `model`, by name: for fprop, dgrad and wgrad, and for the six products of attention, the
+    formats of the two operands, or "high precision" for a product that ran in high precision or has not run."""
     from fp8cfg.backends import native
 
-    return {name: dict(zip(("fprop", "dgrad", "wgrad"), [_kinds(k, "high precision") for k in gemms], strict=True))
-            for name, gemms in native.observed(model).items()}
-
-
-def _three(gemms: tuple[tuple[str, str] | None, ...]) -> Any:
-    return gemms[0], gemms[1], gemms[2]
+    return {name: {g: _kinds(kinds, "high precision") for g, kinds in ran.items()} for name, ran in native.observed(model).items()}
 
 
 def _flops(p: PlannedLinear) -> float:
     return 3 * 2.0 * p.in_features * p.out_features
 
 
-def _kinds(kinds: tuple[str, str] | None, otherwise: str) -> str:
+def _kinds(kinds: Kinds, otherwise: str) -> str:
     return "x".join(kinds) if kinds else otherwise

@@ -92,7 +92,7 @@ def _restore_other_precision(job: Job, saved: dict[str, Tensor], tensors: dict[s
 
 
 def fit_history(saved: Tensor, like: Tensor) -> Tensor:
-    """An amax history [L, 3] cut or filled up to the length of `like`: row 0 is the running maximum, the newest stay last."""
+    """An amax history [L, columns] cut or filled up to the length of `like`: row 0 is the running maximum, the newest stay last."""
     keep = min(len(saved), len(like)) - 1
     out = torch.zeros_like(like)
     out[0] = saved[0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.backends import native
+from fp8cfg.backends.planning import plan_attention
 from fp8cfg.config.errors import ConfigError, NotFP8Error
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
@@ -78,7 +79,8 @@ def prove_engagement(job: Job) -> Coverage:
     """The coverage of the step that just ran. Raises NotFP8Error where it is not what was planned, or less than
     fp8.min_coverage."""
     seen = ran(job)
-    wrong = native.differences(job.plan, native.observed(job.model))
+    attention = plan_attention(job.recipe.fp8, job.recipe.model.num_layers)
+    wrong = native.differences([*job.plan, *attention], native.observed(job.model))
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")
