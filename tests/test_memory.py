@@ -12,7 +12,7 @@ from fp8cfg.report.memory import linears_of, memory, memory_table, parameters, p
 from fp8cfg.training.measured import BOUNDS, LiveBytes, measure
 
 PRECISIONS = ["fp32", "bf16", "bf16_fp8", "bf16_fp8 fp8.params=false", "bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8",
-              "fp16 precision.loss_scale=1024", "bf16_fp8 fp8.output_layer=true", "bf16_fp8 fp8.override_linear_precision.wgrad=true"]
+              "fp16 precision.loss_scale=1024", "bf16_fp8 fp8.output_layer=true", "bf16_fp8 fp8.dot_product_attention=true", "bf16_fp8 fp8.override_linear_precision.wgrad=true"]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -13,6 +13,9 @@ Kept by each layer for its backward pass (fp8cfg/models/layers.py, numerics/func
     linear_fc1  its input, cD or eD; its output 2cF, of which gate and up are views
     linear_fc2  silu(gate) cF, and its input cF, or eF in place of it
 
+Attention in FP8 (numerics/attention.py) keeps quantized queries, keys and values alone, e(Q + 2K), and takes its matrices of
+scores one layer at a time: 8 + 2e and a mask for each of heads x T x T in the backward pass.
+
 The final norm and the output layer's input come on top. Recomputation keeps cD a layer, and all this for the one at hand.
 """
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fp8cfg.backends.planning import PlannedLinear
+from fp8cfg.backends.planning import PlannedLinear, plan_attention
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.layout import Part
 from fp8cfg.report.operands import CODEC, decoded, directions, operand, product, quantizing
@@ -45,7 +48,8 @@ class Activations:
 def activations(recipe: Recipe, device: str, part: Part, linears: Sequence[PlannedLinear], grads: int) -> Activations:
     """The bytes for `part`, whose linear layers are `linears`, on `device` ("cpu" or "cuda"); a gradient has `grads` bytes."""
     model = _Bytes(recipe, device, part, grads)
-    layers = [_Layer(model, linears[i:i + 4]) for i in range(0, 4 * len(part.layers), 4)]
+    attends = {int(p.name.split(".")[1]) for p in plan_attention(recipe.fp8, recipe.model.num_layers) if p.fp8_share}
+    layers = [_Layer(model, linears[4 * i:4 * i + 4], n in attends) for i, n in enumerate(part.layers)]
     widest = max(layers, key=lambda layer: layer.kept + layer.copies, default=None)
     recompute = recipe.model.recompute_granularity == "full"
     kept = sum(model.c * model.d if recompute else layer.kept for layer in layers) * part.in_flight * model.tokens
@@ -114,11 +118,14 @@ class _Bytes:
 class _Layer:
     """One Transformer layer: bytes for a token that it keeps, bytes of its weights' copies, and its backward pass."""
 
-    def __init__(self, b: _Bytes, linears: Sequence[PlannedLinear]) -> None:
-        self.b = b
+    def __init__(self, b: _Bytes, linears: Sequence[PlannedLinear], attends: bool) -> None:
+        self.b, self.attends = b, attends  # in FP8
         qkv, proj, self.fc1, self.fc2 = linears
         self.fc1_in, self.fc2_in = b.input(self.fc1, b.d), b.input(self.fc2, b.f)
-        attention = b.input(qkv, b.d) + b.c * (3 * b.q + 3 * b.k) + b.softmax + (b.e * b.q if proj.gemms[2] else 0)
+        attention = b.e * (b.q + 2 * b.k) + (b.e if proj.gemms[2] else b.c) * b.q
+        if not attends:
+            attention = b.c * (3 * b.q + 3 * b.k) + b.softmax + (b.e * b.q if proj.gemms[2] else 0)
+        attention += b.input(qkv, b.d)
         self.kept = 2 * b.norm + attention + self.fc1_in + 3 * b.c * b.f + self.fc2_in
         self.copies = sum(b.copy(p) for p in linears)
 
@@ -139,6 +146,9 @@ class _Layer:
         used += self.fc1_in
         yield b.tokens * (2 * residual - used) + b.gradient(self.fc1, made=False)
         yield b.tokens * (residual + b.norm_backward - used)
+        if self.attends:
+            scores = b.recipe.model.num_attention_heads / b.tp * b.recipe.model.seq_length
+            yield b.tokens * (2 * residual - used + (8.5 + 2 * b.e) * scores)
 
 
 class _Head:
