@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
 
 VERBS = ("train", "sweep", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "schema",
          "completion", "help")
+RUNS = ("train", "sweep", "resume", "rerun")
+"""Verbs that train; what they print is beside the point."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,6 +28,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"fp8cfg {__version__}")
             return 0
         verb = argv.pop(0) if argv and argv[0] in VERBS else "train"
+        if verb in RUNS:
+            from fp8cfg.cli.output import be_patient
+
+            be_patient()
         return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
     except Fp8cfgError as e:
         _report(str(e), "" if e.exit_code == 75 else "error: ")
@@ -34,6 +41,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        _report(f"out of space: {e}", "error: ")
+        return 5
 
 
 def _help(argv: list[str]) -> int:

@@ -86,7 +86,9 @@ class Job:
         """Let `forward` be the compiled model; a graph break is an error."""
         import torch
 
-        self.forward = torch.compile(self.model, fullgraph=True, dynamic=False)
+        # Triton's own division is an approximation; a scale that is a bit too low would be another power of two.
+        options: dict[str, Any] | None = {"eager_numerics.division_rounding": True} if self.device.type == "cuda" else None
+        self.forward = torch.compile(self.model, fullgraph=True, dynamic=False, options=options)
 
     @property
     def compiled(self) -> bool:

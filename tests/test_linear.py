@@ -621,3 +621,75 @@ def test_a_frozen_float8_weight_has_no_gradient_and_computes_in_high_precision_o
 def test_set_weight_is_for_float8_weights() -> None:
     with pytest.raises(TypeError, match="set_weight writes float8 weights"):
         FP8Linear.from_linear(nn.Linear(16, 16), CURRENT, Region()).set_weight(torch.zeros(16, 16))
+
+
+def test_block_products_get_the_layout_they_want(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the CUDA operation: it holds shapes and strides against cuBLAS's rules, and multiplies what was meant."""
+
+    def dequantized_operand(t: Tensor, scale: Tensor, recipe: F.ScalingType) -> Tensor:
+        assert t.shape[1] % 128 == 0 and t.is_contiguous()
+        if recipe is F.ScalingType.BlockWise1x128:
+            assert len(t) % 4 == 0 and scale.shape == (len(t), t.shape[1] // 128) and scale.stride(0) == 1
+            return t.float() * scale.repeat_interleave(128, 1)
+        assert recipe is F.ScalingType.BlockWise128x128 and scale.shape == (-(-t.shape[1] // 128 // 4) * 4, -(-len(t) // 128))
+        assert scale.stride(0) == 1
+        return t.float() * scale.t()[:, : t.shape[1] // 128].repeat_interleave(128, 0)[: len(t)].repeat_interleave(128, 1)
+
+    def picky(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_recipe_a: object, scale_b: Tensor, scale_recipe_b: object, output_dtype: torch.dtype) -> Tensor:
+        x, w = dequantized_operand(a, scale_a, scale_recipe_a), dequantized_operand(b.t(), scale_b, scale_recipe_b)
+        return (x @ w.t()).to(output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", picky)
+    for shape in ((21, 160, 48), (130, 256, 384)):
+        linear = nn.Linear(*shape[1:], bias=False)
+        found = []
+        for product in ("emulate", "scaled_mm"):
+            layer = FP8Linear.from_linear(copy.deepcopy(linear), TILED["block"], Region(True), product=product)
+            x = torch.randn(shape[0], shape[1], generator=torch.Generator().manual_seed(0)).requires_grad_()
+            # traced, and not compiled for the CPU: inductor's loop splitting (torch 2.13) fails on float8 tiles there
+            y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x) if product == "scaled_mm" else layer(x)
+            loss_of(y).backward()
+            found.append([y, x.grad, layer.weight.grad])
+        for a, b in zip(*found, strict=True):
+            assert (a - b).norm() <= 1e-6 * a.norm()
+        assert ran(layer) == in_fp8(TILED["block"], "scaled_mm")
+
+
+@pytest.mark.parametrize("scaling", [CURRENT, TILED["row"], TILED["block"], TILED["mxfp8"]], ids=lambda s: f"{s.kind}-{s.granularity}")
+def test_compiled_under_autocast(scaling: Scaling) -> None:
+    layer = FP8Linear.from_linear(nn.Linear(32, 48), scaling, Region(True))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want, got = layer(data(0)), torch.compile(layer, fullgraph=True)(data(0))
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("fp8_params", [False, True])
+def test_state_loads_from_every_scaling_into_every_other(fp8_params: bool) -> None:
+    some = {"delayed": DELAYED, "longer": Scaling(amax_history_len=9), "shorter": Scaling(amax_history_len=2), **{k: ALL[k] for k in ("current", "row", "block", "mxfp8", "nvfp4")}}
+    for source, target in itertools.permutations(some, 2):
+        one, other = (convert(Net(), some[name], fp8_params=fp8_params)[0] for name in (source, target))
+        other.load_state_dict(one.state_dict())
+        fresh = convert(Net(), some[target], fp8_params=fp8_params)[0]
+        off = (other.up.dequantized_weight(torch.float32) - fresh.up.dequantized_weight(torch.float32)).abs().max()
+        assert off <= (0.4 if "nvfp4" in (source, target) else 0.13) * fresh.up.dequantized_weight(torch.float32).abs().max(), (source, target)
+
+
+def test_a_float8_weight_without_its_scale_is_refused() -> None:
+    state = convert(Net(), CURRENT, fp8_params=True)[0].state_dict()
+    del state["up.fp8_weight_scale_inv"]
+    for model in (convert(Net(), CURRENT, fp8_params=True)[0], convert(Net(), CURRENT)[0]):
+        with pytest.raises(RuntimeError, match=r"up\.weight is torch\.float8_e4m3fn and means nothing without up\.fp8_weight_scale_inv"):
+            model.load_state_dict(dict(state))
+
+
+def test_casting_with_gradients_at_hand() -> None:
+    net, _ = convert(Net(), CURRENT, fp8_params=True)
+    net.up.region.active = True
+    loss_of(net(data(0))).backward()
+    assert net.bfloat16().up.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_float64_input_and_weights(name: str) -> None:
+    layer = FP8Linear.from_linear(nn.Linear(32, 48).double(), ALL[name], Region(True))
+    assert layer(torch.randn(5, 32, dtype=torch.float64)).isfinite().all()

@@ -15,6 +15,7 @@ from small import SMALL, small, steps
 
 import fp8cfg
 from fp8cfg.numerics import fp8_linears
+from fp8cfg.numerics.state import fit_history
 from fp8cfg.training import checkpoint, saved
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
@@ -112,11 +113,11 @@ def test_an_allowed_change_of_precision_keeps_the_masters(start: tuple[str, ...]
 
 def test_a_longer_history_keeps_the_newest_amaxes_newest() -> None:
     long = torch.arange(30.0).view(10, 3)
-    short = saved.fit_history(long, torch.empty(4, 3))
+    short = fit_history(long, torch.empty(4, 3))
     assert torch.equal(short, long[[0, 7, 8, 9]])
-    again = saved.fit_history(short, torch.empty(10, 3))
+    again = fit_history(short, torch.empty(10, 3))
     assert torch.equal(again[[0, 7, 8, 9]], short) and not again[1:7].any()
-    assert torch.equal(saved.fit_history(long, torch.empty(1, 3)), long[:1])
+    assert torch.equal(fit_history(long, torch.empty(1, 3)), long[:1])
 
 
 def test_another_corpus_is_refused(tmp_path: Path) -> None:

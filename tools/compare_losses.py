@@ -1,68 +1,137 @@
 #!/usr/bin/env python3
-"""Train one recipe under several precisions and seeds, and print how far each is from fp32.
+"""Train one recipe under several precisions and seeds, and print how far each is from fp32 and from bf16.
 
-    python tools/compare_losses.py                                  # llama_tiny on the standard library, about 20 minutes
-    python tools/compare_losses.py --steps 20 --seeds 1 data=tiny   # a quick look
+    python tools/compare_losses.py --jobs 2 --results losses.jsonl       # llama_tiny on the standard library: 1 to 2 hours
+    python tools/compare_losses.py --steps 6 --seeds 1 data=tiny         # a quick look
+    python tools/compare_losses.py --row "precision=bf16_fp8 fp8.margin=2" --row "short: precision=bf16_fp8 fp8.amax_history_len=4"
 
-The first ten steps, where runs have not yet diverged by chance, compare arithmetic; the validation losses of several seeds
-compare training. Words after the options are overrides for all runs.
+A row is the overrides of a precision, after a name and a colon where it shall have another name than these; fp32 and bf16 are
+always there. Words after the options are overrides for all runs. Each run has one thread; --jobs of them go side by side. A run
+that stands in the results file is not repeated: take another file after the code has changed.
+
+The first ten steps, where runs have not yet diverged by chance, compare arithmetic: the mean and the largest distance of their
+training losses from those of fp32. The validation losses of several seeds compare training.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import os
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 import fp8cfg
 from fp8cfg.report.tables import table
-from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed import World
-from fp8cfg.training.loop import validation_batches
-from fp8cfg.training.step import evaluate, prove_engagement, train_step
+
+CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
+ROWS = {
+    "fp32": "precision=fp32", "bf16": "precision=bf16", "delayed": "precision=bf16_fp8", "current": CURRENT,
+    "current, e4m3 gradients": f"{CURRENT} fp8.format=e4m3", "current, by row": f"{CURRENT} fp8.granularity=row",
+    "block": "precision=bf16_fp8_block", "mxfp8": "precision=bf16_mxfp8", "nvfp4": "precision=bf16_nvfp4",
+}  # fmt: skip
+Run = dict[str, Any]
 
 
-def train(words: list[str]) -> tuple[list[float], float]:
-    """Losses of every step and the final validation loss of one run."""
-    recipe = fp8cfg.compose(words)
+def train(words: list[str]) -> Run:
+    """The training losses of every step and the last validation loss of one run."""
+    import torch
+
+    from fp8cfg.training.compiling import compiles
+    from fp8cfg.training.data import run_data, validation_batches
+    from fp8cfg.training.distributed import World
+    from fp8cfg.training.step import evaluate, prove_engagement, train_step
+
+    torch.set_num_threads(1)
+    began, recipe = time.perf_counter(), fp8cfg.compose(words)
     job, world = fp8cfg.build(recipe), World()
     batches, held_out = run_data(recipe)
+    if compiles(recipe, job.plan, job.device.type):
+        job.compile_model()
     losses = []
     for step in range(recipe.trainer.max_steps):
         losses.append(train_step(job, batches, step, world).loss)
         if step == 0:
             prove_engagement(job)
-    return losses, evaluate(job, validation_batches(recipe, held_out, world), world)
+    val_loss = evaluate(job, validation_batches(recipe, held_out, world), world)
+    return {"words": words, "losses": losses, "val_loss": val_loss, "seconds": time.perf_counter() - began}
+
+
+def finished(path: Path | None) -> list[Run]:
+    """The runs in a results file, of which a half-written last line is cut off."""
+    if path is None or not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def run_all(wanted: list[list[str]], jobs: int, path: Path | None) -> list[Run]:
+    """The run of each list of words, from the results file or trained now."""
+    runs = {tuple(run["words"]): run for run in finished(path)}
+    missing = [words for words in wanted if tuple(words) not in runs]
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes when they load torch
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for number, future in enumerate(as_completed([pool.submit(train, words) for words in missing]), 1):
+            run = future.result()
+            runs[tuple(run["words"])] = run
+            if path:
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(run) + "\n")
+            print(f"{number}/{len(missing)} {run['val_loss']:.4f} {run['seconds']:.0f} s: {' '.join(run['words'])}", file=sys.stderr, flush=True)
+    return [runs[tuple(words)] for words in wanted]
+
+
+def summary(found: dict[str, list[Run]]) -> str:
+    """The table, and below it which rows do not keep to fp32 and bf16. `found` holds the runs of each row, seed by seed."""
+    mean = {name: statistics.mean(r["val_loss"] for r in runs) for name, runs in found.items()}
+    spread = max(r["val_loss"] for r in found["bf16"]) - min(r["val_loss"] for r in found["bf16"])
+    rows, early_off, late_off = [], [], []
+    for name, runs in found.items():
+        sd = statistics.stdev(r["val_loss"] for r in runs) if len(runs) > 1 else 0.0
+        early = [abs(a - b) for run, exact in zip(runs, found["fp32"], strict=True) for a, b in zip(run["losses"][:10], exact["losses"][:10], strict=True)]
+        rows.append([name, f"{mean[name]:.4f}", f"{sd:.4f}", *(f"{mean[name] / mean[of] - 1:+.2%}" for of in ("fp32", "bf16")),
+                     f"{statistics.mean(early):.4f}", f"{max(early):.4f}"])
+        early_off += [name] * (not statistics.mean(early) < 0.02)
+        late_off += [name] * (not mean[name] <= mean["bf16"] * 1.02 + spread)
+    head = ["precision", "val loss", "sd", "vs fp32", "vs bf16", "first 10", "largest"]
+    return (f"{table(head, rows, right=range(1, 7))}\n"
+            f"mean distance from fp32 over the first ten steps of 0.02 or more: {', '.join(early_off) or 'none'}\n"
+            f"above bf16 by more than 2 % and the spread of its seeds ({spread:.4f}): {', '.join(late_off) or 'none'}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="llama_tiny")
-    parser.add_argument("--precision", nargs="+", default=["fp32", "bf16", "bf16_fp8", "bf16_fp8_current"])
+    parser.add_argument("--row", action="append", metavar="[NAME:] WORDS", help=f"default: {', '.join(ROWS)}")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--results", type=Path, metavar="FILE.jsonl", help="where finished runs are kept")
     parser.add_argument("words", nargs="*")
     args = parser.parse_intermixed_args()
-    found: dict[str, list[tuple[list[float], float]]] = {p: [] for p in args.precision}
-    for seed in range(args.seeds):
-        for precision in args.precision:
-            began = time.perf_counter()
-            words = [f"recipe={args.recipe}", f"precision={precision}", f"trainer.seed={seed}", f"trainer.max_steps={args.steps}",
-                     f"optim.warmup_steps={min(20, args.steps // 2)}", "trainer.limit_val_batches=16", *args.words]
-            found[precision].append(train(words))
-            print(f"seed {seed} {precision}: {found[precision][-1][1]:.4f} ({time.perf_counter() - began:.0f} s)", file=sys.stderr)
-    reference = found[args.precision[0]]
-    rows = []
-    for precision, runs in found.items():
-        values = [v for _, v in runs]
-        mean, sd = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-        early = [a - b for (one, _), (other, _) in zip(runs, reference, strict=True) for a, b in zip(one[:10], other[:10], strict=True)]
-        base = statistics.mean(v for _, v in reference)
-        rows.append([precision, f"{mean:.4f}", f"{sd:.4f}", f"{mean / base - 1:+.2%}", f"{statistics.mean(early):+.4f}",
-                     f"{max(map(abs, early)):.4f}"])
-    head = ["precision", "val loss", "sd", f"vs {args.precision[0]}", "first 10 steps, mean", "largest"]
-    print(table(head, rows, right=range(1, 6)))
+    rows = ROWS
+    if args.row:
+        named = (row.rpartition(": ") for row in args.row)
+        rows = {"fp32": ROWS["fp32"], "bf16": ROWS["bf16"], **{name or words: words for name, _, words in named}}
+    wanted = [[f"recipe={args.recipe}", f"trainer.seed={seed}", f"trainer.max_steps={args.steps}",
+               f"optim.warmup_steps={min(20, args.steps // 2)}", "trainer.limit_val_batches=16", *args.words, *words.split()]
+              for words, seed in itertools.product(rows.values(), range(args.seeds))]
+    for words in wanted:
+        try:
+            fp8cfg.compose(words).check()
+        except fp8cfg.ConfigError as e:
+            parser.error("; ".join(e.problems))
+    runs = run_all(wanted, args.jobs, args.results)
+    print(summary({name: runs[i * args.seeds : (i + 1) * args.seeds] for i, name in enumerate(rows)}))
 
 
 if __name__ == "__main__":

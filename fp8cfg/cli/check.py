@@ -37,6 +37,8 @@ def run(argv: list[str]) -> int:
 
     coverage = planned(recipe, plan(recipe))
     p, count = recipe.precision, coverage.layers_in_fp8
+    if p.fp8.enabled and coverage.share < p.fp8.min_coverage:
+        raise ConfigError(f"fp8.min_coverage={p.fp8.min_coverage:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
     fp8 = f", FP8 {p.fp8.scaling} in {count} of {len(coverage.linears)} linear layers" if p.fp8.enabled else ""
     print(f"ok: {recipe.name}, {p.compute}{fp8}")
     return 0

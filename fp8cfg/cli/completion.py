@@ -17,6 +17,7 @@ from fp8cfg.cli import hydra_flags
 from fp8cfg.cli.help import choices
 from fp8cfg.cli.shells import SCRIPTS
 from fp8cfg.config.errors import ConfigError, suggest
+from fp8cfg.report.gpus import GPUS
 
 USAGE = """
 fp8cfg completion bash|zsh|fish
@@ -31,7 +32,7 @@ values of fp8cfg. To install it, add to ~/.bashrc, ~/.zshrc (after compinit) or
 GROUPS = ("recipe", "precision", "data")
 SHORT = {"precision.backend": "backend", "precision.opt_level": "opt_level"}
 """Keys whose short name is not that of their node with their own."""
-NEXT = {**hydra_flags.CHOICES, "--package": (), "--allow": ()}
+NEXT = {**hydra_flags.CHOICES, "--package": (), "--allow": (), "--gpu": tuple(GPUS)}
 """Options with a value of a few, or, where empty, with a key."""
 PLAIN = {"completion": tuple(SCRIPTS), "list": GROUPS, "doctor": (), "schema": ()}
 """Verbs that take no keys, and what they take."""
@@ -72,13 +73,16 @@ def completions(words: list[str]) -> list[str]:
         found = VERBS
     else:
         found = [*(() if before else VERBS), *_keys_below(current)]
+        if before == ["explain"]:  # a key alone
+            found = [key.rstrip("=") for key in found]
     return sorted({f for f in found if f.startswith(current)})
 
 
 def options(verb: str) -> list[str]:
     """The options of `verb`, as its USAGE names them; read, not imported."""
     file = Path(__file__).with_name(f"{verb}.py")
-    usage = re.search(r'^USAGE = """(.*?)"""', file.read_text(encoding="utf-8") if file.exists() else "", re.DOTALL | re.MULTILINE)
+    source = file.read_text(encoding="utf-8") if file.exists() else ""
+    usage = re.search(r'^USAGE = f?"""(.*?)"""', source, re.DOTALL | re.MULTILINE)
     text = re.sub(r"torchrun.*", "", usage[1] if usage else "")
     return sorted({"--help", *re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)})
 

@@ -27,7 +27,7 @@ _NOT_OURS = {"--run", "--version", "--shell-completion", "--config-path", "--con
 def spelled_out(argv: list[str]) -> list[str]:
     """`argv` with long names for Hydra's short ones, and with the `all` that an `--info` alone stands for."""
     out: list[str] = []
-    for arg, after in zip(argv, [*argv[1:], ""], strict=True):
+    for arg, after in zip(argv, [*argv[1:], ""], strict=False):
         name, eq, value = arg.partition("=")
         out.append(SHORT.get(name, name) + eq + value)
         if out[-1] == "--info" and (after.startswith("-") or "=" in after or not after):

@@ -65,7 +65,10 @@ def _changes(first: RunFolder, before: Recipe, recipe: Recipe) -> list[str]:
 
     keys = changes(before, recipe)
     lines = [f"{key}: {_at(before, key)} -> {_at(recipe, key)}" for key in keys]
-    lines += differences(_json(first.environment), environment())
+    try:
+        lines += differences(_json(first.environment), environment())
+    except ConfigError as e:
+        lines.append(f"versions and machine: not recorded, {e}")
     digest = _data_digest(first)
     if digest is None:
         lines.append("data: not recorded, the first run has no checkpoint")

@@ -37,6 +37,9 @@ def run(argv: list[str]) -> int:
     saved.refuse_changes(before, recipe, arguments.options.get("--allow", []))
     if first:
         print(f"resuming {folder.path} from {newest.name if newest else 'the start, it has no checkpoint yet'}")
+        written = from_yaml(folder.recipe)
+        for key in saved.changes(before, written) if loaded else []:
+            print(f"{key} in recipe.yaml is not that of the checkpoint, which holds; give it as a word to change it")
         for key in saved.changes(before, recipe):
             print(f"changed: {key}")
 

@@ -52,7 +52,7 @@ class Trace:
 
 def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path | None = None) -> Trace:
     """Compose as `compose` does, and note where each value comes from. Raises ConfigError for what cannot be composed."""
-    from fp8cfg.composition.words import parsed, one
+    from fp8cfg.composition.words import one, parsed
 
     at_import()  # before anything else imports the recipes
     library = Library(Path(config_dir) if config_dir else None)

@@ -98,6 +98,8 @@ def choices_in(data: dict[str, Any]) -> dict[str, str]:
         data["trainer"] = {k: v for k, v in data["trainer"].items() if k != "plugins"}
     chosen: dict[str, str] = {}
     for group, name in found:
+        if name == "":
+            raise ConfigError(f"{group}: needs the name of a preset")
         if name and chosen.setdefault(group, name) != name:
             raise ConfigError(f"{group}: given twice, as {chosen[group]} and as {name}")
     return chosen

@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
     """YAML without duplicate keys, and with the scalars of YAML 1.2."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(k, deep=True) for k, _ in node.value]
+        keys = [self.construct_object(k, deep=True) for k, _ in node.value if k.tag != "tag:yaml.org,2002:merge"]
         for key in keys:
             if not isinstance(key, str):
                 raise ConfigError(f"line {node.start_mark.line + 1}: key {key!r} is not a name")
@@ -73,6 +73,8 @@ def default_recipe() -> str:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in the file `path`. Raises ConfigError, naming the file, for anything that is not plain, bounded data."""
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: is {'a folder' if path.is_dir() else 'no file'}; expected a YAML file")
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB; a recipe is a few lines")
         text = path.read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 from typing import TYPE_CHECKING
 
 from fp8cfg.config.errors import refuse_if
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def check(recipe: Recipe) -> None:
     """Raise ConfigError with every broken rule of `recipe`, one line each."""
-    refuse_if([line for rule in (model_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules)
+    refuse_if([line for rule in (model_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules, log_rules)
                for line in rule(recipe)])
 
 
@@ -69,7 +70,8 @@ def trainer_rules(recipe: Recipe) -> Iterator[str]:
                f"{t.micro_batch_size}; nearest is {_multiple(t.global_batch_size, t.micro_batch_size)}")
     if t.val_check_interval == 0:
         for key in changed(t, "limit_val_batches"):
-            yield f"{key}: has no effect while trainer.val_check_interval=0 (never evaluate)"
+            default = type(t).model_fields["limit_val_batches"].default
+            yield f"{key}: has no effect while trainer.val_check_interval=0 (never evaluate); write {default}"
         if recipe.fp8.enabled:
             for key in changed(recipe.fp8, "use_autocast_during_eval"):
                 yield f"{key}: has no effect while trainer.val_check_interval=0 (never evaluate)"
@@ -78,12 +80,21 @@ def trainer_rules(recipe: Recipe) -> Iterator[str]:
             yield f"{key}: has no effect while checkpoint.every_n_steps=0 (the end alone)"
 
 
+def log_rules(recipe: Recipe) -> Iterator[str]:
+    every, steps = recipe.log.fp8_stats_every_n_steps, recipe.trainer.max_steps
+    key = f"log.fp8_stats_every_n_steps={every}"
+    if every and not recipe.fp8.enabled:
+        yield f"{key}: has no effect, precision.compute={recipe.precision.compute} runs no FP8; write precision=bf16_fp8 or drop it"
+    elif every > steps:
+        yield f"{key}: has no effect, trainer.max_steps={steps} ends before; nearest is {steps}"
+
+
 def strategy_rules(recipe: Recipe) -> Iterator[str]:
     t, s, m = recipe.trainer, recipe.trainer.strategy, recipe.model
     world = t.num_nodes * t.devices
     if world % s.size:
         yield (f"trainer.strategy: tensor x pipeline x context parallel = {s.size} GPUs does not divide trainer.num_nodes x "
-               f"trainer.devices = {world}; nearest is trainer.num_nodes={-(-s.size // t.devices)}")
+               f"trainer.devices = {world}; nearest is trainer.num_nodes={s.size // gcd(s.size, t.devices)}")
     elif t.global_batch_size % (t.micro_batch_size * (world // s.size)) and not t.global_batch_size % t.micro_batch_size:
         per = t.micro_batch_size * (world // s.size)
         yield (f"trainer.global_batch_size={t.global_batch_size}: not a multiple of trainer.micro_batch_size x data-parallel "
@@ -94,7 +105,8 @@ def strategy_rules(recipe: Recipe) -> Iterator[str]:
     if m.num_layers % pp and s.virtual_pipeline_model_parallel_size is None:
         yield f"trainer.strategy.pipeline_model_parallel_size={pp}: must divide model.num_layers={m.num_layers}"
     if s.virtual_pipeline_model_parallel_size is not None and pp == 1:
-        yield "trainer.strategy.virtual_pipeline_model_parallel_size: has no effect while pipeline_model_parallel_size=1"
+        yield ("trainer.strategy.virtual_pipeline_model_parallel_size: has no effect while pipeline_model_parallel_size=1; "
+               "write null")
     if s.sequence_parallel and tp == 1:
         yield "trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1"
     if cp > 1 and m.seq_length % (2 * cp):

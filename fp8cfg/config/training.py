@@ -141,3 +141,6 @@ class Log(Node):
     """Optimizer steps between two printed lines; metrics.jsonl has every step. Default 10 (NeMo)."""
     tensorboard: bool = False
     """Write TensorBoard events too. Default false."""
+    fp8_stats_every_n_steps: int = Field(0, ge=0)
+    """Optimizer steps between statistics of the FP8 tensors (amax, scales, underflow, overflow, quantization error), written to
+    fp8_stats.jsonl; each takes a forward and backward pass more, and the first rank's own tensors. Default 0: never."""

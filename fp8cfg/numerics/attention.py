@@ -32,6 +32,7 @@ from fp8cfg.numerics.operand import Operand
 from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.region import Region
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, Scaling, amax_of, floor_to_power_of_2, scale_from_amax, scale_now
+from fp8cfg.numerics.state import complete_delayed
 
 QKV, S, OUT, DOUT, DP, DQKV = range(6)  # columns of the scales and the amax history
 ROLES = (INPUT, INPUT, INPUT, GRAD_OUTPUT, GRAD_OUTPUT, GRAD_OUTPUT)
@@ -162,7 +163,8 @@ class FP8Attention(nn.Module):
         carrier = torch.bfloat16 if out == torch.bfloat16 else torch.float32
         plan = Plan(self.scaling, carrier, out, torch.is_grad_enabled())
         state = State(self.fp8_scale, self.fp8_amax_history, self.gemms_ran)
-        grouped = q.view(q.shape[0], k.shape[1], -1, *q.shape[2:]), k.unsqueeze(2), v.unsqueeze(2)
+        groups = k.shape[1]
+        grouped = q.reshape(len(q), groups, q.shape[1] // groups, *q.shape[2:]), k.unsqueeze(2), v.unsqueeze(2)
         with torch.autocast(device, enabled=False):
             o: Tensor = AttentionFunction.apply(*grouped, *state, plan)  # type: ignore[no-untyped-call]
         return o.flatten(1, 2)
@@ -181,8 +183,7 @@ class FP8Attention(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-        if self.fp8_scale is not None and prefix + "fp8_scale" not in state_dict:
-            state_dict.update({prefix + name: fresh for name, fresh in self.fresh_state().items()})
+        complete_delayed(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

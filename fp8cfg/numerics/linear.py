@@ -173,7 +173,9 @@ class FP8Linear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
         """Moves FP8 state between devices and never casts it: `model.bfloat16()` must not round scales."""
         self._remember_grad_dtype()
-        fixed = {id(getattr(self, name)) for name in BUFFERS} | ({id(self.weight)} if self.fp8_params else set())
+        fixed = {id(getattr(self, name)) for name in BUFFERS}
+        if self.fp8_params:
+            fixed |= {id(self.weight), id(self.weight.grad)}
 
         def move(t: Tensor) -> Tensor:
             new = fn(t)

@@ -7,8 +7,10 @@ contracted and the last dimension must be divisible by 16, by 128 under block sc
     one scale a tensor      torch._scaled_mm, scalars
     one scale a row         torch._scaled_mm, [M, 1] and [1, N]; bfloat16 out
     1x128 and 128x128       torch.nn.functional.scaled_mm: CUDA 12.9, compute capability 9.0. Scales of 1x128 tiles run down
-                            the rows first in memory; those of 128x128 tiles along the contracted dimension, in steps of 4.
-                            (cuBLAS documentation, "1D and 128x128 2D block scaling for FP8 data types")
+                            the rows first in memory, a multiple of 4 of them; those of 128x128 tiles along the contracted
+                            dimension, in steps of 4. (cuBLAS documentation, "1D and 128x128 2D block scaling for FP8 data
+                            types") One operation to a compiler: torch's own lowering of it takes the scales the wrong way
+                            round (pytorch#161127)
 """
 
 from __future__ import annotations
@@ -37,18 +39,38 @@ def scaled_mm(a: Operand, b: Operand, out: torch.dtype, fast_accumulation: bool)
 
 
 def _block(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-    (scale_a, recipe_a), (scale_b, recipe_b) = _scales(a), _scales(b)
-    return F.scaled_mm(
-        _padded(a.data, WIDTH), _padded(b.data, WIDTH).t(), scale_a=scale_a, scale_recipe_a=recipe_a, scale_b=scale_b,
-        scale_recipe_b=recipe_b, output_dtype=out)  # fmt: skip
+    assert a.scale_inv is not None and b.scale_inv is not None
+    y: Tensor = scaled_mm_blocks(a.data, b.data, a.scale_inv, b.scale_inv, a.tile == (1, WIDTH), b.tile == (1, WIDTH), out)
+    return y
 
 
-def _scales(operand: Operand) -> tuple[Tensor, F.ScalingType]:
-    scale = operand.scale_inv
-    assert scale is not None
-    if operand.tile == (1, WIDTH):
-        return scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
-    return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
+@torch.library.custom_op("fp8cfg::scaled_mm_blocks", mutates_args=())
+def scaled_mm_blocks(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, rows_a: bool, rows_b: bool, out: torch.dtype
+) -> Tensor:
+    """a [M, K] @ b [N, K]ᵀ, float8 with scales of 1x128 tiles where `rows_*`, else of 128x128 tiles, as [M, N] of dtype `out`."""
+    m, n = len(a), len(b)
+    a, scale_a, recipe_a = _blocks(a, scale_a, rows_a)
+    b, scale_b, recipe_b = _blocks(b, scale_b, rows_b)
+    y = F.scaled_mm(
+        a, b.t(), scale_a=scale_a, scale_recipe_a=recipe_a, scale_b=scale_b, scale_recipe_b=recipe_b, output_dtype=out)  # fmt: skip
+    return y[:m, :n].contiguous()
+
+
+@scaled_mm_blocks.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, rows_a: bool, rows_b: bool, out: torch.dtype) -> Tensor:
+    return a.new_empty(len(a), len(b), dtype=out)
+
+
+def _blocks(t: Tensor, scale: Tensor, rows: bool) -> tuple[Tensor, Tensor, F.ScalingType]:
+    """Data and scales in the layout that cuBLAS wants, completed with zeros."""
+    t = _padded(t, WIDTH)
+    if not rows:
+        return t, F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
+    missing = -len(t) % 4
+    if missing:
+        t, scale = F.pad(t.view(torch.uint8), (0, 0, 0, missing)).view(t.dtype), F.pad(scale, (0, 0, 0, missing))
+    return t, scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
 
 
 def _padded(t: Tensor, multiple: int) -> Tensor:

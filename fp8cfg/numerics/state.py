@@ -18,6 +18,7 @@ from fp8cfg.numerics.formats import BY_DTYPE
 from fp8cfg.numerics.weights import Stored, dequantize
 
 if TYPE_CHECKING:
+    from fp8cfg.numerics.attention import FP8Attention
     from fp8cfg.numerics.linear import FP8Linear
 
 WEIGHT_BUFFERS = ("fp8_weight_scale_inv", "fp8_weight_dgrad", "fp8_weight_dgrad_scale_inv", "fp8_weight_global_scale_inv")
@@ -41,8 +42,10 @@ def high_precision_state_dict(state: Mapping[str, Tensor], dtype: torch.dtype = 
 def _stored(state: Mapping[str, Tensor], prefix: str) -> Stored | None:
     """The float8 weight of a layer in `state`, if it has one that can be read."""
     weight, scale_inv, *others = (state.get(prefix + name) for name in ("weight", *WEIGHT_BUFFERS))
-    if weight is None or weight.dtype not in BY_DTYPE or scale_inv is None:
+    if weight is None or weight.dtype not in BY_DTYPE:
         return None
+    if scale_inv is None:
+        raise RuntimeError(f"{prefix}weight is {weight.dtype} and means nothing without {prefix}{WEIGHT_BUFFERS[0]}")
     return Stored(weight, scale_inv, *others)
 
 
@@ -52,14 +55,12 @@ def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Ten
     weight = state.get(prefix + "weight")
     if weight is None or weight.shape != layer.weight.shape:  # nn.Module says what is wrong with it
         return None
-    if layer.fp8_scale is not None and prefix + "fp8_scale" not in state:
-        for name, fresh in layer.fresh_state().items():
-            state[prefix + name] = fresh
+    complete_delayed(layer, state, prefix)
     own = {name: getattr(layer, name) for name in WEIGHT_BUFFERS if getattr(layer, name) is not None}
     if weight.dtype == layer.weight.dtype and _forms(state, prefix) == {k: (t.shape, t.dtype) for k, t in own.items()}:
         return None
     stored = _stored(state, prefix)
-    for name in WEIGHT_BUFFERS:
+    for name in WEIGHT_BUFFERS:  # of another scaling
         state.pop(prefix + name, None)
     if not own:
         if stored:
@@ -68,6 +69,32 @@ def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Ten
     state[prefix + "weight"] = layer.weight.detach()
     state.update({prefix + name: tensor for name, tensor in own.items()})
     return dequantize(stored, torch.float32) if stored else weight
+
+
+def complete_delayed(layer: FP8Linear | FP8Attention, state: dict[str, Tensor], prefix: str) -> None:
+    """Scales and amax history as `layer` has them: fresh where `state` has none, none where it has no use for them, and a
+    history of another length cut or filled up."""
+    scale, history = prefix + "fp8_scale", prefix + "fp8_amax_history"
+    if layer.fp8_scale is None or layer.fp8_amax_history is None:
+        state.pop(scale, None)
+        state.pop(history, None)
+    elif scale not in state:
+        state.update({prefix + name: fresh for name, fresh in layer.fresh_state().items()})
+    elif history in state and state[history].shape[1:] == layer.fp8_amax_history.shape[1:]:
+        state[history] = fit_history(state[history], layer.fp8_amax_history)
+
+
+def fit_history(saved: Tensor, like: Tensor) -> Tensor:
+    """An amax history [L, columns] cut or filled up to the length of `like`: row 0 is the running maximum, the newest stay
+    last."""
+    if len(saved) == len(like):
+        return saved
+    keep = min(len(saved), len(like)) - 1
+    out = torch.zeros_like(like)
+    out[0] = saved[0]
+    if keep:
+        out[-keep:] = saved[-keep:]
+    return out
 
 
 def _forms(state: Mapping[str, Tensor], prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:

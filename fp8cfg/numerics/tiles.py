@@ -86,7 +86,10 @@ def tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, 
 def _written_out(scales: Tensor) -> Tensor:
     """`scales` itself. A compiler would work a scale out again for each element that it scales, bit by bit; what is read by
     stride has to be in memory."""
-    return scales.as_strided(scales.shape, scales.stride()) if torch.compiler.is_compiling() else scales
+    if not torch.compiler.is_compiling():
+        return scales
+    a, _, b, _ = scales.shape  # strides written out: those of `scales` upset the compiler under autocast
+    return scales.contiguous().as_strided((a, 1, b, 1), (b, b, 1, 1))
 
 
 def _tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype) -> Scales:
@@ -95,7 +98,7 @@ def _tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None,
         return _e8m0(amax, fmt)
     if whole is not None:
         return _two_levels(amax, whole)
-    largest = torch.finfo(dtype).max if scaling.kind == "block" else FLT_MAX
+    largest = min(torch.finfo(dtype).max, FLT_MAX) if scaling.kind == "block" else FLT_MAX
     scale = scale_from_amax(amax, fmt, largest=largest)
     if scaling.power_2_scales:
         scale = floor_to_power_of_2(scale)

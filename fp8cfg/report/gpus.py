@@ -45,5 +45,7 @@ def named(name: str) -> GPU:
     """The GPU called `name`, whatever its case. Raises ConfigError with the nearest name."""
     gpu = GPUS.get(name.lower().replace("_", "-"))
     if gpu is None:
-        raise ConfigError(f"--gpu {name}: no such GPU in the table" + suggest(name, GPUS))
+        near = [known for known in GPUS if known.startswith(name.lower())]
+        hint = f"; did you mean {' or '.join(near)}?" if near else suggest(name, GPUS)
+        raise ConfigError(f"--gpu {name}: no such GPU in the table{hint}")
     return gpu

@@ -91,7 +91,7 @@ def memory_table(recipe: Recipe, device: str, part: Part | None = None) -> str:
     part = part or whole(recipe)
     count = parameters(recipe, part).total
     kinds = memory(recipe, device, part)
-    rows = [[kind, size(n), "" if kind in NOT_PARAMETERS else f"{n / count:.1f}", _note(recipe, kind)]
+    rows = [[kind, size(n), "" if kind in NOT_PARAMETERS else f"{n / count:.1f}", _note(recipe, kind, part)]
             for kind, n in kinds.items() if n]
     rows.append(["total", size(sum(kinds.values())), "", ""])
     return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
@@ -116,10 +116,10 @@ def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
     return max(widened, 9 * held // part.tensor)
 
 
-def _note(recipe: Recipe, kind: str) -> str:
+def _note(recipe: Recipe, kind: str, part: Part) -> str:
     columns, other, compute = chart.row(recipe), chart.other_weight(recipe.precision), recipe.precision.compute
     state = "scales, amax histories" if recipe.fp8.scaling == "delayed" else "for dgrad, and scales"
-    tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length} tokens"
+    tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
     return {
         "weights": other if columns["weight"] == other else f"{other}, FP8 layers {columns['weight']}",
         "masters": columns["master_weight"], "gradients": columns["weight_grad"],

@@ -9,7 +9,7 @@ from fp8cfg import __version__
 from fp8cfg.backends.choice import Hardware, choose
 from fp8cfg.builder import plan, transformer_config
 from fp8cfg.composition.yaml_door import listed
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, NotFP8Error
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import resolved
 from fp8cfg.config.recipe import Recipe
@@ -55,7 +55,11 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
     choice = choose(recipe.precision, hardware)
     parts = []
     if recipe.fp8.enabled:
-        parts.append(f"planned coverage: backend {choice.backend} ({choice.why})\n{planned(recipe, plan(recipe))}")
+        coverage = planned(recipe, plan(recipe))
+        least = recipe.fp8.min_coverage
+        if coverage.share < least:
+            raise NotFP8Error(f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
+        parts.append(f"planned coverage: backend {choice.backend} ({choice.why})\n{coverage}")
     parts.append(memory_table(recipe, hardware.device))
     parts += [line for line in [_scaled_down(recipe)] if line]
     return "\n" + "\n\n".join(parts) + "\n"

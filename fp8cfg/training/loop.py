@@ -18,7 +18,8 @@ from fp8cfg.training import checkpoint, saved
 from fp8cfg.training.compiling import compiles
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed import World, current
-from fp8cfg.training.metrics import MetricsLog, Progress, TensorBoardLog
+from fp8cfg.training.logs import RunLogs
+from fp8cfg.training.metrics import Progress, Value
 from fp8cfg.training.runfolder import RunFolder, RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
 from fp8cfg.training.step import Step, evaluate, microbatches, prove_engagement, train_step
@@ -84,7 +85,6 @@ class _Fit:
         self.saves = world.any(run is not None)
         self.saved_at = -1
         self.skipped = 0
-        self._logs: list[MetricsLog | TensorBoardLog] = []
 
     def run_all(self, start_from: Loaded | None) -> Result:
         self._compile(start_from)
@@ -94,10 +94,11 @@ class _Fit:
             return Result(first, None, None)
         loss = None
         with ExitStack() as stack:
-            self._open_logs(first, stack)
+            self.logs = stack.enter_context(RunLogs(self.job, self.run, first))
             stop = stack.enter_context(StopSignals(self.world.any if self.world.size > 1 else None)) if _main_thread() else None
             progress = stack.enter_context(Progress(last, self.recipe.log.every_n_steps)) if self.world.first else None
             for step in range(first, last):
+                self.logs.statistics(self.batches, step, self.world)
                 began = time.perf_counter()
                 result = train_step(self.job, self.batches, step, self.world)
                 seconds = time.perf_counter() - began
@@ -137,12 +138,12 @@ class _Fit:
     def _record(self, done: int, result: Step, seconds: float, progress: Progress | None) -> None:
         t, scaler = self.recipe.trainer, self.job.loss_scaler
         tokens = t.global_batch_size * self.recipe.model.seq_length
-        values: dict[str, float | int | str | bool | None] = {
+        values: dict[str, Value] = {
             "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm, "stepped": result.stepped,
             "tokens": done * tokens, "seconds": seconds}
         if scaler:
             values["loss_scale"] = scaler.scale
-        self._log(done, values)
+        self.logs.write(done, values)
         if progress:
             progress.update(done, result.loss, result.lr, tokens / seconds)
         self._watch(done, result)
@@ -162,7 +163,7 @@ class _Fit:
         last = done == t.max_steps
         if t.val_check_interval and (last or done % t.val_check_interval == 0):
             self.val_loss = evaluate(self.job, validation_batches(self.recipe, self.held_out, self.world), self.world)
-            self._log(done, {"val_loss": self.val_loss})
+            self.logs.write(done, {"val_loss": self.val_loss})
             self.say(f"step {done}: validation loss {self.val_loss:.4f}")
         if last or (every and done % every == 0):
             self._save(done)
@@ -181,27 +182,6 @@ class _Fit:
                 problem = e
         if self.world.any(problem is not None):
             raise problem or checkpoint.CheckpointError(f"the first rank could not save step {done}")
-
-    def _open_logs(self, done: int, stack: ExitStack) -> None:
-        if self.run is None:
-            return
-        metrics = stack.enter_context(MetricsLog(self.run.metrics))
-        try:
-            metrics.truncate_after(done)
-        except ValueError as e:
-            raise ConfigError(str(e)) from None
-        self._logs.append(metrics)
-        if self.recipe.log.tensorboard:
-            try:
-                board = TensorBoardLog(self.run.path / "tensorboard")
-            except ImportError as e:
-                raise ConfigError(f"log.tensorboard=True: {e}") from None
-            stack.callback(board.close)
-            self._logs.append(board)
-
-    def _log(self, done: int, values: dict[str, float | int | str | bool | None]) -> None:
-        for log in self._logs:
-            log.write(done, values)
 
 
 def _main_thread() -> bool:

@@ -114,6 +114,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def fp8_stats(self) -> Path:
+        """One JSON object a line, by step, layer and tensor; there where log.fp8_stats_every_n_steps asks for it."""
+        return self.path / "fp8_stats.jsonl"
+
+    @property
     def coverage(self) -> Path:
         """Which GEMMs ran in what, as JSON."""
         return self.path / "coverage.json"

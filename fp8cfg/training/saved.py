@@ -5,7 +5,6 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp8cfg.composition.yaml_door import listed
@@ -58,6 +57,10 @@ def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
         was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
         cure = "start a new run" if _matches(key, FIXED) else f"repeat it with --allow {key}"
         lines.append(f"{key}={now}: this run was started with {was}; {cure}")
+    held = [r.fp8.enabled and r.fp8.params for r in (saved, wanted)]
+    if saved.precision.compute == "fp32" and held[0] != held[1]:
+        lines.append(f"fp8.params={held[1]}: this run was started with {held[0]}, and under precision.compute=fp32 that decides "
+                     "which weights have masters; start a new run")
     if lines:
         raise ConfigError(lines)
 
@@ -84,21 +87,11 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
 def _restore_other_precision(job: Job, saved: dict[str, Tensor], tensors: dict[str, Tensor], json: dict[str, Any]) -> None:
     """FP8 keys changed: weights come from the masters, scales and histories where they still mean something."""
     own = job.model.state_dict()
-    fitting = {k: fit_history(v, own[k]) if k.endswith("fp8_amax_history") else v for k, v in saved.items()
+    fitting = {k: v for k, v in saved.items()
                if k in own and own[k].dtype == v.dtype and (own[k].shape == v.shape or k.endswith("fp8_amax_history"))}
     job.model.load_state_dict({**own, **fitting})
     job.optimizer.load_state(tensors, json)
     job.optimizer.write_parameters()
-
-
-def fit_history(saved: Tensor, like: Tensor) -> Tensor:
-    """An amax history [L, columns] cut or filled up to the length of `like`: row 0 is the running maximum, the newest stay last."""
-    keep = min(len(saved), len(like)) - 1
-    out = torch.zeros_like(like)
-    out[0] = saved[0]
-    if keep:
-        out[-keep:] = saved[-keep:]
-    return out
 
 
 def _is_fp8(name: str) -> bool:

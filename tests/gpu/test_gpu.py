@@ -1,6 +1,10 @@
-"""On a GPU: the same recipe, the same arithmetic through the hardware's products, and no more memory than planned."""
+"""On a GPU: the same recipe, the same arithmetic through the hardware's products, Transformer Engine's bits, and no more memory
+than planned."""
 
 from __future__ import annotations
+
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -9,28 +13,48 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.backends import native
-from fp8cfg.numerics import FP8Linear, Region, Scaling, decode, fp8_linears
+from fp8cfg.backends.choice import BLOCK_CUDA
+from fp8cfg.numerics import E4M3, E5M2, Format, FP8Linear, Region, Scaling, amax_of, decode, fp8_linears, scale_from_amax
+from fp8cfg.numerics.quantize import quantize, quantize_tiles
+from fp8cfg.numerics.statistics import Statistics, collect
+from fp8cfg.training.data import run_data
 from fp8cfg.training.step import prove_engagement
 
 pytestmark = pytest.mark.gpu
-FP8 = ("precision=bf16_fp8", "precision=bf16_fp8_current")
+EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
+FP8 = {
+    "delayed": ("precision=bf16_fp8",), "current": ("precision=bf16_fp8_current", EVERYWHERE),
+    "row": ("precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"), "block": ("precision=bf16_fp8_block", "fp8.params=true"),
+}
+SCALINGS = {
+    "delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row"),
+    "block": Scaling("block", power_2_scales=True, weights_2d=True), "block float32": Scaling("block", weights_2d=True),
+    "block 1x128": Scaling("block", power_2_scales=True),
+}
+SHAPE = ("model.num_layers=4", "model.hidden_size=256", "model.ffn_hidden_size=256", "model.num_attention_heads=4", "model.num_query_groups=2")
+"""Every linear layer is a multiple of 128 wide, which block scaling divides."""
 
 
-def has_fp8() -> bool:
-    return torch.cuda.get_device_capability() >= (8, 9)
-
-
-@pytest.mark.parametrize("kind", ["delayed", "current"])
-@pytest.mark.parametrize("tokens", [256, 100])
-def test_the_hardwares_product_agrees_with_the_emulated_one(kind: str, tokens: int) -> None:
-    if not has_fp8():
+def needs(name: str) -> None:
+    """Skips where the GPU cannot multiply under the scaling of that name."""
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
         pytest.skip("needs compute capability 8.9")
+    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    if name.startswith("block") and (capability[0] != 9 or cuda < BLOCK_CUDA):
+        pytest.skip("needs compute capability 9.x and CUDA 12.9")
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("tokens", [256, 100])
+def test_the_hardwares_product_agrees_with_the_emulated_one(name: str, tokens: int) -> None:
+    needs(name)
     torch.manual_seed(0)
     plain = nn.Linear(256, 384, bias=False, device="cuda", dtype=torch.bfloat16)
     x, dy = (torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) for n in (256, 384))
     found = []
     for product in ("emulate", "scaled_mm"):
-        layer = FP8Linear.from_linear(plain, Scaling(kind=kind), Region(active=True), product=product)
+        layer = FP8Linear.from_linear(plain, SCALINGS[name], Region(active=True), product=product)
         layer.weight = nn.Parameter(plain.weight.detach().clone())
         given = x.clone().requires_grad_()
         layer(given).backward(dy)
@@ -40,10 +64,11 @@ def test_the_hardwares_product_agrees_with_the_emulated_one(kind: str, tokens: i
         assert ((a.float() - b.float()).norm() / b.float().norm()).item() < 5e-3
 
 
-@pytest.mark.parametrize("precision", ["precision=bf16", *FP8])
+@pytest.mark.parametrize("name", ["bf16", *FP8])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_training_runs_as_planned_and_follows_the_cpu(precision: str, compiled: bool) -> None:
-    words = (precision, "model.num_layers=4")
+def test_training_runs_as_planned_and_follows_the_cpu(name: str, compiled: bool) -> None:
+    needs(name)
+    words = (*FP8.get(name, ("precision=bf16",)), *SHAPE)
     job = fp8cfg.build(small(*words, "trainer.accelerator=cuda"))
     if compiled:
         job.compile_model()
@@ -53,9 +78,88 @@ def test_training_runs_as_planned_and_follows_the_cpu(precision: str, compiled: 
     assert got == pytest.approx(want, rel=0.02)
 
 
-@pytest.mark.parametrize("precision", FP8)
-def test_fp8_params_save_their_bytes(precision: str) -> None:
-    words = (precision, "model.num_layers=4", "trainer.accelerator=cuda")
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_fp8_params_save_their_bytes(name: str) -> None:
+    needs(name)
+    words = (*FP8[name], *SHAPE, "trainer.accelerator=cuda")
     held, kept = (fp8cfg.build(small(*words, f"fp8.params={p}")) for p in ("true", "false"))
     saved = native.weight_bytes(kept.model) - native.weight_bytes(held.model)
     assert saved == sum(layer.weight.numel() for layer in fp8_linears(held.model))
+
+
+def collected(*words: str) -> tuple[fp8cfg.Job, list[Statistics]]:
+    job = fp8cfg.build(small(*words))
+    tokens, targets = (t.to(job.device) for t in run_data(job.recipe)[0].batch(0))
+
+    def run() -> None:
+        with job.autocast():
+            job.backward(job.model(tokens, targets))
+
+    return job, collect(job.model, run, job.optimizer.masters)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_statistics_are_those_of_the_cpu_and_leave_no_trace(name: str) -> None:
+    needs(name)
+    random = torch.cuda.get_rng_state()
+    job, got = collected(*FP8[name], *SHAPE, "trainer.accelerator=cuda")
+    _, want = collected(*FP8[name], *SHAPE, "trainer.accelerator=cpu")
+    assert [s[:3] for s in got] == [s[:3] for s in want]
+    assert [s.amax for s in got] == pytest.approx([s.amax for s in want], rel=0.2)
+    assert [s.error for s in got] == pytest.approx([s.error for s in want], rel=0.2)
+    assert torch.equal(random, torch.cuda.get_rng_state()) and all(p.grad is None for p in job.model.parameters())
+    for layer in fp8_linears(job.model):
+        assert not layer.gemms_ran.any() and (layer.fp8_amax_history is None or not layer.fp8_amax_history[0, [0, 2]].any())
+
+
+def te() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import transformer_engine.pytorch as found
+    except Exception as e:
+        pytest.skip(f"Transformer Engine does not load: {type(e).__name__}: {e}")
+    return found
+
+
+def matrices() -> list[torch.Tensor]:
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(256, 384, device="cuda", generator=g)
+    spread = x * torch.exp(4 * torch.randn(x.shape, device="cuda", generator=g))
+    spread[:128, :128] = 0
+    return [t.to(dtype) for t in (x, spread, spread * 1e-20) for dtype in (torch.bfloat16, torch.float32)]
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+def test_transformer_engine_casts_to_the_same_bits_under_delayed_and_current_scaling(fmt: Format) -> None:
+    engine = te()
+    kind = getattr(engine.DType, "kFloat8" + fmt.name.upper())
+    for x in matrices():
+        scale = scale_from_amax(amax_of(x), fmt) * 1.5  # some saturate, as under a scale of the past
+        amax = torch.zeros(1, device="cuda")
+        theirs = engine.Float8Quantizer(scale.view(1), amax, kind)(x)
+        ours = quantize(x, scale, fmt, fmt.dtype)
+        assert same_bits(ours.data, theirs._data) and ours.scale_inv == theirs._scale_inv and amax == amax_of(x)
+        theirs = engine.Float8CurrentScalingQuantizer(kind, x.device)(x)
+        ours = quantize(x, scale_from_amax(amax_of(x), fmt), fmt, fmt.dtype)
+        assert same_bits(ours.data, theirs._data) and ours.scale_inv == theirs._scale_inv
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("pow2", [True, False])
+def test_transformer_engine_casts_to_the_same_bits_under_block_scaling(fmt: Format, pow2: bool) -> None:
+    needs("block")
+    engine = te()
+    kind, scaling = getattr(engine.DType, "kFloat8" + fmt.name.upper()), Scaling("block", power_2_scales=pow2)
+    for x in matrices():
+        quantizers = (engine.Float8BlockQuantizer(kind, rowwise=True, columnwise=True, force_pow_2_scales=pow2, block_scaling_dim=d) for d in (1, 2))
+        lines, squares = (q(x) for q in quantizers)
+        rows, columns, tiles = (quantize_tiles(x, tile, fmt, scaling, fmt.dtype) for tile in ((1, 128), (128, 1), (128, 128)))
+        assert same_bits(rows.data, lines._rowwise_data) and torch.equal(rows.scale_inv.t(), lines._rowwise_scale_inv[:, : len(x)])
+        assert same_bits(columns.data.t(), lines._columnwise_data) and torch.equal(columns.scale_inv, lines._columnwise_scale_inv[:, : x.shape[1]])
+        assert same_bits(tiles.data, squares._rowwise_data)
+        assert torch.equal(tiles.scale_inv, squares._rowwise_scale_inv[:, : x.shape[1] // 128])

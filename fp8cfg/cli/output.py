@@ -1,0 +1,42 @@
+"""Standard output of a verb that does more than print."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+
+class Patient:
+    """A stream that goes on in silence once nobody reads it any more: a run does not end because its pager did."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As that of the stream."""
+        try:
+            return int(self._stream.write(text))
+        except BrokenPipeError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        """As that of the stream."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._give_up()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _give_up(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+def be_patient() -> None:
+    """From here on a closed pipe does not end this process."""
+    sys.stdout = Patient(sys.stdout)

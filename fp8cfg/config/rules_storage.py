@@ -1,0 +1,101 @@
+"""Which codecs Adam can keep its state in: rules over plain values, the resolved `storage` columns among them.
+
+Rounding to nearest loses what is less than half the distance to the neighbour. With m bits of mantissa that is at least 2^-(m+2)
+of a value, so an average of rate beta with 1 - beta below it never moves; at most it is 1 / (2^(m+1) + 2), above which none stops.
+The same goes for weights and the size of their updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp16_scaled": 10, "fp8_pow2": 3}
+"""Of the codecs that are rounded on a grid which does not move with the tensor's amax."""
+FP8 = ("fp8", "fp8_pow2", "fp8_block")
+ADAM = {"exp_avg": 0, "exp_avg_sq": 1}
+"""The columns of the moments, and which of the betas averages each."""
+
+
+def storage_refusals(
+    columns: Mapping[str, str], rounding: str, betas: tuple[float, float], lr: float, weight_size: float
+) -> list[str]:
+    """A line for each reason why Adam cannot work with these columns. `weight_size` is the magnitude of a typical weight, the
+    standard deviation that they start with."""
+    weight, master = columns["weight"], columns["master_weight"]
+    return [
+        *second_moment(columns["exp_avg_sq"]), *frozen_averages(columns, betas), *no_masters(weight, master),
+        *lost_updates(weight, master, rounding, lr, weight_size),
+    ]  # fmt: skip
+
+
+def second_moment(codec: str) -> Iterator[str]:
+    """Second moments in FP8 under one scale: most become 0, and dividing by their roots ends in NaN."""
+    if codec in ("fp8", "fp8_pow2"):
+        yield f"storage.exp_avg_sq={codec}: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block"
+
+
+def frozen_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Iterator[str]:
+    """Averages that cannot come down any more, wherever they stand between two powers of two."""
+    for column, which in ADAM.items():
+        codec, beta = columns[column], betas[which]
+        bits = MANTISSA_BITS.get(codec)
+        if bits is None or 1 - beta >= 2.0 ** -(bits + 2) or (column, codec) == ("exp_avg_sq", "fp8_pow2"):
+            continue
+        yield (
+            f"optim.betas={list(betas)}: storage.{column}={codec} rounds an average of rate {beta:g} back to where it was, so it "
+            f"never comes down; nearest is {_slowest(bits):g}, or write storage.{column}={_follows(codec, beta)}"
+        )
+
+
+def slow_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Iterator[str]:
+    """Remarks, not refusals: averages that stop coming down within a factor of two, once gradients have become small."""
+    for column, which in ADAM.items():
+        bits = MANTISSA_BITS.get(columns[column])
+        if bits is not None and 2.0 ** -(bits + 2) <= 1 - betas[which] < _stops(bits):
+            yield (
+                f"optim.betas={list(betas)}: storage.{column}={columns[column]} follows gradients that shrink only by halves; "
+                f"up to {_slowest(bits):g} it follows all the way"
+            )
+
+
+def no_masters(weight: str, master: str) -> Iterator[str]:
+    """Weights that a step moves in FP8: hardly an update is as large as half a unit of it."""
+    if weight in FP8 and master == "none":
+        yield f"storage.master_weight=none: storage.weight={weight} needs masters; write fp16_scaled or fp32"
+    elif master in FP8:
+        yield f"storage.master_weight={master}: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32"
+
+
+def lost_updates(weight: str, master: str, rounding: str, lr: float, weight_size: float) -> Iterator[str]:
+    """Learning rates, which are the size of Adam's updates, below half a unit of what a step moves."""
+    column, codec = ("weight", weight) if master == "none" else ("master_weight", master)
+    if rounding == "stochastic" or codec not in ("bf16", "fp16", "fp16_scaled"):
+        return
+    half = half_unit(weight_size, MANTISSA_BITS[codec])
+    if lr < half:
+        yield (
+            f"optim.lr={lr:g}: storage.{column}={codec} rounds most updates of that size away, at weights of {weight_size:g} those "
+            f"below {half:.2g}; write storage.rounding=stochastic or storage.master_weight=fp32"
+        )
+
+
+def half_unit(size: float, mantissa_bits: int) -> float:
+    """Half the distance between two neighbours of a value, in a format with that many bits of mantissa."""
+    return float(2.0 ** (math.floor(math.log2(size)) - mantissa_bits - 1))
+
+
+def _slowest(bits: int) -> float:
+    """The largest beta, to four digits downwards, whose average always comes down."""
+    return math.floor((1 - _stops(bits)) * 1e4) / 1e4
+
+
+def _stops(bits: int) -> float:
+    return 1 / (2.0 ** (bits + 1) + 2)
+
+
+def _follows(codec: str, beta: float) -> str:
+    """A codec for that average, as narrow as may be."""
+    if codec == "fp8_pow2":
+        return "fp8"
+    return "fp16_scaled" if codec == "bf16" and beta <= _slowest(MANTISSA_BITS["fp16_scaled"]) else "fp32"

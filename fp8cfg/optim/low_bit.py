@@ -1,0 +1,203 @@
+"""AdamW and Adam whose weights, masters, gradients and moments are stored in fewer than 32 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fp8cfg.numerics.codecs import Codec, Stored
+from fp8cfg.numerics.stochastic import random_key
+from fp8cfg.optim.low_bit_pieces import Work, adam_step
+from fp8cfg.optim.low_bit_state import check_parameter, check_state, collect_json, collect_tensors, fresh_state, slot_of
+from fp8cfg.optim.low_bit_step import Columns, hyper
+from fp8cfg.optim.mixed_precision import Named, _named
+
+FLOAT32 = Columns()
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+
+
+class LowBitOptimizer(torch.optim.Optimizer):
+    """What LowBitAdamW and LowBitAdam share. `params` are named: `param_groups(model, weight_decay)` or
+    `model.named_parameters()`. Each group has its `columns`, the codecs of its parameters.
+
+    A parameter whose dtype is that of an unscaled weight codec is the stored weight. Any other one is a working copy of it, in
+    its own dtype, rewritten by each step. `originals` are values from before the parameters were rounded; weights and masters
+    start from them. State is made here: load weights first, build this afterwards.
+
+    Gradients are expected finite; infinities and NaN reach the moments and stay. Under a `grad` codec, `store_grads` moves
+    `.grad` into `stored_grads`, and a step does so with what is left. `seed` is that of stochastic rounding. `compiled` runs
+    torch.compile on the step: the same bits on a CPU.
+    """
+
+    decoupled: ClassVar[bool]
+
+    def __init__(
+        self,
+        params: Named,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        columns: Columns = FLOAT32,
+        originals: Mapping[nn.Parameter, Tensor] | None = None,
+        seed: int = 0,
+        compiled: bool = False,
+    ) -> None:
+        self.names: dict[nn.Parameter, str] = {}
+        self.stored_grads: dict[nn.Parameter, Stored] = {}
+        self.seed, self.compiled = seed, compiled
+        self._originals = originals or {}
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "columns": columns})
+        self._originals = {}
+
+    @torch.no_grad()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add named parameters with their hyperparameters, and make their state. Raises ValueError for hyperparameters out of
+        their range, a name that is taken, and parameters that cannot be worked on."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check_hyperparameters(group)
+        for name, p in _named(group):
+            if name in self.names.values():
+                raise ValueError(f"two parameters are named {name}, and state is kept by name")
+            check_parameter(name, p)
+            self.names[p] = name
+            value = self._originals.get(p, p.detach())
+            self.state[p] = fresh_state(p, group["columns"], value, self._key(p, "start"))
+        self._remember_versions()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient. Raises RuntimeError if someone else has written to a parameter
+        whose value is kept elsewhere: the step would silently undo that."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_versions()
+        self.store_grads()
+        for group in self.param_groups:
+            adam_step(group["columns"], self.decoupled, self._works(group), self.compiled)
+        self._remember_versions()
+        return loss
+
+    @torch.no_grad()
+    def store_grads(self) -> None:
+        """Move each `.grad` whose columns have a `grad` codec into `stored_grads`. Raises RuntimeError where there already is
+        one: gradients are summed first, and rounded once."""
+        for group in self.param_groups:
+            codec: Codec | None = group["columns"].grad
+            for p in group["params"]:
+                if codec is None or p.grad is None:
+                    continue
+                if p in self.stored_grads:
+                    raise RuntimeError(f"the gradient of {self.names[p]} was stored before a backward pass; zero_grad comes first")
+                stored = codec.zeros(p.shape, p.device)
+                codec.store(p.grad, stored, self._key(p, "grad"))
+                self.stored_grads[p], p.grad = stored, None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, the stored ones too."""
+        self.stored_grads.clear()
+        super().zero_grad(set_to_none)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The state itself, no copies: `<parameter>.exp_avg`, `<parameter>.exp_avg.scale_inv`, and so on for exp_avg_sq, the
+        master, and the weight where the parameter is a working copy of it."""
+        return collect_tensors(self.names, self.state)
+
+    def state_json(self) -> dict[str, Any]:
+        """The rest of the state, for JSON: class, seed, step counts, codecs. The learning rate is a schedule's."""
+        state = collect_json(self.names, self.state, self._columns())
+        return {"optimizer": type(self).__name__, "seed": self.seed, "state": state}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        """Copy in what `state_tensors` and `state_json` gave. Training then goes on to the same bits.
+
+        Parameters that are the stored weight are the model's state: load them first. Raises ValueError, before anything is
+        changed, for another optimizer, missing and unexpected names, other shapes, dtypes and codecs.
+        """
+        mine = self.state_tensors()
+        check_state(tensors, mine, json, self.state_json())
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+        self.seed = int(json["seed"])
+        for p, columns in self._columns().items():
+            self.state[p]["step"] = int(json["state"][self.names[p]]["step"])
+            if "weight" in self.state[p]:
+                p.copy_(columns.weight.decode(self.state[p]["weight"]))
+        self._remember_versions()
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state_tensors`, `state_json` and the hyperparameters of the groups; by name, so not torch's own layout."""
+        groups = [_hyperparameters(group) for group in self.param_groups]
+        return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; raises ValueError as `load_state` does."""
+        self.load_state(state_dict["tensors"], state_dict["json"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+
+    def _works(self, group: dict[str, Any]) -> list[Work]:
+        """The steps of the parameters that have a gradient; counts them."""
+        stochastic = any(codec is not None and codec.rounding == "stochastic" for codec in group["columns"].written)
+        hypers: dict[Any, Tensor] = {}
+        works = []
+        for p in group["params"]:
+            grad = self.stored_grads.get(p) if p.grad is None else (p.grad,)
+            if grad is None:
+                continue
+            state = self.state[p]
+            state["step"] += 1
+            at = (state["step"], p.device)
+            if at not in hypers:
+                hypers[at] = hyper(**_hyperparameters(group), decoupled=self.decoupled, step=state["step"], device=p.device)
+            works.append(Work(slot_of(p, state, grad), hypers[at], self._key(p, "step") if stochastic else None))
+        return works
+
+    def _key(self, p: nn.Parameter, what: str) -> Tensor:
+        return random_key(self.seed, self.names[p], what, self.state[p].get("step", 0)).to(p.device)
+
+    def _columns(self) -> dict[nn.Parameter, Columns]:
+        return {p: group["columns"] for group in self.param_groups for p in group["params"]}
+
+    def _remember_versions(self) -> None:
+        self._versions = {p: p._version for p in self.names if self.state[p].keys() & {"master", "weight"}}
+
+    def _check_versions(self) -> None:
+        written = [self.names[p] for p, version in self._versions.items() if p._version != version]
+        if written:
+            raise RuntimeError(
+                f"{len(written)} parameters, {written[0]} among them, were written after the optimizer had stored their values; "
+                "load weights before building the optimizer, or load the optimizer's state after them"
+            )
+
+
+class LowBitAdamW(LowBitOptimizer):
+    """Adam with decoupled weight decay (arXiv 1711.05101)."""
+
+    decoupled = True
+
+
+class LowBitAdam(LowBitOptimizer):
+    """Adam with L2 regularization: the decay is part of the gradient, and so of the moments."""
+
+    decoupled = False
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in HYPERPARAMETERS}
+
+
+def _check_hyperparameters(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0.0:
+            raise ValueError(f"{name}={group[name]} must not be negative")
+    if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+        raise ValueError(f"betas={tuple(group['betas'])} must lie in [0, 1)")
