@@ -32,8 +32,8 @@ def test_what_a_stranger_wrote_does_not_reach_the_terminal_raw() -> None:
 
 @pytest.mark.parametrize(("then", "now", "lines"), [
     ({1: 3.0, 2: 0.1 + 0.2}, {1: 3.0, 2: 0.1 + 0.2}, ["training loss: equal bit for bit in all 2 values, the last 0.30000000000000004"]),
-    ({1: 3.0, 2: 0.3}, {1: 3.0, 2: 0.1 + 0.2}, ["training loss: 0.3 against 0.3 at step 2: 5.55e-17 apart, since step 2"]),
-    ({1: 3.0}, {1: 4.0, 2: 2.0}, ["compared up to step 1; the first run has 1 steps, this one 2", "training loss: 4 against 3 at step 1: 1 apart, since step 1"]),
+    ({1: 3.0, 2: 0.3}, {1: 3.0, 2: 0.1 + 0.2}, ["training loss: 0.3, was 0.3 at step 2: 5.55e-17 apart, from step 2"]),
+    ({1: 3.0}, {1: 4.0, 2: 2.0}, ["compared up to step 1; the first run has 1 steps, this one 2", "training loss: 4, was 3 at step 1: 1 apart, from step 1"]),
     ({1: float("nan")}, {1: float("nan")}, ["training loss: equal bit for bit in all 1 values, the last nan"]),
     ({}, {1: 4.0}, ["compared up to step 0; the first run has 0 steps, this one 1", "training loss: the two runs have none in common"]),
 ])

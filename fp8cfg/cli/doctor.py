@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Any
 
 from fp8cfg.cli.words import split
@@ -70,4 +71,5 @@ def _precisions(presets: dict[str, dict[str, str]]) -> str:
 
     rows = [[name, *map(cell, backends.values())] for name, backends in presets.items()]
     lines = [table(["precision", *next(iter(presets.values()))], rows)]
-    return "\n".join([*lines, *(f"[{i}] {reason}" for i, reason in enumerate(reasons, 1))])
+    notes = (textwrap.fill(f"[{i}] {reason}", 80, subsequent_indent="    ") for i, reason in enumerate(reasons, 1))
+    return "\n".join([*lines, *notes])

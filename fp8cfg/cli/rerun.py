@@ -65,10 +65,7 @@ def _changes(first: RunFolder, before: Recipe, recipe: Recipe) -> list[str]:
 
     keys = changes(before, recipe)
     lines = [f"{key}: {_at(before, key)} -> {_at(recipe, key)}" for key in keys]
-    try:
-        lines += differences(_json(first.environment), environment())
-    except ConfigError as e:
-        lines.append(f"versions and machine: not recorded, {e}")
+    lines += differences(_json(first.environment), environment())
     digest = _data_digest(first)
     if digest is None:
         lines.append("data: not recorded, the first run has no checkpoint")
@@ -138,4 +135,4 @@ def _compared(name: str, then: dict[int, float], now: dict[int, float]) -> str:
     if not different:
         return f"{name}: equal bit for bit in all {len(common)} values, the last {now[last]!r}"
     apart = f"{abs(now[last] - then[last]):.3g} apart"
-    return f"{name}: {now[last]:.7g} against {then[last]:.7g} at step {last}: {apart}, since step {different[0]}"
+    return f"{name}: {now[last]:.7g}, was {then[last]:.7g} at step {last}: {apart}, from step {different[0]}"

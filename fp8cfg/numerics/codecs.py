@@ -136,7 +136,8 @@ class Codec:
     def _quantize(self, x: Tensor, scale_inv: Tensor | None, key: Tensor | None, lane: int = 0, start: int = 0) -> Tensor:
         v, fmt = square_root(x) if self.root else x, self.format
         if scale_inv is not None:
-            v = self._rows(v) / scale_inv[:, None] if self.block else v / scale_inv
+            v, by = (self._rows(v), scale_inv[:, None]) if self.block else (v, scale_inv)
+            v = v * by.reciprocal() if self.scaling == "pow2" else v / by  # the same bits, sooner
         if self.root:
             v = torch.where(v > 0, v.clamp(min=2.0 ** (fmt.min_exponent - fmt.mantissa_bits)), v)
         if self.rounding == "stochastic":
