@@ -50,7 +50,12 @@ def run(argv: list[str]) -> int:
     from fp8cfg.composition import compose
     from fp8cfg.report import planned
 
-    recipe = compose([*arguments.words, *_world(ranks)], folder, file)
+    try:
+        recipe = compose(arguments.words, folder, file)
+    except ConfigError:  # a layout for more GPUs than the recipe has, which --gpus may name
+        if ranks is None:
+            raise
+        recipe = compose([*arguments.words, *_world(ranks)], folder, file)
     t = recipe.trainer
     if gpu and t.accelerator == "cpu":
         raise ConfigError(f"--gpu {name}: trainer.accelerator=cpu runs on none; drop one of the two")
@@ -82,10 +87,8 @@ def _shown(plan: Plan, output: str = "") -> str:
     return planned_text.text(plan, built)
 
 
-def _world(ranks: int | None) -> list[str]:
+def _world(ranks: int) -> list[str]:
     """Words that put `ranks` GPUs on nodes of eight, or as many below that as divide them."""
-    if ranks is None:
-        return []
     devices = next(n for n in range(8, 0, -1) if ranks % n == 0)
     return [f"trainer.num_nodes={ranks // devices}", f"trainer.devices={devices}"]
 
