@@ -63,12 +63,12 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Contender:
-    library: str
+    backend: str
     scaling: str
     compiled: bool
 
     def __str__(self) -> str:
-        return f"{self.library} {self.scaling} {'compiled' if self.compiled else 'eager'}"
+        return f"{self.backend} {self.scaling} {'compiled' if self.compiled else 'eager'}"
 
 
 # What matters most comes first: time may run out.
@@ -90,12 +90,12 @@ class Runner:
 def convert(model: nn.Module, contender: Contender) -> tuple[Callable[[], AbstractContextManager[object]], Callable[[], None]]:
     """Puts the contender's layers into `model`, output layer excepted, around the very same parameters. Returns the context that
     forward passes need, and what to call after a backward pass."""
-    if contender.library == "native":
+    if contender.backend == "native":
         product = "scaled_mm" if next(model.parameters()).is_cuda else "emulate"
         replace(model, lambda m: FP8Linear.from_linear(m, SCALINGS[contender.scaling], Region(active=True), product=product))
         layers = list(fp8_linears(model))
         return nullcontext, lambda: update_scales(layers)
-    if contender.library == "te":
+    if contender.backend == "te":
         import transformer_engine.pytorch as te
         from transformer_engine.common import recipe
 
@@ -109,7 +109,7 @@ def convert(model: nn.Module, contender: Contender) -> tuple[Callable[[], Abstra
 
         replace(model, te_linear)
         return lambda: te.autocast(enabled=True, recipe=made), lambda: None
-    if contender.library == "torchao":
+    if contender.backend == "torchao":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(contender.scaling)
@@ -198,8 +198,8 @@ class ModelCase:
         self.want = {"dw": [g.clone() for g in exact.found()["dw"]]}
 
     def runner(self, contender: Contender) -> Runner:
-        job = fp8cfg.build(fp8cfg.compose([*self.words, *WORDS[contender.scaling if contender.library == "native" else "bf16"]]))
-        if contender.library != "native":
+        job = fp8cfg.build(fp8cfg.compose([*self.words, *WORDS[contender.scaling if contender.backend == "native" else "bf16"]]))
+        if contender.backend != "native":
             context, _ = convert(job.model, contender)
 
             def forward(*tensors: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ def bench(args: argparse.Namespace) -> dict[str, list[str]]:
                 continue
             try:
                 runner, cells = measure(case, contender, bases.get(name), args.device)
-                if contender.library == "torch" and name not in bases:
+                if contender.backend == "torch" and name not in bases:
                     bases[name] = runner
                     cells[4] = "1.00"
                 del runner

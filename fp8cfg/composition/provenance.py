@@ -84,7 +84,7 @@ class _Tracer:
     """Goes the way that composition went, and notes each layer."""
 
     def __init__(self, library: Library) -> None:
-        self.library = library
+        self.offered = library
         self.layers = {key: [Layer("schema default", value)] for key, value in flat(Recipe()).items()}
         self.named: dict[str, str] = {}
 
@@ -92,7 +92,7 @@ class _Tracer:
         self.layers[key].append(layer)
 
     def recipe(self, name: str, by: Origin, inside: Path | None = None) -> None:
-        path = self.library.file("recipe", name)
+        path = self.offered.file("recipe", name)
         if path and path != inside:
             return self.file(path, by)
         if by != Origin():
@@ -117,7 +117,7 @@ class _Tracer:
             self.add(key, Layer("recipe file", value, Origin(path, lines.get(key) or lines[PLUGIN]), by))
 
     def preset(self, group: str, name: str, by: Origin) -> None:
-        path = self.library.file(group, self.library.stem(group, name))
+        path = self.offered.file(group, self.offered.stem(group, name))
         assert path is not None  # composition has read it
         self.named.pop(group, None)
         if path.is_relative_to(CONF):

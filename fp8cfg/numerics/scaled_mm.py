@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from fp8cfg.numerics.operand import Operand
 
@@ -44,7 +44,7 @@ def _block(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     return y
 
 
-@torch.library.custom_op("fp8cfg::scaled_mm_blocks", mutates_args=())
+@library.custom_op("fp8cfg::scaled_mm_blocks", mutates_args=())
 def scaled_mm_blocks(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, rows_a: bool, rows_b: bool, out: torch.dtype
 ) -> Tensor:
