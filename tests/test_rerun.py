@@ -66,7 +66,7 @@ def test_a_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
                  "changed: data: the text or tokens to train on are not those of the first run",
                  "compared up to step 4; the first run has 6 steps, this one 4"):
         assert line in out
-    assert "apart, since step 2" in out[-2] and max(map(len, out[-3:])) <= 80
+    assert "apart, from step 2" in out[-2] and max(map(len, out[-3:])) <= 80
 
 
 @pytest.mark.parametrize(("file", "text", "part"), [
