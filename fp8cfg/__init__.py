@@ -31,6 +31,9 @@ _WHERE = {
     "compose": "fp8cfg.composition", "from_yaml": "fp8cfg.composition", "to_yaml": "fp8cfg.composition",
     "lower": "fp8cfg.builder", "build": "fp8cfg.builder", "Job": "fp8cfg.builder",
     "fit": "fp8cfg.training.loop", "coverage": "fp8cfg.report.coverage",
+    "convert_model": "fp8cfg.anymodel", "convert_back": "fp8cfg.anymodel", "has_fp8_layers": "fp8cfg.anymodel",
+    "has_transformer_engine_layers": "fp8cfg.anymodel", "contextual_fp8_autocast": "fp8cfg.autowrap",
+    "apply_fp8_autowrap": "fp8cfg.autowrap",
 }
 _PRESET_NAMES = (
     "bf16_mixed", "fp16_mixed", "fp32", "bf16_with_fp8_mixed", "fp16_with_fp8_mixed",
@@ -40,6 +43,8 @@ _PRESET_NAMES = (
     "bf16_with_mxfp8_mixed", "fp16_with_mxfp8_mixed",
     "nemotron_h_bf16_with_fp8_current_scaling_mixed", "nanov2_bf16_with_fp8_current_scaling_mixed",
     "bf16_with_nvfp4_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed",
+    "bf16_precision_aware_mixed", "bf16_adamw_fp8_mixed", "bf16_with_fp8_te_fused_adam_mixed",
+    "bf16_with_fp8_block_deepseek_v3_mixed", "bf16_with_fp8_current_coat_mixed",
 )
 __all__ = [*_WHERE, *_PRESET_NAMES]
 

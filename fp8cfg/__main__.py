@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 
-VERBS = ("train", "sweep", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "schema",
+VERBS = ("train", "sweep", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "import", "schema",
          "completion", "help")
 RUNS = ("train", "sweep", "resume", "rerun")
 """Verbs that train; what they print is beside the point."""
@@ -17,35 +17,41 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb; `train` where none is given. Returns the exit code."""
     from fp8cfg.config.errors import Fp8cfgError
 
-    argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        asked = set() if argv[:2] == ["completion", "--words"] else {"-h", "--help", "--version"} & set(argv)
-        if argv[:1] == ["help"] or asked & {"-h", "--help"}:
-            return _help(argv)
-        if asked:
-            from fp8cfg import __version__
-
-            print(f"fp8cfg {__version__}")
-            return 0
-        verb = argv.pop(0) if argv and argv[0] in VERBS else "train"
-        if verb in RUNS:
-            from fp8cfg.cli.output import be_patient
-
-            be_patient()
-        return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        _flush()
+        return code
     except Fp8cfgError as e:
-        _report(str(e), "" if e.exit_code == 75 else "error: ")
+        _report(getattr(e, "problems", None) or str(e).splitlines(), "" if e.exit_code == 75 else "error: ")
         return e.exit_code
     except BrokenPipeError:  # the reader, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _silence()
         return 0
     except KeyboardInterrupt:
         return 130
     except OSError as e:
-        if e.errno != errno.ENOSPC:
+        if e.errno not in (errno.ENOSPC, errno.ENAMETOOLONG):
             raise
-        _report(f"out of space: {e}", "error: ")
-        return 5
+        full = e.errno == errno.ENOSPC
+        _report([f"out of space: {e}" if full else f"{str(e.filename)[:40]}...: {e.strerror}"], "error: ")
+        return 5 if full else 2
+
+
+def _run(argv: list[str]) -> int:
+    asked = set() if argv[:2] == ["completion", "--words"] else {"-h", "--help", "--version"} & set(argv)
+    if argv[:1] == ["help"] or asked & {"-h", "--help"}:
+        return _help(argv)
+    if asked:
+        from fp8cfg import __version__
+
+        print(f"fp8cfg {__version__}")
+        return 0
+    verb = argv.pop(0) if argv and argv[0] in VERBS else "train"
+    if verb in RUNS:
+        from fp8cfg.cli.output import be_patient
+
+        be_patient()
+    return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
 
 
 def _help(argv: list[str]) -> int:
@@ -60,9 +66,19 @@ def _help(argv: list[str]) -> int:
     return 0
 
 
-def _report(text: str, prefix: str) -> None:
-    """The lines of an error. What all ranks found is said by the first: torchrun ends the others as soon as that one fails.
-    What one rank alone found is said by it, a little later.
+def _flush() -> None:
+    if sys.stdout is not None:  # it is closed: fp8cfg ... >&-
+        sys.stdout.flush()
+
+
+def _silence() -> None:
+    """Whatever is printed from here on, and at the end of the process, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _report(lines: list[str], prefix: str) -> None:
+    """The lines of an error, each one line whatever a word or a file has put into it. What all ranks found is said by the
+    first: torchrun ends the others as soon as that one fails. What one rank alone found is said by it, a little later.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -70,13 +86,19 @@ def _report(text: str, prefix: str) -> None:
 
         time.sleep(2)
         prefix = f"rank {rank}: {prefix}"
-    sys.stdout.flush()
-    for line in text.splitlines():
-        print(f"{prefix}{line}", file=sys.stderr)
+    try:
+        _flush()
+    except OSError:  # no reader, or no space: the error is said all the same
+        _silence()
+    for line in lines:
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        print(f"{prefix}{shown}", file=sys.stderr)
 
 
 def entry() -> None:
     """The console script: `main`, and then the end of the process."""
+    if sys.stdout is not None:  # a path may hold what the terminal, or no terminal, has a character for
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = main()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo's threads may still want the interpreter's lock while it is torn down, which aborts a rank that is done.

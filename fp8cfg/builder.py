@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8cfg import targets
-from fp8cfg.backends.choice import Hardware, choose
-from fp8cfg.backends.planning import PlannedLinear, plan_linears
+from fp8cfg.backends import registry
+from fp8cfg.backends.choice import Choice, Hardware, choose
+from fp8cfg.backends.planning import PlannedLinear, layers, plan_linears
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.precision import resolved
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
 from fp8cfg.models.config import RopeScaling, TransformerConfig
@@ -17,6 +17,7 @@ from fp8cfg.optim import LossScaler, Schedule
 
 if TYPE_CHECKING:
     import fiddle as fdl
+    from torch import nn
 
 __all__ = ["Job", "build", "lower", "plan", "transformer_config"]
 
@@ -33,13 +34,17 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         init_std=m.init_method_std)
 
 
-def plan(recipe: Recipe) -> list[PlannedLinear]:
-    """What each linear layer of `recipe` is meant to do. Raises ConfigError where a layer pattern matches nothing."""
-    return plan_linears(linear_layers(transformer_config(recipe)), recipe.fp8, recipe.model.num_layers)
+def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
+    """What each linear layer of `recipe` is meant to do under `backend`, by default the one it names, or native. Raises
+    ConfigError where a layer pattern matches nothing."""
+    name = backend or (recipe.backend if registry.exists(recipe.backend) else "native")
+    shapes = linear_layers(transformer_config(recipe))
+    return plan_linears(shapes, recipe.fp8, layers(recipe.model.num_layers), registry.rules(name).misfit)
 
 
-def lower(recipe: Recipe, hardware: Hardware | None = None) -> fdl.Config[Job]:
-    """The Fiddle graph of `recipe` on `hardware` (by default a CPU), every shared part in it once. Loads no torch.
+def lower(recipe: Recipe, hardware: Hardware | None = None, model: nn.Module | None = None) -> fdl.Config[Job]:
+    """The Fiddle graph of `recipe` on `hardware` (by default a CPU), every shared part in it once; around `model` where it is
+    given. Loads no torch.
 
     Raises ConfigError for what the recipe's rules or the hardware refuse.
     """
@@ -47,44 +52,71 @@ def lower(recipe: Recipe, hardware: Hardware | None = None) -> fdl.Config[Job]:
 
     _checked(recipe)
     hardware = hardware or Hardware("cpu")
-    choice = choose(recipe.precision, hardware)
-    plans = plan(recipe)
-    p, columns = recipe.precision, resolved(recipe.precision)
-    model = fdl.Config(
-        targets.transformer, config=_config_node(recipe), recompute=recipe.model.recompute_granularity == "full",
-        device=hardware.device, seed=recipe.trainer.seed)
+    choice = choose(recipe.precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps)
+    p = recipe.precision
+    if model is None:
+        plans = plan(recipe, choice.backend)
+        _refuse_tokens(recipe, choice)
+        built = fdl.Config(
+            targets.transformer, config=_config_node(recipe), recompute=recipe.model.recompute_granularity == "full",
+            device=hardware.device, seed=recipe.trainer.seed)
+    else:
+        from fp8cfg.backends.foreign import plan_model
+
+        plans = plan_model(model, p.fp8, registry.rules(choice.backend).misfit)
+        built = fdl.Config(targets.given, model=model, device=hardware.device)
     prepared = fdl.Config(
-        targets.prepared_model, model=model, compute=p.compute, fp8=p.fp8, plan=plans, product=choice.product,
-        grad_dtype=columns["weight_grad"])
+        targets.prepared_model, model=built, precision=p, plan=plans, choice=choice)
     scaler = fdl.Config(
         LossScaler, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale, min_loss_scale=p.min_loss_scale,
         loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis) if p.compute == "fp16" else None
     optimizer = fdl.Config(
-        targets.optimizer, prepared=prepared, optim=recipe.optim, clip_grad=recipe.trainer.gradient_clip_val,
-        reduce_amax=p.fp8.reduce_amax, loss_scaler=scaler)
+        targets.optimizer, prepared=prepared, precision=p, optim=recipe.optim, clip_grad=recipe.trainer.gradient_clip_val,
+        choice=choice, loss_scaler=scaler, seed=recipe.trainer.seed)
     return fdl.Config(
         Job, recipe=recipe, prepared=prepared, optimizer=optimizer, schedule=_schedule(recipe), plan=plans, choice=choice,
-        loss_scaler=scaler)
+        loss_scaler=scaler, foreign=model is not None)
 
 
-def build(recipe: Recipe) -> Job:
+def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
     """The Job of `recipe` on this machine. Raises ConfigError, before any memory is taken, for a recipe that cannot run here,
     one that does not fit into memory among them.
 
-    The recipe is copied: later changes to it do not reach the job.
+    The recipe is copied: later changes to it do not reach the job. With `model` the job is around that one, converted in place
+    and moved to the device, and the recipe's `model` node has no effect. Its parameters become float32 and then what the
+    recipe's storage says; an nn.Linear is put into an nn.Sequential, for a root cannot be replaced in place.
     """
     import fiddle as fdl
 
+    from fp8cfg.backends.conversion import mark
     from fp8cfg.report.machine import find_hardware, free_memory
     from fp8cfg.report.memory import refuse_if_too_large
 
-    recipe = _checked(recipe).model_copy(deep=True)
+    if model is None:
+        recipe = _checked(recipe).model_copy(deep=True)
+    else:
+        from fp8cfg import anymodel
+
+        recipe, model = anymodel.to_build(recipe, model)
     hardware = find_hardware(recipe.trainer.accelerator)
-    graph = lower(recipe, hardware)
-    refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device))
+    graph = lower(recipe, hardware, model)
+    if model is None:
+        refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device))
     job = fdl.build(graph)
     assert isinstance(job, Job)
+    mark(job.model, recipe.fp8, job.plan, job.choice, own_optimizer=True)
     return job
+
+
+def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:
+    """Raise ConfigError where the backend cannot multiply the tokens of a microbatch."""
+    t, multiple = recipe.trainer, 1
+    if choice.product != "none":
+        multiple = registry.rules(choice.backend).tokens_multiple(recipe.fp8, choice.product)
+    if (tokens := t.micro_batch_size * recipe.model.seq_length) % multiple:
+        raise ConfigError(f"trainer.micro_batch_size={t.micro_batch_size}: with model.seq_length={recipe.model.seq_length} that is "
+                          f"{tokens} tokens, backend={choice.backend} needs a multiple of {multiple}; write backend=native, or "
+                          f"model.seq_length={-(-recipe.model.seq_length // multiple) * multiple}")
 
 
 def _checked(recipe: Recipe) -> Recipe:

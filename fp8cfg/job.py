@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fp8cfg.backends import registry
 from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.planning import PlannedLinear
 
@@ -17,17 +18,21 @@ if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.numerics import Region
     from fp8cfg.optim import LossScaler, Schedule
+    from fp8cfg.optim.low_bit_training import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
 
 @dataclass
 class PreparedModel:
-    """A model in the recipe's precision, the float32 masters of its parameters by name, and the region of its FP8 layers."""
+    """A model in the recipe's precision, the float32 masters of its parameters by name, the region of its FP8 layers, and the
+    storage columns of its parameters by name. `owner` is the rank that keeps the state of each, where that is sharded."""
 
     model: torch.nn.Module
     masters: dict[str, Tensor]
     region: Region
     device: torch.device
+    columns: dict[str, dict[str, str]] = field(default_factory=dict)
+    owner: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -41,16 +46,18 @@ class Job:
         job.optimizer.step(); job.optimizer.zero_grad()
 
     `optimizer` holds `model`'s parameters; its step also rolls FP8 histories and moves scales. `plan` is what each linear
-    layer is meant to do, `choice` the backend that does it. `forward` is `model`, compiled where `compile_model` was called.
+    layer is meant to do, `choice` the backend that does it; `foreign` says that the model was given. `forward` is `model`,
+    compiled where `compile_model` was called.
     """
 
     recipe: Recipe
     prepared: PreparedModel
-    optimizer: MixedPrecisionOptimizer
+    optimizer: MixedPrecisionOptimizer | LowBitTraining
     schedule: Schedule
     plan: Sequence[PlannedLinear]
     choice: Choice
     loss_scaler: LossScaler | None
+    foreign: bool = False
     forward: Callable[..., Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +78,7 @@ class Job:
 
         With activation checkpointing stay inside until the backward pass is done: it repeats forward passes.
         """
-        return self.prepared.region.entered(enabled)
+        return registry.backend(self.choice.backend).autocast(self.model, enabled)
 
     def backward(self, loss: Tensor, parts: int = 1) -> None:
         """The backward pass of `loss`, one of `parts` equal shares of a step's mean loss, times the loss scale under fp16.
@@ -83,12 +90,13 @@ class Job:
         (loss * (scale / parts)).backward()  # type: ignore[no-untyped-call]
 
     def compile_model(self) -> None:
-        """Let `forward` be the compiled model; a graph break is an error."""
+        """Let `forward` be the compiled model, and the step of a low-bit optimizer be compiled; a graph break is an error."""
         import torch
 
         # Triton's own division is an approximation; a scale that is a bit too low would be another power of two.
         options: dict[str, Any] | None = {"eager_numerics.division_rounding": True} if self.device.type == "cuda" else None
         self.forward = torch.compile(self.model, fullgraph=True, dynamic=False, options=options)
+        self.optimizer.compiled = True
 
     @property
     def compiled(self) -> bool:

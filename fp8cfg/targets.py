@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.planning import PlannedLinear
-from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import as_held, low_bit, others
 from fp8cfg.config.training import Optim
 from fp8cfg.job import PreparedModel
 from fp8cfg.models.config import TransformerConfig
@@ -16,9 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from fp8cfg.optim import LossScaler
+    from fp8cfg.optim.low_bit_training import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def transformer(config: TransformerConfig, recompute: bool, device: str, seed: int) -> torch.nn.Module:
@@ -34,60 +36,119 @@ def transformer(config: TransformerConfig, recompute: bool, device: str, seed: i
     return model
 
 
-def prepared_model(
-    model: torch.nn.Module, compute: str, fp8: FP8, plan: Sequence[PlannedLinear], product: str, grad_dtype: str
-) -> PreparedModel:
-    """`model` (float32) with its linear layers in FP8 as planned and its parameters in `compute`; the float32 originals
-    become the optimizer's masters, so that no second copy is made."""
+def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
+    """`model` itself on `device`, its floating parameters in float32."""
     import torch
 
-    from fp8cfg.backends import native
-    from fp8cfg.numerics import Region, fp8_linears
-    from fp8cfg.optim.groups import set_grad_dtype
+    model.to(device)
+    for p in model.parameters():
+        if p.is_floating_point() and p.dtype != torch.float32:
+            p.data = p.data.float()
+    return model
+
+
+def prepared_model(
+    model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice
+) -> PreparedModel:
+    """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
+    originals become the optimizer's masters, so that no second copy is made."""
+    import torch
+
+    from fp8cfg.backends import holding, registry
+    from fp8cfg.numerics import Region
 
     region = Region()
     originals = {name: p.detach() for name, p in model.named_parameters()}
-    if fp8.enabled:
-        native.convert(model, fp8, plan, region, product)
-    dtype = getattr(torch, _DTYPES[compute])
-    for p in model.parameters():
-        if p.dtype == torch.float32 and dtype != torch.float32:
-            p.data = p.data.to(dtype)
-    gradients = getattr(torch, _DTYPES[grad_dtype])
-    set_grad_dtype(model.parameters(), gradients)
-    for layer in fp8_linears(model):
-        layer.set_weight_grad_dtype(gradients)
-    narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32}
+    columns = holding.parameter_columns(model, precision, plan)
+    if precision.fp8.enabled:
+        registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product)
+    holding.hold(model, precision, plan, columns, region)
+    holding.cast_parameters(model, precision, columns)
+    if others(precision)["weight"] != precision.compute:
+        _embed_in(model, holding.DTYPES[precision.compute])
+    narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32 and p.requires_grad}
     device = next(model.parameters()).device
-    return PreparedModel(model, {n: t for n, t in originals.items() if n in narrow}, region, device)
+    return PreparedModel(model, {n: t for n, t in originals.items() if n in narrow}, region, device, columns)
+
+
+def _embed_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Let embeddings that are stored in float32 come out in `dtype`, which all activations then have."""
+    from torch import nn
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(lambda _, args, out: out.to(dtype))
 
 
 def optimizer(
-    prepared: PreparedModel, optim: Optim, clip_grad: float, reduce_amax: bool, loss_scaler: LossScaler | None
-) -> MixedPrecisionOptimizer:
+    prepared: PreparedModel, precision: Precision, optim: Optim, clip_grad: float, choice: Choice,
+    loss_scaler: LossScaler | None, seed: int,
+) -> MixedPrecisionOptimizer | LowBitTraining:
     """The optimizer over `prepared.model`'s parameters; its step rolls the FP8 histories before it writes weights."""
     import torch.distributed as dist
 
-    from fp8cfg.backends import native
-    from fp8cfg.numerics.update import discard_amax, fp8_layers, update_scales
+    from fp8cfg.backends import holding, registry
     from fp8cfg.optim.groups import param_groups
-    from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
-    model = prepared.model
-    named = dict(model.named_parameters())
-    layers = list(fp8_layers(model))
-    built = MixedPrecisionOptimizer(
-        param_groups(model, optim.weight_decay), _inner(optim, prepared.device),
-        masters={named[name]: master for name, master in prepared.masters.items()},
-        writers={p: layer.set_weight for p, layer in native.float8_weights(model).items()},
-        loss_scaler=loss_scaler, clip_grad=clip_grad)
+    model, backend = prepared.model, registry.backend(choice.backend)
+    groups = param_groups(model, optim.weight_decay)
+    writers: dict[Any, Any] = {p: layer.set_weight for p, layer in holding.held(model).items()}
+    if precision.fp8.enabled:
+        writers |= backend.writers(model)
+    built: MixedPrecisionOptimizer | LowBitTraining
+    if low_bit(precision):
+        built = _low_bit(prepared, precision, optim, groups, writers, clip_grad, loss_scaler, seed)
+    else:
+        from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
-    def move_scales() -> None:
-        group = dist.group.WORLD if reduce_amax and dist.is_available() and dist.is_initialized() else None
-        update_scales(layers, group=group, step=built.steps)
+        named = dict(model.named_parameters())
+        built = MixedPrecisionOptimizer(
+            groups, _inner(optim, prepared.device), masters={named[name]: master for name, master in prepared.masters.items()},
+            writers=writers, loss_scaler=loss_scaler, clip_grad=clip_grad)
+    if precision.fp8.enabled:
+        def move_scales() -> None:
+            group = dist.group.WORLD if precision.fp8.reduce_amax and dist.is_available() and dist.is_initialized() else None
+            backend.after_step(model, group, built.steps)
 
-    built.on_step.append(move_scales)
-    built.on_skip.append(lambda: discard_amax(layers))
+        built.on_step.append(move_scales)
+        built.on_skip.append(lambda: backend.after_skip(model))
+    return built
+
+
+def _low_bit(
+    prepared: PreparedModel, precision: Precision, optim: Optim, groups: list[dict[str, Any]], writers: dict[Any, Any],
+    clip_grad: float, loss_scaler: LossScaler | None, seed: int,
+) -> LowBitTraining:
+    """The low-bit Adam. The float32 originals are dropped once its state is made from them."""
+    from fp8cfg.backends import holding
+    from fp8cfg.optim.low_bit_step import named_columns
+    from fp8cfg.optim.low_bit_training import LowBitTrainingAdam, LowBitTrainingAdamW
+    from fp8cfg.training import zero
+    from fp8cfg.training.distributed import current
+
+    model, rounding = prepared.model, precision.storage.rounding
+    named, held = dict(model.named_parameters()), {p: layer.in_codec for p, layer in holding.held(model).items()}
+    writers = {p: write for p, write in writers.items() if p not in held}  # a step stores those itself
+    split: dict[Any, dict[str, Any]] = {}
+    for number, group in enumerate(groups):
+        for name, p in group["params"]:
+            codecs = {k: v for k, v in prepared.columns[name].items() if k != "comm"}
+            if p in writers:
+                codecs["weight"] = "fp32"  # what the writer is given
+            columns = named_columns(**codecs, rounding=rounding)
+            split.setdefault((number, columns), {**group, "params": [], "columns": columns})["params"].append((name, p))
+    world, shard = current(), precision.storage.shard
+    if shard != "none" and world.size > 1:
+        sizes = {name: (p.numel(), group["columns"]) for group in split.values() for name, p in group["params"]}
+        prepared.owner = zero.owner_of(sizes, shard, world.size)
+    owned = {name for name, rank in prepared.owner.items() if rank == world.rank} if prepared.owner else None
+    cls = LowBitTrainingAdamW if optim.name == "adamw" else LowBitTrainingAdam
+    built = cls(
+        split.values(), lr=optim.lr, betas=optim.betas, eps=optim.eps, held=held, writers=writers, owned=owned, seed=seed,
+        originals={named[name]: t for name, t in prepared.masters.items()}, loss_scaler=loss_scaler, clip_grad=clip_grad)
+    prepared.masters.clear()
+    if prepared.owner:
+        zero.attach(built, model, prepared.owner, shard, world)
     return built
 
 

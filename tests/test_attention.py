@@ -339,7 +339,7 @@ def test_what_ran_is_what_was_planned(words: tuple[str, ...], compiled: bool) ->
         job.compile_model()
     list(steps(job, 1))
     assert prove_engagement(job).data() == planned(job.recipe, job.plan).data()
-    found = {name: kinds for name, kinds in coverage(job.model).items() if name.endswith("core_attention")}
+    found = {name: kinds for name, kinds in coverage(job.model).products.items() if name.endswith("core_attention")}
     assert len(found) == sum(p.fp8_share for p in planning.plan_attention(job.recipe.fp8, job.recipe.model.num_layers)) > 0
     assert all(list(kinds) == list(PRODUCTS) for kinds in found.values())
 

@@ -29,13 +29,15 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("argv", "lines"), [
-    (["fp8.margin=1", "optim.warmup_steps=999", "storage.shard=zero1"], [
+    (["fp8.margin=1", "optim.warmup_steps=999", "storage.exp_avg_sq=fp8"], [
         "optim.warmup_steps=999: with optim.constant_steps=0 more than trainer.max_steps=100; nearest is 100",
         "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
-        "storage.shard=zero1: not in this version; write none"]),
-    (["precision=bf16_fp8", "fp8.exclude=['*.linear_fc9']", "storage.rounding=stochastic"], [
+        "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block"]),
+    (["precision=bf16_fp8", "fp8.exclude=['*.linear_fc9']", "fp8.dot_product_attention=true", "fp8.multi_head_attention=true"], [
         "fp8.exclude=*.linear_fc9: matches no linear layer; did you mean 'layers.*.mlp.linear_fc2'?",
-        "storage.rounding=stochastic: not in this version; write nearest"]),
+        "fp8.multi_head_attention=True: needs FP8 outputs of the projections: backend=te; drop it"]),
+    (["precision=bf16_fp8", "storage.rounding=stochastic"], [
+        "storage.rounding=stochastic: has no effect, FP8 layers round their weights themselves; drop it"]),
     (["fp8.margn=1", "precision=bf16_pf8"], [
         "fp8.margn: no such key; did you mean 'fp8.margin'?", "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"]),
     (["nonsense", "fp8.margn=1"], ["nonsense: no command, recipe file or key=value; fp8cfg --help has them", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),

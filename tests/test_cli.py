@@ -107,3 +107,18 @@ def test_megatrons_token_files_train(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     small = fp8cfg(*words, "data=tokens", f"data.path={prefix}", "model.vocab_size=96", f"log.dir={tmp_path / 'runs'}")
     assert small.returncode == 2 and "vocab_size" in small.stderr and small.stderr.count("\n") == 1, small.stderr
+
+
+@pytest.mark.parametrize(("command", "code"), [
+    ("plan | head -1", 0), ("list | true", 0), ("export --full | head -1", 0), ("check fp8.margn=1 | true", 2), ("list >&-", 0), ("check fp8.margn=1 >&-", 2),
+    ("plan precision=bf16_fp8 --gpu a100-40 >&-", 2), ("check <&-", 0), ("list >/dev/full", 5),
+])
+def test_streams_that_are_closed_or_full(command: str, code: int) -> None:
+    done = subprocess.run(["bash", "-c", f"{sys.executable} -m fp8cfg {command}; exit ${{PIPESTATUS[0]}}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code
+    assert all(line.startswith("error: ") for line in done.stderr.splitlines())
+
+
+def test_what_the_terminal_has_no_character_for_is_escaped() -> None:
+    done = fp8cfg("explain", "data.path", "data=text", "data.path='/é'", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "data.path = /\\xe9")

@@ -40,7 +40,8 @@ def test_values_too_long_for_a_table_are_not_cut(capsys: Out) -> None:
     assert text.endswith("""
 key
 fp8.exclude
-  A  [layers.0.*, layers.1.mlp.*, *.self_attention.linear_qkv, layers.3.self_attention.*]
+  A  [layers.0.*, layers.1.mlp.*, *.self_attention.linear_qkv,
+     layers.3.self_attention.*]
   B  []
 """)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fp8cfg.__main__ import main
 
+ROOT = Path(__file__).parents[1]
+
+OPTIONS = "choose from --config-dir, --cfg, --info, --package, --multirun, --resolve, --hydra-help, --help, --version"
 MISTAKES: list[tuple[str, str | list[str]]] = [
     # a typo in a key, a group, a choice, a verb, an option, an enum value
     ("fp8.margn=1", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
@@ -20,9 +25,20 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("lst --help", "lst: no such command; did you mean 'list'?"),
     ("recipe=llama_tiny resume", "resume: a command stands first, as in: fp8cfg resume"),
     ("frobnicate", "frobnicate: no command, recipe file or key=value; fp8cfg --help has them"),
+    ("sample", "sample: not in this version; fp8cfg --help has the commands"),
+    ("llama_8b", "llama_8b: not of the form key=value; did you mean 'recipe=llama_8b'?"),
+    ("bf16_fp8", "bf16_fp8: not of the form key=value; did you mean 'precision=bf16_fp8'?"),
+    ("reciep", "reciep: not of the form key=value; did you mean 'recipe'?"),
+    ("tests", "tests: is a folder; that of a run is for fp8cfg resume, rerun and diff"),
+    ("README.md", "README.md: is no recipe file; the name of one ends in .yaml"),
+    ("check --json", "--json: no such option; choose from --config-dir, --help, --version"),
+    ("plan --tre", "--tre: no such option; did you mean '--tree'?"),
     ("--multrun", "--multrun: no such option; did you mean '--multirun'?"),
     ("fp8.scaling=delayd precision=bf16_fp8", "fp8.scaling=delayd: not an option; did you mean 'delayed'?"),
     ("trainer.compile=maybe", "trainer.compile=maybe: not an option; choose from auto, on, off"),
+    ("log.wandb=true", "log.wandb: no such key; log has dir, every_n_steps, fp8_stats_every_n_steps, tensorboard"),
+    ("log.tensorbord=true", "log.tensorbord: no such key; did you mean 'log.tensorboard'?"),
+    ("optim.weight_decy=1", "optim.weight_decy: no such key; did you mean 'optim.weight_decay'?"),
     # a leaf name alone
     ("margin=1", "margin: no such key; did you mean 'fp8.margin'?"),
     ("lr=1e-4", "lr: no such key; did you mean 'optim.lr'?"),
@@ -64,13 +80,13 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("hydra/launcher=basic", "hydra/launcher=basic: does nothing in a single run; -m, --cfg and --info take it"),
     # all at once: options, verbs and words
     ("--foo fp8.margn=1 recipe=lama_8b --config-dir", [
-        "--foo: no such option; did you mean '--info'?", "--config-dir: needs a value",
+        f"--foo: no such option; {OPTIONS}", "--config-dir: needs a value",
         "fp8.margn: no such key; did you mean 'fp8.margin'?", "recipe=lama_8b: no such recipe; did you mean 'llama_8b'?"]),
     ("exprt fp8.margn=1 --json", ["exprt: no such command; did you mean 'export'?", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
     ("hydra.run.dir=x fp8.margn=1", ["hydra.run.dir=x: does nothing in a single run; -m, --cfg and --info take it",
                                      "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
     ("resume x --alow fp8 fp8.margn=1", ["--alow: no such option; did you mean '--allow'?", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
-    ("-m fp8.margin=0,99 --foo", ["--foo: no such option; did you mean '--info'?", "fp8.margin=99: must be at most 16"]),
+    ("-m fp8.margin=0,99 --foo", [f"--foo: no such option; {OPTIONS}", "fp8.margin=99: must be at most 16"]),
     ("completion", "completion: needs a shell; choose from bash, zsh, fish"),
     ("completion bsh", "completion bsh: no such shell; did you mean 'bash'?"),
     ("rerun", "rerun: needs one run folder, as in: fp8cfg rerun runs/NAME"),
@@ -79,8 +95,42 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
 
 
 @pytest.mark.parametrize(("words", "lines"), MISTAKES, ids=[words for words, _ in MISTAKES])
-def test_a_mistake_is_answered_with_these_lines(words: str, lines: str | list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_answered_with_these_lines(words: str, lines: str | list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     assert main(words.split()) == 2
     out, err = capsys.readouterr()
     assert err.splitlines() == [f"error: {line}" for line in ([lines] if isinstance(lines, str) else lines)]
     assert out == ""
+
+
+@pytest.mark.parametrize(("word", "line"), [
+    ("", "'': not of the form key=value"), ("a\nb", "a\\nb: no command, recipe file or key=value; fp8cfg --help has them"),
+    ("\x1b[31mred", "\\x1b[31mred: no command, recipe file or key=value; fp8cfg --help has them"),
+    ("name=a\nb", "name=a\\nb: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"),
+    ("x" * 5000, f"{'x' * 5000}: no command, recipe file or key=value; fp8cfg --help has them"),
+    ("fp8=" + "{a: " * 600 + "1" + "}" * 600, "fp8={a: {a: {a: {a: {a: {a: {a: {a: {a: ...: nested too deeply"),
+])
+def test_a_word_whatever_is_in_it_is_answered_with_one_line(word: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", word]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize("verb", ["resume", "rerun", "check --config-dir", "list --config-dir", "diff x.yaml"])
+def test_a_name_too_long_for_a_file_is_one_line(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*verb.split(), "x" * 5000]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {'x' * 40}...: File name too long"
+
+
+@pytest.mark.parametrize(("text", "line"), [
+    ("hydra: {run: {dir: x}}", "hydra: settings of Hydra itself are not part of a recipe; the command line takes them"),
+    ("hydra/launcher: x", "hydra/launcher: settings of Hydra itself are not part of a recipe; the command line takes them"),
+    ("fp8: {override_linear_precision.wgrad: true}",
+     "fp8.override_linear_precision.wgrad: dotted names are read at the top of a file alone; write a node for each dot"),
+    ("recipe: 5", "recipe=5: needs the name of a preset"), ("defaults: [{data: [tiny]}]", "data=['tiny']: needs the name of a preset"),
+    ("defaults: {}", "defaults={}: expected a list, as in defaults: [llama_8b]"),
+])
+def test_a_mistake_in_a_file(text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    assert main(["check", str(file)]) == 2
+    assert capsys.readouterr().err == f"error: {file}: {line}\n"

@@ -33,6 +33,7 @@ ROWS = {
     "bf16 stochastic": named_columns("bf16", "none", "bf16", "bf16", "bf16", "stochastic"),
     "blocks": named_columns("fp8_block", "fp16_scaled", "fp8_block", "fp8_block", "fp8_block", "stochastic"),
     "block moments": named_columns(exp_avg="fp8_block", exp_avg_sq="fp8_block"),
+    "expanded moments": named_columns(exp_avg="fp8_expand", exp_avg_sq="fp8_expand"),
 }
 BETAS = (0.9, 0.95)
 DTYPES = {"bf16": torch.bfloat16}

@@ -11,6 +11,16 @@ from pathlib import Path
 import pytest
 
 from fp8cfg.__main__ import main
+from fp8cfg.backends import registry, te_rules, torchao_rules
+
+
+@pytest.fixture(autouse=True)
+def only_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans for a GPU are those of an environment without other libraries."""
+    monkeypatch.setattr(registry, "PREFERENCE", ("te", "torchao", "native"))
+    for rules in (te_rules, torchao_rules):
+        monkeypatch.setattr(rules, "unavailable", lambda: "it is not installed")
+
 
 LARGE = ["recipe=llama_405b", "precision=bf16_fp8", "--gpu", "h100"]
 
@@ -20,10 +30,20 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, list[str]]:
+    """The plan of a recipe that nothing runs there, and the lines that say so."""
+    assert main(["plan", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert all(line.startswith("error: ") for line in err.splitlines())
+    return out, [line.removeprefix("error: ") for line in err.splitlines()]
+
+
 def test_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "precision=bf16_fp8", "model.recompute_granularity=full", "--gpu", "h100")
     assert out == """\
 backend on h100: native, auto; FP8 matrix products of the GPU
+  passed over te: it is not installed
+  passed over torchao: it is not installed
 
    linear layers                        FLOPs  fprop     dgrad     wgrad
 4  layers.*.self_attention.linear_qkv   15.1%  e4m3xe4m3 e5m2xe4m3 e5m2xe4m3
@@ -56,7 +76,7 @@ logits            12.8 MiB           vocab_size=272
 backward          69.3 MiB           one layer again
 total            149.7 MiB
 activations, logits and backward: 211.4 MiB, with recomputation 96.1 MiB
-fits h100, 79.1 GiB: yes, 79.0 GiB to spare
+fits h100, 79.1 GiB: 79.0 GiB to spare
 
 published gains of FP8 over BF16, not measured here
   1.69x  linear layers' GEMMs with quantization, H200 NVL
@@ -89,7 +109,7 @@ first stage       15       6.24B  126.9 GiB
 middle stage      16       6.38B  128.1 GiB
 last stage        15       6.24B  111.1 GiB
 """ in out
-    assert "FP8: 504 of 505 linear layers" in out and "of the middle stage, which takes most" in out and "fits h100, 79.1 GiB: no, " in out
+    assert "FP8: 504 of 505 linear layers" in out and "of the middle stage, which takes most" in out and "\ndoes not fit h100, 79.1 GiB: 49.0 GiB too much\n" in out
     assert "too small to win: none" in out
     assert max(map(len, out.splitlines())) <= 80
 
@@ -103,23 +123,31 @@ def test_it_takes_no_torch_and_no_second(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(("argv", "parts"), [
-    (["precision=bf16_fp8", "--gpu", "a100-80"],
-     ["cannot run on a100-80: fp8.enabled=True: this GPU has compute capability 8.0", "gains: none, a100-80 has no FP8 units", "fits a100-80"]),
-    (["precision=bf16_mxfp8", "--gpu", "h100"], ["cannot run on h100: fp8.scaling=mxfp8: ", "1.42x", "FP8: 16 of 17", "B300"]),
     (["precision=bf16_fp8_block", "--gpu", "h100"], ["backend on h100: native", "1.40x"]),
     (["precision=bf16_fp8_current", "fp8.high_precision_at_start=0", "--gpu", "b200"], ["1.39x", "at most"]),
     (["precision=bf16_fp8"], ["backend on a CPU (name a GPU: --gpu h100): native", "gains: none, FP8 is emulated here"]),
     (["precision=bf16", "--gpu", "H200"], ["backend on h200: native, no FP8 asked for", "this recipe: Megatron BF16"]),
-    (["recipe=llama_70b", "precision=bf16_fp8", "opt_level=O2", "--gpus", "64", "--gpu", "h100"],
-     ["cannot run on h100: opt_level=O2", "this recipe: O2", "layout: 64 ranks = tensor 4 x pipeline 4 x context 2 x data 2"]),
     (["precision=fp16"], ["loss scaling  LossScaler(initial_loss_scale=4.29497e+09"]),
     (["precision=bf16_fp8", "fp8.emulate=true", "--gpu", "a100-40"], ["fp8.emulate=true", "gains: none, FP8 is emulated here"]),
 ])
 def test_what_is_said(argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, *argv)
     assert [part for part in parts if part not in out] == []
-    assert ("will be built" in out) != out.startswith("cannot run")
-    assert max(len(line) for line in out.splitlines() if not line.startswith("cannot run")) <= 80
+    assert "will be built" in out and max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("argv", "parts"), [
+    (["precision=bf16_fp8", "--gpu", "a100-80"],
+     ["cannot run on a100-80: fp8.enabled=True: this GPU has compute capability 8.0,\n  FP8 needs", "gains: none, a100-80 has no FP8 units", "fits a100-80"]),
+    (["precision=bf16_mxfp8", "--gpu", "h100"], ["cannot run on h100: fp8.scaling=mxfp8: ", "1.42x", "FP8: 16 of 17", "B300"]),
+    (["recipe=llama_70b", "precision=bf16_fp8", "opt_level=O2", "--gpus", "64", "--gpu", "a100-80"],
+     ["cannot run on a100-80: ", "this recipe: O2", "layout: 64 ranks = tensor 4 x pipeline 4 x context 2 x data 2"]),
+])
+def test_a_recipe_that_nothing_runs_there_is_planned_and_refused(argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    out, lines = refused(capsys, *argv)
+    assert [part for part in parts if part not in out] == [] and "will be built" not in out
+    first = " ".join(out.split("\n\n")[0].split())
+    assert max(map(len, out.splitlines())) <= 80 and lines and all(f": {line}" in first for line in lines)
 
 
 def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,12 +159,13 @@ def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str
     assert found["fits"] is False and found["measured_here"] is False and found["built"]["optimizer"]["inner"] == "adamw"
     assert [r["name"] for r in found["ranks"]] == ["first stage", "middle stage", "last stage"]
     assert all(sum(r["memory"].values()) == r["total"] for r in found["ranks"])
-    assert json.loads(plan(capsys, "precision=bf16_fp8", "--gpu", "a100-40", "--json"))["built"] is None
+    out, lines = refused(capsys, "precision=bf16_fp8", "--gpu", "a100-40", "--json")
+    assert json.loads(out)["built"] is None and json.loads(out)["refusals"] == lines
 
 
 def test_the_graph_as_paths_and_for_graphviz(capsys: pytest.CaptureFixture[str]) -> None:
     tree = plan(capsys, "precision=fp16_fp8", "fp8.margin=1", "--tree").splitlines()
-    for line in ("prepared.compute = 'fp16'", "prepared.fp8.margin = 1", "prepared.plan = '17 linear layers, 16 in FP8'", "optimizer.prepared = '= prepared'",
+    for line in ("prepared.precision.compute = 'fp16'", "prepared.precision.fp8.margin = 1", "prepared.precision.fp8.override_linear_precision.wgrad = False", "choice.backend = 'native'", "recipe = 'llama_tiny'", "prepared.plan = '17 linear layers, 16 in FP8'", "optimizer.prepared = '= prepared'",
                  "optimizer.optim.name = 'adamw'", "loss_scaler.hysteresis = 2", "optimizer.loss_scaler = '= loss_scaler'"):
         assert line in tree
     dot = plan(capsys, "precision=fp16_fp8", "--dot")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from small import losses
 
 import fp8cfg
-from fp8cfg.config.precision import Precision, resolved
+from fp8cfg.config.precision import Precision
 from fp8cfg.config.presets import FUNCTIONS, PRESETS, choices, precision_preset
+from fp8cfg.config.storage import resolved
+from fp8cfg.report import chart
 
 #            function                                            compute  scaling    format    params start end
 TABLE = [
@@ -26,6 +31,11 @@ TABLE = [
     ("nanov2_bf16_with_fp8_current_scaling_mixed",               "bf16", "block",    "hybrid", True, 2, 2),
     ("bf16_with_nvfp4_mixed",                                    "bf16", "nvfp4",    "e4m3",   True, 0, 0),
     ("nemotron_3_super_bf16_with_nvfp4_mixed",                   "bf16", "nvfp4",    "e4m3",   True, 0, 14),
+    ("bf16_precision_aware_mixed",                               "bf16", None,       None,     False, 0, 0),
+    ("bf16_with_fp8_te_fused_adam_mixed",                        "bf16", "delayed",  "hybrid", True, 0, 0),
+    ("bf16_with_fp8_block_deepseek_v3_mixed",                    "bf16", "block",    "e4m3",   False, 0, 0),
+    ("bf16_adamw_fp8_mixed",                                     "bf16", None,       None,     False, 0, 0),
+    ("bf16_with_fp8_current_coat_mixed",                         "bf16", "current",  "hybrid", False, 0, 0),
     ("fp32",                                                     "fp32", None,       None,     False, 0, 0),
 ]
 
@@ -78,3 +88,25 @@ def test_storage_resolves_as_megatron_does() -> None:
     assert resolved(fp8cfg.fp16_mixed())["comm"] == "fp16"
     assert resolved(fp8cfg.fp32())["master_weight"] == "none"
     assert resolved(fp8cfg.bf16_with_fp8_mixed())["weight"] == "fp8"
+
+
+#    preset                        weight  master_weight  weight_grad  comm    exp_avg       exp_avg_sq    bytes of a parameter
+STORED = [
+    ("bf16_precision_aware",       "bf16    fp16_scaled    bf16         bf16    fp8           fp16_scaled", 9),
+    ("bf16_fp8_te_fused_adam",     "fp8     fp32           fp32         fp32    fp8           fp16_scaled", 12),
+    ("bf16_fp8_block_deepseek_v3", "bf16    fp32           fp32         fp32    bf16          bf16",        14),
+    ("bf16_adamw_fp8",             "bf16    none           bf16         bf16    fp8_block     fp8_block",   6.0625),
+    ("bf16_fp8_current_coat",      "bf16    fp32           fp32         fp32    fp8_expand    fp8_expand",  12.125),
+]
+
+
+@pytest.mark.parametrize(("name", "codecs", "each"), STORED)
+def test_presets_of_storage(name: str, codecs: str, each: float) -> None:
+    """What they store; the rules for the betas and learning rates of small and large recipes; and that they train."""
+    for recipe in ("llama_tiny", "llama_8b"):
+        composed = fp8cfg.compose([f"recipe={recipe}", f"precision={name}"])
+        composed.check()
+        assert list(resolved(composed.precision).values()) == codecs.split()
+        assert chart.bytes_per_parameter(chart.row(composed)) == each
+    seen = losses(f"precision={name}", count=6)
+    assert all(map(math.isfinite, seen)) and seen[-1] < seen[0] - 0.5

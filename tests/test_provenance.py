@@ -188,9 +188,9 @@ def test_files_of_ones_own_with_their_lines_and_bases(folder: Path) -> None:
         ("recipe file", 1, "recipe/on_top.yaml", 4), ("preset", 4, "precision/own.yaml", 3)]
     current = traced.layers[MARGIN][2]
     assert current.at.file == ROOT / "conf/precision/bf16_fp8_current.yaml" and current.at.line is None, "it does not have the key"
-    assert (current.by.file, current.by.line) == (folder / "recipe/on_top.yaml", 1)
+    assert (current.by.file, current.by.line) == (folder / "recipe/on_top.yaml", 3)
     assert [layer.by.text for layer in traced.layers[MARGIN]][-2:] == ["recipe=on_top", "precision=own"]
-    assert (traced.layers[MARGIN][1].by.file, traced.layers[MARGIN][1].by.line) == (folder / "recipe/on_top.yaml", 1)
+    assert (traced.layers[MARGIN][1].by.file, traced.layers[MARGIN][1].by.line) == (folder / "recipe/on_top.yaml", 2)
     assert traced.named == {"recipe": "llama_8b"}
     assert [layer.value for layer in trace([], folder).layers["name"]] == ["unnamed", "llama_tiny", "mine"]
 
@@ -209,12 +209,30 @@ def test_a_recipe_file_and_what_is_named(folder: Path) -> None:
     assert trace(["data=tiny", "precision=bf16_fp8"], file=file, config_dir=folder).named == {"recipe": "llama_8b", "precision": "bf16_fp8", "data": "tiny"}
 
 
-def test_a_preset_named_by_a_dotted_key_sets_all_of_precision(tmp_path: Path) -> None:
-    file = tmp_path / "dotted.yaml"
-    file.write_text("recipe: llama_tiny\ntrainer.plugins: bf16_fp8\n")
-    found = trace([], file=file)
-    assert found.recipe == fp8cfg.from_yaml(file)
-    assert [(x.kind, x.value, x.at.line) for x in found.layers[f"{PLUGIN}.fp8.params"]] == [("schema default", False, None), ("recipe file", True, 2)]
+LINES = [  # a recipe file; a key, the line of the file that names the preset of its last layer, and the line that sets it
+    ("recipe: llama_tiny\ntrainer.plugins: bf16_fp8\n", "fp8.params", 2, None),
+    ("recipe: llama_tiny\ntrainer:\n  max_steps: 90\n  plugins: bf16-mixed\n", "precision.compute", 4, None),
+    ("trainer.plugins: bf16_fp8\nfp8: {margin: 1}\n", "fp8.margin", None, 2),
+    ("defaults:\n  - llama_8b\n\n  - override /precision: bf16_fp8\n  - data: tiny\n  - _self_\n", "fp8.params", 4, None),
+    ("defaults:\n  - llama_8b\n\n  - override /precision: bf16_fp8\n  - data: tiny\n  - _self_\n", "data.name", 5, None),
+    ("defaults:\n  - recipe: mine\n    /data@data: tiny\n", "data.name", 3, None),
+    ("defaults: [llama_8b,\n  {precision: bf16_fp8}]\nfp8.margin: 2\n", "fp8.margin", None, 3),
+    ("defaults:\n  - precision: bf16_fp8\nprecision.fp8:\n  margin: 2\ntrainer.plugins.fp8.interval: 3\n", "fp8.margin", None, 4),
+    ("defaults:\n  - precision: bf16_fp8\nprecision.fp8:\n  margin: 2\ntrainer.plugins.fp8.interval: 3\n", "fp8.interval", None, 5),
+    ("optim:\n  eps: 1e-6\n  <<: {lr: 1e-3,\n       eps: 1}\n", "optim.lr", None, 3),
+    ("optim:\n  <<: {lr: 1e-3, eps: 1}\n  eps: 1e-6\n", "optim.eps", None, 3),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "by", "at"), LINES)
+def test_the_line_of_a_recipe_file_that_names_a_preset_or_sets_a_value(text: str, key: str, by: int | None, at: int | None, folder: Path) -> None:
+    file = folder / "lines.yaml"
+    file.write_text(text)
+    found = trace([], folder, file)
+    assert found.recipe == fp8cfg.from_yaml(file, folder)
+    last = found.layers[full(key)][-1]
+    place = last.by if by else last.at
+    assert (last.kind, place.file, place.line) == ("preset" if by else "recipe file", file, by or at)
 
 
 @settings(max_examples=12, deadline=None)

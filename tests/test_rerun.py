@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small import SMALL
 
 from fp8cfg.__main__ import main
 from fp8cfg.cli.rerun import compared
+from fp8cfg.config.errors import ConfigError
 from fp8cfg.training.environment import differences, environment
 
 
@@ -69,17 +72,43 @@ def test_a_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "apart, from step 2" in out[-2] and max(map(len, out[-3:])) <= 80
 
 
-@pytest.mark.parametrize(("file", "text", "part"), [
-    ("environment.json", "[1]", "environment.json: not a JSON object"), ("environment.json", "{", "environment.json: cannot be read"),
-    ("environment.json", "[" * 100_000, "environment.json: cannot be read"), ("environment.json", " " * (2 << 20), "environment.json: larger than 1024 KB"),
-    ("metrics.jsonl", "nonsense\n", "metrics.jsonl: not a line of metrics"), ("recipe.yaml", "hydra: {run: {dir: x}}", "recipe.yaml: hydra: no such key"),
-    ("checkpoints/step-00000001/state.json", "5", "state.json: not a JSON object"),
+DAMAGED = [
+    ("environment.json", "[1]", "versions: environment.json: not a JSON object"), ("environment.json", "{", "versions: environment.json: cannot be read ("),
+    ("environment.json", "[" * 100_000, "versions: environment.json: cannot be read ("), ("environment.json", None, "versions: environment.json: is not there"),
+    ("environment.json", " " * (2 << 20), "versions: environment.json: larger than 1024 KB"), ("environment.json", "FIFO", "versions: environment.json: is no file"),
+    ("metrics.jsonl", "nonsense\n", "losses: metrics.jsonl: not a line of metrics"), ("metrics.jsonl", None, "losses: metrics.jsonl: is not there"),
+    ("metrics.jsonl", "FIFO", "losses: metrics.jsonl: is no file"), ("checkpoints", None, "data: the first run has no checkpoint"),
+    ("checkpoints/step-00000001/state.json", "5", "data: checkpoints/step-00000001/state.json: not a JSON object"),
+    ("checkpoints/step-00000001/state.json", "{}", "data: checkpoints/step-00000001/state.json: does not have data.corpus_sha256"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "line"), DAMAGED, ids=[f"{file} {str(text)[:9]}" for file, text, _ in DAMAGED])
+def test_what_is_missing_or_damaged_is_named_and_the_recipe_runs(file: str, text: str | None, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fp8cfg.cli.train.launch", lambda recipe, folder, start: print("runs", recipe.name) or 0)
+    monkeypatch.setattr("fp8cfg.training.data.run_data", lambda recipe: (SimpleNamespace(sha256="one"),))
+    state = json.dumps({"data": {"corpus_sha256": "one"}})
+    files = {"recipe.yaml": "recipe: llama_tiny\n", "environment.json": json.dumps(environment()), "metrics.jsonl": "", "checkpoints/step-00000001/state.json": state}
+    for name, content in (files | {file: text}).items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        if content == "FIFO":
+            os.mkfifo(name)
+        elif content is not None and not (text is None and name.startswith(file)):
+            Path(name).write_text(content)
+    assert main(["rerun", "."]) == 0
+    out = [said for said in capsys.readouterr().out.replace("\n  ", " ").splitlines() if said and "uncommitted" not in said]
+    assert out[0] == "rerun of ." and out[1].startswith(f"cannot compare {line}") and out[2:] == ["runs llama_tiny"]
+
+
+@pytest.mark.parametrize(("text", "part"), [
+    ("hydra: {run: {dir: x}}", "recipe.yaml: hydra: settings of Hydra itself are not part of a recipe"), ("x" * (1 << 20), "recipe.yaml: larger than 256 KB"),
+    (None, "is not a run folder: there is no "),
 ])
-def test_a_folder_that_is_damaged_or_a_strangers(file: str, text: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, content in {"recipe.yaml": "recipe: llama_tiny\n", "environment.json": "{}", file: text}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    (tmp_path / "checkpoints").mkdir(exist_ok=True)
+def test_a_recipe_that_cannot_be_read_is_refused(text: str | None, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if text:
+        (tmp_path / "recipe.yaml").write_text(text)
     assert main(["rerun", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert part in err and err.count("\n") == 1
@@ -91,7 +120,8 @@ def test_a_run_without_a_checkpoint_has_no_digest_of_its_data(tmp_path: Path) ->
 
     (tmp_path / "checkpoints" / "step-00000002.tmp-1").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000002.tmp-1" / "state.json").write_text("{}")
-    assert _data_digest(RunFolder(tmp_path)) is None
+    with pytest.raises(ConfigError, match="the first run has no checkpoint"):
+        _data_digest(RunFolder(tmp_path))
     for step, digest in ((1, "one"), (10, "ten")):
         folder = tmp_path / "checkpoints" / f"step-{step:08d}"
         folder.mkdir()

@@ -72,7 +72,7 @@ CASES = [
     ("bf16_fp8", {"fp8__multi_head_attention": True}, "needs fp8.dot_product_attention=true"),
     ("bf16_fp8_block", {"fp8__dot_product_attention": True}, "block scaling has no FP8 attention"),
     ("bf16_fp8", {"storage__weight": "bf16"}, "contradicts fp8.params=true"),
-    ("bf16_fp8", {"storage__master_weight": "none"}, "weights in FP8 need masters"),
+    ("bf16_fp8", {"storage__master_weight": "none"}, "storage.weight=fp8 needs masters"),
     ("bf16", {"storage__comm": "none"}, "only storage.master_weight can be none"),
     ("bf16", {"precision__opt_level": "O2", "optim__name": "sgd"}, "needs optim.name=adamw or adam"),
     ("bf16", {"optim__name": "sgd", "storage__exp_avg": "fp8"}, "has no effect with optim.name=sgd"),

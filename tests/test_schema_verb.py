@@ -48,12 +48,24 @@ GOOD = [
     "opt_level: null", "data: tiny", "data: {name: text, path: /x}", "trainer: {plugins: bf16_fp8}", "trainer: {plugins: {compute: fp32}}",
     "defaults: [llama_8b, {override /precision: bf16_fp8}, {data: null}, _self_]", "defaults: null", "optim: {lr: 1, betas: [0.9, 0.99]}", "trainer: {max_steps: 1e3}",
     "name: a.b-c", "model: {rope_scaling: {factor: 8}, kv_channels: null}",
+    # options in any case, precision presets too
+    "fp8: {format: HYBRID, amax_compute_algo: Most_Recent}", "opt_level: o2", "backend: NATIVE", "storage: {comm: FP16_scaled}", "precision: BF16_FP8",
+    "precision: Bf16-With_FP8-mixed", "trainer: {plugins: BF16-mixed}", "data: {name: TINY}", "defaults: [{precision: FP16}]",
+    # dotted keys at the top, short and full
+    "fp8.margin: 1", "trainer.plugins.fp8.margin: 1", "precision.fp8.margin: 1", "fp8.override_linear_precision: {wgrad: true}", "trainer.plugins: bf16_fp8",
+    "trainer.plugins: {compute: fp16}", "trainer.plugins: bf16_fp8\nfp8: {margin: 1}", "trainer.plugins.backend: Native", "model.rope_scaling.factor: 8",
+    "data: text\ndata.path: x", "trainer.strategy: {sequence_parallel: true}", "storage.comm: FP16", "defaults: []", "defaults: [null, {}, {//precision: null}]",
 ]
 BAD = [
     "recipe: lama_8b", "recipe: [llama_8b]", "precision: bf16_pf8", "precision: 5", "fp8: {margn: 1}", "fp8: {margin: 99}", "fp8: {margin: '1'}", "fp8: true",
     "fp8: {enabled: yes}", "storage: {comm: fp7}", "backend: cuda", "opt_level: O9", "data: nope", "trainer: {plugins: nope}", "defaults: [nope]", "defaults: 5",
     "defaults: [{task: x}]", "optim: {lr: 0}", "optim: {betas: [0.9]}", "optim: {betas: [0.9, 0.95, 0.99]}", "margin: 1", "name: '../x'", "model: {_target_: os.system}",
     "model: {rope_scaling: {factr: 8}}", "data: {validation_fraction: 0.5}", "trainer: {max_steps: 1.5}", "trainer: {max_steps: null}",
+    "trainer: {plugins: null}", "trainer.plugins: null", "trainer.plugins: nope", "trainer: {plugins: ''}", "trainer.plugins: 5", "recipe: 5", "recipe: LLAMA_8B", "data: TINY",
+    "data: ''", "fp8: {amax_compute_algo: most-recent}", "fp8: {format: hybridd}", "fp8.margn: 1", "fp8.margin: 99", "fp8..margin: 1", ".fp8.margin: 1", "margin.fp8: 1",
+    "fp8: {override_linear_precision.wgrad: true}", "trainer: {plugins.fp8.margin: 1}", "name.x: 1", "model.hidden_size: null", "opt_level.x: O1", "defaults: {}", "defaults: ''",
+    "defaults: false", "defaults: [5]", "defaults: [true]", "defaults: [{precision: _self_}]", "defaults: [{precision: 5}]", "defaults: [[llama_8b]]", "defaults: [{data: TINY}]",
+    "fp8: null", "trainer: null", "precision: {fp8: null}", "precision: [bf16]", "hydra: {}", "trainer.plugins.plugins: bf16", "backend: {x: 1}",
 ]
 
 
@@ -119,7 +131,15 @@ def test_names_of_ones_own(capsys: Out, tmp_path: Path) -> None:
     (tmp_path / "recipe/not-a-name.yaml").write_text("")
     own = json.loads(said(capsys, "schema", "--config-dir", str(tmp_path)))
     assert jsonschema.Draft202012Validator(own).is_valid({"recipe": "mine"}) and not RECIPE.is_valid({"recipe": "mine"})
-    assert "not-a-name" not in own["properties"]["recipe"]["enum"]
+    assert own["properties"]["recipe"]["anyOf"][0]["enum"].count("mine") == 1 and "not-a-name" not in json.dumps(own)
+
+
+def test_the_case_of_a_preset_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision/Mine.yaml").write_text("compute: fp16\n")
+    schema, library = jsonschema.Draft202012Validator(recipe_schema(Library(tmp_path))), Library(tmp_path)
+    for name, there in (("Mine", True), ("mine", False), ("MINE", False), ("BF16", True), ("bf16-FP8", True)):
+        assert schema.is_valid({"precision": name}) == there == (library.problem("precision", name) is None)
 
 
 @pytest.mark.parametrize(("argv", "lines"), [

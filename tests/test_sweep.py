@@ -76,6 +76,8 @@ REFUSED = [
     ("hydra.sweeper.max_batch_size=x", ["Error merging override hydra.sweeper.max_batch_size=x: Value 'x' of type 'str' could not be converted to Integer"]),
     ("hydra.verbose=true,false", ["Sweeping over Hydra's configuration is not supported : 'hydra.verbose=true,false'"]),
     ("hydra/launcher=submitit_slurm", ["In 'hydra/config': Could not find 'hydra/launcher/submitit_slurm'; choose from basic; pip install 'fp8cfg[slurm]'"]),
+    ("hydra.sweep.subdir=x trainer.seed=1,2",
+     ["hydra.sweep.subdir=x: one folder for all of 2 runs; name the run in it, as in 'hydra.sweep.subdir=${hydra.job.num}'"]),
     ("hydra/sweeper=nothing", ["In 'hydra/config': Could not find 'hydra/sweeper/nothing'; choose from basic"]),
 ]
 
@@ -152,6 +154,26 @@ def test_the_table() -> None:
     assert wide.splitlines()[3:] == [f"0: name=0 {'z' * 40}={'v' * 9}", f"1: name=1 {'z' * 40}={'v' * 10}"]
 
 
+def test_a_job_that_did_not_run_does_not_have_the_results_of_the_one_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n')
+    first = sweep_results.write(tmp_path, 0, ["trainer.seed=1"], 0, "", ran=True)
+    second = sweep_results.write(tmp_path, 1, ["trainer.seed=2"], 2, f"{tmp_path} already holds a run", ran=False)
+    assert (first["training_loss"], second["training_loss"]) == (4.0, None) and sweep_results.read(tmp_path) == [first, second]
+    assert sweep_results.report(tmp_path, "") == 2
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        ".       1             4.0000                              0", ".       2                                                 2", f". refused: {tmp_path} already holds a run"]
+
+
+@pytest.mark.slow
+def test_two_jobs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
+    done = process("-m", *[w for w in SMALL if not w.startswith("trainer.max_steps")], "trainer.max_steps=3", f"log.dir={tmp_path}", "trainer.seed=1,2",
+                   "hydra.sweep.subdir=${hydra.job.name}")
+    sweep, = tmp_path.iterdir()
+    first, second = json.loads((sweep / "results.json").read_text())
+    assert done.returncode == 2 and first["exit_code"] == 0 and first["training_loss"] and second["training_loss"] is None
+    assert f"fp8cfg refused: {sweep / 'fp8cfg'} already holds a run" in done.stdout
+
+
 @pytest.mark.slow
 def test_a_sweep_end_to_end(tmp_path: Path) -> None:
     """Jobs that train, one that fails, one that a rule refuses; and a run of the same words alone gives the same losses."""
@@ -168,7 +190,7 @@ def test_a_sweep_end_to_end(tmp_path: Path) -> None:
     table = done.stdout[done.stdout.index("sweep folder: "):].splitlines()
     assert table[1] == "folder    loss  val loss  tokens/s    FP8  exit" and max(map(len, table[1:18])) <= 80
     assert table[10:18] == [f"{j['job']}: " + " ".join(f"{k}={j['overrides'][k]}" for k in ("fp8.margin", "precision", "fp8.min_coverage")) for j in jobs]
-    assert table[18:] == [f"error in {j['job']}: {line}" for j in jobs for line in (j["error"] or "").splitlines()]
+    assert table[18:] == [f"{j['job']} {'refused' if j['exit_code'] == 2 else 'failed'}: {line}" for j in jobs for line in (j["error"] or "").splitlines()]
     assert "Traceback" not in done.stderr
 
     assert main([*SMALL, f"log.dir={tmp_path / 'alone'}", "fp8.margin=1", "precision=bf16_fp8"]) == 0

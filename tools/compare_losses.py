@@ -34,6 +34,8 @@ CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_pre
 ROWS = {
     "fp32": "precision=fp32", "bf16": "precision=bf16", "delayed": "precision=bf16_fp8", "current": CURRENT,
     "current, e4m3 gradients": f"{CURRENT} fp8.format=e4m3", "current, by row": f"{CURRENT} fp8.granularity=row",
+    "delayed, margin 5": "precision=bf16_fp8 fp8.margin=5",
+    "delayed, margin 5, e4m3 gradients": "precision=bf16_fp8 fp8.margin=5 fp8.format=e4m3",
     "block": "precision=bf16_fp8_block", "mxfp8": "precision=bf16_mxfp8", "nvfp4": "precision=bf16_nvfp4",
 }  # fmt: skip
 Run = dict[str, Any]
@@ -52,7 +54,7 @@ def train(words: list[str]) -> Run:
     began, recipe = time.perf_counter(), fp8cfg.compose(words)
     job, world = fp8cfg.build(recipe), World()
     batches, held_out = run_data(recipe)
-    if compiles(recipe, job.plan, job.device.type):
+    if compiles(recipe, job.plan, job.device.type, job.choice.backend):
         job.compile_model()
     losses = []
     for step in range(recipe.trainer.max_steps):

@@ -1,93 +1,81 @@
-"""Which backend runs a recipe on given hardware, and the line that refuses where none does."""
+"""Which backend runs a recipe on given hardware, and the lines that refuse where none does."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
-from fp8cfg.config.errors import refuse_if
-from fp8cfg.config.precision import Precision, resolved
+from fp8cfg.backends import registry
+from fp8cfg.backends.native_rules import BLOCK_CUDA, FP8_CAPABILITY
+from fp8cfg.backends.protocol import Hardware
+from fp8cfg.backends.te_environment import contradictions
+from fp8cfg.config.errors import ConfigError, refuse_if
+from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import as_held
 
-FP8_CAPABILITY = (8, 9)
-"""Least CUDA compute capability with FP8 matrix products: Ada. Hopper is 9.0."""
-BLOCK_CUDA = (12, 9)
-"""Least CUDA version whose cuBLAS multiplies with scales of blocks, on Hopper."""
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Where a recipe is to run: `device` is "cpu" or "cuda", `capability` the compute capability of a CUDA device, `cuda` the
-    version of CUDA that torch was built with."""
-
-    device: str
-    capability: tuple[int, int] | None = None
-    cuda: tuple[int, int] | None = None
+__all__ = ["BLOCK_CUDA", "FP8_CAPABILITY", "Choice", "Hardware", "against", "choose"]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that runs the recipe, how it multiplies ("emulate" or "scaled_mm"), and why it was chosen."""
+    """The backend that runs the recipe, how it multiplies ("emulate", "scaled_mm" or "none"), and why it was chosen;
+    `passed_over` has a line for each backend that auto would rather have had."""
 
     backend: str
     product: str
     why: str
+    passed_over: tuple[str, ...] = ()
 
 
-def choose(precision: Precision, hardware: Hardware) -> Choice:
+def choose(precision: Precision, hardware: Hardware, *, statistics: int = 0, here: bool = True) -> Choice:
     """The backend for `precision` on `hardware`. Raises ConfigError with every reason against it.
 
-    A capability is never downgraded: what cannot run is refused, naming what can.
+    A capability is never downgraded: what cannot run is refused, naming what can. `backend=auto` takes the first of
+    registry.PREFERENCE that can run the recipe; where FP8 is emulated the native backend goes first, whose emulation is exact
+    and has every key. `statistics` is the recipe's log.fp8_stats_every_n_steps. Not `here`, an explicit backend need not be
+    installed: the hardware is elsewhere.
     """
-    refuse_if(_unavailable(precision))
+    if precision.backend != "auto" and not registry.exists(precision.backend):
+        raise ConfigError(against(precision.backend, precision, hardware))
     if not precision.fp8.enabled:
         return Choice("native", "none", "no FP8 asked for")
-    asked = "asked for" if precision.backend == "native" else "auto"
-    if hardware.device == "cpu":
-        return Choice("native", "emulate", f"{asked}; a CPU emulates FP8")
-    if precision.fp8.emulate:
-        return Choice("native", "emulate", f"{asked}; fp8.emulate=true")
-    refuse_if(_hardware_lacks(precision, hardware))
-    return Choice("native", "scaled_mm", f"{asked}; FP8 matrix products of the GPU")
+    if precision.backend != "auto":
+        refuse_if(against(precision.backend, precision, hardware, statistics, here))
+        return _choice(precision.backend, precision, hardware, "asked for")
+    emulates = hardware.device == "cpu" or precision.fp8.emulate
+    order = sorted(registry.PREFERENCE, key=lambda other: other != "native") if emulates else registry.PREFERENCE
+    passed_over: list[str] = []
+    for name in order:
+        lines = against(name, precision, hardware, statistics)
+        if not lines:
+            if emulates and name == "native":
+                passed_over.append(f"{', '.join(registry.PREFERENCE[:-1])}: native goes first where FP8 is emulated")
+            return _choice(name, precision, hardware, "auto", tuple(passed_over))
+        passed_over.append(f"{name}: {lines[0].removeprefix(f'backend={name}: ').partition('; ')[0]}")
+    raise ConfigError(against("native", precision, hardware) + _could(precision, hardware))
 
 
-def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
-    """The line that says what the GPU cannot multiply, and what it can, if there is anything."""
-    capability, scaling = hardware.capability or (0, 0), p.fp8.scaling
-    preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
-    found = f"this GPU has compute capability {'.'.join(map(str, hardware.capability or ('unknown',)))}"
-    emulate = "write fp8.emulate=true to emulate"
-    if capability < FP8_CAPABILITY:
-        return [f"fp8.enabled=True: {found}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {emulate}, or precision=bf16"]
-    if scaling in ("mxfp8", "nvfp4"):
-        return [f"fp8.scaling={scaling}: the native backend multiplies it by emulation alone, and {found}; {emulate}, or "
-                f"precision={preset}"]
-    if scaling == "block" and capability[0] != 9:
-        return [f"fp8.scaling=block: {found}, block scaling needs 9.0 (Hopper); {emulate}, or precision={preset}"]
-    if scaling == "block" and (hardware.cuda or (0, 0)) < BLOCK_CUDA:
-        version = ".".join(map(str, hardware.cuda or ("unknown",)))
-        return [f"fp8.scaling=block: torch has CUDA {version}, block scaling needs 12.9; {emulate}, or precision={preset}"]
-    if p.fp8.dot_product_attention:
-        return [f"fp8.dot_product_attention=True: the native backend has it by emulation alone; {emulate}, or drop it"]
-    return []
+def against(name: str, precision: Precision, hardware: Hardware, statistics: int = 0, here: bool = True) -> list[str]:
+    """Every reason against backend `name` for `precision`, where FP8 is enabled: a line each."""
+    if not registry.exists(name):
+        return [f"backend={name}: not in this version; write backend=native"]
+    rules = registry.rules(name)
+    lines = [f"backend={name}: {why}; write backend=native"] if here and (why := rules.unavailable()) else []
+    if statistics and name != "native":
+        lines.append(f"log.fp8_stats_every_n_steps={statistics}: backend={name} has no such statistics; write backend=native, or "
+                     "drop it")
+    if name == "te" and here:
+        lines += contradictions(precision.fp8, os.environ)
+    return lines + rules.refusals(as_held(precision), hardware)
 
 
-def _unavailable(p: Precision) -> list[str]:
-    """A line for each thing of the schema that this version cannot run."""
-    f, lines = p.fp8, []
-    if p.backend in ("te", "torchao", "msamp"):
-        lines.append(f"backend={p.backend}: not in this version; write backend=native")
-    if p.opt_level:
-        lines.append(f"opt_level={p.opt_level}: not in this version; leave it null")
-    if f.dot_product_attention and f.scaling == "mxfp8":
-        lines.append("fp8.dot_product_attention=True: the native backend has none under fp8.scaling=mxfp8, where cuDNN quantizes "
-                     "the softmax by rules of its own; drop it, or write fp8.scaling=current")
-    if f.multi_head_attention:
-        lines.append("fp8.multi_head_attention=True: needs FP8 outputs of the projections: backend=te; drop it")
-    actual = resolved(Precision(compute=p.compute, fp8=f.model_copy()))
-    for column, given in resolved(p).items():
-        if given != actual[column]:
-            lines.append(f"storage.{column}={given}: not in this version; auto is {actual[column]} under this precision")
-    if p.storage.rounding != "nearest":
-        lines.append(f"storage.rounding={p.storage.rounding}: not in this version; write nearest")
-    if p.storage.shard != "none":
-        lines.append(f"storage.shard={p.storage.shard}: not in this version; write none")
-    return lines
+def _choice(name: str, precision: Precision, hardware: Hardware, asked: str, passed_over: tuple[str, ...] = ()) -> Choice:
+    product, why = registry.rules(name).product(precision, hardware)
+    return Choice(name, product, f"{asked}; {why}", passed_over)
+
+
+def _could(precision: Precision, hardware: Hardware) -> list[str]:
+    """A line for each backend that could run `precision` on `hardware` if it were installed."""
+    others = [name for name in registry.PREFERENCE if registry.exists(name)]
+    return [f"backend=auto: {name} could run this, but {why}" for name in others
+            if (why := registry.rules(name).unavailable()) and not registry.rules(name).refusals(as_held(precision), hardware)]

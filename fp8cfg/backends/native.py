@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8cfg.backends.planning import ATTENTION_GEMMS, GEMMS, Kinds, PlannedAttention, PlannedLinear, plan_attention
+from fp8cfg.backends.planning import ATTENTION_GEMMS, GEMMS, PlannedLinear, plan_attention
+from fp8cfg.backends.protocol import Observed
+from fp8cfg.backends.swap import linear_with, replaced
 from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
 from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
 from fp8cfg.numerics.attention import FP8Attention
-from fp8cfg.numerics.update import FP8Layer, fp8_layers
-
-Observed = dict[str, dict[str, Kinds]]
+from fp8cfg.numerics.update import FP8Layer, discard_amax, fp8_layers, update_scales
 
 
 def scaling_of(fp8: FP8) -> Scaling:
@@ -34,11 +37,10 @@ def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: R
     for planned in plan:
         if not planned.fp8:
             continue
-        parent, _, leaf = planned.name.rpartition(".")
         linear = model.get_submodule(planned.name)
         assert isinstance(linear, nn.Linear)
         high = tuple(g is None for g in planned.gemms)
-        setattr(model.get_submodule(parent), leaf, FP8Linear.from_linear(
+        replaced(model, planned.name, FP8Linear.from_linear(
             linear, scaling, region, high_precision=(high[0], high[1], high[2]), product=product,  # type: ignore[arg-type]
             fp8_params=fp8.params and linear.weight not in shared))
     if fp8.dot_product_attention:
@@ -52,6 +54,11 @@ def _convert_attention(model: nn.Module, fp8: FP8, scaling: Scaling, region: Reg
         if any(planned.gemms):
             parent, _, leaf = planned.name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, FP8Attention(scaling, region, device))
+
+
+def autocast(model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+    layer = next(fp8_layers(model), None)
+    return layer.region.entered(enabled) if layer else nullcontext()
 
 
 def observed(model: nn.Module) -> Observed:
@@ -71,21 +78,6 @@ def forget_observed(model: nn.Module) -> None:
         layer.gemms_ran.zero_()
 
 
-def differences(plan: Sequence[PlannedLinear | PlannedAttention], seen: Observed) -> list[str]:
-    """One line for each product that did not run as planned; an empty list where all did."""
-    lines = []
-    for planned in plan:
-        for gemm, want in planned.products.items():
-            got = seen.get(planned.name, {}).get(gemm)
-            if want != got:
-                lines.append(f"{planned.name} {gemm}: planned {_shown(want)}, ran {_shown(got)}")
-    return lines
-
-
-def _shown(kinds: Kinds) -> str:
-    return " x ".join(kinds) if kinds else "high precision"
-
-
 def _shared_weights(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that more than one module holds, as a tied output layer and embedding do."""
     seen: set[nn.Parameter] = set()
@@ -96,6 +88,27 @@ def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:
     """The layers whose weight is held in float8 alone, by that weight."""
     held = {layer.weight: layer for layer in fp8_linears(model) if layer.fp8_params}
     return {weight: layer for weight, layer in held.items() if isinstance(weight, nn.Parameter)}
+
+
+def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
+    return {weight: layer.set_weight for weight, layer in float8_weights(model).items() if weight.requires_grad}
+
+
+def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
+    update_scales(fp8_layers(model), group=group, step=step)
+
+
+def after_skip(model: nn.Module) -> None:
+    discard_amax(fp8_layers(model))
+
+
+def plain(layer: nn.Module) -> nn.Linear | None:
+    if not isinstance(layer, FP8Linear):
+        return None
+    if layer.held:
+        weight = layer.dequantized_weight(torch.float32)
+        return linear_with(nn.Parameter(weight, requires_grad=layer.weight.requires_grad), layer.bias)
+    return linear_with(layer.weight, layer.bias)
 
 
 def weight_bytes(model: nn.Module) -> int:

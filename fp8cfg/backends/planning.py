@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from fp8cfg.backends import native_rules
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.config.fp8 import FP8
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 ATTENTION_GEMMS = ("p", "o", "ds", "dv", "dq", "dk")
 """The products of attention by what they make: P = Q Kᵀ and O = S V, then four backward ones; see numerics/attention.py."""
-ALIGNMENT = 16
-"""Scaled matrix products want every contracted and every last dimension divisible by this (cuBLASLt, TE section 3.4)."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Shapes = Iterable[tuple[str, int, int]]
 Kinds = tuple[str, str] | None
+Misfit = Callable[[FP8, int, int], str]
+"""Why a layer of in_features and out_features stays in high precision: `Rules.misfit` of the backend."""
+Numbering = Callable[[str], tuple[int, int] | None]
+"""The number of the Transformer layer that a linear layer is in, by its name, and how many there are; None outside of them."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,22 @@ def plan_attention(fp8: FP8, num_layers: int) -> list[PlannedAttention]:
             for n, reason in enumerate(reasons)]
 
 
-def plan_linears(shapes: Shapes, fp8: FP8, num_layers: int) -> list[PlannedLinear]:
-    """The plan of every linear layer of `shapes` (name, in_features, out_features).
+def layers(num_layers: int) -> Numbering:
+    """The numbering of a model whose `num_layers` Transformer layers are called `layers.N`."""
+
+    def number(name: str) -> tuple[int, int] | None:
+        found = _LAYER.search(name)
+        return (int(found[1]), num_layers) if found else None
+
+    return number
+
+
+def plan_linears(
+    shapes: Shapes, fp8: FP8, number: Numbering, misfit: Misfit = native_rules.misfit,
+    output: Collection[str] = ("output_layer",), odd: Mapping[str, str] | None = None,
+) -> list[PlannedLinear]:
+    """The plan of every linear layer of `shapes` (name, in_features, out_features), of which `output` are the output layers;
+    `odd` are those that cannot be replaced, by name, and why.
 
     Raises ConfigError for a pattern of fp8.include or fp8.exclude that matches no layer, and where FP8 is enabled and no
     layer would run in it.
@@ -86,11 +103,11 @@ def plan_linears(shapes: Shapes, fp8: FP8, num_layers: int) -> list[PlannedLinea
     if not fp8.enabled:
         return [PlannedLinear(*s, gemms=(None, None, None), reason="FP8 is off") for s in shapes]
     refuse_if(_unmatched(fp8, [s[0] for s in shapes]))
-    plans = [_plan(*s, fp8=fp8, num_layers=num_layers) for s in shapes]
+    plans = [_plan(s, fp8, (odd or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output)) for s in shapes]
     if not any(p.fp8 for p in plans):
         why = sorted({p.reason for p in plans})
         raise ConfigError(f"fp8.enabled=True: none of {len(plans)} linear layers would run in FP8 ({'; '.join(why)})")
-    refuse_if(_without_effect(fp8, plans))
+    refuse_if(_without_effect(fp8, plans, output))
     return plans
 
 
@@ -102,32 +119,28 @@ def formats(fp8: FP8) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]
     return ("e4m3", "e4m3"), (gradient, "e4m3"), (gradient, "e4m3")
 
 
-def _plan(name: str, in_features: int, out_features: int, fp8: FP8, num_layers: int) -> PlannedLinear:
-    reason = _excluded(name, in_features, out_features, fp8, num_layers)
+def _plan(shape: tuple[str, int, int], fp8: FP8, reason: str) -> PlannedLinear:
     if reason:
-        return PlannedLinear(name, in_features, out_features, (None, None, None), reason)
+        return PlannedLinear(*shape, (None, None, None), reason)
     kept = [g for g in GEMMS if getattr(fp8.override_linear_precision, g)]
     products = [None if g in kept else f for g, f in zip(GEMMS, formats(fp8), strict=True)]
     reason = f"fp8.override_linear_precision.{'|'.join(kept)}" if kept else ""
-    return PlannedLinear(name, in_features, out_features, (products[0], products[1], products[2]), reason)
+    return PlannedLinear(*shape, (products[0], products[1], products[2]), reason)
 
 
-def _excluded(name: str, in_features: int, out_features: int, fp8: FP8, num_layers: int) -> str:
+def _excluded(shape: tuple[str, int, int], fp8: FP8, number: Numbering, misfit: Misfit, output: Collection[str]) -> str:
     """Why the whole layer stays in high precision, or an empty string."""
-    layer = _LAYER.search(name)
-    if name == "output_layer" and not fp8.output_layer:
+    name, in_features, out_features = shape
+    if name in output and not fp8.output_layer:
         return "fp8.output_layer=false"
-    if layer and (reason := _outside(int(layer[1]), fp8, num_layers)):
+    if (layer := number(name)) and (reason := _outside(layer[0], fp8, layer[1])):
         return reason
     for pattern in fp8.exclude:
         if fnmatchcase(name, pattern):
             return f"fp8.exclude {pattern}"
     if fp8.include and not any(fnmatchcase(name, p) for p in fp8.include):
         return "not in fp8.include"
-    for what, size in (("in", in_features), ("out", out_features)):
-        if size % ALIGNMENT:
-            return f"{what}_features={size} is not a multiple of {ALIGNMENT}"
-    return ""
+    return misfit(fp8, in_features, out_features)
 
 
 def _outside(layer: int, fp8: FP8, num_layers: int) -> str:
@@ -139,11 +152,35 @@ def _outside(layer: int, fp8: FP8, num_layers: int) -> str:
     return ""
 
 
-def _without_effect(fp8: FP8, plans: Sequence[PlannedLinear]) -> list[str]:
+def differences(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]) -> list[str]:
+    """One line for each product that did not run as planned; an empty list where all did."""
+    lines = []
+    for planned in plan:
+        for gemm, want in planned.products.items():
+            got = seen.get(planned.name, {}).get(gemm)
+            if want != got:
+                lines.append(f"{planned.name} {gemm}: planned {_shown(want)}, ran {_shown(got)}")
+    return lines
+
+
+def not_engaged(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]) -> list[str]:
+    """Why a step of someone else's model is not what was planned, a line each. A model may leave layers out of a step, and a
+    layer may have no use for a gradient: what did not run is no difference where anything of its kind did."""
+    asked = not plan or any(p.fp8_share for p in plan)
+    if asked and not any(any(gemms.values()) for gemms in seen.values()):
+        return ["no layer multiplied in FP8; run the model inside of its autocast context"]
+    return differences(plan, {p.name: {g: seen.get(p.name, {}).get(g) or want for g, want in p.products.items()} for p in plan})
+
+
+def _shown(kinds: Kinds) -> str:
+    return " x ".join(kinds) if kinds else "high precision"
+
+
+def _without_effect(fp8: FP8, plans: Sequence[PlannedLinear], output: Collection[str]) -> list[str]:
     """A line for each key that asks for layers in FP8 and gets none."""
     asked = {f"fp8.include={pattern}": [p for p in plans if fnmatchcase(p.name, pattern)] for pattern in fp8.include}
     if fp8.output_layer:
-        asked["fp8.output_layer=True"] = [p for p in plans if p.name == "output_layer"]
+        asked["fp8.output_layer=True"] = [p for p in plans if p.name in output]
     return [f"{key}: has no effect, its layers stay in high precision ({found[0].reason})"
             for key, found in asked.items() if found and not any(p.fp8 for p in found)]
 

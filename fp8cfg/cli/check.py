@@ -34,11 +34,12 @@ def run(argv: list[str]) -> int:
 
     from fp8cfg.builder import plan
     from fp8cfg.report.coverage import planned
+    from fp8cfg.report.tables import wrapped
 
     coverage = planned(recipe, plan(recipe))
     p, count = recipe.precision, coverage.layers_in_fp8
     if p.fp8.enabled and coverage.share < p.fp8.min_coverage:
         raise ConfigError(f"fp8.min_coverage={p.fp8.min_coverage:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
     fp8 = f", FP8 {p.fp8.scaling} in {count} of {len(coverage.linears)} linear layers" if p.fp8.enabled else ""
-    print(f"ok: {recipe.name}, {p.compute}{fp8}")
+    print(wrapped(f"ok: {recipe.name}, {p.compute}{fp8}", more="  "))
     return 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8cfg.cli.recorded import read_object
 from fp8cfg.cli.words import Arguments, split
 from fp8cfg.config.errors import ConfigError, refuse_if
 
@@ -89,14 +90,4 @@ def _side(half: Arguments, config_dir: str | None) -> _Side:
     from fp8cfg.training.runfolder import RunFolder
 
     run = RunFolder.open(given, lock=False)
-    return _Side(name, compose(half.words, config_dir, run.recipe), _environment(run.environment))
-
-
-def _environment(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{file}: is not JSON ({e})") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file}: expected keys and values, got {type(data).__name__}")
-    return data
+    return _Side(name, compose(half.words, config_dir, run.recipe), read_object(run.environment))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from typing import Any
 
 from fp8cfg.cli.words import split
@@ -32,8 +31,8 @@ def run(argv: list[str]) -> int:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The inventory for a person, at most 80 columns wide but for reasons, which have a line each."""
-    from fp8cfg.report.tables import size, table
+    """The inventory for a person, at most 80 columns wide."""
+    from fp8cfg.report.tables import size, table, wrapped
 
     gpus = [f"{g['name']}, compute capability {g['capability']}, {size(g['memory'])}" for g in found["gpus"]]
     facts = [
@@ -45,20 +44,23 @@ def text(found: dict[str, Any]) -> str:
         facts.append(("torch", found["torch_problem"]))
     packages = [[name, version or "not installed"] for name, version in found["packages"].items() if name != "triton"]
     return "\n\n".join([
-        "\n".join(f"{name:<9} {value}" for name, value in facts), table(["package", "version"], packages),
+        "\n".join(wrapped(value, f"{name:<9} ", " " * 10) for name, value in facts), table(["package", "version"], packages),
         _variables(found["variables"]), _precisions(found["precision"])])
 
 
 def _variables(variables: dict[str, dict[str, str]]) -> str:
     if not variables:
         return "environment variables that change results: none is set"
-    lines = [f"  {name}={v['value']}" + (f": {v['effect']}" if v["effect"] else "") for name, v in variables.items()]
+    from fp8cfg.report.tables import wrapped
+
+    lines = [wrapped(f"{name}={v['value']}" + (f": {v['effect']}" if v["effect"] else ""), "  ", "    ")
+             for name, v in variables.items()]
     return "environment variables that change results\n" + "\n".join(lines)
 
 
 def _precisions(presets: dict[str, dict[str, str]]) -> str:
     """The table, with reasons numbered under it."""
-    from fp8cfg.report.tables import table
+    from fp8cfg.report.tables import table, wrapped
 
     reasons: list[str] = []
 
@@ -71,5 +73,5 @@ def _precisions(presets: dict[str, dict[str, str]]) -> str:
 
     rows = [[name, *map(cell, backends.values())] for name, backends in presets.items()]
     lines = [table(["precision", *next(iter(presets.values()))], rows)]
-    notes = (textwrap.fill(f"[{i}] {reason}", 80, subsequent_indent="    ") for i, reason in enumerate(reasons, 1))
+    notes = (wrapped(reason, f"[{i}] ", "    ") for i, reason in enumerate(reasons, 1))
     return "\n".join([*lines, *notes])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fp8cfg.cli.words import recipe_file, split, wrong_words
-from fp8cfg.config.errors import ConfigError, Fp8cfgError
+from fp8cfg.cli.words import Arguments, recipe_file, split, wrong_words
+from fp8cfg.config.errors import ConfigError, Fp8cfgError, nearest
+
+if TYPE_CHECKING:
+    from fp8cfg.config.recipe import Recipe
 
 FORMS = ("--yaml", "--json", "--python")
 SCHEMA = "fp8cfg.schema.json"
 USAGE = f"""
 fp8cfg export [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...]
               [--yaml | --json | --python] [--full] [--output FILE]
+fp8cfg export PROJECT [recipe=NAME | FILE.yaml] [key=value ...] [--output FILE]
 
 A composed recipe, to keep and to edit: the names of a shipped recipe and of
 shipped presets, and the values that differ from them. It reads back equal.
@@ -24,6 +30,10 @@ shipped presets, and the values that differ from them. It reads back equal.
                  is beside it, from `fp8cfg schema > {SCHEMA}`,
                  YAML begins with the line by which editors find it
   --config-dir FOLDER  recipes and presets of your own; the export does without
+
+PROJECT is accelerate, deepspeed, nemo, bridge, megatron, torchtitan or te: a
+file as that project reads it, which `fp8cfg import PROJECT` reads too. What it
+cannot say stands in it as comments, and their number on standard error.
 """
 
 
@@ -39,6 +49,7 @@ def run(argv: list[str]) -> int:
     from fp8cfg.report import exported
 
     arguments = split(argv, ("--config-dir", "--output"), (*FORMS, "--full"))
+    project = _project(arguments)
     forms = [form for form in FORMS if form in arguments.flags] or ["--yaml"]
     try:
         if len(forms) > 1:
@@ -49,18 +60,49 @@ def run(argv: list[str]) -> int:
     traced = trace(arguments.words, arguments.one("--config-dir"), file)
     traced.recipe.check()
     write = {"--yaml": exported.yaml_text, "--json": exported.json_text, "--python": exported.python_text}[forms[0]]
-    text = write(traced.recipe, traced.named, "--full" in arguments.flags)
+    text = _of(project, traced.recipe) if project else write(traced.recipe, traced.named, "--full" in arguments.flags)
     if output is None:
         print(text, end="")
         return 0
-    if forms == ["--yaml"] and (Path(output).parent / SCHEMA).is_file():
+    if forms == ["--yaml"] and not project and (Path(output).parent / SCHEMA).is_file():
         text = f"# yaml-language-server: $schema={SCHEMA}\n{text}"
-    _write(Path(output), text)
+    write_new(Path(output), text)
     print(f"wrote {output}")
     return 0
 
 
-def _write(path: Path, text: str) -> None:
+def _project(arguments: Arguments) -> str | None:
+    """Take the project out of the words without a value; None where the recipe is exported for fp8cfg itself."""
+    from fp8cfg.interop.doors import DOORS
+
+    if not arguments.plain or arguments.plain[0].endswith((".yaml", ".yml")):
+        return None
+    name = arguments.plain[0]
+    if name not in DOORS:
+        near = nearest(name, DOORS)
+        if near:
+            raise ConfigError([f"{name}: no such project; did you mean {near!r}?", *wrong_words(arguments)])
+        return None
+    if arguments.flags:
+        raise ConfigError(f"{sorted(arguments.flags)[0]}: not with {name}, whose files have one form")
+    return arguments.plain.pop(0)
+
+
+def _of(project: str, recipe: Recipe) -> str:
+    """The recipe as that project's text; what is lost is counted on standard error, and told there where no comment can be."""
+    from fp8cfg.interop.doors import DOORS, to_text
+
+    text, lost = to_text(project, recipe)
+    name = DOORS[project].dialect.name
+    if lost and DOORS[project].remarks:
+        print(f"note: {len(lost)} of its keys {name} cannot say; they stand in the text as comments", file=sys.stderr)
+    for line in () if DOORS[project].remarks else lost:
+        print(f"note: {line}", file=sys.stderr)
+    return text
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that does not exist yet. Raises ConfigError where it does, and NotWritable."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -23,7 +23,8 @@ _TEXT = """fp8cfg {version}: typed recipes for low-precision training
   plan        formats of every GEMM, memory and FLOPs of a run, without a GPU
   check       say what is wrong with a recipe, and run nothing
   doctor      this machine: hardware, versions, which precisions run here
-  export      a recipe as YAML, JSON or Python
+  export      a recipe as YAML, JSON or Python, or as another project's file
+  import      a recipe from Accelerate, NeMo, Megatron-LM, torchtitan and others
   schema      the JSON Schema of recipes, for editors
   completion  a script that makes bash, zsh or fish complete all of this
 `fp8cfg VERB --help` says more.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 from fp8cfg.cli import help
 from fp8cfg.cli.words import split
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.report.tables import wrapped
 from fp8cfg.report.values import cut
 
 GROUPS = ("recipe", "precision", "data")
@@ -85,8 +85,7 @@ def _overview(those: list[Entry]) -> list[str]:
 def _whole(those: list[Entry]) -> list[str]:
     """All that is said about each."""
     width = max(len(e.name) for e in those) + 2
-    return [line for e in those for line in textwrap.wrap(
-        f"{e.name:{width}}{e.line}", 80, subsequent_indent=" " * width, break_long_words=False, break_on_hyphens=False)]
+    return [wrapped(f"{e.name:{width}}{e.line}", more=" " * width) for e in those]
 
 
 def _recipes() -> list[Entry]:

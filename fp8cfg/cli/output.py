@@ -39,4 +39,5 @@ class Patient:
 
 def be_patient() -> None:
     """From here on a closed pipe does not end this process."""
-    sys.stdout = Patient(sys.stdout)
+    if sys.stdout is not None:
+        sys.stdout = Patient(sys.stdout)

@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.words import recipe_file, split, wrong_words
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.report.gpus import GPUS, named
 
 if TYPE_CHECKING:
@@ -30,12 +30,17 @@ sizes, and what will be built.
   --json               everything, as JSON
   --tree, --dot        the Fiddle graph instead, as paths or for Graphviz
   --config-dir FOLDER  recipes and presets of your own
+
+Exit code: 0, also where it does not fit the GPU's memory; 2 where the recipe is
+refused, there or anywhere: of a recipe that cannot run on that hardware alone
+the plan is printed first.
 """
 _OUTPUTS = ("--json", "--tree", "--dot")
 
 
 def run(argv: list[str]) -> int:
-    """Plan the recipe of `argv`. Returns the exit code."""
+    """Plan the recipe of `argv`. Returns the exit code; raises ConfigError, after the plan, for a recipe that nothing runs
+    there."""
     arguments = split(argv, ("--config-dir", "--gpu", "--gpus"), (*_OUTPUTS, "--measure"))
     try:
         folder, ranks, name = arguments.one("--config-dir"), _count(arguments.one("--gpus")), arguments.one("--gpu")
@@ -61,7 +66,9 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--gpu {name}: trainer.accelerator=cpu runs on none; drop one of the two")
     if t.accelerator == "cuda" and not gpu:
         raise ConfigError(f"trainer.accelerator=cuda: name the GPU, as in --gpu h100; there are {', '.join(GPUS)}")
-    print(_shown(planned.make(recipe, ranks or t.num_nodes * t.devices, gpu), *arguments.flags))
+    plan = planned.make(recipe, ranks or t.num_nodes * t.devices, gpu)
+    print(_shown(plan, *arguments.flags))
+    refuse_if(plan.refusals)
     if "--measure" in arguments.flags:
         from fp8cfg.training.measured import measured_table
 
@@ -74,7 +81,7 @@ def _shown(plan: Plan, output: str = "") -> str:
     from fp8cfg.report import graph, planned, planned_text
 
     if plan.choice is None:
-        if output in ("--tree", "--dot"):
+        if output in ("--tree", "--dot"):  # there is no graph of what is not built
             raise ConfigError(plan.refusals)
         built = None
     else:

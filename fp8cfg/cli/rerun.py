@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from fp8cfg.cli.recorded import read_object
 from fp8cfg.cli.words import split
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.report.tables import wrapped
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.training.runfolder import RunFolder
 
+T = TypeVar("T")
+MAX_METRICS = 1 << 30
+"""Bytes of a metrics.jsonl, which has some 300 a step."""
 USAGE = """
 fp8cfg rerun RUN_FOLDER [key=value ...] [--config-dir FOLDER]
 
 Runs the recipe of a run folder again from its start, into a new run folder.
 Says first what has changed: code, versions, hardware, environment variables,
 data, and the keys given here; and at the end whether the losses equal those of
-the first run, bit for bit, or how far they are apart.
+the first run, bit for bit, or how far they are apart. Needs the folder's
+recipe.yaml alone: what else is missing or damaged is named, and not compared.
 """
-MAX_BYTES = 1 << 20
-"""A larger environment.json is not one of ours."""
 
 
 def run(argv: list[str]) -> int:
@@ -36,15 +40,19 @@ def run(argv: list[str]) -> int:
     arguments = split(argv, ("--config-dir",))
     if len(arguments.plain) != 1:
         raise ConfigError("rerun: needs one run folder, as in: fp8cfg rerun runs/NAME")
-    first = RunFolder.open(Path(arguments.plain[0]), lock=False)
+    first = RunFolder(Path(arguments.plain[0]))
+    if not first.recipe.exists():
+        RunFolder.open(first.path, lock=False)  # says what is missing
     before = from_yaml(first.recipe)
     recipe = compose(arguments.words, arguments.one("--config-dir"), base=before)
-    then = _losses(first)
+    missing = list[str]()
+    then = _compared_or(lambda: _losses(first), "losses", missing)
     if os.environ.get("RANK", "0") == "0":
         print(f"rerun of {first.path}")
-        changed = _changes(first, before, recipe)
-        print(*(f"changed: {line}" for line in changed) if changed else ("nothing that is recorded has changed",), sep="\n")
-        print()
+        changed = [f"changed: {line}" for line in _changes(first, before, recipe, missing)]
+        if not changed + missing:
+            changed = ["nothing that is recorded has changed"]
+        print(*(wrapped(line, more="  ") for line in changed + missing), sep="\n", end="\n\n")
     now, made = datetime.now(), list[RunFolder]()
 
     def folder() -> RunFolder:
@@ -52,24 +60,32 @@ def run(argv: list[str]) -> int:
         return made[0]
 
     code = launch(recipe, folder, None)
-    for again in made:  # on the first rank
-        print(*compared(then, _losses(again)), sep="\n")
+    if then and made:  # on the first rank
+        print(*compared(then, _losses(made[0])), sep="\n")
     return code
 
 
-def _changes(first: RunFolder, before: Recipe, recipe: Recipe) -> list[str]:
-    """What differs from the first run, one line each: keys, environment, data."""
+def _compared_or(read: Callable[[], T], what: str, missing: list[str]) -> T | None:
+    """What `read` gives; None, and a line in `missing`, where what is to be compared with cannot be read."""
+    try:
+        return read()
+    except ConfigError as e:
+        missing.append(f"cannot compare {what}: {e}")
+    return None
+
+
+def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str]) -> list[str]:
+    """What differs from the first run, one line each: keys, environment, data; into `missing` what cannot be compared."""
     from fp8cfg.training.data import run_data
     from fp8cfg.training.environment import differences, environment
     from fp8cfg.training.saved import changes
 
     keys = changes(before, recipe)
     lines = [f"{key}: {_at(before, key)} -> {_at(recipe, key)}" for key in keys]
-    lines += differences(_json(first.environment), environment())
-    digest = _data_digest(first)
-    if digest is None:
-        lines.append("data: not recorded, the first run has no checkpoint")
-    elif not any(key.startswith("data.") for key in keys) and run_data(recipe)[0].sha256 != digest:
+    then = _compared_or(lambda: read_object(first.environment), "versions", missing)
+    lines += differences(then, environment()) if then is not None else []
+    digest = _compared_or(lambda: _data_digest(first), "data", missing)
+    if digest and not any(key.startswith("data.") for key in keys) and run_data(recipe)[0].sha256 != digest:
         lines.append("data: the text or tokens to train on are not those of the first run")
     return lines
 
@@ -81,25 +97,17 @@ def _at(recipe: Recipe, key: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ConfigError where there is none."""
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{path}: cannot be read ({e})") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: not a JSON object")
-    return data
-
-
-def _data_digest(first: RunFolder) -> str | None:
-    """sha256 of the data that the first run trained on, from the state of its newest checkpoint."""
+def _data_digest(first: RunFolder) -> str:
+    """sha256 of the data that the first run trained on, from the state of its newest checkpoint. Raises ConfigError where it is
+    not recorded."""
     states = sorted(p for p in first.checkpoints.glob("step-*/state.json") if ".tmp-" not in p.parent.name)
-    data = _json(states[-1]).get("data") if states else None
+    if not states:
+        raise ConfigError("the first run has no checkpoint")
+    data = read_object(states[-1]).get("data")
     found = data.get("corpus_sha256") if isinstance(data, dict) else None
-    return found if isinstance(found, str) else None
+    if not isinstance(found, str):
+        raise ConfigError(f"{states[-1]}: does not have data.corpus_sha256")
+    return found
 
 
 Losses = dict[str, dict[int, float]]
@@ -109,12 +117,14 @@ Losses = dict[str, dict[int, float]]
 def _losses(folder: RunFolder) -> Losses:
     from fp8cfg.training import metrics
 
-    rows: list[Any] = []
-    if folder.metrics.exists():
-        try:
-            rows = metrics.read(folder.metrics)
-        except (OSError, ValueError) as e:
-            raise ConfigError(str(e)) from None
+    if not folder.metrics.is_file():  # a pipe would be waited for
+        raise ConfigError(f"{folder.metrics}: {'is no file' if folder.metrics.exists() else 'is not there'}")
+    if folder.metrics.stat().st_size > MAX_METRICS:
+        raise ConfigError(f"{folder.metrics}: larger than {MAX_METRICS >> 20} MB")
+    try:
+        rows: list[Any] = metrics.read(folder.metrics)
+    except (OSError, ValueError) as e:
+        raise ConfigError(str(e)) from None
     return {name: {r["step"]: r[key] for r in rows if isinstance(r.get(key), float)}
             for name, key in (("training loss", "loss"), ("validation loss", "val_loss"))}
 

@@ -24,15 +24,19 @@ fp8cfg -m fp8.margin=0,1,2 precision=bf16_fp8,bf16_fp8_current
 
 Trains every combination of key=a,b, key=choice(a,b), key=range(0,3), and for
 presets recipe=glob(llama_1*). Each value and each combination is checked before
-the first run. A combination that a rule between keys refuses is named then and
-fails with exit code 2; a run that fails does not stop the others.
+the first run. A combination that a rule between keys refuses is named then; it
+ends with exit code 2 and its line under the table, and costs nothing. A run
+that fails does not stop the others.
 
 Hydra's launchers and sweepers do the work, with their settings as words:
 hydra/launcher=submitit_slurm (pip install 'fp8cfg[slurm]'), hydra.launcher.*,
 hydra/sweeper=NAME, hydra.sweep.dir=FOLDER (default log.dir/sweep-DATE-TIME).
 
 Ends with a table of results, in results.json of the sweep's folder too; the
-runs are the folders 0, 1, ... in it. Exit code: 0, or the largest of the runs'.
+runs are the folders 0, 1, ... in it, or hydra.sweep.subdir.
+Exit code: 0 where every run ended with 0; else the largest of the runs' codes,
+the 2 of a refused combination among them. 2, and nothing has run, where a word
+is wrong or no combination can run.
 """
 
 
@@ -63,7 +67,7 @@ def sweep(arguments: Arguments, file: Path | None) -> int:
     recipe = _checked(plan, config_dir, file)
     overrides = ["hydra/job_logging=none", *plan.overrides, *hydra_words, "hydra.mode=MULTIRUN"]
     with application(plan.nodes, hydra_flags.settings(recipe)) as hydra:
-        folder = _folder(hydra, overrides)
+        folder = _folder(hydra, overrides, len(plan.combinations))
         ended = _multirun(hydra, folder, overrides)
     return sweep_results.report(folder, ended)
 
@@ -83,10 +87,12 @@ def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
     return recipes[0]
 
 
-def _folder(hydra: Hydra, overrides: list[str]) -> Path:
-    """The folder of the sweep, made and fixed here: what names it after the time would name it anew at each look."""
+def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
+    """The folder of the sweep, made and fixed here: what names it after the time would name it anew at each look. Raises
+    ConfigError where all of its `jobs` would go to one folder."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
     from fp8cfg.composition.hydra_door import NAME
     from fp8cfg.training.runfolder import RunFolderNotWritable
@@ -97,6 +103,10 @@ def _folder(hydra: Hydra, overrides: list[str]) -> Path:
         problem = _problem(e)
         raise problem from problem.__cause__
     HydraConfig.instance().set_config(config)
+    below = str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index, call-overload]
+    if jobs > 1 and "${" not in below:
+        raise ConfigError(f"hydra.sweep.subdir={below}: one folder for all of {jobs} runs; "
+                          "name the run in it, as in 'hydra.sweep.subdir=${hydra.job.num}'")
     folder = Path(str(config.hydra.sweep.dir))
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.cli import sweep_results
 from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.training.runfolder import RunFolder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -24,26 +25,30 @@ def job(config: DictConfig) -> float:
 
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    code, error = _train(OmegaConf.to_container(config, resolve=True), folder)
-    result = sweep_results.write(folder, hydra.job.num, list(hydra.overrides.task), code, error)
+    made = list[RunFolder]()
+    code, error = _train(OmegaConf.to_container(config, resolve=True), folder, made)
+    result = sweep_results.write(folder, hydra.job.num, list(hydra.overrides.task), code, error, ran=bool(made))
     if code in (75, 130):
         raise KeyboardInterrupt
     found = [result[k] for k in ("validation_loss", "training_loss") if result[k] is not None]
     return float(found[0]) if found and code == 0 else float("nan")
 
 
-def _train(values: Any, folder: Path) -> tuple[int, str]:
-    """Train the recipe of `values` into `folder`. Returns the exit code, and the lines of the error."""
+def _train(values: Any, folder: Path, made: list[RunFolder]) -> tuple[int, str]:
+    """Train the recipe of `values` into `folder`, which is put into `made` once it is this job's. Returns the exit code, and the
+    lines of the error."""
     from fp8cfg.cli.train import launch
     from fp8cfg.composition import to_yaml
     from fp8cfg.config.recipe import Recipe
-    from fp8cfg.training.runfolder import RunFolder
+
+    def own() -> RunFolder:
+        made.append(RunFolder.create(folder, recipe.name, datetime.now(), to_yaml(recipe), folder))
+        return made[0]
 
     try:
         recipe = Recipe(**values)
         recipe.check()
-        now = datetime.now()
-        return launch(recipe, lambda: RunFolder.create(folder, recipe.name, now, to_yaml(recipe), folder), None), ""
+        return launch(recipe, own, None), ""
     except Fp8cfgError as e:
         print(*(f"error: {line}" for line in str(e).splitlines()), sep="\n", file=sys.stderr)
         return e.exit_code, str(e)

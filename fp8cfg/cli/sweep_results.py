@@ -10,26 +10,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.report.tables import table
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.report.tables import fits, table, wrapped
 
-JOB, ALL = "job.json", "results.json"
+JOB, ALL = "job-{number}.json", "results.json"
+"""Of one job, by its number: jobs that are sent to one folder do not overwrite each other's."""
 Result = dict[str, Any]
 
 
-def write(folder: Path, number: int, overrides: list[str], code: int, error: str) -> Result:
-    """Write and return the result of the job in `folder`: how it ended, and what its run folder says."""
+def write(folder: Path, number: int, overrides: list[str], code: int, error: str, ran: bool) -> Result:
+    """Write and return the result of the job in `folder`: how it ended, and what its run folder says where it `ran`."""
     from fp8cfg.config.recipe import short
 
     words = {short(key): value for key, _, value in (o.partition("=") for o in overrides)}
     result = {"job": number, "overrides": words, "exit_code": code, "error": error or None,
-              **_metrics(folder / "metrics.jsonl"), "fp8_share": _share(folder / "coverage.json"), "run_folder": str(folder)}
-    (folder / JOB).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+              **_metrics(folder / "metrics.jsonl" if ran else None), "fp8_share": _share(folder / "coverage.json") if ran else None,
+              "run_folder": str(folder)}
+    (folder / JOB.format(number=number)).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
 
 
 def read(folder: Path) -> list[Result]:
     """The results of the jobs below `folder`, in the order of their numbers."""
-    return sorted((json.loads(p.read_text(encoding="utf-8")) for p in folder.rglob(JOB)), key=lambda r: int(r["job"]))
+    files = folder.rglob(JOB.format(number="*"))
+    return sorted((json.loads(p.read_text(encoding="utf-8")) for p in files), key=lambda r: int(r["job"]))
 
 
 def report(folder: Path, ended: str) -> int:
@@ -40,7 +44,7 @@ def report(folder: Path, ended: str) -> int:
     print(f"\nsweep folder: {folder}\n{_table(folder, results)}")
     for r in results:
         for line in (r["error"] or "").splitlines():
-            print(f"error in {_name(folder, r)}: {line}")
+            print(f"{_name(folder, r)} {'refused' if r['exit_code'] == ConfigError.exit_code else 'failed'}: {line}")
     if ended:
         sys.stdout.flush()
         print(f"error: {ended}", file=sys.stderr)
@@ -56,9 +60,11 @@ def _table(folder: Path, results: list[Result]) -> str:
              _number(r["validation_loss"], ".4f"), _number(r["tokens_per_second"], ",.0f"), _number(r["fp8_share"], ".1%"),
              str(r["exit_code"])] for r in results]
     text = table(header, rows, right=range(len(keys) + 1, len(header)))
-    if keys and max(map(len, text.splitlines())) > 80:
+    if keys and not fits(header, rows):
         text = table(["folder", *header[-5:]], [[row[0], *row[-5:]] for row in rows], right=range(1, 6))
-        text += "".join(f"\n{row[0]}: " + " ".join(f"{k}={v}" for k, v in zip(keys, row[1:], strict=False)) for row in rows)
+        for row in rows:
+            words = " ".join(f"{k}={v}" for k, v in zip(keys, row[1:], strict=False))
+            text += "\n" + wrapped(f"{row[0]}: {words}", more="  ")
     return text
 
 
@@ -70,11 +76,11 @@ def _number(value: float | str | None, form: str) -> str:
     return "" if value is None else value if isinstance(value, str) else format(value, form)
 
 
-def _metrics(file: Path) -> Result:
+def _metrics(file: Path | None) -> Result:
     """The last losses, and the median of tokens per second after the first step, which warms up."""
     from fp8cfg.training import metrics
 
-    rows: list[Any] = metrics.read(file) if file.exists() else []
+    rows: list[Any] = metrics.read(file) if file and file.exists() else []
     steps = [r for r in rows if "seconds" in r]
     pace = [r["tokens"] / r["step"] / r["seconds"] for r in steps[1:] or steps]
     last = {name: next((r[name] for r in reversed(rows) if name in r), None) for name in ("loss", "val_loss")}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fp8cfg.config.errors import ConfigError, nearest, refuse_if, suggest
+from fp8cfg.cli.help import choices
+from fp8cfg.config.errors import ConfigError, nearest, refuse_if
+
+_ABSENT = ("sample",)
+"""Commands of other trainers, of which ours has no like."""
 
 
 @dataclass
@@ -37,7 +42,7 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
                 out.flags.add(name)
             elif name not in known:
                 wrong = "takes no value" if name in flags else "no such option"
-                problems.append(f"{name}: {wrong}" + suggest(name, [*known, *flags, "--help", "--version"]))
+                problems.append(f"{name}: {wrong}" + _hint(name, [*known, *flags, "--help", "--version"]))
             elif not (value := value if eq else left.pop(0) if left else ""):
                 problems.append(f"{name}: needs a value")
             else:
@@ -49,6 +54,13 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
     if problems:
         refuse_if(problems + wrong_words(out))
     return out
+
+
+def _hint(name: str, options: list[str]) -> str:
+    """As `suggest`; the dashes, which all have, make no two options alike."""
+    bare = {option.lstrip("-"): option for option in options}
+    near = nearest(name.lstrip("-"), bare)
+    return f"; did you mean {bare[near]!r}?" if near else f"; choose from {', '.join(options)}"
 
 
 def wrong_words(arguments: Arguments) -> list[str]:
@@ -83,10 +95,21 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
     """The line for a word without a value that is no verb, or not where a verb stands."""
     if arg in verbs:
         return f"{arg}: a command stands first, as in: fp8cfg {arg}"
+    if arg in _ABSENT:
+        return f"{arg}: not in this version; fp8cfg --help has the commands"
+    chosen = next((group for group in ("recipe", "precision", "data") if arg in choices(group)), None)
+    if chosen:
+        return f"{arg}: not of the form key=value; did you mean '{chosen}={arg}'?"
     verb = nearest(arg, verbs)
     if verb:
         return f"{arg}: no such command; did you mean {verb!r}?"
+    if os.path.isdir(arg):
+        return f"{arg}: is a folder; that of a run is for fp8cfg resume, rerun and diff"
+    if os.path.isfile(arg):
+        return f"{arg}: is no recipe file; the name of one ends in .yaml"
     from fp8cfg.composition.words import malformed
 
     line = malformed(arg)
-    return line if ";" in line or "," in line else f"{arg}: no command, recipe file or key=value; fp8cfg --help has them"
+    if ";" in line or "," in line:
+        return line
+    return f"{arg or repr(arg)}: no command, recipe file or key=value; fp8cfg --help has them"

@@ -105,16 +105,14 @@ class _Tracer:
 
     def file(self, path: Path, by: Origin) -> None:
         data, lines = dict(read_yaml(path)), key_lines(path)
-        at = {group: Origin(path, _line(group, data, lines)) for group in ("recipe", *LEAVES)}
-        chosen = choices_in(data)
-        named = (chosen["recipe"], at["recipe"]) if "recipe" in chosen else (default_recipe(), Origin())
-        self.recipe(*named, inside=path.resolve())
+        chosen = {group: (choice.name, Origin(path, lines[choice.key])) for group, choice in choices_in(data).items()}
+        self.recipe(*chosen.get("recipe", (default_recipe(), Origin())), inside=path.resolve())
         for group in LEAVES:
             if group in chosen:
-                self.preset(group, chosen[group], at[group])
+                self.preset(group, *chosen[group])
         lines = {full(key): line for key, line in lines.items()}
         for key, value in settings(full_names(data)).items():
-            self.add(key, Layer("recipe file", value, Origin(path, lines.get(key) or lines[PLUGIN]), by))
+            self.add(key, Layer("recipe file", value, Origin(path, lines[key]), by))
 
     def preset(self, group: str, name: str, by: Origin) -> None:
         path = self.offered.file(group, self.offered.stem(group, name))
@@ -137,16 +135,3 @@ def _of_event(event: Event, key: str, by: Origin) -> Layer:
         return Layer("recipe function", event.value, at, by)
     path = CONF / "precision" / f"{Library().stem('precision', place.preset)}.yaml"
     return Layer("preset", event.value, Origin(path, key_lines(path)[key.removeprefix(f"{PLUGIN}.")]), at)
-
-
-def _line(group: str, data: dict[str, Any], lines: dict[str, int]) -> int | None:
-    """The line of a recipe's file that names the preset of `group`; None where none does."""
-    keys = [group, *([PLUGIN] if group == "precision" else [])]
-    named = [lines[key] for key in keys if isinstance(_under(data, key), str)]
-    return named[0] if named else lines.get("defaults")
-
-
-def _under(data: Any, key: str) -> Any:
-    for name in key.split("."):
-        data = data.get(name) if isinstance(data, dict) else None
-    return data

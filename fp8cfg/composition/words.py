@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.composition.choices import GROUPS, Library
 from fp8cfg.config import spellings
-from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 from fp8cfg.config.files import plain
 from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import PLUGIN, Recipe, fields, full, short, short_keys
@@ -79,6 +79,8 @@ def override(word: str) -> Override:
         parsed = OverridesParser.create().parse_override(word)
     except HydraException:
         raise ConfigError(malformed(word)) from None
+    except RecursionError:
+        raise ConfigError(f"{word[:40]}...: nested too deeply") from None
     key = parsed.key_or_group.replace("/", ".")
     if not key:
         raise ConfigError(malformed(word))
@@ -135,4 +137,5 @@ def malformed(word: str) -> str:
         return f"{word}: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"
     if word in short_keys() or word in GROUPS:
         return f"{word}: needs a value, as in {word}={'NAME' if word in GROUPS else 'VALUE'}"
-    return f"{word or repr(word)}: not of the form key=value" + suggest(word, [*short_keys(), *GROUPS])
+    near = nearest(word, [*short_keys(), *GROUPS], 0.75)
+    return f"{word or repr(word)}: not of the form key=value" + (f"; did you mean {near!r}?" if near else "")

@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import default_recipe, dump_yaml, parse_yaml, read_yaml
 from fp8cfg.config.node import Node
-from fp8cfg.config.recipe import Recipe, full
+from fp8cfg.config.recipe import PLUGIN, Recipe, full
 
 if TYPE_CHECKING:
     from fp8cfg.composition.choices import Library
@@ -69,7 +70,7 @@ def deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def _build(data: dict[str, Any], path: Path, library: Library, above: tuple[Path, ...] = ()) -> Recipe:
     data = dict(data)
-    chosen = choices_in(data)
+    chosen = {group: choice.name for group, choice in choices_in(data).items()}
     problems = [p for group, name in chosen.items() if (p := library.problem(group, name))]
     if problems:  # all at once: what is wrong with the values does not depend on the recipe that they change
         try:
@@ -86,37 +87,49 @@ def _build(data: dict[str, Any], path: Path, library: Library, above: tuple[Path
     return Recipe(**deep_merge(node, full_names(data)))
 
 
-def choices_in(data: dict[str, Any]) -> dict[str, str]:
+@dataclass(frozen=True)
+class Choice:
+    """The preset that a file chooses for a group, and the key that names it, as `lines.key_lines` has it."""
+
+    name: str
+    key: str
+
+
+def choices_in(data: dict[str, Any]) -> dict[str, Choice]:
     """Take the preset names out of `data`: `recipe`, `precision` and `data` given as names, and Hydra's `defaults`."""
-    found = _defaults(data.pop("defaults", None) or [])
+    found = _defaults(data.pop("defaults", None))
     for group in ("recipe", "precision", "data"):
-        if group in data and (data[group] is None or isinstance(data[group], str)):
-            found.append((group, data.pop(group)))
-    plugins = data.get("trainer", {}).get("plugins") if isinstance(data.get("trainer"), dict) else None
-    if isinstance(plugins, str):
-        found.append(("precision", plugins))
-        data["trainer"] = {k: v for k, v in data["trainer"].items() if k != "plugins"}
-    chosen: dict[str, str] = {}
-    for group, name in found:
-        if name == "":
-            raise ConfigError(f"{group}: needs the name of a preset")
-        if name and chosen.setdefault(group, name) != name:
-            raise ConfigError(f"{group}: given twice, as {chosen[group]} and as {name}")
+        if group in data and (data[group] is None or isinstance(data[group], str) or group == "recipe"):
+            found.append((group, data.pop(group), group))
+    if isinstance(data.get("trainer"), dict) and isinstance(data["trainer"].get("plugins"), str):
+        data["trainer"] = dict(data["trainer"])
+        found.append(("precision", data["trainer"].pop("plugins"), PLUGIN))
+    if isinstance(data.get(PLUGIN), str):
+        found.append(("precision", data.pop(PLUGIN), PLUGIN))
+    chosen: dict[str, Choice] = {}
+    for group, name, key in found:
+        if name == "" or not isinstance(name, str | None):
+            raise ConfigError(f"{group}{'' if name == '' else f'={name}'}: needs the name of a preset")
+        if name and chosen.setdefault(group, Choice(name, key)).name != name:
+            raise ConfigError(f"{group}: given twice, as {chosen[group].name} and as {name}")
     return chosen
 
 
-def _defaults(entries: Any) -> list[tuple[str, str | None]]:
-    """Group and name of each entry of Hydra's `defaults`."""
-    if not isinstance(entries, list):
+def _defaults(entries: Any) -> list[tuple[str, Any, str]]:
+    """Group, name and key of each entry of Hydra's `defaults`."""
+    if not isinstance(entries, list | None):
         raise ConfigError(f"defaults={entries}: expected a list, as in defaults: [llama_8b]")
-    found: list[tuple[str, str | None]] = []
-    for entry in entries:
-        for group, name in entry.items() if isinstance(entry, dict) else [("recipe", entry)]:
-            group = str(group).removeprefix("override ").lstrip("/").partition("@")[0]
+    found: list[tuple[str, Any, str]] = []
+    for index, entry in enumerate(entries or ()):
+        key = f"defaults.{index}"
+        if not isinstance(entry, dict):
+            found += [("recipe", entry, key)] if entry != "_self_" else []
+        for group, name in entry.items() if isinstance(entry, dict) else ():
+            at = f"{key}.{group}"
+            group = group.removeprefix("override ").lstrip("/").partition("@")[0]
             if group not in ("recipe", "precision", "data"):
                 raise ConfigError(f"defaults: {group}: no such group; choose from recipe, precision, data")
-            if name != "_self_":
-                found.append((group, None if name is None else str(name)))
+            found.append((group, name, at))
     return found
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.node import Node
 
-Codec = Literal["auto", "none", "fp32", "bf16", "fp16", "fp16_scaled", "fp8", "fp8_pow2", "fp8_block"]
+Codec = Literal["auto", "none", "fp32", "bf16", "fp16", "fp16_scaled", "fp8", "fp8_pow2", "fp8_block", "fp8_expand"]
 
 
 class Storage(Node):
@@ -21,7 +21,7 @@ class Storage(Node):
     home: ClassVar[str] = "storage"
 
     weight: Codec = "auto"
-    """Stored model weights. Default auto: precision.compute; FP8 for the linear layers under fp8.params."""
+    """Weights of linear layers as stored. Default auto: what opt_level says, or FP8 under fp8.params, or precision.compute."""
     master_weight: Codec = "auto"
     """Master copy inside the optimizer. Default auto: fp32 where weights are in half precision or FP8 (Megatron), else none."""
     weight_grad: Codec = "auto"
@@ -62,21 +62,5 @@ class Precision(Node):
     backend: Literal["auto", "native", "te", "torchao", "msamp"] = "auto"
     """Who multiplies. Default auto: the best that can run this recipe here; the choice is printed and recorded."""
     opt_level: Literal["O1", "O2", "O3"] | None = None
-    """MS-AMP's optimization level, which resolves the storage columns left on auto. Default null (O2 under backend=msamp,
-    as in Accelerate)."""
-
-
-def resolved(precision: Precision) -> dict[str, str]:
-    """The storage columns with `auto` resolved: column name -> codec. Explicit columns are returned as they are.
-
-    Under fp8.params `weight` is the codec of the linear layers that run in FP8; the other weights keep precision.compute.
-    """
-    half = precision.compute != "fp32"
-    wire = "fp16" if precision.compute == "fp16" else "fp32"
-    fp8_weights = precision.fp8.enabled and precision.fp8.params
-    auto = {
-        "weight": "fp8" if fp8_weights else precision.compute,
-        "master_weight": "fp32" if half or fp8_weights else "none",
-        "weight_grad": wire, "comm": wire, "exp_avg": "fp32", "exp_avg_sq": "fp32",
-    }
-    return {k: v if (given := getattr(precision.storage, k)) == "auto" else given for k, v in auto.items()}
+    """MS-AMP's optimization level, which resolves the storage columns left on auto, and goes before fp8.params where it holds
+    weights in another codec. Default null (O2 under backend=msamp, as in Accelerate)."""

@@ -1,6 +1,6 @@
-"""Precision presets: NeMo's and Megatron-Bridge's names for the files under `conf/precision/`.
+"""Precision presets: functions, most of them by NeMo's and Megatron-Bridge's names, for the files under `conf/precision/`.
 
-The values stand in those files and nowhere else; a function of the same name as theirs returns one as a typed object.
+The values stand in those files and nowhere else; a function returns one as a typed object.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ FUNCTIONS = {
     "nanov2_bf16_with_fp8_current_scaling_mixed": "nanov2_bf16_fp8_block",
     "bf16_with_nvfp4_mixed": "bf16_nvfp4",
     "nemotron_3_super_bf16_with_nvfp4_mixed": "nemotron_3_super_bf16_nvfp4",
+    "bf16_precision_aware_mixed": "bf16_precision_aware",
+    "bf16_with_fp8_te_fused_adam_mixed": "bf16_fp8_te_fused_adam",
+    "bf16_with_fp8_block_deepseek_v3_mixed": "bf16_fp8_block_deepseek_v3",
+    "bf16_adamw_fp8_mixed": "bf16_adamw_fp8",
+    "bf16_with_fp8_current_coat_mixed": "bf16_fp8_current_coat",
     "fp32": "fp32",
 }
 """Preset function -> file under conf/precision/."""

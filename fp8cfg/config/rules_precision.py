@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from fp8cfg.config.fp8 import FP8, ONLY_UNDER
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.rules_storage import storage_refusals
+from fp8cfg.config.storage import FP8_CODECS, fp8_weights, low_bit, resolved
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -35,8 +37,10 @@ def precision_rules(recipe: Recipe) -> Iterator[str]:
 
 def _fp8_off(p: Precision) -> Iterator[str]:
     base = {"fp16": "fp16_fp8"}.get(p.compute, "bf16_fp8")
+    from_preset = p.fp8.params or p.fp8.scaling != "delayed"  # an FP8 preset with fp8.enabled=false over it
+    cure = f"precision={p.compute}" if from_preset else f"precision={base} or fp8.enabled=true"
     for key in changed(p.fp8):
-        yield f"{key}: has no effect, precision.compute={p.compute} runs no FP8; write precision={base} or fp8.enabled=true"
+        yield f"{key}: has no effect, precision.compute={p.compute} runs no FP8; write {cure}"
 
 
 def _fp8_on(recipe: Recipe) -> Iterator[str]:
@@ -85,19 +89,54 @@ def _loss_scaling(p: Precision) -> Iterator[str]:
 
 
 def _storage(recipe: Recipe) -> Iterator[str]:
-    p, s, f = recipe.precision, recipe.storage, recipe.fp8
-    fp8_codecs = ("fp8", "fp8_pow2", "fp8_block")
-    if f.enabled and f.params and s.weight not in ("auto", *fp8_codecs):
+    """The storage columns, and the optimizer that keeps state in them."""
+    p, s, f, o = recipe.precision, recipe.storage, recipe.fp8, recipe.optim
+    columns = resolved(p)
+    if f.enabled and f.params and s.weight not in ("auto", *FP8_CODECS):
         yield f"storage.weight={s.weight}: contradicts fp8.params=true, which stores weights in FP8; drop one of the two"
     for column in ("weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq"):
         if getattr(s, column) == "none":
             yield f"storage.{column}=none: only storage.master_weight can be none"
-    if (s.weight in fp8_codecs or (f.enabled and f.params)) and s.master_weight == "none":
-        yield "storage.master_weight=none: weights in FP8 need masters; write fp32 or fp16_scaled"
-    if recipe.optim.name == "sgd":
-        for key in changed(s, "exp_avg", "exp_avg_sq"):
-            yield f"{key}: has no effect with optim.name=sgd, which has no such moment"
-        if p.opt_level:
-            yield f"opt_level={p.opt_level}: needs optim.name=adamw or adam, not sgd (MS-AMP)"
+    if "none" not in (columns[k] for k in columns if k != "master_weight"):
+        yield from _codecs(p, columns)
+        if o.name == "sgd":
+            yield from _sgd(p)
+        else:
+            yield from storage_refusals(columns, s.rounding, o.betas, o.lr, recipe.model.init_method_std)
     if p.backend in ("native", "te", "torchao") and not f.enabled:
         yield f"backend={p.backend}: has no effect, precision.compute={p.compute} runs no FP8; drop it or write precision=bf16_fp8"
+
+
+def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
+    """Codecs that a column cannot have, or that do nothing beside another."""
+    weight, master = columns["weight"], columns["master_weight"]
+    if weight == "fp8_pow2" and p.fp8.enabled:
+        yield ("storage.weight=fp8_pow2: FP8 layers hold their weights as fp8.scaling quantizes them; write storage.weight=fp8, "
+               "and fp8.use_power_2_scales=true under current scaling")
+    for column in ("weight", "weight_grad"):
+        if columns[column] == "fp8_expand":
+            yield f"storage.{column}=fp8_expand: a codec of moments (COAT); write fp8"
+    if weight == "fp8_block":
+        yield "storage.weight=fp8_block: no codec of weights; write fp8, or fp8.scaling=block with fp8.params=true"
+    if columns["comm"] in ("fp16_scaled", "fp8_block", "fp8_expand"):
+        yield f"storage.comm={columns['comm']}: not sent over the wire; write fp16, fp8 or fp8_pow2"
+    if columns["comm"] in FP8_CODECS and columns["weight_grad"] in FP8_CODECS and columns["comm"] != columns["weight_grad"]:
+        yield (f"storage.comm={columns['comm']}: gradients are stored in {columns['weight_grad']} and sent as they are; write "
+               "that, or bf16 or fp32 to add them up before they are stored")
+    if weight == "fp32" and master != "none":
+        yield f"storage.master_weight={master}: has no effect, storage.weight=fp32 needs no masters; write none"
+    rounded = {columns["weight"], columns["master_weight"]} - {"fp32", "none"}
+    if p.storage.rounding != "nearest" and (not rounded or (fp8_weights(p) and master == "fp32")):
+        yield (f"storage.rounding={p.storage.rounding}: has no effect, "
+               f"{'FP8 layers round their weights themselves' if rounded else 'weights are float32'}; drop it")
+
+
+def _sgd(p: Precision) -> Iterator[str]:
+    """What needs the moments of Adam, and what only the low-bit Adam does."""
+    for key in changed(p.storage, "exp_avg", "exp_avg_sq"):
+        yield f"{key}: has no effect with optim.name=sgd, which has no such moment"
+    if p.opt_level:
+        yield f"opt_level={p.opt_level}: needs optim.name=adamw or adam, not sgd (MS-AMP)"
+    elif low_bit(p):
+        for key in changed(p.storage, "weight", "master_weight", "weight_grad", "rounding", "shard"):
+            yield f"{key}: needs optim.name=adamw or adam, not sgd"

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from fp8cfg.config.storage import FP8_CODECS
+
 MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp16_scaled": 10, "fp8_pow2": 3}
 """Of the codecs that are rounded on a grid which does not move with the tensor's amax."""
-FP8 = ("fp8", "fp8_pow2", "fp8_block")
 ADAM = {"exp_avg": 0, "exp_avg_sq": 1}
 """The columns of the moments, and which of the betas averages each."""
 
@@ -61,9 +62,9 @@ def slow_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Ite
 
 def no_masters(weight: str, master: str) -> Iterator[str]:
     """Weights that a step moves in FP8: hardly an update is as large as half a unit of it."""
-    if weight in FP8 and master == "none":
+    if weight in FP8_CODECS and master == "none":
         yield f"storage.master_weight=none: storage.weight={weight} needs masters; write fp16_scaled or fp32"
-    elif master in FP8:
+    elif master in FP8_CODECS:
         yield f"storage.master_weight={master}: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32"
 
 

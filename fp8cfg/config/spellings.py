@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from fp8cfg.config.errors import nearest
@@ -71,6 +72,8 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
     leaf = key.rsplit(".", 1)[-1]
     if leaf in CODE_KEYS:
         return f"{key}: a recipe cannot name code to run; values name things by registry key, as in optim.name=adamw"
+    if re.split("[./]", key)[0] == "hydra":
+        return f"{key}: settings of Hydra itself are not part of a recipe; the command line takes them"
     if key in DERIVED:
         return f"{key}: cannot be set, it is {DERIVED[key]}"
     home = _HOMES.get(key) or _BELONGS.get(leaf)
@@ -80,14 +83,20 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
             return f"{key}={value}: no such key; write {home}={ours}"
         return f"{key}: no such key; it belongs to {home}" + (" (precision=bf16_fp8)" if home == "precision" else "")
     known = set(known)
+    if key in known:  # what stands inside a node has one name
+        return f"{key}: dotted names are read at the top of a file alone; write a node for each dot"
     same_leaf = sorted(k for k in known if k.rsplit(".", 1)[-1] == leaf)
-    near = (same_leaf[0] if len(same_leaf) == 1 else None) or nearest(key, known, 0.75) or _near_leaf(leaf, known)
+    parent = key.removesuffix(leaf)
+    siblings = {k for k in known if (k.startswith(parent) if parent else "." not in k)}
+    near = ((same_leaf[0] if len(same_leaf) == 1 else None) or nearest(key, known, 0.75)
+            or _near_leaf(leaf, siblings, 0.6) or _near_leaf(leaf, known, 0.7))
     if same_leaf and len(same_leaf) > 1:
         return f"{key}: no such key; did you mean one of {', '.join(same_leaf)}?"
-    return f"{key}: no such key" + (f"; did you mean {near!r}?" if near else "")
+    has = ", ".join(sorted(k.removeprefix(parent) for k in siblings)) if parent and 0 < len(siblings) <= 16 else ""
+    return f"{key}: no such key" + (f"; did you mean {near!r}?" if near else f"; {parent[:-1]} has {has}" if has else "")
 
 
-def _near_leaf(leaf: str, known: set[str]) -> str | None:
+def _near_leaf(leaf: str, known: set[str], cutoff: float) -> str | None:
     by_leaf = {k.rsplit(".", 1)[-1]: k for k in sorted(known, reverse=True)}
-    found = nearest(leaf, by_leaf)
+    found = nearest(leaf, by_leaf, cutoff)
     return by_leaf[found] if found else None

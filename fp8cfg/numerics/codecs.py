@@ -8,6 +8,7 @@ format, a rule for the scale, and a rounding:
     fp8_pow2         one scale a tensor, a power of two: MS-AMP's gradients and first moments
     fp8              one scale a tensor, which brings its amax to exactly the maximum
     fp8_block        such a scale for every 128 elements; of second moments the square root, rounded stochastically
+    fp8_expand       of every 128 elements a power that fills the range of FP8, see expand.py: COAT's moments
 
 A power of two costs no rounding, but it stands still while a tensor decays: an average of rate beta whose step 1 - beta is
 less than half a unit of the format then rounds back to where it was, for ever. An exact scale moves with the amax and takes
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fp8cfg.numerics import expand
 from fp8cfg.numerics.exact import largest, pow2_scale, square_root
 from fp8cfg.numerics.formats import E4M3, Format, cast, widen
 from fp8cfg.numerics.stochastic import round_stochastic, uniform
@@ -46,21 +48,25 @@ CHUNK = 1 << 16
 @dataclass(frozen=True)
 class Codec:
     """How one tensor is stored. `block` elements share a scale, the whole tensor where it is 0. With `root` the square root is
-    stored, of values that are not negative."""
+    stored, of values that are not negative; with `expand` a power, and a block's scale is two numbers."""
 
     format: Format
     scaling: Literal["none", "pow2", "exact"] = "none"
     block: int = 0
     root: bool = False
+    expand: bool = False
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         if self.block and (self.scaling == "none" or CHUNK % self.block):
             raise ValueError(f"block={self.block}: needs a scale, and a power of two up to {CHUNK}")
+        if self.expand and (not self.block or self.format is not E4M3):
+            raise ValueError("expand: needs blocks, and E4M3")
 
     def __str__(self) -> str:
         """What the stored bytes mean, as in `e4m3 exact 128 root`; how they were rounded is no part of it."""
-        words = (self.format.name, self.scaling != "none" and self.scaling, self.block, self.root and "root")
+        power = "root" if self.root else "expand" if self.expand else ""
+        words = (self.format.name, self.scaling != "none" and self.scaling, self.block, power)
         return " ".join(str(word) for word in words if word)
 
     @property
@@ -71,25 +77,28 @@ class Codec:
     @property
     def bytes_per_element(self) -> float:
         """Bytes of an element and its share of a block's scale; a scale for the whole tensor is four bytes more, once."""
-        return self.format.dtype.itemsize + (4 / self.block if self.block else 0.0)
+        return self.format.dtype.itemsize + ((8 if self.expand else 4) / self.block if self.block else 0.0)
 
     def zeros(self, shape: torch.Size, device: torch.device) -> Stored:
         """A stored tensor of zeros, with scale 1."""
         data = torch.zeros(shape, dtype=self.format.dtype, device=device)
         if self.scaling == "none":
             return (data,)
-        return (data, torch.ones((math.ceil(data.numel() / self.block),) if self.block else (), device=device))
+        scales = (math.ceil(data.numel() / self.block), *((2,) if self.expand else ())) if self.block else ()
+        return (data, torch.ones(scales, device=device))
 
     def encode(self, x: Tensor, key: Tensor | None = None) -> Stored:
         """Float32 `x`, any shape, as this codec stores it; `x` itself under fp32. `key` is for stochastic rounding."""
         if self.scaling == "none":
             return (self._quantize(x, None, key),)
-        scale_inv = self.scale_inv(self._amax_of_rows(x) if self.block else largest(x))
+        scale_inv = self._scales_of_rows(x) if self.block else self.scale_inv(largest(x))
         return (self._quantize(x, scale_inv, key), scale_inv)
 
     def decode(self, stored: Stored) -> Tensor:
         """The float32 values, in the shape of the data; the data itself under fp32."""
         data = stored[0]
+        if self.expand:
+            return self._from_rows(expand.decode(self._rows(data.view(torch.uint8)), stored[1]), data)
         v = widen(data, torch.float32) if data.dtype.itemsize == 1 else data.float()
         if self.scaling == "none":
             return v
@@ -119,7 +128,7 @@ class Codec:
         """Quantize float32 `x` into a part, from element `start` on, of a stored tensor. A scale of the whole tensor is given,
         and stored by the caller; those of blocks are found and stored here."""
         if self.block:
-            scale_inv = self.scale_inv(self._amax_of_rows(x))
+            scale_inv = self._scales_of_rows(x)
             part[1].copy_(scale_inv)
         part[0].copy_(self._quantize(x, scale_inv, key, lane, start))
 
@@ -130,22 +139,32 @@ class Codec:
         # Both operands are tensors, for a true division; below 2^-126 an inverse scale could be 0.
         return (amax / torch.full_like(amax, self.format.max)).clamp(min=2.0**-126)
 
-    def _amax_of_rows(self, x: Tensor) -> Tensor:
-        return self._rows(square_root(x) if self.root else x).abs().amax(-1)
+    def _scales_of_rows(self, x: Tensor) -> Tensor:
+        rows = self._rows(square_root(x) if self.root else x)
+        return expand.scales(rows) if self.expand else self.scale_inv(rows.abs().amax(-1))
 
     def _quantize(self, x: Tensor, scale_inv: Tensor | None, key: Tensor | None, lane: int = 0, start: int = 0) -> Tensor:
+        if self.expand:
+            v = self._rows(x)
+            assert scale_inv is not None, "blocks have scales"
+            return self._from_rows(expand.encode(v, scale_inv, self._uniform(v, key, lane, start)), x)
         v, fmt = square_root(x) if self.root else x, self.format
         if scale_inv is not None:
             v, by = (self._rows(v), scale_inv[:, None]) if self.block else (v, scale_inv)
             v = v * by.reciprocal() if self.scaling == "pow2" else v / by  # the same bits, sooner
         if self.root:
             v = torch.where(v > 0, v.clamp(min=2.0 ** (fmt.min_exponent - fmt.mantissa_bits)), v)
-        if self.rounding == "stochastic":
-            if key is None:
-                raise ValueError(f"codec {self}: stochastic rounding needs a key")
-            v = round_stochastic(v, fmt, uniform(key, lane, start, v.numel()).view(v.shape))
+        u = self._uniform(v, key, lane, start)
+        v = v if u is None else round_stochastic(v, fmt, u)
         data = cast(v, fmt) if fmt.dtype.itemsize == 1 else v.to(fmt.dtype)
         return self._from_rows(data, x) if self.block else data
+
+    def _uniform(self, v: Tensor, key: Tensor | None, lane: int, start: int) -> Tensor | None:
+        if self.rounding == "nearest":
+            return None
+        if key is None:
+            raise ValueError(f"codec {self}: stochastic rounding needs a key")
+        return uniform(key, lane, start, v.numel()).view(v.shape)
 
     def _rows(self, x: Tensor) -> Tensor:
         """`x` as [blocks, block], with zeros to the end of the last; no copy where there is nothing to add."""
@@ -166,6 +185,7 @@ def spans(count: int) -> Iterator[tuple[int, int]]:
 NAMES = {
     "fp32": Codec(FP32), "bf16": Codec(BF16), "fp16": Codec(FP16), "fp16_scaled": Codec(FP16, "pow2"),
     "fp8": Codec(E4M3, "exact"), "fp8_pow2": Codec(E4M3, "pow2"), "fp8_block": Codec(E4M3, "exact", block=128),
+    "fp8_expand": Codec(E4M3, "exact", block=128, expand=True),
 }  # fmt: skip
 """The codecs by the names that the storage keys take."""
 
@@ -174,8 +194,9 @@ def codec(name: str, rounding: Rounding = "nearest", fp8: Format = E4M3, second_
     """The codec of that name. `fp8` is the format of the three FP8 ones. Raises ValueError for an unknown name, and for
     stochastic rounding to float32.
 
-    Second moments under fp8_block are rounded stochastically whatever `rounding` says. To nearest they do not come down again
-    after gradients have shrunk: at beta 0.99, by a factor of 33, some stayed 1800 times too large, stochastically 13.
+    Second moments in blocks are rounded stochastically whatever `rounding` says. To nearest they do not come down again after
+    gradients have shrunk: at beta 0.99, by a factor of 33, some stayed 1800 times too large under fp8_block, stochastically 13;
+    under fp8_expand, which COAT rounds to nearest, 940 and 6.
     """
     if name not in NAMES:
         raise ValueError(f"codec {name!r}; choose from {', '.join(NAMES)}")
@@ -183,4 +204,4 @@ def codec(name: str, rounding: Rounding = "nearest", fp8: Format = E4M3, second_
     if found.format is FP32 and rounding != "nearest":
         raise ValueError("codec fp32: what is float32 already is not rounded")
     found = replace(found, rounding=rounding, format=fp8 if found.format is E4M3 else found.format)
-    return replace(found, root=True, rounding="stochastic") if second_moment and found.block else found
+    return replace(found, root=not found.expand, rounding="stochastic") if second_moment and found.block else found

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, gemm
 from fp8cfg.numerics.nvfp4 import quantize_nvfp4
 from fp8cfg.numerics.operand import Operand
@@ -34,8 +35,8 @@ CONTRACTED = {
 
 
 class State(NamedTuple):
-    """The buffers of a layer that its products read and write: the fields of `Stored` where the weight is float8, `scales` and
-    `history` under delayed scaling."""
+    """The buffers of a layer that its products read and write: the fields of `Stored` where the weight is float8, the first two
+    where it is in a codec, `scales` and `history` under delayed scaling."""
 
     stored: Tensor | None
     stored_scale_inv: Tensor | None
@@ -63,6 +64,7 @@ class Plan(NamedTuple):
     out: torch.dtype
     weight_grad: torch.dtype
     record: bool
+    codec: Codec | None = None  # that the weight is held in
 
     def operands(self, role: int, slots: Sequence[int], make: Callable[[bool, int], Operand]) -> dict[int, Operand]:
         """The operand of `role` in each product of `slots`, contracted dimension last. `make` gives it in high precision or in
@@ -90,6 +92,9 @@ class Plan(NamedTuple):
         return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype)
 
     def weight(self, w: Tensor, state: State, high_precision: bool, axis: int) -> Operand:
+        if self.codec is not None:
+            held = tuple(t for t in state[:2] if t is not None)
+            return self.operand(self.codec.decode(held), WEIGHT, state, high_precision, axis)
         stored = state.weight
         if stored is None:
             return self.operand(w, WEIGHT, state, high_precision, axis)
@@ -99,8 +104,8 @@ class Plan(NamedTuple):
 
 
 class LinearFunction(torch.autograd.Function):
-    """x [T, in], w [out, in], bias [out] or None, the fields of State, Plan -> [T, out] of dtype `plan.out`. With a float8
-    weight `w` only receives the gradient."""
+    """x [T, in], w [out, in], bias [out] or None, the fields of State, Plan -> [T, out] of dtype `plan.out`. Where `stored` is
+    the weight, `w` only receives the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -109,9 +114,10 @@ class LinearFunction(torch.autograd.Function):
         xs = plan.operands(INPUT, [FPROP] + [WGRAD] * needs_dw, lambda high, axis: plan.operand(x, INPUT, state, high, axis))
         ws = plan.operands(WEIGHT, [FPROP] + [DGRAD] * needs_dx, lambda high, axis: plan.weight(w, state, high, axis))
         y = gemm(xs[FPROP], ws[FPROP], plan.out, state.ran, FPROP, bias)
-        # Eight-bit weights are at hand in the backward pass too, so nothing wider is kept of them. The buffers travel as
-        # attributes and not as saved tensors: a second forward pass may change them before the first backward pass.
-        kept = xs.get(WGRAD), ws.get(DGRAD) if state.stored is None else None
+        # A weight that is held in fewer bits is at hand in the backward pass too, so nothing wider is kept of it. The buffers
+        # travel as attributes and not as saved tensors: a second forward pass may change them before the first backward pass.
+        reads_again = state.stored is not None and (plan.codec is None or plan.high_precision[DGRAD])
+        kept = xs.get(WGRAD), None if reads_again else ws.get(DGRAD)
         ctx.save_for_backward(*(part for operand in kept for part in (operand[:2] if operand else (None, None))), state.stored)
         ctx.kinds = [operand and operand[2:] for operand in kept]
         ctx.state, ctx.plan = state._replace(stored=None), plan
@@ -129,7 +135,7 @@ class LinearFunction(torch.autograd.Function):
             wanted = [DGRAD] * needs_dx + [WGRAD] * needs_dw
             gs = plan.operands(GRAD_OUTPUT, wanted, lambda high, axis: plan.operand(g, GRAD_OUTPUT, state, high, axis))
             if needs_dx:
-                ws = plan.operands(WEIGHT, [DGRAD] * (stored is not None), lambda high, axis: plan.weight(w, state, high, axis))
+                ws = plan.operands(WEIGHT, [DGRAD] * (ctx.kinds[1] is None), lambda high, axis: plan.weight(w, state, high, axis))
                 dx = gemm(gs[DGRAD], ws[DGRAD] if ws else Operand(w, w_inv, *ctx.kinds[1]), ctx.dtypes[0], state.ran, DGRAD)
             if needs_dw:
                 dw = gemm(gs[WGRAD], Operand(x, x_inv, *ctx.kinds[0]), plan.weight_grad, state.ran, WGRAD)

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fp8cfg.numerics.codecs import Codec
+from fp8cfg.numerics.codecs import Stored as InCodec
 from fp8cfg.numerics.function import LinearFunction, Plan, Products, State
 from fp8cfg.numerics.region import Region
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, scale_now
@@ -22,7 +24,8 @@ from fp8cfg.numerics.weights import Stored, dequantize, store
 
 
 class FP8Linear(nn.Linear):
-    """An nn.Linear whose three products run in FP8 while its region is active, and in high precision otherwise.
+    """An nn.Linear whose three products run in FP8 while its region is active, and in high precision otherwise; and whose weight
+    may be held in fewer bits, `codec`, than products read it in.
 
     Input [..., in] of any float dtype; output [..., out] in the autocast dtype, else in the input's. `gemms_ran`, int32 [3]
     for fprop, dgrad and wgrad, holds what each product last multiplied: see `decode`."""
@@ -31,7 +34,8 @@ class FP8Linear(nn.Linear):
     region: Region
     high_precision: Products
     product: Literal["emulate", "scaled_mm"]
-    weight_grad_dtype: torch.dtype  # of a float8 weight
+    codec: Codec | None
+    weight_grad_dtype: torch.dtype  # of a weight that is held in float8 or in a codec
     gemms_ran: Tensor
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
@@ -47,12 +51,14 @@ class FP8Linear(nn.Linear):
         high_precision: Products = (False, False, False),
         product: Literal["emulate", "scaled_mm"] = "emulate",
         fp8_params: bool = False,
+        codec: Codec | None = None,
     ) -> FP8Linear:
         """Takes over the very parameters of `linear`: tied weights stay tied, frozen ones frozen.
 
         With `fp8_params` the weight becomes a float8 Parameter instead, quantized from `linear.weight`, and `set_weight` writes
-        to it; its gradient has the dtype that `linear.weight` had, unless `weight.grad_dtype` is set later. Raises ValueError
-        where the hardware's product cannot have the layer's shape."""
+        to it; its gradient has the dtype that `linear.weight` had, unless `weight.grad_dtype` is set later. With `codec` it is
+        held in that one, and each pass decodes it: also where all products stay in high precision. Raises ValueError where the
+        hardware's product cannot have the layer's shape."""
         n, k = linear.weight.shape
         if product not in ("emulate", "scaled_mm"):
             raise ValueError(f"product={product!r}; choose one of emulate, scaled_mm")
@@ -65,7 +71,7 @@ class FP8Linear(nn.Linear):
         new.weight, new.bias = linear.weight, linear.bias
         new.train(linear.training)
         new.scaling, new.region, new.high_precision, new.product = scaling, region, high_precision, product
-        new.weight_grad_dtype, device = linear.weight.dtype, linear.weight.device
+        new.weight_grad_dtype, device, new.codec = linear.weight.dtype, linear.weight.device, None
         state = new.fresh_state() if scaling.kind == "delayed" else {}
         for name in BUFFERS:
             new.register_buffer(name, state.get(name))
@@ -75,8 +81,20 @@ class FP8Linear(nn.Linear):
             for name, buffer in zip(WEIGHT_BUFFERS, buffers, strict=True):
                 new.register_buffer(name, buffer)
             new.weight = nn.Parameter(data, requires_grad=linear.weight.requires_grad)
-            new._prepare_gradient()
+        elif codec:
+            new.hold(codec)
+        new._prepare_gradient()
         return new
+
+    def hold(self, codec: Codec) -> None:
+        """Hold the weight in `codec` from now on: a new Parameter, unless it is in that dtype and needs no scale."""
+        self.codec, old = codec, self.weight
+        if codec.scaling != "none" or old.dtype != codec.format.dtype:
+            data, *scale_inv = codec.encode(old.detach().float())
+            self.weight = nn.Parameter(data, requires_grad=old.requires_grad)
+            for buffer in scale_inv:
+                self.register_buffer(WEIGHT_BUFFERS[0], buffer)
+        self._prepare_gradient()
 
     def fresh_state(self) -> dict[str, Tensor]:
         """Scales and history of a layer that has seen nothing: scale 0 stands for "not set yet"."""
@@ -90,11 +108,12 @@ class FP8Linear(nn.Linear):
         exact = self.scaling.kind != "block" or self.scaling.power_2_scales
         carrier = torch.bfloat16 if out == torch.bfloat16 and exact else torch.float32
         high_precision = self.high_precision if self.region.applies() else (True, True, True)
-        stored = self.weight.detach() if self.fp8_params else None
+        stored = self.weight.detach() if self.held else None
         weight_grad = self.weight.dtype if stored is None else self.weight_grad_dtype
         product = None if self.product == "scaled_mm" else carrier
-        plan = Plan(self.scaling, high_precision, product, out, weight_grad, torch.is_grad_enabled())
-        stand_in = stored is not None and self.weight.requires_grad and torch.compiler.is_compiling()
+        plan = Plan(self.scaling, high_precision, product, out, weight_grad, torch.is_grad_enabled(), self.codec)
+        narrow = stored is not None and self.weight.dtype.itemsize < self.weight_grad_dtype.itemsize
+        stand_in = narrow and self.weight.requires_grad and torch.compiler.is_compiling()
         weight = self._gradient_of_weight if stand_in else self.weight
         beside: list[Tensor | None] = [getattr(self, name) for name in WEIGHT_BUFFERS]
         state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, self.gemms_ran])
@@ -106,7 +125,11 @@ class FP8Linear(nn.Linear):
     def set_weight(self, master: Tensor) -> None:
         """Quantizes `master` [out, in], float32, into the float8 weight: under delayed scaling with the scale of this moment,
         recording the amax. Call it after `update_scales`; then steps equal those of a layer that quantizes its
-        high-precision weight in each forward pass, bit for bit. Raises TypeError where the weight is not float8."""
+        high-precision weight in each forward pass, bit for bit. A weight in a codec is encoded. Raises TypeError where it is
+        neither."""
+        if self.codec:
+            self.codec.store(master, self.in_codec)
+            return
         if not self.fp8_params:
             raise TypeError("set_weight writes float8 weights; this layer has a high-precision one: assign to it")
         held = (self.weight, *(getattr(self, name) for name in WEIGHT_BUFFERS))
@@ -121,31 +144,47 @@ class FP8Linear(nn.Linear):
 
     @property
     def fp8_params(self) -> bool:
-        """Whether the weight exists in float8 alone."""
-        return self.fp8_weight_scale_inv is not None
+        """Whether the weight exists in float8 alone, as the operand of products."""
+        return self.codec is None and self.fp8_weight_scale_inv is not None
+
+    @property
+    def held(self) -> bool:
+        """Whether the weight is held in float8 or in a codec: it is read before it is multiplied."""
+        return self.codec is not None or self.fp8_params
+
+    @property
+    def in_codec(self) -> InCodec:
+        """The tensors that hold a weight in a codec."""
+        scale_inv = self.fp8_weight_scale_inv
+        return (self.weight.detach(),) if scale_inv is None else (self.weight.detach(), scale_inv)
 
     def set_weight_grad_dtype(self, dtype: torch.dtype) -> None:
-        """Compute and accumulate the gradient of a float8 weight in `dtype`. That of any other weight is computed in the
-        weight's own dtype, and accumulates in its `grad_dtype`."""
-        if self.fp8_params:
+        """Compute and accumulate the gradient of a weight that is held in float8 or in a codec in `dtype`. That of any other
+        weight is computed in the weight's own dtype, and accumulates in its `grad_dtype`."""
+        if self.held:
             self.weight_grad_dtype = dtype
             self._prepare_gradient()
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """The values of the weight [out, in] in `dtype`."""
+        if self.codec:
+            return self.codec.decode(self.in_codec).to(dtype)
         if not self.fp8_params:
             return self.weight.to(dtype)
         return dequantize(Stored(self.weight.detach(), *(getattr(self, name) for name in WEIGHT_BUFFERS)), dtype)
 
     def extra_repr(self) -> str:
         formats = f"{self.scaling.forward.name}/{self.scaling.backward.name}"
-        return f"{super().extra_repr()}, {self.scaling.kind} {formats}, {self.product}"
+        held = f", weight {self.codec}" if self.codec else ""
+        return f"{super().extra_repr()}, {self.scaling.kind} {formats}, {self.product}{held}"
 
     def _prepare_gradient(self) -> None:
-        """Lets the float8 weight have a wide gradient. Eager autograd only has to be told the dtype. Compiled code ignores it
-        and rounds the gradient to float8 in between (torch 2.13), so there a stand-in of the same shape, of one element,
-        receives the gradient and hands it over."""
+        """Lets a weight that is held in fewer bits have a wide gradient. Eager autograd only has to be told the dtype. Compiled
+        code ignores it and rounds the gradient to the weight's dtype in between (torch 2.13), so there a stand-in of the same
+        shape, of one element, receives the gradient and hands it over."""
         weight = self.weight
+        if not self.held or not weight.requires_grad or weight.dtype == self.weight_grad_dtype:
+            return
         weight.grad_dtype = self.weight_grad_dtype
         receiver = torch.zeros((), dtype=self.weight_grad_dtype, device=weight.device).expand(weight.shape).requires_grad_()
 
@@ -153,12 +192,14 @@ class FP8Linear(nn.Linear):
             assert receiver.grad is not None, "the hook runs after accumulation"
             new, receiver.grad = receiver.grad.to(weight.grad_dtype), None
             weight.grad = new if weight.grad is None else weight.grad.add_(new)
+            for hook in (weight._post_accumulate_grad_hooks or {}).values():  # which autograd would have called
+                hook(weight)
 
         receiver.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
         self._gradient_of_weight = receiver
 
     def _remember_grad_dtype(self) -> None:
-        if self.fp8_params and self.weight.grad_dtype is not None:
+        if self.held and self.weight.grad_dtype is not None:
             self.weight_grad_dtype = self.weight.grad_dtype
 
     def __getstate__(self) -> dict[str, Any]:
@@ -167,14 +208,13 @@ class FP8Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self.fp8_params:  # a copied Parameter has forgotten the dtype of its gradient
-            self._prepare_gradient()
+        self._prepare_gradient()  # a copied Parameter has forgotten the dtype of its gradient
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
         """Moves FP8 state between devices and never casts it: `model.bfloat16()` must not round scales."""
         self._remember_grad_dtype()
         fixed = {id(getattr(self, name)) for name in BUFFERS}
-        if self.fp8_params:
+        if self.held:
             fixed |= {id(self.weight), id(self.weight.grad)}
 
         def move(t: Tensor) -> Tensor:
@@ -182,16 +222,14 @@ class FP8Linear(nn.Linear):
             return t.to(new.device) if id(t) in fixed and new.dtype != t.dtype else new
 
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
-        if self.fp8_params:
-            self._prepare_gradient()
+        self._prepare_gradient()
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         self._remember_grad_dtype()
         master = prepare_load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        if self.fp8_params:
-            self._prepare_gradient()  # load_state_dict(assign=True) brings a new Parameter
+        self._prepare_gradient()  # load_state_dict(assign=True) brings a new Parameter
         if master is not None:
             self.set_weight(master)
 

@@ -1,9 +1,9 @@
 """State dicts between high precision and FP8, in every direction.
 
 An FP8 layer adds to a linear layer's state, under delayed scaling, `fp8_scale` [3] and `fp8_amax_history` [length, 3], float32
-(columns: input, weight, grad_output); and where the weight itself is float8, what it is multiplied by to be read
-(`fp8_weight_scale_inv` and the others, see weights.py). A load that lacks them is a load of new weights: what the layer
-remembered of the old ones is forgotten. float8 weights stored under another scaling are read and quantized anew.
+(columns: input, weight, grad_output); and where the weight itself is float8 or in a codec with a scale, what it is multiplied
+by to be read (`fp8_weight_scale_inv` and the others, see weights.py). A load that lacks them is a load of new weights: what the
+layer remembered of the old ones is forgotten. float8 weights stored under another scaling are read and quantized anew.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def high_precision_state_dict(state: Mapping[str, Tensor], dtype: torch.dtype = 
 
 
 def _stored(state: Mapping[str, Tensor], prefix: str) -> Stored | None:
-    """The float8 weight of a layer in `state`, if it has one that can be read."""
+    """The weight of a layer in `state` that is float8, or has a scale, if it has one that can be read."""
     weight, scale_inv, *others = (state.get(prefix + name) for name in ("weight", *WEIGHT_BUFFERS))
-    if weight is None or weight.dtype not in BY_DTYPE:
+    if weight is None or (scale_inv is None and weight.dtype not in BY_DTYPE):
         return None
     if scale_inv is None:
         raise RuntimeError(f"{prefix}weight is {weight.dtype} and means nothing without {prefix}{WEIGHT_BUFFERS[0]}")

@@ -109,7 +109,9 @@ class _Probe:
         self._seen.add(name)
         self._measure(name, layer, INPUT, (*args, *kwargs.values())[0])
         weight: Tensor | None = layer.weight
-        if layer.fp8_params and isinstance(weight, nn.Parameter):
+        if layer.codec:
+            weight = layer.dequantized_weight(torch.float32)
+        elif layer.fp8_params and isinstance(weight, nn.Parameter):
             weight = self.masters.get(weight)
         if weight is not None:
             self._measure(name, layer, WEIGHT, weight)

@@ -71,7 +71,8 @@ def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
         decode = spread(decode, stored.data.shape, _tile(stored.data.shape, decode.shape))
     if stored.global_scale_inv is not None:
         decode = decode * stored.global_scale_inv
-    return (widen(stored.data, torch.float32) * decode).to(dtype)
+    data = widen(stored.data, torch.float32) if stored.data.dtype.itemsize == 1 else stored.data.float()
+    return (data * decode).to(dtype)
 
 
 def pack(decode: Tensor, scaling: Scaling) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from fp8cfg.numerics.codecs import Codec, Stored
 from fp8cfg.numerics.stochastic import random_key
 from fp8cfg.optim.low_bit_pieces import Work, adam_step
-from fp8cfg.optim.low_bit_state import check_parameter, check_state, collect_json, collect_tensors, fresh_state, slot_of
+from fp8cfg.optim.low_bit_state import STORED, check_parameter, check_state, collect_tensors, fresh_state, slot_of
 from fp8cfg.optim.low_bit_step import Columns, hyper
-from fp8cfg.optim.mixed_precision import Named, _named
+from fp8cfg.optim.mixed_precision import Named, named_parameters
 
 FLOAT32 = Columns()
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
@@ -23,13 +24,16 @@ class LowBitOptimizer(torch.optim.Optimizer):
     """What LowBitAdamW and LowBitAdam share. `params` are named: `param_groups(model, weight_decay)` or
     `model.named_parameters()`. Each group has its `columns`, the codecs of its parameters.
 
-    A parameter whose dtype is that of an unscaled weight codec is the stored weight. Any other one is a working copy of it, in
-    its own dtype, rewritten by each step. `originals` are values from before the parameters were rounded; weights and masters
-    start from them. State is made here: load weights first, build this afterwards.
+    A parameter whose dtype is that of an unscaled weight codec is the stored weight; so is the first tensor of `held`, which
+    gives the tensors that a weight with a scale is kept in, outside of the optimizer. Parameters of `writers` have a master, and
+    that function stores its value in them. Any other parameter is a working copy of the stored weight, in its own dtype,
+    rewritten by each step. `originals` are values from before the parameters were rounded; weights and masters start from them.
+    State is made here: load weights first, build this afterwards.
 
     Gradients are expected finite; infinities and NaN reach the moments and stay. Under a `grad` codec, `store_grads` moves
-    `.grad` into `stored_grads`, and a step does so with what is left. `seed` is that of stochastic rounding. `compiled` runs
-    torch.compile on the step: the same bits on a CPU.
+    `.grad` into `stored_grads`, and a step does so with what is left. Of the parameters that are not `owned`, by name, no state
+    is kept, and a step leaves them to the rank that owns them. A step reads gradients times `grad_factor`. `seed` is that of
+    stochastic rounding. `compiled` runs torch.compile on the step: the same bits on a CPU.
     """
 
     decoupled: ClassVar[bool]
@@ -44,12 +48,17 @@ class LowBitOptimizer(torch.optim.Optimizer):
         *,
         columns: Columns = FLOAT32,
         originals: Mapping[nn.Parameter, Tensor] | None = None,
+        held: Mapping[nn.Parameter, Stored] | None = None,
+        writers: Mapping[nn.Parameter, Callable[[Tensor], None]] | None = None,
+        owned: Container[str] | None = None,
         seed: int = 0,
         compiled: bool = False,
     ) -> None:
         self.names: dict[nn.Parameter, str] = {}
         self.stored_grads: dict[nn.Parameter, Stored] = {}
-        self.seed, self.compiled = seed, compiled
+        self.seed, self.compiled, self.grad_factor = seed, compiled, 1.0
+        self.held, self.writers = dict(held or {}), dict(writers or {})
+        self._owned = owned
         self._originals = originals or {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "columns": columns})
         self._originals = {}
@@ -61,13 +70,17 @@ class LowBitOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         _check_hyperparameters(group)
-        for name, p in _named(group):
+        for name, p in named_parameters(group):
             if name in self.names.values():
                 raise ValueError(f"two parameters are named {name}, and state is kept by name")
-            check_parameter(name, p)
+            kept_apart = p in self.held or p in self.writers
+            check_parameter(name, p, group["columns"], kept_apart, p in self.writers)
             self.names[p] = name
-            value = self._originals.get(p, p.detach())
-            self.state[p] = fresh_state(p, group["columns"], value, self._key(p, "start"))
+            value = self._originals.get(p, group["columns"].weight.decode(self.held[p]) if p in self.held else p.detach())
+            weight = () if p in self.writers else self.held.get(p)
+            state = fresh_state(p, group["columns"], value, self._key(p, "start"), weight)
+            codecs = {column: str(getattr(group["columns"], column)) for column in STORED if column in state}
+            self.state[p] = {**(state if self.owns(p) else {}), "step": 0, "codecs": codecs}
         self._remember_versions()
 
     @torch.no_grad()
@@ -80,25 +93,56 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_versions()
         self.store_grads()
-        for group in self.param_groups:
-            adam_step(group["columns"], self.decoupled, self._works(group), self.compiled)
-        self._remember_versions()
+        self._update()
+        self.write_parameters()
         return loss
 
+    def owns(self, p: nn.Parameter) -> bool:
+        """Whether this optimizer keeps the state of `p` and steps it."""
+        return self._owned is None or self.names[p] in self._owned
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            adam_step(group["columns"], self.decoupled, self._works(group), self.compiled)
+
     @torch.no_grad()
+    def write_parameters(self) -> None:
+        """Store the masters of `writers` in their parameters, as each step does."""
+        columns = self._columns()
+        for p, write in ((p, write) for p, write in self.writers.items() if self.owns(p)):
+            master = columns[p].master
+            assert master is not None, "checked when it was added"
+            write(master.decode(self.state[p]["master"]))
+        self._remember_versions()
+
     def store_grads(self) -> None:
         """Move each `.grad` whose columns have a `grad` codec into `stored_grads`. Raises RuntimeError where there already is
         one: gradients are summed first, and rounded once."""
         for group in self.param_groups:
-            codec: Codec | None = group["columns"].grad
-            for p in group["params"]:
-                if codec is None or p.grad is None:
-                    continue
-                if p in self.stored_grads:
-                    raise RuntimeError(f"the gradient of {self.names[p]} was stored before a backward pass; zero_grad comes first")
-                stored = codec.zeros(p.shape, p.device)
-                codec.store(p.grad, stored, self._key(p, "grad"))
-                self.stored_grads[p], p.grad = stored, None
+            for p in group["params"] if group["columns"].grad else ():
+                if p.grad is not None:
+                    self._store_grad(p, group["columns"].grad)
+
+    @torch.no_grad()
+    def _store_grad(self, p: nn.Parameter, codec: Codec) -> None:
+        if p in self.stored_grads:
+            raise RuntimeError(f"the gradient of {self.names[p]} was stored before a backward pass; zero_grad comes first")
+        assert p.grad is not None, "asked by the caller"
+        stored = codec.zeros(p.shape, p.device)
+        codec.store(p.grad, stored, self._key(p, "grad"))
+        self.stored_grads[p], p.grad = stored, None
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """A context for the last backward pass before a step: gradients that have a codec are stored as soon as they are there,
+        so that they are never all there in more bits."""
+        codecs = {p: group["columns"].grad for group in self.param_groups for p in group["params"] if group["columns"].grad}
+        handles = [p.register_post_accumulate_grad_hook(lambda p, c=codec: self._store_grad(p, c)) for p, codec in codecs.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, the stored ones too."""
@@ -112,17 +156,19 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def state_json(self) -> dict[str, Any]:
         """The rest of the state, for JSON: class, seed, step counts, codecs. The learning rate is a schedule's."""
-        state = collect_json(self.names, self.state, self._columns())
+        state = {name: {k: self.state[p][k] for k in ("step", "codecs")} for p, name in self.names.items()}
         return {"optimizer": type(self).__name__, "seed": self.seed, "state": state}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """Copy in what `state_tensors` and `state_json` gave. Training then goes on to the same bits.
+        """Copy in what `state_tensors` and `state_json` gave, of them what is owned. Training then goes on to the same bits.
 
         Parameters that are the stored weight are the model's state: load them first. Raises ValueError, before anything is
         changed, for another optimizer, missing and unexpected names, other shapes, dtypes and codecs.
         """
         mine = self.state_tensors()
+        elsewhere = {f"{name}." for p, name in self.names.items() if not self.owns(p)}
+        tensors = {k: t for k, t in tensors.items() if k in mine or not any(k.startswith(prefix) for prefix in elsewhere)}
         check_state(tensors, mine, json, self.state_json())
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
@@ -155,10 +201,14 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 continue
             state = self.state[p]
             state["step"] += 1
+            if not self.owns(p):
+                continue
             at = (state["step"], p.device)
             if at not in hypers:
-                hypers[at] = hyper(**_hyperparameters(group), decoupled=self.decoupled, step=state["step"], device=p.device)
-            works.append(Work(slot_of(p, state, grad), hypers[at], self._key(p, "step") if stochastic else None))
+                hypers[at] = hyper(**_hyperparameters(group), decoupled=self.decoupled, step=state["step"], device=p.device,
+                                   grad_factor=self.grad_factor)
+            slot = slot_of(p, state, grad, self.held.get(p), p in self.writers)
+            works.append(Work(slot, hypers[at], self._key(p, "step") if stochastic else None))
         return works
 
     def _key(self, p: nn.Parameter, what: str) -> Tensor:

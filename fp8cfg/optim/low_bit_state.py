@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Codec, Stored
 from fp8cfg.optim.low_bit_step import Columns, Slot
-from fp8cfg.optim.state import Names, _check_names, _check_tensors
+from fp8cfg.optim.state import Names, check_names, check_tensors
 
 STORED = ("master", "weight", "exp_avg", "exp_avg_sq")
 """What is stored for a parameter: the first two where there is a master, and where the parameter is not the weight itself."""
@@ -18,9 +18,12 @@ STORED = ("master", "weight", "exp_avg", "exp_avg_sq")
 State = Mapping[Any, dict[str, Any]]
 
 
-def check_parameter(name: str, p: nn.Parameter) -> None:
-    """Raise ValueError for a parameter that cannot be worked on."""
-    if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+def check_parameter(name: str, p: nn.Parameter, columns: Columns, kept_apart: bool, written: bool) -> None:
+    """Raise ValueError for a parameter that cannot be worked on. `kept_apart`, its bits mean something only with what is kept
+    elsewhere; `written`, it is stored from a master."""
+    if written and columns.master is None:
+        raise ValueError(f"{name} is written from a master; its columns have none")
+    if not kept_apart and p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{name} is {p.dtype}; parameters are float32, bfloat16 or float16")
     if not p.is_contiguous():
         raise ValueError(f"{name} is not contiguous; it is stepped through in the order of its memory")
@@ -31,26 +34,29 @@ def is_stored(p: nn.Parameter, weight: Codec) -> bool:
     return weight.scaling == "none" and weight.format.dtype == p.dtype
 
 
-def fresh_state(p: nn.Parameter, c: Columns, value: Tensor, key: Tensor) -> dict[str, Any]:
-    """The state of `p` before its first step, from `value`, of any float dtype; what rounding changes is written to `p`."""
+def fresh_state(p: nn.Parameter, c: Columns, value: Tensor, key: Tensor, weight: Stored | None) -> dict[str, Any]:
+    """The state of `p` before its first step, from `value`, of any float dtype; what rounding changes is written to `p`, or to
+    `weight` where that is given: the tensors it is held in, none where it is left as it is."""
     state: dict[str, Any] = {"step": 0}
     if c.master is not None:
         state["master"] = c.master.zeros(p.shape, p.device)
         c.master.store(value, state["master"], key)
         value = c.master.decode(state["master"])
-    if is_stored(p, c.weight):
-        c.weight.store(value, (p.detach(),), key)
-    else:
+    if weight is None and is_stored(p, c.weight):
+        weight = (p.detach(),)
+    if weight:
+        c.weight.store(value, weight, key)
+    elif weight is None:
         state["weight"] = c.weight.zeros(p.shape, p.device)
         c.weight.store(value, state["weight"], key)
         p.copy_(c.weight.decode(state["weight"]))
     return {**state, **{m: getattr(c, m).zeros(p.shape, p.device) for m in ("exp_avg", "exp_avg_sq")}}
 
 
-def slot_of(p: nn.Parameter, state: dict[str, Any], grad: Stored) -> Slot:
+def slot_of(p: nn.Parameter, state: dict[str, Any], grad: Stored, held: Stored | None, written: bool) -> Slot:
     """The tensors of a step, flat."""
-    weight, master = _flat(state.get("weight", (p,))), state.get("master")
-    source, weight_of_master = (weight, None) if master is None else (_flat(master), weight)
+    weight, master = _flat(held or state.get("weight", (p,))), state.get("master")
+    source, weight_of_master = (weight, None) if master is None else (_flat(master), None if written else weight)
     copy = p.detach().view(-1) if "weight" in state else None
     return Slot(source, weight_of_master, _flat(state["exp_avg"]), _flat(state["exp_avg_sq"]), copy, _flat(grad))
 
@@ -69,17 +75,6 @@ def collect_tensors(names: Names, state: State) -> dict[str, Tensor]:
     }
 
 
-def collect_json(names: Names, state: State, columns: Mapping[nn.Parameter, Columns]) -> dict[str, dict[str, Any]]:
-    """For each parameter its step count, and what the bytes of its stored tensors mean."""
-    return {
-        name: {
-            "step": state[p]["step"],
-            "codecs": {column: str(getattr(columns[p], column)) for column in STORED if column in state[p]},
-        }
-        for p, name in names.items()
-    }
-
-
 def check_state(
     tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], json: Mapping[str, Any], mine: Mapping[str, Any]
 ) -> None:
@@ -88,12 +83,12 @@ def check_state(
         raise ValueError(f"optimizer state: the JSON has {sorted(json)}, expected {sorted(mine)}")
     if json["optimizer"] != mine["optimizer"]:
         raise ValueError(f"the saved state is of {json['optimizer']}, this optimizer is {mine['optimizer']}")
-    _check_names("parameters", json["state"].keys(), mine["state"].keys())
+    check_names("parameters", json["state"].keys(), mine["state"].keys())
     for name, expected in mine["state"].items():
         saved = json["state"][name]["codecs"]
         if saved != expected["codecs"]:
             raise ValueError(f"optimizer state: {name} is stored as {_said(saved)}, expected {_said(expected['codecs'])}")
-    _check_tensors(tensors, like)
+    check_tensors(tensors, like)
 
 
 def _said(codecs: Mapping[str, str]) -> str:

@@ -89,19 +89,20 @@ class Scales(NamedTuple):
 
 
 def hyper(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, step: int, device: torch.device
-) -> Tensor:
-    """What step number `step`, from 1 on, multiplies by: float32 [8], each computed in double precision first."""
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, step: int, device: torch.device,
+    grad_factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """What step number `step`, from 1 on, multiplies by: float32 [9], each computed in double precision first."""
     b1, b2 = betas
     decay = 1 - lr * weight_decay if decoupled else weight_decay
-    values = (decay, b1, 1 - b1, b2, 1 - b2, lr / (1 - b1**step), math.sqrt(1 - b2**step), eps)
+    values = (decay, b1, 1 - b1, b2, 1 - b2, lr / (1 - b1**step), math.sqrt(1 - b2**step), eps, grad_factor)
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weight and moments after the step, float32."""
-    decay, b1, one_less_b1, b2, one_less_b2, lr, correction, eps = hyper.unbind()
-    w, g = columns.source.decode(slot.source), columns.read.decode(slot.grad)
+    decay, b1, one_less_b1, b2, one_less_b2, lr, correction, eps, grad_factor = hyper.unbind()
+    w, g = columns.source.decode(slot.source), columns.read.decode(slot.grad) * grad_factor
     if decoupled:
         w = w * decay
     else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         clip_grad: float = 0.0,
     ) -> None:
         super().__init__(params, {})
-        self.names = {p: name for group in self.param_groups for name, p in _named(group)}
+        self.names = {p: name for group in self.param_groups for name, p in named_parameters(group)}
         if len(set(self.names.values())) < len(self.names):
             raise ValueError("two parameters have one name, and state is kept by name")
         self.writers = dict(writers or {})
@@ -66,6 +67,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
         self.grad_norm = 0.0
+        self.compiled = False  # torch's own kernels are
         self.steps = 0
         self.on_step: list[Callable[[], None]] = []
         self.on_skip: list[Callable[[], None]] = []
@@ -97,6 +99,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         for master in self._narrow.values():
             master.grad = None
         return finite
+
+    def storing(self) -> AbstractContextManager[None]:
+        """A context for the last backward pass before a step; gradients stay where autograd puts them."""
+        return nullcontext()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state itself, no copies: `<parameter>.master` where there is one, `<parameter>.exp_avg`, and so on."""
@@ -176,7 +182,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             )
 
 
-def _named(group: dict[str, Any]) -> Iterable[tuple[str, nn.Parameter]]:
+def named_parameters(group: dict[str, Any]) -> Iterable[tuple[str, nn.Parameter]]:
     if "param_names" not in group:
         raise ValueError("state is kept by name: pass param_groups(model, weight_decay) or model.named_parameters()")
     return zip(group["param_names"], group["params"], strict=True)

@@ -43,10 +43,10 @@ def restore(
         raise ValueError(f"the saved state is of {json['optimizer']}, this optimizer is {type(inner).__name__}")
     saved = json["state"]
     named = {names[p]: master for p, master in masters.items()}
-    _check_names("parameters", saved.keys(), named.keys())
+    check_names("parameters", saved.keys(), named.keys())
     separate = _separate_masters(names, masters)
     moments = {f"{name}.{key}": named[name] for name, entry in saved.items() for key in entry["tensors"]}
-    _check_tensors(tensors, {**separate, **moments})
+    check_tensors(tensors, {**separate, **moments})
 
     for name, master in separate.items():
         master.copy_(tensors[name])
@@ -75,15 +75,15 @@ def _step_tensor(inner: torch.optim.Optimizer, master: Tensor, step: int) -> Ten
     return torch.tensor(float(step), dtype=torch.float32, device=master.device if on_device else "cpu")
 
 
-def _check_names(what: str, given: Set[str], expected: Set[str]) -> None:
+def check_names(what: str, given: Set[str], expected: Set[str]) -> None:
     for problem, names in (("missing", expected - given), ("unexpected", given - expected)):
         if names:
             some = ", ".join(sorted(names)[:4])
             raise ValueError(f"optimizer state: {len(names)} {what} {problem}, among them {some}")
 
 
-def _check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    _check_names("tensors", given.keys(), expected.keys())
+def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    check_names("tensors", given.keys(), expected.keys())
     for name, like in expected.items():
         tensor = given[name]
         if tensor.shape != like.shape or tensor.dtype != like.dtype:

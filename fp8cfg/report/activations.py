@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from fp8cfg.backends.planning import PlannedLinear, plan_attention
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import fp8_weights
 from fp8cfg.report.layout import Part
 from fp8cfg.report.operands import CODEC, decoded, directions, operand, product, quantizing
 
@@ -45,7 +46,7 @@ class Activations:
     backward: int
 
 
-def activations(recipe: Recipe, device: str, part: Part, linears: Sequence[PlannedLinear], grads: int) -> Activations:
+def activations(recipe: Recipe, device: str, part: Part, linears: Sequence[PlannedLinear], grads: float) -> Activations:
     """The bytes for `part`, whose linear layers are `linears`, on `device` ("cpu" or "cuda"); a gradient has `grads` bytes."""
     model = _Bytes(recipe, device, part, grads)
     attends = {int(p.name.split(".")[1]) for p in plan_attention(recipe.fp8, recipe.model.num_layers) if p.fp8_share}
@@ -67,7 +68,7 @@ def activations(recipe: Recipe, device: str, part: Part, linears: Sequence[Plann
 class _Bytes:
     """Sizes and bytes that all layers share."""
 
-    def __init__(self, recipe: Recipe, device: str, part: Part, grads: int) -> None:
+    def __init__(self, recipe: Recipe, device: str, part: Part, grads: float) -> None:
         m, tp = recipe.model, part.tensor
         self.recipe, self.device, self.grads, self.tp = recipe, device, grads, tp
         self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
@@ -89,7 +90,7 @@ class _Bytes:
     def held(self, linear: PlannedLinear) -> bool:
         """Whether the weight is held in FP8 alone; a tied output layer's is the embedding's, in high precision."""
         tied = self.recipe.model.share_embeddings_and_output_weights and linear.name == "output_layer"
-        return self.recipe.fp8.params and linear.fp8 and not tied
+        return fp8_weights(self.recipe.precision) and linear.fp8 and not tied
 
     def copy(self, linear: PlannedLinear) -> float:
         """The quantized weight that is kept for dgrad, all of it; none of a weight that is held in FP8."""

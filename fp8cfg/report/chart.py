@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from fp8cfg.config.precision import Precision, resolved
+from textwrap import wrap
+
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.rules_storage import slow_averages
+from fp8cfg.config.storage import level, resolved
 from fp8cfg.report.operands import CODEC
 from fp8cfg.report.tables import table
 
@@ -27,27 +30,11 @@ ROWS = {
 scale."""
 
 
-def level(precision: Precision) -> str | None:
-    """The optimization level that is in force: O2 under backend=msamp where none is given."""
-    return precision.opt_level or ("O2" if precision.backend == "msamp" else None)
-
-
-def storage(precision: Precision) -> dict[str, str]:
-    """The codec of each storage column; what is left on auto under an optimization level is that of the chart's row."""
-    columns, row = resolved(precision), ROWS.get(level(precision) or "", {})
-    return columns | {k: row[k] for k in columns if k in row and getattr(precision.storage, k) == "auto"}
-
-
-def other_weight(precision: Precision) -> str:
-    """The dtype of weights that are no linear layer's: MS-AMP leaves them in float32, else it is precision.compute."""
-    return "fp32" if level(precision) else precision.compute
-
-
 def row(recipe: Recipe) -> Row:
     """The chart's columns for a linear layer that runs in FP8, where any does."""
     p = recipe.precision
     multiplies = p.compute if not p.fp8.enabled else "fp4" if p.fp8.scaling == "nvfp4" else "fp8"
-    columns = storage(p)
+    columns = resolved(p)
     if recipe.optim.name == "sgd":
         columns |= {"exp_avg_sq": "none"} | ({} if recipe.optim.momentum else {"exp_avg": "none"})
     return {"gemm": multiplies, **{k: columns[k] for k in COLUMNS[1:]}}
@@ -59,7 +46,7 @@ def name(recipe: Recipe) -> str:
     return next((n for n, columns in ROWS.items() if columns == mine), "custom")
 
 
-def bytes_per_parameter(columns: Row) -> int:
+def bytes_per_parameter(columns: Row) -> float:
     """Weight, master, gradient and moments of one parameter together."""
     return sum(CODEC[columns[k]] for k in COLUMNS[2:])
 
@@ -70,7 +57,16 @@ def text(recipe: Recipe) -> str:
     rows = [[f"this recipe: {named}", *_shown(mine)]]
     rows += [[n, *_shown(columns)] for n, columns in ROWS.items() if n != named]
     header = ["low-precision chart", "GEMM", "comm", "weight", "master", "grad", "moments", "B/param"]
-    return table(header, rows, right=(7,))
+    return "\n".join([table(header, rows, right=(7,)), *remarks(recipe)])
+
+
+def remarks(recipe: Recipe) -> list[str]:
+    """What is allowed and may not be meant."""
+    p, o = recipe.precision, recipe.optim
+    found = [] if o.name == "sgd" else list(slow_averages(resolved(p), o.betas))
+    if level(p) == "O3" and p.storage.shard == "none":
+        found.append("opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state")
+    return [line for text in found for line in wrap(f"note: {text}", 80, subsequent_indent="  ")]
 
 
 def moments(columns: Row) -> str:
@@ -79,7 +75,7 @@ def moments(columns: Row) -> str:
 
 
 def _shown(columns: Row) -> list[str]:
-    return [*(columns[k] for k in COLUMNS[:5]), moments(columns), str(bytes_per_parameter(columns))]
+    return [*(columns[k] for k in COLUMNS[:5]), moments(columns), f"{bytes_per_parameter(columns):.3g}"]
 
 
 def _families(columns: Row) -> Row:

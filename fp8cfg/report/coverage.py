@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fp8cfg.job import Job
 
-_INDEX = re.compile(r"\blayers\.\d+\.")
+_INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Coverage:
     """What each linear layer does or did, and each layer's attention.
 
     `flops` are those of one token, forward and backward, 2 for a multiplication and an addition; attention is counted for
-    the causal half of the sequence, `attention_flops` for all layers together.
+    the causal half of the sequence, `attention_flops` for all layers together; of someone else's model they are not known, and 0.
     """
 
     linears: Sequence[PlannedLinear]
@@ -41,8 +41,14 @@ class Coverage:
     @property
     def share(self) -> float:
         """Share of all matmul FLOPs that are in FP8, attention's products among them."""
-        attention = sum(p.fp8_share for p in self.attentions) / len(self.attentions) * self.attention_flops
-        return (attention + sum(_flops(p) * p.fp8_share for p in self.linears)) / self._flops
+        attention = sum(p.fp8_share for p in self.attentions) / max(1, len(self.attentions)) * self.attention_flops
+        return (attention + sum(_flops(p) * p.fp8_share for p in self.linears)) / self._flops if self._flops else 0.0
+
+    @property
+    def products(self) -> dict[str, dict[str, str]]:
+        """The operands of each product by the layer's name, such as "e5m2xe4m3"."""
+        found: list[PlannedLinear | PlannedAttention] = [*self.linears, *self.attentions]
+        return {p.name: _named(p, self.compute) for p in found}
 
     def data(self) -> dict[str, Any]:
         """The same as plain data, layer by layer, for the run folder."""
@@ -60,14 +66,19 @@ class Coverage:
             rows.append([str(count) if fp8 else "", "attention", f"{share:.1%}", what])
         attention = f", attention in {fp8} of {len(self.attentions)}" if fp8 else ""
         return table(["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"], rows, right=(0, 2)) + (
-            f"\nFP8: {self.layers_in_fp8} of {len(self.linears)} linear layers{attention}, {self.share:.1%} of matmul FLOPs")
+            f"\nFP8: {self.layers_in_fp8} of {len(self.linears)} linear layers{attention}, {self.share:.1%} of {self.what}")
+
+    @property
+    def what(self) -> str:
+        """What `share` is a share of."""
+        return "matmul FLOPs" if self.attention_flops else "the linear layers' FLOPs"
 
     @property
     def _flops(self) -> float:
         return self.attention_flops + sum(_flops(p) for p in self.linears)
 
     def _products(self, p: PlannedLinear | PlannedAttention) -> dict[str, str]:
-        return {**{g: _kinds(k, self.compute) for g, k in p.products.items()}, "reason": p.reason}
+        return {**_named(p, self.compute), "reason": p.reason}
 
     def _attention(self, p: PlannedAttention) -> str:
         """What one layer's attention runs, forward and backward: it has no weight, and so no wgrad."""
@@ -81,7 +92,7 @@ class Coverage:
         for p in self.linears:
             kinds = " ".join(f"{_kinds(k, self.compute):9}" for k in p.gemms)
             what = f"{kinds} {p.reason}" if p.fp8 else f"{self.compute}: {p.reason}"
-            key = _INDEX.sub("layers.*.", p.name), what.rstrip()
+            key = _INDEX.sub("*", p.name), what.rstrip()
             count, flops = groups.get(key, (0, 0.0))
             groups[key] = count + 1, flops + _flops(p)
         return [(key, *value) for key, value in groups.items()]
@@ -94,31 +105,41 @@ def planned(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
     return Coverage(linears, plan_attention(recipe.fp8, m.num_layers), float(attention), recipe.precision.compute)
 
 
+def of_layers(linears: Sequence[PlannedLinear]) -> Coverage:
+    """The coverage of a model whose attention is not known."""
+    return Coverage(linears, (), 0.0, "high precision")
+
+
 def ran(job: Job) -> Coverage:
     """The coverage that was observed since the record was last cleared: what the call sites of the products recorded."""
-    from fp8cfg.backends import native
+    from fp8cfg.backends import registry
 
-    seen = native.observed(job.model)
+    seen = registry.backend(job.choice.backend).observed(job.model)
 
     def gemms(name: str, products: Sequence[str]) -> Any:
         return tuple(seen.get(name, {}).get(g) for g in products)
 
-    asked = planned(job.recipe, job.plan)
+    asked = of_layers(job.plan) if job.foreign else planned(job.recipe, job.plan)
     return replace(
         asked, linears=[replace(p, gemms=gemms(p.name, GEMMS)) for p in asked.linears],
         attentions=[replace(p, gemms=gemms(p.name, ATTENTION_GEMMS)) for p in asked.attentions])
 
 
-def coverage(model: nn.Module) -> dict[str, dict[str, str]]:
-    """What ran in each FP8 layer of `model`, by name: for fprop, dgrad and wgrad, and for the six products of attention, the
-    formats of the two operands, or "high precision" for a product that ran in high precision or has not run."""
-    from fp8cfg.backends import native
+def coverage(model: nn.Module) -> Coverage:
+    """What ran in each linear layer of `model`, by its name, since the record was last cleared, whatever loop it runs in; and in
+    attention where that is in FP8. A product of a converted layer that has not run counts as high precision."""
+    from fp8cfg.backends.observing import observed
 
-    return {name: {g: _kinds(kinds, "high precision") for g, kinds in ran.items()} for name, ran in native.observed(model).items()}
+    linears, attentions = observed(model)
+    return Coverage(linears, attentions, 0.0, "high precision")
 
 
 def _flops(p: PlannedLinear) -> float:
     return 3 * 2.0 * p.in_features * p.out_features
+
+
+def _named(p: PlannedLinear | PlannedAttention, otherwise: str) -> dict[str, str]:
+    return {g: _kinds(k, otherwise) for g, k in p.products.items()}
 
 
 def _kinds(kinds: Kinds, otherwise: str) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 from fp8cfg.composition.leaves import flat
 from fp8cfg.config.recipe import Recipe, short
-from fp8cfg.report.tables import table
+from fp8cfg.report.tables import fits, table, wrapped
 from fp8cfg.report.values import shown
 
-_WIDTH = 80
 Pairs = dict[str, tuple[Any, Any]]
 
 
@@ -34,18 +32,16 @@ def text(name_a: str, name_b: str, parts: Mapping[str, Pairs]) -> str:
     """Both names and a table for each of `parts` (title -> what differs), or that there is no difference."""
     if not any(parts.values()):
         return "no difference"
-    names = [textwrap.wrap(f"{side}  {name}", _WIDTH, subsequent_indent="   ", break_long_words=False)
-             for side, name in (("A", name_a), ("B", name_b))]
-    return "\n".join([line for lines in names for line in lines]
-                     + ["\n" + _table(title, found) for title, found in parts.items() if found])
+    names = [wrapped(name, f"{side}  ", "   ") for side, name in (("A", name_a), ("B", name_b))]
+    return "\n".join(names + ["\n" + _table(title, found) for title, found in parts.items() if found])
 
 
 def _table(title: str, found: Pairs) -> str:
     rows = [[key, shown(a), shown(b)] for key, (a, b) in found.items()]
-    flush = table([title, "A", "B"], rows)
-    if max(map(len, flush.splitlines())) <= _WIDTH:
-        return flush
-    return "\n".join([title, *(f"{key}\n  A  {a}\n  B  {b}" for key, a, b in rows)])
+    header = [title, "A", "B"]
+    if fits(header, rows):
+        return table(header, rows)
+    return "\n".join([title, *(f"{key}\n{wrapped(a, '  A  ', '     ')}\n{wrapped(b, '  B  ', '     ')}" for key, a, b in rows)])
 
 
 def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from fp8cfg.backends.choice import Hardware, choose
 from fp8cfg.builder import plan
 from fp8cfg.composition.leaves import assigned, flat
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.precision import resolved
 from fp8cfg.config.recipe import PLUGIN, Recipe, short
+from fp8cfg.config.storage import resolved
 from fp8cfg.report.schema_json import key_schema
 
+HARDWARE = (Hardware("cpu"), Hardware("cuda", (9, 0), (13, 0)), Hardware("cuda", (10, 0), (13, 0)))
+"""A CPU, Hopper and Blackwell: what one of them can run is no fault of a recipe."""
 _INERT, _LATER = ": has no effect", "not in this version"
 
 
@@ -22,7 +24,12 @@ def refusals(recipe: Recipe) -> list[str]:
     lines = _problems(recipe.check)
     if not lines:  # a plan needs a model that can be
         lines += _problems(lambda: plan(recipe))
-    return lines + _problems(lambda: choose(recipe.precision, Hardware("cpu")))
+    return lines + min((_refused_on(recipe, hardware) for hardware in HARDWARE), key=len)
+
+
+def _refused_on(recipe: Recipe, hardware: Hardware) -> list[str]:
+    every = recipe.log.fp8_stats_every_n_steps
+    return _problems(lambda: choose(recipe.precision, hardware, statistics=every, here=False))
 
 
 def effect(recipe: Recipe, key: str) -> str:

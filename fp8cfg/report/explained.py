@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 from fp8cfg.composition.leaves import flat, is_node
@@ -10,10 +9,11 @@ from fp8cfg.composition.provenance import Layer, Origin, Trace
 from fp8cfg.config.recipe import fields, short
 from fp8cfg.report.effect import effect
 from fp8cfg.report.schema_json import key_schema
-from fp8cfg.report.tables import table
+from fp8cfg.report.tables import WIDTH, table, wrapped
 from fp8cfg.report.values import cut, kind, path, shown
 
-_WIDTH = 80
+_VALUE = 24
+"""Columns of values that stand beside something else."""
 
 
 def key_data(trace: Trace, key: str) -> dict[str, Any]:
@@ -28,17 +28,20 @@ def key_data(trace: Trace, key: str) -> dict[str, Any]:
 def key_text(trace: Trace, key: str) -> str:
     """`key_data` as text. The last layer, which is the value, is marked."""
     schema, layers = key_schema(key), trace.layers[key]
-    lines = [f"{short(key)} = {shown(layers[-1].value)}", *_wrapped(schema["description"], "  "), ""]
+    lines = [wrapped(f"{short(key)} = {shown(layers[-1].value)}", more="    "), wrapped(schema["description"], "  ", "  "), ""]
     facts = {"type": f"{kind(schema)}; default {shown(schema['default'])}", "effect": effect(trace.recipe, key)}
     if key != short(key):
         facts["full name"] = key
     for name, fact in facts.items():
-        lines += _wrapped(f"{name:11}{fact}", "  ", " " * 11)
+        lines.append(wrapped(f"{name:11}{fact}", "  ", " " * 13))
     lines += ["", "set by, in order"]
-    width = min(24, max(len(shown(layer.value)) for layer in layers))
+    width = min(_VALUE, max(len(shown(layer.value)) for layer in layers))
     for layer in layers:
-        mark = "->" if layer is layers[-1] else "  "
-        lines += _wrapped(f"{mark} {shown(layer.value):{width}}  {_where(layer)}", "  ", " " * (width + 5))
+        mark, value = "  ->" if layer is layers[-1] else "    ", shown(layer.value)
+        if len(value) <= width:
+            lines.append(wrapped(f"{value:{width}}  {_where(layer)}", f"{mark} ", " " * (width + 7)))
+        else:
+            lines += [wrapped(value, f"{mark} ", " " * 5), wrapped(_where(layer), " " * 7, " " * 7)]
     return "\n".join(lines)
 
 
@@ -54,11 +57,15 @@ def node_text(trace: Trace, key: str) -> str:
     values, rows = flat(trace.recipe), list[list[str]]()
     for name in fields()[key].annotation.model_fields:
         inner = f"{key}.{name}"
-        rows.append([f"  {name}", "..." if is_node(inner) else shown(values[inner]), fields()[inner].description])
+        rows.append([f"  {name}", "..." if is_node(inner) else _short(shown(values[inner])), fields()[inner].description])
     wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
     for row in rows:
-        row[2] = cut(" ".join(row[2].split()).partition(". ")[0], _WIDTH - sum(wide) - 4)
-    return "\n".join([*_wrapped(f"{short(key)}: {node_data(trace, key)['description']}", ""), table(rows[0], rows[1:])])
+        row[2] = cut(" ".join(row[2].split()).partition(". ")[0], WIDTH - sum(wide) - 4)
+    return "\n".join([wrapped(f"{short(key)}: {node_data(trace, key)['description']}"), table(rows[0], rows[1:])])
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 16 else f"{value[:13]}..."
 
 
 def _where(layer: Layer) -> str:
@@ -85,8 +92,3 @@ def _layer_data(layer: Layer) -> dict[str, Any]:
 def _origin_data(origin: Origin) -> dict[str, Any] | None:
     data = {"file": str(origin.file) if origin.file else None, "line": origin.line, "text": origin.text or None}
     return {k: v for k, v in data.items() if v is not None} or None
-
-
-def _wrapped(text: str, indent: str, more: str = "") -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + more, break_on_hyphens=False,
-                         break_long_words=False)

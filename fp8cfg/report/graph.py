@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.composition.yaml_door import listed
 from fp8cfg.config.node import Node
+from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import low_bit
+from fp8cfg.report.tables import wrapped
 
 if TYPE_CHECKING:
     import fiddle as fdl
@@ -20,12 +24,14 @@ _OPTIM = {"adamw": ("lr", "betas", "eps", "weight_decay"), "adam": ("lr", "betas
 def built(graph: fdl.Config[Job]) -> dict[str, dict[str, Any]]:
     """The autocast context, the optimizer, the schedule and the loss scaler of `graph`: each "name" and its arguments."""
     prepared, optimizer = graph.prepared, graph.optimizer
+    precision, optim = prepared.precision, optimizer.optim
     layers = sum(p.fp8 for p in prepared.plan)
-    optim = optimizer.optim
+    reduced = {"reduce_amax": precision.fp8.reduce_amax} if precision.fp8.enabled else {}
     parts = {
-        "autocast": {"name": "Job.autocast", "compute": prepared.compute, "fp8_layers": layers, "product": prepared.product},
-        "optimizer": {"name": _returned(optimizer), "inner": optim.name, **{k: getattr(optim, k) for k in _OPTIM[optim.name]},
-                      **_scalars(optimizer)},
+        "autocast": {"name": "Job.autocast", "compute": precision.compute, "fp8_layers": layers,
+                     "product": prepared.choice.product},
+        "optimizer": {**_optimizer(precision, optim.name),
+                      **{k: getattr(optim, k) for k in _OPTIM[optim.name]}, "clip_grad": optimizer.clip_grad, **reduced},
         "schedule": {"name": _called(graph.schedule), **_scalars(graph.schedule)},
     }
     if graph.loss_scaler is not None:
@@ -38,7 +44,8 @@ def tree(graph: fdl.Config[Job]) -> str:
     comes again its path stands."""
     from fiddle import printing
 
-    return str(printing.as_str_flattened(_readable(graph), include_types=False, raw_value_repr=True))
+    lines = printing.as_str_flattened(_readable(graph), include_types=False, raw_value_repr=True).splitlines()
+    return "\n".join(wrapped(line, more="    ") for line in lines)
 
 
 def dot(graph: fdl.Config[Job]) -> str:
@@ -49,28 +56,39 @@ def dot(graph: fdl.Config[Job]) -> str:
 
 
 def _readable(graph: fdl.Config[Job], paths: bool = True) -> fdl.Config[Job]:
-    """A copy of `graph` whose leaves fit on a line: nodes of the recipe taken apart, the plan as a count."""
-    import fiddle as fdl
-
+    """A copy of `graph` whose leaves fit on a line: nodes of the recipe and the backend's choice taken apart, the plan as a
+    count."""
     shown = copy.deepcopy(graph)
-    del shown.recipe
+    shown.recipe = graph.recipe.name
     shown.plan = shown.prepared.plan = f"{len(graph.plan)} linear layers, {sum(p.fp8 for p in graph.plan)} in FP8"
-    shown.prepared.fp8 = fdl.Config(dict, **listed(graph.prepared.fp8))
-    shown.optimizer.optim = fdl.Config(dict, **listed(graph.optimizer.optim))
+    shown.prepared.precision = shown.optimizer.precision = _apart(listed(graph.prepared.precision))
+    shown.optimizer.optim = _apart(listed(graph.optimizer.optim))
+    shown.choice = shown.prepared.choice = shown.optimizer.choice = _apart(asdict(graph.choice))
     if paths:
-        shown.optimizer.prepared = "= prepared"
+        shown.prepared.choice = shown.optimizer.choice = "= choice"
+        shown.optimizer.prepared, shown.optimizer.precision = "= prepared", "= prepared.precision"
         if graph.loss_scaler is not None:
             shown.optimizer.loss_scaler = "= loss_scaler"
     return shown
+
+
+def _apart(data: dict[str, Any]) -> fdl.Config[Any]:
+    """`data` as nodes of the graph."""
+    import fiddle as fdl
+
+    return fdl.Config(dict, **{k: _apart(v) if isinstance(v, dict) else v for k, v in data.items()})
 
 
 def _called(config: Any) -> str:
     return str(config.__fn_or_cls__.__name__)
 
 
-def _returned(config: Any) -> str:
-    """The class that a target returns, by its annotation."""
-    return str(config.__fn_or_cls__.__annotations__["return"])
+def _optimizer(precision: Precision, inner: str) -> dict[str, str]:
+    """What `targets.optimizer` makes of `inner`."""
+    if low_bit(precision):
+        name = {"adamw": "LowBitTrainingAdamW", "adam": "LowBitTrainingAdam"}[inner]
+        return {"name": name, "rounding": precision.storage.rounding}
+    return {"name": "MixedPrecisionOptimizer", "inner": inner}
 
 
 def _scalars(config: Any) -> dict[str, Any]:

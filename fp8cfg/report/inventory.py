@@ -8,18 +8,17 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fp8cfg import __version__
-from fp8cfg.backends.choice import Hardware, choose
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.backends import registry
+from fp8cfg.backends.choice import Hardware
 from fp8cfg.config.precision import Precision
 from fp8cfg.report.machine import find_hardware, free_memory
 
 BACKENDS = ("native", "te", "torchao", "msamp")
-MODULES = {"te": "transformer_engine", "torchao": "torchao", "msamp": "msamp"}
 VARIABLES = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "current scaling has scales that are powers of two",
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "block scaling has scales that are no powers of two",
@@ -63,14 +62,14 @@ def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
     """"runs", "emulated", or why `backend` does not run `precision` on `hardware`; None is a machine without torch."""
     if hardware is None:
         return "torch is not installed"
-    asked = precision.model_copy(deep=True)
-    asked.backend = backend  # type: ignore[assignment]
-    try:
-        product = choose(asked, hardware).product
-    except ConfigError as e:
-        missing = backend in MODULES and util.find_spec(MODULES[backend]) is None
-        return "; ".join(e.problems) + (f"; {MODULES[backend]} is not installed" if missing else "")
-    return "emulated" if product == "emulate" else "runs"
+    if not precision.fp8.enabled:
+        return "runs" if backend == "native" else "there is no FP8 in it, and torch multiplies whatever the backend is"
+    if not registry.exists(backend):
+        return f"backend={backend}: not in this version; write backend=native"
+    rules = registry.rules(backend)
+    if why := rules.unavailable() or "; ".join(rules.refusals(precision, hardware)):
+        return why
+    return "emulated" if rules.product(precision, hardware)[0] == "emulate" else "runs"
 
 
 def _presets() -> dict[str, Precision]:

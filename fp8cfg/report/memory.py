@@ -14,6 +14,7 @@ from fp8cfg.backends.planning import PlannedLinear
 from fp8cfg.builder import plan, transformer_config
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import SCALED, fp8_weights, low_bit, others, resolved
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.activations import activations
@@ -21,6 +22,8 @@ from fp8cfg.report.layout import Part, whole
 from fp8cfg.report.operands import CODEC, held_beside
 from fp8cfg.report.tables import size, table
 
+PIECE = 12 * 4 * 65536
+"""Bytes that a piece of a low-bit optimizer's step takes in float32 (numerics/codecs.py, CHUNK)."""
 NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
 """Kinds that grow with tokens rather than with parameters."""
 
@@ -43,8 +46,10 @@ def memory(recipe: Recipe, device: str, part: Part | None = None) -> dict[str, i
     part = part or whole(recipe)
     linears = linears_of(recipe, part)
     kinds = persistent(recipe, part, linears)
-    live = asdict(activations(recipe, device, part, linears, CODEC[chart.storage(recipe.precision)["weight_grad"]]))
+    live = asdict(activations(recipe, device, part, linears, gradient_bytes(recipe)))
     kinds["FP8 copies"] += live.pop("copies")
+    if (wide := before_step(recipe, part) - kinds["gradients"]) > 0:
+        kinds["accumulation"] = wide
     kinds |= {"activations": live.pop("kept"), **live}
     step = step_bytes(recipe, part, linears)
     return {**kinds, "optimizer step": max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))}
@@ -52,18 +57,37 @@ def memory(recipe: Recipe, device: str, part: Part | None = None) -> dict[str, i
 
 def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, int]:
     """The kinds that stay from step to step; of FP8 copies the scales, histories and second copies that are state."""
-    columns, counts = chart.row(recipe), parameters(recipe, part)
-    other = chart.other_weight(recipe.precision)
-    each = {"weights": ("weight", CODEC[other]), "masters": ("master_weight", 4 if other != "fp32" else 0),
-            "gradients": ("weight_grad", 4 if chart.level(recipe.precision) else CODEC[columns["weight_grad"]])}
-    kinds = {kind: counts.linear * CODEC[columns[k]] + counts.other * rest for kind, (k, rest) in each.items()}
-    kinds["moments"] = counts.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]])
+    columns, rest, counts = chart.row(recipe), others(recipe.precision), parameters(recipe, part)
+    each = {"weights": "weight", "masters": "master_weight", "gradients": "weight_grad"}
+    kinds = {kind: int(counts.linear * CODEC[columns[k]] + counts.other * CODEC[rest[k]]) for kind, k in each.items()}
+    kinds["moments"] = int(counts.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]]))
     zero = {"none": (), "zero1": ("masters", "moments"), "zero2": ("masters", "moments", "gradients")}
     for kind in zero[recipe.storage.shard]:
         kinds[kind] //= part.data
     state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if recipe.fp8.scaling == "delayed" else 0
-    held = counts.linear if recipe.fp8.params else 0
+    held = counts.linear if fp8_weights(recipe.precision) else 0
     return {**kinds, "FP8 copies": state + int(held * held_beside(recipe))}
+
+
+def gradient_bytes(recipe: Recipe) -> float:
+    """Bytes in which an element of a weight's gradient is accumulated: float32 where it is then stored with a scale."""
+    name = resolved(recipe.precision)["weight_grad"]
+    return 4 if name in SCALED else CODEC[name]
+
+
+def before_step(recipe: Recipe, part: Part) -> int:
+    """Bytes of the gradients at the end of the last backward pass: wide where a microbatch was added or ranks are to be, and all
+    of them also where a rank keeps those of its own alone."""
+    columns, counts = chart.row(recipe), parameters(recipe, part)
+    added = microbatches(recipe, part) > 1 or (part.data > 1 and columns["comm"] != columns["weight_grad"])
+    each = gradient_bytes(recipe) if added else CODEC[columns["weight_grad"]]
+    return int(counts.linear * each + counts.other * CODEC[others(recipe.precision)["weight_grad"]])
+
+
+def microbatches(recipe: Recipe, part: Part) -> int:
+    """Backward passes of one step on each rank."""
+    t = recipe.trainer
+    return max(1, t.global_batch_size // (t.micro_batch_size * part.data))
 
 
 def parameters(recipe: Recipe, part: Part) -> Parameters:
@@ -71,12 +95,13 @@ def parameters(recipe: Recipe, part: Part) -> Parameters:
     shapes = parameter_shapes(transformer_config(recipe))
     tied = recipe.model.share_embeddings_and_output_weights
     own = [p for p in linears_of(recipe, part) if not (tied and p.name == "output_layer")]
-    fp8 = sum(-(-p.in_features * p.out_features // part.tensor) for p in own if p.fp8)
-    matrices = sum(-(-p.in_features * p.out_features // part.tensor) for p in own) - fp8
+    every = not fp8_weights(recipe.precision)
+    narrow = sum(-(-p.in_features * p.out_features // part.tensor) for p in own if p.fp8 or every)
+    matrices = sum(-(-p.in_features * p.out_features // part.tensor) for p in own) - narrow
     if part.embedding or (tied and part.output):
         matrices += -(-prod(shapes["embedding.weight"]) // part.tensor)
     norms = recipe.model.hidden_size * (2 * len(part.layers) + part.output)
-    return Parameters(fp8, matrices + norms)
+    return Parameters(narrow, matrices + norms)
 
 
 def linears_of(recipe: Recipe, part: Part) -> list[PlannedLinear]:
@@ -109,24 +134,28 @@ def refuse_if_too_large(recipe: Recipe, device: str, free: int) -> None:
 
 
 def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
-    """Bytes that the optimizer's step takes for a while: float32 copies of fp16 gradients; one weight on its way into FP8, in
+    """Bytes that the optimizer's step takes for a while: float32 copies of narrower gradients; one weight on its way into FP8, in
     float32 before and after it is cut to the range, and rounded."""
-    widened = 4 * parameters(recipe, part).total if recipe.precision.compute == "fp16" else 0
-    held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if recipe.fp8.params else 0
-    return max(widened, 9 * held // part.tensor)
+    pieces = low_bit(recipe.precision)
+    widened = 4 * parameters(recipe, part).total if gradient_bytes(recipe) < 4 and not pieces else 0
+    in_fp8 = fp8_weights(recipe.precision)
+    held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
+    return max(widened, (13 if pieces else 9) * held // part.tensor, PIECE if pieces else 0)
 
 
 def _note(recipe: Recipe, kind: str, part: Part) -> str:
-    columns, other, compute = chart.row(recipe), chart.other_weight(recipe.precision), recipe.precision.compute
+    columns, rest = chart.row(recipe), others(recipe.precision)
+    layers = "FP8 layers" if fp8_weights(recipe.precision) else "linear layers"
     state = "scales, amax histories" if recipe.fp8.scaling == "delayed" else "for dgrad, and scales"
     tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
     return {
-        "weights": other if columns["weight"] == other else f"{other}, FP8 layers {columns['weight']}",
-        "masters": columns["master_weight"], "gradients": columns["weight_grad"],
+        **{kind: rest[k] if columns[k] == rest[k] else f"{rest[k]}, {layers} {columns[k]}"
+           for kind, k in (("weights", "weight"), ("masters", "master_weight"), ("gradients", "weight_grad"))},
+        "accumulation": "gradients until they are summed and stored",
         "moments": chart.moments(columns),
-        "FP8 copies": state if recipe.fp8.params else "quantized weights, forward to backward",
+        "FP8 copies": state if fp8_weights(recipe.precision) else "quantized weights, forward to backward",
         "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
         "logits": f"vocab_size={recipe.model.vocab_size}",
         "backward": "gradients of activations" if recipe.model.recompute_granularity == "none" else "one layer again",
-        "optimizer step": "fp32 gradients" if compute == "fp16" else "one weight on its way to FP8",
+        "optimizer step": "pieces on their way to codecs" if low_bit(recipe.precision) or gradient_bytes(recipe) == 4 else "fp32 gradients",
     }[kind]

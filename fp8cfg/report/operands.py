@@ -5,8 +5,11 @@ from __future__ import annotations
 from fp8cfg.config.fp8 import power_2_scales, weights_2d
 from fp8cfg.config.recipe import Recipe
 
-CODEC = {"none": 0, "fp32": 4, "bf16": 2, "fp16": 2, "fp16_scaled": 2, "fp8": 1, "fp8_pow2": 1, "fp8_block": 1}
-"""One element in each codec of `storage`. Scales are left out: one for a tensor or a block of a hundred."""
+CODEC: dict[str, float] = {
+    "none": 0, "fp32": 4, "bf16": 2, "fp16": 2, "fp16_scaled": 2, "fp8": 1,
+    "fp8_pow2": 1, "fp8_block": 1 + 4 / 128,
+         "fp8_expand": 1 + 8 / 128}
+"""One element in each codec of `storage`, with its share of a block's scale; one for a whole tensor is left out."""
 _TILES = {"block": (128, 4), "mxfp8": (32, 1), "nvfp4": (16, 1)}
 """Scalings with many scales: how many elements in a row share one, and its bytes where it is stored."""
 
@@ -46,7 +49,7 @@ def decoded(recipe: Recipe, device: str) -> float:
     return operand(recipe, device) if emulated(recipe, device) else 0
 
 
-def product(recipe: Recipe, device: str, out: int) -> float:
+def product(recipe: Recipe, device: str, out: float) -> float:
     """The most that an element of the result of an FP8 product takes before it is there, in `out` bytes.
 
     Hardware writes the output. An emulated product has the carrier's dtype. One scale a tensor is multiplied in afterwards, in

@@ -11,11 +11,12 @@ from fp8cfg.builder import plan, transformer_config
 from fp8cfg.composition.yaml_door import listed
 from fp8cfg.config.errors import ConfigError, NotFP8Error
 from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.precision import resolved
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import resolved
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report.coverage import planned
 from fp8cfg.report.memory import memory_table
+from fp8cfg.report.planned_text import passed_over
 from fp8cfg.report.tables import amount
 
 
@@ -52,14 +53,15 @@ def _fp8(recipe: Recipe) -> dict[str, object]:
 def body(recipe: Recipe, hardware: Hardware) -> str:
     """The planned coverage, the backend that will do it, the memory it takes, and the layout. Raises ConfigError as
     `choose` and `plan` do."""
-    choice = choose(recipe.precision, hardware)
+    choice = choose(recipe.precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps)
     parts = []
     if recipe.fp8.enabled:
-        coverage = planned(recipe, plan(recipe))
+        coverage = planned(recipe, plan(recipe, choice.backend))
         least = recipe.fp8.min_coverage
         if coverage.share < least:
             raise NotFP8Error(f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
-        parts.append(f"planned coverage: backend {choice.backend} ({choice.why})\n{coverage}")
+        backend = "\n".join([f"planned coverage: backend {choice.backend} ({choice.why})", *passed_over(choice)])
+        parts.append(f"{backend}\n{coverage}")
     parts.append(memory_table(recipe, hardware.device))
     parts += [line for line in [_scaled_down(recipe)] if line]
     return "\n" + "\n\n".join(parts) + "\n"

@@ -68,11 +68,12 @@ def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
     hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
     choice, refusals = None, list[str]()
     try:
-        choice = choose(recipe.precision, hardware)
+        choice = choose(recipe.precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps, here=gpu is None)
     except ConfigError as e:
         refusals = e.problems
     ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part)) for part in parts(recipe, world)]
-    return Plan(recipe, world, gpu, hardware, choice, refusals, planned(recipe, plan(recipe)), ranks)
+    coverage = planned(recipe, plan(recipe, choice.backend if choice else None))
+    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks)
 
 
 def data(p: Plan) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
+from fp8cfg.backends.choice import Choice
 from fp8cfg.report import chart, speedups
 from fp8cfg.report.memory import memory_table
 from fp8cfg.report.planned import Plan
-from fp8cfg.report.tables import amount, size, table
+from fp8cfg.report.tables import amount, size, table, wrapped
 
 
 def text(p: Plan, built: dict[str, dict[str, Any]] | None) -> str:
@@ -24,8 +24,15 @@ def text(p: Plan, built: dict[str, dict[str, Any]] | None) -> str:
 def _runs(p: Plan) -> str:
     where = p.gpu.name if p.gpu else "a CPU (name a GPU: --gpu h100)"
     if p.choice:
-        return f"backend on {where}: {p.choice.backend}, {p.choice.why}"
-    return "\n".join(f"cannot run on {where}: {line}" for line in p.refusals)  # one line each, however long, for grep
+        lines = [wrapped(f"backend on {where}: {p.choice.backend}, {p.choice.why}", more="  ")]
+        return "\n".join([*lines, *passed_over(p.choice)])
+    return "\n".join(wrapped(f"cannot run on {where}: {line}", more="  ") for line in p.refusals)
+
+
+def passed_over(choice: Choice) -> list[str]:
+    """A line for each backend that would have gone first on this hardware; none where FP8 is emulated or off."""
+    lines = choice.passed_over if choice.product == "scaled_mm" else ()
+    return [wrapped(f"passed over {line}", "  ", "    ") for line in lines]
 
 
 def _layout(p: Plan) -> str:
@@ -51,8 +58,8 @@ def _memory(p: Plan) -> str:
     lines.append(f"activations, logits and backward: {none}, with recomputation {full}")
     if p.gpu:
         left = p.gpu.memory - p.widest.total
-        verdict = f"yes, {size(left)} to spare" if left >= 0 else f"no, {size(-left)} too much"
-        lines.append(f"fits {p.gpu.name}, {size(p.gpu.memory)}: {verdict}")
+        gpu = f"{p.gpu.name}, {size(p.gpu.memory)}"
+        lines.append(f"fits {gpu}: {size(left)} to spare" if left >= 0 else f"does not fit {gpu}: {size(-left)} too much")
     return "\n".join(lines)
 
 
@@ -67,23 +74,19 @@ def _gains(p: Plan) -> str:
     lines += [f"  {g.times:.2f}x  {g.what}, {g.where}\n         {g.source}" for g in found]
     if not found:
         lines.append(f"  none at hand for fp8.scaling={p.recipe.fp8.scaling}")
-    lines.append(_wrapped(f"sizes here: {speedups.sizes(p.recipe, p.widest.part)}"))
+    lines.append(wrapped(f"sizes here: {speedups.sizes(p.recipe, p.widest.part)}", more="  "))
     if p.recipe.fp8.scaling != "nvfp4":  # whose products have another peak
         bound = 1 / (1 - p.coverage.share * (1 - gpu.bf16 / gpu.fp8))
         lines.append(f"all matrix products at the peaks of {gpu.name}: at most {bound:.2f}x")
     small = ", ".join(f"{name} {k} -> {n}" for name, (k, n) in p.too_small().items())
-    lines.append(_wrapped(f"too small to win: {small or 'none'}\n") + f"\n  by {speedups.FILTER}")
+    lines += [wrapped(f"too small to win: {small or 'none'}", more="  "), f"  by {speedups.FILTER}"]
     return "\n".join(lines)
 
 
 def _call(kind: str, name: str, **arguments: Any) -> str:
     values = ", ".join(f"{k}={_value(v)}" for k, v in arguments.items())
-    return textwrap.fill(f"  {kind:<12}  {name}({values})", 80, subsequent_indent=" " * 16, break_long_words=False)
+    return wrapped(f"{kind:<12}  {name}({values})", "  ", " " * 16)
 
 
 def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _wrapped(line: str) -> str:
-    return textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
@@ -12,7 +15,7 @@ from fp8cfg.composition.leaves import owner
 from fp8cfg.config.files import NAME
 from fp8cfg.config.node import Node
 from fp8cfg.config.presets import FUNCTIONS
-from fp8cfg.config.recipe import ALIASES, Recipe
+from fp8cfg.config.recipe import ALIASES, Recipe, fields
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _DEFAULTS = "What this builds on, in Hydra's way: a recipe's name, or group: name. `recipe`, `precision` and `data` say the same."
@@ -27,28 +30,29 @@ class _Generator(GenerateJsonSchema):
 
 def recipe_schema(library: Library) -> dict[str, Any]:
     """The schema of a recipe's YAML file; names are those that `library` can choose."""
-    schema = _of(Recipe)
+    schema = _any_case(_of(Recipe))
     parts = schema["$defs"]
-    names: dict[str, Any] = {group: {"enum": [*_names(library, group), None]} for group in ("recipe", *LEAVES)}
+    given = {group: _named(_names(library, group), group) for group in ("recipe", *LEAVES)}
+    names: dict[str, Any] = {group: {"anyOf": [*forms, {"type": "null"}]} for group, forms in given.items()}
     plugins = parts["Trainer"]["properties"]["plugins"]
-    plugins["anyOf"] = [names["precision"], {"$ref": plugins.pop("$ref")}]
+    plugins["anyOf"] = [*given["precision"], {"$ref": plugins.pop("$ref")}]
     full = schema.pop("properties")
     own: dict[str, Any] = {"recipe": {"description": "The recipe that this one builds on.", **names["recipe"]}}
     for group, (cls, _) in LEAVES.items():
         about = f"A preset's name, or keys: {_line(cls.__doc__ or '')}"
         own[group] = {"description": about, "anyOf": [names[group], {"$ref": f"#/$defs/{cls.__name__}"}]}
-    own |= {alias: key_schema(key) for alias, key in ALIASES.items() if alias not in own}
+    own |= {alias: _any_case(key_schema(key)) for alias, key in ALIASES.items() if alias not in own}
     rest = {key: value for key, value in full.items() if key not in own}
     entry = {"type": "object", "additionalProperties": False,
-             "patternProperties": {f"^(override )?/?{group}(@.*)?$": names[group] for group in names}}
+             "patternProperties": {f"^(override )?/*{group}(@.*)?$": names[group] for group in names}}
     own["defaults"] = {"description": _DEFAULTS, "type": ["array", "null"],
                        "items": {"anyOf": [{"const": "_self_"}, names["recipe"], entry]}}
-    return {"$schema": DIALECT, **schema, "title": "A recipe of fp8cfg", "properties": own | rest}
+    return {"$schema": DIALECT, **schema, "title": "A recipe of fp8cfg", "properties": own | rest, "patternProperties": _dotted()}
 
 
 def preset_schema(group: str) -> dict[str, Any]:
     """The schema of a preset's YAML file: "precision" or "data"."""
-    return {"$schema": DIALECT, **_of(LEAVES[group][0]), "title": f"A {group} preset of fp8cfg"}
+    return {"$schema": DIALECT, **_any_case(_of(LEAVES[group][0])), "title": f"A {group} preset of fp8cfg"}
 
 
 def key_schema(key: str) -> dict[str, Any]:
@@ -56,6 +60,40 @@ def key_schema(key: str) -> dict[str, Any]:
     cls, leaf = owner(key)
     found: dict[str, Any] = _of(cls)["properties"][leaf]
     return found
+
+
+def _dotted() -> dict[str, Any]:
+    """Keys by their dotted names, short and full, which a file may have at its top. As patterns, which editors do not offer."""
+    found = {}
+    for key in fields():
+        cls, leaf = owner(key)
+        spelled = [key, *(alias + key.removeprefix(home) for alias, home in ALIASES.items() if key.startswith(f"{home}."))]
+        dotted = [re.escape(name) for name in spelled if "." in name]
+        if dotted:
+            found[f"^({'|'.join(dotted)})$"] = {"$ref": f"#/$defs/{cls.__name__}/properties/{leaf}"}
+    return found
+
+
+def _any_case(schema: Any) -> Any:
+    """A copy in which options are in any case, as they are read; the options themselves are what editors offer."""
+    if isinstance(schema, list):
+        return [_any_case(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {k: _any_case(v) for k, v in schema.items() if k != "enum"}
+    return {**copy, "anyOf": [{"enum": schema["enum"]}, _spelled(schema["enum"])]} if "enum" in schema else copy
+
+
+def _named(names: list[str], group: str) -> list[dict[str, Any]]:
+    """The forms of a preset's name: in its own spelling, and for precision in any case, with '-' or '_'."""
+    lower = [name for name in names if name == name.lower() and "-" not in name]
+    return [{"enum": names}, *([_spelled(lower, {"_": "[-_]"})] if group == "precision" else [])]
+
+
+def _spelled(words: list[str], signs: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Any of `words` in any case, and each of `signs` as the pattern that it is given there; JSON Schema has no flag for it."""
+    letters = ("".join(signs.get(c, f"[{c.upper()}{c.lower()}]" if c.isalpha() else c) for c in word) for word in words)
+    return {"type": "string", "pattern": f"^({'|'.join(letters)})$"}
 
 
 def _of(cls: type[Node]) -> dict[str, Any]:

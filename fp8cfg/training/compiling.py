@@ -15,9 +15,13 @@ WORTH_FLOPS = {"cpu": 4e13, "cuda": 1e17}
 """Matmul FLOPs of a run from which compiling pays for itself: a few minutes of a core, or of a GPU."""
 
 
-def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str) -> bool:
-    """Whether this run is compiled. Raises ConfigError where trainer.compile=on and there is no compiler."""
+def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend: str = "native") -> bool:
+    """Whether this run is compiled. Raises ConfigError where trainer.compile=on and it cannot be."""
     wanted = recipe.trainer.compile
+    if backend in ("te", "msamp"):
+        if wanted == "on":
+            raise ConfigError(f"trainer.compile=on: layers of backend={backend} are not compiled; write off")
+        return False
     there = importlib.util.find_spec("triton") is not None if device == "cuda" else shutil.which("g++") is not None
     if wanted == "on" and not there:
         raise ConfigError(f"trainer.compile=on: no {'triton' if device == 'cuda' else 'C++ compiler (g++)'} here; write off")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.training.collectives import Traffic
 
-BUCKET = 32 * 1024 * 1024
-"""Elements of gradients that are sent in one all-reduce."""
+SENT = Traffic()
+"""What this process has sent of gradients and weights."""
 
 
 class RankLost(Fp8cfgError):
@@ -23,30 +24,27 @@ class RankLost(Fp8cfgError):
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of this run. Every method is called by all ranks at the same points."""
+    """The ranks of this run, and what this one has sent. Every method is called by all ranks at the same points."""
 
     rank: int = 0
     size: int = 1
+    traffic: Traffic = field(default_factory=lambda: SENT, compare=False)
 
     @property
     def first(self) -> bool:
         """Whether this rank prints and writes."""
         return self.rank == 0
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up `.grad` over the ranks, in the dtype it has, in few large messages of one dtype each."""
-        if self.size == 1:
-            return
-        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
-            flat = torch.cat([g.reshape(-1) for g in bucket])
-            dist.all_reduce(flat)
-            for g, reduced in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
-                g.copy_(reduced.view_as(g))
-
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over the ranks."""
         if self.size > 1:
             dist.all_reduce(value)
+        return value
+
+    def largest(self, value: Tensor) -> Tensor:
+        """The elementwise maximum of a tensor over the ranks."""
+        if self.size > 1:
+            dist.all_reduce(value, dist.ReduceOp.MAX)
         return value
 
     def any(self, flag: bool) -> bool:
@@ -89,14 +87,3 @@ def current() -> World:
 
 def _device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-
-
-def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for g in gradients:
-        if bucket and (bucket[0].dtype != g.dtype or sum(b.numel() for b in bucket) + g.numel() > BUCKET):
-            yield bucket
-            bucket = []
-        bucket.append(g)
-    if bucket:
-        yield bucket

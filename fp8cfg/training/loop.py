@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from textwrap import fill
 from typing import Any
 
+from fp8cfg.backends import registry
 from fp8cfg.config.errors import ConfigError, Fp8cfgError
 from fp8cfg.data import DataError
 from fp8cfg.job import Job
@@ -78,12 +80,13 @@ class _Fit:
         self.recipe = job.recipe
         self.batches, self.held_out = run_data(job.recipe)
         refuse_layout(self.recipe, world.size)
-        microbatches(job, world)
+        if microbatches(job, world) > 1 and job.choice.backend == "te":
+            registry.backend("te").cache_weights(job.model)  # type: ignore[attr-defined]
         if self.recipe.trainer.val_check_interval:
             validation_batches(self.recipe, self.held_out, world)  # a batch that cannot be had is said before the first step
         self.val_loss: float | None = None
         self.saves = world.any(run is not None)
-        self.saved_at = -1
+        self.saved_at, self.traffic_said = -1, False
         self.skipped = 0
 
     def run_all(self, start_from: Loaded | None) -> Result:
@@ -99,6 +102,7 @@ class _Fit:
             progress = stack.enter_context(Progress(last, self.recipe.log.every_n_steps)) if self.world.first else None
             for step in range(first, last):
                 self.logs.statistics(self.batches, step, self.world)
+                self.world.traffic.clear()
                 began = time.perf_counter()
                 result = train_step(self.job, self.batches, step, self.world)
                 seconds = time.perf_counter() - began
@@ -117,7 +121,7 @@ class _Fit:
 
     def _compile(self, start_from: Loaded | None) -> None:
         """As trainer.compile says; a resumed run as it was before, since compiled sums round differently."""
-        compiled = compiles(self.recipe, self.job.plan, self.job.device.type)
+        compiled = compiles(self.recipe, self.job.plan, self.job.device.type, self.job.choice.backend)
         if start_from and start_from[1]["recipe"]["trainer"]["compile"] == self.recipe.trainer.compile:
             compiled = start_from[1]["compiled"]
         if compiled and not self.job.compiled:
@@ -133,7 +137,8 @@ class _Fit:
         if self.recipe.fp8.enabled:
             self.say(f"coverage, observed in the first step ({_HOW[self.job.choice.product]})\n{seen}\n")
         if self.run:
-            self.run.coverage.write_text(json.dumps(seen.data(), indent=1) + "\n", encoding="utf-8")
+            record = {"backend": asdict(self.job.choice), **seen.data()}
+            self.run.coverage.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def _record(self, done: int, result: Step, seconds: float, progress: Progress | None) -> None:
         t, scaler = self.recipe.trainer, self.job.loss_scaler
@@ -143,10 +148,19 @@ class _Fit:
             "tokens": done * tokens, "seconds": seconds}
         if scaler:
             values["loss_scale"] = scaler.scale
+        if self.world.size > 1:
+            values["sent_bytes"] = self._sent(result)
         self.logs.write(done, values)
         if progress:
             progress.update(done, result.loss, result.lr, tokens / seconds)
         self._watch(done, result)
+
+    def _sent(self, result: Step) -> int:
+        """Bytes that this rank sent in the step. The first that was not skipped, which hands weights round, is said."""
+        if result.stepped and not self.traffic_said:
+            self.traffic_said = True
+            self.say(fill(f"sent in a step by the first rank: {self.world.traffic}", 80, subsequent_indent="  "))
+        return sum(self.world.traffic.bytes.values())
 
     def _watch(self, done: int, result: Step) -> None:
         if result.stepped and self.skipped:
@@ -174,9 +188,10 @@ class _Fit:
             return
         self.saved_at = done
         problem: checkpoint.CheckpointError | None = None
+        optimizer = saved.optimizer_tensors(self.job, self.world)
         if self.run:
             try:
-                tensors, state = saved.collect(self.job, self.batches, done)
+                tensors, state = saved.collect(self.job, self.batches, done, optimizer)
                 checkpoint.save(self.run.checkpoints, done, tensors, state, self.recipe.checkpoint.keep, self.world.size)
             except checkpoint.CheckpointError as e:
                 problem = e

@@ -1,8 +1,8 @@
 """Planned and measured bytes of a training step, by kind.
 
 Measured are live tensor bytes, counted by a dispatch mode that sees every tensor made and, by a weak reference, when its
-storage dies: saved tensors are among them, memory that the allocator keeps is not. The pass that is measured finds all
-gradients there, as the later microbatches of a step do.
+storage dies: saved tensors are among them, memory that the allocator keeps is not. The pass that is measured is the last of a
+step of two microbatches: it finds all gradients there, and stores those that have a codec.
 """
 
 from __future__ import annotations
@@ -19,30 +19,37 @@ from torch.utils._pytree import tree_leaves
 
 from fp8cfg.builder import build
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.job import Job
 from fp8cfg.report.activations import LOGITS
 from fp8cfg.report.layout import whole
 from fp8cfg.report.memory import linears_of, memory, persistent, step_bytes
 from fp8cfg.report.tables import size, table
+from fp8cfg.training.reduction import stored_grads
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the storages that are alive and were made inside of the mode: `now`, and at most, `peak`. `known` tensors are
-    not counted."""
+    not counted; those of `mortal` are only when they die, which takes their bytes off."""
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], mortal: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known = [t.untyped_storage() for t in known]
         self._seen: dict[int, Any] = {id(storage): None for storage in self._known}
+        for t in mortal:
+            self._watch(t.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, Tensor) and id(storage := t.untyped_storage()) not in self._seen:
-                self._seen[id(storage)] = weakref.ref(storage, partial(self._gone, id(storage), storage.nbytes()))
+                self._watch(storage)
                 self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)
         return out
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        self._seen[id(storage)] = weakref.ref(storage, partial(self._gone, id(storage), storage.nbytes()))
 
     def _gone(self, key: int, count: int, _: Any) -> None:
         self.now -= count
@@ -55,8 +62,8 @@ BOUNDS = {"weights": 0.05, "masters": 0.05, "gradients": 0.05, "moments": 0.05, 
 
 def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     """Planned and measured bytes of `recipe` on this machine: of what stays from step to step; and over that, after the
-    forward pass, at the peak of forward and backward pass together, and at the peak of the optimizer's step. One microbatch of
-    random tokens."""
+    forward pass, at the peak of forward and backward pass together where gradients are all there, and at the peak of the
+    optimizer's step. A microbatch is random tokens."""
     job = build(recipe)
     shape = recipe.trainer.micro_batch_size, recipe.model.seq_length
     batch = [torch.randint(recipe.model.vocab_size, shape, device=job.device) for _ in range(2)]
@@ -69,19 +76,33 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
             job.backward(loss)
 
     one_pass()
-    job.optimizer.step()  # makes moments, and keeps the gradients
-    parameters, state = list[Tensor](job.model.parameters()), job.optimizer.state_tensors()
-    held: dict[str, list[Tensor]] = {
-        "weights": parameters, "masters": [t for name, t in state.items() if name.endswith(".master")],
-        "gradients": [p.grad for p in parameters if p.grad is not None],
-        "moments": [t for name, t in state.items() if not name.endswith(".master")], "FP8 state": list(job.model.buffers())}
-    with LiveBytes([*batch, *(t for tensors in held.values() for t in tensors)]) as live:
+    job.optimizer.step()  # makes moments
+    job.optimizer.zero_grad()
+    one_pass()
+    kept = stored(job)
+    with LiveBytes([*batch, *(t for tensors in kept.values() for t in tensors)], gradients(job)) as live, job.optimizer.storing():
         one_pass(live)
-    measured = {kind: sum(t.nbytes for t in tensors) for kind, tensors in held.items()}
-    with LiveBytes(t for tensors in held.values() for t in tensors) as stepping:
+    kept["gradients"] = gradients(job)
+    measured = {kind: sum(t.nbytes for t in tensors) for kind, tensors in kept.items()}
+    with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
         job.optimizer.step()
     measured |= {"after forward": passed[-1], "peak": live.peak, "optimizer step": stepping.peak}
     return {kind: (n, measured[kind]) for kind, n in planned(recipe, job.device.type).items()}
+
+
+def stored(job: Job) -> dict[str, list[Tensor]]:
+    """The tensors of `job` that stay from step to step, by kind, but for gradients; the scale of a codec-held weight is one of
+    FP8 state's."""
+    state = job.optimizer.state_tensors()
+    return {"weights": list(job.model.parameters()), "masters": [t for name, t in state.items() if ".master" in name],
+            "moments": [t for name, t in state.items() if ".exp_avg" in name or ".momentum" in name],
+            "FP8 state": list(job.model.buffers())}
+
+
+def gradients(job: Job) -> list[Tensor]:
+    """The gradients of `job` as they are now, those that are stored in a codec among them."""
+    plain = [p.grad for p in job.model.parameters() if p.grad is not None]
+    return [*plain, *(t for stored in stored_grads(job).values() for t in stored)]
 
 
 def planned(recipe: Recipe, device: str) -> dict[str, int]:

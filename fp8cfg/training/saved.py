@@ -12,28 +12,47 @@ from fp8cfg.config import spellings
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import Recipe, full, short, short_keys
+from fp8cfg.config.storage import low_bit
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
+from fp8cfg.optim.low_bit_training import LowBitTraining
 from fp8cfg.training import rng
 from fp8cfg.training.checkpoint import Tensors
+from fp8cfg.training.distributed import World
+from fp8cfg.training.zero import full_state
 
 FREE = (
     "name", "log.*", "checkpoint.*", "trainer.max_steps", "trainer.val_check_interval", "trainer.limit_val_batches",
     "trainer.micro_batch_size", "trainer.num_nodes", "trainer.devices", "trainer.strategy.*", "trainer.gradient_clip_val",
     "optim.lr", "optim.min_lr", "optim.weight_decay", "optim.warmup_steps", "optim.constant_steps", "optim.lr_decay_style",
-    "data.path", "fp8.min_coverage", "fp8.use_autocast_during_eval", "model.recompute_granularity",
+    "data.path", "storage.shard", "fp8.min_coverage", "fp8.use_autocast_during_eval", "model.recompute_granularity",
 )  # fmt: skip
 """Keys that may differ on resume without being allowed: how long, where, how fast. Each change is printed."""
 FIXED = ("model.*", "precision.compute", "optim.name", "data.*", "trainer.seed", "trainer.global_batch_size")
 """Keys that a checkpoint cannot change at all: its tensors, or its place in the data, would not fit."""
+STATE = ("storage.*", "opt_level")
+"""Keys that it cannot change either where they decide whether the low-bit optimizer keeps the state."""
 
 
-def collect(job: Job, batches: Batches, step: int) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors by group and the JSON state after `step` optimizer steps."""
+def optimizer_tensors(job: Job, world: World) -> dict[str, Tensor]:
+    """The optimizer's tensors, on the first rank those that other ranks keep among them. All ranks call it."""
+    if job.prepared.owner:
+        assert isinstance(job.optimizer, LowBitTraining), "sharding needs it"
+        return full_state(job.optimizer, job.prepared.owner, world)
+    return job.optimizer.state_tensors()
+
+
+def collect(
+    job: Job, batches: Batches, step: int, optimizer: dict[str, Tensor] | None = None
+) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors by group and the JSON state after `step` optimizer steps. `optimizer` is what `optimizer_tensors` gave, by default
+    what this rank has."""
+    if optimizer is None:
+        optimizer = job.optimizer.state_tensors()
     model = {k: v for k, v in job.model.state_dict().items() if not _is_fp8(k)}
     fp8 = {k: v for k, v in job.model.state_dict().items() if _is_fp8(k)}
     random, random_json = rng.capture()
-    tensors = {"model": model, "optimizer": job.optimizer.state_tensors(), "fp8": fp8, "rng": random}
+    tensors = {"model": model, "optimizer": optimizer, "fp8": fp8, "rng": random}
     state = {
         "step": step, "data": batches.state(step), "optimizer": job.optimizer.state_json(), "rng": random_json,
         "recipe": listed(job.recipe), "compiled": job.compiled,
@@ -51,11 +70,12 @@ def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
     old, new = _flat(saved), _flat(wanted)
     allow = [short(full(key)) for key in allow]
     lines = [spellings.unknown(a, short_keys()) for a in allow if not any(_matches(k, [a]) for k in short_keys())]
+    fixed = (*FIXED, *(STATE if low_bit(saved.precision) != low_bit(wanted.precision) else ()))
     for key in changes(saved, wanted):
-        if _matches(key, FREE) or (_matches(key, allow) and not _matches(key, FIXED)):
+        if not _matches(key, fixed) and (_matches(key, FREE) or _matches(key, allow)):
             continue
         was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
-        cure = "start a new run" if _matches(key, FIXED) else f"repeat it with --allow {key}"
+        cure = "start a new run" if _matches(key, fixed) else f"repeat it with --allow {key}"
         lines.append(f"{key}={now}: this run was started with {was}; {cure}")
     held = [r.fp8.enabled and r.fp8.params for r in (saved, wanted)]
     if saved.precision.compute == "fp32" and held[0] != held[1]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp8cfg.backends import native
-from fp8cfg.backends.planning import plan_attention
+from fp8cfg.backends import registry
+from fp8cfg.backends.planning import differences, not_engaged, plan_attention
 from fp8cfg.config.errors import ConfigError, NotFP8Error
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
 from fp8cfg.report.coverage import Coverage, ran
 from fp8cfg.training.distributed import World
+from fp8cfg.training.reduction import stores_early, sum_gradients
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,12 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     job.optimizer.zero_grad()
     for i in range(count):
         tokens, targets = batches.batch(step, world.rank, world.size, i, count)
-        with job.autocast():
+        last = i + 1 == count
+        with job.autocast(), job.optimizer.storing() if last and stores_early(job, world) else nullcontext():
             loss = job.forward(tokens.to(job.device), targets.to(job.device))
             job.backward(loss, parts=count * world.size)
         total += loss.detach()
-    world.sum_gradients(job.model.parameters())
+    sum_gradients(job, world)
     lr = job.schedule.apply(job.optimizer, job.optimizer.steps)  # a skipped step does not move it (Megatron's training.py)
     stepped = job.optimizer.step()
     mean = world.sum(total / (count * world.size))
@@ -79,8 +82,9 @@ def prove_engagement(job: Job) -> Coverage:
     """The coverage of the step that just ran. Raises NotFP8Error where it is not what was planned, or less than
     fp8.min_coverage."""
     seen = ran(job)
+    observed = registry.backend(job.choice.backend).observed(job.model)
     attention = plan_attention(job.recipe.fp8, job.recipe.model.num_layers)
-    wrong = native.differences([*job.plan, *attention], native.observed(job.model))
+    wrong = not_engaged(job.plan, observed) if job.foreign else differences([*job.plan, *attention], observed)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")

@@ -1,0 +1,164 @@
+"""FP8 for a model of one's own, in a loop of one's own. autowrap.py has what Accelerate's users know.
+
+    fp8 = fp8cfg.convert_model(model, recipe)   # in place; print(fp8) says what was converted and what was not, and why
+    with fp8.autocast():
+        loss = model(batch)
+        loss.backward()
+    optimizer.step(); fp8.step()                # rolls histories and moves scales
+    fp8.prove()                                 # after the first step: NotFP8Error where it did not run in FP8
+
+Of the recipe the precision is read; `model` and the rest describe runs of our own. Dtypes of parameters stay what they are:
+`fp8cfg.build(recipe, model=model)` gives the whole job, with float32 masters and the recipe's optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import nn
+
+from fp8cfg.backends import registry
+from fp8cfg.backends.choice import Choice, choose
+from fp8cfg.backends.conversion import CONVERSION, converted, mark, unmark
+from fp8cfg.backends.foreign import layer_lists, plan_model
+from fp8cfg.backends.observing import loaded
+from fp8cfg.backends.planning import PlannedLinear, not_engaged
+from fp8cfg.backends.protocol import Hardware
+from fp8cfg.backends.swap import replaced
+from fp8cfg.config.errors import ConfigError, NotFP8Error
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.recipe import Recipe
+
+
+@dataclass
+class Conversion:
+    """What `convert_model` did. `model` is the model that was given, or its replacement where that was itself an nn.Linear;
+    `plan` says of each linear layer what it multiplies in which format, and why not where it does not."""
+
+    model: nn.Module
+    plan: Sequence[PlannedLinear]
+    choice: Choice
+    fp8: FP8
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """A context inside which the converted layers multiply in FP8; outside they multiply in high precision."""
+        return registry.backend(self.choice.backend).autocast(self.model, enabled)
+
+    def step(self) -> None:
+        """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales."""
+        converted(self.model).step(self.model)
+
+    def prove(self) -> None:
+        """Raise NotFP8Error where what ran since the conversion is not what was planned, or is less than fp8.min_coverage.
+        Layers and gradients that a step leaves out are no fault."""
+        prove(self.model, self.plan, self.choice, self.fp8)
+
+    def __str__(self) -> str:
+        from fp8cfg.report.coverage import of_layers
+
+        return f"backend {self.choice.backend} ({self.choice.why})\n{of_layers(self.plan)}"
+
+
+def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
+    """Replace, in place, the linear layers of `model` that the recipe's precision has in FP8, by those of its backend.
+
+    Parameters stay the very same objects: tied ones tied, frozen ones frozen. So do hooks, dtypes, devices and training flags.
+    Raises ConfigError for a recipe that cannot run here or reaches no layer, before anything is replaced."""
+    from fp8cfg.numerics import Region
+
+    fp8 = _fp8_of(recipe, model)
+    if has_fp8_layers(model):
+        raise ConfigError("convert_model: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
+    choice = choose(recipe.precision, _hardware(model))
+    holder = nn.Module()
+    holder.model = model
+    whole = holder if isinstance(model, nn.Linear) else model  # a root has no place of its own to be replaced in
+    plan = plan_model(whole, fp8, registry.rules(choice.backend).misfit)
+    registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
+    mark(whole, fp8, plan, choice)
+    return Conversion(holder.model, plan, choice, fp8)
+
+
+def convert_back(model: nn.Module) -> nn.Module:
+    """Put an nn.Linear with the very same Parameters in the place of each FP8 layer of `model`; returns it, or its replacement
+    where it is itself such a layer. Weights that were held in FP8 alone come back in the dtype that most parameters have."""
+    holder = nn.Module()
+    holder.model = model
+    wide = Counter(p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    for name, layer in list(holder.named_modules()):
+        for backend in loaded():
+            if (plain := backend.plain(layer)) is not None:
+                if isinstance(plain, nn.Linear) and plain.weight is not layer.weight and wide:
+                    plain.weight.data = plain.weight.data.to(wide.most_common(1)[0][0])
+                replaced(holder, name, plain)
+    unmark(holder)
+    for module in holder.modules():
+        if hasattr(vars(module).get("forward"), CONVERSION):
+            del vars(module)["forward"]
+    return holder.model
+
+
+def has_fp8_layers(model: nn.Module) -> bool:
+    """Whether any layer of `model` can multiply in FP8: ours, torchao's Float8Linear, or Transformer Engine's."""
+    return (any(backend.observed(model) for backend in loaded()) or _has(model, "torchao.float8")
+            or has_transformer_engine_layers(model))
+
+
+def has_transformer_engine_layers(model: nn.Module) -> bool:
+    """Whether any layer of `model` is Transformer Engine's. Whether it multiplies in FP8 is not said by that: see `coverage`."""
+    return _has(model, "transformer_engine") or _has(model, "fp8cfg.backends.te_layers")
+
+
+def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> None:
+    """Raise NotFP8Error where what ran in `model` is not what was planned, or too little of it is in FP8."""
+    from fp8cfg.report.coverage import coverage
+
+    lines = not_engaged(plan, registry.backend(choice.backend).observed(model))
+    if lines:
+        raise NotFP8Error(f"this model did not run as was asked for: {'; '.join(lines[:3])}")
+    if (share := coverage(model).share) < fp8.min_coverage:
+        raise NotFP8Error(f"fp8.min_coverage={fp8.min_coverage:g}: {share:.1%} of the linear layers' FLOPs ran in FP8")
+
+
+def checked(recipe: Recipe, model: nn.Module) -> Recipe:
+    """A copy of `recipe` for a model with the layers of `model`. Raises ConfigError with every rule that it breaks."""
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"expected a Recipe, got {type(recipe).__name__}; compose(['precision=bf16_fp8']) gives one")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    recipe = recipe.model_copy(deep=True)
+    recipe.model.num_layers = max(layer_lists(model).values(), default=recipe.model.num_layers)  # for the rules about layers
+    recipe.check()
+    return recipe
+
+
+def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
+    """The recipe and the model around which `fp8cfg.build` makes a job."""
+    recipe = checked(recipe, model)
+    if has_fp8_layers(model):
+        raise ConfigError("build: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
+    return recipe, nn.Sequential(model) if isinstance(model, nn.Linear) else model
+
+
+def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
+    fp8, compute = checked(recipe, model).fp8, recipe.precision.compute
+    if not fp8.enabled:
+        raise ConfigError(f"convert_model: precision.compute={compute} runs no FP8; write precision=bf16_fp8")
+    if fp8.params:
+        raise ConfigError("fp8.params=True: weights in FP8 alone need an optimizer with masters; fp8cfg.build(recipe, "
+                          "model=model) makes one, or write fp8.params=false")
+    return fp8
+
+
+def _hardware(model: nn.Module) -> Hardware:
+    """Where the parameters of `model` are."""
+    from fp8cfg.report.machine import find_hardware
+
+    return find_hardware("cuda" if any(p.is_cuda for p in model.parameters()) else "cpu")
+
+
+def _has(model: nn.Module, package: str) -> bool:
+    return any(f"{base.__module__}.".startswith(f"{package}.") for m in model.modules() for base in type(m).__mro__)

@@ -1,0 +1,83 @@
+"""Weights held in the codec of `storage.weight`, whoever multiplies them: each pass decodes what it reads.
+
+What is decoded lives from a layer's forward pass to its product, or until its backward pass where the layer is not ours. What
+stays from step to step are the stored bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from fp8cfg.backends.planning import PlannedLinear
+from fp8cfg.backends.swap import replaced
+from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import SCALED, Columns, columns_of, others
+from fp8cfg.numerics import FP8Linear, Region, Scaling
+from fp8cfg.numerics import held as held_weight
+from fp8cfg.numerics.codecs import codec
+from fp8cfg.numerics.held import HeldWeight
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parameter_columns(model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear]) -> dict[str, Columns]:
+    """The storage columns of every parameter by name. A weight that a linear layer shares with another module is none of a
+    linear layer's."""
+    shared = _shared(model)
+    runs_fp8 = {f"{planned.name}.weight": planned.fp8 for planned in plan}
+    return {name: columns_of(precision, name in runs_fp8 and p not in shared, runs_fp8.get(name, False))
+            for name, p in model.named_parameters()}
+
+
+def hold(
+    model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear], columns: Mapping[str, Columns], region: Region
+) -> None:
+    """Let the linear layers of `plan` hold their weights as `columns` say, in place; those whose weights are float8 operands, or
+    in the compute dtype, stay as they are. A layer in high precision that decodes its weight is an FP8Linear with no product in
+    FP8."""
+    for planned in plan:
+        layer = model.get_submodule(planned.name)
+        named = columns.get(f"{planned.name}.weight", others(precision))  # a tied weight has another name
+        if named["weight"] == precision.compute or getattr(layer, "fp8_params", False):
+            continue
+        if type(layer) is nn.Linear:
+            high = FP8Linear.from_linear(layer, Scaling(kind="current"), region, high_precision=(True, True, True))
+            replaced(model, planned.name, high)
+            layer = high
+        if isinstance(layer, FP8Linear):
+            layer.hold(codec(named["weight"]))
+        else:
+            held_weight.hold(layer, codec(named["weight"]), DTYPES[precision.compute])
+    if others(precision)["weight"] != precision.compute:
+        for norm in [module for module in model.modules() if getattr(module, "read_by_product", False)]:
+            held_weight.hold(norm, codec("fp32"), DTYPES[precision.compute])
+
+
+def cast_parameters(model: nn.Module, precision: Precision, columns: Mapping[str, Columns]) -> None:
+    """Parameters that no layer holds in a codec, in the dtype of their weight column, and gradients in that of theirs."""
+    layers = {layer._parameters["weight"]: layer for layer in model.modules()
+              if isinstance(layer, HeldWeight) or (isinstance(layer, FP8Linear) and layer.held)}
+    for name, p in model.named_parameters():
+        gradient = DTYPES["fp32" if columns[name]["weight_grad"] in SCALED else columns[name]["weight_grad"]]
+        if p in layers:
+            layers[p].set_weight_grad_dtype(gradient)
+            continue
+        if p.dtype == torch.float32:
+            p.data = p.data.to(DTYPES[columns[name]["weight"]])
+        if p.dtype != gradient:
+            p.grad_dtype = gradient
+
+
+def held(model: nn.Module) -> dict[nn.Parameter, FP8Linear | HeldWeight]:
+    """The layer of each weight that is held in a codec with a scale; `in_codec` has the tensors."""
+    layers = (layer for layer in model.modules() if isinstance(layer, (FP8Linear, HeldWeight)) and layer.codec)
+    return {p: layer for layer in layers if (p := layer._parameters["weight"]) is not None and len(layer.in_codec) > 1}
+
+
+def _shared(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that more than one module holds, as a tied output layer and embedding do."""
+    seen: set[nn.Parameter] = set()
+    return {p for m in model.modules() for p in m.parameters(recurse=False) if p in seen or seen.add(p)}  # type: ignore[func-returns-value]

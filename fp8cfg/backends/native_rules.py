@@ -1,0 +1,81 @@
+"""What the native backend can do: everything by emulation, and on a GPU what torch's scaled matrix products have."""
+
+from __future__ import annotations
+
+from fp8cfg.backends.protocol import Hardware
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.precision import Precision
+
+FP8_CAPABILITY = (8, 9)
+"""Least CUDA compute capability with FP8 matrix products: Ada. Hopper is 9.0."""
+BLOCK_CUDA = (12, 9)
+"""Least CUDA version whose cuBLAS multiplies with scales of blocks, on Hopper."""
+ALIGNMENT = 16
+"""Scaled matrix products want every contracted and every last dimension divisible by this (cuBLASLt, TE section 3.4)."""
+
+
+def unavailable() -> str:
+    return ""
+
+
+def refusals(precision: Precision, hardware: Hardware) -> list[str]:
+    f, lines = precision.fp8, []
+    if f.dot_product_attention and f.scaling == "mxfp8":
+        lines.append("fp8.dot_product_attention=True: the native backend has none under fp8.scaling=mxfp8, where cuDNN quantizes "
+                     "the softmax by rules of its own; drop it, or write fp8.scaling=current")
+    if f.multi_head_attention:
+        lines.append("fp8.multi_head_attention=True: needs FP8 outputs of the projections: backend=te; drop it")
+    return lines or ([] if product(precision, hardware)[0] == "emulate" else _hardware_lacks(precision, hardware))
+
+
+def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
+    if hardware.device == "cpu":
+        return "emulate", "a CPU emulates FP8"
+    if precision.fp8.emulate:
+        return "emulate", "fp8.emulate=true"
+    return "scaled_mm", "FP8 matrix products of the GPU"
+
+
+def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
+    for what, size in (("in", in_features), ("out", out_features)):
+        if size % ALIGNMENT:
+            return f"{what}_features={size} is not a multiple of {ALIGNMENT}"
+    return ""
+
+
+def tokens_multiple(fp8: FP8, product: str) -> int:
+    return 1  # numerics/scaled_mm.py completes tokens with zeros
+
+
+def no_units(precision: Precision, hardware: Hardware) -> list[str]:
+    """The line that says that the GPU has no FP8 units, if it has none."""
+    if (hardware.capability or (0, 0)) >= FP8_CAPABILITY:
+        return []
+    return [f"fp8.enabled=True: {found(hardware)}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {EMULATE}, or precision=bf16"]
+
+
+def found(hardware: Hardware) -> str:
+    """What the GPU is, for a line that refuses it."""
+    return f"this GPU has compute capability {'.'.join(map(str, hardware.capability or ('unknown',)))}"
+
+
+EMULATE = "write fp8.emulate=true to emulate"
+
+
+def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
+    """The line that says what the GPU cannot multiply, and what it can, if there is anything."""
+    capability, scaling = hardware.capability or (0, 0), p.fp8.scaling
+    preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
+    if lines := no_units(p, hardware):
+        return lines
+    if scaling in ("mxfp8", "nvfp4"):
+        return [f"fp8.scaling={scaling}: the native backend multiplies it by emulation alone, and {found(hardware)}; {EMULATE}, "
+                f"or precision={preset}"]
+    if scaling == "block" and capability[0] != 9:
+        return [f"fp8.scaling=block: {found(hardware)}, block scaling needs 9.0 (Hopper); {EMULATE}, or precision={preset}"]
+    if scaling == "block" and (hardware.cuda or (0, 0)) < BLOCK_CUDA:
+        version = ".".join(map(str, hardware.cuda or ("unknown",)))
+        return [f"fp8.scaling=block: torch has CUDA {version}, block scaling needs 12.9; {EMULATE}, or precision={preset}"]
+    if p.fp8.dot_product_attention:
+        return [f"fp8.dot_product_attention=True: the native backend has it by emulation alone; {EMULATE}, or drop it"]
+    return []

@@ -1,0 +1,41 @@
+"""What ran in a model, asked of its layers alone: whoever converted it, and whatever loop it runs in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+from fp8cfg.backends import registry
+from fp8cfg.backends.conversion import REASON
+from fp8cfg.backends.planning import ATTENTION_GEMMS, GEMMS, PlannedAttention, PlannedLinear
+from fp8cfg.backends.protocol import Backend, Observed
+
+
+def loaded() -> Iterator[Backend]:
+    """The backends that this process has used: no model has layers of another one."""
+    return (registry.backend(name) for name in registry.PREFERENCE if f"fp8cfg.backends.{name}" in sys.modules)
+
+
+def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttention]]:
+    """What each linear layer of `model` multiplied, and each attention that is converted, with the reason where none of it was in
+    FP8."""
+    seen: Observed = {}
+    for backend in loaded():
+        seen |= backend.observed(model)
+    linears, attentions = [], []
+    for name, module in model.named_modules():
+        ran = seen.get(name, {})
+        if isinstance(module, nn.Linear) or "fprop" in ran:
+            gemms = tuple(ran.get(g) for g in GEMMS)
+            linears.append(PlannedLinear(name, module.in_features, module.out_features, gemms, _reason(module, ran)))  # type: ignore[arg-type]
+        elif ran:
+            attentions.append(PlannedAttention(name, tuple(ran.get(g) for g in ATTENTION_GEMMS)))
+    return linears, attentions
+
+
+def _reason(module: nn.Module, ran: object) -> str:
+    if ran or getattr(module, REASON, ""):
+        return str(getattr(module, REASON, ""))
+    return "not converted" if type(module) is nn.Linear else f"{type(module).__name__} is not watched"

@@ -1,0 +1,111 @@
+"""What every backend is: rules that need no torch, asked on any machine about any other, and the code that multiplies.
+
+A backend NAME is two modules beside this one, found by `registry`: `NAME_rules` has the functions of `Rules` and imports no
+torch and none of its library; `NAME` has those of `Backend`, and is imported where a model is converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from fp8cfg.config.errors import NotFP8Error
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.precision import Precision
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor, nn
+
+    from fp8cfg.backends.planning import Kinds, PlannedLinear
+    from fp8cfg.numerics import Region
+
+Observed = dict[str, dict[str, "Kinds"]]
+"""What ran: layer name -> product -> kinds of its two operands, None for high precision or not at all."""
+
+
+class BackendError(NotFP8Error):
+    """An object that was built for a library does not say what the recipe says. Exit code 3."""
+
+
+def same(what: str, wanted: Mapping[str, object], built: Mapping[str, object]) -> None:
+    """Raise BackendError where `built`, the fields read back from the library's object `what`, are not those that were
+    `wanted`; a line for each, those that only one side has among them."""
+    missing = "nothing"
+    lines = [f"{what}.{k}: the recipe says {wanted.get(k, missing)}, the library has {built.get(k, missing)}"
+             for k in {**wanted, **built} if (k in wanted) != (k in built) or wanted[k] != built[k]]
+    if lines:
+        raise BackendError("; ".join(lines))
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where a recipe is to run: `device` is "cpu" or "cuda", `capability` the compute capability of a CUDA device, `cuda` the
+    version of CUDA that torch was built with, `cublaslt` that of cuBLASLt where it is known."""
+
+    device: str
+    capability: tuple[int, int] | None = None
+    cuda: tuple[int, int] | None = None
+    cublaslt: tuple[int, int, int] | None = None
+
+
+class Rules(Protocol):
+    """What a backend can do, decided from the recipe and from hardware that need not be at hand."""
+
+    def unavailable(self) -> str:
+        """Why the backend cannot be used in this environment, such as "torchao is not installed"; empty where it can. Looks
+        for packages and their versions, and imports none."""
+
+    def refusals(self, precision: Precision, hardware: Hardware) -> list[str]:
+        """A line for each thing of `precision`, where FP8 is enabled, that the backend cannot do on `hardware`: the key, the
+        reason, the nearest valid thing. Says nothing of the environment, nor of storage."""
+
+    def product(self, precision: Precision, hardware: Hardware) -> tuple[str, str]:
+        """How it multiplies what it does not refuse, "emulate" or "scaled_mm" (the hardware's FP8 products), and why."""
+
+    def misfit(self, fp8: FP8, in_features: int, out_features: int) -> str:
+        """Why a linear layer of that shape stays in high precision; empty where it can multiply in FP8."""
+
+    def tokens_multiple(self, fp8: FP8, product: str) -> int:
+        """What the tokens of a forward pass must be a multiple of."""
+
+
+class Backend(Protocol):
+    """The code that multiplies. Converted models are found by their layers: nothing is kept beside a model.
+
+    State is the model's `state_dict`: plain tensors alone, FP8 scales and histories under names whose last part begins with
+    `fp8_`; `load_state_dict` takes it back. Names of parameters stay what they were.
+    """
+
+    def convert(self, model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:
+        """Replace, in place, the linear layers of `model` (none of them its root) that `plan` has in FP8.
+
+        Each new layer has the Parameters of the old one, so that tied weights stay tied and frozen ones frozen, its training
+        flag and its hooks; FP8 is on while `region` is, or in the backend's own context. The library's object that says how
+        is built from `fp8`, read back field by field, and compared: raises BackendError where it differs."""
+
+    def autocast(self, model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """A context inside which the converted layers of `model` multiply in FP8, or, not enabled, in high precision."""
+
+    def observed(self, model: nn.Module) -> Observed:
+        """For each converted layer by name, what its products really multiplied since they were forgotten: recorded where
+        they are multiplied, so that a layer that was swapped and never ran in FP8 shows."""
+
+    def forget_observed(self, model: nn.Module) -> None:
+        """Clear that record."""
+
+    def writers(self, model: nn.Module) -> Mapping[nn.Parameter, Callable[[Tensor], None]]:
+        """For each weight that is held in FP8 alone, the function that stores a float32 master in it."""
+
+    def after_step(self, model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
+        """Called after optimizer step `step` (from 1) and before weights are written: rolls histories and moves scales, with
+        amaxes reduced over `group` where it is given."""
+
+    def after_skip(self, model: nn.Module) -> None:
+        """Called instead where the step was skipped because gradients were not finite."""
+
+    def plain(self, layer: nn.Module) -> nn.Module | None:
+        """The module whose place a converted `layer` took: an nn.Linear with its own Parameters, or with a new one in float32
+        for a weight that is held in FP8. None for any other module."""

@@ -1,0 +1,28 @@
+"""The backends by name; each is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from fp8cfg.backends.protocol import Backend, Rules
+
+PREFERENCE = ("msamp", "te", "torchao", "native")
+"""The order in which backend=auto tries them."""
+
+
+def exists(name: str) -> bool:
+    """Whether this version has backend `name`."""
+    return find_spec(f"fp8cfg.backends.{name}_rules") is not None
+
+
+def rules(name: str) -> Rules:
+    """What backend `name` can do; loads no torch."""
+    return cast("Rules", importlib.import_module(f"fp8cfg.backends.{name}_rules"))
+
+
+def backend(name: str) -> Backend:
+    """The code of backend `name`."""
+    return cast("Backend", importlib.import_module(f"fp8cfg.backends.{name}"))

@@ -1,0 +1,47 @@
+"""Putting one linear layer in the place of another, with all that a module carries beside its parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+_CARRIED = "carried_attributes"
+"""Attribute of a layer that took the place of another: names of the user's own attributes, to be taken back."""
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+
+
+def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put `new` where the module `name` of `model` is, under every name that it has there, with its training flag, its hooks
+    and attributes of the user's own."""
+    old = model.get_submodule(name)
+    carried = vars(old).get(_CARRIED, [key for key in vars(old) if key not in vars(new)])
+    for key, value in vars(old).items():
+        if key.endswith(_HOOKS):
+            value.update(vars(new)[key])  # the same dict: a handle of the user's removes its hook from it
+            _follow(value.values(), new)
+        if key.endswith(_HOOKS) or key in carried or key in ("training", "_is_full_backward_hook"):
+            vars(new)[key] = value
+    if _CARRIED not in vars(old):
+        vars(new)[_CARRIED] = carried
+    for parent in list(model.modules()):
+        for leaf, child in parent._modules.items():
+            if child is old:
+                parent._modules[leaf] = new
+
+
+def _follow(hooks: Iterable[Any], new: nn.Module) -> None:
+    """Let hooks that want their module have `new`; torch keeps a weak reference of it in them."""
+    for hook in hooks:
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(new)
+
+
+def linear_with(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """An nn.Linear that holds these very Parameters."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
+    linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
+    return linear

@@ -1,0 +1,60 @@
+"""Norm and product in one Transformer Engine module, where the model's Transformer layers allow it.
+
+`input_layernorm` with `linear_qkv` becomes te.LayerNormLinear; `pre_mlp_layernorm` with the whole gated MLP becomes
+te.LayerNormMLP. The norm's output is quantized as it is computed, and so is SwiGLU's, which is where Transformer Engine's speed
+is. te.TransformerLayer is not used: it is made of these two and of attention, and takes a whole layer or nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fp8cfg.backends.swap import replaced
+from fp8cfg.backends.te_engine import Maker
+from fp8cfg.backends.te_layers import TEMLP, TELinear, TENorm
+
+
+def fuse(model: nn.Module, make: Maker) -> None:
+    """Give one engine, in place, to what can be fused in the Transformer layers of `model`, whose linear layers are TELinear.
+    te.LayerNormMLP knows no backward pass in high precision (backward_override); then the norm goes with `linear_fc1` alone."""
+    from fp8cfg.models.layers import TransformerLayer
+
+    whole_mlp = getattr(make.recipe, "backward_override", None) is None
+    for name, layer in list(model.named_modules()):
+        if type(layer) is TransformerLayer:
+            at = f"{name}." if name else ""
+            _fuse_norm(f"{at}input_layernorm", model, layer.self_attention.linear_qkv, make)
+            if whole_mlp:
+                _fuse_mlp(at, model, layer, make)
+            else:
+                _fuse_norm(f"{at}pre_mlp_layernorm", model, layer.mlp.linear_fc1, make)
+
+
+def _fuse_norm(name: str, model: nn.Module, linear: Any, make: Maker) -> None:
+    """The norm called `name` and the layer behind it."""
+    norm: Any = model.get_submodule(name)
+    if _fusable(norm, linear):
+        held = TENorm(norm, None)
+        make("LayerNormLinear", [linear], (linear.in_features, linear.out_features),
+             {"layer_norm_weight": (held, "weight"), "weight": (linear, "weight")}, eps=norm.eps, normalization="RMSNorm")
+        replaced(model, name, held)
+
+
+def _fuse_mlp(at: str, model: nn.Module, layer: Any, make: Maker) -> None:
+    fc1, fc2, norm = layer.mlp.linear_fc1, layer.mlp.linear_fc2, layer.pre_mlp_layernorm
+    if _fusable(norm, fc1, fc2):
+        held = TENorm(norm, None)
+        make("LayerNormMLP", [fc1, fc2], (fc1.in_features, fc2.in_features),
+             {"layer_norm_weight": (held, "weight"), "fc1_weight": (fc1, "weight"), "fc2_weight": (fc2, "weight")},
+             eps=norm.eps, normalization="RMSNorm", activation="swiglu")
+        replaced(model, f"{at}pre_mlp_layernorm", held)
+        replaced(model, f"{at}mlp", TEMLP(layer.mlp, fc1, fc2))
+
+
+def _fusable(norm: nn.Module, *linears: nn.Module) -> bool:
+    """Whether one module can take all of them: all in FP8, and nobody listens to what goes between."""
+    parts = [norm, *linears]
+    return all(isinstance(m, TELinear) and m.bias is None for m in linears) and not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in parts)

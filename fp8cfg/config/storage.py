@@ -1,0 +1,90 @@
+"""What the storage columns of a precision come to once `auto` is resolved, for the weights of linear layers and for the rest.
+
+The columns are those of the low-precision chart in the MS-AMP documentation. Its levels, and everything here that has a codec of
+its own, concern linear layers; embeddings and norms stay in float32 then, as MS-AMP leaves them. Moments are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8cfg.config.precision import Precision
+
+COLUMNS = ("weight", "master_weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq")
+FP8_CODECS = ("fp8", "fp8_pow2", "fp8_block", "fp8_expand")
+SCALED = ("fp16_scaled", *FP8_CODECS)
+"""Codecs with a scale of their own."""
+Columns = dict[str, str]
+
+
+def _level(codecs: str) -> Columns:
+    return dict(zip(COLUMNS, codecs.split(), strict=True))
+
+
+LEVELS = {
+    "O1": _level("fp16_scaled none        fp8 fp8 fp32 fp32"),
+    "O2": _level("fp16_scaled none        fp8 fp8 fp8  fp16_scaled"),
+    "O3": _level("fp8         fp16_scaled fp8 fp8 fp8  fp16_scaled"),
+}
+"""MS-AMP's optimization levels. FP8 is scaled by the amax itself here, which no average gets stuck under; MS-AMP's own powers of
+two are the codec fp8_pow2."""
+
+
+def level(precision: Precision) -> str | None:
+    """The optimization level that is in force: O2 under backend=msamp where none is given."""
+    return precision.opt_level or ("O2" if precision.backend == "msamp" else None)
+
+
+def resolved(precision: Precision) -> Columns:
+    """The codec of each column for the weights of linear layers. Explicit columns are as they are, and a level goes before
+    precision.compute and fp8.params.
+
+    Where weights are held in FP8 these are the linear layers that run in FP8: see `columns_of`.
+    """
+    in_fp8 = precision.fp8.enabled and precision.fp8.params
+    wire = "fp16" if precision.compute == "fp16" and precision.storage.weight != "fp32" else "fp32"
+    auto = {"weight": "fp8" if in_fp8 else precision.compute, "weight_grad": wire, "comm": wire, "exp_avg": "fp32",
+            "exp_avg_sq": "fp32", **LEVELS.get(level(precision) or "", {})}
+    found = {k: v if (given := getattr(precision.storage, k)) == "auto" else given for k, v in auto.items()}
+    if "master_weight" not in found:
+        given = precision.storage.master_weight
+        found["master_weight"] = given if given != "auto" else "none" if found["weight"] == "fp32" else "fp32"
+    return {k: found[k] for k in COLUMNS}
+
+
+def others(precision: Precision) -> Columns:
+    """The codecs of all other parameters: embeddings, norms, biases, and linear layers outside of FP8 where weights are held in
+    FP8."""
+    columns = resolved(precision)
+    exact = level(precision) is not None or columns["master_weight"] == "none" or precision.compute == "fp32"
+    apart = {"weight": "fp32", "master_weight": "none"} if exact else {"weight": precision.compute}
+    widened = {k: "fp32" for k in ("weight_grad", "comm") if columns[k] in SCALED}
+    return {**columns, **apart, **widened}
+
+
+def fp8_weights(precision: Precision) -> bool:
+    """Whether linear layers that run in FP8 hold their weights as its products read them, in float8 alone."""
+    return precision.fp8.enabled and resolved(precision)["weight"] == "fp8"
+
+
+def as_held(precision: Precision) -> Precision:
+    """`precision` with fp8.params as it is in force: what a backend is asked to do."""
+    return precision.model_copy(update={"fp8": precision.fp8.model_copy(update={"params": fp8_weights(precision)})})
+
+
+def columns_of(precision: Precision, linear: bool, runs_fp8: bool) -> Columns:
+    """The codecs of one parameter: of the weight of a linear layer, that runs in FP8 or not, or of another one."""
+    return resolved(precision) if linear and (runs_fp8 or not fp8_weights(precision)) else others(precision)
+
+
+def low_bit(precision: Precision) -> bool:
+    """Whether state needs the low-bit optimizer: anything but float32 moments over float32 masters or weights, with gradients
+    that autograd can add up, on every rank."""
+    storage = precision.storage
+    return storage.rounding != "nearest" or storage.shard != "none" or any(
+        columns["exp_avg"] != "fp32" or columns["exp_avg_sq"] != "fp32" or columns["weight_grad"] in SCALED
+        or "fp32" not in (columns["weight"], columns["master_weight"])
+        or (columns["master_weight"] == "none" and columns["weight_grad"] != "fp32")
+        or columns["weight"] not in ("fp32", "fp8", precision.compute)
+        for columns in (resolved(precision), others(precision)))

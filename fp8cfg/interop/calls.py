@@ -1,0 +1,39 @@
+"""A call in Python text, read as data: nothing of the text is run."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from fp8cfg.config.errors import ConfigError, refuse_if
+
+
+def call_in(text: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """The values by name of the one call in `text` of a class in `names`, which stands under `class`. Raises ConfigError where
+    there is none, or more than one, and for each value that is no literal."""
+    try:
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and _last(node.func) in names]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ConfigError(f"not Python; expected a call such as {names[0]}(margin=1)") from None
+    if len(calls) != 1:
+        raise ConfigError(f"{len(calls)} calls; expected one of {', '.join(names)}")
+    problems = [f"{_last(calls[0].func)}: give its values by name"] if calls[0].args else []
+    values: dict[str, Any] = {"class": _last(calls[0].func)}
+    for word in calls[0].keywords:
+        try:
+            values[str(word.arg)] = _literal(word.value)
+        except ValueError:
+            problems.append(f"{word.arg}: expected a literal, not {ast.unparse(word.value)[:40]}")
+    refuse_if(problems)
+    return values
+
+
+def _last(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _literal(node: ast.expr) -> Any:
+    """A literal, or the last name of a member of an enumeration called Format."""
+    if isinstance(node, ast.Attribute) and _last(node.value) == "Format":
+        return node.attr
+    return ast.literal_eval(node)

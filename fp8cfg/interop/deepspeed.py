@@ -1,0 +1,95 @@
+"""DeepSpeed's JSON: ZeRO, bf16 state, and the section that MS-AMP reads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fp8cfg.interop.accelerate import SHARDS, STAGES
+from fp8cfg.interop.mcore import fp16
+from fp8cfg.interop.table import SILENT, Dialect, Entry, Unsaid, Values, runs_fp8
+from fp8cfg.interop.values import boolean, integer, number, numbers, one_of, option, read_only, same, switch
+
+_LEVELS = {"o1": "O1", "o2": "O2", "o3": "O3"}
+_NUMBERS = {
+    "gradient_clipping": "trainer.gradient_clip_val", "train_batch_size": "trainer.global_batch_size",
+    "train_micro_batch_size_per_gpu": "trainer.micro_batch_size", "optimizer.params.lr": "optim.lr",
+    "optimizer.params.eps": "optim.eps", "optimizer.params.weight_decay": "optim.weight_decay",
+}
+_HALF_MASTERS = {"storage.master_weight": "bf16", "storage.weight_grad": "bf16"}
+_HALF_MOMENTS = {"storage.exp_avg": "bf16", "storage.exp_avg_sq": "bf16"}
+
+
+def _levelled(ours: Values) -> bool:
+    return runs_fp8(ours) and ours["opt_level"] is not None
+
+
+def _all_of(theirs: str, columns: dict[str, Any]) -> Entry:
+    """A switch of bf16 state, which stands for several columns."""
+    return Entry(theirs, lambda on: dict(columns) if boolean(on) else {},
+                 lambda ours: (ours["precision.compute"] == "bf16" and all(ours[k] == v for k, v in columns.items())) or SILENT)
+
+
+def _computes(dtype: str) -> Entry:
+    """The switch of a compute dtype; `auto` leaves it to the caller, and to our default."""
+    on = switch(f"{dtype}.enabled", "precision.compute", dtype)
+    return Entry(on.theirs, lambda value: {} if value == "auto" else on.read(value), on.write)
+
+
+def _power(ours: Values) -> Any:
+    power = math.log2(ours["precision.initial_loss_scale"])
+    return int(power) if power.is_integer() and power >= 0 else SILENT
+
+
+def _scale(value: Any) -> dict[str, Any]:
+    return {"precision.initial_loss_scale": 2.0 ** min(integer(value), 127)}
+
+
+def _prepare(theirs: dict[str, Any]) -> list[str]:
+    """What is `auto` is left to the caller, and here to the defaults; without bf16 and fp16 there is float32."""
+    lines = []
+    for key in [k for k, v in theirs.items() if v == "auto" and not k.endswith(".enabled")]:
+        del theirs[key]
+    if str(theirs.get("zero_optimization.stage")) == "3":
+        lines.append(f"zero_optimization.stage={theirs.pop('zero_optimization.stage')}: storage.shard has zero1 and zero2")
+    if "msamp.enabled" in theirs and boolean(theirs["msamp.enabled"]):
+        theirs.setdefault("msamp.opt_level", "O1")
+    else:
+        theirs.pop("msamp.opt_level", None)
+    if not any(str(theirs.get(f"{dtype}.enabled", "false")).lower() in ("true", "auto", "1") for dtype in ("bf16", "fp16")):
+        theirs["FP32"] = True
+    return lines
+
+
+_OWN = Unsaid("DeepSpeed's own", (False, None))
+DEEPSPEED = Dialect(
+    "DeepSpeed",
+    (*map(_computes, ("bf16", "fp16")), read_only("FP32", lambda _: {"precision.compute": "fp32"}),
+     Entry("fp16.loss_scale", lambda value: {"precision.loss_scale": number(value) or None},
+           lambda ours: ours["precision.loss_scale"] or 0, fp16),
+     Entry("fp16.initial_scale_power", _scale, _power, fp16),
+     *(same(f"fp16.{name}", f"precision.{name}", kind, fp16)
+       for name, kind in (("loss_scale_window", integer), ("hysteresis", integer), ("min_loss_scale", number))),
+     _all_of("bf16.bf16_master_weights_and_grads", _HALF_MASTERS), _all_of("bf16.bf16_optimizer_states", _HALF_MOMENTS),
+     option("communication_data_type", "storage.comm", {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16", "fp16": "fp16"}),
+     Entry("msamp.enabled", lambda on: {"fp8.enabled": True, "backend": "msamp", "fp8.output_layer": True} if boolean(on) else {},
+           lambda _: True, _levelled),
+     Entry("msamp.opt_level", lambda value: {"opt_level": one_of(value, _LEVELS)}, lambda ours: ours["opt_level"], _levelled),
+     Entry("msamp.use_te", lambda on: {"backend": "te"} if boolean(on) else {}, lambda ours: ours["backend"] == "te" or SILENT,
+           _levelled),
+     Entry("zero_optimization.stage", lambda value: {"storage.shard": one_of(value, SHARDS)},
+           lambda ours: STAGES[ours["storage.shard"]]),
+     *(same(theirs, ours, number) for theirs, ours in _NUMBERS.items()),
+     Entry("optimizer.type", lambda value: {"optim.name": one_of(value, {"adamw": "adamw", "adam": "adam"})},
+           lambda ours: {"adamw": "AdamW", "adam": "Adam"}.get(ours["optim.name"], SILENT)),
+     Entry("optimizer.params.betas", lambda both: {"optim.betas": numbers(both)}, lambda ours: list(ours["optim.betas"]))),
+    unsaid={**dict.fromkeys(("zero_optimization.", "scheduler.", "fp16.", "bf16.", "activation_checkpointing.", "flops_profiler.",
+                             "optimizer.", "amp.", "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer",
+                             "prescale_gradients", "comms_logger.", "data_types.", "torch_autocast.", "aio."), _OWN),
+            "gradient_accumulation_steps": Unsaid("follows here from the batch sizes and the ranks", (1,))},
+    prepare=_prepare,
+    why={"fp8.": "DeepSpeed has no FP8 but MS-AMP's; under Transformer Engine's layers the model says it",
+         "fp8.output_layer": "MS-AMP converts every linear layer", "fp8.params": "opt_level says how MS-AMP stores weights",
+         "storage.": "DeepSpeed has bf16 masters with gradients, and bf16 moments, each pair together",
+         "backend": "DeepSpeed has MS-AMP, with use_te or without", "optim.name": "DeepSpeed's types are AdamW and Adam"},
+    beyond=(*_NUMBERS.values(), "optim.betas", "optim.name"))

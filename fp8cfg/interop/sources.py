@@ -1,0 +1,124 @@
+"""Files and words of other projects, read as data: nothing in them is run, and all of them are bounded in size."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.files import MAX_BYTES, parse_yaml, plain
+from fp8cfg.interop import flags
+from fp8cfg.interop.table import Dialect
+from fp8cfg.interop.values import flattened
+
+_CODE = re.compile(r"^(\s*(?:- +)?)_(target|partial|args|call)_(?=\s*:)", re.MULTILINE)
+
+
+class Said(NamedTuple):
+    """What a source says: a flat table, with a line on each thing that is left out of it; or the name of a preset."""
+
+    data: dict[str, Any]
+    lost: tuple[str, ...] = ()
+    preset: str | None = None
+
+
+def text_of(path: Path) -> str:
+    """The text of a file. Raises ConfigError, naming it, for a folder, a large file, and what is no text."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: is {'a folder' if path.is_dir() else 'no file'}; expected a file")
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB; not a configuration")
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read ({e.strerror})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    if "\0" in text:
+        raise ConfigError(f"{path}: is not text")
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty")
+    return text
+
+
+def mapping(path: Path) -> dict[str, Any]:
+    """The keys and values of a YAML, JSON or TOML file, by its ending."""
+    text, data = text_of(path), None
+    try:
+        if path.suffix == ".json":
+            data = json.loads(text)
+        elif path.suffix == ".toml":
+            data = tomllib.loads(text)
+        else:
+            return parse_yaml(_CODE.sub(r"\1their_\2", text), str(path))
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{path}: line {e.lineno}: not valid JSON ({e.msg})") from None
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{path}: not valid TOML ({e})") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected keys and values, got {type(data).__name__}")
+    checked: dict[str, Any] = plain(data, str(path))
+    return checked
+
+
+def pairs(words: Sequence[str]) -> dict[str, Any]:
+    """Words of the form key=value."""
+    wrong = [f"{word}: expected key=value" for word in words if "=" not in word]
+    if wrong:
+        raise ConfigError(wrong)
+    return {key: value for key, _, value in (word.partition("=") for word in words)}
+
+
+def nested(data: Mapping[str, Any]) -> Said:
+    """A file's keys by dotted names."""
+    return Said(flattened(data))
+
+
+def plugin(data: Mapping[str, Any]) -> Said:
+    """The precision of a file of NeMo's or Megatron-Bridge's: under mixed_precision or plugins, or the file itself."""
+    trainer = data.get("trainer")
+    places = {"mixed_precision": data, "plugins": trainer if isinstance(trainer, Mapping) else data}
+    for key, place in places.items():
+        if isinstance(place.get(key), str):
+            return Said({}, preset=place[key])
+        if isinstance(place.get(key), Mapping):
+            return Said(_clean(place[key]))
+    return Said(_clean(data))
+
+
+def _clean(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an object in a file; what is an object itself is the name of its class or function."""
+    return {k: v.get("their_target", v) if isinstance(v, Mapping) else v for k, v in data.items() if not k.startswith("their_")}
+
+
+def sections(of: tuple[str, ...]) -> Callable[[Mapping[str, Any]], Said]:
+    """Those keys of a file that begin with one of `of`; one line names the sections of the rest."""
+    def chosen(data: Mapping[str, Any]) -> Said:
+        flat = flattened(data)
+        mine = {k: v for k, v in flat.items() if k.startswith(of)}
+        rest = sorted({f"[{k.partition('.')[0]}]" for k in flat if k not in mine})
+        return Said(mine, (f"{', '.join(rest)}: not about precision, not read",) if rest else ())
+    return chosen
+
+
+def shell(dialect: Dialect) -> Callable[[str], Said]:
+    """The flags of a script that `dialect` knows."""
+    def read(text: str) -> Said:
+        found, lines = flags.found(text)
+        mine, rest = flags.takes(dialect, found)
+        if not mine:
+            raise ConfigError(f"no flag of {dialect.name} that is known here, such as --fp8-format hybrid")
+        return Said(mine, (*lines, *rest))
+    return read
+
+
+def joined(words: Sequence[str]) -> str:
+    """Words as the text of a command line."""
+    return words[0] if len(words) == 1 else shlex.join(words)

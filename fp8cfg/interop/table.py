@@ -1,0 +1,116 @@
+"""What another project can say about precision: a table of its keys, each with the values of ours that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.recipe import Recipe
+
+Values = Mapping[str, Any]
+"""Our values by short keys, or theirs by their keys."""
+SILENT = object()
+"""What an entry writes where its key is left out."""
+
+
+def always(ours: Values) -> bool:
+    """Of every recipe."""
+    return True
+
+
+def runs_fp8(ours: Values) -> bool:
+    """Of recipes that run FP8."""
+    return bool(ours["fp8.enabled"])
+
+
+def delayed(ours: Values) -> bool:
+    """Of recipes that run FP8 under delayed scaling."""
+    return runs_fp8(ours) and ours["fp8.scaling"] == "delayed"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of theirs. `read` gives the values of ours, by short keys, that a value of it means; it raises ValueError, saying
+    what was expected, for what no value can be. `write` gives its value under ours, or SILENT; it is asked `when` that holds."""
+
+    theirs: str
+    read: Callable[[Any], dict[str, Any]]
+    write: Callable[[Values], Any]
+    when: Callable[[Values], bool] = always
+
+
+class Unsaid(NamedTuple):
+    """Why a key of theirs has no counterpart here, and its usual values, which need no remark."""
+
+    why: str
+    usual: tuple[Any, ...] = ()
+
+
+def nothing_more(theirs: dict[str, Any]) -> list[str]:
+    """For projects whose keys mean each for itself what they mean."""
+    return []
+
+
+def nothing_refused(ours: Values) -> list[str]:
+    """For projects that can write every recipe, as far as they can say it."""
+    return []
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Another project's table. Keys are lower case with underscores; nested ones have dots; those in capitals are no keys of
+    theirs but what `prepare` makes of several.
+
+    `spellings` are other names of its keys. `defaults` are values in force where nothing is said, as far as they differ from
+    ours. `unsaid` are keys, and with a dot at the end prefixes of keys, without a counterpart here. `prepare` changes a table of
+    theirs, before it is read, to what its keys mean together, and gives remarks. `refuse` says which recipes it cannot write at
+    all. `why` says of keys of ours (of a whole node, with a dot at the end) why it has none for them, `doubts` of keys that it
+    has what comes of them when they are not our default, and `beyond` names those outside of precision that it has.
+    """
+
+    name: str
+    entries: tuple[Entry, ...]
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
+    unsaid: Mapping[str, Unsaid] = field(default_factory=dict)
+    prepare: Callable[[dict[str, Any]], list[str]] = nothing_more
+    refuse: Callable[[Values], list[str]] = nothing_refused
+    why: Mapping[str, str] = field(default_factory=dict)
+    doubts: Mapping[str, str] = field(default_factory=dict)
+    beyond: tuple[str, ...] = ()
+
+    def named(self, key: str) -> str:
+        """The table's name of a key that may be spelled otherwise."""
+        spelled = key.strip().lower().replace("-", "_")
+        return self.spellings.get(spelled, spelled)
+
+    def knows(self, key: str) -> bool:
+        """Whether `key` is one that means something here, under any of its names."""
+        return self.named(key) in {entry.theirs for entry in self.entries}
+
+    def lacks(self, key: str) -> Unsaid | None:
+        """Why `key`, by its name in the table, has no counterpart; None where it is no such key."""
+        heads = ["".join(key[:i + 1]) for i, sign in enumerate(key) if sign == "."]
+        return next((self.unsaid[k] for k in (key, *reversed(heads)) if k in self.unsaid), None)
+
+
+class Read(NamedTuple):
+    """A recipe from elsewhere. `lost` has a line for each thing that it says and a recipe does not; `unknown` a line for each
+    key that the other project does not have."""
+
+    recipe: Recipe
+    lost: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+class Written(NamedTuple):
+    """A recipe in another project's terms. `lost` has a line for each key of ours that these cannot say."""
+
+    value: Any
+    lost: tuple[str, ...]
+
+
+class NotHere(ConfigError):
+    """The other project's library, whose object is wanted, cannot be imported here. Exit code 2."""

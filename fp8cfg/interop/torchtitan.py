@@ -1,0 +1,116 @@
+"""torchtitan's TOML: the sections of FP8 and MXFP8 linear layers under each of the names that they have had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8cfg.interop.table import Dialect, Entry, Unsaid, Values, runs_fp8
+from fp8cfg.interop.values import boolean, is_on, one_of, option, read_only, same, write_only
+
+_GW = "fp8.override_linear_precision.wgrad"
+_ROW = {"fp8.granularity": "row", "fp8.format": "e4m3", "fp8.use_power_2_scales": True}
+_RECIPES: dict[str, dict[str, Any]] = {"tensorwise": {}, "rowwise": _ROW, "rowwise_with_gw_hp": {**_ROW, _GW: True}}
+LAYERS = {
+    "*.linear_qkv": ("attention.wq", "attention.wk", "attention.wv"), "*.linear_proj": ("attention.wo",),
+    "*.linear_fc1": ("feed_forward.w1", "feed_forward.w3"), "*.linear_fc2": ("feed_forward.w2",),
+}
+"""Our patterns of linear layers, and torchtitan's names of the layers that they are."""
+_CONVERTERS = {"float8": "float8", "quantize.linear.float8": "float8", "quantize.dense.float8": "float8",
+               "mx": "mx", "quantize.linear.mx": "mx", "quantize.dense.mx": "mx"}
+_FLOAT8, _MX = "quantize.linear.float8", "quantize.linear.mx"
+
+
+def _float8(ours: Values) -> bool:
+    return runs_fp8(ours) and ours["fp8.scaling"] == "current"
+
+
+def _mx(ours: Values) -> bool:
+    return runs_fp8(ours) and ours["fp8.scaling"] == "mxfp8"
+
+
+def _recipe(ours: Values) -> str:
+    """The recipe_name nearest to ours, which is the same where it reads back equal."""
+    if ours["fp8.granularity"] == "tensor":
+        return "tensorwise"
+    return "rowwise_with_gw_hp" if ours[_GW] else "rowwise"
+
+
+def listed(value: Any) -> list[str]:
+    """A list, also one that is written with commas."""
+    if not isinstance(value, (str, list, tuple, type(None))):
+        raise ValueError("model.converters and filter_fqns are lists of names")
+    return [str(name).strip() for name in (value.split(",") if isinstance(value, str) else value or ()) if str(name).strip()]
+
+
+def _filter(value: Any) -> dict[str, Any]:
+    """Our patterns of the layers that stay out; the output layer runs in FP8 unless it is named."""
+    names = listed(value)
+    whole = [ours for ours, theirs in LAYERS.items() if set(theirs) <= set(names)]
+    whole.sort(key=lambda ours: names.index(LAYERS[ours][0]))
+    return {"fp8.output_layer": "output" not in names, "fp8.exclude": tuple(whole)}
+
+
+def _filtered(ours: Values) -> list[str]:
+    named = [name for pattern in ours["fp8.exclude"] for name in LAYERS.get(pattern, ())]
+    return named if ours["fp8.output_layer"] else [*named, "output"]
+
+
+def _prepare(theirs: dict[str, Any]) -> list[str]:
+    """Which converter is on says the scaling; a line for layers that are one here and two or three there."""
+    named = listed(theirs.get("model.converters"))
+    lines = [f"model.converters={name}: has no counterpart" for name in named if name not in _CONVERTERS]
+    kinds = {_CONVERTERS.get(name) for name in named}
+    if is_on(theirs.pop("float8.enable_float8_linear", None)):
+        kinds.add("float8")
+    theirs.pop("model.converters", None)
+    for kind, section in (("float8", _FLOAT8), ("mx", _MX)):
+        if kind in kinds:
+            theirs["ON"] = kind
+            names = theirs["FILTER"] = listed(theirs.pop(f"{section}.filter_fqns", ()))
+            known = {"output", *(n for ours in LAYERS.values() if set(ours) <= set(names) for n in ours)}
+            lines += [f"filter_fqns={n}: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude"
+                      for n in names if n not in known]
+        else:
+            idle = [k for k in theirs if k.startswith(f"{section}.")]
+            lines += [f"{section}: has no effect, model.converters does not name it"] if idle else []
+            for key in idle:
+                del theirs[key]
+    return lines
+
+
+def _refuse(ours: Values) -> list[str]:
+    if runs_fp8(ours) and not _float8(ours) and not _mx(ours):
+        return [f"fp8.scaling={ours['fp8.scaling']}: torchtitan has no such scaling; it has current and mxfp8"]
+    return []
+
+
+def _on(kind: Any) -> dict[str, Any]:
+    return {"fp8.enabled": True, "backend": "torchao", "fp8.scaling": "current" if kind == "float8" else "mxfp8"}
+
+
+_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
+_ALIKE = Unsaid("sharding and kernels of torchtitan have no key", (False, None, ""))
+TORCHTITAN = Dialect(
+    "torchtitan",
+    (option("training.mixed_precision_param", "precision.compute", _DTYPES),
+     option("training.mixed_precision_reduce", "storage.comm", {"float32": "fp32", "bfloat16": "bf16"}),
+     write_only("model.converters", lambda ours: [_MX if _mx(ours) else _FLOAT8], runs_fp8), read_only("ON", _on),
+     Entry(f"{_FLOAT8}.recipe_name", lambda name: one_of(name, _RECIPES), _recipe, _float8),
+     read_only("FILTER", _filter), read_only("float8.enable_float8_linear", lambda _: {}),
+     write_only(f"{_FLOAT8}.filter_fqns", _filtered, _float8), write_only(f"{_MX}.filter_fqns", _filtered, _mx),
+     same(f"{_FLOAT8}.emulate", "fp8.emulate", boolean, lambda ours: _float8(ours) and ours["fp8.emulate"]),
+     write_only(f"{_MX}.recipe_name", lambda _: "mxfp8_cublas", _mx)),
+    {f"{old}.{key}": f"quantize.linear.{kind}.{key}"
+     for old, kind in (("float8", "float8"), ("quantize.dense.float8", "float8"), ("mx", "mx"), ("quantize.dense.mx", "mx"))
+     for key in ("recipe_name", "filter_fqns", "emulate", "enable_fsdp_float8_all_gather", "force_recompute_fp8_weight_in_bwd",
+                 "precompute_float8_dynamic_scale_for_fsdp", "mxfp8_dim1_cast_kernel_choice")},
+    unsaid={**{f"{_FLOAT8}.{k}": _ALIKE for k in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp",
+                                                  "force_recompute_fp8_weight_in_bwd", "moe_fqns_prototype")},
+            **{f"{_MX}.{k}": _ALIKE for k in ("mxfp8_dim1_cast_kernel_choice", "moe_fqns_prototype")},
+            "quantize.grouped_mm.": Unsaid("models here have no experts", (False, [], None))},
+    prepare=_prepare, refuse=_refuse,
+    why={"fp8.exclude": "torchtitan's filter_fqns are names of its own layers; *.linear_qkv, _proj, _fc1 and _fc2 have some",
+         "fp8.format": "follows from recipe_name: hybrid under tensorwise, e4m3 under rowwise",
+         "fp8.use_power_2_scales": "follows from recipe_name: false under tensorwise, true under rowwise"})
+SECTIONS = ("model.converters", "float8.", "mx.", "quantize.", "training.mixed_precision_")
+"""What of a TOML file is about precision."""

@@ -1,0 +1,82 @@
+"""COAT's expansion of a block's range: what is stored is a power of the values, with an exponent k that fills the range of E4M3.
+
+    k = floor(16 log2(448² / 2) / log2(largest / smallest)) / 16        code = E4M3(448 (|x| / largest)^k), and the sign of x
+
+Source: arXiv 2410.19313, section 4.1, and coat/optimizer/kernels/fp8_adamw_expand_cuda_kernel.cu of NVlabs/COAT. There values
+are divided by sqrt(smallest x largest) first, and a block keeps that beside k and scale; it cancels out. There k is infinite
+where all values of a block are equal; here it ends at 16, and below at 3/16, under which not every code would have a value that
+is a normal number.
+
+Compilers disagree about the last bit of a power, so none is taken of a tensor. For each k a table, computed in double precision,
+says what the codes stand for, and where one code ends and the next begins.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fp8cfg.numerics.formats import E4M3
+
+STEPS = 16
+"""k is a multiple of 1 / STEPS."""
+LEAST, MOST = 3, 16 * STEPS
+"""Bounds of k, in steps."""
+
+
+def _below(x: Tensor) -> Tensor:
+    """Float64 `x` as float32, rounded down: y > x and y > _below(x) are the same for every float32 y."""
+    nearest = x.float()
+    return torch.where(nearest.double() > x, nearest.nextafter(torch.tensor(-math.inf)), nearest)
+
+
+def _tables() -> tuple[Tensor, Tensor, Tensor]:
+    """By k, in steps: the values of the 127 codes [.., 127], over the largest, and where they meet [.., 126]. And, ascending, the
+    widest range of a block for each k, from MOST down to LEAST."""
+    codes = torch.arange(127, dtype=torch.uint8).view(E4M3.dtype).double() / E4M3.max
+    steps = torch.arange(MOST + 1, dtype=torch.float64).clamp(min=LEAST)
+    roots = STEPS / steps[:, None]
+    meets = ((codes[1:] + codes[:-1]) / 2) ** roots
+    return (codes**roots).float(), _below(meets), _below((E4M3.max**2 / 2) ** roots[LEAST:, 0].flip(0))
+
+
+_VALUES, _MEETS, _RANGES = _tables()
+
+
+def scales(rows: Tensor) -> Tensor:
+    """For each row of float32 `rows` [blocks, block] its largest magnitude and k, float32 [blocks, 2]. The first is NaN where
+    something in the row is not finite."""
+    x = rows.abs()
+    largest, smallest = x.amax(-1), torch.where(x == 0, math.inf, x).amin(-1)
+    narrower = torch.searchsorted(_RANGES.to(x.device), largest / smallest)
+    k = (MOST - narrower).clamp(min=LEAST).float() / STEPS
+    return torch.stack([torch.where(largest < math.inf, largest.clamp(min=2.0**-126), math.nan), k], -1)
+
+
+def encode(rows: Tensor, scales: Tensor, u: Tensor | None = None) -> Tensor:
+    """The codes, E4M3 [blocks, block], of float32 `rows`: nearest among the powers, as COAT has it, or with the random numbers `u`
+    stochastic among the values themselves. What is not 0 does not become 0."""
+    x = (rows.abs() / scales[:, :1]).contiguous()
+    k = _steps(scales)
+    if u is None:
+        code = torch.searchsorted(_MEETS.to(x.device)[k], x)
+    else:
+        values = _VALUES.to(x.device)[k]
+        code = (torch.searchsorted(values, x, right=True) - 1).clamp(0, 125)
+        lower, upper = values.gather(1, code), values.gather(1, code + 1)
+        code = code + (u < (x - lower) / (upper - lower))
+    code = torch.where(rows != 0, code.clamp(min=1), code)
+    return torch.where(rows < 0, code + 128, code).to(torch.uint8).view(E4M3.dtype)
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """The float32 values of `codes`, the bytes [blocks, block] of what `encode` gave."""
+    code = codes.long()
+    values = _VALUES.to(codes.device).view(-1)[_steps(scales)[:, None] * 127 + (code & 127)]
+    return torch.where(code > 127, -values, values) * scales[:, :1]
+
+
+def _steps(scales: Tensor) -> Tensor:
+    return (scales[:, 1] * STEPS).long()

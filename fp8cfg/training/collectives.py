@@ -1,0 +1,134 @@
+"""The four collectives that ranks talk in, by real processes or by ranks simulated in this one, and what they cost.
+
+What a rank does is a conversation: a generator that yields what it sends and is given what comes back. The same conversation
+runs over torch.distributed and, for a list of ranks, in one process; on the wire are bytes, whatever they mean, since gloo
+refuses float8 and NCCL would add it up in FP8.
+
+    max         all-reduce MAX of float32
+    sum         all-reduce SUM in the dtype of the data
+    exchange    all-to-all: `counts[r]` bytes to rank r; back come counts[rank] bytes from every rank, in their order
+    gather      all-gather: as many bytes from every rank, back in their order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8cfg.report.tables import size
+
+Kind = Literal["gradients", "scales", "weights"]
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+
+class Message(NamedTuple):
+    """What one rank hands to a collective. The data is flat, and the collective may write to it."""
+
+    how: Literal["max", "sum", "exchange", "gather"]
+    data: Tensor
+    kind: Kind
+    counts: tuple[int, ...] = ()
+
+
+Talk = Generator[Message, Tensor, None]
+"""One rank's side of a conversation. All ranks send messages of the same kinds and sizes in the same order."""
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank has sent, and messages, since it was made or cleared.
+
+    Bytes are those that leave a rank where every byte goes to the network once for each rank that needs it, or round a ring:
+    2 (N - 1) / N of the data of an all-reduce over N ranks, N - 1 times the data of an all-gather, and of an all-to-all what is
+    for others. A switch that adds up or copies sends less.
+    """
+
+    bytes: dict[Kind, int] = field(default_factory=dict)
+    messages: dict[Kind, int] = field(default_factory=dict)
+
+    def count(self, message: Message, rank: int, ranks: int) -> None:
+        """Add a message that `rank` of `ranks` sends."""
+        self.bytes[message.kind] = self.bytes.get(message.kind, 0) + _sent(message, rank, ranks)
+        self.messages[message.kind] = self.messages.get(message.kind, 0) + 1
+
+    def clear(self) -> None:
+        """Start again from 0."""
+        self.bytes.clear()
+        self.messages.clear()
+
+    def __str__(self) -> str:
+        """As in `gradients 1.5 MiB in 2 messages, scales 128 B in 1 message`."""
+        counts = {kind: f"{n} message{'' if n == 1 else 's'}" for kind, n in self.messages.items()}
+        return ", ".join(f"{kind} {size(count)} in {counts[kind]}" for kind, count in self.bytes.items()) or "nothing"
+
+
+def _sent(message: Message, rank: int, ranks: int) -> int:
+    data = message.data.nbytes
+    if message.how == "exchange":
+        return data - message.counts[rank]
+    if message.how == "gather":
+        return (ranks - 1) * data
+    return 2 * (ranks - 1) * data // ranks
+
+
+@torch.no_grad()
+def talk_to_processes(talk: Talk, rank: int, ranks: int, traffic: Traffic) -> None:
+    """Run this rank's side over the default process group, which has `ranks` of them."""
+    message = _go_on(talk)
+    while message is not None:
+        traffic.count(message, rank, ranks)
+        message = _go_on(talk, _collective(message, rank, ranks))
+
+
+@torch.no_grad()
+def simulate(talks: Sequence[Talk], traffic: Traffic | None = None) -> None:
+    """Run the sides of all ranks in this process. `traffic` counts what the first rank would send."""
+    messages = [_go_on(talk) for talk in talks]
+    while said := [message for message in messages if message is not None]:
+        if traffic is not None:
+            traffic.count(said[0], 0, len(talks))
+        messages = [_go_on(talk, reply) for talk, reply in zip(talks, _answers(said), strict=True)]
+
+
+def _go_on(talk: Talk, reply: Tensor | None = None) -> Message | None:
+    """The next message, None at the end."""
+    try:
+        return next(talk) if reply is None else talk.send(reply)
+    except StopIteration:
+        return None
+
+
+def _collective(message: Message, rank: int, ranks: int) -> Tensor:
+    data = message.data
+    if message.how in ("max", "sum"):
+        dist.all_reduce(data, dist.ReduceOp.MAX if message.how == "max" else dist.ReduceOp.SUM)
+        return data
+    if message.how == "gather":
+        back = data.new_empty(ranks * data.numel())
+        _all_gather(back, data)
+        return back
+    mine = message.counts[rank]
+    back = data.new_empty(ranks * mine)
+    dist.all_to_all_single(back, data, [mine] * ranks, list(message.counts))
+    return back
+
+
+def _answers(messages: Sequence[Message]) -> list[Tensor]:
+    """What each rank gets back. Sums are in the order of the ranks; over more than two processes their order is the backend's."""
+    how, data = messages[0].how, [message.data for message in messages]
+    if how == "exchange":
+        parts = [torch.split(message.data, list(message.counts)) for message in messages]
+        return [torch.cat(for_one) for for_one in zip(*parts, strict=True)]
+    if how == "gather":
+        every = torch.cat(data)
+    elif how == "max":
+        every = torch.stack(data).amax(0)
+    else:
+        every = reduce(torch.add, data)
+    return [every.clone() for _ in messages]

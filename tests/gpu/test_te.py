@@ -1,0 +1,94 @@
+"""On a GPU: the Transformer Engine backend trains as planned, follows native, and comes back as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import small, steps
+
+import fp8cfg
+from fp8cfg.backends import te_rules
+from fp8cfg.backends.protocol import Hardware
+from fp8cfg.report.machine import find_hardware
+from fp8cfg.training import saved
+from fp8cfg.training.data import run_data
+from fp8cfg.training.step import prove_engagement
+
+pytestmark = pytest.mark.gpu
+EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
+SHAPE = ("model.num_layers=4", "model.hidden_size=256", "model.ffn_hidden_size=256", "model.num_attention_heads=4", "model.num_query_groups=2",
+         "trainer.accelerator=cuda", "model.seq_length=128")
+SCALINGS = {
+    "delayed": ("precision=bf16_fp8", EVERYWHERE, "fp8.first_step=te"), "current": ("precision=bf16_fp8_current", EVERYWHERE),
+    "block": ("precision=bf16_fp8_block", EVERYWHERE), "mxfp8": ("precision=bf16_mxfp8", EVERYWHERE), "nvfp4": ("precision=bf16_nvfp4", EVERYWHERE),
+}
+CASES = {f"{name} {'params' if params else 'weights'}": (*words, f"fp8.params={params}") for name, words in SCALINGS.items() for params in (False, True)}
+
+
+def job(words: tuple[str, ...], backend: str = "te") -> fp8cfg.Job:
+    """The small model under `words`; skips where Transformer Engine cannot be loaded or the GPU cannot run them."""
+    recipe = small(*words, *SHAPE, f"backend={backend}")
+    if backend == "te":
+        hardware: Hardware = find_hardware("cuda")
+        if why := te_rules.unavailable() or "; ".join(te_rules.refusals(recipe.precision, hardware)):
+            pytest.skip(why)
+    return fp8cfg.build(recipe)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_job_trains_as_planned_and_follows_native(case: str) -> None:
+    mine = job(CASES[case])
+    got = [s.loss for s in steps(mine, 6)]
+    assert prove_engagement(mine).layers_in_fp8 == 16
+    emulated = ("fp8.emulate=true",) if "fp4" in case or "mxfp8" in case else ()  # native multiplies these by emulation alone
+    want = [s.loss for s in steps(job((*CASES[case], *emulated), "native"), 6)]
+    assert got == pytest.approx(want, rel=0.03)
+    assert got[-1] < got[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_holds_plain_tensors_and_gives_back_the_same_bits(case: str) -> None:
+    first = job(CASES[case])
+    list(steps(first, 2))
+    tensors, state = saved.collect(first, run_data(first.recipe)[0], 2)
+    tensors = {group: {n: t.detach().clone() for n, t in found.items()} for group, found in tensors.items()}
+    assert all(type(t) is torch.Tensor for found in tensors.values() for t in found.values())
+    assert not any("extra_state" in name for found in tensors.values() for name in found)
+    second = job(CASES[case])
+    assert saved.restore(second, tensors, state, run_data(second.recipe)[0]) == 2
+    before, after = first.model.state_dict(), second.model.state_dict()
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)), name
+    assert [s.loss for s in steps(second, 2, first=2)] == pytest.approx([s.loss for s in steps(first, 2, first=2)], rel=1e-3)
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_weights_held_in_fp8_are_natives_bit_for_bit(scaling: str) -> None:
+    words = (*SCALINGS[scaling], "fp8.params=true")
+    mine, theirs = job(words).model.state_dict(), job(words, "native").model.state_dict()
+    held = [n for n, t in theirs.items() if t.dtype == torch.float8_e4m3fn]
+    assert held
+    for name in held:
+        assert torch.equal(mine[name].view(torch.uint8), theirs[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_attention_in_fp8(scaling: str) -> None:
+    made = job((*SCALINGS[scaling], "fp8.dot_product_attention=true"))
+    got = [s.loss for s in steps(made, 4)]
+    prove_engagement(made)
+    want = [s.loss for s in steps(job(SCALINGS[scaling], "native"), 4)]
+    assert got == pytest.approx(want, rel=0.03)
+
+
+def test_a_backward_pass_in_high_precision() -> None:
+    made = job((*SCALINGS["current"], "fp8.override_linear_precision={dgrad: true, wgrad: true}"))
+    list(steps(made, 1))
+    prove_engagement(made)
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_recomputed_activations_give_the_same_losses(scaling: str) -> None:
+    found = [[s.loss for s in steps(job((*SCALINGS[scaling], f"model.recompute_granularity={how}")), 4)] for how in ("none", "full")]
+    assert found[0] == pytest.approx(found[1], rel=1e-3)

@@ -1,0 +1,281 @@
+"""A stand-in for Transformer Engine's compiled part, in torch: per-tensor casts, products, norms, SwiGLU, the fused update.
+
+Small and slow, for CPU tests alone. The formulas are those of Transformer Engine 2.20's kernels (cast.cu, delayed_scaling.cu) and
+of its Python references; the kernels themselves do not run here."""
+
+from __future__ import annotations
+
+import enum
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+MAX = {"kFloat8E4M3": 448.0, "kFloat8E5M2": 57344.0}
+FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+DTYPES = {"kFloat32": torch.float32, "kBFloat16": torch.bfloat16, "kFloat16": torch.float16}
+GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+CALLS: list[str] = []
+"""The layout of each product and the kinds of its operands, since somebody cleared it."""
+
+
+def extension(root: Path) -> types.ModuleType:
+    """The module `transformer_engine_torch`; names without a stand-in are mocks."""
+    names = re.findall(r"int\(tex\.DType\.(\w+)\)", (root / "pytorch/constants.py").read_text())
+    module = types.ModuleType("transformer_engine_torch")
+    module.__getattr__ = missing
+    module.DType = enum.IntEnum("DType", names, start=0)
+    module.FP8FwdTensors = _numbered("GEMM{}_INPUT", "GEMM{}_WEIGHT", "GEMM{}_OUTPUT")
+    module.FP8BwdTensors = _numbered("GRAD_OUTPUT{}", "GRAD_INPUT{}")
+    for f in (quantize, dequantize, generic_gemm, bgrad_quantize, fused_amax_and_scale_update_after_reduction, rmsnorm_fwd, rmsnorm_bwd,
+              layernorm_fwd, layernorm_bwd, swiglu, dswiglu, fp8_transpose):
+        setattr(module, f.__name__, f)
+    module.get_cublasLt_version = lambda: 130000
+    module.get_num_cublas_streams = lambda: 1
+    return module
+
+
+def missing(name: str) -> Any:
+    """A mock for whatever is only asked for when modules are imported."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return mock.MagicMock(name=name, unsafe=True)
+
+
+def _numbered(*names: str) -> Any:
+    """The columns of a module's buffers, product by product (csrc/common.h)."""
+    return enum.IntEnum("Columns", [name.format(n) for n in (1, 2, 3) for name in names], start=0)
+
+
+def _name(quantizer: Any) -> str:
+    return type(quantizer).__name__
+
+
+def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> Any:
+    if _name(quantizer) in ("Float8BlockQuantizer", "MXFP8Quantizer"):
+        return _quantize_tiles(x.detach(), quantizer, out)
+    if _name(quantizer) == "NVFP4Quantizer":
+        return _quantize_nvfp4(x.detach(), quantizer, out)
+    assert _name(quantizer) in ("Float8Quantizer", "Float8CurrentScalingQuantizer"), f"no stand-in for {_name(quantizer)}"
+    kind = quantizer.dtype.name
+    amax = x.detach().float().abs().max()
+    if _name(quantizer) == "Float8Quantizer":
+        scale = quantizer.scale
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+    else:
+        amax = amax.clamp(min=quantizer.amax_epsilon)
+        scale = torch.where((amax > 0) & amax.isfinite(), torch.div(torch.tensor(MAX[kind]), amax), 1.0)
+        scale = scale.clamp(max=torch.finfo(torch.float32).max)
+        if quantizer.force_pow_2_scales:
+            scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+    data = (x.detach().float() * scale).clamp(-MAX[kind], MAX[kind]).to(FP8[kind]).view(torch.uint8)
+    flat = data.reshape(-1, data.shape[-1])
+    transpose = flat.t().contiguous() if quantizer.columnwise_usage else None
+    scale_inv = scale.reciprocal().reshape(1)
+    if out is not None:
+        out._data.copy_(data)
+        out._scale_inv.copy_(scale_inv)
+        out._transpose, out._transpose_invalid = transpose, transpose is None
+        return out
+    tensors = dict(data=data, fp8_scale_inv=scale_inv, fp8_dtype=quantizer.dtype, data_transpose=transpose, quantizer=quantizer)
+    return _tensor("float8_tensor.Float8Tensor", x, quantizer, tensors)
+
+
+def _tensor(name: str, x: Tensor, quantizer: Any, tensors: dict[str, Any]) -> Any:
+    module, cls = name.split(".")
+    found = sys.modules[f"transformer_engine.pytorch.tensor.{module}"]
+    if quantizer.internal:
+        return getattr(found, cls + "Storage")(**tensors, fake_dtype=x.dtype)
+    return getattr(found, cls)(shape=x.shape, dtype=x.dtype, **tensors, device=x.device)
+
+
+def _quantize_tiles(x: Tensor, quantizer: Any, out: Any) -> Any:
+    """Block and MXFP8 scaling. Scales lie as their tiles do, neither padded nor transposed; block's columnwise codes are."""
+    block = _name(quantizer) == "Float8BlockQuantizer"
+    size, square = (quantizer.block_len, quantizer.block_scaling_dim == 2) if block else (32, quantizer.with_2d_quantization)
+    flat, kind, found = x.reshape(-1, x.shape[-1]).float(), quantizer.dtype.name, {}
+    for way, tile, wanted in (("rowwise", (1, size), quantizer.rowwise_usage), ("columnwise", (size, 1), quantizer.columnwise_usage)):
+        tile = (size, size) if square else tile
+        amax = torch.nn.functional.max_pool2d(flat.abs()[None], tile, ceil_mode=True)[0]
+        scale = torch.where(amax > 0, MAX[kind] / amax, 1.0)
+        if not block or quantizer.force_pow_2_scales:
+            scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+        data = (flat * _spread(scale, tile, flat)).clamp(-MAX[kind], MAX[kind]).to(FP8[kind]).view(torch.uint8)
+        data = data.t().contiguous() if block and way == "columnwise" else data.view(x.shape)
+        inverse = scale.reciprocal()
+        inverse = inverse if block else (inverse.view(torch.int32) >> 23).to(torch.uint8)
+        found |= {f"{way}_data": data if wanted else None, f"{way}_scale_inv": inverse if wanted else None}
+    if out is not None:
+        for name, tensor in found.items():
+            getattr(out, f"_{name}").copy_(tensor)
+        return out
+    common = dict(fp8_dtype=quantizer.dtype, quantizer=quantizer)
+    if block:
+        return _tensor("float8_blockwise_tensor.Float8BlockwiseQTensor", x, quantizer, found | common | {"is_2D_scaled": square})
+    return _tensor("mxfp8_tensor.MXFP8Tensor", x, quantizer, found | common | {"with_gemm_swizzled_scales": False})
+
+
+def _quantize_nvfp4(x: Tensor, quantizer: Any, out: Any) -> Any:
+    """Two levels of scales, codes in nibbles. The Hadamard transform is left out of both operands of wgrad, in whose product it
+    cancels, and gradients are rounded to the nearest."""
+    found: dict[str, Any] = {}
+    for way, wanted in (("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage)):
+        flat = x.reshape(-1, x.shape[-1]).float()
+        flat = flat if way == "rowwise" else flat.t().contiguous()
+        whole = flat.abs().max()
+        block = torch.nn.functional.max_pool2d(flat.abs()[None], (16, 16) if quantizer.with_2d_quantization else (1, 16))[0]
+        if quantizer.with_2d_quantization:
+            block = block.repeat_interleave(16, 0)
+        encode = torch.where(whole > 0, 448 * 6 / whole, 1.0)
+        scale = (block / 6 * encode).clamp(max=448).to(torch.float8_e4m3fn)
+        values = flat * torch.where(scale.float() > 0, encode / scale.float(), 0.0).repeat_interleave(16, 1)
+        codes = (values.abs()[..., None] - GRID).abs().argmin(-1).to(torch.uint8) | ((values < 0).to(torch.uint8) << 3)
+        data = codes[:, ::2] | (codes[:, 1::2] << 4)
+        data = data.view(*x.shape[:-1], -1) if way == "rowwise" else data
+        found |= {f"{way}_data": data if wanted else None, f"{way}_scale_inv": scale.view(torch.uint8) if wanted else None,
+                  f"amax_{way}": whole.reshape(1) if wanted else None}
+    if out is not None:
+        for name, tensor in found.items():
+            getattr(out, f"_{name}").copy_(tensor)
+        return out
+    found |= {"fp4_dtype": quantizer.dtype, "quantizer": quantizer, "with_gemm_swizzled_scales": False}
+    return _tensor("nvfp4_tensor.NVFP4Tensor", x, quantizer, found)
+
+
+def _nvfp4_values(t: Any, rowwise: bool) -> Tensor:
+    way = "rowwise" if rowwise else "columnwise"
+    data, inverse, whole = getattr(t, f"_{way}_data"), getattr(t, f"_{way}_scale_inv"), getattr(t, f"_amax_{way}")
+    data = data.reshape(-1, data.shape[-1])
+    codes = torch.stack([data & 15, data >> 4], -1).flatten(1).int()
+    values = GRID[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+    values = values * inverse.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1) * (whole / (448 * 6))
+    return values if rowwise else values.t()
+
+
+def _spread(scale: Tensor, tile: tuple[int, int], like: Tensor) -> Tensor:
+    return scale.repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)[: like.shape[0], : like.shape[1]]
+
+
+def dequantize(t: Any, dtype: Any) -> Tensor:
+    return _values(t, True).to(DTYPES[dtype.name]).view(t.size())
+
+
+def _tiled_values(t: Any, rowwise: bool) -> Tensor:
+    way = "_rowwise" if rowwise else "_columnwise"
+    data, inverse = getattr(t, way + "_data"), getattr(t, way + "_scale_inv")
+    assert data is not None, f"a product reads {way} codes that nobody made"
+    if inverse.dtype == torch.uint8:
+        inverse = (inverse.int() << 23).view(torch.float32)
+    elif not rowwise:
+        data = data.t()
+    data = data.contiguous().view(FP8[t._fp8_dtype.name]).float()
+    data = data.reshape(-1, data.shape[-1])
+    tile = tuple(next(n for n in (1, 32, 128) if -(-a // n) == b) for a, b in zip(data.shape, inverse.shape, strict=True))
+    return data * _spread(inverse, tile, data)
+
+
+def _values(t: Any, rowwise: bool) -> Tensor:
+    if hasattr(t, "_fp4_dtype"):
+        return _nvfp4_values(t, rowwise)
+    if not hasattr(t, "_fp8_dtype"):
+        return t.float()
+    if hasattr(t, "_rowwise_data"):
+        return _tiled_values(t, rowwise)
+    data = t._data if t._data is not None else t._transpose.t()
+    return data.contiguous().view(FP8[t._fp8_dtype.name]).float() * t._scale_inv
+
+
+def _kind(t: Any) -> str:
+    if hasattr(t, "_fp4_dtype"):
+        return "e2m1"
+    return {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}[t._fp8_dtype.name] if hasattr(t, "_fp8_dtype") else "high precision"
+
+
+def generic_gemm(A: Any, transa: bool, B: Any, transb: bool, out: Any, quantizer: Any, out_dtype: Any, bias: Any, bias_dtype: Any,
+                 gelu: Any, gelu_in: Any, grad: bool, workspace: Any, size: int, accumulate: bool, split: bool, **_: Any) -> Any:  # fmt: skip
+    assert quantizer is None and not gelu
+    CALLS.append(f"{'NT'[transa]}{'NT'[transb]} {_kind(B)} x {_kind(A)}")
+    a, b = (v.reshape(-1, v.shape[-1]) for v in (_values(A, transa), _values(B, not transb)))
+    y = (b.t() if transb else b) @ (a.t() if transa else a)
+    bias_grad = None
+    if bias is not None and bias.numel():
+        if grad:
+            bias_grad = b.sum(0)
+        else:
+            y = y + bias.float()
+    dtype = DTYPES[out_dtype.name]
+    shape = y.shape if transb else (*B.size()[:-1], y.shape[-1])
+    y = y.to(dtype).reshape(shape)
+    if out is not None:
+        out.copy_(out + y if accumulate else y)
+        y = out
+    return y, bias_grad, None, None
+
+
+def bgrad_quantize(dy: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    return dy.reshape(-1, dy.shape[-1]).sum(0), quantize(dy, quantizer)
+
+
+def fused_amax_and_scale_update_after_reduction(buffer: Tensor, histories: list[Tensor], scales: list[Tensor], algo: str, kind: Any, margin: int) -> None:
+    at = 0
+    for history, scale in zip(histories, scales, strict=True):
+        for i in range(scale.numel()):
+            h, new = history[:, i].clone(), history[:, i]
+            last = buffer[at] if buffer[at] != 0 else h[0]
+            at += 1
+            amax = torch.zeros(())
+            if last != 0:
+                new.copy_(torch.cat([h.new_zeros(1), h[2:], last[None]]) if len(h) > 1 else torch.zeros(1))
+                amax = torch.fmax(h[1:].max(), last) if len(h) > 1 else last
+            if algo == "most_recent":
+                amax = last
+            if amax > 0 and amax.isfinite():
+                scale[i] = torch.div(torch.tensor(MAX[kind.name] * 2.0**-margin), amax).clamp(max=torch.finfo(torch.float32).max)
+
+
+def _out(y: Tensor, quantizer: Any, dtype: Any) -> Any:
+    return y.to(dtype) if quantizer is None else quantize(y, quantizer)
+
+
+def rmsnorm_fwd(x: Tensor, w: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: Any, *_: Any) -> Any:
+    r = (x.float().pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    return _out(x.float() * r * w.float(), quantizer, x.dtype), None, r
+
+
+def rmsnorm_bwd(dy: Tensor, x: Tensor, r: Tensor, w: Tensor, *_: Any) -> Any:
+    n, g = x.float() * r, dy.float() * w.float()
+    dx = r * (g - n * (g * n).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (dy.float() * n).reshape(-1, n.shape[-1]).sum(0).to(w.dtype)
+
+
+def layernorm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: Any, *_: Any) -> Any:
+    mean = x.float().mean(-1, keepdim=True)
+    r = ((x.float() - mean).pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    return _out((x.float() - mean) * r * w.float() + b.float(), quantizer, x.dtype), mean, r
+
+
+def layernorm_bwd(dy: Tensor, x: Tensor, mean: Tensor, r: Tensor, w: Tensor, *_: Any) -> Any:
+    n, g = (x.float() - mean) * r, dy.float() * w.float()
+    dx = r * (g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True))
+    flat = dy.float().reshape(-1, dy.shape[-1])
+    return dx.to(x.dtype), (flat * n.reshape(flat.shape)).sum(0).to(w.dtype), flat.sum(0).to(w.dtype)
+
+
+def swiglu(x: Tensor, quantizer: Any, *_: Any) -> Any:
+    gate, up = x.float().chunk(2, -1)
+    return _out(torch.nn.functional.silu(gate) * up, quantizer, x.dtype)
+
+
+def dswiglu(dy: Tensor, x: Tensor, quantizer: Any, *_: Any) -> Any:
+    gate, up = x.float().chunk(2, -1)
+    s, g = torch.sigmoid(gate), dy.float()
+    return _out(torch.cat([g * up * s * (1 + gate * (1 - s)), g * gate * s], -1), quantizer, x.dtype)
+
+
+def fp8_transpose(data: Tensor, dtype: Any, *, out: Any = None) -> Tensor:
+    return data.reshape(-1, data.shape[-1]).t().contiguous()
