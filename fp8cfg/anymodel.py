@@ -73,6 +73,9 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
     if has_fp8_layers(model):
         raise ConfigError("convert_model: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
     choice = choose(recipe.precision, _hardware(model))
+    if choice.backend in registry.OWN_OPTIMIZER:
+        raise ConfigError(f"backend={choice.backend}: its layers are trained by its own optimizer alone; write backend=native, "
+                          "or use fp8cfg.build(recipe, model=model)")
     holder = nn.Module()
     holder.model = model
     whole = holder if isinstance(model, nn.Linear) else model  # a root has no place of its own to be replaced in

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fp8cfg.optim import LossScaler, Schedule
     from fp8cfg.optim.low_bit_training import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+    from fp8cfg.optim.scheduler import StepScheduler
+    from fp8cfg.report.coverage import Coverage
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Job:
         job.schedule.apply(job.optimizer, step)
         job.optimizer.step(); job.optimizer.zero_grad()
 
+    A loop that calls `backward` and steps a scheduler by itself, such as Accelerate's, takes `scaled(loss)` and `scheduler()`.
+
     `optimizer` holds `model`'s parameters; its step also rolls FP8 histories and moves scales. `plan` is what each linear
     layer is meant to do, `choice` the backend that does it; `foreign` says that the model was given. `forward` is `model`,
     compiled where `compile_model` was called.
@@ -59,6 +63,7 @@ class Job:
     loss_scaler: LossScaler | None
     foreign: bool = False
     forward: Callable[..., Any] = field(init=False)
+    _scales: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.forward = self.prepared.model
@@ -86,17 +91,52 @@ class Job:
         Shares are weighed here and summed, over microbatches and ranks alike, so that FP8 sees gradients of one size
         however a batch is cut.
         """
+        self._scales = True
         scale = self.loss_scaler.scale if self.loss_scaler else 1.0
         (loss * (scale / parts)).backward()  # type: ignore[no-untyped-call]
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """`loss` itself, with its gradient to be multiplied by the loss scale under fp16, for a backward pass not our own:
+        `accelerator.backward(job.scaled(loss))`."""
+        self._scales = True
+        if self.loss_scaler is not None:
+            scale = self.loss_scaler.scale
+            loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
+        return loss
+
+    def scheduler(self) -> StepScheduler:
+        """`schedule` as a torch scheduler of `optimizer`, for a loop that steps one; do not apply `schedule` beside it. Under fp16
+        a step then raises RuntimeError where no loss was multiplied by the loss scale."""
+        from fp8cfg.optim.scheduler import StepScheduler
+
+        if self.loss_scaler is not None:
+            self.optimizer.register_step_pre_hook(lambda *_: self._refuse_unscaled())
+        return StepScheduler(self.optimizer, self.schedule)
+
+    def prove(self) -> Coverage:
+        """What ran since the model was built. Raises NotFP8Error where that is not what was planned, or less than
+        fp8.min_coverage: call it after the first step."""
+        from fp8cfg.training.step import prove_engagement
+
+        return prove_engagement(self)
+
     def compile_model(self) -> None:
         """Let `forward` be the compiled model, and the step of a low-bit optimizer be compiled; a graph break is an error."""
+        import warnings
+
         import torch
 
+        # Of Inductor, where fp16_scaled weights are read into bf16; forward and backward pass are compiled as they first run.
+        warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed")
         # Triton's own division is an approximation; a scale that is a bit too low would be another power of two.
         options: dict[str, Any] | None = {"eager_numerics.division_rounding": True} if self.device.type == "cuda" else None
         self.forward = torch.compile(self.model, fullgraph=True, dynamic=False, options=options)
         self.optimizer.compiled = True
+
+    def _refuse_unscaled(self) -> None:
+        if not self._scales:
+            raise RuntimeError("the optimizer divides gradients by the loss scale of fp16, and no loss was multiplied by it; call "
+                               "job.backward(loss), or job.scaled(loss) before another backward")
 
     @property
     def compiled(self) -> bool:

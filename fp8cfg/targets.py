@@ -62,7 +62,8 @@ def prepared_model(
     columns = holding.parameter_columns(model, precision, plan)
     if precision.fp8.enabled:
         registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product)
-    holding.hold(model, precision, plan, columns, region)
+    own = choice.backend in registry.OWN_OPTIMIZER  # and so holds the weights of its layers itself
+    holding.hold(model, precision, [p for p in plan if not p.fp8] if own else plan, columns, region)
     holding.cast_parameters(model, precision, columns)
     if others(precision)["weight"] != precision.compute:
         _embed_in(model, holding.DTYPES[precision.compute])
@@ -91,11 +92,14 @@ def optimizer(
     from fp8cfg.optim.groups import param_groups
 
     model, backend = prepared.model, registry.backend(choice.backend)
+    built: MixedPrecisionOptimizer | LowBitTraining
+    if choice.backend in registry.OWN_OPTIMIZER:
+        built = backend.optimizer(prepared, precision, optim, clip_grad, loss_scaler)  # type: ignore[attr-defined]
+        return built
     groups = param_groups(model, optim.weight_decay)
     writers: dict[Any, Any] = {p: layer.set_weight for p, layer in holding.held(model).items()}
     if precision.fp8.enabled:
         writers |= backend.writers(model)
-    built: MixedPrecisionOptimizer | LowBitTraining
     if low_bit(precision):
         built = _low_bit(prepared, precision, optim, groups, writers, clip_grad, loss_scaler, seed)
     else:
@@ -145,7 +149,8 @@ def _low_bit(
     cls = LowBitTrainingAdamW if optim.name == "adamw" else LowBitTrainingAdam
     built = cls(
         split.values(), lr=optim.lr, betas=optim.betas, eps=optim.eps, held=held, writers=writers, owned=owned, seed=seed,
-        originals={named[name]: t for name, t in prepared.masters.items()}, loss_scaler=loss_scaler, clip_grad=clip_grad)
+        originals={named[name]: t for name, t in prepared.masters.items()}, loss_scaler=loss_scaler, clip_grad=clip_grad,
+        adds_stored=precision.storage.accumulate == "stored")
     prepared.masters.clear()
     if prepared.owner:
         zero.attach(built, model, prepared.owner, shard, world)

@@ -30,7 +30,7 @@ FROM = {
     "module": ("Linear", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP"),
     "quantization": ("autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "FP8GlobalStateManager", "RecipeState"),
     "tensor": ("Float8Tensor", "Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer", "NVFP4Quantizer"),
-    "quantized_tensor": ("QuantizedTensor",),
+    "quantized_tensor": ("QuantizedTensor",), "constants": ("DType",),
     "attention.dot_product_attention.dot_product_attention": ("DotProductAttention",),
 }
 _made: dict[str, types.ModuleType] = {}

@@ -68,7 +68,8 @@ APPLIED = [
     *(Applied("fp8.enable_2d_quantization", s | {"enable_2d_quantization": on}, "with_2d_quantization of the weight quantizer",
               lambda c: c.quantizers[1].with_2d_quantization, on) for s in (MXFP8, NVFP4) for on in (True, False)),
     Applied("fp8.params", {"params": True}, "class of the weight", lambda c: type(c.layer.weight).__name__, "Float8Tensor"),
-    Applied("fp8.params", CURRENT | {"params": True}, "class of the weight", lambda c: type(c.layer.weight).__name__, "Float8Tensor"),
+    *(Applied("fp8.params", s | {"params": True}, "class of the weight", lambda c: type(c.layer.weight).__name__, f"{name}Tensor")
+      for s, name in ((CURRENT, "Float8"), (BLOCK, "Float8BlockwiseQ"), (MXFP8, "MXFP8"), (NVFP4, "NVFP4"))),
     *(Applied(f"fp8.override_linear_precision.{g}", s | {"override_linear_precision": {"dgrad": True, "wgrad": True}}, "recipe.backward_override",
               field("backward_override"), "high_precision") for s in (CURRENT, BLOCK, MXFP8, NVFP4) for g in ("dgrad", "wgrad")),
     Applied("fp8.high_precision_at_start", {"high_precision_at_start": 1}, "layers that stay nn.Linear", lambda c: linears(c)[0][:9], "layers.1."),

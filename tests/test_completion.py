@@ -34,7 +34,7 @@ def test_the_keys_read_from_source_are_those_of_the_schema() -> None:
     (["fp8.scaling="], [f"fp8.scaling={s}" for s in SCALINGS]), (["fp8.scaling=cu"], ["fp8.scaling=current"]),
     (["fp8.enabled="], ["fp8.enabled=false", "fp8.enabled=true"]), (["opt_level="], [f"opt_level={o}" for o in ("O1", "O2", "O3", "null")]),
     (["fp8.margin="], []), (["recipe=llama_4"], ["recipe=llama_405b"]), (["recipe=llama_8b", "preci"], ["precision.", "precision="]),
-    (["precision=bf16_fp8_"], ["precision=bf16_fp8_block", "precision=bf16_fp8_current"]), (["data=t"], ["data=text", "data=tiny", "data=tokens"]),
+    (["precision=fp16_fp8_"], ["precision=fp16_fp8_block", "precision=fp16_fp8_current"]), (["data=t"], ["data=text", "data=tiny", "data=tokens"]),
     (["-m", "precision=bf16,fp16_m"], ["precision=bf16,fp16_mxfp8"]), (["compl"], ["completion"]), (["explain", "backe"], ["backend"]),
     (["--cfg", ""], ["all", "hydra", "job"]), (["-c", "j"], ["job"]), (["--multi"], ["--multirun"]), (["resume", "runs/x", "--al"], ["--allow"]),
     (["resume", ""], []), (["rerun", "ru"], []), (["--config-dir", ""], []), (["completion", ""], ["bash", "fish", "zsh"]), (["list", "d"], ["data"]),

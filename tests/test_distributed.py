@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,22 @@ def test_two_ranks_resume_to_the_same_losses(tmp_path: Path) -> None:
     done = launch(2, "resume", str(folder))
     assert done.returncode == 0, done.stderr[-2000:]
     assert "from step-00000003" in done.stdout and losses(folder) == want
+
+
+def test_a_sharded_run_says_what_it_sends_and_goes_on_with_one_rank(tmp_path: Path) -> None:
+    words = ("precision=bf16_fp8", "opt_level=O3", "storage.shard=zero2", "trainer.max_steps=4", "checkpoint.keep=2", f"log.dir={tmp_path}")
+    done = launch(2, *SMALL, *words, "trainer.micro_batch_size=4")
+    assert done.returncode == 0, done.stderr[-2000:]
+    said, = re.findall(r"^sent in a step by the first rank: (.*\n  .*)$", done.stdout, re.MULTILINE)
+    assert re.fullmatch(r"gradients [\d.]+ KiB in \d messages, scales .*, weights [\d.]+ KiB in \d messages?", " ".join(said.split()))
+    folder, = tmp_path.iterdir()
+    lines = [line for line in read(folder / "metrics.jsonl") if "loss" in line]
+    assert len({line["sent_bytes"] for line in lines}) == 1 and lines[0]["sent_bytes"] > 1e5
+    (folder / "checkpoints/step-00000004/MANIFEST.json").unlink()
+    one = launch(1, "resume", str(folder), "storage.shard=none")
+    assert one.returncode == 0 and "from step-00000002" in one.stdout and "sent in a step" not in one.stdout, one.stderr
+    assert losses(folder) == pytest.approx([line["loss"] for line in lines], abs=2e-3)
+    assert "sent_bytes" not in read(folder / "metrics.jsonl")[-1]
 
 
 def test_a_batch_that_does_not_divide_is_one_line() -> None:

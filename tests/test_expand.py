@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+import fp8cfg
 from fp8cfg.numerics.codecs import NAMES, codec
 from fp8cfg.numerics.exact import square_root
 from fp8cfg.numerics.expand import decode, encode, scales
@@ -115,3 +116,14 @@ def test_moments_keep_their_step() -> None:
     update = {kind: m / (square_root(v) + 1e-12) for kind, (m, v) in state.items()}
     error = {kind: ((u - update["fp32"]).norm() / update["fp32"].norm()).item() for kind, u in update.items()}
     assert error["expand"] < 0.2 < 5 < error["linear"], error
+
+
+@pytest.mark.parametrize(("column", "line"), [
+    ("weight", "storage.weight=fp8_expand: a codec of moments (COAT); write fp8"), ("weight_grad", "storage.weight_grad=fp8_expand: a codec of moments (COAT); write fp8"),
+    ("comm", "storage.comm=fp8_expand: not sent over the wire; write fp16, fp8 or fp8_pow2"),
+    ("master_weight", "storage.master_weight=fp8_expand: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32"),
+])
+def test_it_is_a_codec_of_moments(column: str, line: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        fp8cfg.compose(["recipe=llama_tiny", f"storage.{column}=fp8_expand"]).check()
+    assert line in e.value.problems

@@ -76,7 +76,7 @@ def test_files_with_their_bases(capsys: Out, tmp_path: Path, monkeypatch: pytest
     ("precision.loss_scale", [], "no effect, loss scaling is for precision.compute=fp16 alone, not bf16"),
     ("precision.loss_scale", ["precision=fp16"], "takes effect"),
     ("opt_level", ["optim.name=sgd"], "other values are refused: needs optim.name=adamw or adam, not sgd (MS-AMP)"),
-    ("backend", [], "other values are refused: has no effect, precision.compute=bf16 runs no FP8; drop it or write precision=bf16_fp8"),
+    ("backend", [], "no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8"),
     ("fp8.multi_head_attention", ["precision=bf16_fp8"], "other values are refused: needs fp8.dot_product_attention=true"),
     ("fp8.scaling", ["precision=bf16_fp8_current"], "takes effect"),
 ])

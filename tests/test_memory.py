@@ -12,7 +12,9 @@ from fp8cfg.report.memory import linears_of, memory, memory_table, parameters, p
 from fp8cfg.training.measured import BOUNDS, LiveBytes, measure
 
 PRECISIONS = ["fp32", "bf16", "bf16_fp8", "bf16_fp8 fp8.params=false", "bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8",
-              "fp16 precision.loss_scale=1024", "bf16_fp8 fp8.output_layer=true", "bf16_fp8 fp8.dot_product_attention=true", "bf16_fp8 fp8.override_linear_precision.wgrad=true"]
+              "fp16 precision.loss_scale=1024", "bf16_fp8 fp8.output_layer=true", "bf16_fp8 fp8.dot_product_attention=true", "bf16_fp8 fp8.override_linear_precision.wgrad=true",
+              *(f"{p} opt_level={level}" for p in ("bf16", "bf16_fp8") for level in ("O1", "O2", "O3")), "fp32 opt_level=O2", "fp32 storage.weight_grad=bf16",
+              "fp16 storage.weight=fp32 precision.loss_scale=1024", "bf16 storage.weight=fp8", "bf16_fp8 storage.exp_avg=fp8_block storage.exp_avg_sq=fp8_block"]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -73,6 +75,17 @@ def test_zero_splits_optimizer_state_over_data_parallel_ranks() -> None:
         four[shard] = memory(recipe, "cpu", whole(recipe, 4))
     assert four["zero1"]["moments"] * 4 == one["moments"] and four["zero1"]["gradients"] == one["gradients"]
     assert four["zero2"]["masters"] * 4 == one["masters"] and four["zero2"]["gradients"] * 4 == one["gradients"]
+
+
+@pytest.mark.parametrize(("words", "ranks", "each"), [
+    ("", 1, 1), ("trainer.micro_batch_size=4", 1, 4), ("", 2, 1), ("storage.comm=fp32", 2, 4), ("storage.shard=zero2", 2, 1), ("trainer.micro_batch_size=2 storage.shard=zero2", 2, 4)])
+def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, each: int) -> None:
+    """A rank has them all; in float32 where a microbatch or another rank's are added to them."""
+    recipe = small("precision=bf16_fp8", "opt_level=O2", *words.split(), *(["trainer.micro_batch_size=4"] if ranks == 2 and "micro" not in words else []))
+    part = whole(recipe, ranks)
+    kinds, count = memory(recipe, "cpu", part), parameters(recipe, part)
+    assert kinds["gradients"] + kinds.get("accumulation", 0) == each * count.linear + 4 * count.other
+    assert kinds["gradients"] * (2 if "zero2" in words else 1) == count.linear + 4 * count.other
 
 
 @pytest.mark.parametrize(("layers", "stages", "chunks", "sizes"), [

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Planned and measured bytes of a training step on a CPU, by kind: how true `fp8cfg plan` is about memory.
 
-    python tools/check_memory.py                                   # llama_tiny and 50M parameters, all precisions: five minutes
+    python tools/check_memory.py                                   # llama_tiny and 50M parameters, all precisions: ten minutes
     python tools/check_memory.py --size tiny precision=bf16_fp8    # one of them
 
 `fp8cfg plan --measure` measures in the same way (fp8cfg/training/measured.py). Exits with 1 where a bound does not hold.
@@ -24,7 +24,8 @@ SIZES = {
             "model.num_attention_heads=8", "model.num_query_groups=4", "model.vocab_size=16384", "trainer.micro_batch_size=2"],
 }
 PRECISIONS = [["precision=fp32"], ["precision=bf16"], ["precision=fp16", "precision.loss_scale=1024"], ["precision=bf16_fp8"], ["precision=bf16_fp8", "fp8.params=false"],
-              ["precision=bf16_fp8_current"], ["precision=bf16_fp8_current", "fp8.params=false"]]
+              ["precision=bf16_fp8_current"], ["precision=bf16_fp8_current", "fp8.params=false"],
+              *([f"precision={p}", f"opt_level={level}"] for p in ("bf16", "bf16_fp8") for level in ("O1", "O2", "O3"))]
 
 
 def main() -> int:

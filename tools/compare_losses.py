@@ -3,6 +3,7 @@
 
     python tools/compare_losses.py --jobs 2 --results losses.jsonl       # llama_tiny on the standard library: 1 to 2 hours
     python tools/compare_losses.py --steps 6 --seeds 1 data=tiny         # a quick look
+    python tools/compare_losses.py --levels --steps 600                  # MS-AMP's levels, with and without FP8 products
     python tools/compare_losses.py --row "precision=bf16_fp8 fp8.margin=2" --row "short: precision=bf16_fp8 fp8.amax_history_len=4"
 
 A row is the overrides of a precision, after a name and a colon where it shall have another name than these; fp32 and bf16 are
@@ -10,7 +11,9 @@ always there. Words after the options are overrides for all runs. Each run has o
 that stands in the results file is not repeated: take another file after the code has changed.
 
 The first ten steps, where runs have not yet diverged by chance, compare arithmetic: the mean and the largest distance of their
-training losses from those of fp32. The validation losses of several seeds compare training.
+training losses from those of fp32. The validation losses of several seeds compare training; distances from fp32 and bf16 are means
+over the seeds, each against the run with the same seed. Bytes a parameter are measured: weights, masters, gradients, moments and
+their scales, as they are between two steps.
 """
 
 from __future__ import annotations
@@ -38,16 +41,22 @@ ROWS = {
     "delayed, margin 5, e4m3 gradients": "precision=bf16_fp8 fp8.margin=5 fp8.format=e4m3",
     "block": "precision=bf16_fp8_block", "mxfp8": "precision=bf16_mxfp8", "nvfp4": "precision=bf16_nvfp4",
 }  # fmt: skip
+LEVELS = {
+    "fp32": ROWS["fp32"], "bf16": ROWS["bf16"],
+    **{level: f"precision=fp32 opt_level={level}" for level in ("O1", "O2", "O3")},
+    **{f"{level}, FP8 products": f"{CURRENT} opt_level={level}" for level in ("O1", "O2", "O3")},
+}  # fmt: skip
 Run = dict[str, Any]
 
 
 def train(words: list[str]) -> Run:
-    """The training losses of every step and the last validation loss of one run."""
+    """The training losses of every step, the last validation loss and the bytes of a parameter of one run."""
     import torch
 
     from fp8cfg.training.compiling import compiles
     from fp8cfg.training.data import run_data, validation_batches
     from fp8cfg.training.distributed import World
+    from fp8cfg.training.measured import by_kind
     from fp8cfg.training.step import evaluate, prove_engagement, train_step
 
     torch.set_num_threads(1)
@@ -62,7 +71,8 @@ def train(words: list[str]) -> Run:
         if step == 0:
             prove_engagement(job)
     val_loss = evaluate(job, validation_batches(recipe, held_out, world), world)
-    return {"words": words, "losses": losses, "val_loss": val_loss, "seconds": time.perf_counter() - began}
+    each = sum(t.nbytes for tensors in by_kind(job).values() for t in tensors) / sum(p.numel() for p in job.model.parameters())
+    return {"words": words, "losses": losses, "val_loss": val_loss, "bytes": each, "seconds": time.perf_counter() - began}
 
 
 def finished(path: Path | None) -> list[Run]:
@@ -92,38 +102,43 @@ def run_all(wanted: list[list[str]], jobs: int, path: Path | None) -> list[Run]:
     return [runs[tuple(words)] for words in wanted]
 
 
-def summary(found: dict[str, list[Run]]) -> str:
+def summary(found: dict[str, list[Run]], levels: bool) -> str:
     """The table, and below it which rows do not keep to fp32 and bf16. `found` holds the runs of each row, seed by seed."""
-    mean = {name: statistics.mean(r["val_loss"] for r in runs) for name, runs in found.items()}
-    spread = max(r["val_loss"] for r in found["bf16"]) - min(r["val_loss"] for r in found["bf16"])
-    rows, early_off, late_off = [], [], []
+    rows, apart, early_of = [], {}, {}
     for name, runs in found.items():
-        sd = statistics.stdev(r["val_loss"] for r in runs) if len(runs) > 1 else 0.0
+        losses = [r["val_loss"] for r in runs]
+        apart[name] = {of: statistics.mean(r["val_loss"] / other["val_loss"] - 1 for r, other in zip(runs, found[of], strict=True)) for of in ("fp32", "bf16")}
         early = [abs(a - b) for run, exact in zip(runs, found["fp32"], strict=True) for a, b in zip(run["losses"][:10], exact["losses"][:10], strict=True)]
-        rows.append([name, f"{mean[name]:.4f}", f"{sd:.4f}", *(f"{mean[name] / mean[of] - 1:+.2%}" for of in ("fp32", "bf16")),
-                     f"{statistics.mean(early):.4f}", f"{max(early):.4f}"])
-        early_off += [name] * (not statistics.mean(early) < 0.02)
-        late_off += [name] * (not mean[name] <= mean["bf16"] * 1.02 + spread)
-    head = ["precision", "val loss", "sd", "vs fp32", "vs bf16", "first 10", "largest"]
-    return (f"{table(head, rows, right=range(1, 7))}\n"
-            f"mean distance from fp32 over the first ten steps of 0.02 or more: {', '.join(early_off) or 'none'}\n"
-            f"above bf16 by more than 2 % and the spread of its seeds ({spread:.4f}): {', '.join(late_off) or 'none'}")
+        early_of[name] = statistics.mean(early)
+        rows.append([name, f"{statistics.mean(losses):.4f}", f"{statistics.stdev(losses) if len(losses) > 1 else 0.0:.4f}", *(f"{d:+.2%}" for d in apart[name].values()),
+                     f"{early_of[name]:.4f}", f"{max(early):.4f}", f"{runs[0]['bytes']:.2f}"])
+    lines = [table(["precision", "val loss", "sd", "vs fp32", "vs bf16", "first 10", "largest", "B/param"], rows, right=range(1, 8))]
+    if levels:
+        off = [name for name, distance in apart.items() if not distance["fp32"] <= (0.01 if "FP8" in name else 0.005)]
+        return "\n".join([*lines, f"above fp32 by more than 0.5 %, or 1 % with FP8 products: {', '.join(off) or 'none'}"])
+    spread = max(r["val_loss"] for r in found["bf16"]) - min(r["val_loss"] for r in found["bf16"])
+    mean = {name: statistics.mean(r["val_loss"] for r in runs) for name, runs in found.items()}
+    early_off = [name for name, distance in early_of.items() if not distance < 0.02]
+    late_off = [name for name in found if not mean[name] <= mean["bf16"] * 1.02 + spread]
+    return "\n".join([*lines, f"mean distance from fp32 over the first ten steps of 0.02 or more: {', '.join(early_off) or 'none'}",
+                      f"above bf16 by more than 2 % and the spread of its seeds ({spread:.4f}): {', '.join(late_off) or 'none'}"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="llama_tiny")
     parser.add_argument("--row", action="append", metavar="[NAME:] WORDS", help=f"default: {', '.join(ROWS)}")
+    parser.add_argument("--levels", action="store_true", help=f"these rows: {', '.join(LEVELS)}")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--results", type=Path, metavar="FILE.jsonl", help="where finished runs are kept")
     parser.add_argument("words", nargs="*")
     args = parser.parse_intermixed_args()
-    rows = ROWS
+    rows = LEVELS if args.levels else ROWS
     if args.row:
         named = (row.rpartition(": ") for row in args.row)
-        rows = {"fp32": ROWS["fp32"], "bf16": ROWS["bf16"], **{name or words: words for name, _, words in named}}
+        rows = {"fp32": ROWS["fp32"], "bf16": ROWS["bf16"], **{name or words: words for name, _, words in named}, **(LEVELS if args.levels else {})}
     wanted = [[f"recipe={args.recipe}", f"trainer.seed={seed}", f"trainer.max_steps={args.steps}",
                f"optim.warmup_steps={min(20, args.steps // 2)}", "trainer.limit_val_batches=16", *args.words, *words.split()]
               for words, seed in itertools.product(rows.values(), range(args.seeds))]
@@ -133,7 +148,7 @@ def main() -> None:
         except fp8cfg.ConfigError as e:
             parser.error("; ".join(e.problems))
     runs = run_all(wanted, args.jobs, args.results)
-    print(summary({name: runs[i * args.seeds : (i + 1) * args.seeds] for i, name in enumerate(rows)}))
+    print(summary({name: runs[i * args.seeds : (i + 1) * args.seeds] for i, name in enumerate(rows)}, args.levels))
 
 
 if __name__ == "__main__":

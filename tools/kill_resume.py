@@ -4,12 +4,15 @@ bit.
 
     python tools/kill_resume.py                       # ten kills
     python tools/kill_resume.py --kills 3 precision=bf16_fp8_current
+    python tools/kill_resume.py --kills 3 --ranks 2 opt_level=O3 storage.shard=zero2
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +37,12 @@ def progress(root: Path) -> int:
     return file.read_bytes().count(b"\n") if file else 0
 
 
+def family(pid: int) -> list[int]:
+    """A process and all that it started, torchrun's ranks among them, which are sessions of their own."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(p for child in children for p in family(int(child)))]
+
+
 def kill_at_random(command: list[str], root: Path, rng: random.Random) -> int:
     """Start `command`, let it do some steps, kill it somewhere in the next ones, saves among them; its lines of metrics."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -43,7 +52,8 @@ def kill_at_random(command: list[str], root: Path, rng: random.Random) -> int:
     time.sleep(rng.uniform(0, 0.4))
     if process.poll() is not None:
         sys.exit(f"ended by itself with {process.returncode}: {process.communicate()[1].decode()}")
-    process.kill()
+    for pid in family(process.pid):
+        os.kill(pid, signal.SIGKILL)
     process.wait()
     return progress(root)
 
@@ -52,21 +62,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("words", nargs="*")
     args = parser.parse_intermixed_args()
     rng = random.Random(args.seed)
+    launch = [sys.executable, "-m"]
+    if args.ranks > 1:
+        launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), "-m"]
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Path(folder, "whole"), Path(folder, "killed")
 
         def start(root: Path) -> list[str]:
-            return [sys.executable, "-m", "fp8cfg", *WORDS, *args.words, f"log.dir={root}"]
+            return [*launch, "fp8cfg", *WORDS, *args.words, f"log.dir={root}"]
 
         subprocess.run(start(whole), check=True, stdout=subprocess.DEVNULL)
         command = start(killed)
         for kill in range(args.kills):
             lines = kill_at_random(command, killed, rng)
             run = next(killed.iterdir())
-            command = [sys.executable, "-m", "fp8cfg", "resume", str(run)]
+            command = [*launch, "fp8cfg", "resume", str(run)]
             print(f"kill {kill + 1}: {lines} lines of metrics, checkpoints {sorted(p.name for p in (run / 'checkpoints').iterdir())}")
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         want, got = losses(next(whole.iterdir())), losses(next(killed.iterdir()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from fp8cfg.backends import registry
+from fp8cfg.backends import msamp_rules, registry
 from fp8cfg.backends.native_rules import BLOCK_CUDA, FP8_CAPABILITY
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.backends.te_environment import contradictions
@@ -60,7 +60,8 @@ def against(name: str, precision: Precision, hardware: Hardware, statistics: int
     if not registry.exists(name):
         return [f"backend={name}: not in this version; write backend=native"]
     rules = registry.rules(name)
-    lines = [f"backend={name}: {why}; write backend=native"] if here and (why := rules.unavailable()) else []
+    native = msamp_rules.native(precision) if name == "msamp" else "backend=native"
+    lines = [f"backend={name}: {why}; write {native}"] if here and (why := rules.unavailable()) else []
     if statistics and name != "native":
         lines.append(f"log.fp8_stats_every_n_steps={statistics}: backend={name} has no such statistics; write backend=native, or "
                      "drop it")

@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def parameter_columns(model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear]) -> dict[str, Columns]:
     """The storage columns of every parameter by name. A weight that a linear layer shares with another module is none of a
     linear layer's."""
-    shared = _shared(model)
+    shared = shared_weights(model)
     runs_fp8 = {f"{planned.name}.weight": planned.fp8 for planned in plan}
     return {name: columns_of(precision, name in runs_fp8 and p not in shared, runs_fp8.get(name, False))
             for name, p in model.named_parameters()}
@@ -77,7 +77,7 @@ def held(model: nn.Module) -> dict[nn.Parameter, FP8Linear | HeldWeight]:
     return {p: layer for layer in layers if (p := layer._parameters["weight"]) is not None and len(layer.in_codec) > 1}
 
 
-def _shared(model: nn.Module) -> set[nn.Parameter]:
+def shared_weights(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that more than one module holds, as a tied output layer and embedding do."""
     seen: set[nn.Parameter] = set()
     return {p for m in model.modules() for p in m.parameters(recurse=False) if p in seen or seen.add(p)}  # type: ignore[func-returns-value]

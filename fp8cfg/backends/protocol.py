@@ -77,6 +77,9 @@ class Backend(Protocol):
 
     State is the model's `state_dict`: plain tensors alone, FP8 scales and histories under names whose last part begins with
     `fp8_`; `load_state_dict` takes it back. Names of parameters stay what they were.
+
+    A backend of `registry.OWN_OPTIMIZER` has one function more, optimizer(prepared, precision, optim, clip_grad, loss_scaler),
+    which gives what trains its layers and all other parameters, with the attributes of `MixedPrecisionOptimizer`.
     """
 
     def convert(self, model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:

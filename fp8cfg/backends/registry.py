@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 PREFERENCE = ("msamp", "te", "torchao", "native")
 """The order in which backend=auto tries them."""
+OWN_OPTIMIZER = ("msamp",)
+"""Those that hold weights in layers of their own and step them too: their code has `optimizer`."""
 
 
 def exists(name: str) -> bool:

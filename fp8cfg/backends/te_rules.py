@@ -13,6 +13,7 @@ from pathlib import Path
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import said_of_fp8_weights
 
 MINIMUM = (2, 3)
 """Least version: it has block scaling, and `interval` and `override_linear_precision` are gone from its recipes."""
@@ -93,8 +94,8 @@ def _keys(p: Precision) -> list[str]:
         lines.append(f"precision.compute={p.compute}: under fp8.scaling=nvfp4 Transformer Engine's Hadamard transform takes bf16 "
                      "alone; write precision=bf16_nvfp4, or backend=native")
     if f.params and p.compute != "bf16":
-        lines.append(f"fp8.params=True: this backend holds FP8 weights in place of bf16 ones alone, not {p.compute}; write "
-                     "fp8.params=false")
+        lines.append(f"{said_of_fp8_weights(p)}: this backend holds FP8 weights in place of bf16 ones alone, not {p.compute}; "
+                     "write storage.weight=fp16_scaled with fp8.params=false")
     return lines
 
 

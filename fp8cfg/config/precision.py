@@ -32,6 +32,9 @@ class Storage(Node):
     """First moment of Adam. Default auto: fp32 (Megatron)."""
     exp_avg_sq: Codec = "auto"
     """Second moment of Adam. Default auto: fp32 (Megatron)."""
+    accumulate: Literal["wide", "stored"] = "wide"
+    """How the gradients of microbatches add up: wide, in high precision until the last one, and stored once; or stored, each sum
+    rounded into storage.weight_grad again (MS-AMP). Default wide: rounding errors add up too."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How updated weights are rounded into their codec. Default nearest (torch, Megatron, MS-AMP)."""
     shard: Literal["none", "zero1", "zero2"] = "none"

@@ -9,7 +9,7 @@ from fp8cfg.config.fp8 import FP8, ONLY_UNDER
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.rules_storage import storage_refusals
-from fp8cfg.config.storage import FP8_CODECS, fp8_weights, low_bit, resolved
+from fp8cfg.config.storage import FP8_CODECS, fp8_weights, level, low_bit, resolved
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -103,7 +103,10 @@ def _storage(recipe: Recipe) -> Iterator[str]:
             yield from _sgd(p)
         else:
             yield from storage_refusals(columns, s.rounding, o.betas, o.lr, recipe.model.init_method_std)
-    if p.backend in ("native", "te", "torchao") and not f.enabled:
+    if p.backend == "msamp" and o.name == "adam" and o.weight_decay and columns["exp_avg"] != "fp32":
+        yield (f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam MS-AMP leaves it out of the moments that it stores; "
+               "write optim.name=adamw, optim.weight_decay=0, or backend=native opt_level=O2")
+    if p.backend != "auto" and not f.enabled:
         yield f"backend={p.backend}: has no effect, precision.compute={p.compute} runs no FP8; drop it or write precision=bf16_fp8"
 
 
@@ -125,6 +128,9 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
                "that, or bf16 or fp32 to add them up before they are stored")
     if weight == "fp32" and master != "none":
         yield f"storage.master_weight={master}: has no effect, storage.weight=fp32 needs no masters; write none"
+    if p.storage.accumulate != "wide" and not columns["weight_grad"] == columns["comm"] in FP8_CODECS:
+        yield (f"storage.accumulate={p.storage.accumulate}: needs storage.weight_grad and storage.comm in one FP8 codec, not "
+               f"{columns['weight_grad']} and {columns['comm']}; drop it or write fp8 for both")
     rounded = {columns["weight"], columns["master_weight"]} - {"fp32", "none"}
     if p.storage.rounding != "nearest" and (not rounded or (fp8_weights(p) and master == "fp32")):
         yield (f"storage.rounding={p.storage.rounding}: has no effect, "
@@ -135,8 +141,8 @@ def _sgd(p: Precision) -> Iterator[str]:
     """What needs the moments of Adam, and what only the low-bit Adam does."""
     for key in changed(p.storage, "exp_avg", "exp_avg_sq"):
         yield f"{key}: has no effect with optim.name=sgd, which has no such moment"
-    if p.opt_level:
-        yield f"opt_level={p.opt_level}: needs optim.name=adamw or adam, not sgd (MS-AMP)"
+    if level(p):
+        yield f"opt_level={level(p)}: needs optim.name=adamw or adam, not sgd (MS-AMP)"
     elif low_bit(p):
         for key in changed(p.storage, "weight", "master_weight", "weight_grad", "rounding", "shard"):
             yield f"{key}: needs optim.name=adamw or adam, not sgd"

@@ -28,12 +28,20 @@ LEVELS = {
     "O3": _level("fp8         fp16_scaled fp8 fp8 fp8  fp16_scaled"),
 }
 """MS-AMP's optimization levels. FP8 is scaled by the amax itself here, which no average gets stuck under; MS-AMP's own powers of
-two are the codec fp8_pow2."""
+two are the codec fp8_pow2, which backend=msamp has."""
 
 
 def level(precision: Precision) -> str | None:
     """The optimization level that is in force: O2 under backend=msamp where none is given."""
     return precision.opt_level or ("O2" if precision.backend == "msamp" else None)
+
+
+def of_level(precision: Precision) -> Columns:
+    """What the level in force says of the columns; nothing where there is none."""
+    columns = LEVELS.get(level(precision) or "", {})
+    if precision.backend != "msamp":
+        return columns
+    return {k: "fp8_pow2" if v == "fp8" and k != "weight" else v for k, v in columns.items()}
 
 
 def resolved(precision: Precision) -> Columns:
@@ -45,7 +53,7 @@ def resolved(precision: Precision) -> Columns:
     in_fp8 = precision.fp8.enabled and precision.fp8.params
     wire = "fp16" if precision.compute == "fp16" and precision.storage.weight != "fp32" else "fp32"
     auto = {"weight": "fp8" if in_fp8 else precision.compute, "weight_grad": wire, "comm": wire, "exp_avg": "fp32",
-            "exp_avg_sq": "fp32", **LEVELS.get(level(precision) or "", {})}
+            "exp_avg_sq": "fp32", **of_level(precision)}
     found = {k: v if (given := getattr(precision.storage, k)) == "auto" else given for k, v in auto.items()}
     if "master_weight" not in found:
         given = precision.storage.master_weight
@@ -68,6 +76,18 @@ def fp8_weights(precision: Precision) -> bool:
     return precision.fp8.enabled and resolved(precision)["weight"] == "fp8"
 
 
+def fp8_layers_alone(precision: Precision) -> bool:
+    """Whether `resolved` is about linear layers that run in FP8 alone: where they hold float8 weights, and under MS-AMP."""
+    return fp8_weights(precision) or precision.backend == "msamp"
+
+
+def said_of_fp8_weights(precision: Precision) -> str:
+    """The word of `precision` that has weights held in FP8."""
+    if precision.storage.weight != "auto":
+        return f"storage.weight={precision.storage.weight}"
+    return f"opt_level={level(precision)}" if level(precision) else "fp8.params=True"
+
+
 def as_held(precision: Precision) -> Precision:
     """`precision` with fp8.params as it is in force: what a backend is asked to do."""
     return precision.model_copy(update={"fp8": precision.fp8.model_copy(update={"params": fp8_weights(precision)})})
@@ -75,7 +95,7 @@ def as_held(precision: Precision) -> Precision:
 
 def columns_of(precision: Precision, linear: bool, runs_fp8: bool) -> Columns:
     """The codecs of one parameter: of the weight of a linear layer, that runs in FP8 or not, or of another one."""
-    return resolved(precision) if linear and (runs_fp8 or not fp8_weights(precision)) else others(precision)
+    return resolved(precision) if linear and (runs_fp8 or not fp8_layers_alone(precision)) else others(precision)
 
 
 def low_bit(precision: Precision) -> bool:

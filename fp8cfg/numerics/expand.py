@@ -29,14 +29,14 @@ LEAST, MOST = 3, 16 * STEPS
 def _below(x: Tensor) -> Tensor:
     """Float64 `x` as float32, rounded down: y > x and y > _below(x) are the same for every float32 y."""
     nearest = x.float()
-    return torch.where(nearest.double() > x, nearest.nextafter(torch.tensor(-math.inf)), nearest)
+    return torch.where(nearest.double() > x, nearest.nextafter(torch.full_like(nearest, -math.inf)), nearest)
 
 
 def _tables() -> tuple[Tensor, Tensor, Tensor]:
     """By k, in steps: the values of the 127 codes [.., 127], over the largest, and where they meet [.., 126]. And, ascending, the
     widest range of a block for each k, from MOST down to LEAST."""
-    codes = torch.arange(127, dtype=torch.uint8).view(E4M3.dtype).double() / E4M3.max
-    steps = torch.arange(MOST + 1, dtype=torch.float64).clamp(min=LEAST)
+    codes = torch.arange(127, dtype=torch.uint8, device="cpu").view(E4M3.dtype).double() / E4M3.max
+    steps = torch.arange(MOST + 1, dtype=torch.float64, device="cpu").clamp(min=LEAST)
     roots = STEPS / steps[:, None]
     meets = ((codes[1:] + codes[:-1]) / 2) ** roots
     return (codes**roots).float(), _below(meets), _below((E4M3.max**2 / 2) ** roots[LEAST:, 0].flip(0))

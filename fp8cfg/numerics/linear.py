@@ -41,6 +41,7 @@ class FP8Linear(nn.Linear):
     fp8_amax_history: Tensor | None
     fp8_weight_scale_inv: Tensor | None
     _gradient_of_weight: Tensor
+    _detached: Tensor
 
     @classmethod
     def from_linear(
@@ -108,12 +109,12 @@ class FP8Linear(nn.Linear):
         exact = self.scaling.kind != "block" or self.scaling.power_2_scales
         carrier = torch.bfloat16 if out == torch.bfloat16 and exact else torch.float32
         high_precision = self.high_precision if self.region.applies() else (True, True, True)
-        stored = self.weight.detach() if self.held else None
+        narrow = self.held and self.weight.dtype.itemsize < self.weight_grad_dtype.itemsize
+        stand_in = narrow and self.weight.requires_grad and torch.compiler.is_compiling()
+        stored = None if not self.held else self._detached if stand_in else self.weight.detach()
         weight_grad = self.weight.dtype if stored is None else self.weight_grad_dtype
         product = None if self.product == "scaled_mm" else carrier
         plan = Plan(self.scaling, high_precision, product, out, weight_grad, torch.is_grad_enabled(), self.codec)
-        narrow = stored is not None and self.weight.dtype.itemsize < self.weight_grad_dtype.itemsize
-        stand_in = narrow and self.weight.requires_grad and torch.compiler.is_compiling()
         weight = self._gradient_of_weight if stand_in else self.weight
         beside: list[Tensor | None] = [getattr(self, name) for name in WEIGHT_BUFFERS]
         state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, self.gemms_ran])
@@ -197,6 +198,7 @@ class FP8Linear(nn.Linear):
 
         receiver.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
         self._gradient_of_weight = receiver
+        self._detached = weight.detach()  # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
 
     def _remember_grad_dtype(self) -> None:
         if self.held and self.weight.grad_dtype is not None:
@@ -204,7 +206,7 @@ class FP8Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         self._remember_grad_dtype()
-        return {name: value for name, value in self.__dict__.items() if name != "_gradient_of_weight"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_gradient_of_weight", "_detached")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

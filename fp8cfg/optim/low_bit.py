@@ -31,7 +31,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
     State is made here: load weights first, build this afterwards.
 
     Gradients are expected finite; infinities and NaN reach the moments and stay. Under a `grad` codec, `store_grads` moves
-    `.grad` into `stored_grads`, and a step does so with what is left. Of the parameters that are not `owned`, by name, no state
+    `.grad` into `stored_grads`, and a step does so with what is left; once a step has read them, those of the next backward pass
+    take their place. Of the parameters that are not `owned`, by name, no state
     is kept, and a step leaves them to the rank that owns them. A step reads gradients times `grad_factor`. `seed` is that of
     stochastic rounding. `compiled` runs torch.compile on the step: the same bits on a CPU.
     """
@@ -57,6 +58,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self.names: dict[nn.Parameter, str] = {}
         self.stored_grads: dict[nn.Parameter, Stored] = {}
         self.seed, self.compiled, self.grad_factor = seed, compiled, 1.0
+        self._spent = False
         self.held, self.writers = dict(held or {}), dict(writers or {})
         self._owned = owned
         self._originals = originals or {}
@@ -95,6 +97,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self.store_grads()
         self._update()
         self.write_parameters()
+        self._spent = True
         return loss
 
     def owns(self, p: nn.Parameter) -> bool:
@@ -124,20 +127,35 @@ class LowBitOptimizer(torch.optim.Optimizer):
                     self._store_grad(p, group["columns"].grad)
 
     @torch.no_grad()
-    def _store_grad(self, p: nn.Parameter, codec: Codec) -> None:
-        if p in self.stored_grads:
-            raise RuntimeError(f"the gradient of {self.names[p]} was stored before a backward pass; zero_grad comes first")
+    def _store_grad(self, p: nn.Parameter, codec: Codec, add: bool = False) -> None:
         assert p.grad is not None, "asked by the caller"
+        self._forget_spent()
+        if p in self.stored_grads and not add:
+            raise RuntimeError(f"the gradient of {self.names[p]} was stored before a backward pass; zero_grad comes first")
+        if p in self.stored_grads:
+            p.grad += codec.decode(self.stored_grads[p])
         stored = codec.zeros(p.shape, p.device)
         codec.store(p.grad, stored, self._key(p, "grad"))
         self.stored_grads[p], p.grad = stored, None
 
+    def _forget_spent(self) -> None:
+        """Forget stored gradients that a step has read: a Trainer calls the model's zero_grad, which does not know of them."""
+        if self._spent:
+            self._spent = False
+            self.stored_grads.clear()
+
     @contextmanager
-    def storing(self) -> Iterator[None]:
+    def storing(self, add: bool = False) -> Iterator[None]:
         """A context for the last backward pass before a step: gradients that have a codec are stored as soon as they are there,
-        so that they are never all there in more bits."""
+        so that they are never all there in more bits. With `add` for every backward pass: to what is stored they are added, and
+        their sum is rounded again."""
         codecs = {p: group["columns"].grad for group in self.param_groups for p in group["params"] if group["columns"].grad}
-        handles = [p.register_post_accumulate_grad_hook(lambda p, c=codec: self._store_grad(p, c)) for p, codec in codecs.items()]
+
+        def store(p: Tensor) -> None:
+            assert isinstance(p, nn.Parameter), "hooks are those of parameters"
+            self._store_grad(p, codecs[p], add)
+
+        handles = [p.register_post_accumulate_grad_hook(store) for p in codecs]
         try:
             yield
         finally:
@@ -146,6 +164,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, the stored ones too."""
+        self._spent = False
         self.stored_grads.clear()
         super().zero_grad(set_to_none)
 

@@ -24,12 +24,15 @@ from fp8cfg.optim.low_bit import LowBitAdam, LowBitAdamW, LowBitOptimizer
 class LowBitTraining(LowBitOptimizer):
     """What `MixedPrecisionOptimizer` is to a float32 optimizer, and with the same attributes: after a step `grad_norm` is the
     norm before clipping (float32, unscaled), `steps` counts those that were not skipped, `clip_grad` of 0 clips nothing,
+    `adds_stored` stores the gradients of every backward pass, added to those before.
+
     `on_step` is called after the update and before weights in FP8 are written, `on_skip` where gradients were not finite.
 
     Where state is sharded, `on_written` is called once weights are written, to hand them round; `sum_norms` adds up the
     norms of all gradients over the ranks where each has those of its own alone, an empty gradient standing for the others."""
 
-    def __init__(self, *args: Any, loss_scaler: LossScaler | None = None, clip_grad: float = 0.0, **options: Any) -> None:
+    def __init__(self, *args: Any, loss_scaler: LossScaler | None = None, clip_grad: float = 0.0,
+                 adds_stored: bool = False, **options: Any) -> None:  # fmt: skip
         self.loss_scaler, self.clip_grad = loss_scaler, clip_grad
         self.grad_norm, self.steps = 0.0, 0
         self.on_step: list[Callable[[], None]] = []
@@ -37,6 +40,9 @@ class LowBitTraining(LowBitOptimizer):
         self.on_written: list[Callable[[], None]] = []
         self.sum_norms: Callable[[Tensor], Tensor] | None = None
         super().__init__(*args, **options)
+        if adds_stored:
+            self._always = self.storing(add=True)
+            self._always.__enter__()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> bool:  # type: ignore[override]
@@ -56,6 +62,7 @@ class LowBitTraining(LowBitOptimizer):
             hook()
         if finite:
             self.write_parameters()
+        self._spent = True
         return finite
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from fp8cfg.backends.planning import PlannedLinear
 from fp8cfg.builder import plan, transformer_config
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import SCALED, fp8_weights, low_bit, others, resolved
+from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, low_bit, others, resolved
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.activations import activations
@@ -79,7 +79,8 @@ def before_step(recipe: Recipe, part: Part) -> int:
     """Bytes of the gradients at the end of the last backward pass: wide where a microbatch was added or ranks are to be, and all
     of them also where a rank keeps those of its own alone."""
     columns, counts = chart.row(recipe), parameters(recipe, part)
-    added = microbatches(recipe, part) > 1 or (part.data > 1 and columns["comm"] != columns["weight_grad"])
+    summed = microbatches(recipe, part) > 1 and recipe.storage.accumulate == "wide"
+    added = summed or (part.data > 1 and columns["comm"] != columns["weight_grad"])
     each = gradient_bytes(recipe) if added else CODEC[columns["weight_grad"]]
     return int(counts.linear * each + counts.other * CODEC[others(recipe.precision)["weight_grad"]])
 
@@ -95,7 +96,7 @@ def parameters(recipe: Recipe, part: Part) -> Parameters:
     shapes = parameter_shapes(transformer_config(recipe))
     tied = recipe.model.share_embeddings_and_output_weights
     own = [p for p in linears_of(recipe, part) if not (tied and p.name == "output_layer")]
-    every = not fp8_weights(recipe.precision)
+    every = not fp8_layers_alone(recipe.precision)
     narrow = sum(-(-p.in_features * p.out_features // part.tensor) for p in own if p.fp8 or every)
     matrices = sum(-(-p.in_features * p.out_features // part.tensor) for p in own) - narrow
     if part.embedding or (tied and part.output):
@@ -148,6 +149,7 @@ def _note(recipe: Recipe, kind: str, part: Part) -> str:
     layers = "FP8 layers" if fp8_weights(recipe.precision) else "linear layers"
     state = "scales, amax histories" if recipe.fp8.scaling == "delayed" else "for dgrad, and scales"
     tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
+    widens = gradient_bytes(recipe) < 4 and not low_bit(recipe.precision)
     return {
         **{kind: rest[k] if columns[k] == rest[k] else f"{rest[k]}, {layers} {columns[k]}"
            for kind, k in (("weights", "weight"), ("masters", "master_weight"), ("gradients", "weight_grad"))},
@@ -157,5 +159,5 @@ def _note(recipe: Recipe, kind: str, part: Part) -> str:
         "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
         "logits": f"vocab_size={recipe.model.vocab_size}",
         "backward": "gradients of activations" if recipe.model.recompute_granularity == "none" else "one layer again",
-        "optimizer step": "pieces on their way to codecs" if low_bit(recipe.precision) or gradient_bytes(recipe) == 4 else "fp32 gradients",
+        "optimizer step": "fp32 gradients" if widens else "pieces on their way to codecs",
     }[kind]

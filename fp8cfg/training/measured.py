@@ -105,6 +105,14 @@ def gradients(job: Job) -> list[Tensor]:
     return [*plain, *(t for stored in stored_grads(job).values() for t in stored)]
 
 
+def by_kind(job: Job) -> dict[str, list[Tensor]]:
+    """What `job` holds of its parameters between two steps: `stored`, gradients, and of FP8 state the scales alone."""
+    kept = stored(job)
+    scales = [t for name, t in job.model.named_buffers() if name.endswith(("_scale", "scale_inv"))]
+    return {"weights": kept["weights"], "masters": kept["masters"], "gradients": gradients(job), "moments": kept["moments"],
+            "scales": scales}
+
+
 def planned(recipe: Recipe, device: str) -> dict[str, int]:
     """What the plan says of the kinds that `measure` measures, on `device` ("cpu" or "cuda")."""
     kinds, part = memory(recipe, device), whole(recipe)

@@ -45,11 +45,12 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     """Optimizer step number `step`, the first being 0."""
     count = microbatches(job, world)
     total = torch.zeros((), device=job.device)
+    again = job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
     job.optimizer.zero_grad()
     for i in range(count):
         tokens, targets = batches.batch(step, world.rank, world.size, i, count)
-        last = i + 1 == count
-        with job.autocast(), job.optimizer.storing() if last and stores_early(job, world) else nullcontext():
+        stores = not again and i + 1 == count and stores_early(job, world)
+        with job.autocast(), job.optimizer.storing() if stores else nullcontext():
             loss = job.forward(tokens.to(job.device), targets.to(job.device))
             job.backward(loss, parts=count * world.size)
         total += loss.detach()

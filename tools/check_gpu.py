@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""Every backend under every scaling that it has on this machine, beside BF16; and native's bits beside Transformer Engine's.
+
+    python tools/check_gpu.py --minutes 10      # on a GPU
+    python tools/check_gpu.py --small           # the same code on a CPU: small shapes, FP8 emulated, two minutes
+
+    bits    tensors quantized by Transformer Engine and by fp8cfg.numerics, under delayed, current and block scaling: how many
+            of their bytes and scales differ
+    tiny    optimizer steps of llama_tiny
+    1b      of Llama 3.2 1B cut to four layers, four sequences of 2048
+
+Losses are shown side by side, @5 that of step 5; `fp8` is the share of matmul FLOPs that ran in FP8, as observed in the
+first step; ms is the median of the steps after it, eagerly run (bench_gpu.py has speeds), GiB the peak that torch allocated.
+Each row runs in a process of its own with a time limit, so that a crash costs one row. What a backend's rules refuse here is a
+row that says why. Exits with 1 where a row failed or bits differ. It has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8cfg
+from fp8cfg.backends import registry
+from fp8cfg.backends.choice import against
+from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.numerics import E4M3, E5M2, Scaling, amax_of, scale_from_amax
+from fp8cfg.numerics.quantize import quantize, quantize_tiles
+from fp8cfg.report.machine import find_hardware
+from fp8cfg.report.tables import wrapped
+from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed import World
+from fp8cfg.training.step import prove_engagement, train_step
+
+SECONDS = 120
+"""What one row may take."""
+PLAIN = ["fp8.params=false", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"]
+PRESETS = {"delayed": "bf16_fp8", "current": "bf16_fp8_current", "row": "bf16_fp8_current", "block": "bf16_fp8_block", "mxfp8": "bf16_mxfp8", "nvfp4": "bf16_nvfp4"}
+MORE = {
+    ("te", "delayed"): ["fp8.first_step=te"], ("native", "row"): ["fp8.granularity=row"], ("torchao", "row"): ["fp8.granularity=row"],
+    ("msamp", "delayed"): ["opt_level=O2", "fp8.amax_history_len=16", "fp8.reduce_amax=false", "storage.accumulate=stored"],
+}
+SCALINGS = {"native": list(PRESETS), "te": [s for s in PRESETS if s != "row"], "torchao": ["current", "row", "mxfp8"], "msamp": ["delayed"]}
+ROWS = ["bf16", *(f"{backend} {scaling}" for backend, scalings in SCALINGS.items() for scaling in scalings)]
+MODELS = {
+    False: {"tiny": ["recipe=llama_tiny"],
+            "1b": ["recipe=llama_1b", "model.num_layers=4", "model.seq_length=2048", "trainer.global_batch_size=4", "trainer.micro_batch_size=4"]},
+    True: {"tiny": ["recipe=llama_tiny", "model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.seq_length=32",
+                    "trainer.global_batch_size=4", "trainer.micro_batch_size=4"],
+           "1b": ["recipe=llama_1b", "model.num_layers=1", "model.hidden_size=128", "model.ffn_hidden_size=512", "model.kv_channels=16",
+                  "model.num_attention_heads=8", "model.num_query_groups=2", "model.vocab_size=512", "model.seq_length=64",
+                  "trainer.global_batch_size=1", "trainer.micro_batch_size=1"]},
+}
+TRAINER = ["data=tiny", "trainer.devices=1", "optim.warmup_steps=0", "optim.constant_steps=0"]
+
+
+def recipe_of(args: argparse.Namespace, model: str, row: str) -> fp8cfg.Recipe:
+    words = [*MODELS[args.small][model], *TRAINER, f"trainer.max_steps={args.steps}", f"trainer.accelerator={args.device}"]
+    if row == "bf16":
+        return fp8cfg.compose([*words, "precision=bf16"])
+    backend, scaling = row.split()
+    return fp8cfg.compose([*words, f"precision={PRESETS[scaling]}", *PLAIN, *MORE.get((backend, scaling), []), f"backend={backend}"])
+
+
+def train(args: argparse.Namespace, model: str, row: str) -> list[str]:
+    """The cells of a row: losses, share in FP8, time, memory. Raises NotFP8Error where it did not run as planned."""
+    job = fp8cfg.build(recipe_of(args, model, row))
+    batches, _ = run_data(job.recipe)
+    losses, times, share = [], [], 0.0
+    for step in range(args.steps):
+        began = time.perf_counter()
+        losses.append(train_step(job, batches, step, World()).loss)  # which waits for the GPU
+        times.append(time.perf_counter() - began)
+        if not step:
+            share = prove_engagement(job).share
+    if not all(map(math.isfinite, losses)):
+        raise ArithmeticError(f"losses {losses}")
+    peak = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}" if args.device == "cuda" else "-"
+    shown = [f"{losses[step - 1]:.4f}" for step in shown_steps(args.steps)]
+    return [*shown, f"{share:.0%}", f"{statistics.median(times[1:] or times) * 1e3:.1f}", peak]
+
+
+def shown_steps(steps: int) -> list[int]:
+    return sorted({1, max(1, steps // 4), max(1, steps // 2), steps})
+
+
+def matrices(device: str) -> list[Tensor]:
+    """Like activations; over many magnitudes, with a block of zeros; and so small that some scales leave float32."""
+    g = torch.Generator(device).manual_seed(0)
+    x = torch.randn(512, 768, device=device, generator=g)
+    spread = x * torch.exp(4 * torch.randn(x.shape, device=device, generator=g))
+    spread[:128, :128] = 0
+    return [t.to(dtype) for t in (x, spread, spread * 1e-20) for dtype in (torch.bfloat16, torch.float32)]
+
+
+def bits(args: argparse.Namespace, _: str, scaling: str) -> list[str]:
+    """How many bytes of data and how many scales differ between Transformer Engine's quantizers and ours."""
+    import transformer_engine.pytorch as te
+
+    pairs: list[tuple[Tensor, Tensor]] = []  # ours, theirs
+    for x in matrices(args.device):
+        for fmt in (E4M3, E5M2):
+            kind = getattr(te.DType, f"kFloat8{fmt.name.upper()}")
+            if scaling == "block":
+                for pow2 in (True, False):
+                    lines, squares = (te.Float8BlockQuantizer(kind, rowwise=True, columnwise=True, force_pow_2_scales=pow2, block_scaling_dim=d)(x) for d in (1, 2))
+                    rows, columns, tiles = (quantize_tiles(x, tile, fmt, Scaling("block", power_2_scales=pow2), fmt.dtype) for tile in ((1, 128), (128, 1), (128, 128)))
+                    pairs += [(rows.data, lines._rowwise_data), (rows.scale_inv.t(), lines._rowwise_scale_inv[:, : len(x)]),
+                              (columns.data.t(), lines._columnwise_data), (columns.scale_inv, lines._columnwise_scale_inv[:, : x.shape[1]]),
+                              (tiles.data, squares._rowwise_data), (tiles.scale_inv, squares._rowwise_scale_inv[:, : x.shape[1] // 128])]
+                continue
+            scale = scale_from_amax(amax_of(x), fmt)
+            if scaling == "delayed":
+                scale = scale * 1.5  # some saturate, as under a scale of the past
+                theirs = te.Float8Quantizer(scale.view(1), torch.zeros(1, device=x.device), kind)(x)
+            else:
+                theirs = te.Float8CurrentScalingQuantizer(kind, x.device)(x)
+            ours = quantize(x, scale, fmt, fmt.dtype)
+            pairs += [(ours.data, theirs._data), (ours.scale_inv.view(1), theirs._scale_inv.view(1))]
+    count = {eight: [0, 0] for eight in (True, False)}
+    for ours, theirs in pairs:
+        wrong = ours.contiguous().view(torch.uint8) != theirs.contiguous().view(torch.uint8)
+        count[ours.element_size() == 1][0] += int(wrong.sum())
+        count[ours.element_size() == 1][1] += wrong.numel()
+    text = f"{count[True][0]} of {count[True][1]} bytes of data and {count[False][0]} of {count[False][1]} bytes of scales differ"
+    if count[True][0] or count[False][0]:
+        raise ArithmeticError(text)
+    return [text]
+
+
+def refused(args: argparse.Namespace, model: str, row: str) -> str:
+    """Why the row cannot run on this machine: what the backend's rules say; empty where it can."""
+    if model == "bits":
+        return registry.rules("te").unavailable() or ("Transformer Engine quantizes on a GPU alone" if args.device == "cpu" else "")
+    if row == "bf16":
+        return ""
+    found = recipe_of(args, model, row)
+    return next((line.partition("; ")[0] for line in against(found.backend, found.precision, find_hardware(args.device))), "")
+
+
+def child(sent: Any, log: str, args: argparse.Namespace, model: str, row: str) -> None:
+    """Sends the cells of a row and False, or why it failed and True."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    function: Callable[..., list[str]] = bits if model == "bits" else train
+    try:
+        sent.send((function(args, model, row), False))
+    except Exception as e:
+        text = str(e) if isinstance(e, Fp8cfgError | ArithmeticError) else f"{type(e).__name__}: {e}"
+        sent.send(([f"failed: {' '.join(text.split())[:300]}"], True))
+
+
+def in_process(context: Any, seconds: float, *arguments: Any) -> tuple[list[str], bool]:
+    """What `child` sends, waiting for it at most so long; or how it died."""
+    with tempfile.NamedTemporaryFile() as log:
+        reading, writing = context.Pipe(duplex=False)
+        process = context.Process(target=child, args=(writing, log.name, *arguments))
+        process.start()
+        writing.close()
+        try:
+            if reading.poll(seconds):
+                found: tuple[list[str], bool] = reading.recv()
+                return found
+            process.kill()
+            return [f"failed: stopped after {seconds:.0f} s"], True
+        except EOFError:
+            process.join()
+            last = log.read().decode(errors="replace").strip().splitlines()[-1:]
+            return [f"failed: died with exit code {process.exitcode} {' '.join(last)[:200]}"], True
+        finally:
+            process.join()
+
+
+def line(model: str, row: str, cells: list[str]) -> str:
+    head = f"{model:5} {row:15}"
+    return head + "".join(c.rjust(9) for c in cells[:-3]) + "".join(c.rjust(7) for c in cells[-3:]) if len(cells) > 1 else wrapped(cells[0], head + " ", " " * 22)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="on a CPU, with small shapes")
+    parser.add_argument("--steps", type=int, default=20, help="of each model; default 20")
+    parser.add_argument("--minutes", type=float, default=10, help="begin nothing after that; default 10")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="rows that have one of these words, as in: --only te bits")
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: at least 1")
+    args.device = "cpu" if args.small else "cuda"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here; write --small")
+    return args
+
+
+def main() -> int:
+    args = parse()
+    context = multiprocessing.get_context("forkserver")  # which loads torch once, and never touches the GPU itself
+    context.set_forkserver_preload(["__main__", "fiddle", "fp8cfg.composition.hydra_door", "fp8cfg.models.transformer"])
+    deadline = time.monotonic() + 60 * args.minutes
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread, FP8 emulated"
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformer-engine", "torchao") if version(name))
+    print(wrapped(f"{where}; {versions}"))
+    print(line("model", "", [*(f"@{step}" for step in shown_steps(args.steps)), "fp8", "ms", "GiB"]), flush=True)
+    failures = 0
+    every = [("bits", s) for s in ("delayed", "current", "block")] + [(model, row) for model in MODELS[args.small] for row in ROWS]
+    for model, row in every:
+        if args.only and not any(word in (model, *row.split()) for word in args.only):
+            continue
+        left = deadline - time.monotonic()
+        why = refused(args, model, row) or (f"no time left of {args.minutes:g} minutes" if left <= 0 else "")
+        cells, failed = ([f"not run: {why}"], False) if why else in_process(context, min(SECONDS, left), args, model, row)
+        failures += failed
+        print(line(model, row, cells), flush=True)
+    print(f"{failures} failed" if failures else "none failed")
+    return bool(failures)
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

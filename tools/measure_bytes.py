@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""Measured bytes of a parameter, by kind, for every row of the low-precision chart: one process, and several ranks over gloo.
+
+    python tools/measure_bytes.py                        # llama_tiny, one rank and two: three minutes on two cores
+    python tools/measure_bytes.py --ranks 1 model.num_layers=8
+
+Bytes are those that stay from one step to the next, after two steps. Scales are those of whole tensors and of blocks; histories of
+amaxes are not among them. Of several ranks it is the mean. The chart's number is for linear layers alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import fp8cfg
+from fp8cfg.report import chart
+from fp8cfg.report.tables import table
+from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed import World
+from fp8cfg.training.measured import by_kind
+from fp8cfg.training.step import train_step
+
+SMALL = ["recipe=llama_tiny", "data=tiny", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "trainer.max_steps=2", "optim.warmup_steps=1",
+         "trainer.compile=off"]
+FP8 = "precision=bf16_fp8 fp8.output_layer=true"
+ROWS = {
+    "FP16 AMP": "precision=fp16 storage.weight=fp32 precision.loss_scale=1024", "TE": f"{FP8} fp8.params=false storage.weight=fp32", "Megatron BF16": "precision=bf16",
+    **{level: f"{FP8} opt_level={level}" for level in ("O1", "O2", "O3")},
+    **{f"{level}, {shard}": f"{FP8} opt_level={level} storage.shard={shard}" for level in ("O2", "O3") for shard in ("zero1", "zero2")},
+}  # fmt: skip
+SPLIT = {"none": (), "zero1": ("master_weight", "exp_avg", "exp_avg_sq"), "zero2": ("master_weight", "exp_avg", "exp_avg_sq", "weight_grad")}
+
+
+def measured(words: list[str], world: World) -> dict[str, float]:
+    """Bytes of a parameter on this rank."""
+    job = fp8cfg.build(fp8cfg.compose(words))
+    batches, _ = run_data(job.recipe)
+    for step in range(2):
+        train_step(job, batches, step, world)
+    count = sum(p.numel() for p in job.model.parameters())
+    return {kind: sum(t.nbytes for t in tensors) / count for kind, tensors in by_kind(job).items()}
+
+
+def on_rank(rank: int, ranks: int, words: list[str], folder: str) -> None:
+    """All rows on one of several ranks, into a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    found = {name: measured([*SMALL, *row.split(), *words], World(rank, ranks)) for name, row in ROWS.items()}
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def charted(recipe: fp8cfg.Recipe, ranks: int) -> float:
+    """The chart's bytes of a parameter of a linear layer on each of so many ranks."""
+    columns = chart.row(recipe)
+    split = chart.bytes_per_parameter({**dict.fromkeys(columns, "none"), **{k: columns[k] for k in SPLIT[recipe.storage.shard]}})
+    return chart.bytes_per_parameter(columns) - split * (1 - 1 / ranks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("words", nargs="*", default=[])
+    args = parser.parse_intermixed_args()
+    for ranks in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(on_rank, (ranks, args.words, folder), nprocs=ranks)
+            each = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+        rows = []
+        for name, row in ROWS.items():
+            recipe = fp8cfg.compose([*SMALL, *row.split(), *args.words])
+            kinds = {kind: statistics.mean(found[name][kind] for found in each) for kind in each[0][name]}
+            rows.append([name, *(f"{n:.2f}" for n in kinds.values()), f"{sum(kinds.values()):.2f}", f"{charted(recipe, ranks):.3g}"])
+        print(table([f"{ranks} rank{'s'[: ranks > 1]}", *each[0]["O1"], "total", "chart"], rows, right=range(1, 8)), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
