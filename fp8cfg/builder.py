@@ -42,9 +42,11 @@ def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
     return plan_linears(shapes, recipe.fp8, layers(recipe.model.num_layers), registry.rules(name).misfit)
 
 
-def lower(recipe: Recipe, hardware: Hardware | None = None, model: nn.Module | None = None) -> fdl.Config[Job]:
+def lower(
+    recipe: Recipe, hardware: Hardware | None = None, model: nn.Module | None = None, choice: Choice | None = None
+) -> fdl.Config[Job]:
     """The Fiddle graph of `recipe` on `hardware` (by default a CPU), every shared part in it once; around `model` where it is
-    given. Loads no torch.
+    given. `choice` is who multiplies, by default whoever can here. Loads no torch.
 
     Raises ConfigError for what the recipe's rules or the hardware refuse.
     """
@@ -52,7 +54,7 @@ def lower(recipe: Recipe, hardware: Hardware | None = None, model: nn.Module | N
 
     _checked(recipe)
     hardware = hardware or Hardware("cpu")
-    choice = choose(recipe.precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps)
+    choice = choice or choose(recipe.precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps)
     p = recipe.precision
     if model is None:
         plans = plan(recipe, choice.backend)

@@ -103,10 +103,18 @@ class Built:
         return seen[0]
 
     @property
-    def adds(self) -> list[Any]:
-        with mock.patch.object(self.job.optimizer, "storing", wraps=self.job.optimizer.storing) as storing:
+    def stored_after(self) -> list[bool]:
+        """Whether the layer's gradient is in its codec after each microbatch."""
+        seen: list[bool] = []
+        backward = self.job.backward
+
+        def watched(*args: Any, **kwargs: Any) -> None:
+            backward(*args, **kwargs)
+            seen.append(self.weight in self.job.optimizer.stored_grads)
+
+        with mock.patch.object(self.job, "backward", watched):
             self.step()
-        return [call.args[0] for call in storing.call_args_list]
+        return seen
 
     @property
     def sent(self) -> set[str]:

@@ -37,7 +37,7 @@ def test_a_script_of_megatrons(tmp_path: Path) -> None:
     assert (p.compute, p.fp8.enabled, p.fp8.scaling, p.fp8.format, p.fp8.params) == ("bf16", True, "block", "e4m3", True)
     assert (p.fp8.high_precision_at_start, p.fp8.high_precision_at_end) == (2, 0)
     assert p.storage.model_dump() == {"weight": "auto", "master_weight": "fp16_scaled", "weight_grad": "bf16", "comm": "bf16", "exp_avg": "fp8", "exp_avg_sq": "fp16_scaled",
-                                      "rounding": "nearest", "shard": "zero1"}
+                                      "accumulate": "wide", "rounding": "nearest", "shard": "zero1"}
     assert found.lost == ("--lr $LR: a variable of the script; not read", "--tensorboard-dir: not about precision or shape, not read")
     assert found.unknown == ("fp8_margn: no such key of Megatron-LM; did you mean 'fp8_margin'?",)
 

@@ -150,6 +150,6 @@ def test_o3_on_one_rank_is_allowed_with_a_remark() -> None:
     recipe: Any = fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3"])
     assert problems("precision=bf16_fp8 opt_level=O3") == []
     assert " ".join(" ".join(chart.remarks(recipe)).split()) == (
-        "note: opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits masters and moments")
+        "note: opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state")
     recipe.storage.shard = "zero1"
     assert chart.remarks(recipe) == []

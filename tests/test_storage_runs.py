@@ -289,10 +289,11 @@ RANKED = {
 SHARDS = ("none", "zero1", "zero2")
 RESUMED = [("O2", "none", "zero2"), ("O2", "zero1", "zero1"), ("O3", "zero2", "zero2"), ("O3", "zero2", "none"), ("O3", "none", "zero1"), ("O3, tied", "zero1", "zero2")]
 SENT = ("fp32", "bf16", "fp8")
+SPOILED = ("layers.0.mlp.linear_fc1.weight", "final_layernorm.weight")
 
 
 def ranked_job(*words: str) -> Job:
-    return fp8cfg.build(small(*words, "trainer.micro_batch_size=2", "optim.lr=1e-3"))
+    return fp8cfg.build(small(*words, "model.num_layers=1", "trainer.micro_batch_size=2", "optim.lr=1e-3"))
 
 
 def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
@@ -302,6 +303,10 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
 
 def state(job: Job, world: World) -> dict[str, Tensor]:
     return {k: t.clone() for k, t in {**job.model.state_dict(), **saved.optimizer_tensors(job, world)}.items()}
+
+
+def spoil(p: Tensor) -> None:
+    p.grad.view(-1)[0] = float("inf")
 
 
 def save(job: Job, world: World, path: Path) -> None:
@@ -336,6 +341,15 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
     job = ranked_job("precision=bf16_fp8_block", "fp8.params=true", "opt_level=O3", "storage.shard=zero1")
     load(job, folder / "O3 zero1")
     found["other scaling"] = {k: t.clone() for k, t in job.model.state_dict().items()}
+    for shard in SHARDS:
+        for name in SPOILED:
+            job = ranked_job(*RANKED["O3"].split(), f"storage.shard={shard}")
+            run(job, world, 0, 1)
+            before = state(job, world)
+            if world.rank == 1:
+                job.model.get_parameter(name).register_post_accumulate_grad_hook(spoil)
+            stepped = train_step(job, run_data(job.recipe)[0], 1, world).stepped
+            found[f"{name} {shard}"] = {"stepped": stepped, "before": before, "after": state(job, world)}
     for name in SENT:
         job = ranked_job("precision=bf16", f"storage.comm={name}")
         world.traffic.clear()
@@ -395,6 +409,15 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(row: str, two: tuple[Path, 
 def test_weights_in_another_scaling_are_those_of_their_owners_on_all_ranks(two: tuple[Path, list[dict[str, Any]]]) -> None:
     first, second = (found["other scaling"] for found in two[1])
     assert equal(first, second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(name: str, shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    for found in (ranks[f"{name} {shard}"] for ranks in two[1]):
+        assert not found["stepped"]
+        assert all(torch.equal(bits(t), bits(found["after"][k])) for k, t in found["before"].items() if "amax_history" not in k)
 
 
 @pytest.mark.slow

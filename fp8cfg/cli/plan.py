@@ -85,7 +85,7 @@ def _shown(plan: Plan, output: str = "") -> str:
             raise ConfigError(plan.refusals)
         built = None
     else:
-        lowered = lower(plan.recipe, plan.hardware)
+        lowered = lower(plan.recipe, plan.hardware, choice=plan.choice)
         if output in ("--tree", "--dot"):
             return graph.tree(lowered) if output == "--tree" else graph.dot(lowered)
         built = graph.built(lowered)

@@ -22,8 +22,8 @@ from fp8cfg.report.layout import Part, whole
 from fp8cfg.report.operands import CODEC, held_beside
 from fp8cfg.report.tables import size, table
 
-PIECE = 12 * 4 * 65536
-"""Bytes that a piece of a low-bit optimizer's step takes in float32 (numerics/codecs.py, CHUNK)."""
+PIECE, WORKING = 65536, 12 * 4
+"""Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK), and the bytes that one takes in float32."""
 NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
 """Kinds that grow with tokens rather than with parameters."""
 
@@ -141,7 +141,8 @@ def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
     widened = 4 * parameters(recipe, part).total if gradient_bytes(recipe) < 4 and not pieces else 0
     in_fp8 = fp8_weights(recipe.precision)
     held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
-    return max(widened, (13 if pieces else 9) * held // part.tensor, PIECE if pieces else 0)
+    piece = min(PIECE, max(map(prod, parameter_shapes(transformer_config(recipe)).values()))) if pieces else 0
+    return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * piece)
 
 
 def _note(recipe: Recipe, kind: str, part: Part) -> str:
