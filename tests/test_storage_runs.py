@@ -104,8 +104,7 @@ def test_stored_bytes_are_those_of_the_chart(row: str) -> None:
     for kind, names in (("weights", ["weight"]), ("masters", ["master_weight"]), ("gradients", ["weight_grad"]), ("moments", ["exp_avg", "exp_avg_sq"])):
         planned = sum(n * CODEC[job.prepared.columns[name][column]] for name, n in shapes.items() for column in names)
         assert sum(t.nbytes for t in held[kind] if t.dim()) == pytest.approx(planned, rel=2e-3 if "block" in row else 0), kind
-    linear = {c: column for c, column in job.prepared.columns["layers.0.mlp.linear_fc1.weight"].items()}
-    assert chart.row(job.recipe) == {"gemm": chart.row(job.recipe)["gemm"], **linear}
+    assert chart.row(job.recipe) == {"gemm": chart.row(job.recipe)["gemm"], **job.prepared.columns["layers.0.mlp.linear_fc1.weight"]}
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.startswith("O")])
@@ -132,7 +131,8 @@ def test_gradients_are_added_up_and_then_rounded_once(micro: int) -> None:
 
 
 def test_clipping_is_that_of_the_decoded_gradients() -> None:
-    job, other = fp8cfg.build(small(*words("O2, delayed"), "trainer.gradient_clip_val=0.01")), fp8cfg.build(small(*words("O2, delayed"), "storage.weight_grad=fp32", "trainer.gradient_clip_val=0"))
+    job = fp8cfg.build(small(*words("O2, delayed"), "trainer.gradient_clip_val=0.01"))
+    other = fp8cfg.build(small(*words("O2, delayed"), "trainer.gradient_clip_val=0", "storage.weight_grad=fp32"))
     one_backward(job)
     job.optimizer.store_grads()
     for p, q in zip(job.model.parameters(), other.model.parameters(), strict=True):
@@ -142,7 +142,8 @@ def test_clipping_is_that_of_the_decoded_gradients() -> None:
     assert job.optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-6) and norm > 1
     theirs = other.optimizer.state_tensors()
     for name, t in job.optimizer.state_tensors().items():
-        assert (t.float() - theirs[name].float()).abs().max() <= t.float().abs().max() * 2**-3 * (t.dtype.itemsize == 1) or torch.allclose(t.float(), theirs[name].float(), rtol=1e-3, atol=0), name
+        apart = (t.float() - theirs[name].float()).abs().max()
+        assert apart <= t.float().abs().max() * (2**-3 if t.dtype.itemsize == 1 else 1e-3), "at most the next FP8 code"
     for p, q in zip(job.model.parameters(), other.model.parameters(), strict=True):
         assert torch.allclose(p.float(), q.float(), rtol=2**-10, atol=1e-7)
 
@@ -423,6 +424,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(name: s
 @pytest.mark.slow
 def test_bytes_on_the_wire_are_those_of_the_comm_column(two: tuple[Path, list[dict[str, Any]]]) -> None:
     sent = {name: two[1][0][name]["sent"] for name in SENT}
-    assert sent["fp32"] == 2 * sent["bf16"] and sent["fp8"] < 0.4 * sent["fp32"]  # embeddings and norms stay in float32
+    assert sent["fp32"] == 2 * sent["bf16"] and sent["fp8"] < 0.5 * sent["fp32"]  # embeddings and norms stay in float32
     for name in SENT:
         assert [loss for loss, _ in two[1][0][name]["losses"]] == pytest.approx([loss for loss, _ in two[1][0]["fp32"]["losses"]], abs=1e-3)
