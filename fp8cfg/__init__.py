@@ -52,6 +52,8 @@ __all__ = [*_WHERE, *_PRESET_NAMES]
 def __getattr__(name: str) -> Any:
     if name in _PRESET_NAMES:
         return importlib.import_module(_PRESETS).PRESETS[name]
+    if name == "interop":
+        return importlib.import_module("fp8cfg.interop")
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'fp8cfg' has no attribute {name!r}")

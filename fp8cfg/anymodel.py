@@ -7,8 +7,8 @@
     optimizer.step(); fp8.step()                # rolls histories and moves scales
     fp8.prove()                                 # after the first step: NotFP8Error where it did not run in FP8
 
-Of the recipe the precision is read; `model` and the rest describe runs of our own. Dtypes of parameters stay what they are:
-`fp8cfg.build(recipe, model=model)` gives the whole job, with float32 masters and the recipe's optimizer.
+Of the recipe the precision is read; `model` and the rest describe runs of our own. Dtypes of parameters stay what they are, and
+storage is refused: `fp8cfg.build(recipe, model=model)` gives the whole job, with its masters and the recipe's optimizer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from fp8cfg.backends import registry
+from fp8cfg.backends import holding, registry
 from fp8cfg.backends.choice import Choice, choose
 from fp8cfg.backends.conversion import CONVERSION, converted, mark, unmark
 from fp8cfg.backends.foreign import layer_lists, plan_model
@@ -28,9 +29,11 @@ from fp8cfg.backends.observing import loaded
 from fp8cfg.backends.planning import PlannedLinear, not_engaged
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.backends.swap import replaced
-from fp8cfg.config.errors import ConfigError, NotFP8Error
+from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.rules_precision import changed
+from fp8cfg.config.storage import fp8_weights
 
 
 @dataclass
@@ -70,7 +73,7 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
     from fp8cfg.numerics import Region
 
     fp8 = _fp8_of(recipe, model)
-    if has_fp8_layers(model):
+    if _ours(model) or has_fp8_layers(model):
         raise ConfigError("convert_model: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
     choice = choose(recipe.precision, _hardware(model))
     if choice.backend in registry.OWN_OPTIMIZER:
@@ -87,15 +90,19 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
 
 def convert_back(model: nn.Module) -> nn.Module:
     """Put an nn.Linear with the very same Parameters in the place of each FP8 layer of `model`; returns it, or its replacement
-    where it is itself such a layer. Weights that were held in FP8 alone come back in the dtype that most parameters have."""
+    where it is itself such a layer. Weights that were held in FP8 alone, or in a codec,
+    come back in the dtype that most other parameters have, float32 where there are none."""
     holder = nn.Module()
     holder.model = model
-    wide = Counter(p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    held = {layer.parameter for layer in holding.in_codec(model)}
+    wide = Counter(p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1 and p not in held)
+    dtype = wide.most_common(1)[0][0] if wide else torch.float32
+    holding.unhold(holder, dtype)
     for name, layer in list(holder.named_modules()):
         for backend in loaded():
             if (plain := backend.plain(layer)) is not None:
-                if isinstance(plain, nn.Linear) and plain.weight is not layer.weight and wide:
-                    plain.weight.data = plain.weight.data.to(wide.most_common(1)[0][0])
+                if isinstance(plain, nn.Linear) and plain.weight is not layer.weight:
+                    plain.weight.data = plain.weight.data.to(dtype)
                 replaced(holder, name, plain)
     unmark(holder)
     for module in holder.modules():
@@ -105,8 +112,9 @@ def convert_back(model: nn.Module) -> nn.Module:
 
 
 def has_fp8_layers(model: nn.Module) -> bool:
-    """Whether any layer of `model` can multiply in FP8: ours, torchao's Float8Linear, or Transformer Engine's."""
-    return (any(backend.observed(model) for backend in loaded()) or _has(model, "torchao.float8")
+    """Whether any layer of `model` can multiply in FP8: ours, torchao's Float8Linear, or Transformer Engine's. A layer of ours that
+    only holds its weight in fewer bits cannot."""
+    return (any(not all(getattr(layer, "high_precision", (False,))) for layer in _ours(model)) or _has(model, "torchao.float8")
             or has_transformer_engine_layers(model))
 
 
@@ -141,16 +149,20 @@ def checked(recipe: Recipe, model: nn.Module) -> Recipe:
 def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
     """The recipe and the model around which `fp8cfg.build` makes a job."""
     recipe = checked(recipe, model)
-    if has_fp8_layers(model):
+    if _ours(model) or has_fp8_layers(model):
         raise ConfigError("build: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
     return recipe, nn.Sequential(model) if isinstance(model, nn.Linear) else model
 
 
 def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
-    fp8, compute = checked(recipe, model).fp8, recipe.precision.compute
+    precision = checked(recipe, model).precision
+    fp8, compute = precision.fp8, precision.compute
     if not fp8.enabled:
         raise ConfigError(f"convert_model: precision.compute={compute} runs no FP8; write precision=bf16_fp8")
-    if fp8.params:
+    stored = [f"opt_level={precision.opt_level}"] if precision.opt_level else []
+    refuse_if([f"{key}: has no effect in convert_model, which leaves parameters and optimizer as they are; write "
+               "fp8cfg.build(recipe, model=model)" for key in [*stored, *changed(precision.storage)]])
+    if fp8_weights(precision):
         raise ConfigError("fp8.params=True: weights in FP8 alone need an optimizer with masters; fp8cfg.build(recipe, "
                           "model=model) makes one, or write fp8.params=false")
     return fp8
@@ -161,6 +173,11 @@ def _hardware(model: nn.Module) -> Hardware:
     from fp8cfg.report.machine import find_hardware
 
     return find_hardware("cuda" if any(p.is_cuda for p in model.parameters()) else "cpu")
+
+
+def _ours(model: nn.Module) -> list[nn.Module]:
+    """The layers that a backend of ours has converted, or that hold their weights in a codec."""
+    return [model.get_submodule(name) for backend in loaded() for name in backend.observed(model)]
 
 
 def _has(model: nn.Module, package: str) -> bool:

@@ -86,7 +86,8 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
 
     The recipe is copied: later changes to it do not reach the job. With `model` the job is around that one, converted in place
     and moved to the device, and the recipe's `model` node has no effect. Its parameters become float32 and then what the
-    recipe's storage says; an nn.Linear is put into an nn.Sequential, for a root cannot be replaced in place.
+    recipe's storage says; what it would leave in float32 beside linear layers has the compute dtype, over float32 masters. An
+    nn.Linear is put into an nn.Sequential, for a root cannot be replaced in place.
     """
     import fiddle as fdl
 

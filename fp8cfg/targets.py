@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.planning import PlannedLinear
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import as_held, low_bit, others
+from fp8cfg.config.storage import Columns, as_held, foreign_others, low_bit, others
 from fp8cfg.config.training import Optim
 from fp8cfg.job import PreparedModel
 from fp8cfg.models.config import TransformerConfig
@@ -51,34 +51,45 @@ def prepared_model(
     model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice
 ) -> PreparedModel:
     """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
-    originals become the optimizer's masters, so that no second copy is made."""
+    originals become the optimizer's masters, so that no second copy is made.
+
+    Where storage leaves embeddings and norms in float32, that goes for our Transformer, which multiplies them with activations of
+    another dtype. Of a model that is not ours nothing tells which parameters can be: all but the weights of linear layers get the
+    compute dtype there, over float32 masters. Under a backend with an optimizer of its own they stay in float32."""
     import torch
 
     from fp8cfg.backends import holding, registry
+    from fp8cfg.models.transformer import Transformer
     from fp8cfg.numerics import Region
 
     region = Region()
     originals = {name: p.detach() for name, p in model.named_parameters()}
     columns = holding.parameter_columns(model, precision, plan)
+    own = choice.backend in registry.OWN_OPTIMIZER  # and so holds the weights of its layers itself
+    mixed = own or isinstance(model, Transformer)
+    if not mixed:
+        columns = _in_compute_dtype(model, precision, plan, columns)
     if precision.fp8.enabled:
         registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product)
-    own = choice.backend in registry.OWN_OPTIMIZER  # and so holds the weights of its layers itself
-    holding.hold(model, precision, [p for p in plan if not p.fp8] if own else plan, columns, region)
+    held = [p for p in plan if not (own and p.fp8) and (mixed or f"{p.name}.weight" in columns)]
+    holding.hold(model, precision, held, columns, region)
     holding.cast_parameters(model, precision, columns)
-    if others(precision)["weight"] != precision.compute:
-        _embed_in(model, holding.DTYPES[precision.compute])
+    if mixed and others(precision)["weight"] != precision.compute:
+        holding.embed_in(model, holding.DTYPES[precision.compute])
     narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32 and p.requires_grad}
     device = next(model.parameters()).device
     return PreparedModel(model, {n: t for n, t in originals.items() if n in narrow}, region, device, columns)
 
 
-def _embed_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Let embeddings that are stored in float32 come out in `dtype`, which all activations then have."""
-    from torch import nn
+def _in_compute_dtype(
+    model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], columns: dict[str, Columns]
+) -> dict[str, Columns]:
+    """`columns` of a model that is not ours."""
+    from fp8cfg.backends.holding import shared_weights
 
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.register_forward_hook(lambda _, args, out: out.to(dtype))
+    shared, linear = shared_weights(model), {f"{planned.name}.weight" for planned in plan}
+    return {name: columns[name] if name in linear and p not in shared else foreign_others(precision)
+            for name, p in model.named_parameters()}
 
 
 def optimizer(

@@ -31,3 +31,8 @@ def steps(job: Job, count: int, first: int = 0) -> Iterator[Step]:
 def losses(*words: str, count: int = 4) -> list[float]:
     """Training losses of the small recipe with `words`."""
     return [s.loss for s in steps(fp8cfg.build(small(*words)), count)]
+
+
+def weight_bytes(job: Job) -> int:
+    """Bytes of all distinct parameters, as they are held."""
+    return sum(p.nbytes for p in job.model.parameters())

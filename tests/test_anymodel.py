@@ -181,6 +181,9 @@ def test_a_recipe_for_few_layers_fits_a_model_of_many() -> None:
     (("fp8.include=['gate']",), "fp8.enabled=True: none of 12 linear layers would run in FP8"),
     (("fp8.dot_product_attention=true",), "fp8.dot_product_attention=True: has no effect on a model of your own"),
     (("fp8.params=true",), "fp8.params=True: weights in FP8 alone need an optimizer with masters"),
+    (("opt_level=O2", "storage.exp_avg=bf16"), "opt_level=O2: has no effect in convert_model, which leaves parameters and optimizer as they are; write "
+     "fp8cfg.build(recipe, model=model)\nstorage.exp_avg=bf16: has no effect in convert_model, which"),
+    (("storage.weight=fp8",), "storage.weight=fp8: has no effect in convert_model"),
 ])
 def test_what_is_refused_before_anything_is_replaced(words: tuple[str, ...], line: str) -> None:
     model = Model()
@@ -367,6 +370,105 @@ def test_a_job_holds_weights_in_fp8_alone_and_gives_them_back() -> None:
     fp8cfg.convert_back(model)
     assert torch.equal(model.h[0].up.weight, values) and not model.h[1].up.weight.requires_grad
     loss_of(model)
+
+
+def of_gpt2() -> nn.Module:
+    return transformers_lm("GPT2", n_layer=2, n_embd=64, n_head=4, n_positions=32)
+
+
+def of_llama() -> nn.Module:
+    return transformers_lm("Llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                           tie_word_embeddings=True)
+
+
+def transformers_lm(name: str, **shape: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+
+    class LM(nn.Module):
+        """Of transformers, with a linear layer more."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.lm = getattr(transformers, f"{name}ForCausalLM" if name == "Llama" else f"{name}LMHeadModel")(
+                getattr(transformers, f"{name}Config")(vocab_size=64, bos_token_id=0, eos_token_id=0, **shape))
+            self.extra = nn.Linear(64, 64)
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            x = self.lm.base_model(tokens).last_hidden_state
+            return nn.functional.cross_entropy(self.lm.lm_head(x + self.extra(x)).float().flatten(0, 1), targets.flatten())
+
+    return LM()
+
+
+class Convolutions(nn.Module):
+    """A convolution, a weight that is read without its layer's forward, and a linear layer that is parametrized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.conv, self.norm, self.up = nn.Embedding(48, 64), nn.Conv1d(64, 64, 3, padding=1), nn.RMSNorm(64), nn.Linear(64, 64)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens)) * self.scale
+        x = self.normed(x + self.up(torch.relu(self.conv(x.mT).mT)))
+        return nn.functional.cross_entropy((x @ self.embedding.weight.T).float().flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("words", ["opt_level=O1", "opt_level=O2", "opt_level=O3", "storage.weight=fp32", "storage.master_weight=none storage.rounding=stochastic"])
+@pytest.mark.parametrize("model", [Model, of_gpt2, of_llama, Convolutions])
+def test_a_level_trains_models_with_any_kind_of_weight(model: Any, words: str, backend: str) -> None:
+    if backend == "torchao" and words == "opt_level=O3":
+        pytest.skip("torchao holds no weights in FP8")
+    job = fp8cfg.build(recipe(*words.split(), "optim.warmup_steps=0", "optim.lr=0.003", backend=backend), model=model())
+    columns, losses = job.prepared.columns, []
+    assert columns.keys() == dict(job.model.named_parameters()).keys()
+    linear = {f"{p.name}.weight" for p in job.plan}
+    apart = {name: p for name, p in job.model.named_parameters() if name not in linear}
+    assert {p.dtype for p in apart.values()} == {torch.bfloat16} and {columns[name]["master_weight"] for name in apart} == {"fp32"}
+    for step in range(4):
+        with job.autocast():
+            loss = job.model(TOKENS, TOKENS)
+        job.backward(loss)
+        job.schedule.apply(job.optimizer, step)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_layers_that_only_hold_their_weights_multiply_nothing_in_fp8() -> None:
+    r = fp8cfg.compose(["precision=bf16", "opt_level=O2"])
+    job = fp8cfg.build(r, model=Model())
+    assert isinstance(job.model.h[0].up, FP8Linear) and not fp8cfg.has_fp8_layers(job.model)
+    with pytest.raises(fp8cfg.ConfigError, match="the model has FP8 layers already"):
+        fp8cfg.build(r, model=job.model)
+
+
+@pytest.mark.parametrize("words", [("opt_level=O1",), ("opt_level=O2",), ("opt_level=O2", "fp8.output_layer=true"), ("storage.weight=fp16",),
+                                   ("storage.weight=fp16_scaled", "storage.master_weight=fp32")], ids=" ".join)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_after_a_level_weights_come_back_decoded(backend: str, words: tuple[str, ...]) -> None:
+    model = Model()
+    before, keys = copy.deepcopy(model), list(model.state_dict())
+    job = fp8cfg.build(recipe(*words, backend=backend), model=model)
+    with job.autocast():
+        job.backward(model(TOKENS, TOKENS))
+    job.optimizer.step()
+    layers = {name: layer for name, layer in model.named_modules() if getattr(layer, "codec", None) and name != "lm_head"}
+    want = {name: layer.codec.decode(layer.in_codec) for name, layer in layers.items()}
+    frozen = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert len(want) >= 8 and fp8cfg.convert_back(model) is model
+    wide = model.embedding.weight.dtype
+    assert wide == torch.bfloat16 and {p.dtype for p in model.parameters()} == {wide}
+    assert str(model) == str(before) and list(model.state_dict()) == keys and type(model.own) is Doubled
+    assert all(torch.equal(model.get_submodule(name).weight, weight.to(wide)) for name, weight in want.items())
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == frozen and model.lm_head.weight is model.embedding.weight
+    loss_of(model).backward()
+    fp8cfg.convert_model(model, recipe(backend=backend))
 
 
 def test_a_job_that_does_not_run_in_fp8_is_found_out() -> None:

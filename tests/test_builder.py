@@ -6,10 +6,9 @@ import math
 
 import pytest
 import torch
-from small import losses, small, steps
+from small import losses, small, steps, weight_bytes
 
 import fp8cfg
-from fp8cfg.backends import native
 from fp8cfg.builder import transformer_config
 from fp8cfg.config.registry import recipes
 from fp8cfg.models.shapes import parameter_counts
@@ -75,12 +74,12 @@ def test_fp8_params_hold_linear_weights_in_eight_bits_alone(scaling: str) -> Non
     held, kept = (fp8cfg.build(small(*words, f"fp8.params={p}")) for p in ("true", "false"))
     layers = list(fp8_linears(held.model))
     assert layers and all(layer.weight.dtype == torch.float8_e4m3fn for layer in layers)
-    saved = native.weight_bytes(kept.model) - native.weight_bytes(held.model)
+    saved = weight_bytes(kept) - weight_bytes(held)
     assert saved == sum(layer.weight.numel() for layer in layers), "one byte of two for each weight"
     for job in (held, kept):
         job.recipe.trainer.micro_batch_size = 8
         kinds = memory.memory(job.recipe, "cpu")
-        assert kinds["weights"] == native.weight_bytes(job.model)
+        assert kinds["weights"] == weight_bytes(job)
         masters = sum(t.nbytes for k, t in job.optimizer.state_tensors().items() if k.endswith(".master"))
         assert kinds["masters"] == masters
 

@@ -96,6 +96,11 @@ def test_typos_are_reported_and_values_refused_all_at_once() -> None:
         "fp8_config.fp8_format=E5M2: Transformer Engine trains in HYBRID or E4M3, never in E5M2 alone", "fp8_config.margin=x: expected an integer",
         "fp8_config.amax_compute_algo=mxa: not an option; did you mean 'max'?",
         "fp8_config.override_linear_precision=(false, false): expected three of true and false, for fprop, dgrad and wgrad"]
+    with pytest.raises(ConfigError) as e:  # those of types, of bounds and of names
+        imported(fp8_format="E5M2", margin=-4, marginn=4)
+    assert e.value.problems == [
+        "fp8_config.fp8_format=E5M2: Transformer Engine trains in HYBRID or E4M3, never in E5M2 alone", "fp8.margin=-4: must be at least 0",
+        "fp8_config.marginn: no such key of Accelerate; did you mean 'fp8_config.margin'?"]
     with pytest.raises(ConfigError, match=r"amax_history_length=2: one key with fp8_config.amax_history_len=16; drop one"):
         imported(amax_history_len=16, amax_history_length=2)
 
@@ -171,7 +176,7 @@ def handler(name: str, **values: Any) -> Any:
 
 def test_handler_objects_are_read() -> None:
     te = interop.from_object(handler("TERecipeKwargs", margin=2, fp8_format="e4m3", amax_history_len=16, amax_compute_algo="max", override_linear_precision=(False, False, True)))
-    assert (te.recipe.backend, te.recipe.fp8.margin, te.recipe.fp8.format, te.recipe.fp8.amax_history_len, te.recipe.fp8.override_linear_precision.wgrad) == ("te", 2, "e4m3", 16, True)
+    assert (te.recipe.backend, te.recipe.fp8.margin, te.recipe.fp8.format, te.recipe.fp8.amax_history_len, te.recipe.fp8.override_linear_precision.wgrad) == ("auto", 2, "e4m3", 16, True)  # TE 2 has no such override
     old = interop.from_object(handler("FP8RecipeKwargs", backend="te", margin=3))
     assert (old.recipe.backend, old.recipe.fp8.margin) == ("te", 3)
     old = interop.from_object(handler("FP8RecipeKwargs", backend="msamp", opt_level="O1"))
@@ -207,7 +212,8 @@ def test_handler_objects_are_written_and_read_back(words: list[str]) -> None:
     ours, theirs = table(recipe), table(back)
     follows = {"backend"} | {k for k in ours if k.startswith("storage.")}
     assert {k for k in ours if k.startswith(("fp8.", "precision.", "opt_level")) and ours[k] != theirs[k]} - follows == lost - follows
-    assert lost <= {"fp8.params", "fp8.output_layer", "fp8.high_precision_at_start", "fp8.high_precision_at_end"}
+    of_library = {"fp8.first_step"} if recipe.backend == "te" else {"fp8.amax_history_len", "fp8.reduce_amax", "storage.accumulate"} if recipe.backend == "msamp" else set()
+    assert lost <= {"fp8.params", "fp8.output_layer", "fp8.high_precision_at_start", "fp8.high_precision_at_end"} | of_library
 
 
 GOLDEN = """# Imported from Accelerate. What has no counterpart here, or is read otherwise:
@@ -220,6 +226,7 @@ fp8:
   enabled: true
   margin: 2
   amax_history_len: 16
+  first_step: te
   output_layer: true
 backend: te
 """
@@ -240,7 +247,8 @@ def test_import_and_export_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
     assert again.err == "" and "  margin: 2\n" in again.out and again.out.startswith(f"# Exported by fp8cfg {fp8cfg.__version__} for Accelerate.\nmixed_precision: fp8\n")
     assert main(["export", "accelerate", "precision=bf16_fp8"]) == 0
     noted = capsys.readouterr()
-    assert noted.err == "note: 2 of its keys Accelerate cannot say; they stand in the text as comments\n" and "# fp8.params=True: Accelerate has no key for it\n" in noted.out
+    assert noted.err == "note: 3 of its keys Accelerate cannot say; they stand in the text as comments\n" and "# fp8.params=True: Accelerate has no key for it\n" in noted.out
+    assert "# fp8.first_step=in_time: Transformer Engine begins with scale 1\n" in noted.out
 
 
 @pytest.mark.parametrize(("name", "content", "line"), [

@@ -15,6 +15,7 @@ from overrides import value
 
 import fp8cfg
 from fp8cfg import interop
+from fp8cfg.backends.choice import Hardware, against
 from fp8cfg.composition.leaves import assigned, flat
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.presets import choices, precision_preset
@@ -116,6 +117,9 @@ def recipes(draw: st.DrawFn) -> Recipe:
 @given(recipes(), st.sampled_from(sorted(DOORS)))
 @example(fp8cfg.compose(["precision=bf16_fp8", "fp8.margin=1", "storage.comm=bf16"]), "megatron")
 @example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3"]), "accelerate")
+@example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3", "backend=msamp", "storage.shard=zero2"]), "deepspeed")
+@example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2", "storage.comm=fp32"]), "deepspeed")
+@example(fp8cfg.compose(["precision=bf16_fp8", "backend=te", "fp8.interval=2"]), "accelerate")
 def test_whatever_does_not_survive_is_listed(recipe: Recipe, project: str) -> None:
     """Through the text of the other project, which is read by a parser, not by what wrote it."""
     try:
@@ -125,8 +129,31 @@ def test_whatever_does_not_survive_is_listed(recipe: Recipe, project: str) -> No
         return
     back = interop.from_mapping(project, parsed(project, text))
     follows = {k for k in map(fp8cfg.config.recipe.short, PRECISION) if flat(recipe)[full(k)] == "auto"}
-    assert changed(recipe, back.recipe) - follows == {k for k in lost_keys(lost) - doubted(lost) if full(k).startswith(PLUGIN)}
+    rescaled = {k for k in follows if (table(recipe)[k], table(back.recipe)[k]) == ("fp8", "fp8_pow2")}  # MS-AMP's own
+    assert changed(recipe, back.recipe) - (follows - rescaled) == {k for k in lost_keys(lost) - doubted(lost) if full(k).startswith(PLUGIN)}
     assert not back.unknown
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(recipes(), st.sampled_from(["accelerate", "deepspeed", "te"]))
+@example(fp8cfg.compose(["precision=bf16_fp8"]), "accelerate")
+@example(fp8cfg.compose(["precision=bf16_fp8"]), "te")
+@example(fp8cfg.compose(["precision=bf16_fp8", "fp8.override_linear_precision.wgrad=true"]), "accelerate")
+@example(fp8cfg.compose(["precision=bf16_fp8", "fp8={dot_product_attention: true, multi_head_attention: true}"]), "te")
+@example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2"]), "accelerate")
+@example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O1", "storage.shard=zero1"]), "accelerate")
+@example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O1"]), "deepspeed")
+@example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3", "storage.shard=zero2"]), "deepspeed")
+def test_the_backend_that_is_read_back_has_every_key(recipe: Recipe, project: str) -> None:
+    """But for what is about the GPU: this one has FP8 of every kind that the recipe's own scaling runs on."""
+    try:
+        text, _ = interop.to_text(project, recipe)
+    except ConfigError:
+        return
+    p = interop.from_mapping(project, parsed(project, text)).recipe.precision
+    blackwell = p.fp8.scaling in ("mxfp8", "nvfp4") and p.backend != "msamp"
+    if p.backend != "auto" and p.fp8.enabled:
+        assert against(p.backend, p, Hardware("cuda", (10, 0) if blackwell else (9, 0), (12, 9)), here=False) == []
 
 
 ANYTHING = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.sampled_from(["fp8", "bf16", "TE", "AO", "auto", "hybrid", "O1", "max"]),

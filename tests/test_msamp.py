@@ -80,9 +80,15 @@ def test_looking_for_it_does_not_import_it(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"})
 
 
-def test_auto_passes_on(installed: Path) -> None:
-    auto = precision(storage={"accumulate": "wide"}).model_copy(update={"backend": "auto"})
-    assert choose(auto, H100).passed_over[0] == "msamp: auto leaves it alone, it is unmaintained and brings an optimizer of its own"
+def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path) -> None:
+    auto = precision().model_copy(update={"backend": "auto"})
+    assert choose(auto, H100).passed_over[0] == (
+        "msamp: opt_level=null: MS-AMP stores state by a level")
+    auto.opt_level = "O2"
+    assert "msamp: storage.weight_grad=fp8: MS-AMP's O2 has fp8_pow2 there" in choose(auto, H100).passed_over[0]
+    for column in ("weight_grad", "comm", "exp_avg"):
+        setattr(auto.storage, column, "fp8_pow2")
+    assert choose(auto, H100).backend == "msamp"
     (installed / "msamp" / "__init__.py").unlink()
     for file in sorted((installed / "msamp").rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
@@ -304,7 +310,7 @@ def test_coverage_sees_products_that_are_not_fp8(anywhere: None, monkeypatch: py
 
 
 def test_converting_alone_is_refused(anywhere: None) -> None:
-    with pytest.raises(fp8cfg.ConfigError, match="backend=msamp: its layers are trained by its own optimizer alone"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"write fp8cfg.build\(recipe, model=model\)"):
         fp8cfg.convert_model(nn.Sequential(nn.Linear(32, 32)), small(*WORDS, "fp8.params=false"))
 
 

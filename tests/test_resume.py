@@ -65,6 +65,19 @@ def test_fp8_state_is_plain_tensors_in_a_file_of_its_own() -> None:
     assert tensors["fp8"]["layers.0.mlp.linear_fc1.fp8_amax_history"].shape == (1024, 3)
 
 
+@pytest.mark.parametrize(("words", "done"), [
+    (("precision=fp32", "optim.name=sgd", "optim.momentum=0"), 2), (("precision=fp16", "storage.weight=fp32"), 1),
+])
+def test_an_optimizer_without_tensors_is_resumed(words: tuple[str, ...], done: int, tmp_path: Path) -> None:
+    whole, tensors, state = after(words, done)
+    assert "optimizer" not in tensors
+    path = checkpoint.save(tmp_path, done, tensors, state, keep=1)
+    job = fp8cfg.build(small(*words))
+    assert saved.restore(job, *checkpoint.load(path), run_data(job.recipe)[0]) == done
+    assert job.optimizer.state_json() == whole.optimizer.state_json()
+    assert [s.loss for s in steps(job, 2, first=done)] == [s.loss for s in steps(whole, 2, first=done)]
+
+
 REFUSED = [
     ("fp8.margin=1", "fp8.margin=1: this run was started with 0; repeat it with --allow fp8.margin"),
     ("fp8.format=e4m3", "fp8.format=e4m3: this run was started with hybrid; repeat it with --allow fp8.format"),

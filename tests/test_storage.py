@@ -112,7 +112,7 @@ REFUSED = [
     ("precision=bf16 storage.weight=fp8_block", "storage.weight=fp8_block: no codec of weights; write fp8, or fp8.scaling=block with fp8.params=true"),
     ("precision=bf16 storage.comm=fp16_scaled", "storage.comm=fp16_scaled: not sent over the wire; write fp16, fp8 or fp8_pow2"),
     ("precision=bf16_fp8 opt_level=O2 storage.comm=fp8_pow2",
-     "storage.comm=fp8_pow2: gradients are stored in fp8 and sent as they are; write that, or bf16 or fp32 to add them up before they are stored"),
+     "storage.comm=fp8_pow2: gradients are stored in fp8 and sent as they are; write fp8, or bf16 or fp32 to add them up before they are stored"),
     ("precision=fp32 storage.master_weight=fp32", "storage.master_weight=fp32: has no effect, storage.weight=fp32 needs no masters; write none"),
     ("precision=fp32 storage.rounding=stochastic", "storage.rounding=stochastic: has no effect, weights are float32; drop it"),
     ("precision=bf16_fp8 storage.rounding=stochastic", "storage.rounding=stochastic: has no effect, FP8 layers round their weights themselves; drop it"),

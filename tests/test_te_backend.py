@@ -98,6 +98,39 @@ def test_a_resumed_run_goes_on_to_the_same_bits(case: str, te: Any) -> None:
     assert any(name.endswith("fp8_scale") for name in tensors.get("fp8", {})) == ("delayed" in case)
 
 
+@pytest.mark.parametrize("case", ["current O2", "current O3"])
+def test_only_stored_bytes_stay_from_step_to_step(case: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = fp8cfg.build(small(*CASES[case]))
+    list(steps(job, 1))
+    layers = list(backend()._layers(job.model).values())
+    owned = {id(p) for p in job.model.parameters()}
+    kept = [t for engine in backend()._engines(job.model) for t in engine.module._parameters.values() if t is not None]
+    assert len(kept) >= len(layers) and sum(t.nbytes for t in kept if id(t) not in owned) == 0
+    decoded = []
+    monkeypatch.setattr("fp8cfg.numerics.codecs.Codec.decode", lambda *_: decoded.append(1))
+    assert not any(layer.fp8_params for layer in layers) or case == "current O3"
+    assert len(backend().writers(job.model)) == (8 if case == "current O3" else 0) and not decoded, "a flag is asked of what is stored"
+
+
+def test_weights_tied_to_an_embedding_stay_tied_under_a_level(te: Any) -> None:
+    job = fp8cfg.build(small(*CASES["current O2"], "model.share_embeddings_and_output_weights=true", "fp8.output_layer=true"))
+    found = [s.loss for s in steps(job, 4)]
+    assert found[-1] < found[0] - 0.05 and job.model.output_layer._parameters["weight"] is job.model.embedding.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_under_a_level_comes_back_decoded(tied: bool, te: Any) -> None:
+    job = fp8cfg.build(small(*CASES["current O2"], f"model.share_embeddings_and_output_weights={tied}", f"fp8.output_layer={tied}"))
+    list(steps(job, 1))
+    layer = job.model.layers[0].mlp.linear_fc1
+    want, stored = layer.codec.decode(layer.in_codec), layer.parameter
+    model = fp8cfg.convert_back(job.model)
+    assert torch.equal(model.layers[0].mlp.linear_fc1.weight, want) and stored.dtype == torch.float16
+    assert {type(m) for n, m in model.named_modules() if "linear" in n} == {nn.Linear} and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (model.output_layer.weight is model.embedding.weight) == tied
+    model(*(torch.zeros(1, 32, dtype=torch.int64),) * 2).backward()
+
+
 class Handmade(nn.Module):
     """The model of the small recipe, written by hand with Transformer Engine's modules."""
 

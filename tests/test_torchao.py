@@ -123,6 +123,13 @@ def test_mxfp8_equals_torchaos_own_layer() -> None:
     assert losses == by_hand(words, swap)
 
 
+@pytest.mark.parametrize("words", [TORCHAO, (*TORCHAO, "opt_level=O2"), ("precision=bf16_mxfp8", *HERE)], ids=["current", "O2", "mxfp8"])
+def test_recomputed_activations_change_nothing(words: tuple[str, ...]) -> None:
+    job, losses = ours((*words, "model.recompute_granularity=full"))
+    prove_engagement(job)
+    assert losses == ours(words)[1]
+
+
 def test_a_resumed_run_equals_one_that_was_not_stopped() -> None:
     from fp8cfg.training import saved
 

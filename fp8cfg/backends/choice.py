@@ -11,7 +11,7 @@ from fp8cfg.backends.protocol import Hardware
 from fp8cfg.backends.te_environment import contradictions
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import as_held
+from fp8cfg.config.storage import as_held, fp8_weights
 
 __all__ = ["BLOCK_CUDA", "FP8_CAPABILITY", "Choice", "Hardware", "against", "choose"]
 
@@ -65,6 +65,9 @@ def against(name: str, precision: Precision, hardware: Hardware, statistics: int
     if statistics and name != "native":
         lines.append(f"log.fp8_stats_every_n_steps={statistics}: backend={name} has no such statistics; write backend=native, or "
                      "drop it")
+    if name == "te" and precision.storage.shard != "none" and fp8_weights(precision):
+        lines.append(f"storage.shard={precision.storage.shard}: Transformer Engine's FP8 weights are not handed round; write "
+                     "backend=native, or storage.weight=fp16_scaled with fp8.params=false")
     if name == "te" and here:
         lines += contradictions(precision.fp8, os.environ)
     return lines + rules.refusals(as_held(precision), hardware)

@@ -7,18 +7,21 @@ stays from step to step are the stored bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8cfg.backends.planning import PlannedLinear
-from fp8cfg.backends.swap import replaced
+from fp8cfg.backends.swap import linear_with, replaced
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import SCALED, Columns, columns_of, others
 from fp8cfg.numerics import FP8Linear, Region, Scaling
 from fp8cfg.numerics import held as held_weight
 from fp8cfg.numerics.codecs import codec
 from fp8cfg.numerics.held import HeldWeight
+from fp8cfg.numerics.narrow import NarrowWeight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,10 +59,41 @@ def hold(
             held_weight.hold(norm, codec("fp32"), DTYPES[precision.compute])
 
 
+def unhold(model: nn.Module, dtype: torch.dtype) -> None:
+    """Take back, in place, what `hold` and `embed_in` did: weights in a codec come back decoded, in `dtype`. A weight whose codec
+    has no scale stays the same Parameter, so that tied ones stay tied."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, HeldWeight):
+            held_weight.unhold(layer, _decoded(layer, dtype))
+        elif isinstance(layer, FP8Linear) and layer.codec:
+            replaced(model, name, linear_with(_decoded(layer, dtype), layer.bias))
+        for key, hook in list(layer._forward_hooks.items()):
+            if isinstance(hook, partial) and hook.func is _cast_output:
+                del layer._forward_hooks[key]
+
+
+def _decoded(layer: FP8Linear | HeldWeight, dtype: torch.dtype) -> nn.Parameter:
+    assert layer.codec, "held in it"
+    if layer.codec.scaling != "none":
+        return nn.Parameter(layer.codec.decode(layer.in_codec).to(dtype), requires_grad=layer.parameter.requires_grad)
+    layer.parameter.data = layer.parameter.data.to(dtype)
+    return layer.parameter
+
+
+def embed_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let embeddings that are stored in float32 come out in `dtype`, which all activations then have."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(partial(_cast_output, dtype))
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out.to(dtype)
+
+
 def cast_parameters(model: nn.Module, precision: Precision, columns: Mapping[str, Columns]) -> None:
     """Parameters that no layer holds in a codec, in the dtype of their weight column, and gradients in that of theirs."""
-    layers = {layer._parameters["weight"]: layer for layer in model.modules()
-              if isinstance(layer, HeldWeight) or (isinstance(layer, FP8Linear) and layer.held)}
+    layers = {layer.parameter: layer for layer in model.modules() if isinstance(layer, NarrowWeight) and layer.held}
     for name, p in model.named_parameters():
         gradient = DTYPES["fp32" if columns[name]["weight_grad"] in SCALED else columns[name]["weight_grad"]]
         if p in layers:
@@ -73,8 +107,12 @@ def cast_parameters(model: nn.Module, precision: Precision, columns: Mapping[str
 
 def held(model: nn.Module) -> dict[nn.Parameter, FP8Linear | HeldWeight]:
     """The layer of each weight that is held in a codec with a scale; `in_codec` has the tensors."""
-    layers = (layer for layer in model.modules() if isinstance(layer, (FP8Linear, HeldWeight)) and layer.codec)
-    return {p: layer for layer in layers if (p := layer._parameters["weight"]) is not None and len(layer.in_codec) > 1}
+    return {layer.parameter: layer for layer in in_codec(model) if len(layer.in_codec) > 1}
+
+
+def in_codec(model: nn.Module) -> list[FP8Linear | HeldWeight]:
+    """The layers that hold their weight in a codec."""
+    return [layer for layer in model.modules() if isinstance(layer, (FP8Linear, HeldWeight)) and layer.codec]
 
 
 def shared_weights(model: nn.Module) -> set[nn.Parameter]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import COLUMNS, level, of_level
+from fp8cfg.config.storage import COLUMNS, level, of_level, resolved
 
 LIBRARY = Path("/usr/local/lib/libmsamp_dist.so")
 """Where MS-AMP loads its communication from, and nowhere else (msamp/operators/dist_op/dist_op.py)."""
@@ -50,8 +50,8 @@ def native(precision: Precision) -> str:
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[str]:
-    if precision.backend == "auto":
-        return ["backend=msamp: auto leaves it alone, it is unmaintained and brings an optimizer of its own; write backend=msamp"]
+    if level(precision) is None:
+        return ["opt_level=null: MS-AMP stores state by a level; write opt_level=O2, or backend=native"]
     return [*_keys(precision.fp8), *_storage(precision), *_hardware_lacks(precision, hardware)]
 
 
@@ -80,12 +80,17 @@ def _keys(f: FP8) -> list[str]:
 
 def _storage(p: Precision) -> list[str]:
     """A line for each column that is not what the level stores."""
-    has, s, export = of_level(p), p.storage, "through DeepSpeed alone, whose JSON `fp8cfg export deepspeed` writes"
+    has, s = of_level(p.model_copy(update={"backend": "msamp"})), p.storage
+    export = "through DeepSpeed alone, whose JSON `fp8cfg export deepspeed` writes"
     if level(p) == "O3":
         return [f"opt_level=O3: MS-AMP has it {export}; write opt_level=O2, or {native(p)}"]
     instead = f"backend=native opt_level={level(p)}"
-    lines = [f"storage.{column}={getattr(s, column)}: MS-AMP's {level(p)} has {has[column]} there; drop it, or write {instead}"
-             for column in COLUMNS if getattr(s, column) not in ("auto", has[column])]
+    # Where the backend is not named, columns left on auto are the native backend's, and it is these that the recipe says.
+    said = resolved(p) if p.backend == "auto" else {column: getattr(s, column) for column in COLUMNS}
+    cure = "write that" if p.backend == "auto" else "drop it"
+    why = f"MS-AMP's {level(p)} has"
+    lines = [f"storage.{column}={said[column]}: {why} {has[column]} there; {cure}, or write {instead}" for column in COLUMNS
+             if said[column] not in ("auto", has[column])]
     if s.accumulate != "stored":
         lines.append(f"storage.accumulate={s.accumulate}: MS-AMP adds each microbatch to gradients that are stored in FP8; write "
                      f"storage.accumulate=stored, or {instead}")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8cfg.backends.holding import shared_weights
 from fp8cfg.backends.planning import ATTENTION_GEMMS, GEMMS, PlannedLinear, plan_attention
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.swap import linear_with, replaced
@@ -32,7 +33,7 @@ def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: R
     Parameter, so tied ones stay tied; under fp8.params they become float8 Parameters, except a weight that a layer outside FP8
     shares.
     """
-    shared = _shared_weights(model)
+    shared = shared_weights(model)
     scaling = scaling_of(fp8)
     for planned in plan:
         if not planned.fp8:
@@ -78,12 +79,6 @@ def forget_observed(model: nn.Module) -> None:
         layer.gemms_ran.zero_()
 
 
-def _shared_weights(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that more than one module holds, as a tied output layer and embedding do."""
-    seen: set[nn.Parameter] = set()
-    return {p for m in model.modules() for p in m.parameters(recurse=False) if p in seen or seen.add(p)}  # type: ignore[func-returns-value]
-
-
 def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:
     """The layers whose weight is held in float8 alone, by that weight."""
     held = {layer.weight: layer for layer in fp8_linears(model) if layer.fp8_params}
@@ -109,9 +104,3 @@ def plain(layer: nn.Module) -> nn.Linear | None:
         weight = layer.dequantized_weight(torch.float32)
         return linear_with(nn.Parameter(weight, requires_grad=layer.weight.requires_grad), layer.bias)
     return linear_with(layer.weight, layer.bias)
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all distinct parameters of `model`, as they are held."""
-    tensors: dict[int, Tensor] = {id(p): p for p in model.parameters()}
-    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8cfg.backends import te_attention, te_fusion
+from fp8cfg.backends.holding import shared_weights
 from fp8cfg.backends.planning import PlannedLinear, plan_attention
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.swap import linear_with, replaced
@@ -40,7 +41,7 @@ def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: R
     fused. Raises ConfigError for NVTE_* variables that contradict `fp8`. `region` is not asked: use `autocast`."""
     refuse_if(contradictions(fp8, os.environ))
     te = importlib.import_module("transformer_engine.pytorch")
-    make = Maker(te, recipe_of(fp8), fp8.params, _shared_weights(model))
+    make = Maker(te, recipe_of(fp8), fp8.params, shared_weights(model))
     for planned in plan:
         if planned.fp8:
             linear = model.get_submodule(planned.name)
@@ -77,12 +78,6 @@ def _norm(module: nn.Module, te: Any) -> Any | None:
     if kind == "LayerNorm" and module.bias is None:
         return None
     return getattr(te, kind)(tuple(weight.shape), eps=eps, dtype=weight.dtype, device="meta")
-
-
-def _shared_weights(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that more than one module holds, as a tied output layer and embedding do: they stay in high precision."""
-    seen: set[nn.Parameter] = set()
-    return {p for m in model.modules() for p in m.parameters(recurse=False) if p in seen or seen.add(p)}  # type: ignore[func-returns-value]
 
 
 def _layers(model: nn.Module) -> dict[str, TELinear]:

@@ -29,15 +29,18 @@ class Engine:
             linear.place = (self, n)
         self.share()
 
-    def share(self) -> None:
-        """Give `module` the Parameters that the model has now, or the values of one that is held in a codec, decoded anew."""
+    def share(self, decoded: bool = False) -> None:
+        """Give `module` the Parameters that the model has now, as they are stored, or the values of those that are held in a
+        codec, `decoded` anew."""
         for name, (owner, attribute) in self.parameters.items():
-            if (parameter := getattr(owner, attribute)) is not getattr(self.module, name):
+            parameter = getattr(owner, attribute) if decoded else owner._parameters[attribute]
+            if parameter is not getattr(self.module, name):
                 self.module._parameters[name] = parameter  # setattr would refuse what is decoded
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.share()
+        self.share(decoded=True)
         y: Tensor = self.module(x, is_first_microbatch=self._first_microbatch())
+        self.share()  # of what was decoded, only what the backward pass needs stays
         self._record(x, y)
         return y
 
@@ -61,7 +64,7 @@ class Engine:
                 kinds = _kind(backward[2 * n]), weight
             if y.requires_grad:
                 products = {"dgrad": kinds} if x.requires_grad or n else {}
-                products |= {"wgrad": kinds} if linear.weight.requires_grad else {}
+                products |= {"wgrad": kinds} if linear.parameter.requires_grad else {}
                 y.register_hook(partial(_note, linear.ran, products))  # type: ignore[no-untyped-call]
 
 

@@ -50,7 +50,14 @@ class TELinear(nn.Module):
     @property
     def fp8_params(self) -> bool:
         """Whether the weight exists in FP8 alone."""
-        return is_quantized(self.weight)
+        return is_quantized(self.parameter)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight as it is stored; in a codec, `weight` is that decoded."""
+        parameter = self._parameters["weight"]
+        assert parameter is not None
+        return parameter
 
     @torch.no_grad()
     def set_weight(self, master: Tensor) -> None:
@@ -125,7 +132,7 @@ class TENorm(nn.Module):
             if (parameter := getattr(self, name)) is not None and getattr(module, name) is not parameter:
                 setattr(module, name, parameter)
         y: Tensor = module(x)
-        return y
+        return y.to(x.dtype)  # Transformer Engine's has the dtype of its weight, which may be stored in a wider one
 
     @property
     def read_by_product(self) -> bool:

@@ -8,7 +8,7 @@ from fp8cfg.backends.native_rules import EMULATE, found, no_units
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.fp8 import FP8, weights_2d
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import said_of_fp8_weights
+from fp8cfg.config.storage import level, said_of_fp8_weights
 
 LEAST = (0, 18)
 """The oldest torchao whose float8 and mxfp8 training this backend knows."""
@@ -60,8 +60,9 @@ def _not_there(p: Precision) -> list[str]:
     if f.scaling not in ("current", "mxfp8"):
         lines.append(f"fp8.scaling={f.scaling}: torchao has current and mxfp8 alone; write backend=native, or precision={preset}")
     if f.params:
-        lines.append(f"{said_of_fp8_weights(p)}: torchao does not multiply weights that are held in FP8; write backend=native, or "
-                     "storage.weight=fp16_scaled with fp8.params=false")
+        said = said_of_fp8_weights(p)
+        cure = "fp8.params=false" if said == "fp8.params=True" else "opt_level=O2" if level(p) else "storage.weight=fp16_scaled"
+        lines.append(f"{said}: torchao does not multiply weights that are held in FP8; write backend=native, or {cure}")
     lines += [f"fp8.{key}=True: torchao leaves attention as it is; write backend=native, or drop it"
               for key in ("dot_product_attention", "multi_head_attention") if getattr(f, key)]
     return lines

@@ -48,6 +48,16 @@ def _data(t: Tensor) -> Tensor:
     return t
 
 
+class _Unpacked:
+    """The context of a backward pass, its saved tensors unpacked: that may run a forward pass again, which is not to be seen."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+
 def watched(function: type[torch.autograd.Function]) -> Any:
     """`function`, of the library, with the record of a layer for one more argument before its own. Its forward pass makes fprop,
     its backward pass dgrad and then wgrad."""
@@ -63,8 +73,9 @@ def watched(function: type[torch.autograd.Function]) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Any:
+            unpacked = _Unpacked(ctx)
             with _Products() as products:
-                inputs = function.backward(ctx, *gradients)
+                inputs = function.backward(unpacked, *gradients)
             products.record(ctx.ran, 1)
             return None, *inputs
 

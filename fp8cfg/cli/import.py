@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fp8cfg.cli.words import Arguments, split
+from fp8cfg.cli.words import Arguments, split, wrong_words
 from fp8cfg.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fp8cfg.config.recipe import Recipe
 
 FORMS = ("--yaml", "--json", "--python")
 USAGE = """
@@ -38,14 +42,13 @@ can is a comment; a key that it does not have is a warning too.
 def run(argv: list[str]) -> int:
     """Print the recipe that is imported. Returns the exit code."""
     from fp8cfg.cli.export import write_new
-    from fp8cfg.composition import compose
     from fp8cfg.composition.provenance import trace
     from fp8cfg.interop.doors import door, from_file, from_words
     from fp8cfg.interop.texts import comments
     from fp8cfg.report import exported
 
     cut = argv.index("--") if "--" in argv else len(argv)
-    arguments, words = split(argv[:cut], ("--config-dir", "--output"), FORMS), argv[cut + 1:]
+    arguments, words = _split(argv[:cut]), argv[cut + 1:]
     forms = [form for form in FORMS if form in arguments.flags] or ["--yaml"]
     if len(forms) > 1:
         raise ConfigError(f"import: {' and '.join(forms)}; choose one")
@@ -53,22 +56,74 @@ def run(argv: list[str]) -> int:
     name, folder, output = door(project).dialect.name, arguments.one("--config-dir"), arguments.one("--output")
     chosen = [word for word in arguments.words if word.startswith("recipe=")]
     base = trace(chosen, folder)
-    found = from_file(project, file, base.recipe) if file else from_words(project, words, base.recipe)
-    recipe = compose([word for word in arguments.words if word not in chosen], folder, base=found.recipe)
+    try:
+        found = from_file(project, file, base.recipe) if file else from_words(project, words, base.recipe)
+    except ConfigError as e:
+        raise ConfigError(e.problems + wrong_words(arguments)) from None
+    _say("warning", found.unknown)
+    recipe = _composed(arguments, base.recipe, found.recipe)
     write = {"--yaml": exported.yaml_text, "--json": exported.json_text, "--python": exported.python_text}[forms[0]]
-    text = write(recipe, {k: v for k, v in base.named.items() if k == "recipe"}, False)
+    text = write(recipe, _named(recipe, {k: v for k, v in base.named.items() if k == "recipe"}), False)
     remarks = [*found.lost, *found.unknown]
     if forms == ["--json"]:
         _say("note", found.lost)
     elif remarks:
         text = comments([f"Imported from {name}. What has no counterpart here, or is read otherwise:", *remarks]) + text
-    _say("warning", found.unknown)
     if output is None:
         print(text, end="")
         return 0
     write_new(Path(output), text)
     print(f"wrote {output}")
     return 0
+
+
+def _split(argv: list[str]) -> Arguments:
+    """The words before --. Raises ConfigError for flags of Megatron-LM's, which stand after it."""
+    from fp8cfg.interop.doors import DOORS
+
+    flags = [arg for arg in argv if arg.startswith("--") and DOORS["megatron"].dialect.knows(arg.partition("=")[0])]
+    if "megatron" in argv and flags:
+        rest = " ".join(arg for arg in argv[argv.index(flags[0]):] if not arg.startswith("recipe="))
+        raise ConfigError(f"import megatron: flags stand after --, as in: fp8cfg import megatron -- {rest}")
+    return split(argv, ("--config-dir", "--output"), FORMS)
+
+
+def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
+    """What is imported with the words on top, checked. The model may be that of a recipe that nobody chose: lines on it say so."""
+    from fp8cfg.composition import compose
+    from fp8cfg.config.files import default_recipe
+
+    words = [word for word in arguments.words if not word.startswith("recipe=")]
+    try:
+        return compose(words, arguments.one("--config-dir"), base=found)
+    except ConfigError as e:
+        if words != arguments.words or found.model != base.model:
+            raise
+        other = f" (of {default_recipe()}, as no recipe is named); add recipe=NAME"
+        typed = tuple(word.partition("=")[0] for word in words)
+        raise ConfigError([line + other if "model." in line and not line.startswith(typed) else line
+                           for line in e.problems]) from None
+
+
+def _named(recipe: Recipe, named: dict[str, str]) -> dict[str, str]:
+    """`named`, with the preset that scales as `recipe` does, and stores as it does before all else, where the one that leaves the
+    fewest values over scales otherwise."""
+    from fp8cfg.config.presets import choices, precision_preset
+    from fp8cfg.config.recipe import PLUGIN
+    from fp8cfg.report.exported import deltas
+
+    def apart(preset: str) -> tuple[int, int]:
+        values = deltas(recipe, named | {"precision": preset}).values
+        return sum(key.startswith(f"{PLUGIN}.storage.") for key in values), len(values)
+
+    def alike(preset: str) -> bool:
+        made = precision_preset(preset)
+        return made.fp8.scaling == recipe.fp8.scaling and made.compute == recipe.precision.compute
+
+    taken, others = deltas(recipe, named).presets.get("precision"), [c for c in choices() if alike(c)]
+    if taken is None or alike(taken) or not others:
+        return named
+    return named | {"precision": min(others, key=apart)}
 
 
 def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
@@ -84,7 +139,9 @@ def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
         raise ConfigError("precision=: is what is imported; drop one of the two")
     if len(files) + bool(words) != 1:
         more = f"{files[1]}: a second file" if len(files) > 1 else "a file, or words after --, and not both"
-        raise ConfigError(f"import {project}: {more if files else 'needs a file, or words after --'}")
+        given = " ".join(word for word in arguments.words if not word.startswith("recipe="))
+        example = f", as in: fp8cfg import {project} -- {given}" if given else ""
+        raise ConfigError(f"import {project}: {more if files else 'needs a file, or words after --' + example}")
     return project, Path(files[0]) if files else None
 
 

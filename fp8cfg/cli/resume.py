@@ -19,10 +19,6 @@ for all of a node).
 
 def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.train import launch
-    from fp8cfg.composition import compose, from_yaml, to_yaml
-    from fp8cfg.config.recipe import Recipe
-    from fp8cfg.training import checkpoint, saved
     from fp8cfg.training.runfolder import RunFolder
 
     arguments = split(argv, ("--config-dir", "--allow"))
@@ -30,6 +26,12 @@ def run(argv: list[str]) -> int:
         raise ConfigError("resume: needs one run folder, as in: fp8cfg resume runs/NAME")
     first = os.environ.get("RANK", "0") == "0"
     folder = RunFolder.open(Path(arguments.plain[0]), lock=first)
+
+    from fp8cfg.cli.train import launch  # these load torch: a folder that is none is said first
+    from fp8cfg.composition import compose, from_yaml, to_yaml
+    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.training import checkpoint, saved
+
     newest = checkpoint.newest(folder.checkpoints, print if first else lambda _: None)
     loaded = checkpoint.load(newest) if newest else None
     before = Recipe(**loaded[1]["recipe"]) if loaded else from_yaml(folder.recipe)

@@ -26,6 +26,11 @@ NAME = "fp8cfg_config"
 GIVEN = "given_file"
 """The choice of `recipe` that stands for a recipe that is given whole."""
 _LOCK = threading.RLock()
+_PLUGINS = {
+    "hydra/launcher/submitit": "'fp8cfg[slurm]'", "hydra/sweeper/optuna": "hydra-optuna-sweeper",
+    "hydra/sweeper/ax": "hydra-ax-sweeper",
+}  # fmt: skip
+"""What brings choices of Hydra's own groups."""
 
 
 def merge(nodes: dict[str, dict[str, Any]], chosen: dict[str, str], values: list[str]) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def _one_line(error: BaseException) -> str:
     listed = any(line.startswith("Available options") for line in lines)
     if lines[0].startswith("Error merging override") and error.__cause__:
         return f"{lines[0]}: {_one_line(error.__cause__)}"
-    missing = "; pip install 'fp8cfg[slurm]'" if "hydra/launcher/submitit" in lines[0] else ""
+    missing = next((f"; pip install {package}" for name, package in _PLUGINS.items() if name in lines[0]), "")
     return lines[0].strip() + (f"; choose from {', '.join(options)}" if listed and options else "") + missing
 
 

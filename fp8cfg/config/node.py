@@ -138,7 +138,8 @@ def _line(cls: type[Node], e: Any) -> str:
     if e["type"] == "string_pattern_mismatch":
         return f"{at}: letters, digits, '_', '.' and '-' alone, at most 64 of them"
     expected = _EXPECTED.get(e["type"])
-    return f"{at}: expected {expected}, got {type(given).__name__}" if expected else f"{at}: {e['msg']}"
+    near = f"; write \"{at.partition('=')[0]}=['{given}']\"" if e["type"] == "tuple_type" and isinstance(given, str) else ""
+    return f"{at}: expected {expected}, got {type(given).__name__}{near}" if expected else f"{at}: {e['msg']}"
 
 
 def _unknown(cls: type[Node], field: str) -> str:

@@ -124,8 +124,9 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
     if columns["comm"] in ("fp16_scaled", "fp8_block", "fp8_expand"):
         yield f"storage.comm={columns['comm']}: not sent over the wire; write fp16, fp8 or fp8_pow2"
     if columns["comm"] in FP8_CODECS and columns["weight_grad"] in FP8_CODECS and columns["comm"] != columns["weight_grad"]:
+        that = "" if columns["weight_grad"] == "fp8_block" else f"{columns['weight_grad']}, or "
         yield (f"storage.comm={columns['comm']}: gradients are stored in {columns['weight_grad']} and sent as they are; write "
-               "that, or bf16 or fp32 to add them up before they are stored")
+               f"{that}bf16 or fp32 to add them up before they are stored")
     if weight == "fp32" and master != "none":
         yield f"storage.master_weight={master}: has no effect, storage.weight=fp32 needs no masters; write none"
     if p.storage.accumulate != "wide" and not columns["weight_grad"] == columns["comm"] in FP8_CODECS:

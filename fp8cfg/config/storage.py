@@ -71,6 +71,15 @@ def others(precision: Precision) -> Columns:
     return {**columns, **apart, **widened}
 
 
+def foreign_others(precision: Precision) -> Columns:
+    """`others` in a model that is not ours. Whatever multiplies them there wants the dtype of activations, and so they have the
+    compute dtype, over float32 masters where `others` would leave them in float32."""
+    columns = others(precision)
+    if columns["weight"] == precision.compute:
+        return columns
+    return {**columns, "weight": precision.compute, "master_weight": "fp32"}
+
+
 def fp8_weights(precision: Precision) -> bool:
     """Whether linear layers that run in FP8 hold their weights as its products read them, in float8 alone."""
     return precision.fp8.enabled and resolved(precision)["weight"] == "fp8"

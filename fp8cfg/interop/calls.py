@@ -5,16 +5,21 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from fp8cfg.config.errors import ConfigError, refuse_if
+from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 
 
-def call_in(text: str, names: tuple[str, ...]) -> dict[str, Any]:
+def call_in(text: str, names: tuple[str, ...], kind: str) -> dict[str, Any]:
     """The values by name of the one call in `text` of a class in `names`, which stands under `class`. Raises ConfigError where
-    there is none, or more than one, and for each value that is no literal."""
+    there is none (with the names that are near to that of a `kind` of class), or more than one, and for each value that is no
+    literal."""
     try:
-        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and _last(node.func) in names]
+        every = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ConfigError(f"not Python; expected a call such as {names[0]}(margin=1)") from None
+    calls = [node for node in every if _last(node.func) in names]
+    if not calls:
+        refuse_if([f"{called}: not a {kind}; did you mean {near!r}?" for node in every
+                   if (near := nearest(called := _last(node.func), names))])
     if len(calls) != 1:
         raise ConfigError(f"{len(calls)} calls; expected one of {', '.join(names)}")
     problems = [f"{_last(calls[0].func)}: give its values by name"] if calls[0].args else []

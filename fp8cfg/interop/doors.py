@@ -44,7 +44,7 @@ DOORS = {
     "nemo": Door(NEMO, texts.yaml, sources.plugin, presets=True),
     "bridge": Door(BRIDGE, texts.bridge, sources.plugin, presets=True),
     "megatron": Door(MEGATRON, texts.flags, text=sources.shell(MEGATRON)),
-    "torchtitan": Door(TORCHTITAN, texts.toml, sources.sections(SECTIONS)),
+    "torchtitan": Door(TORCHTITAN, texts.toml, sources.sections(SECTIONS, TORCHTITAN)),
     "te": Door(TE, texts.te, text=_te_text),
 }
 """Projects by the names that `fp8cfg import` and `fp8cfg export` know."""
@@ -88,9 +88,10 @@ def _read(found: Door, said: sources.Said, base: Recipe | None) -> Read:
         recipe.precision = precision_preset(said.preset)
         return Read(recipe, said.lost, ())
     if not any(map(found.dialect.knows, said.data)):
-        raise ConfigError(f"has no key that {found.dialect.name} says precision by, such as {found.dialect.entries[0].theirs}")
+        none = f"has no key that {found.dialect.name} says precision by, such as {found.dialect.entries[0].theirs}"
+        raise ConfigError([*said.unknown] or none)
     back = read(found.dialect, said.data, base)
-    return back._replace(lost=(*back.lost, *said.lost))
+    return back._replace(lost=(*back.lost, *said.lost), unknown=(*back.unknown, *said.unknown))
 
 
 def to_text(name: str, recipe: Recipe) -> tuple[str, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from fp8cfg.config.fp8 import ONLY_UNDER, power_2_scales, weights_2d
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import PLUGIN, Recipe, full, short
 from fp8cfg.config.storage import level, resolved
+from fp8cfg.interop import implied
 from fp8cfg.interop.effect import changed, without_effect
 from fp8cfg.interop.table import SILENT, Dialect, Read, Values, Written
 from fp8cfg.interop.values import printable, shown
@@ -17,11 +18,11 @@ from fp8cfg.interop.values import printable, shown
 
 def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) -> Read:
     """The recipe that `data` means, by the names that `dialect` knows, on top of `base`, whose precision it replaces. It is not
-    yet checked as a whole. Raises ConfigError with a line for each value that cannot be."""
+    yet checked as a whole. Raises ConfigError with a line for each value that cannot be, and then for each unknown key too."""
     from fp8cfg.composition.leaves import assigned
 
     theirs, spelled, problems = _named(dialect, data)
-    remarks, vague = list[str](), list[str]()
+    remarks, vague, unknown = list[str](), list[str](), dialect.strange(theirs)
     try:
         remarks = dialect.prepare(theirs)
     except ValueError as e:  # a value that its own entry refuses too, as a rule, and by its name
@@ -37,13 +38,20 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
             ours |= found
             if entry.theirs in spelled and theirs[entry.theirs] != dialect.defaults.get(entry.theirs, SILENT):
                 origin |= dict.fromkeys(found, shown(spelled[entry.theirs], theirs[entry.theirs]))
-    refuse_if(problems or vague)
-    remarks += without_effect(ours, origin)
+    remarks += without_effect(ours, origin) + implied.by_backend(ours, origin)
     remarks += [f"{origin[k]}: is so here; {why}" for k, why in dialect.doubts.items() if k in origin and k in changed(ours)]
     recipe = (base or Recipe()).model_copy(deep=True)
     recipe.precision = Precision()
-    unsaid, unknown = _rest(dialect, theirs, spelled)
-    return Read(assigned(recipe, {full(k): v for k, v in ours.items()}), tuple(remarks + unsaid), tuple(unknown))
+    unsaid, more = _rest(dialect, theirs, spelled)
+    unknown += more
+    try:
+        recipe = assigned(recipe, {full(k): v for k, v in ours.items()})
+    except ConfigError as e:
+        problems += e.problems
+    problems = problems or vague
+    refuse_if([*problems, *unknown] if problems else [])
+    remarks += implied.gpus(recipe, ours)
+    return Read(recipe, tuple(remarks + unsaid), tuple(unknown))
 
 
 def write(dialect: Dialect, recipe: Recipe) -> Written:
@@ -58,8 +66,8 @@ def write(dialect: Dialect, recipe: Recipe) -> Written:
     back = table(read(dialect, data).recipe)
     scope = [k for k in ours if full(k).startswith(f"{PLUGIN}.") or k in dialect.beyond]
     auto = {k for k, v in flat(recipe).items() if v == "auto"}  # these follow from others, which are listed
-    different = [k for k in scope if ours[k] != back[k] and full(k) not in auto]
-    lost = [f"{shown(k, ours[k])}: {_why(dialect, k)}" for k in different]
+    different = [k for k in scope if ours[k] != back[k] and (full(k) not in auto or implied.rescaled(k, ours, back))]
+    lost = [f"{shown(k, ours[k])}: {implied.why(k, ours, back) or _why(dialect, k)}" for k in different]
     lost += [f"{shown(k, ours[k])}: is written, but {why}" for k, why in dialect.doubts.items()
              if k in changed(ours) and k not in different]
     return Written(data, tuple(lost))
@@ -109,14 +117,18 @@ def _rest(dialect: Dialect, theirs: Values, spelled: Mapping[str, str]) -> tuple
         if lacking and not any(value == usual and type(value) is type(usual) for usual in lacking.usual):
             reasons.setdefault(lacking.why, []).append(shown(key, value))
         elif name not in known and not lacking:
-            unknown.append(f"{key}: no such key of {dialect.name}" + _near(name, {*known, *dialect.spellings}))
+            flag = key.startswith("--")
+            unknown.append(f"{key}: no such {'flag' if flag else 'key'} of {dialect.name}" +
+                           _near(name, {*known, *dialect.spellings}, flag))
     return [f"{', '.join(keys)}: {why}" for why, keys in reasons.items()], unknown
 
 
-def _near(name: str, known: set[str]) -> str:
-    """What follows an unknown key: the nearest one of its section."""
+def _near(name: str, known: set[str], flag: bool) -> str:
+    """What follows an unknown key: the nearest one of its section, as a flag where it is one."""
     section, dot, leaf = name.rpartition(".")
     near = nearest(leaf, sorted(k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section))
+    if near and flag:
+        near = f"--{near.replace('_', '-')}"
     return f"; did you mean {section + dot + near!r}?" if near else ""
 
 

@@ -45,14 +45,15 @@ def _split(text: str) -> list[str]:
 
 
 def takes(dialect: Dialect, flags: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The flags that the table knows, or that are meant for it, and one line on all others."""
+    """The flags that the table knows, or that are meant for it, as they are written, and one line on all others."""
     mine, rest = dict[str, Any](), list[str]()
     for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
         close = dialect.knows(name) or dialect.lacks(name) or name.startswith(("fp8", "fp4", "no_fp8"))
         if close:
-            mine[name] = value
+            mine[flag] = value
         else:
-            rest.append(f"--{name.replace('_', '-')}")
+            rest.append(flag)
     said = f"{', '.join(rest[:12])}{' and others' if len(rest) > 12 else ''}: not about precision or shape, not read"
     return mine, [said] if rest else []
 

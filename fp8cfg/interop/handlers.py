@@ -46,7 +46,7 @@ def from_handler(handler: Any, base: Recipe | None = None) -> Read:
 
 def from_call(text: str, base: Recipe | None = None) -> Read:
     """The recipe of the one call of a handler in Python text, which is read and not run."""
-    given = call_in(text, NAMES)
+    given = call_in(text, NAMES, "handler of Accelerate")
     name = given.pop("class")
     return read(HANDLERS, {"backend": _CLASSES.get(name, "TE"), **given}, base)
 

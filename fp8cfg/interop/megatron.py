@@ -36,6 +36,8 @@ def _full_wire(ours: Values) -> Any:
 
 def _prepare(theirs: dict[str, Any]) -> list[str]:
     """What the flags come to: dtypes of state only with the precision-aware optimizer, gradients' from those about the wire."""
+    if is_on(theirs.get("bf16")) and is_on(theirs.get("fp16")):
+        raise ValueError("--bf16 and --fp16 are both given; drop one")
     lines = what_is_on(theirs, (1, 1), "fp4_format") + shape(theirs)
     if not is_on(theirs.get("use_precision_aware_optimizer")):
         for key in [k for k in (*_STATE, "main_grads_dtype") if k in theirs]:

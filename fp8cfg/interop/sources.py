@@ -10,21 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, nearest
 from fp8cfg.config.files import MAX_BYTES, parse_yaml, plain
 from fp8cfg.interop import flags
 from fp8cfg.interop.table import Dialect
-from fp8cfg.interop.values import flattened
+from fp8cfg.interop.values import flattened, printable
 
 _CODE = re.compile(r"^(\s*(?:- +)?)_(target|partial|args|call)_(?=\s*:)", re.MULTILINE)
 
 
 class Said(NamedTuple):
-    """What a source says: a flat table, with a line on each thing that is left out of it; or the name of a preset."""
+    """What a source says: a flat table, with a line on each thing that is left out of it, and on each key that looks like a typing
+    error; or the name of a preset."""
 
     data: dict[str, Any]
     lost: tuple[str, ...] = ()
     preset: str | None = None
+    unknown: tuple[str, ...] = ()
 
 
 def text_of(path: Path) -> str:
@@ -98,13 +100,17 @@ def _clean(data: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.get("their_target", v) if isinstance(v, Mapping) else v for k, v in data.items() if not k.startswith("their_")}
 
 
-def sections(of: tuple[str, ...]) -> Callable[[Mapping[str, Any]], Said]:
-    """Those keys of a file that begin with one of `of`; one line names the sections of the rest."""
+def sections(of: tuple[str, ...], dialect: Dialect) -> Callable[[Mapping[str, Any]], Said]:
+    """Those keys of a file that begin with one of `of`; one line names the sections of the rest, but for keys that are nearly one
+    of `dialect`."""
     def chosen(data: Mapping[str, Any]) -> Said:
         flat = flattened(data)
         mine = {k: v for k, v in flat.items() if k.startswith(of)}
-        rest = sorted({f"[{k.partition('.')[0]}]" for k in flat if k not in mine})
-        return Said(mine, (f"{', '.join(rest)}: not about precision, not read",) if rest else ())
+        known = [entry.theirs for entry in dialect.entries if "." in entry.theirs] + [*dialect.spellings]
+        typos = {k: near for k in flat if k not in mine and (near := nearest(k, known, 0.85))}
+        rest = sorted({f"[{k.partition('.')[0]}]" for k in flat if k not in mine and k not in typos})
+        return Said(mine, (f"{', '.join(rest)}: not about precision, not read",) if rest else (), unknown=tuple(
+            f"{printable(k)}: no such key of {dialect.name}; did you mean {near!r}?" for k, near in typos.items()))
     return chosen
 
 

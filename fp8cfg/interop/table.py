@@ -53,6 +53,11 @@ def nothing_more(theirs: dict[str, Any]) -> list[str]:
     return []
 
 
+def nothing_strange(theirs: Values) -> list[str]:
+    """For projects whose keys have no names of theirs for values."""
+    return []
+
+
 def nothing_refused(ours: Values) -> list[str]:
     """For projects that can write every recipe, as far as they can say it."""
     return []
@@ -65,7 +70,8 @@ class Dialect:
 
     `spellings` are other names of its keys. `defaults` are values in force where nothing is said, as far as they differ from
     ours. `unsaid` are keys, and with a dot at the end prefixes of keys, without a counterpart here. `prepare` changes a table of
-    theirs, before it is read, to what its keys mean together, and gives remarks. `refuse` says which recipes it cannot write at
+    theirs, before it is read, to what its keys mean together, and gives remarks; `strange` has a line before that for each
+    value that they do not know and that is no error to them. `refuse` says which recipes it cannot write at
     all. `why` says of keys of ours (of a whole node, with a dot at the end) why it has none for them, `doubts` of keys that it
     has what comes of them when they are not our default, and `beyond` names those outside of precision that it has.
     """
@@ -80,10 +86,11 @@ class Dialect:
     why: Mapping[str, str] = field(default_factory=dict)
     doubts: Mapping[str, str] = field(default_factory=dict)
     beyond: tuple[str, ...] = ()
+    strange: Callable[[Values], list[str]] = nothing_strange
 
     def named(self, key: str) -> str:
         """The table's name of a key that may be spelled otherwise."""
-        spelled = key.strip().lower().replace("-", "_")
+        spelled = key.strip().lower().removeprefix("--").replace("-", "_")
         return self.spellings.get(spelled, spelled)
 
     def knows(self, key: str) -> bool:

@@ -79,4 +79,4 @@ def from_text(text: str) -> dict[str, Any]:
     if "recipe_type=" in text:
         found = reversed(re.findall(r"(\w+)=([\w.]+)", text))
         return {k: None if v == "None" else v for k, v in found if not k.startswith(("fp8_quant", "fp8_gemm"))}
-    return call_in(text, NAMES)
+    return call_in(text, NAMES, "recipe of Transformer Engine")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8cfg.config.errors import suggest
 from fp8cfg.interop.table import Dialect, Entry, Unsaid, Values, runs_fp8
-from fp8cfg.interop.values import boolean, is_on, one_of, option, read_only, same, write_only
+from fp8cfg.interop.values import boolean, is_on, one_of, option, read_only, same, shown, write_only
 
 _GW = "fp8.override_linear_precision.wgrad"
 _ROW = {"fp8.granularity": "row", "fp8.format": "e4m3", "fp8.use_power_2_scales": True}
@@ -58,7 +59,7 @@ def _filtered(ours: Values) -> list[str]:
 def _prepare(theirs: dict[str, Any]) -> list[str]:
     """Which converter is on says the scaling; a line for layers that are one here and two or three there."""
     named = listed(theirs.get("model.converters"))
-    lines = [f"model.converters={name}: has no counterpart" for name in named if name not in _CONVERTERS]
+    lines = [f"model.converters={name}: has no counterpart" for name in named if name.startswith("quantize.grouped_mm.")]
     kinds = {_CONVERTERS.get(name) for name in named}
     if is_on(theirs.pop("float8.enable_float8_linear", None)):
         kinds.add("float8")
@@ -76,6 +77,16 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
             for key in idle:
                 del theirs[key]
     return lines
+
+
+def _strange(theirs: Values) -> list[str]:
+    """Converters that nothing here is known of: of a misspelled one nothing else would tell."""
+    try:
+        named = listed(theirs.get("model.converters"))
+    except ValueError:
+        return []
+    return [f"{shown('model.converters', name)}: no such converter of torchtitan{suggest(name, _CONVERTERS)}"
+            for name in named if name not in _CONVERTERS and not name.startswith("quantize.grouped_mm.")]
 
 
 def _refuse(ours: Values) -> list[str]:
@@ -108,7 +119,7 @@ TORCHTITAN = Dialect(
                                                   "force_recompute_fp8_weight_in_bwd", "moe_fqns_prototype")},
             **{f"{_MX}.{k}": _ALIKE for k in ("mxfp8_dim1_cast_kernel_choice", "moe_fqns_prototype")},
             "quantize.grouped_mm.": Unsaid("models here have no experts", (False, [], None))},
-    prepare=_prepare, refuse=_refuse,
+    prepare=_prepare, refuse=_refuse, strange=_strange,
     why={"fp8.exclude": "torchtitan's filter_fqns are names of its own layers; *.linear_qkv, _proj, _fc1 and _fc2 have some",
          "fp8.format": "follows from recipe_name: hybrid under tensorwise, e4m3 under rowwise",
          "fp8.use_power_2_scales": "follows from recipe_name: false under tensorwise, true under rowwise"})

@@ -8,7 +8,7 @@ rolls at the end of each forward pass instead, and stashes scales for the recomp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -17,31 +17,30 @@ from torch import Tensor, nn
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.codecs import Stored as InCodec
 from fp8cfg.numerics.function import LinearFunction, Plan, Products, State
+from fp8cfg.numerics.narrow import NarrowWeight
 from fp8cfg.numerics.region import Region
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, scale_now
 from fp8cfg.numerics.state import BUFFERS, WEIGHT_BUFFERS, prepare_load
 from fp8cfg.numerics.weights import Stored, dequantize, store
 
 
-class FP8Linear(nn.Linear):
+class FP8Linear(NarrowWeight, nn.Linear):
     """An nn.Linear whose three products run in FP8 while its region is active, and in high precision otherwise; and whose weight
     may be held in fewer bits, `codec`, than products read it in.
 
     Input [..., in] of any float dtype; output [..., out] in the autocast dtype, else in the input's. `gemms_ran`, int32 [3]
     for fprop, dgrad and wgrad, holds what each product last multiplied: see `decode`."""
 
+    kept = BUFFERS
     scaling: Scaling
     region: Region
     high_precision: Products
     product: Literal["emulate", "scaled_mm"]
     codec: Codec | None
-    weight_grad_dtype: torch.dtype  # of a weight that is held in float8 or in a codec
     gemms_ran: Tensor
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
     fp8_weight_scale_inv: Tensor | None
-    _gradient_of_weight: Tensor
-    _detached: Tensor
 
     @classmethod
     def from_linear(
@@ -109,13 +108,10 @@ class FP8Linear(nn.Linear):
         exact = self.scaling.kind != "block" or self.scaling.power_2_scales
         carrier = torch.bfloat16 if out == torch.bfloat16 and exact else torch.float32
         high_precision = self.high_precision if self.region.applies() else (True, True, True)
-        narrow = self.held and self.weight.dtype.itemsize < self.weight_grad_dtype.itemsize
-        stand_in = narrow and self.weight.requires_grad and torch.compiler.is_compiling()
-        stored = None if not self.held else self._detached if stand_in else self.weight.detach()
+        weight, stored = self.receiver_and_stored() if self.held else (self.weight, None)
         weight_grad = self.weight.dtype if stored is None else self.weight_grad_dtype
         product = None if self.product == "scaled_mm" else carrier
         plan = Plan(self.scaling, high_precision, product, out, weight_grad, torch.is_grad_enabled(), self.codec)
-        weight = self._gradient_of_weight if stand_in else self.weight
         beside: list[Tensor | None] = [getattr(self, name) for name in WEIGHT_BUFFERS]
         state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, self.gemms_ran])
         with torch.autocast(device, enabled=False):
@@ -159,13 +155,6 @@ class FP8Linear(nn.Linear):
         scale_inv = self.fp8_weight_scale_inv
         return (self.weight.detach(),) if scale_inv is None else (self.weight.detach(), scale_inv)
 
-    def set_weight_grad_dtype(self, dtype: torch.dtype) -> None:
-        """Compute and accumulate the gradient of a weight that is held in float8 or in a codec in `dtype`. That of any other
-        weight is computed in the weight's own dtype, and accumulates in its `grad_dtype`."""
-        if self.held:
-            self.weight_grad_dtype = dtype
-            self._prepare_gradient()
-
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """The values of the weight [out, in] in `dtype`."""
         if self.codec:
@@ -179,59 +168,9 @@ class FP8Linear(nn.Linear):
         held = f", weight {self.codec}" if self.codec else ""
         return f"{super().extra_repr()}, {self.scaling.kind} {formats}, {self.product}{held}"
 
-    def _prepare_gradient(self) -> None:
-        """Lets a weight that is held in fewer bits have a wide gradient. Eager autograd only has to be told the dtype. Compiled
-        code ignores it and rounds the gradient to the weight's dtype in between (torch 2.13), so there a stand-in of the same
-        shape, of one element, receives the gradient and hands it over."""
-        weight = self.weight
-        if not self.held or not weight.requires_grad or weight.dtype == self.weight_grad_dtype:
-            return
-        weight.grad_dtype = self.weight_grad_dtype
-        receiver = torch.zeros((), dtype=self.weight_grad_dtype, device=weight.device).expand(weight.shape).requires_grad_()
-
-        def hand_over(receiver: Tensor) -> None:
-            assert receiver.grad is not None, "the hook runs after accumulation"
-            new, receiver.grad = receiver.grad.to(weight.grad_dtype), None
-            weight.grad = new if weight.grad is None else weight.grad.add_(new)
-            for hook in (weight._post_accumulate_grad_hooks or {}).values():  # which autograd would have called
-                hook(weight)
-
-        receiver.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
-        self._gradient_of_weight = receiver
-        self._detached = weight.detach()  # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
-
-    def _remember_grad_dtype(self) -> None:
-        if self.held and self.weight.grad_dtype is not None:
-            self.weight_grad_dtype = self.weight.grad_dtype
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._remember_grad_dtype()
-        return {name: value for name, value in self.__dict__.items() if name not in ("_gradient_of_weight", "_detached")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._prepare_gradient()  # a copied Parameter has forgotten the dtype of its gradient
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
-        """Moves FP8 state between devices and never casts it: `model.bfloat16()` must not round scales."""
-        self._remember_grad_dtype()
-        fixed = {id(getattr(self, name)) for name in BUFFERS}
-        if self.held:
-            fixed |= {id(self.weight), id(self.weight.grad)}
-
-        def move(t: Tensor) -> Tensor:
-            new = fn(t)
-            return t.to(new.device) if id(t) in fixed and new.dtype != t.dtype else new
-
-        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
-        self._prepare_gradient()
-        return self
-
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-        self._remember_grad_dtype()
         master = prepare_load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._prepare_gradient()  # load_state_dict(assign=True) brings a new Parameter
         if master is not None:
             self.set_weight(master)
 

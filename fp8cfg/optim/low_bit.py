@@ -150,10 +150,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
         so that they are never all there in more bits. With `add` for every backward pass: to what is stored they are added, and
         their sum is rounded again."""
         codecs = {p: group["columns"].grad for group in self.param_groups for p in group["params"] if group["columns"].grad}
+        here: set[nn.Parameter] = set()  # reentrant checkpointing of a shared layer brings a gradient in parts
 
         def store(p: Tensor) -> None:
             assert isinstance(p, nn.Parameter), "hooks are those of parameters"
-            self._store_grad(p, codecs[p], add)
+            self._store_grad(p, codecs[p], add or p in here)
+            here.add(p)
 
         handles = [p.register_post_accumulate_grad_hook(store) for p in codecs]
         try:

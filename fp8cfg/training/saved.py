@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8cfg.builder import plan
 from fp8cfg.composition.yaml_door import listed
 from fp8cfg.config import spellings
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import Recipe, full, short, short_keys
-from fp8cfg.config.storage import low_bit
+from fp8cfg.config.storage import columns_of, low_bit, others
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
 from fp8cfg.optim.low_bit_training import LowBitTraining
@@ -30,8 +31,11 @@ FREE = (
 """Keys that may differ on resume without being allowed: how long, where, how fast. Each change is printed."""
 FIXED = ("model.*", "precision.compute", "optim.name", "data.*", "trainer.seed", "trainer.global_batch_size")
 """Keys that a checkpoint cannot change at all: its tensors, or its place in the data, would not fit."""
-STATE = ("storage.*", "opt_level")
-"""Keys that it cannot change either where they decide whether the low-bit optimizer keeps the state."""
+STATE = (
+    "storage.*", "opt_level", "backend", "fp8.enabled", "fp8.params", "fp8.scaling", "fp8.include", "fp8.exclude",
+    "fp8.output_layer", "fp8.high_precision_at_start", "fp8.high_precision_at_end",
+)  # fmt: skip
+"""Keys that it cannot change either where the optimizer would keep other state: see `_kept`."""
 
 
 def optimizer_tensors(job: Job, world: World) -> dict[str, Tensor]:
@@ -70,17 +74,13 @@ def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
     old, new = _flat(saved), _flat(wanted)
     allow = [short(full(key)) for key in allow]
     lines = [spellings.unknown(a, short_keys()) for a in allow if not any(_matches(k, [a]) for k in short_keys())]
-    fixed = (*FIXED, *(STATE if low_bit(saved.precision) != low_bit(wanted.precision) else ()))
+    fixed = (*FIXED, *(STATE if _kept(saved) != _kept(wanted) else ()))
     for key in changes(saved, wanted):
         if not _matches(key, fixed) and (_matches(key, FREE) or _matches(key, allow)):
             continue
         was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
         cure = "start a new run" if _matches(key, fixed) else f"repeat it with --allow {key}"
         lines.append(f"{key}={now}: this run was started with {was}; {cure}")
-    held = [r.fp8.enabled and r.fp8.params for r in (saved, wanted)]
-    if saved.precision.compute == "fp32" and held[0] != held[1]:
-        lines.append(f"fp8.params={held[1]}: this run was started with {held[0]}, and under precision.compute=fp32 that decides "
-                     "which weights have masters; start a new run")
     if lines:
         raise ConfigError(lines)
 
@@ -89,15 +89,16 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     """Put a checkpoint into `job`; returns the number of steps done. The losses that follow are those of the run without the
     interruption, bit for bit. Raises ConfigError where the tensors do not fit the recipe.
     """
-    same = not any(k.startswith("fp8.") for k in changes(Recipe(**state["recipe"]), job.recipe)
+    same = not any(_matches(k, ["fp8", "storage.weight"]) for k in changes(Recipe(**state["recipe"]), job.recipe)
                    if not _matches(k, FREE))
+    optimizer = tensors.get("optimizer", {})  # none before a step where parameters are their own masters, nor of plain SGD
     try:
         saved = {**tensors["model"], **tensors.get("fp8", {})}
         if same:
             job.model.load_state_dict(saved)
-            job.optimizer.load_state(tensors["optimizer"], state["optimizer"])
+            job.optimizer.load_state(optimizer, state["optimizer"])
         else:
-            _restore_other_precision(job, saved, tensors["optimizer"], state["optimizer"])
+            _restore_other_precision(job, saved, optimizer, state["optimizer"])
     except (KeyError, RuntimeError, ValueError) as e:
         raise ConfigError(f"the checkpoint does not fit this recipe: {str(e).splitlines()[0]}") from None
     rng.restore(tensors["rng"], state["rng"])
@@ -105,13 +106,24 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
 
 
 def _restore_other_precision(job: Job, saved: dict[str, Tensor], tensors: dict[str, Tensor], json: dict[str, Any]) -> None:
-    """FP8 keys changed: weights come from the masters, scales and histories where they still mean something."""
+    """Weights are stored otherwise: they come from the masters, scales and histories where they still mean something."""
     own = job.model.state_dict()
     fitting = {k: v for k, v in saved.items()
                if k in own and own[k].dtype == v.dtype and (own[k].shape == v.shape or k.endswith("fp8_amax_history"))}
     job.model.load_state_dict({**own, **fitting})
     job.optimizer.load_state(tensors, json)
     job.optimizer.write_parameters()
+
+
+def _kept(recipe: Recipe) -> dict[str, Any]:
+    """What a checkpoint has of the weight of each linear layer and, under an empty name, of all other parameters: the columns
+    that the low-bit optimizer keeps, or else whether there are masters."""
+    precision = recipe.precision
+    tied = {"output_layer"} if recipe.model.share_embeddings_and_output_weights else set()
+    columns = {p.name: columns_of(precision, p.name not in tied, p.fp8) for p in plan(recipe)} | {"": others(precision)}
+    state = ("weight", "master_weight", "exp_avg", "exp_avg_sq")
+    narrow = low_bit(precision)
+    return {name: [c[k] for k in state] if narrow else c["weight"] != "fp32" for name, c in columns.items()}
 
 
 def _is_fp8(name: str) -> bool:

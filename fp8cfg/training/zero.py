@@ -3,7 +3,7 @@
     zero1   every rank has all gradients, steps its own parameters, and hands round the weights as they are stored
     zero2   a gradient is summed on the rank that owns its parameter, and there alone
 
-Weights, moments and masters are those of the unsharded optimizer, bit for bit, given the same gradients.
+Weights, moments and masters are those of the unsharded optimizer, bit for bit, given the same summed gradients.
 """
 
 from __future__ import annotations

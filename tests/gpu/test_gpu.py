@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from small import small, steps
+from small import small, steps, weight_bytes
 from torch import nn
 
 import fp8cfg
-from fp8cfg.backends import native
 from fp8cfg.backends.choice import BLOCK_CUDA
 from fp8cfg.numerics import E4M3, E5M2, Format, FP8Linear, Region, Scaling, amax_of, decode, fp8_linears, scale_from_amax
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
@@ -83,7 +82,7 @@ def test_fp8_params_save_their_bytes(name: str) -> None:
     needs(name)
     words = (*FP8[name], *SHAPE, "trainer.accelerator=cuda")
     held, kept = (fp8cfg.build(small(*words, f"fp8.params={p}")) for p in ("true", "false"))
-    saved = native.weight_bytes(kept.model) - native.weight_bytes(held.model)
+    saved = weight_bytes(kept) - weight_bytes(held)
     assert saved == sum(layer.weight.numel() for layer in fp8_linears(held.model))
 
 

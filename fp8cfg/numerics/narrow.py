@@ -1,0 +1,104 @@
+"""Weights that are held in fewer bits than their gradient has: what their layers guard, and where the gradient goes.
+
+A copied Parameter, or another one in its place, has forgotten the dtype of its gradient, and `model.bfloat16()` would cast codes
+and round scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class NarrowWeight(nn.Module):
+    """A layer whose weight, while `held`, is held in float8 or in a codec; `kept` names the buffers that are never cast."""
+
+    kept: ClassVar[tuple[str, ...]]
+    weight_grad_dtype: torch.dtype
+    _gradient_of_weight: Tensor
+    _detached: Tensor
+
+    @property
+    def held(self) -> bool:
+        """Whether the weight is read before it is multiplied."""
+        raise NotImplementedError
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight as it is stored."""
+        parameter = self._parameters["weight"]
+        assert parameter is not None
+        return parameter
+
+    def set_weight_grad_dtype(self, dtype: torch.dtype) -> None:
+        """Compute and accumulate the gradient of a weight that is held in float8 or in a codec in `dtype`. That of any other
+        weight is computed in the weight's own dtype, and accumulates in its `grad_dtype`."""
+        if self.held:
+            self.weight_grad_dtype = dtype
+            self._prepare_gradient()
+
+    def receiver_and_stored(self) -> tuple[Tensor, Tensor]:
+        """What autograd gives the gradient of a held weight to, and the stored values without it."""
+        weight = self.parameter
+        narrow = weight.requires_grad and weight.dtype.itemsize < self.weight_grad_dtype.itemsize
+        if narrow and torch.compiler.is_compiling():
+            return self._gradient_of_weight, self._detached
+        return weight, weight.detach()
+
+    def _prepare_gradient(self) -> None:
+        """Lets a weight that is held in fewer bits have a wide gradient. Eager autograd only has to be told the dtype. Compiled
+        code ignores it and rounds the gradient to the weight's dtype in between (torch 2.13), so there a stand-in of the same
+        shape, of one element, receives the gradient and hands it over."""
+        if not self.held or not (weight := self.parameter).requires_grad:
+            return
+        if weight.grad_dtype != self.weight_grad_dtype:
+            weight.grad_dtype = self.weight_grad_dtype
+        if weight.dtype == self.weight_grad_dtype:
+            return
+        receiver = torch.zeros((), dtype=self.weight_grad_dtype, device=weight.device).expand(weight.shape).requires_grad_()
+
+        def hand_over(receiver: Tensor) -> None:
+            assert receiver.grad is not None, "the hook runs after accumulation"
+            new, receiver.grad = receiver.grad.to(weight.grad_dtype), None
+            weight.grad = new if weight.grad is None else weight.grad.add_(new)
+            for hook in (weight._post_accumulate_grad_hooks or {}).values():  # which autograd would have called
+                hook(weight)
+
+        receiver.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
+        self._gradient_of_weight = receiver
+        self._detached = weight.detach()  # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
+
+    def _remember_grad_dtype(self) -> None:
+        if self.held and self.parameter.grad_dtype is not None:
+            self.weight_grad_dtype = self.parameter.grad_dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._remember_grad_dtype()
+        return {name: value for name, value in self.__dict__.items() if name not in ("_gradient_of_weight", "_detached")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare_gradient()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Moves between devices what is stored, and never casts it."""
+        self._remember_grad_dtype()
+        fixed = {id(getattr(self, name)) for name in self.kept}
+        if self.held:
+            fixed |= {id(self.parameter), id(self.parameter.grad)}
+
+        def move(t: Tensor) -> Tensor:
+            new = fn(t)
+            return t.to(new.device) if id(t) in fixed and new.dtype != t.dtype else new
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        self._prepare_gradient()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        self._remember_grad_dtype()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._prepare_gradient()  # load_state_dict(assign=True) brings a new Parameter
