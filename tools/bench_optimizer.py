@@ -5,8 +5,7 @@
     python tools/bench_optimizer.py --only foreach O2 --runs 5
     python tools/bench_optimizer.py --sizes 8x4194304
 
-Gradients are there already, in FP8 under O1 to O3. Parameters that are not the stored weight are working copies in bf16, which
-the step writes as well. The times are CPU time of the process.
+Gradients are there already, in FP8 under O1 to O3, and weights as layers hold them. The times are CPU time of the process.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from fp8cfg.numerics.codecs import codec
 from fp8cfg.optim.low_bit import LowBitAdamW
 from fp8cfg.optim.low_bit_step import named_columns
 from fp8cfg.report.tables import table
@@ -48,14 +48,17 @@ def stepper(name: str, sizes: list[int], eager: bool) -> Callable[[], object]:
     """A function that does one step of that optimizer, warmed up."""
     generator = torch.Generator().manual_seed(0)
     row = ROWS.get(name, {})
-    dtype = torch.float32 if name in TORCH or row.get("weight", "fp32") == "fp32" else torch.bfloat16
-    params = {f"p{i}": nn.Parameter((torch.randn(n, generator=generator) * 0.02).to(dtype)) for i, n in enumerate(sizes)}
+    weight = codec(row.get("weight", "fp32"))
+    stored = [weight.encode(torch.randn(n, generator=generator) * 0.02) for n in sizes]
+    params = {f"p{i}": nn.Parameter(data) for i, (data, *_) in enumerate(stored)}
+    held = {p: (p.detach(), entry[1]) for p, entry in zip(params.values(), stored, strict=True) if len(entry) > 1}
     for p in params.values():
-        p.grad = (torch.randn(p.shape, generator=generator) * 1e-3).to(dtype)
+        p.grad_dtype = torch.float32
+        p.grad = torch.randn(p.shape, generator=generator) * 1e-3
     if name in TORCH:
         optimizer = torch.optim.AdamW([*params.values()], **TORCH[name])
     else:
-        optimizer = LowBitAdamW(params.items(), columns=named_columns(**row), compiled=not eager)
+        optimizer = LowBitAdamW(params.items(), columns=named_columns(**row), held=held, compiled=not eager)
         optimizer.store_grads()
     for _ in range(3):
         optimizer.step()

@@ -52,12 +52,16 @@ def bytes_per_parameter(columns: Row) -> float:
 
 
 def text(recipe: Recipe) -> str:
-    """The chart with the recipe's row first."""
+    """The chart with the recipe's row first, in a sentence where its codecs are too long for a table of 80 columns."""
     mine, named = row(recipe), name(recipe)
-    rows = [[f"this recipe: {named}", *_shown(mine)]]
-    rows += [[n, *_shown(columns)] for n, columns in ROWS.items() if n != named]
     header = ["low-precision chart", "GEMM", "comm", "weight", "master", "grad", "moments", "B/param"]
-    return "\n".join([table(header, rows, right=(7,)), *remarks(recipe)])
+    own = [f"this recipe: {named}", *_shown(mine)]
+    rows = [[n, *_shown(columns)] for n, columns in ROWS.items() if n != named]
+    whole = table(header, [own, *rows], right=(7,))
+    if max(map(len, whole.splitlines())) > 80:
+        said = f"{own[0]}: " + ", ".join(f"{what} {codec}" for what, codec in zip(header[1:], own[1:], strict=True))
+        whole = "\n".join([table(header, rows, right=(7,)), *wrap(said, 80, subsequent_indent="  ")])
+    return "\n".join([whole, *remarks(recipe)])
 
 
 def remarks(recipe: Recipe) -> list[str]:
