@@ -152,4 +152,6 @@ def test_o3_on_one_rank_is_allowed_with_a_remark() -> None:
     assert " ".join(" ".join(chart.remarks(recipe)).split()) == (
         "note: opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state")
     recipe.storage.shard = "zero1"
+    assert " ".join(chart.remarks(recipe)[0].split()[:4]) == "note: storage.shard=zero1: splits state"
+    recipe.trainer.devices = 2
     assert chart.remarks(recipe) == []

@@ -70,6 +70,8 @@ def remarks(recipe: Recipe) -> list[str]:
     found = [] if o.name == "sgd" else list(slow_averages(resolved(p), o.betas))
     if level(p) == "O3" and p.storage.shard == "none":
         found.append("opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state")
+    if p.storage.shard != "none" and recipe.trainer.num_nodes * recipe.trainer.devices == 1:
+        found.append(f"storage.shard={p.storage.shard}: splits state over data-parallel ranks; on one there is nothing to split")
     return [line for text in found for line in wrap(f"note: {text}", 80, subsequent_indent="  ")]
 
 
