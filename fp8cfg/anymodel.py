@@ -61,8 +61,9 @@ class Conversion:
 
     def __str__(self) -> str:
         from fp8cfg.report.coverage import of_layers
+        from fp8cfg.report.tables import wrapped
 
-        return f"backend {self.choice.backend} ({self.choice.why})\n{of_layers(self.plan)}"
+        return f"{wrapped(f'backend {self.choice.backend} ({self.choice.why})', more='  ')}\n{of_layers(self.plan)}"
 
 
 def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
@@ -91,7 +92,11 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
 def convert_back(model: nn.Module) -> nn.Module:
     """Put an nn.Linear with the very same Parameters in the place of each FP8 layer of `model`; returns it, or its replacement
     where it is itself such a layer. Weights that were held in FP8 alone, or in a codec,
-    come back in the dtype that most other parameters have, float32 where there are none."""
+    come back in the dtype that most other parameters have, float32 where there are none. Raises ConfigError for a model that
+    FSDP2 has split."""
+    if _has(model, "torch.distributed.fsdp"):
+        raise ConfigError("convert_back: FSDP2 has split the model, and its layers cannot be exchanged; a checkpoint has whole "
+                          "weights (model.safetensors)")
     holder = nn.Module()
     holder.model = model
     held = {layer.parameter for layer in holding.in_codec(model)}
@@ -136,14 +141,18 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
 
 def checked(recipe: Recipe, model: nn.Module) -> Recipe:
     """A copy of `recipe` for a model with the layers of `model`. Raises ConfigError with every rule that it breaks."""
-    if not isinstance(recipe, Recipe):
-        raise ConfigError(f"expected a Recipe, got {type(recipe).__name__}; compose(['precision=bf16_fp8']) gives one")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    refuse_if(strangers(recipe, model))
     recipe = recipe.model_copy(deep=True)
     recipe.model.num_layers = max(layer_lists(model).values(), default=recipe.model.num_layers)  # for the rules about layers
     recipe.check()
     return recipe
+
+
+def strangers(recipe: Recipe, model: nn.Module) -> list[str]:
+    """A line for each of the two that is something else."""
+    wanted = {"Recipe": (recipe, Recipe, "; compose(['precision=bf16_fp8']) gives one"), "torch.nn.Module": (model, nn.Module, "")}
+    return [f"expected a {name}, got {type(given).__name__}{more}" for name, (given, cls, more) in wanted.items()
+            if not isinstance(given, cls)]
 
 
 def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:

@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8cfg.anymodel import prove
+from fp8cfg.anymodel import prove, strangers
 from fp8cfg.backends.conversion import CONVERSION, converted
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.fp8 import FP8
@@ -55,12 +56,15 @@ def contextual_fp8_autocast(
 def apply_fp8_autowrap(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Let `model.forward` run in FP8 by itself: see `contextual_fp8_autocast`. `model` holds converted layers, and may be a
     wrapper such as DistributedDataParallel. Raises ConfigError where it holds none, or its forward is wrapped already."""
+    refuse_if(strangers(recipe, model))
     refuse_if(_other(converted(model).fp8, recipe.fp8))
     if hasattr(vars(model).get("forward"), CONVERSION):
         raise ConfigError("apply_fp8_autowrap: this model's forward enters FP8 by itself already")
-    forward = contextual_fp8_autocast(model.forward, recipe)
+    forward = partial(contextual_fp8_autocast(model.forward, recipe), model)  # a method would be unpickled as the class's own
+    if not inspect.ismethod(model.forward):  # what it wraps has no `self` for `partial` to take away
+        forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
     setattr(forward, CONVERSION, True)
-    model.forward = MethodType(forward, model)
+    model.forward = forward
     return model
 
 

@@ -65,6 +65,9 @@ def lower(
     else:
         from fp8cfg.backends.foreign import plan_model
 
+        if p.storage.shard == "fsdp":
+            raise ConfigError("storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write "
+                              "fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's fully_shard on it")
         plans = plan_model(model, p.fp8, registry.rules(choice.backend).misfit)
         built = fdl.Config(targets.given, model=model, device=hardware.device)
     prepared = fdl.Config(
@@ -105,6 +108,10 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
     graph = lower(recipe, hardware, model)
     if model is None:
         refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device))
+    if recipe.storage.shard == "fsdp":
+        from fp8cfg.training.fsdp import refuse_uneven
+
+        refuse_uneven(graph.plan, recipe.precision, graph.choice.backend)
     job = fdl.build(graph)
     assert isinstance(job, Job)
     mark(job.model, recipe.fp8, job.plan, job.choice, own_optimizer=True)

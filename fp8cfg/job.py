@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fp8cfg.backends import registry
 from fp8cfg.backends.choice import Choice
@@ -51,7 +52,7 @@ class Job:
 
     `optimizer` holds `model`'s parameters; its step also rolls FP8 histories and moves scales. `plan` is what each linear
     layer is meant to do, `choice` the backend that does it; `foreign` says that the model was given. `forward` is `model`,
-    compiled where `compile_model` was called.
+    compiled where `compile_model` was called, as `compiled` says.
     """
 
     recipe: Recipe
@@ -63,10 +64,13 @@ class Job:
     loss_scaler: LossScaler | None
     foreign: bool = False
     forward: Callable[..., Any] = field(init=False)
+    compiled: bool = field(init=False, default=False)
     _scales: bool = field(init=False, default=False)
+    _summed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.forward = self.prepared.model
+        self.optimizer.register_step_post_hook(lambda *_: setattr(self, "_summed", False))
 
     @property
     def model(self) -> torch.nn.Module:
@@ -104,6 +108,21 @@ class Job:
             loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
         return loss
 
+    def sum_gradients(self) -> None:
+        """Sum the gradients over the ranks of the process group, each in the codec of storage.comm; nothing where there is one
+        rank. Once for each step of the optimizer, after its last microbatch. A rank's loss is its share: divided by the ranks.
+
+        It stands in the place of DistributedDataParallel, which refuses FP8 weights and float32 gradients of other weights. Raises
+        RuntimeError where they were summed since the last step: they would be multiplied by the ranks."""
+        from fp8cfg.training.distributed import current
+        from fp8cfg.training.reduction import sum_gradients
+
+        if self._summed:
+            raise RuntimeError("the gradients of this step were summed already; call job.sum_gradients() after its last microbatch")
+        world = current()
+        sum_gradients(self, world)
+        self._summed = world.size > 1
+
     def scheduler(self) -> StepScheduler:
         """`schedule` as a torch scheduler of `optimizer`, for a loop that steps one; do not apply `schedule` beside it. Under fp16
         a step then raises RuntimeError where no loss was multiplied by the loss scale."""
@@ -126,19 +145,26 @@ class Job:
 
         import torch
 
-        # Of Inductor, where fp16_scaled weights are read into bf16; forward and backward pass are compiled as they first run.
-        warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed")
+        # Where fp16_scaled weights are read into bf16. Both passes are compiled as they first run, the backward pass outside of
+        # any call of ours, so the filters outlive this one; they are of these lines of torch's alone.
+        warnings.filterwarnings("ignore", "bf16 and fp16 are mixed", UserWarning, r"torch\._inductor\.codegen\.cpp$")
+        # Of weights that were gathered in FP8: a graph with them is not cached on disk.
+        warnings.filterwarnings("ignore", "Float8TrainingTensor does not implement", UserWarning, r"torch\._functorch\.")
         # Triton's own division is an approximation; a scale that is a bit too low would be another power of two.
         options: dict[str, Any] | None = {"eager_numerics.division_rounding": True} if self.device.type == "cuda" else None
-        self.forward = torch.compile(self.model, fullgraph=True, dynamic=False, options=options)
-        self.optimizer.compiled = True
+        compiled = partial(torch.compile, fullgraph=True, dynamic=False, options=options)
+        if self.recipe.storage.shard == "fsdp":  # a layer at a time, between its gathering and its summing, as torchtitan does
+            for layer in self.model.layers:  # type: ignore[union-attr]
+                layer.forward = compiled(layer.forward)
+        else:
+            self.forward = compiled(self.model)
+        self.compiled = self.optimizer.compiled = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError("a Job cannot be copied, its optimizer belongs to one model; build another, or copy job.model: "
+                        "fp8cfg.convert_back(copy.deepcopy(job.model)) gives plain weights, as for an average (EMA)")
 
     def _refuse_unscaled(self) -> None:
         if not self._scales:
             raise RuntimeError("the optimizer divides gradients by the loss scale of fp16, and no loss was multiplied by it; call "
                                "job.backward(loss), or job.scaled(loss) before another backward")
-
-    @property
-    def compiled(self) -> bool:
-        """Whether `forward` is the compiled model."""
-        return self.forward is not self.model

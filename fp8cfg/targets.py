@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.planning import PlannedLinear
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import Columns, as_held, foreign_others, low_bit, others
+from fp8cfg.config.storage import Columns, as_held, foreign_others, gathered, low_bit, others
 from fp8cfg.config.training import Optim
 from fp8cfg.job import PreparedModel
 from fp8cfg.models.config import TransformerConfig
@@ -17,6 +17,8 @@ from fp8cfg.models.config import TransformerConfig
 if TYPE_CHECKING:
     import torch
 
+    from fp8cfg.models.transformer import Transformer
+    from fp8cfg.numerics import Region
     from fp8cfg.optim import LossScaler
     from fp8cfg.optim.low_bit_training import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
@@ -63,6 +65,9 @@ def prepared_model(
     from fp8cfg.numerics import Region
 
     region = Region()
+    if precision.storage.shard == "fsdp":
+        assert isinstance(model, Transformer), "builder.lower refuses others"
+        return _fully_sharded(model, precision, plan, choice, region)
     originals = {name: p.detach() for name, p in model.named_parameters()}
     columns = holding.parameter_columns(model, precision, plan)
     own = choice.backend in registry.OWN_OPTIMIZER  # and so holds the weights of its layers itself
@@ -70,7 +75,8 @@ def prepared_model(
     if not mixed:
         columns = _in_compute_dtype(model, precision, plan, columns)
     if precision.fp8.enabled:
-        registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product)
+        compute = {"compute": holding.DTYPES[precision.compute]} if choice.backend == "te" else {}
+        registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product, **compute)
     held = [p for p in plan if not (own and p.fp8) and (mixed or f"{p.name}.weight" in columns)]
     holding.hold(model, precision, held, columns, region)
     holding.cast_parameters(model, precision, columns)
@@ -79,6 +85,21 @@ def prepared_model(
     narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32 and p.requires_grad}
     device = next(model.parameters()).device
     return PreparedModel(model, {n: t for n, t in originals.items() if n in narrow}, region, device, columns)
+
+
+def _fully_sharded(
+    model: Transformer, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, region: Region
+) -> PreparedModel:
+    """`model` with its linear layers in FP8 as planned, split over the ranks by FSDP2, which casts what it gathers."""
+    from fp8cfg.backends import holding, registry
+    from fp8cfg.training import fsdp
+
+    columns = holding.parameter_columns(model, precision, plan)
+    if precision.fp8.enabled:
+        gather = {"fp8_gather": True} if gathered(precision, choice.backend) == "fp8" else {}
+        registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product, **gather)
+    fsdp.shard(model, precision)
+    return PreparedModel(model, {}, region, next(model.parameters()).device, columns)
 
 
 def _in_compute_dtype(
@@ -118,8 +139,9 @@ def optimizer(
 
         named = dict(model.named_parameters())
         built = MixedPrecisionOptimizer(
-            groups, _inner(optim, prepared.device), masters={named[name]: master for name, master in prepared.masters.items()},
-            writers=writers, loss_scaler=loss_scaler, clip_grad=clip_grad)
+            groups, _inner(optim, split=precision.storage.shard == "fsdp"),
+            masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
+            loss_scaler=loss_scaler, clip_grad=clip_grad)
     if precision.fp8.enabled:
         def move_scales() -> None:
             group = dist.group.WORLD if precision.fp8.reduce_amax and dist.is_available() and dist.is_initialized() else None
@@ -139,10 +161,11 @@ def _low_bit(
     from fp8cfg.optim.low_bit_step import named_columns
     from fp8cfg.optim.low_bit_training import LowBitTrainingAdam, LowBitTrainingAdamW
     from fp8cfg.training import zero
-    from fp8cfg.training.distributed import current
+    from fp8cfg.training.distributed import World, current
 
     model, rounding = prepared.model, precision.storage.rounding
-    named, held = dict(model.named_parameters()), {p: layer.in_codec for p, layer in holding.held(model).items()}
+    named = dict(model.named_parameters())
+    held = {p: partial(getattr, layer, "in_codec") for p, layer in holding.held(model).items()}
     writers = {p: write for p, write in writers.items() if p not in held}  # a step stores those itself
     split: dict[Any, dict[str, Any]] = {}
     for number, group in enumerate(groups):
@@ -152,9 +175,11 @@ def _low_bit(
                 codecs["weight"] = "fp32"  # what the writer is given
             columns = named_columns(**codecs, rounding=rounding)
             split.setdefault((number, columns), {**group, "params": [], "columns": columns})["params"].append((name, p))
-    world, shard = current(), precision.storage.shard
-    if shard != "none" and world.size > 1:
-        sizes = {name: (p.numel(), group["columns"]) for group in split.values() for name, p in group["params"]}
+    shard = precision.storage.shard
+    world = World() if shard == "none" else current()
+    if world.size > 1:
+        sizes = {name: (p.numel(), group["columns"], prepared.columns[name]["weight_grad"])
+                 for group in split.values() for name, p in group["params"]}
         prepared.owner = zero.owner_of(sizes, shard, world.size)
     owned = {name for name, rank in prepared.owner.items() if rank == world.rank} if prepared.owner else None
     cls = LowBitTrainingAdamW if optim.name == "adamw" else LowBitTrainingAdam
@@ -168,10 +193,10 @@ def _low_bit(
     return built
 
 
-def _inner(optim: Optim, device: torch.device) -> Any:
+def _inner(optim: Optim, split: bool) -> Any:
     import torch
 
-    if optim.name == "sgd":
-        return partial(torch.optim.SGD, lr=optim.lr, momentum=optim.momentum, fused=True)
+    if optim.name == "sgd":  # torch has no fused step of SGD for tensors that are split over ranks
+        return partial(torch.optim.SGD, lr=optim.lr, momentum=optim.momentum, fused=not split)
     cls = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return partial(cls, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

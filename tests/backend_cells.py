@@ -19,7 +19,7 @@ Read = Callable[[Any], Any]
 CPU, H200, B200 = Hardware("cpu"), Hardware("cuda", (9, 0), (12, 9)), Hardware("cuda", (10, 0), (13, 0))
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 CURRENT, PLAIN = ("precision=bf16_fp8_current", EVERYWHERE), "fp8.params=false"
-MXFP8 = ("precision=bf16_mxfp8", PLAIN)
+MXFP8, FSDP = ("precision=bf16_mxfp8", PLAIN), "storage.shard=fsdp"
 PRESET = {"delayed": ("precision=bf16_fp8",), "current": CURRENT, "block": ("precision=bf16_fp8_block",), "mxfp8": ("precision=bf16_mxfp8",),
           "nvfp4": ("precision=bf16_nvfp4",)}
 BASE = {"native": PRESET["delayed"], "te": (*PRESET["delayed"], "fp8.first_step=te"), "torchao": (*CURRENT, PLAIN),
@@ -104,6 +104,7 @@ def native() -> list[Cell]:
                 "fp8.dot_product_attention=True: the native backend has none under fp8.scaling=mxfp8"),
         Refused("native", "fp8.multi_head_attention", (*BASE["native"], "fp8.dot_product_attention=true", "fp8.multi_head_attention=true"),
                 "fp8.multi_head_attention=True: needs FP8 outputs"),
+        Refused("native", "storage.gather", (*CURRENT, PLAIN, FSDP, "storage.gather=fp8"), "storage.gather=fp8: backend=native gathers weights in bf16"),
     ]
     return cells
 
@@ -138,6 +139,8 @@ def torchao() -> list[Cell]:
         Refused("torchao", "fp8.multi_head_attention",
                 (*PRESET["delayed"], PLAIN, "fp8.dot_product_attention=true", "fp8.multi_head_attention=true"), "fp8.multi_head_attention=True: torchao leaves"),
         Applied("torchao", "fp8.emulate", (*base, "fp8.emulate=true"), "choice.product", "emulate", hardware=H200),
+        applied("storage.gather", (FSDP, "storage.gather=fp8"), "layer.config.enable_fsdp_float8_all_gather", True),
+        Refused("torchao", "storage.gather", (*base, FSDP, "fp8.granularity=row", "storage.gather=fp8"), "storage.gather=fp8: needs fp8.granularity=tensor"),
         Refused("torchao", "storage.weight", (*base, "storage.weight=fp8"), "storage.weight=fp8: torchao does not multiply weights"),
         Refused("torchao", "opt_level", (*base, "opt_level=O3"), "opt_level=O3: torchao does not multiply weights"),
     ]
@@ -179,6 +182,9 @@ def storage(backend: str) -> list[Applied]:
          [True, True], lambda b: b.stored_after),
         ("storage.rounding", ("storage.master_weight=none", "storage.rounding=stochastic"), "columns.weight.rounding", "stochastic", None),
         ("storage.shard", ("storage.shard=zero1",), "ranks in job.prepared.owner", {0, 1}, lambda b: b.owners),
+        *((("storage.shard", (FSDP,), "placements of layer.weight", "(Shard(dim=0),)", lambda b: b.layer.weight.placements),
+           ("storage.gather", (FSDP, "storage.gather=bf16"), "dtype of layer.weight once it is gathered", "torch.bfloat16", lambda b: b.gathered.dtype))
+          if backend != "te" else ()),
         *(("opt_level", (f"opt_level={level}",), "columns of the optimizer's group", f"fp16 pow2, None, e4m3 exact, {moments}",
            lambda b: ", ".join(map(str, b.columns))) for level, moments in (("O1", "fp32, fp32"), ("O2", "e4m3 exact, fp16 pow2"))),
     ]
@@ -186,9 +192,11 @@ def storage(backend: str) -> list[Applied]:
 
 
 def te() -> list[Cell]:
-    weights = (*PRESET["current"], PLAIN, "precision.compute=fp16")
-    return [Refused("te", key, (*weights, word), f"{word}: this backend holds FP8 weights in place of bf16", H200)
-            for key, word in (("storage.weight", "storage.weight=fp8"), ("opt_level", "opt_level=O3"))]
+    weights = (*PRESET["current"], PLAIN, "precision.compute=fp32")
+    return [Refused("te", key, (*weights, word), f"{word}: Transformer Engine's FP8 weights would pass for float32 ones", H200)
+            for key, word in (("storage.weight", "storage.weight=fp8"), ("opt_level", "opt_level=O3"))] + [
+        Refused("te", "storage.shard", (*PRESET["current"], PLAIN, FSDP), "storage.shard=fsdp: not in this version with Transformer Engine's layers", H200),
+        Refused("te", "storage.gather", (*PRESET["current"], PLAIN, FSDP, "storage.gather=fp8"), "storage.gather=fp8: backend=te gathers weights in bf16", H200)]
 
 
 def msamp() -> list[Cell]:
@@ -223,6 +231,7 @@ def msamp() -> list[Cell]:
         applied("storage.exp_avg_sq", "storage.exp_avg_sq=fp16_scaled", "optimizer_state.exp_avg_sq.qtype.name", "kFloat16"),
         *(applied("opt_level", f"opt_level={level}", "dtypes of the optimizer's moments", want, lambda b: b.moments)
           for level, want in (("O1", ["torch.float32", "torch.float32"]), ("O2", ["torch.uint8", "torch.float16"]))),
+        Refused("msamp", "storage.gather", (*base, FSDP, "storage.gather=fp8"), "storage.gather=fp8: needs fp8.scaling=current", H200),
         Refused("msamp", "opt_level", (*base, "opt_level=O3"), "opt_level=O3: MS-AMP has it through DeepSpeed alone", H200),
     ]
 

@@ -28,3 +28,14 @@ def fresh_dynamo() -> object:
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"]._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> object:
+    """A job whose weights are split has a process group, of one rank in a test; the next test is to find none."""
+    import sys
+
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist and dist.is_initialized():
+        dist.destroy_process_group()

@@ -15,6 +15,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ import pytest
 import te_tex
 import torch
 
-REPLACED = {"torch.cuda.is_available()": "True", "inp.is_cuda": "True", 'torch.device("cuda")': 'torch.device("cpu")',
+REPLACED = {"torch.cuda.is_available()": "True", "inp.is_cuda": "True", "_layer.is_cuda": "_layer.is_cpu", 'torch.device("cuda")': 'torch.device("cpu")',
             "torch.cuda.is_current_stream_capturing()": "False", "torch.cuda.synchronize()": "None", "torch.Tensor().cuda()": "torch.Tensor()", "torch.cuda.get_device_capability()": "(9, 0)", "torch.cuda.current_device()": '"cpu"',
             'device="cuda"': 'device="cpu"', "torch.is_autocast_enabled()": 'torch.is_autocast_enabled("cpu")'}
 FROM = {
@@ -31,7 +32,7 @@ FROM = {
     "quantization": ("autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "FP8GlobalStateManager", "RecipeState"),
     "tensor": ("Float8Tensor", "Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer", "NVFP4Quantizer"),
     "quantized_tensor": ("QuantizedTensor",), "constants": ("DType",),
-    "attention.dot_product_attention.dot_product_attention": ("DotProductAttention",),
+    "attention.dot_product_attention.dot_product_attention": ("DotProductAttention",), "transformer": ("TransformerLayer",),
 }
 _made: dict[str, types.ModuleType] = {}
 
@@ -82,6 +83,7 @@ def _load(environ: dict[str, str]) -> dict[str, types.ModuleType]:
         module.__path__ = [str(root.joinpath(*package.split(".")[1:]))]
         module.__getattr__ = partial(_submodule, package)
         sys.modules[package] = module
+    sys.modules["transformer_engine"].__version__ = metadata.version("transformer-engine")
     sys.modules["transformer_engine_torch"] = te_tex.extension(root)
     # Not needed, and they import onnxscript or triton, or compare enums of the extension.
     for name in ("export", "cpp_extensions.fused_attn", "attention.inference", "triton.pad", "triton.mhc", "triton.permutation", "triton.cross_entropy",
@@ -90,6 +92,9 @@ def _load(environ: dict[str, str]) -> dict[str, types.ModuleType]:
         module.__getattr__ = te_tex.missing
         sys.modules[module.__name__] = module
     sys.modules["transformer_engine.pytorch.export"].is_in_onnx_export_mode = lambda: False
+    fused_attn = sys.modules["transformer_engine.pytorch.cpp_extensions.fused_attn"]
+    fused_attn.QKVFormat = te_tex.QKV_FORMAT
+    fused_attn.FusedAttnBackend = te_tex.FusedAttnBackend
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     try:

@@ -94,7 +94,7 @@ REFUSED = [
     Refused("fp8.multi_head_attention", {"dot_product_attention": True, "multi_head_attention": True}, "rotary positions stand between"),
     Refused("fp8.emulate", {"emulate": True}, "FP8 units alone"),
     Refused("precision.compute", NVFP4, "Hadamard transform takes bf16", "fp16"),
-    Refused("fp8.params", {"params": True}, "in place of bf16 ones alone", "fp16"),
+    Refused("fp8.params", {"params": True}, "which get no master copy", "fp32"),
 ]
 ELSEWHERE = {"fp8.min_coverage": "training/step.py, from observed()", "fp8.use_autocast_during_eval": "autocast(enabled=...)"}
 

@@ -1,4 +1,4 @@
-"""A stand-in for Transformer Engine's compiled part, in torch: per-tensor casts, products, norms, SwiGLU, the fused update.
+"""A stand-in for Transformer Engine's compiled part, in torch: casts, products, norms, SwiGLU, rotary positions, softmax, the fused update.
 
 Small and slow, for CPU tests alone. The formulas are those of Transformer Engine 2.20's kernels (cast.cu, delayed_scaling.cu) and
 of its Python references; the kernels themselves do not run here."""
@@ -22,6 +22,8 @@ DTYPES = {"kFloat32": torch.float32, "kBFloat16": torch.bfloat16, "kFloat16": to
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 CALLS: list[str] = []
 """The layout of each product and the kinds of its operands, since somebody cleared it."""
+FusedAttnBackend = enum.IntEnum("FusedAttnBackend", {"No_Backend": -1, "F16_arbitrary_seqlen": 1, "FP8": 2})
+QKV_FORMAT = {None: 0, "sbhd": 1, "bshd": 2, "thd": 3}
 
 
 def extension(root: Path) -> types.ModuleType:
@@ -33,10 +35,13 @@ def extension(root: Path) -> types.ModuleType:
     module.FP8FwdTensors = _numbered("GEMM{}_INPUT", "GEMM{}_WEIGHT", "GEMM{}_OUTPUT")
     module.FP8BwdTensors = _numbered("GRAD_OUTPUT{}", "GRAD_INPUT{}")
     for f in (quantize, dequantize, generic_gemm, bgrad_quantize, fused_amax_and_scale_update_after_reduction, rmsnorm_fwd, rmsnorm_bwd,
-              layernorm_fwd, layernorm_bwd, swiglu, dswiglu, fp8_transpose):
+              layernorm_fwd, layernorm_bwd, swiglu, dswiglu, fp8_transpose, fused_rope_forward, fused_rope_backward,
+              scaled_masked_softmax_forward, scaled_masked_softmax_backward):
         setattr(module, f.__name__, f)
     module.get_cublasLt_version = lambda: 130000
     module.get_num_cublas_streams = lambda: 1
+    module.get_cudnn_version = lambda: 92100
+    module.get_fused_attn_backend = lambda *_, **__: (FusedAttnBackend.No_Backend, "no cuDNN on a CPU")
     return module
 
 
@@ -279,3 +284,24 @@ def dswiglu(dy: Tensor, x: Tensor, quantizer: Any, *_: Any) -> Any:
 
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Any = None) -> Tensor:
     return data.reshape(-1, data.shape[-1]).t().contiguous()
+
+
+def fused_rope_forward(t: Tensor, freqs: Tensor, starts: Any, layout: int, interleaved: bool, *_: Any) -> Tensor:
+    """fused_rope.cu: angles and products in float32, whatever the dtype of `t`."""
+    assert layout == QKV_FORMAT["bshd"] and not interleaved and starts is None and freqs.is_contiguous() and freqs.shape[-1] == t.shape[-1]
+    angles = freqs[: t.shape[1], 0]  # [T, 1, head_dim]
+    first, second = t.float().chunk(2, -1)
+    return (t.float() * angles.cos() + torch.cat([-second, first], -1) * angles.sin()).to(t.dtype)
+
+
+def fused_rope_backward(dy: Tensor, freqs: Tensor, *rest: Any) -> Tensor:
+    return fused_rope_forward(dy, -freqs, *rest)
+
+
+def scaled_masked_softmax_forward(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return torch.softmax((x.float() * scale).masked_fill(mask, -10000.0), -1).to(x.dtype)
+
+
+def scaled_masked_softmax_backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    g, p = dy.float(), y.float()
+    return (scale * p * (g - (g * p).sum(-1, keepdim=True))).to(dy.dtype)

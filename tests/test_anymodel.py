@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import pickle
 import subprocess
 import sys
 from types import MethodType
@@ -93,6 +95,13 @@ def test_every_layer_that_can_is_converted_and_every_other_has_its_reason(backen
     assert {name: p.reason for name, p in plan.items() if not p.fp8} == REASONS
     assert sum(p.fp8 for p in plan.values()) == 8 and fp8cfg.has_fp8_layers(model)
     assert type(model.own) is Doubled and type(model.gate) is nn.Linear
+
+
+def test_a_layer_that_was_compiled_by_itself_stays_and_a_compiled_model_does_not() -> None:
+    model = Model()
+    model.h[0].up.compile(), model.h[1].compile()
+    plan = {p.name: p for p in fp8cfg.convert_model(model, recipe()).plan}
+    assert plan["h.0.up"].reason == "it is compiled by itself; compile it after" and plan["h.1.up"].fp8
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -207,6 +216,9 @@ def test_models_that_cannot_be(model: Any, words: tuple[str, ...], line: str) ->
 def test_other_mistakes() -> None:
     with pytest.raises(fp8cfg.ConfigError, match="expected a Recipe, got dict"):
         fp8cfg.convert_model(Model(), {"fp8": True})  # type: ignore[arg-type]
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        fp8cfg.apply_fp8_autowrap("model", None)  # type: ignore[arg-type]
+    assert e.value.problems == ["expected a Recipe, got NoneType; compose(['precision=bf16_fp8']) gives one", "expected a torch.nn.Module, got str"]
     with pytest.raises(fp8cfg.ConfigError, match=r"precision\.compute=bf16 runs no FP8; write precision=bf16_fp8"):
         fp8cfg.convert_model(Model(), fp8cfg.compose(["precision=bf16"]))
     model = Model()
@@ -273,6 +285,16 @@ def test_autowrap_runs_training_in_fp8_and_evaluation_not(backend: str) -> None:
     assert not torch.equal(loss_of(model), loss_of(plain))
 
 
+def test_autowrap_of_a_forward_that_was_wrapped_keeps_its_arguments() -> None:
+    """As Accelerate's hooks leave it; a Trainer picks the columns of its data by them."""
+    model = Model()
+    fp8cfg.convert_model(model, recipe())
+    forward = model.forward
+    model.forward = functools.update_wrapper(functools.partial(lambda module, *args: forward(*args), model), forward)
+    fp8cfg.apply_fp8_autowrap(model, recipe())
+    assert [*inspect.signature(model.forward).parameters] == ["tokens", "targets"] and loss_of(model).isfinite()
+
+
 def test_autowrap_of_a_copy_and_back_again() -> None:
     model = Model()
     fp8cfg.convert_model(model, recipe())
@@ -286,6 +308,15 @@ def test_autowrap_of_a_copy_and_back_again() -> None:
     loss_of(model)
 
 
+def test_autowrap_is_not_lost_by_pickling() -> None:
+    model = Model()
+    fp8cfg.convert_model(model, recipe())
+    assert isinstance(pickle.loads(pickle.dumps(model)).h[0].up, FP8Linear)
+    fp8cfg.apply_fp8_autowrap(model, recipe())
+    with pytest.raises((AttributeError, pickle.PicklingError), match="contextual_fp8_autocast"):
+        pickle.dumps(model)
+
+
 def test_autowrap_needs_converted_layers_and_their_recipe() -> None:
     model = Model()
     with pytest.raises(fp8cfg.ConfigError, match=r"has no layers that fp8cfg\.convert_model"):
@@ -296,6 +327,40 @@ def test_autowrap_needs_converted_layers_and_their_recipe() -> None:
     fp8cfg.apply_fp8_autowrap(model, recipe())
     with pytest.raises(fp8cfg.ConfigError, match="enters FP8 by itself already"):
         fp8cfg.apply_fp8_autowrap(model, recipe())
+
+
+class Kept(nn.Module):
+    """Layers that torch knows, and that are called by other ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.a, self.b, self.way = nn.Linear(64, 64), nn.Linear(64, 64), way
+        self.kept = {"list": [self.a], "method": self.a.forward}
+
+    def forward(self, x: Tensor) -> Tensor:
+        by = {"list": lambda: self.kept["list"][0](x), "weight": lambda: nn.functional.linear(x, self.a.weight, self.a.bias), "name": lambda: self.get_submodule("a")(x)}
+        return self.b(by[self.way]())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_that_is_kept_in_a_list_is_found_out(backend: str) -> None:
+    model = Kept("list")
+    fp8 = fp8cfg.convert_model(model, recipe("fp8.output_layer=true", backend=backend))
+    with fp8.autocast(), pytest.raises(fp8cfg.NotFP8Error, match="a: the model calls the layer that an FP8 one has taken the place of"):
+        model(torch.randn(16, 64))
+    fp8cfg.convert_back(model)
+    model.way = "name"
+    model(torch.randn(16, 64))
+
+
+def test_a_weight_that_is_read_beside_its_layer_is_in_the_table_as_what_it_is() -> None:
+    model = Kept("weight")
+    fp8 = fp8cfg.convert_model(model, recipe("fp8.output_layer=true", "fp8.min_coverage=0.6"))
+    with fp8.autocast():
+        model(torch.randn(16, 64)).sum().backward()
+    assert "a              50.0%  high precision: did not multiply" in str(fp8cfg.coverage(model))
+    with pytest.raises(fp8cfg.NotFP8Error, match=r"fp8\.min_coverage=0\.6: 50\.0% of the linear layers' FLOPs ran in FP8"):
+        fp8.prove()
 
 
 def test_autowrap_finds_out_a_stand_in_that_never_enters(monkeypatch: pytest.MonkeyPatch) -> None:

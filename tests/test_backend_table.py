@@ -67,6 +67,12 @@ class Built:
         return dict(self.job.model.named_parameters())[f"{self.converted[0]}.weight"]
 
     @property
+    def gathered(self) -> Any:
+        """The layer's weight as FSDP2 lets its product read it."""
+        self.job.model.layers[0].unshard()
+        return self.layer.weight
+
+    @property
     def columns(self) -> Any:
         """The codecs of the layer's weight in the low-bit optimizer."""
         return next(g["columns"] for g in self.job.optimizer.param_groups if any(p is self.weight for p in g["params"]))

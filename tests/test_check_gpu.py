@@ -31,6 +31,25 @@ def test_it_runs_on_a_cpu() -> None:
         assert rows[f"{model} te delayed"][:2] == rows[f"{model} msamp delayed"][:2] == ["not", "run:"]
 
 
+@pytest.mark.parametrize("row", ["te delayed", "te delayed parts", "te current parts"])
+def test_its_rows_of_te_run_over_the_stand_in(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8cfg.backends import te_decoder, te_rules
+
+    monkeypatch.setattr(te_rules, "_hardware_lacks", lambda precision, hardware: [])
+    monkeypatch.setattr(te_rules, "unavailable", lambda: "")
+    monkeypatch.setattr(te_decoder, "obstacle", te_decoder.obstacle)  # and so put back
+    tool = runpy.run_path(str(TOOL))
+    args = argparse.Namespace(device="cpu", small=True, steps=4)
+    with te_standin.transformer_engine():
+        got = tool["train"](args, "tiny", row)
+        want = tool["train"](args, "tiny", "bf16")
+        with pytest.raises(ArithmeticError, match="its layers are"):
+            other = "te.TransformerLayer" if row.endswith("parts") else "te.Linear; not te.TransformerLayer: of this test"
+            monkeypatch.setattr(te_decoder, "described", lambda model: {"layers.0": other})
+            tool["train"](args, "tiny", row)
+    assert [float(x) for x in got[:3]] == pytest.approx([float(x) for x in want[:3]], rel=0.01) and got[3] != want[3] == "0%"
+
+
 @pytest.mark.parametrize("scaling", ["delayed", "current"])  # block's scales lie otherwise there
 def test_bits_are_those_of_the_stand_in(scaling: str) -> None:
     tool = runpy.run_path(str(TOOL))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -59,6 +60,8 @@ def test_the_main_job_end_to_end(tmp_path: Path) -> None:
     assert f"run folder: {folder}" in done.stdout and "planned coverage" in done.stdout
     assert "coverage, observed in the first step (emulated)" in done.stdout and "FP8: 8 of 9 linear layers" in done.stdout
     assert {p.name for p in folder.iterdir()} >= {"recipe.yaml", "environment.json", "metrics.jsonl", "coverage.json", "checkpoints"}
+    recorded = json.loads((folder / "coverage.json").read_text())["backend"]
+    assert recorded["backend"] == "native" and recorded["passed_over"] == ["msamp, te, torchao: native goes first where FP8 is emulated"]
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import SMALL
+from small import SMALL, small
 
+import fp8cfg
 from fp8cfg.training import checkpoint
 from fp8cfg.training.metrics import read
 
@@ -67,12 +68,15 @@ def test_ranks_without_reduction_keep_their_own_amaxes(tmp_path: Path) -> None:
     for reduce in ("true", "false"):
         folder = run(2, tmp_path / reduce, *words, f"fp8.reduce_amax={reduce}")
         found, _ = checkpoint.load(sorted((folder / "checkpoints").iterdir())[-1])
-        histories.append(torch.cat([v[-1] for k, v in sorted(found["fp8"].items()) if k.endswith("history")]))
+        histories.append(torch.cat([v[-1] for k, v in sorted(found["fp8"].items()) if k.endswith("history") and ":" not in k]))
+    mine, others = ([v for k, v in sorted(found["fp8"].items()) if k.startswith("rank1:") == other and k.endswith("history")] for other in (False, True))
+    assert len(mine) == len(others) and not all(map(torch.equal, mine, others))
     assert (histories[0] >= histories[1] * 0.99).all() and not torch.equal(*histories)
 
 
-def test_two_ranks_resume_to_the_same_losses(tmp_path: Path) -> None:
-    words = ("precision=bf16_fp8", "trainer.max_steps=6", "checkpoint.every_n_steps=3", "checkpoint.keep=3")
+@pytest.mark.parametrize("reduce", ["true", "false"])
+def test_two_ranks_resume_to_the_same_losses(reduce: str, tmp_path: Path) -> None:
+    words = ("precision=bf16_fp8", f"fp8.reduce_amax={reduce}", "trainer.max_steps=6", "checkpoint.every_n_steps=3", "checkpoint.keep=3")
     folder = run(2, tmp_path, *words)
     want = losses(folder)
     newest = sorted((folder / "checkpoints").iterdir())[-1]
@@ -104,9 +108,16 @@ def test_a_batch_that_does_not_divide_is_one_line() -> None:
     assert done.stderr.count("error: trainer") == 1 and "fp8cfg/cli" not in done.stderr, "the traceback is torchrun's own"
 
 
+@pytest.mark.parametrize("words", ["precision=bf16", "precision=bf16 storage.shard=zero1", "precision=bf16 storage.shard=fsdp"])
+def test_ranks_that_have_not_met_are_refused(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would train the whole batch, of a model that it has whole."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(fp8cfg.ConfigError, match=r"WORLD_SIZE=2: torchrun started 2 ranks, and there is no process group; call torch.distributed.init"):
+        fp8cfg.fit(fp8cfg.build(small(*words.split())))
+
+
 def test_what_one_rank_alone_finds_is_said_by_it(tmp_path: Path) -> None:
     import numpy as np
-    from small import small
 
     from fp8cfg.data import Batches
     from fp8cfg.data.indexed_write import write_indexed

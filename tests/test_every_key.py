@@ -141,7 +141,7 @@ RUNS = {
                      "trainer.micro_batch_size", "trainer.val_check_interval", "trainer.limit_val_batches", "trainer.compile",
                      "fp8.use_autocast_during_eval"), "test_loop.py"),
     "log.dir": "test_cli.py", "fp8.min_coverage": "test_builder.py", "fp8.reduce_amax": "test_distributed.py",
-    "storage.comm": "test_storage_runs.py", "storage.accumulate": "test_low_bit.py", "storage.shard": "test_storage_runs.py",
+    "storage.comm": "test_storage_runs.py", "storage.accumulate": "test_low_bit.py", "storage.shard": "test_storage_runs.py", "storage.gather": "test_fsdp.py",
     "fp8.emulate": "test_planning.py", "log.fp8_stats_every_n_steps": "test_statistics.py",
 }
 REFUSED: dict[str, list[str]] = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import runpy
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -156,6 +158,21 @@ def test_a_model_that_is_converted_back_is_saved_as_transformers_reads_it(tmp_pa
     fp8cfg.convert_back(job.model).llama.save_pretrained(tmp_path)
     read = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(read(input_ids=tokens, labels=tokens).loss, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "words", "within"), [("accelerate_loop", DELAYED, 1e-4), ("accelerate_loop", O2, 2e-3), ("fabric_loop", DELAYED, 2e-3)])
+def test_on_two_ranks(name: str, words: tuple[str, ...], within: float, tmp_path: Path) -> None:
+    """Without DistributedDataParallel, the gradients summed by the job. Four digits are printed. Under O2 they go over the wire in FP8;
+    Fabric gives a rank every other sample, so that microbatches are others."""
+    pytest.importorskip(LIBRARY[name])
+    words = (*words, "trainer.micro_batch_size=4", "trainer.max_steps=3")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(FOLDER / f"{name}.py"), *SMALL, *words, "trainer.accelerator=cpu"],
+        capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert [float(loss) for loss in re.findall(r"step \d: loss (\S+)", done.stdout)] == pytest.approx(losses(*words, count=3), abs=within)
+    assert "FP8: 8 of " in done.stdout
 
 
 def some(job: fp8cfg.Job, model: Any, optimizer: Any, scheduler: Any, backward: Any, first: int, count: int = 3) -> list[float]:

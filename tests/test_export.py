@@ -61,6 +61,17 @@ if __name__ == "__main__":
     assert "        plugins=fp8cfg.Precision(\n            compute='bf16',\n            fp8=fp8cfg.FP8(\n                enabled=True,\n" in full
 
 
+@pytest.mark.parametrize("words", [
+    ["precision=bf16_fp8_current", "fp8.params=false", "fp8.high_precision_at_start=0", "fp8.high_precision_at_end=0"], ["precision=bf16_mxfp8", "fp8.params=false"],
+    ["precision=bf16_fp8_current", "fp8={params: false, format: e4m3, granularity: row, use_power_2_scales: true}", "backend=torchao"], ["precision=fp16_fp8_block", "fp8.params=true"],
+    ["precision=bf16_fp8", "storage={exp_avg: bf16, exp_avg_sq: bf16}"]], ids=" ".join)
+def test_the_preset_that_is_named_scales_and_stores_alike(words: list[str]) -> None:
+    """Also where another leaves fewer values over, and nobody said which."""
+    found = deltas(fp8cfg.compose(words), {})
+    assert words[0] == f"precision={found.presets['precision']}"
+    assert not [k for k in found.values if k.endswith((".scaling", ".compute"))]
+
+
 @pytest.mark.slow
 def test_the_script_trains(tmp_path: Path) -> None:
     import subprocess

@@ -51,6 +51,17 @@ def test_its_state_reads_back_and_plain_weights_are_encoded() -> None:
     assert torch.equal(held.weight, other.weight)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_model_that_is_moved_trains_on(level: str) -> None:
+    """To a device of another name: its parameters keep their identity and get other tensors, as under Accelerate's prepare."""
+    found = []
+    for device in ("cpu", "cpu:0"):
+        job = fp8cfg.build(small("precision=bf16_fp8", f"opt_level={level}"))
+        job.model.to(device)
+        found.append([step.loss for step in steps(job, 3)])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_torchao_multiplies_weights_that_are_held_in_fp16(level: str) -> None:
     pytest.importorskip("torchao")

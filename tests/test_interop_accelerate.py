@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fp8cfg import interop
 from fp8cfg.__main__ import main
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.interop.accelerate import ACCELERATE
 
 TE = {"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}
 
@@ -67,7 +69,7 @@ def test_precisions_without_fp8(given: Any, compute: str) -> None:
     ({"opt_level": "O1"}, "fp8_config.opt_level=O1: has no effect with backend=TE"),
     ({"use_mxfp8_block_scaling": True, "margin": 2}, "fp8_config.margin=2: has no effect under mxfp8 scaling"),
     ({"backend": "AO", "margin": 2}, "fp8_config.margin=2: has no effect with backend=AO"),
-    ({"backend": "AO", "enable_fsdp_float8_all_gather": True}, "fp8_config.enable_fsdp_float8_all_gather=True: FP8 all-gathers of FSDP have no key"),
+    ({"backend": "AO", "enable_fsdp_float8_all_gather": True}, "fp8_config.enable_fsdp_float8_all_gather=True: has no effect without backend=AO and distributed_type=FSDP"),
     ({"backend": "AO", "pad_inner_dim": True}, "fp8_config.pad_inner_dim=True: layers whose sizes are not multiples of 16 stay in high precision here"),
 ])
 def test_what_is_not_taken_over_is_said(data: dict[str, Any], lost: str) -> None:
@@ -75,16 +77,49 @@ def test_what_is_not_taken_over_is_said(data: dict[str, Any], lost: str) -> None
     imported(**data).recipe.check()
 
 
+@pytest.mark.parametrize(("data", "compute", "lost"), [
+    ({"fp16": True}, "fp16", ()), ({"fp16": "no"}, "fp32", ()), ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}, "fp16": False}, "bf16", ()),
+    ({"mixed_precision": "bf16", "fp16": True}, "bf16", ("fp16: Accelerate reads mixed_precision=bf16 alone",)), ({"mixed_precision": "fp16", "fp16": True}, "fp16", ())])
+def test_the_switch_of_fp16_of_old_files(data: dict[str, Any], compute: str, lost: tuple[str, ...]) -> None:
+    found = interop.from_mapping("accelerate", data)
+    assert (found.recipe.precision.compute, found.lost, found.unknown) == (compute, lost, ())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_key_of_its_own_is_called_a_typing_error() -> None:
+    """Neither the fields of its file nor, in their sections, the options of its launcher."""
+    launch, config_args = pytest.importorskip("accelerate.commands.launch"), pytest.importorskip("accelerate.commands.config.config_args")
+    sections = {"fsdp": "fsdp_config", "zero": "deepspeed_config", "deepspeed": "deepspeed_config", "offload": "deepspeed_config", "gradient": "deepspeed_config",
+                "dynamo": "dynamo_config", "megatron": "megatron_lm_config", "parallelism": "parallelism_config"}
+    options = {action.dest for action in launch.launch_command_parser()._actions}
+    keys = {f"{section}.{option}" for option in options for head, section in sections.items() if option.startswith(head)}
+    keys |= {f.name for cls in (config_args.ClusterConfig, config_args.SageMakerConfig) for f in dataclasses.fields(cls) if not f.name.endswith("_config")}
+    given = {k: "x" for k in keys if not ACCELERATE.knows(k)}
+    assert len(given) > 60 and interop.from_mapping("accelerate", {"mixed_precision": "no", **given}).unknown == ()
+
+
 def test_what_stands_around_fp8() -> None:
     found = interop.from_mapping("accelerate", {
         "mixed_precision": "bf16", "distributed_type": "FSDP", "use_cpu": True, "dynamo_config": {"dynamo_backend": "AOT_EAGER"}, "same_network": True, "machine_rank": 0,
-        "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 0.5}, "fsdp_config": {"fsdp_activation_checkpointing": True, "fsdp_version": 2}})
+        "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 0.5}, "fsdp_config": {"fsdp_activation_checkpointing": True, "fsdp_version": 2, "fsdp_offload_params": True}})
     assert (found.recipe.trainer.accelerator, found.recipe.trainer.gradient_clip_val, found.recipe.model.recompute_granularity, found.recipe.trainer.compile) == ("cpu", 0.5, "full", "auto")
-    sharding = "sharding of weights is not of a recipe; storage.shard=zero1 and zero2 split optimizer state"
-    assert found.lost == ("distributed_type=FSDP: training here is data-parallel", "dynamo_config.dynamo_backend=AOT_EAGER: trainer.compile=on compiles with inductor",
-                          f"deepspeed_config.zero_stage=3: {sharding}", f"fsdp_config.fsdp_version=2: {sharding}")
+    assert found.recipe.storage.shard == "fsdp"
+    assert found.lost == ("dynamo_config.dynamo_backend=AOT_EAGER: trainer.compile=on compiles with inductor",
+                          "deepspeed_config.zero_stage=3: weights are split by torch's FSDP2 here",
+                          "fsdp_config.fsdp_offload_params=True: how FSDP wraps, moves and saves; storage.shard=fsdp splits each layer by FSDP2")
     assert interop.from_mapping("accelerate", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}).recipe.trainer.compile == "on"
     assert interop.from_mapping("accelerate", {"distributed_type": "NO"}).recipe.precision.compute == "fp32"  # Accelerate's default
+
+
+@pytest.mark.parametrize(("given", "gather", "in_force"), [({}, "auto", "fp8"), ({"enable_fsdp_float8_all_gather": True}, "fp8", "fp8"), ({"enable_fsdp_float8_all_gather": "no"}, "bf16", "bf16")])
+def test_fsdp_and_its_fp8_all_gather_both_ways(given: dict[str, Any], gather: str, in_force: str) -> None:
+    found = interop.from_mapping("accelerate", {"mixed_precision": "fp8", "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "fp8_config": {"backend": "AO", **given}})
+    storage = found.recipe.storage
+    assert (storage.shard, storage.gather, found.lost, found.unknown) == ("fsdp", gather, (), ())
+    found.recipe.check()
+    written = interop.to_mapping("accelerate", found.recipe)
+    assert written.value["distributed_type"] == "FSDP" and written.value["fsdp_config"] == {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+    assert written.value["fp8_config"]["enable_fsdp_float8_all_gather"] is (in_force == "fp8") and not any(line.startswith("storage.") for line in written.lost)
 
 
 def test_typos_are_reported_and_values_refused_all_at_once() -> None:
@@ -256,7 +291,9 @@ def test_import_and_export_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
     ("a.yaml", b"a: !!python/object:os.system {}\n", "line 1: not valid YAML (could not determine a constructor for the tag 'tag:yaml.org,2002:python/object:os.system')"),
     ("a.yaml", b"a: !!python/tuple [1, 2]\n", "line 1: not valid YAML (could not determine a constructor for the tag 'tag:yaml.org,2002:python/tuple')"),
     ("a.yaml", b"x" * 300_000, "larger than 256 KB; not a configuration"), ("a.json", b"{", "line 1: not valid JSON (Expecting property name enclosed in double quotes)"),
-    ("a.json", b"[1]", "expected keys and values, got list"), ("a.json", b"[" * 100_000, "nested too deeply"),
+    ("a.json", b'{"fp8": 1, "a": {"b": 1, "b": 2}}', "key 'b' stands twice"), ("a.json", b'{"margin": ' + b"9" * 5000 + b"}", "a number has more digits than can be read"),
+    ("a.yaml", b"mixed_precison: fp8", "mixed_precison: no such key of Accelerate; did you mean 'mixed_precision'?"), ("a.yaml", b"fp8_config: TE", "fp8_config=TE: is a section, with keys such as fp8_config.backend"),
+    ("a.py", b"TERecipeKwargs(**x)", "TERecipeKwargs: give its values by name"), ("a.json", b"[1]", "expected keys and values, got list"), ("a.json", b"[" * 100_000, "nested too deeply"),
     ("a.yaml", b"a: [\n", "line 2: not valid YAML (expected the node content, but found '<stream end>')"), ("a.yaml", b"a\0b: 1\n", "is not text"),
     ("a.yaml", b"# nothing\n", "has no key that Accelerate says precision by, such as mixed_precision"),
 ])

@@ -83,6 +83,20 @@ def test_exported_python_makes_the_same_object(words: list[str], te: ModuleType)
     assert table(interop.from_words("te", [text]).recipe)["fp8.scaling"] == recipe.fp8.scaling
 
 
+def test_a_version_without_a_switch_has_it_off_and_one_without_a_class_says_so(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    class MXFP8BlockScaling(make_dataclass("_", [("margin", int), ("fp8_format", Any), ("fp8_dpa", bool), ("fp8_mha", bool)])):  # as of 2.8
+        def __init__(self, enable_2d_quantization: bool, **given: Any) -> None:  # pydantic drops what it does not know
+            super().__init__(0, **given)
+
+    monkeypatch.setattr(te, "MXFP8BlockScaling", MXFP8BlockScaling)
+    assert interop.to_te(fp8cfg.compose(["precision=bf16_mxfp8"])).value.margin == 0
+    with pytest.raises(ConfigError, match="enable_2d_quantization=True: Transformer Engine made None of it"):
+        interop.to_te(fp8cfg.compose(["precision=bf16_mxfp8", "fp8.enable_2d_quantization=true"]))
+    monkeypatch.delattr(te, "NVFP4BlockScaling")
+    with pytest.raises(interop.NotHere, match="transformer_engine: this version has no NVFP4BlockScaling"):
+        interop.to_te(fp8cfg.compose(["precision=bf16_nvfp4"]))
+
+
 @pytest.mark.parametrize("words", TE_WORDS[:5] + TE_WORDS[7:8], ids=" ".join)
 def test_what_a_recipe_prints_is_read(words: list[str], te: ModuleType) -> None:
     recipe = fp8cfg.compose(words)
@@ -127,6 +141,16 @@ def test_torchaos_genuine_config_says_what_ours_does(words: list[str]) -> None:
     ours, theirs = table(recipe), table(back.recipe)
     assert {k for k in ours if k.startswith("fp8.") and ours[k] != theirs[k]} == {"fp8.params", "fp8.high_precision_at_start", "fp8.high_precision_at_end"}
     assert (back.lost, back.unknown) == ((), ())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchaos_fp8_all_gather_is_storage_gather_both_ways() -> None:
+    config = pytest.importorskip("torchao.float8.config").Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    found = interop.from_object(config)
+    assert (found.recipe.storage.shard, found.recipe.storage.gather, found.lost) == ("fsdp", "fp8", ())
+    found.recipe.check()
+    assert interop.to_torchao(found.recipe).value.enable_fsdp_float8_all_gather
+    assert not interop.to_torchao(fp8cfg.compose(["precision=bf16_fp8_current", "fp8.params=false", "storage={shard: fsdp, gather: bf16}"])).value.enable_fsdp_float8_all_gather
 
 
 def plugin(name: str, **fields: Any) -> Any:

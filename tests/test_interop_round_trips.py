@@ -28,7 +28,7 @@ SAYS = {  # what each project can say: alone changed on top of a preset that it 
     "accelerate": {"bf16_fp8": ("fp8.margin=3", "fp8.interval=4", "fp8.amax_history_len=16", "fp8.amax_compute_algo=most_recent", "fp8.format=e4m3",
                                 "fp8.override_linear_precision.wgrad=true", "fp8.override_linear_precision.fprop=true", "fp8.use_autocast_during_eval=true",
                                 "fp8.output_layer=true", "backend=te", "backend=msamp", "opt_level=O1", "opt_level=O2", "storage.shard=zero1", "storage.shard=zero2"),
-                   "bf16_fp8_current": ("backend=torchao",), "bf16_mxfp8": ("backend=te",), "bf16": ("precision.compute=fp16", "precision.compute=fp32")},
+                   "bf16_fp8_current": ("backend=torchao",), "bf16_mxfp8": ("backend=te",), "bf16": ("precision.compute=fp16", "precision.compute=fp32", "storage.shard=fsdp")},
     "deepspeed": {"bf16": ("precision.compute=fp16", "precision.compute=fp32", "storage.comm=bf16", "storage.shard=zero1", "storage.shard=zero2"),
                   "fp16": ("precision.loss_scale=128", "precision.initial_loss_scale=65536", "precision.hysteresis=3", "precision.loss_scale_window=7", "precision.min_loss_scale=4"),
                   "bf16_fp8": ("opt_level=O1", "opt_level=O2", "opt_level=O3", "backend=msamp")},
@@ -53,6 +53,9 @@ SAYS = {  # what each project can say: alone changed on top of a preset that it 
            "bf16_fp8_block": ("fp8.use_power_2_scales=false", "fp8.enable_2d_quantization=false"), "bf16_mxfp8": ("fp8.enable_2d_quantization=true",),
            "bf16_nvfp4": ("fp8.enable_2d_quantization=false",)},
 }
+
+
+FSDP = ("precision=bf16_fp8_current", "fp8.params=false", "backend=torchao", "storage.shard=fsdp")
 
 
 def lost_keys(lost: tuple[str, ...]) -> set[str]:
@@ -120,6 +123,10 @@ def recipes(draw: st.DrawFn) -> Recipe:
 @example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3", "backend=msamp", "storage.shard=zero2"]), "deepspeed")
 @example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2", "storage.comm=fp32"]), "deepspeed")
 @example(fp8cfg.compose(["precision=bf16_fp8", "backend=te", "fp8.interval=2"]), "accelerate")
+@example(fp8cfg.compose([*FSDP, "storage.gather=fp8"]), "torchtitan")
+@example(fp8cfg.compose([*FSDP, "storage.gather=bf16"]), "torchtitan")
+@example(fp8cfg.compose([*FSDP, "storage.gather=bf16"]), "accelerate")
+@example(fp8cfg.compose(FSDP), "deepspeed")
 def test_whatever_does_not_survive_is_listed(recipe: Recipe, project: str) -> None:
     """Through the text of the other project, which is read by a parser, not by what wrote it."""
     try:

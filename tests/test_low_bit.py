@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8cfg.numerics import codecs
 from fp8cfg.numerics.codecs import NAMES, Codec, codec
 from fp8cfg.numerics.formats import E4M3, E5M2
+from fp8cfg.optim import low_bit_pieces as pieces
 from fp8cfg.optim.low_bit import Columns, LowBitAdam, LowBitAdamW, LowBitOptimizer
 from fp8cfg.optim.low_bit_step import named_columns
 
@@ -349,10 +351,13 @@ def test_pieces_make_no_difference(row: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("row", "cls"), [("O2", LowBitAdamW), ("O3", LowBitAdam), ("bf16 stochastic", LowBitAdamW), ("block moments", LowBitAdamW),
-                                         ("expanded moments", LowBitAdamW)])
-def test_compiled_bits_are_the_eager_ones(row: str, cls: type[LowBitOptimizer]) -> None:
-    """Five of a length: four in one call and one alone. Another length must not compile again. O2 has copies in bf16."""
+@pytest.mark.parametrize(("row", "cls", "at_once"), [
+    ("O2", LowBitAdamW, pieces.AT_ONCE), ("O2", LowBitAdamW, 16 * 128), ("O3", LowBitAdam, pieces.AT_ONCE), ("bf16 stochastic", LowBitAdamW, 0),
+    ("block moments", LowBitAdamW, 0), ("expanded moments", LowBitAdamW, 0)])
+def test_compiled_bits_are_the_eager_ones(row: str, cls: type[LowBitOptimizer], at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five of a length: four in one call and one alone; where it is over `at_once` and waits for an amax, in two passes. Another
+    length must not compile again. O2 has copies in bf16."""
+    monkeypatch.setattr(pieces, "AT_ONCE", at_once)
     found = []
     for compiled in (False, True):
         p = parameters(ROWS[row], *[(16, 128)] * 5, (24, 128), (5, 77), (3,), dtype=torch.bfloat16 if row == "O2" else None)
@@ -409,8 +414,11 @@ def test_a_step_makes_no_copy_of_a_group(row: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ["O2", "block moments"])
-def test_compiled_code_makes_no_float32_copy(row: str) -> None:
+def test_compiled_code_makes_no_float32_copy(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tensor over AT_ONCE, and of any where no scale waits for an amax."""
     from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    monkeypatch.setattr(pieces, "AT_ONCE", 256 * 128 - 1)
 
     p = parameters(ROWS[row], (256, 128))
     optimizer = build(ROWS[row], p, compiled=True)
@@ -628,6 +636,22 @@ def test_nothing_is_left_to_pickle(tmp_path: Path) -> None:
     optimizer = build(ROWS["O2"], p)
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    with pytest.raises(TypeError, match="an optimizer cannot be copied or pickled"):
+        torch.save(optimizer, tmp_path / "whole.pt")
+    with pytest.raises(TypeError, match="an optimizer cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+
+
+def test_a_state_with_other_groups_changes_nothing() -> None:
+    p = parameters(ROWS["O2"], (4, 128))
+    optimizer = build(ROWS["O2"], p)
+    state, mine = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_tensors())
+    state["tensors"]["p0.exp_avg.scale_inv"].fill_(7.0)
+    with pytest.raises(ValueError, match="2 parameter groups, expected 1"):
+        optimizer.load_state_dict({**state, "param_groups": state["param_groups"] * 2})
+    assert all(torch.equal(t, mine[name]) for name, t in optimizer.state_tensors().items())
+    optimizer.load_state_dict({**state, "param_groups": [{"lr": 0.5, "betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 0.0}]})
+    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.state_tensors()["p0.exp_avg.scale_inv"] == 7.0
 
 
 def test_gradients_add_up_in_their_codec_where_storage_accumulate_is_stored() -> None:

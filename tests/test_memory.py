@@ -7,8 +7,9 @@ from small import small
 
 import fp8cfg
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.report import memory as report
 from fp8cfg.report.layout import Part, parts, stage_layers, whole
-from fp8cfg.report.memory import linears_of, memory, memory_table, parameters, persistent, refuse_if_too_large
+from fp8cfg.report.memory import linears_of, memory, memory_table, parameters, persistent, refuse_if_too_large, step_bytes
 from fp8cfg.training.measured import BOUNDS, LiveBytes, measure
 
 PRECISIONS = ["fp32", "bf16", "bf16_fp8", "bf16_fp8 fp8.params=false", "bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8",
@@ -59,7 +60,7 @@ def test_bytes_of_a_parameter(words: str, each: int) -> None:
     assert sum(persistent(recipe, part, linears_of(recipe, part)).values()) == each * parameters(recipe, part).total
 
 
-@pytest.mark.parametrize(("level", "linear", "other"), [("O1", 11, 16), ("O2", 6, 11), ("O3", 7, 11)])
+@pytest.mark.parametrize(("level", "linear", "other"), [("O1", 11, 16), ("O2", 6, 11), ("O3", 7, 9)])
 def test_ms_amp_leaves_all_but_linear_layers_in_float32(level: str, linear: int, other: int) -> None:
     recipe = small("precision=bf16_fp8", "fp8.params=false", f"opt_level={level}", "fp8.output_layer=true")
     part = whole(recipe)
@@ -86,6 +87,25 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
     kinds, count = memory(recipe, "cpu", part), parameters(recipe, part)
     assert kinds["gradients"] + kinds.get("accumulation", 0) == each * count.linear + 4 * count.other
     assert kinds["gradients"] * (2 if "zero2" in words else 1) == count.linear + 4 * count.other
+
+
+@pytest.mark.parametrize(("words", "each"), [
+    ("opt_level=O1", 4), ("opt_level=O2", 12), ("storage.weight=bf16 storage.master_weight=fp16_scaled", 4), ("storage.exp_avg=fp8_block storage.exp_avg_sq=fp8_block", 0)])
+def test_what_a_compiled_step_keeps_of_one_tensor(words: str, each: int) -> None:
+    """The largest that is not too large: linear_qkv, 2048 x 1024."""
+    recipe = small("precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", *words.split())
+    part = whole(recipe)
+    linears = linears_of(recipe, part)
+    assert step_bytes(recipe, part, linears, compiled=True) == max(each * 2048 * 1024, step_bytes(recipe, part, linears))
+    assert step_bytes(recipe, part, linears) == 48 * 65536
+
+
+def test_the_plan_knows_the_optimizer_s_numbers() -> None:
+    from fp8cfg.numerics import codecs
+    from fp8cfg.optim import low_bit_pieces
+
+    assert (report.AT_ONCE, report.PIECE) == (low_bit_pieces.AT_ONCE, codecs.CHUNK)
+    assert set(report.PER_TENSOR) == {name for name, codec in codecs.NAMES.items() if codec.per_tensor}
 
 
 @pytest.mark.parametrize(("layers", "stages", "chunks", "sizes"), [

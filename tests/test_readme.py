@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,15 @@ def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     scope = {"tokens": tokens, "targets": tokens, "step": 0}
     exec(block, scope)
     assert scope["loss"].dtype == torch.float32 and "coverage, observed" in capsys.readouterr().out
+
+
+def test_the_examples_with_a_model_of_ones_own_run() -> None:
+    (job, own), = re.findall(r"^A model of your own:\n\n(.*?)\n\nor .*?:\n\n(.*?)\n\n", TEXT, re.DOTALL | re.MULTILINE)
+    for block in (job, own):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1, bias=False), torch.nn.Flatten(0))
+        scope = {"fp8cfg": fp8cfg, "recipe": small("precision=bf16_fp8"), "model": model, "batch": torch.randn(1, 64), "optimizer": torch.optim.AdamW(model.parameters())}
+        exec(textwrap.dedent(block), scope)
+        assert fp8cfg.has_fp8_layers(model)
 
 
 EXAMPLES = re.findall(r"    \$ fp8cfg (.*)\n((?:    (?:error: .*|\.\.\.)\n)+)", TEXT)

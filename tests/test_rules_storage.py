@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from fp8cfg.config.rules_storage import MANTISSA_BITS, frozen_averages, half_unit, slow_averages, storage_refusals
+from fp8cfg.config.rules_storage import MANTISSA_BITS, frozen_averages, half_unit, late_updates, slow_averages, storage_refusals
 from fp8cfg.numerics.codecs import codec
 
 O2 = {"weight": "fp16_scaled", "master_weight": "none", "weight_grad": "fp8_pow2", "comm": "fp8_pow2", "exp_avg": "fp8_pow2",
@@ -67,6 +67,17 @@ def test_remarks() -> None:
     assert list(slow_averages({**O2, "exp_avg_sq": "bf16"}, (0.95, 0.99))) == [
         "optim.betas=[0.95, 0.99]: storage.exp_avg=fp8_pow2 follows gradients that shrink only by halves; up to 0.9444 it follows all the way"]
     assert list(slow_averages(O2, (0.9, 0.999))) == []
+
+
+@pytest.mark.parametrize(("changed", "rounding", "lr", "end_lr", "said"), [
+    ({}, "nearest", 3e-5, 3e-6, True), ({}, "stochastic", 3e-5, 3e-6, False), ({}, "nearest", 3e-4, 3e-5, False), ({}, "nearest", 3e-6, 3e-7, False),
+    ({"master_weight": "fp32"}, "nearest", 3e-5, 3e-6, False), ({"weight": "fp8", "master_weight": "fp16_scaled"}, "nearest", 3e-5, 3e-6, True)])
+def test_a_learning_rate_that_ends_below_what_rounding_keeps_is_remarked(changed: dict, rounding: str, lr: float, end_lr: float, said: bool) -> None:
+    """Not where the rate that it starts with is refused already."""
+    lines = list(late_updates({**O2, **changed}, rounding, lr, end_lr, 0.02))
+    column = "master_weight" if changed else "weight"
+    assert lines == [f"optim.min_lr=3e-06: storage.{column}=fp16_scaled rounds most updates below 7.6e-06 away, where the schedule ends; "
+                     "storage.rounding=stochastic keeps their mean"] * said
 
 
 def decayed(name: str, beta: float) -> tuple[float, float]:

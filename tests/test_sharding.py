@@ -48,7 +48,8 @@ def test_no_ranks() -> None:
 
 
 def test_sharded_bytes_are_those_of_the_chart() -> None:
-    assert [sharded_bytes(1000, c, gradient) for c in (O3, O2, PLAIN) for gradient in (False, True)] == [5000, 6000, 3000, 4000, 3000, 7000]
+    rows = [(O3, None), (O3, "fp8"), (O2, None), (O2, "fp8"), (PLAIN, None), (PLAIN, "bf16"), (PLAIN, "fp32")]
+    assert [sharded_bytes(1000, c, grad and NAMES[grad]) for c, grad in rows] == [5000, 6000, 3000, 4000, 3000, 5000, 7000]
 
 
 def named(seed: int = 0) -> list[tuple[str, nn.Parameter]]:

@@ -18,6 +18,7 @@ F32 = "fp32        none        fp32 fp32 fp32 fp32"
 BF16 = "bf16        fp32        fp32 fp32 fp32 fp32"
 FP8 = "fp8         fp32        fp32 fp32 fp32 fp32"
 REST = "fp32        none        fp32 fp32 fp8  fp16_scaled"
+REST_O3 = "fp32     none        bf16 fp32 fp8  fp16_scaled"
 
 #   words, columns of linear layers (weight master_weight weight_grad comm exp_avg exp_avg_sq), of the rest, low bit, float8 weights
 TABLE = [
@@ -30,12 +31,12 @@ TABLE = [
     ("precision=bf16_fp8 fp8.params=false storage.weight=fp32", F32, F32, False, False),
     ("precision=bf16_fp8 opt_level=O1",      O1,   F32,  True,  False),
     ("precision=bf16_fp8 opt_level=O2",      O2,   REST, True,  False),
-    ("precision=bf16_fp8 opt_level=O3",      O3,   REST, True,  True),
+    ("precision=bf16_fp8 opt_level=O3",      O3,   REST_O3, True, True),
     ("precision=bf16_fp8 backend=msamp",     "fp16_scaled none fp8_pow2 fp8_pow2 fp8_pow2 fp16_scaled", "fp32 none fp32 fp32 fp8_pow2 fp16_scaled", True, False),
     ("precision=bf16_fp8 backend=msamp opt_level=O1", "fp16_scaled none fp8_pow2 fp8_pow2 fp32 fp32", F32, True, False),
-    ("precision=bf16_fp8 fp8.params=false opt_level=O3", O3, REST, True, True),
+    ("precision=bf16_fp8 fp8.params=false opt_level=O3", O3, REST_O3, True, True),
     ("precision=fp32 opt_level=O2",          O2,   REST, True,  False),
-    ("precision=bf16 opt_level=O3",          O3,   REST, True,  False),
+    ("precision=bf16 opt_level=O3",          O3,   REST_O3, True, False),
     ("precision=fp16_fp8 opt_level=O2",      O2,   REST, True,  False),
     # explicit columns over a level, and over nothing
     ("precision=bf16_fp8 opt_level=O2 storage.exp_avg=fp8_pow2", O2.replace("fp8  fp16", "fp8_pow2 fp16"), REST.replace("fp8  fp16", "fp8_pow2 fp16"), True, False),
@@ -54,6 +55,9 @@ TABLE = [
     ("precision=bf16 storage.weight=fp16_scaled", "fp16_scaled fp32 fp32 fp32 fp32 fp32", BF16, True, False),
     ("precision=fp32 storage.weight=bf16",   BF16, F32,  True,  False),
     ("precision=bf16 storage.shard=zero1",   BF16, BF16, True,  False),
+    ("precision=bf16 storage.shard=fsdp",    F32,  F32,  False, False),
+    ("precision=fp16 storage.shard=fsdp",    F32,  F32,  False, False),
+    ("precision=bf16_fp8 fp8.params=false storage.shard=fsdp storage.comm=bf16", "fp32 none fp32 bf16 fp32 fp32", "fp32 none fp32 bf16 fp32 fp32", False, False),
 ]
 
 
@@ -146,6 +150,12 @@ def test_what_the_lines_say_to_write_is_accepted(words: str) -> None:
     assert problems(f"precision=bf16_fp8 {words}") == []
 
 
+@pytest.mark.parametrize(("words", "said"), [("", True), ("optim.lr_decay_style=constant", False), ("optim.min_lr=1e-5", False), ("optim.lr=1e-3", False)])
+def test_a_schedule_that_ends_with_updates_that_are_lost_is_remarked(words: str, said: bool) -> None:
+    remarks = " ".join(chart.remarks(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2", "optim.lr=3e-5", *words.split()])))
+    assert remarks.startswith("note: optim.min_lr=3e-06: storage.weight=fp16_scaled rounds") == said
+
+
 def test_o3_on_one_rank_is_allowed_with_a_remark() -> None:
     recipe: Any = fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3"])
     assert problems("precision=bf16_fp8 opt_level=O3") == []
@@ -155,3 +165,7 @@ def test_o3_on_one_rank_is_allowed_with_a_remark() -> None:
     assert " ".join(chart.remarks(recipe)[0].split()[:4]) == "note: storage.shard=zero1: splits state"
     recipe.trainer.devices = 2
     assert chart.remarks(recipe) == []
+
+
+def test_no_advice_that_is_refused() -> None:
+    assert problems("precision=bf16 storage.weight_grad=fp8_expand storage.comm=fp8")[-1] == "storage.comm=fp8: gradients are stored in fp8_expand and sent as they are; write bf16 or fp32 to add them up before they are stored"

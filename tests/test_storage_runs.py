@@ -111,7 +111,7 @@ def test_stored_bytes_are_those_of_the_chart(row: str) -> None:
 def test_stored_gradients_are_freed(row: str) -> None:
     job, _ = trained(row)
     for name, p in job.model.named_parameters():
-        stored = job.prepared.columns[name]["weight_grad"] != "fp32"
+        stored = job.prepared.columns[name]["weight_grad"].startswith("fp8")
         assert (p.grad is None) == stored == (p in job.optimizer.stored_grads), name
         if stored:
             data, scale_inv = job.optimizer.stored_grads[p]
@@ -146,6 +146,31 @@ def test_clipping_is_that_of_the_decoded_gradients() -> None:
         assert apart <= t.float().abs().max() * (2**-3 if t.dtype.itemsize == 1 else 1e-3), "at most the next FP8 code"
     for p, q in zip(job.model.parameters(), other.model.parameters(), strict=True):
         assert torch.allclose(p.float(), q.float(), rtol=2**-10, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "moved"), [("adam", True), ("adamw", False)])
+def test_weight_decay_is_in_the_moments_of_adam_and_not_of_adamw(name: str, moved: bool) -> None:
+    """With gradients of 0, which FP8 stores: Adam adds the decay to them, AdamW takes it off the weights."""
+    job = fp8cfg.build(small(*words("O2, delayed"), f"optim.name={name}", "optim.weight_decay=1"))
+    for p in job.model.parameters():
+        p.grad = torch.zeros(p.shape)
+    weight = job.model.layers[0].mlp.linear_fc1.in_codec
+    before = codec("fp16_scaled").decode(weight)
+    assert job.optimizer.step() and not torch.equal(before, codec("fp16_scaled").decode(weight))
+    found = job.optimizer.state_tensors()["layers.0.mlp.linear_fc1.weight.exp_avg"]
+    assert bool(found.float().any()) == moved
+
+
+def test_a_loss_scale_changes_no_bit_of_a_clipped_step() -> None:
+    """A power of two, which FP8 gradients carry in their scales."""
+    found = []
+    for scale in (1, 1024):
+        job = fp8cfg.build(small("precision=fp16", "opt_level=O2", f"precision.loss_scale={scale}", "trainer.gradient_clip_val=0.01"))
+        for i, p in enumerate(job.model.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * scale
+        assert job.optimizer.step() and job.optimizer.grad_norm > 1
+        found.append((job.optimizer.grad_norm, everything(job)))
+    assert found[0][0] == found[1][0] and equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -409,7 +434,8 @@ def test_sharded_runs_have_the_bits_of_the_unsharded_one(row: str, two: tuple[Pa
         assert abs(split - other_split) < 0.2 * split
         assert ("weights" in first["sent"]) == (shard != "none")
     stored = row in ("O2", "O3", "O2, fp16")
-    assert not stored or ranks[0][f"{row} zero2"]["sent"]["gradients"] < 0.55 * ranks[0][f"{row} none"]["sent"]["gradients"]
+    sent = {shard: sum(found[f"{row} {shard}"]["sent"]["gradients"] for found in ranks) for shard in SHARDS}
+    assert not stored or sent["zero2"] < 0.55 * sent["none"] == 0.55 * sent["zero1"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from fp8cfg.numerics import Region
 from fp8cfg.training import saved
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed import World
+from fp8cfg.training.loop import fit
 from fp8cfg.training.step import evaluate, prove_engagement, train_step
 
 TE = ("backend=te", "fp8={high_precision_at_start: 0, high_precision_at_end: 0, amax_history_len: 4}")
@@ -30,10 +32,12 @@ DELAYED = ("precision=bf16_fp8", *TE, "fp8.first_step=te")
 CURRENT = ("precision=bf16_fp8_current", TE[0], "fp8={high_precision_at_start: 0, high_precision_at_end: 0}")
 BLOCK = ("precision=bf16_fp8_block", TE[0], "fp8={high_precision_at_start: 0, high_precision_at_end: 0}")
 MXFP8 = ("precision=bf16_mxfp8", TE[0], "fp8={high_precision_at_start: 0, high_precision_at_end: 0}")
+FP16 = (TE[0], "precision.loss_scale=1024", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}", "fp8.params=true")
 NVFP4 = ("precision=bf16_nvfp4", TE[0], "fp8={high_precision_at_start: 0, high_precision_at_end: 0}")
 CASES = {"delayed": (*DELAYED, "fp8.params=false"), "delayed params": (*DELAYED, "fp8.params=true"),
          "block": (*BLOCK, "fp8.params=false"), "block params": (*BLOCK, "fp8.params=true"),
          "nvfp4": (*NVFP4, "fp8.params=false"), "nvfp4 params": (*NVFP4, "fp8.params=true"),
+         "delayed params fp16": ("precision=fp16_fp8", *FP16, "fp8.amax_history_len=4", "fp8.first_step=te"), "block params fp16": ("precision=fp16_fp8_block", *FP16),
          "mxfp8": (*MXFP8, "fp8.params=false"), "mxfp8 params": (*MXFP8, "fp8.params=true"),
          "current O1": (*CURRENT, "opt_level=O1"), "current O2": (*CURRENT, "opt_level=O2"), "delayed O2": (*DELAYED, "opt_level=O2"),
          "current O3": (*CURRENT, "opt_level=O3"), "current": (*CURRENT, "fp8.params=false"), "current params": (*CURRENT, "fp8.params=true")}
@@ -131,6 +135,12 @@ def test_a_model_under_a_level_comes_back_decoded(tied: bool, te: Any) -> None:
     model(*(torch.zeros(1, 32, dtype=torch.int64),) * 2).backward()
 
 
+NAMES = {"self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight", "self_attention.layernorm_qkv.weight": "self_attention.linear_qkv.weight",
+         "self_attention.proj.weight": "self_attention.linear_proj.weight", "layernorm_mlp.layer_norm_weight": "pre_mlp_layernorm.weight",
+         "layernorm_mlp.fc1_weight": "mlp.linear_fc1.weight", "layernorm_mlp.fc2_weight": "mlp.linear_fc2.weight"}
+"""te.TransformerLayer's names of what our layer holds."""
+
+
 class Handmade(nn.Module):
     """The model of the small recipe, written by hand with Transformer Engine's modules."""
 
@@ -139,29 +149,21 @@ class Handmade(nn.Module):
         self.source = source
         self.parts = nn.ModuleList()
         for layer in source.layers:
-            qkv, proj, fc1, fc2 = layer.self_attention.linear_qkv, layer.self_attention.linear_proj, layer.mlp.linear_fc1, layer.mlp.linear_fc2
-            made = nn.ModuleList([
-                te.LayerNormLinear(64, qkv.out_features, bias=False, normalization="RMSNorm", eps=1e-5, params_dtype=torch.bfloat16, device="cpu"),
-                te.Linear(proj.in_features, 64, bias=False, params_dtype=torch.bfloat16, device="cpu"),
-                te.LayerNormMLP(64, 128, bias=False, normalization="RMSNorm", activation="swiglu", eps=1e-5, params_dtype=torch.bfloat16, device="cpu")])
-            pairs = [(made[0].layer_norm_weight, layer.input_layernorm.weight), (made[0].weight, qkv.weight), (made[1].weight, proj.weight),
-                     (made[2].layer_norm_weight, layer.pre_mlp_layernorm.weight), (made[2].fc1_weight, fc1.weight), (made[2].fc2_weight, fc2.weight)]
-            for mine, theirs in pairs:
-                mine.data.copy_(theirs.data)
+            made = te.TransformerLayer(64, 128, 4, num_gqa_groups=2, hidden_dropout=0, attention_dropout=0, bias=False, normalization="RMSNorm", activation="swiglu",
+                                       attn_input_format="bshd", fuse_qkv_params=True, params_dtype=torch.bfloat16, device="cpu")
+            for mine, theirs in NAMES.items():
+                made.get_parameter(mine).data.copy_(layer.get_parameter(theirs).data)
             self.parts.append(made)
         self.norm = te.RMSNorm(64, eps=1e-5, dtype=torch.bfloat16, device="cpu")
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         from fp8cfg.models.rotary import rotary_tables
 
-        source = self.source
-        h, tables = source.embedding(x), rotary_tables(source.config, x.shape[1], x.device)
-        for layer, (qkv, proj, mlp) in zip(source.layers, self.parts, strict=True):
-            attention = layer.self_attention
-            attention.linear_qkv, attention.linear_proj = qkv, proj
-            h = h + attention(h, *tables)
-            h = h + mlp(h)
-        logits = source.output_layer(self.norm(h))
+        h, (cos, sin) = self.source.embedding(x), rotary_tables(self.source.config, x.shape[1], x.device)
+        angles = torch.atan2(sin, cos)
+        for layer in self.parts:
+            h = layer(h, rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None])
+        logits = self.source.output_layer(self.norm(h))
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
 
@@ -174,10 +176,8 @@ def test_losses_are_those_of_a_hand_written_loop(case: str, te: Any) -> None:
     hand = Handmade(te, plain.model)
     masters = {n: (p if p.dtype == torch.float32 else p.detach().float().clone()) for n, p in hand.named_parameters()}
     originals = dict(fp8cfg.build(small("precision=fp32")).model.named_parameters())
-    names = [("0.layer_norm_weight", "input_layernorm.weight"), ("0.weight", "self_attention.linear_qkv.weight"), ("1.weight", "self_attention.linear_proj.weight"),
-             ("2.layer_norm_weight", "pre_mlp_layernorm.weight"), ("2.fc1_weight", "mlp.linear_fc1.weight"), ("2.fc2_weight", "mlp.linear_fc2.weight")]
     for i in range(2):
-        for mine, theirs in names:
+        for mine, theirs in NAMES.items():
             masters[f"parts.{i}.{mine}"] = originals[f"layers.{i}.{theirs}"].detach().clone()
     for name in ("embedding.weight", "output_layer.weight"):
         if f"source.{name}" in masters:
@@ -362,16 +362,79 @@ def test_weights_are_quantized_once_for_a_step(te: Any, monkeypatch: pytest.Monk
     assert all(torch.equal(plain[n], cached[n]) for n in plain)
 
 
+@pytest.mark.parametrize(("accumulated", "want"), [(1, [None]), (4, [True, False, False, False])])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_run_quantizes_weights_in_the_first_microbatch_of_a_step(accumulated: int, want: list[bool | None], recompute: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[bool | None]] = {"LayerNormLinear": [], "Linear": [], "LayerNormMLP": []}
+    for name in seen:
+        plain = getattr(te, name).forward
+
+        def watched(self: Any, x: Any, plain: Any = plain, **options: Any) -> Any:
+            if torch.is_grad_enabled():  # not an evaluation
+                seen[type(self).__name__].append(options["is_first_microbatch"])
+            return plain(self, x, **options)
+
+        monkeypatch.setattr(getattr(te, name), "forward", watched)
+    words = (*CASES["current"], f"trainer.micro_batch_size={8 // accumulated}", "trainer.global_batch_size=8", "trainer.max_steps=2",
+             f"model.recompute_granularity={recompute}")
+    fit(fp8cfg.build(small(*words)), None)
+    again = [w if w is None else False for w in want]
+    passes = [x for w, a in zip(want, again, strict=True) for x in ([w] * 2 + [a] * 2 * (recompute == "full"))]  # two layers
+    assert seen == dict.fromkeys(seen, passes * 2)
+
+
+def test_a_pass_in_high_precision_keeps_no_weight_of_the_step_before(te: Any) -> None:
+    model, found = converted(node({"scaling": "current"})), []
+    for keep in (True, False):
+        backend().cache_weights(model, keep)
+        for enabled in (True, False, True):  # weights move after the first
+            with backend().autocast(model, enabled):
+                loss = model(tokens(), tokens())
+                loss.backward()
+            if keep and not found:
+                with torch.no_grad():
+                    [p.mul_(1.5) for p in model.parameters()]
+                backend().after_step(model, None, 1)
+            found.append(loss.item())
+    assert found[2] == found[3] != found[0]
+
+
+def test_weights_kept_over_microbatches_change_no_loss(te: Any) -> None:
+    found = []
+    for keep in (False, True):
+        job = fp8cfg.build(small(*CASES["current"], "trainer.micro_batch_size=2", "model.recompute_granularity=full"))
+        backend().cache_weights(job.model, keep)
+        found.append([s.loss for s in steps(job, 3)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("entry", ["quantized_model_init", "fp8_model_init"])
+def test_weights_are_quantized_by_the_entry_point_that_is_there(entry: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    genuine, signature = te.quantized_model_init, inspect.signature(getattr(te, entry))
+
+    def recorded(**arguments: Any) -> Any:
+        given.append(signature.bind(**arguments).arguments)
+        return genuine(**arguments)
+
+    monkeypatch.delattr(te, "quantized_model_init")
+    monkeypatch.delattr(te, "__getattr__")  # mocks whatever a package of the stand-in lacks
+    monkeypatch.setattr(te, entry, recorded, raising=False)
+    model = converted(node({"scaling": "current", "params": True}))
+    assert {type(layer.weight).__name__ for layer in backend()._layers(model).values()} == {"Float8Tensor"}
+    assert {(g["enabled"], type(g["recipe"]).__name__) for g in given} == {(True, "Float8CurrentScaling")}
+
+
 @pytest.mark.parametrize("entry", ["autocast", "fp8_autocast"])
 @pytest.mark.parametrize("reduce_amax", [True, False])
 def test_the_entry_point_that_is_there_gets_recipe_and_group(entry: str, reduce_amax: bool, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8cfg.backends import te_engine
 
     given: list[dict[str, Any]] = []
-    genuine = te.autocast
+    genuine, signature = te.autocast, inspect.signature(getattr(te, entry))
 
     def recorded(**arguments: Any) -> Any:
-        given.append(arguments)
+        given.append(signature.bind(**arguments).arguments)
         return genuine(enabled=arguments["enabled"], recipe=arguments.get("recipe", arguments.get("fp8_recipe")))
 
     model = converted(node({"reduce_amax": reduce_amax}))

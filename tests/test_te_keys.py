@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import te_standin
-from te_small import converted
+from te_small import converted, planned, transformer
 from te_table import APPLIED, ELSEWHERE, REFUSED, Applied, Refused, node
 
 from fp8cfg.backends import te_rules
@@ -18,6 +18,7 @@ from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
+from fp8cfg.numerics import Region
 
 H200, B200 = Hardware("cuda", (9, 0), (12, 9), (12, 9, 1)), Hardware("cuda", (10, 0), (13, 0))
 
@@ -45,7 +46,8 @@ class Converted:
 def test_a_key_is_read_back(row: Applied) -> None:
     with te_standin.transformer_engine():
         fp8 = node(row.given)
-        assert te_rules.refusals(Precision(fp8=fp8), H200 if fp8.scaling not in ("mxfp8", "nvfp4") else B200) == []
+        hopper = fp8.scaling not in ("mxfp8", "nvfp4") and not (fp8.scaling == "current" and fp8.dot_product_attention)
+        assert te_rules.refusals(Precision(fp8=fp8), H200 if hopper else B200) == []
         assert row.read(Converted(fp8)) == row.want
 
 
@@ -131,7 +133,9 @@ def test_a_library_that_drops_a_field_is_found(given: dict[str, Any], field: str
         ({"scaling": "mxfp8"}, H200, "fp8.scaling=mxfp8: this GPU has compute capability 9.0"),
         ({"scaling": "mxfp8"}, Hardware("cuda", (12, 0), (13, 0)), "needs 10.0 to below 12.0"),
         ({"scaling": "nvfp4"}, H200, "fp8.scaling=nvfp4: this GPU has compute capability 9.0"),
-        ({"dot_product_attention": True}, Hardware("cuda", (8, 9), (12, 9)), "fp8.dot_product_attention=True"),
+        ({"dot_product_attention": True}, Hardware("cuda", (8, 9), (12, 9)), "FP8 attention needs 9.0 (Hopper)"),
+        ({"dot_product_attention": True}, Hardware("cuda", (12, 0), (13, 0)), "FP8 attention needs one below 12.0"),
+        ({"scaling": "current", "dot_product_attention": True}, H200, "needs 10.0 (Blackwell) under fp8.scaling=current; write fp8.scaling=delayed"),
     ],
 )
 def test_hardware_that_cannot_is_refused_before_anything_is_built(fp8: dict[str, Any], hardware: Hardware, line: str) -> None:
@@ -157,6 +161,31 @@ def test_the_gates_are_those_of_transformer_engine(capability: tuple[int, int], 
         assert [s for s, check in checks.items() if check()[0]] == scalings
 
 
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "wants"),
+    [((9, 0), 128, ""), ((9, 0), 64, "128 below 10.0 (Blackwell) alone"), ((9, 0), 256, "128 below"), ((10, 0), 128, ""), ((10, 0), 64, ""),
+     ((10, 0), 72, "multiples of 16 up to 128 alone"), ((10, 0), 192, "multiples of 16 up to 128")],
+)
+def test_heads_that_fp8_attention_has_no_kernel_for_are_refused_before_anything_is_built(
+    capability: tuple[int, int], head_dim: int, wants: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    from fp8cfg.backends import te_attention
+    from fp8cfg.config.errors import ConfigError
+
+    model, fp8 = transformer(head_dim=head_dim), node({"dot_product_attention": True})
+    assert te_attention.misfits(model, fp8) == [], "no GPU to ask"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    assert te_attention.misfits(model, node({})) == []
+    lines = te_attention.misfits(model, fp8)
+    assert [f"heads have {head_dim} channels, cuDNN's FP8 attention trains {wants}" in line for line in lines] == ([True] if wants else [])
+    if wants:
+        from fp8cfg.backends import te
+
+        with pytest.raises(ConfigError, match=f"heads have {head_dim} channels"):
+            te.convert(model, fp8, planned(fp8, model), Region(), "scaled_mm")
+        assert type(model.layers[0].mlp.linear_fc1).__name__ == "Linear"
+
+
 def test_a_layer_whose_shape_does_not_fit_stays_in_high_precision() -> None:
     assert te_rules.misfit(node({}), 48, 24) == "out_features=24 is not a multiple of 16"
     assert te_rules.misfit(node({"scaling": "mxfp8"}), 48, 64) == "in_features=48 is not a multiple of 32"
@@ -167,7 +196,7 @@ def test_without_its_compiled_part_it_is_not_available(monkeypatch: pytest.Monke
     monkeypatch.setattr(te_rules, "_extension", lambda package: False)
     assert "no compiled part" in te_rules.unavailable()
     monkeypatch.setattr(te_rules.metadata, "version", lambda _: "2.2.0")
-    assert te_rules.unavailable() == "transformer-engine 2.2.0 is installed, at least 2.3 is needed"
+    assert te_rules.unavailable() == "transformer-engine 2.2.0 is installed, at least 2.8 is needed"
     monkeypatch.setattr(te_rules.importlib.util, "find_spec", lambda _: None)
     assert te_rules.unavailable() == "transformer-engine is not installed; pip install fp8cfg[te]"
     monkeypatch.undo()

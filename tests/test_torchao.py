@@ -123,6 +123,25 @@ def test_mxfp8_equals_torchaos_own_layer() -> None:
     assert losses == by_hand(words, swap)
 
 
+@pytest.mark.parametrize(("level", "each"), [("O1", 11), ("O2", 6)])
+def test_a_level_keeps_its_bytes_and_resumes(level: str, each: int) -> None:
+    from fp8cfg.report.layout import whole
+    from fp8cfg.report.memory import parameters
+    from fp8cfg.training import saved
+    from fp8cfg.training.measured import by_kind
+
+    job, losses = ours(words := (*TORCHAO, f"opt_level={level}"))
+    counts = parameters(job.recipe, whole(job.recipe))
+    held = sum(t.nbytes for tensors in by_kind(job).values() for t in tensors if t.dim())
+    assert held == each * counts.linear + (each + 5) * counts.other and prove_engagement(job).layers_in_fp8 == 8
+    first = fp8cfg.build(small(*words))
+    list(steps(first, 2))
+    batches, _ = run_data(first.recipe)
+    second = fp8cfg.build(small(*words))
+    saved.restore(second, *saved.collect(first, batches, 2), batches)
+    assert [s.loss for s in steps(second, 2, first=2)] == losses[2:]
+
+
 @pytest.mark.parametrize("words", [TORCHAO, (*TORCHAO, "opt_level=O2"), ("precision=bf16_mxfp8", *HERE)], ids=["current", "O2", "mxfp8"])
 def test_recomputed_activations_change_nothing(words: tuple[str, ...]) -> None:
     job, losses = ours((*words, "model.recompute_granularity=full"))

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from fp8cfg import compose
 from fp8cfg.__main__ import main
+from fp8cfg.backends.choice import Hardware
 from fp8cfg.cli.help import choices
+from fp8cfg.report.outline import body, head
 from fp8cfg.report.tables import table, wrapped
 
 RECIPES, PRESETS = choices("recipe"), choices("precision")
@@ -33,6 +36,13 @@ def test_a_verb_that_reads(argv: list[str], capsys: pytest.CaptureFixture[str]) 
     code, out = main(argv), capsys.readouterr()
     assert code == (2 if out.err else 0) and len(out.out.splitlines()) >= 1
     assert [line for line in out.out.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("words", [["backend=torchao", "fp8.params=false"], ["backend=native"], ["fp8.min_coverage=0.2"]], ids=" ".join)
+def test_what_a_run_says_before_it_begins(words: list[str]) -> None:
+    recipe = compose(["precision=bf16_fp8_current", *words])
+    text = f"{head(recipe)}\n{body(recipe, Hardware('cpu'))}"
+    assert [line for line in text.splitlines() if len(line) > 80] == [] and "planned coverage: backend " in text
 
 
 def test_errors_are_one_line_each_however_long(capsys: pytest.CaptureFixture[str]) -> None:

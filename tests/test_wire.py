@@ -243,9 +243,9 @@ def test_bytes_are_counted(name: str, to_owners: bool, want: float, scales: floa
 
 
 def test_traffic_reads() -> None:
-    every, traffic = [[torch.ones(1000)] for _ in range(4)], Traffic()
+    every, traffic = [[torch.ones(500), torch.ones(500)] for _ in range(4)], Traffic()
     simulate([sum_talk(ts, wire_codec("fp8"), rank, 4) for rank, ts in enumerate(every)], traffic)
-    assert str(traffic) == "scales 18 B in 2 messages, gradients 1.5 KiB in 2 messages"
+    assert str(traffic) == "scales 36 B in 2 messages, gradients 1.5 KiB in 2 messages", "those of all tensors together"
     traffic.clear()
     assert str(traffic) == "nothing"
 

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -33,32 +34,42 @@ ROWS = {
     "O3": {"weight": "fp8_pow2", "master_weight": "fp16_scaled", "weight_grad": "fp8_pow2", "exp_avg": "fp8_pow2", "exp_avg_sq": "fp16_scaled"},
     "blocks": {"weight": "bf16", "master_weight": "fp32", "exp_avg": "fp8_block", "exp_avg_sq": "fp8_block"},
 }
-LLAMA_TINY = [768 * 256, 256 * 256, 1376 * 256, 256 * 688] * 4 + [256 * 256] * 2 + [256] * 9
-"""Tensors of about the sizes of recipe=llama_tiny's."""
+LLAMA_TINY = [768 * 256, 256 * 256, 1376 * 256, 256 * 688] * 4 + [256 * 256], [256 * 256] + [256] * 9
+"""Tensors of about the sizes of recipe=llama_tiny's: linear layers, and what has float32 weights and gradients under a level."""
+LEVELS = ("O1", "O2", "O3")
 
 
-def lengths(size: str) -> list[int]:
+def lengths(size: str) -> tuple[list[int], list[int]]:
     if size == "llama_tiny":
         return LLAMA_TINY
     count, _, each = size.partition("x")
-    return [int(each)] * int(count)
+    if not (count.isdigit() and each.isdigit()):
+        raise argparse.ArgumentTypeError(f"{size}: write COUNTxELEMENTS, or llama_tiny")
+    return [int(each)] * int(count), []
 
 
-def stepper(name: str, sizes: list[int], eager: bool) -> Callable[[], object]:
+def checked(size: str) -> str:
+    lengths(size)
+    return size
+
+
+def stepper(name: str, linear: list[int], others: list[int], eager: bool) -> Callable[[], object]:
     """A function that does one step of that optimizer, warmed up."""
     generator = torch.Generator().manual_seed(0)
     row = ROWS.get(name, {})
-    weight = codec(row.get("weight", "fp32"))
-    stored = [weight.encode(torch.randn(n, generator=generator) * 0.02) for n in sizes]
+    codecs = [codec(row.get("weight", "fp32"))] * len(linear) + [codec(row.get("weight", "fp32") if name not in LEVELS else "fp32")] * len(others)
+    stored = [weight.encode(torch.randn(n, generator=generator) * 0.02) for n, weight in zip(linear + others, codecs, strict=True)]
     params = {f"p{i}": nn.Parameter(data) for i, (data, *_) in enumerate(stored)}
-    held = {p: (p.detach(), entry[1]) for p, entry in zip(params.values(), stored, strict=True) if len(entry) > 1}
+    held = {p: partial(tuple, (p.detach(), entry[1])) for p, entry in zip(params.values(), stored, strict=True) if len(entry) > 1}
     for p in params.values():
         p.grad_dtype = torch.float32
         p.grad = torch.randn(p.shape, generator=generator) * 1e-3
     if name in TORCH:
         optimizer = torch.optim.AdamW([*params.values()], **TORCH[name])
     else:
-        optimizer = LowBitAdamW(params.items(), columns=named_columns(**row), held=held, compiled=not eager)
+        named, apart = list(params.items()), {k: v for k, v in row.items() if name not in LEVELS or k.startswith("exp_avg")}
+        groups = [{"params": named[: len(linear)], "columns": named_columns(**row)}, {"params": named[len(linear) :], "columns": named_columns(**apart)}]
+        optimizer = LowBitAdamW([group for group in groups if group["params"]], held=held, compiled=not eager)
         optimizer.store_grads()
     for _ in range(3):
         optimizer.step()
@@ -68,24 +79,24 @@ def stepper(name: str, sizes: list[int], eager: bool) -> Callable[[], object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--sizes", nargs="+", default=["16x1048576", "llama_tiny", "256x16384"], help="COUNTxELEMENTS, or llama_tiny")
+    parser.add_argument("--sizes", nargs="+", type=checked, default=["16x1048576", "llama_tiny", "256x16384"], help="COUNTxELEMENTS, or llama_tiny")
     names = [*TORCH, *ROWS, *(f"{row} eager" for row in ROWS)]
     parser.add_argument("--only", nargs="+", choices=names, default=[*TORCH, *ROWS, "O2 eager"])
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: dict[str, list[str]] = {name: [name] for name in args.only}
     for size in args.sizes:
-        sizes, steps = lengths(size), {}
+        (linear, others), steps = lengths(size), {}
         for name in args.only:
             began = time.perf_counter()
-            steps[name] = stepper(name.removesuffix(" eager"), sizes, name.endswith(" eager"))
+            steps[name] = stepper(name.removesuffix(" eager"), linear, others, name.endswith(" eager"))
             print(f"{size} {name}: warm after {time.perf_counter() - began:.0f} s", file=sys.stderr)
         times: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(args.runs):
             for name, step in steps.items():
                 began = time.process_time()
                 step()
-                times[name].append((time.process_time() - began) / sum(sizes) * 1e9)
+                times[name].append((time.process_time() - began) / sum(linear + others) * 1e9)
         base = statistics.median(times[args.only[0]])
         for name, taken in times.items():
             rows[name] += [f"{statistics.median(taken):.2f}", f"{statistics.median(taken) / base:.2f}"]

@@ -3,7 +3,7 @@
 
     python tools/compare_losses.py --jobs 2 --results losses.jsonl       # llama_tiny on the standard library: 1 to 2 hours
     python tools/compare_losses.py --steps 6 --seeds 1 data=tiny         # a quick look
-    python tools/compare_losses.py --levels --steps 600                  # MS-AMP's levels, with and without FP8 products
+    python tools/compare_losses.py --levels --steps 600                  # the low-precision chart, with and without FP8 products
     python tools/compare_losses.py --row "precision=bf16_fp8 fp8.margin=2" --row "short: precision=bf16_fp8 fp8.amax_history_len=4"
 
 A row is the overrides of a precision, after a name and a colon where it shall have another name than these; fp32 and bf16 are
@@ -30,6 +30,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import measure_bytes
+
 import fp8cfg
 from fp8cfg.report.tables import table
 
@@ -42,10 +44,10 @@ ROWS = {
     "block": "precision=bf16_fp8_block", "mxfp8": "precision=bf16_mxfp8", "nvfp4": "precision=bf16_nvfp4",
 }  # fmt: skip
 LEVELS = {
-    "fp32": ROWS["fp32"], "bf16": ROWS["bf16"],
-    **{level: f"precision=fp32 opt_level={level}" for level in ("O1", "O2", "O3")},
-    **{f"{level}, FP8 products": f"{CURRENT} opt_level={level}" for level in ("O1", "O2", "O3")},
+    "fp32": ROWS["fp32"], "bf16": ROWS["bf16"], **{name: measure_bytes.ROWS[name] for name in ("FP16 AMP", "TE")},
+    **{f"{level}{products}": f"{words} opt_level={level}" for products, words in (("", "precision=fp32"), (", FP8 products", CURRENT)) for level in measure_bytes.LEVELS},
 }  # fmt: skip
+"""The rows of the chart, its levels with and without products in FP8."""
 Run = dict[str, Any]
 
 
@@ -114,7 +116,8 @@ def summary(found: dict[str, list[Run]], levels: bool) -> str:
                      f"{early_of[name]:.4f}", f"{max(early):.4f}", f"{runs[0]['bytes']:.2f}"])
     lines = [table(["precision", "val loss", "sd", "vs fp32", "vs bf16", "first 10", "largest", "B/param"], rows, right=range(1, 8))]
     if levels:
-        off = [name for name, distance in apart.items() if not distance["fp32"] <= (0.01 if "FP8" in name else 0.005)]
+        in_fp8 = {name for name, runs in found.items() if any(word.startswith("precision=") and "fp8" in word for word in runs[0]["words"])}
+        off = [name for name, distance in apart.items() if not distance["fp32"] <= (0.01 if name in in_fp8 else 0.005)]
         return "\n".join([*lines, f"above fp32 by more than 0.5 %, or 1 % with FP8 products: {', '.join(off) or 'none'}"])
     spread = max(r["val_loss"] for r in found["bf16"]) - min(r["val_loss"] for r in found["bf16"])
     mean = {name: statistics.mean(r["val_loss"] for r in runs) for name, runs in found.items()}
@@ -127,8 +130,8 @@ def summary(found: dict[str, list[Run]], levels: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="llama_tiny")
-    parser.add_argument("--row", action="append", metavar="[NAME:] WORDS", help=f"default: {', '.join(ROWS)}")
-    parser.add_argument("--levels", action="store_true", help=f"these rows: {', '.join(LEVELS)}")
+    parser.add_argument("--row", action="append", metavar="[NAME:] WORDS", help=f"default: {'; '.join(ROWS)}")
+    parser.add_argument("--levels", action="store_true", help=f"these rows: {'; '.join(LEVELS)}")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=1)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Kill a run with SIGKILL at random moments, resume it each time, and compare its losses with an uninterrupted run's, bit for
-bit.
+"""Kill runs with SIGKILL at random moments, resume them each time, and compare their metrics with those of an uninterrupted run,
+bit for bit: everything in metrics.jsonl but the seconds.
 
-    python tools/kill_resume.py                       # ten kills
+    python tools/kill_resume.py                                       # ten kills
     python tools/kill_resume.py --kills 3 precision=bf16_fp8_current
     python tools/kill_resume.py --kills 3 --ranks 2 opt_level=O3 storage.shard=zero2
+    python tools/kill_resume.py --rows --kills 3 --ranks 1,2 trainer.max_steps=60    # every row of the chart: ten minutes
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import zip_longest
 from pathlib import Path
+
+from measure_bytes import counts, rows
 
 from fp8cfg.training.metrics import read
 
-WORDS = ["recipe=llama_tiny", "data=tiny", "precision=bf16_fp8", "trainer.max_steps=150", "checkpoint.every_n_steps=3",
-         "trainer.val_check_interval=20", "trainer.limit_val_batches=1", "model.num_layers=2", "model.hidden_size=128",
-         "model.ffn_hidden_size=384", "trainer.micro_batch_size=8"]
+WORDS = ["recipe=llama_tiny", "data=tiny", "trainer.max_steps=150", "checkpoint.every_n_steps=3", "trainer.val_check_interval=20",
+         "trainer.limit_val_batches=1", "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=384", "model.seq_length=64",
+         "trainer.global_batch_size=8", "trainer.micro_batch_size=4"]
 
 
-def losses(folder: Path) -> list[tuple[object, ...]]:
-    """Everything in metrics.jsonl that does not measure time."""
-    return [tuple((k, v) for k, v in line.items() if k != "seconds") for line in read(folder / "metrics.jsonl")]
+def losses(root: Path) -> list[dict[str, object]]:
+    """The metrics of the run under `root`, without what measures time."""
+    folder, = root.iterdir()
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")]
 
 
 def progress(root: Path) -> int:
@@ -49,7 +54,7 @@ def kill_at_random(command: list[str], root: Path, rng: random.Random) -> int:
     until = progress(root) + rng.randint(1, 8)
     while progress(root) < until and process.poll() is None:
         time.sleep(0.005)
-    time.sleep(rng.uniform(0, 0.4))
+    time.sleep(rng.uniform(0, 0.2))
     if process.poll() is not None:
         sys.exit(f"ended by itself with {process.returncode}: {process.communicate()[1].decode()}")
     for pid in family(process.pid):
@@ -58,34 +63,40 @@ def kill_at_random(command: list[str], root: Path, rng: random.Random) -> int:
     return progress(root)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("words", nargs="*")
-    args = parser.parse_intermixed_args()
-    rng = random.Random(args.seed)
+def compared(words: list[str], ranks: int, kills: int, rng: random.Random) -> tuple[str, bool]:
+    """Where a run was killed, how its metrics differ from those of an uninterrupted one, and whether they do not."""
     launch = [sys.executable, "-m"]
-    if args.ranks > 1:
-        launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), "-m"]
+    if ranks > 1:
+        launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Path(folder, "whole"), Path(folder, "killed")
-
-        def start(root: Path) -> list[str]:
-            return [*launch, "fp8cfg", *WORDS, *args.words, f"log.dir={root}"]
-
-        subprocess.run(start(whole), check=True, stdout=subprocess.DEVNULL)
-        command = start(killed)
-        for kill in range(args.kills):
-            lines = kill_at_random(command, killed, rng)
-            run = next(killed.iterdir())
-            command = [*launch, "fp8cfg", "resume", str(run)]
-            print(f"kill {kill + 1}: {lines} lines of metrics, checkpoints {sorted(p.name for p in (run / 'checkpoints').iterdir())}")
+        start = [*launch, "fp8cfg", *WORDS, *words]
+        subprocess.run([*start, f"log.dir={whole}"], check=True, stdout=subprocess.DEVNULL)
+        command, lines = [*start, f"log.dir={killed}"], []
+        for _ in range(kills):
+            lines.append(kill_at_random(command, killed, rng))
+            command = [*launch, "fp8cfg", "resume", *map(str, killed.iterdir())]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        want, got = losses(next(whole.iterdir())), losses(next(killed.iterdir()))
-        print(f"{len(want)} lines of metrics after {args.kills} kills: {'equal' if got == want else 'DIFFERENT'}")
-        sys.exit(0 if got == want else 1)
+        want, got = losses(whole), losses(killed)
+    apart = next((f"DIFFERENT: {b}, not {a}" for a, b in zip_longest(want, got) if a != b), "")
+    return f"killed after {', '.join(map(str, lines))} of {len(want)} lines: {apart or 'equal'}", not apart
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", action="store_true", help="every row of the low-precision chart")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=counts, default=[1], metavar="N[,N]")
+    parser.add_argument("words", nargs="*")
+    args = parser.parse_intermixed_args()
+    rng, good = random.Random(args.seed), True
+    for ranks in args.ranks:
+        for name, row in (rows(ranks) if args.rows else {"": "precision=bf16_fp8"}).items():
+            text, equal = compared([*row.split(), *args.words], ranks, args.kills, rng)
+            print(f"{name:13s} {ranks} rank{'s'[: ranks > 1]}, {text}".strip(), flush=True)
+            good &= equal
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@
     python tools/measure_bytes.py --ranks 1 model.num_layers=8
 
 Bytes are those that stay from one step to the next, after two steps. Scales are those of whole tensors and of blocks; histories of
-amaxes are not among them. Of several ranks it is the mean. The chart's number is for linear layers alone.
+amaxes are not among them. Of several ranks it is the fullest. The chart's number is for linear layers alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -29,12 +28,28 @@ from fp8cfg.training.step import train_step
 SMALL = ["recipe=llama_tiny", "data=tiny", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "trainer.max_steps=2", "optim.warmup_steps=1",
          "trainer.compile=off"]
 FP8 = "precision=bf16_fp8 fp8.output_layer=true"
+LEVELS = ("O1", "O2", "O3")
 ROWS = {
-    "FP16 AMP": "precision=fp16 storage.weight=fp32 precision.loss_scale=1024", "TE": f"{FP8} fp8.params=false storage.weight=fp32", "Megatron BF16": "precision=bf16",
-    **{level: f"{FP8} opt_level={level}" for level in ("O1", "O2", "O3")},
-    **{f"{level}, {shard}": f"{FP8} opt_level={level} storage.shard={shard}" for level in ("O2", "O3") for shard in ("zero1", "zero2")},
+    "FP16 AMP": "precision=fp16 storage.weight=fp32 precision.loss_scale=1024", "TE": f"{FP8} fp8.params=false storage.weight=fp32",
+    "Megatron BF16": "precision=bf16", **{level: f"{FP8} opt_level={level}" for level in LEVELS},
 }  # fmt: skip
+"""The rows of the low-precision chart as overrides."""
+SHARDED = {f"{level}, {shard}": f"{ROWS[level]} storage.shard={shard}" for level in ("O2", "O3") for shard in ("zero1", "zero2")}
+"""Rows that differ from those on several ranks alone."""
 SPLIT = {"none": (), "zero1": ("master_weight", "exp_avg", "exp_avg_sq"), "zero2": ("master_weight", "exp_avg", "exp_avg_sq", "weight_grad")}
+
+
+def rows(ranks: int) -> dict[str, str]:
+    """All rows that there are on so many ranks."""
+    return ROWS if ranks == 1 else ROWS | SHARDED
+
+
+def counts(text: str) -> list[int]:
+    """Numbers of ranks, as in `1,2`. Raises ValueError for any other text."""
+    found = [int(word) for word in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
 
 
 def measured(words: list[str], world: World) -> dict[str, float]:
@@ -51,7 +66,7 @@ def on_rank(rank: int, ranks: int, words: list[str], folder: str) -> None:
     """All rows on one of several ranks, into a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    found = {name: measured([*SMALL, *row.split(), *words], World(rank, ranks)) for name, row in ROWS.items()}
+    found = {name: measured([*SMALL, *row.split(), *words], World(rank, ranks)) for name, row in rows(ranks).items()}
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -66,19 +81,19 @@ def charted(recipe: fp8cfg.Recipe, ranks: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=counts, default=[1, 2], metavar="N[,N]")
     parser.add_argument("words", nargs="*", default=[])
     args = parser.parse_intermixed_args()
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(on_rank, (ranks, args.words, folder), nprocs=ranks)
             each = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
-        rows = []
-        for name, row in ROWS.items():
+        lines = []
+        for name, row in rows(ranks).items():
             recipe = fp8cfg.compose([*SMALL, *row.split(), *args.words])
-            kinds = {kind: statistics.mean(found[name][kind] for found in each) for kind in each[0][name]}
-            rows.append([name, *(f"{n:.2f}" for n in kinds.values()), f"{sum(kinds.values()):.2f}", f"{charted(recipe, ranks):.3g}"])
-        print(table([f"{ranks} rank{'s'[: ranks > 1]}", *each[0]["O1"], "total", "chart"], rows, right=range(1, 8)), end="\n\n")
+            kinds = max((found[name] for found in each), key=lambda kinds: sum(kinds.values()))
+            lines.append([name, *(f"{n:.2f}" for n in kinds.values()), f"{sum(kinds.values()):.2f}", f"{charted(recipe, ranks):.3g}"])
+        print(table([f"{ranks} rank{'s'[: ranks > 1]}", *each[0]["O1"], "total", "chart"], lines, right=range(1, 8)), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from fp8cfg.backends.protocol import Hardware
 from fp8cfg.backends.te_environment import contradictions
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import as_held, fp8_weights
+from fp8cfg.config.storage import against_fp8_gather, as_held, fp8_weights
 
 __all__ = ["BLOCK_CUDA", "FP8_CAPABILITY", "Choice", "Hardware", "against", "choose"]
 
@@ -68,9 +68,20 @@ def against(name: str, precision: Precision, hardware: Hardware, statistics: int
     if name == "te" and precision.storage.shard != "none" and fp8_weights(precision):
         lines.append(f"storage.shard={precision.storage.shard}: Transformer Engine's FP8 weights are not handed round; write "
                      "backend=native, or storage.weight=fp16_scaled with fp8.params=false")
+    if precision.storage.shard == "fsdp":
+        lines += _against_fsdp(name, precision)
     if name == "te" and here:
         lines += contradictions(precision.fp8, os.environ)
     return lines + rules.refusals(as_held(precision), hardware)
+
+
+def _against_fsdp(name: str, precision: Precision) -> list[str]:
+    if name == "te":
+        return ["storage.shard=fsdp: not in this version with Transformer Engine's layers; write backend=torchao or native, or "
+                "storage.shard=zero2"]
+    if precision.storage.gather == "fp8" and name == "native":
+        return [f"storage.gather=fp8: {why}" for why in against_fp8_gather(precision, name)]
+    return []
 
 
 def _choice(name: str, precision: Precision, hardware: Hardware, asked: str, passed_over: tuple[str, ...] = ()) -> Choice:

@@ -76,6 +76,8 @@ def _odd(linear: nn.Linear, owner: nn.Module | None) -> str:
     kind = type(linear)
     if kind.forward is not nn.Linear.forward or "forward" in vars(linear):
         return f"{kind.__name__} has a forward of its own"
+    if linear._compiled_call_impl is not None:
+        return "it is compiled by itself; compile it after"
     if isinstance(owner, nn.MultiheadAttention):
         return "nn.MultiheadAttention multiplies its weight itself"
     if isinstance(linear.weight, UninitializedParameter):

@@ -105,8 +105,8 @@ def plan_linears(
     refuse_if(_unmatched(fp8, [s[0] for s in shapes]))
     plans = [_plan(s, fp8, (odd or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output)) for s in shapes]
     if not any(p.fp8 for p in plans):
-        why = sorted({p.reason for p in plans})
-        raise ConfigError(f"fp8.enabled=True: none of {len(plans)} linear layers would run in FP8 ({'; '.join(why)})")
+        why = "; ".join(sorted({p.reason for p in plans})) or "the model has none"
+        raise ConfigError(f"fp8.enabled=True: none of {len(plans)} linear layers would run in FP8 ({why})")
     refuse_if(_without_effect(fp8, plans, output))
     return plans
 
@@ -131,6 +131,8 @@ def _plan(shape: tuple[str, int, int], fp8: FP8, reason: str) -> PlannedLinear:
 def _excluded(shape: tuple[str, int, int], fp8: FP8, number: Numbering, misfit: Misfit, output: Collection[str]) -> str:
     """Why the whole layer stays in high precision, or an empty string."""
     name, in_features, out_features = shape
+    if not in_features or not out_features:
+        return f"{in_features} x {out_features}: nothing to multiply"
     if name in output and not fp8.output_layer:
         return "fp8.output_layer=false"
     if (layer := number(name)) and (reason := _outside(layer[0], fp8, layer[1])):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
+
+from fp8cfg.config.errors import NotFP8Error
 
 _CARRIED = "carried_attributes"
 """Attribute of a layer that took the place of another: names of the user's own attributes, to be taken back."""
@@ -15,7 +18,7 @@ _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
     """Put `new` where the module `name` of `model` is, under every name that it has there, with its training flag, its hooks
-    and attributes of the user's own."""
+    and attributes of the user's own. A linear layer that an FP8 one replaces raises NotFP8Error where it is called still."""
     old = model.get_submodule(name)
     carried = vars(old).get(_CARRIED, [key for key in vars(old) if key not in vars(new)])
     for key, value in vars(old).items():
@@ -30,6 +33,13 @@ def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
         for leaf, child in parent._modules.items():
             if child is old:
                 parent._modules[leaf] = new
+    if isinstance(old, nn.Linear) and type(new) is not nn.Linear:
+        vars(old)["forward"] = partial(_refuse, name)
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotFP8Error(f"{name}: the model calls the layer that an FP8 one has taken the place of; it keeps it where torch does not "
+                      "see it, such as in a list: keep it in an nn.ModuleList")
 
 
 def _follow(hooks: Iterable[Any], new: nn.Module) -> None:

@@ -4,8 +4,9 @@ It has not run on a GPU: it is tested on CPUs with Transformer Engine's own Pyth
 over a stand-in for its kernels. tests/gpu/test_te.py is what a GPU has to show.
 
 What differs from native, for whoever compares: Transformer Engine rolls histories and moves scales once for each forward pass
-(native: once for each optimizer step), and counts the amaxes of a step that was skipped. Masters of weights that are held in FP8
-are our optimizer's, float32, written with `quantize_`, as TE's FusedAdam writes its own.
+(native: once for each optimizer step), and counts the amaxes of a step that was skipped. Where te.TransformerLayer takes a whole
+layer, it also chooses the kernel of attention in high precision. Masters of weights that are held in FP8 are our optimizer's,
+float32, written with `quantize_`, as TE's FusedAdam writes its own.
 """
 
 from __future__ import annotations
@@ -23,32 +24,37 @@ from torch import Tensor, nn
 
 from fp8cfg.backends import te_attention, te_fusion
 from fp8cfg.backends.holding import shared_weights
-from fp8cfg.backends.planning import PlannedLinear, plan_attention
+from fp8cfg.backends.planning import PlannedLinear
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.swap import linear_with, replaced
 from fp8cfg.backends.te_attention import TEAttention
-from fp8cfg.backends.te_engine import Engine, Maker, entered
+from fp8cfg.backends.te_decoder import TEDecoderLayer
+from fp8cfg.backends.te_engine import Engine, entered
 from fp8cfg.backends.te_environment import contradictions
 from fp8cfg.backends.te_layers import TEMLP, TELinear, TENorm
+from fp8cfg.backends.te_maker import Maker, check
 from fp8cfg.backends.te_recipe import recipe_of
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.numerics import Region
 
 
-def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:
-    """See `protocol.Backend`. Norms become Transformer Engine's too, and in this project's Transformer norms and products are
-    fused. Raises ConfigError for NVTE_* variables that contradict `fp8`. `region` is not asked: use `autocast`."""
-    refuse_if(contradictions(fp8, os.environ))
+def convert(
+    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16
+) -> None:
+    """See `protocol.Backend`. Norms become Transformer Engine's too, and layers of this project's Transformer are fused. Weights
+    that are held in FP8 stand for weights in `compute`, the dtype of the activations. Raises ConfigError for NVTE_* variables that
+    contradict `fp8`, and for heads that FP8 attention has no kernel for. `region` is not asked: use `autocast`."""
+    refuse_if([*contradictions(fp8, os.environ), *te_attention.misfits(model, fp8)])
     te = importlib.import_module("transformer_engine.pytorch")
-    make = Maker(te, recipe_of(fp8), fp8.params, shared_weights(model))
+    make = Maker(te, recipe_of(fp8), fp8.params, shared_weights(model), compute)
     for planned in plan:
         if planned.fp8:
             linear = model.get_submodule(planned.name)
             assert isinstance(linear, nn.Linear)
             replaced(model, planned.name, TELinear(linear))
     if fp8.dot_product_attention:
-        _convert_attention(model, fp8, make)
+        te_attention.convert(model, fp8, te, make.recipe)
     te_fusion.fuse(model, make)
     for layer in _layers(model).values():
         if not hasattr(layer, "place"):
@@ -57,13 +63,6 @@ def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: R
     for name, module in list(model.named_modules()):
         if norm := _norm(module, te):
             replaced(model, name, TENorm(module, norm))
-
-
-def _convert_attention(model: nn.Module, fp8: FP8, make: Maker) -> None:
-    found = [name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(".core_attention")]
-    for name, planned in zip(found, plan_attention(fp8, len(found)), strict=True):
-        if any(planned.gemms):
-            replaced(model, f"{name}.core_attention", te_attention.converted(model.get_submodule(name), make.te, make.recipe))
 
 
 def _norm(module: nn.Module, te: Any) -> Any | None:
@@ -77,7 +76,9 @@ def _norm(module: nn.Module, te: Any) -> Any | None:
         return None
     if kind == "LayerNorm" and module.bias is None:
         return None
-    return getattr(te, kind)(tuple(weight.shape), eps=eps, dtype=weight.dtype, device="meta")
+    made = getattr(te, kind)(tuple(weight.shape), eps=eps, dtype=weight.dtype, device="meta")
+    check(made, {"eps": eps, "zero_centered_gamma": False})
+    return made
 
 
 def _layers(model: nn.Module) -> dict[str, TELinear]:
@@ -149,9 +150,9 @@ def after_skip(model: nn.Module) -> None:
 
 
 def plain(layer: nn.Module) -> nn.Module | None:
-    """See `protocol.Backend`; for a norm, a fused MLP or attention the module whose place it took. Go on with all of them: a
+    """See `protocol.Backend`; for what is no linear layer the module whose place it took. Go on with all of them: a
     norm in front of a fused product only passes its input on."""
-    if isinstance(layer, TENorm | TEMLP | TEAttention):
+    if isinstance(layer, TENorm | TEMLP | TEAttention | TEDecoderLayer):
         return layer.plain
     if not isinstance(layer, TELinear):
         return None

@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.backends.planning import ATTENTION_GEMMS, Kinds
+from fp8cfg.backends import te_rules
+from fp8cfg.backends.planning import ATTENTION_GEMMS, Kinds, plan_attention
+from fp8cfg.backends.swap import replaced
 from fp8cfg.backends.te_engine import entered
+from fp8cfg.backends.te_maker import check
 from fp8cfg.backends.te_state import HISTORY, SCALE, load_columns
+from fp8cfg.config.fp8 import FP8
 
 PRODUCTS = 3
 """As many as Transformer Engine's attention counts: it keeps three columns for each forward and two backward."""
@@ -82,13 +86,33 @@ class TEAttention(nn.Module):
         return f"te.{type(self._beside[1]).__name__}, {type(self.recipe).__name__}"
 
 
-def converted(attention: Any, te: Any, recipe: Any) -> TEAttention:
+def misfits(model: nn.Module, fp8: FP8) -> list[str]:
+    """What this GPU's FP8 attention does not take of `model`, a line each; nothing where there is no GPU to ask."""
+    if not (fp8.dot_product_attention and torch.cuda.is_available()):
+        return []
+    capability = torch.cuda.get_device_capability()
+    sizes = {int(module.head_dim) for module in model.modules() if hasattr(module, "core_attention")}  # type: ignore[arg-type]
+    return [line for size in sorted(sizes) if (line := te_rules.attention_misfit(size, capability))]
+
+
+def convert(model: nn.Module, fp8: FP8, te: Any, recipe: Any) -> None:
+    """Put Transformer Engine's in the place of each `core_attention` that is to run in FP8."""
+    found = [name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(".core_attention")]
+    for name, planned in zip(found, plan_attention(fp8, len(found)), strict=True):
+        if any(planned.gemms):
+            replaced(model, f"{name}.core_attention", _converted(model.get_submodule(name), te, recipe))
+
+
+def _converted(attention: Any, te: Any, recipe: Any) -> TEAttention:
     """`attention.core_attention`, the attention of one layer of the model, as Transformer Engine's. Its state is made now, as its
     first pass would make it."""
     heads = attention.num_query_groups * attention.heads_per_group
     module = te.DotProductAttention(
         heads, attention.head_dim, num_gqa_groups=attention.num_query_groups, attention_dropout=0.0, qkv_format="bshd",
         attn_mask_type="causal")
+    check(module, {"num_attention_heads": heads, "hidden_size_per_attention_head_k": attention.head_dim,
+                   "num_gqa_groups": attention.num_query_groups, "qkv_format": "bshd", "attn_mask_type": "causal",
+                   "unfused_attention.attention_dropout.p": 0.0})
     with torch.no_grad(), entered(te, True, recipe):  # no gradients: leaving it moves no scales
         module.init_fp8_metadata(num_gemms=PRODUCTS)
     return TEAttention(attention.core_attention, module, recipe)

@@ -18,7 +18,7 @@ Parameters = Mapping[str, tuple[nn.Module, str]]
 
 
 class Engine:
-    """A Transformer Engine module, whose Parameters are those of the model's layers.
+    """A Transformer Engine module, whose Parameters are those of the model's layers, however it is called.
 
     `linears` are the layers whose products `module` multiplies, in its order."""
 
@@ -28,6 +28,8 @@ class Engine:
         for n, linear in enumerate(self.linears):
             linear.place = (self, n)
         self.share()
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after)
 
     def share(self, decoded: bool = False) -> None:
         """Give `module` the Parameters that the model has now, as they are stored, or the values of those that are held in a
@@ -38,18 +40,21 @@ class Engine:
                 self.module._parameters[name] = parameter  # setattr would refuse what is decoded
 
     def __call__(self, x: Tensor) -> Tensor:
+        return _output(self.module(x))
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.share(decoded=True)
-        y: Tensor = self.module(x, is_first_microbatch=self._first_microbatch())
+        return args, kwargs | {"is_first_microbatch": self._first_microbatch()}
+
+    def _after(self, module: Any, args: tuple[Any, ...], made: Any) -> None:
         self.share()  # of what was decoded, only what the backward pass needs stays
-        self._record(x, y)
-        return y
+        if module.fp8 and torch.is_grad_enabled():  # a pass in high precision quantizes no weight
+            self.weights_moved = False
+        self._record(args[0], _output(made))
 
     def _first_microbatch(self) -> bool | None:
         """Whether weights have to be quantized, or those of the last pass are still good; None keeps nothing."""
-        if not self.caches or not torch.is_grad_enabled():
-            return None
-        moved, self.weights_moved = self.weights_moved, False
-        return moved
+        return self.weights_moved if self.caches and torch.is_grad_enabled() else None
 
     def _record(self, x: Tensor, y: Tensor) -> None:
         """Note what this pass multiplied: what Transformer Engine itself says of it, `module.fp8` and its quantizers. Nothing
@@ -68,6 +73,22 @@ class Engine:
                 y.register_hook(partial(_note, linear.ran, products))  # type: ignore[no-untyped-call]
 
 
+def _output(made: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """What a module made, without the empty bias that those inside of te.TransformerLayer give beside it."""
+    return made[0] if isinstance(made, tuple) else made
+
+
+def listened(module: nn.Module) -> bool:
+    """Whether somebody has to see what goes into `module` and comes out: hooks, or a `forward` put in the place of its own."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or own_forward(module)
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether a call of `module` runs something else than the `forward` of its class, such as what its `compile` made of it."""
+    return "forward" in vars(module) or module._compiled_call_impl is not None
+
+
 def _note(ran: dict[str, Kinds], products: dict[str, Kinds], gradient: Tensor) -> None:
     ran.update(products)
 
@@ -75,43 +96,6 @@ def _note(ran: dict[str, Kinds], products: dict[str, Kinds], gradient: Tensor) -
 def _kind(quantizer: Any) -> str:
     """The format that `quantizer` makes: DType.kFloat8E4M3 is e4m3."""
     return str(quantizer.dtype.name)[-4:].lower()
-
-
-class Maker:
-    """Makes the engines of one conversion. Weights are held quantized where `fp8_params`, those of `shared` excepted."""
-
-    def __init__(self, te: Any, recipe: Any, fp8_params: bool, shared: set[nn.Parameter]) -> None:
-        self.te, self.recipe, self.fp8_params, self.shared = te, recipe, fp8_params, shared
-
-    def __call__(self, kind: str, linears: Sequence[TELinear], sizes: tuple[int, int], parameters: Parameters, bias: bool = False,
-                 **options: Any) -> None:  # fmt: skip
-        """The engine of `linears`, of the Transformer Engine class `kind`."""
-        quantized = self.fp8_params and not any(linear.weight in self.shared for linear in linears)
-        # TE wants weights and inputs of one dtype; a quantized weight stands for a bf16 one (te_rules refuses others).
-        dtype = torch.bfloat16 if quantized else linears[0].weight.dtype
-        # What it was called before 2.9.
-        model_init = getattr(self.te, "quantized_model_init", None) or self.te.fp8_model_init
-        with model_init(enabled=quantized, recipe=self.recipe):
-            module = getattr(self.te, kind)(*sizes, bias=bias, params_dtype=dtype, device="meta", **options)
-            if self.recipe.delayed() and not quantized:  # made now, so that a state dict always has scales and histories
-                module.fp8_meta |= {"recipe": self.recipe, "num_gemms": len(linears)}
-                module.init_fp8_meta_tensors(self.recipe)
-        for n, linear in enumerate(linears):
-            if quantized:
-                linear.weight = _quantized(linear.weight, module.quantizers["scaling_fwd"][3 * n + 1], dtype)
-        Engine(module, self.recipe, linears, parameters)
-
-
-def _quantized(weight: nn.Parameter, quantizer: Any, dtype: torch.dtype) -> nn.Parameter:
-    """`weight` as Transformer Engine's quantized Parameter, made as its `reset_parameters` does, with the values of `weight`
-    rounded once."""
-    quantizer.set_usage(rowwise=True, columnwise=True)
-    quantizer.internal = False
-    made = nn.Parameter(quantizer(weight.detach().to(dtype)), requires_grad=weight.requires_grad)
-    if (recorded := getattr(quantizer, "amax", None)) is not None:
-        recorded.zero_()  # of values that were rounded twice
-    made.quantize_(weight.detach())  # type: ignore[attr-defined]
-    return made
 
 
 def entered(te: Any, enabled: bool, recipe: Any) -> Any:

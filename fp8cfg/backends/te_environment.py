@@ -34,16 +34,18 @@ def _or_write(values: tuple[str, ...]) -> str:
 def _wanted(fp8: FP8) -> dict[str, _Wanted]:
     override = fp8.override_linear_precision
     backward = ("high_precision",) if override.dgrad and override.wgrad else ()
+    on = fp8.dot_product_attention
     attention = {
-        # Not read by the recipe but by attention: they replace its recipe, its S and dP, or one of its passes.
-        "NVTE_DPA_FP8_RECIPE": _Wanted(("",), "fp8.dot_product_attention, which takes fp8.scaling"),
-        "NVTE_DPA_FP8_RECIPE_DPA": _Wanted(("0",), "fp8.dot_product_attention"),
-        "NVTE_DPA_FP8_RECIPE_MHA": _Wanted(("0",), "fp8.multi_head_attention"),
+        # Not read by the recipe but by attention: they replace its S and dP, or one of its passes.
         "NVTE_FP8_DPA_BWD": _Wanted(("1",), "fp8.dot_product_attention=True, whose backward products are FP8 too"),
         "NVTE_UnfusedDPA_Emulate_FP8": _Wanted(("0",), "fp8.emulate=False"),
         "NVTE_FUSED_ATTN": _Wanted(("1",), "fp8.dot_product_attention=True, which cuDNN's fused attention alone has"),
     }
     every = {
+        # Read by te.TransformerLayer too, whose attention is in high precision: they put FP8 around it.
+        "NVTE_DPA_FP8_RECIPE": _Wanted(("",) if on else ("", "F16"), f"fp8.dot_product_attention={on}"),
+        "NVTE_DPA_FP8_RECIPE_DPA": _Wanted(("0",), f"fp8.dot_product_attention={on}"),
+        "NVTE_DPA_FP8_RECIPE_MHA": _Wanted(("0",), "fp8.multi_head_attention=False"),
         "NVTE_BACKWARD_OVERRIDE": _Wanted(backward, f"fp8.override_linear_precision.dgrad={override.dgrad}"),
         "NVTE_UNFUSED_FP8_UPDATE": _Wanted(("0",), "fp8.scaling=delayed, whose scales TE's fused kernel moves"),
         "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": _Wanted((_flag(power_2_scales(fp8)),), _resolved(fp8, "use_power_2_scales")),
@@ -60,7 +62,7 @@ def _wanted(fp8: FP8) -> dict[str, _Wanted]:
     }
     mine = {name: wanted for name, wanted in every.items()
             if fp8.scaling == only.get(name, "nvfp4" if name.startswith("NVTE_NVFP4") else fp8.scaling)}
-    return mine | (attention if fp8.dot_product_attention else {})
+    return mine | (attention if on else {})
 
 
 def _flag(value: bool) -> str:

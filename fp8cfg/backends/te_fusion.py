@@ -1,8 +1,8 @@
-"""Norm and product in one Transformer Engine module, where the model's Transformer layers allow it.
+"""Norms, products and attention in one Transformer Engine module, where the model's Transformer layers allow it.
 
-`input_layernorm` with `linear_qkv` becomes te.LayerNormLinear; `pre_mlp_layernorm` with the whole gated MLP becomes
-te.LayerNormMLP. The norm's output is quantized as it is computed, and so is SwiGLU's, which is where Transformer Engine's speed
-is. te.TransformerLayer is not used: it is made of these two and of attention, and takes a whole layer or nothing.
+A whole layer becomes te.TransformerLayer, which te_decoder.py makes. Where something stands in its way, `input_layernorm` with
+`linear_qkv` becomes te.LayerNormLinear, and `pre_mlp_layernorm` with the whole gated MLP te.LayerNormMLP. The norm's output is
+quantized as it is computed, and so is SwiGLU's, which is where Transformer Engine's speed is.
 """
 
 from __future__ import annotations
@@ -11,22 +11,32 @@ from typing import Any
 
 from torch import nn
 
+from fp8cfg.backends import te_decoder
 from fp8cfg.backends.swap import replaced
-from fp8cfg.backends.te_engine import Maker
+from fp8cfg.backends.te_engine import listened
 from fp8cfg.backends.te_layers import TEMLP, TELinear, TENorm
+from fp8cfg.backends.te_maker import Maker
 
 
 def fuse(model: nn.Module, make: Maker) -> None:
     """Give one engine, in place, to what can be fused in the Transformer layers of `model`, whose linear layers are TELinear.
-    te.LayerNormMLP knows no backward pass in high precision (backward_override); then the norm goes with `linear_fc1` alone."""
+    te.LayerNormMLP knows no backward pass in high precision (backward_override), and fails on a frozen norm whose input needs no
+    gradient (it asks the bias that RMSNorm lacks); then the norm goes with `linear_fc1` alone."""
     from fp8cfg.models.layers import TransformerLayer
 
     whole_mlp = getattr(make.recipe, "backward_override", None) is None
     for name, layer in list(model.named_modules()):
         if type(layer) is TransformerLayer:
             at = f"{name}." if name else ""
+            obstacle = te_decoder.obstacle(layer, make) if name else "it is the model itself"
+            if not obstacle:
+                te_decoder.convert(model, name, layer, make)
+                continue
+            for linear in layer.modules():
+                if isinstance(linear, TELinear):
+                    linear.obstacle = obstacle
             _fuse_norm(f"{at}input_layernorm", model, layer.self_attention.linear_qkv, make)
-            if whole_mlp:
+            if whole_mlp and layer.pre_mlp_layernorm.weight.requires_grad:
                 _fuse_mlp(at, model, layer, make)
             else:
                 _fuse_norm(f"{at}pre_mlp_layernorm", model, layer.mlp.linear_fc1, make)
@@ -55,6 +65,4 @@ def _fuse_mlp(at: str, model: nn.Module, layer: Any, make: Maker) -> None:
 
 def _fusable(norm: nn.Module, *linears: nn.Module) -> bool:
     """Whether one module can take all of them: all in FP8, and nobody listens to what goes between."""
-    parts = [norm, *linears]
-    return all(isinstance(m, TELinear) and m.bias is None for m in linears) and not any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in parts)
+    return all(isinstance(m, TELinear) and m.bias is None for m in linears) and not any(map(listened, (norm, *linears)))

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class TELinear(nn.Module):
     """A linear layer that Transformer Engine multiplies: y = x wᵀ + b, x [..., in] in the weight's dtype.
 
-    `place` is its engine and its number there; where that computes a whole MLP, `forward` is not called. `ran` holds the kinds of
+    `place` is its engine and its number there; where that computes a whole MLP, or is part of a te.TransformerLayer, `forward` is
+    not called. `obstacle` says what kept te.TransformerLayer from taking the decoder layer that it is in. `ran` holds the kinds of
     the operands of each product that ran, None for high precision. A weight that is held quantized is one of Transformer
     Engine's tensors, and `set_weight` writes to it."""
 
@@ -42,6 +43,7 @@ class TELinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = cast("nn.Parameter", linear.weight), linear.bias
         self.ran: dict[str, Kinds] = dict.fromkeys(GEMMS)
+        self.obstacle = ""
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +83,8 @@ class TELinear(nn.Module):
 
     def extra_repr(self) -> str:
         module = type(self.place[0].module).__name__
-        return f"{self.in_features}, {self.out_features}, te.{module}, {type(self.recipe).__name__}"
+        said = f"{self.in_features}, {self.out_features}, te.{module}, {type(self.recipe).__name__}"
+        return f"{said}; not te.TransformerLayer: {self.obstacle}" if self.obstacle else said
 
     def _columns(self) -> Columns:
         return columns_of(self.place[0].module, self.place[1]) if self.recipe.delayed() else []
@@ -114,7 +117,7 @@ class TELinear(nn.Module):
 
 
 class TENorm(nn.Module):
-    """A norm that Transformer Engine computes, by itself or, with `engine` None, in front of the product that follows: then it
+    """A norm that Transformer Engine computes, by itself or, with `module` None, in front of the product that follows: then it
     only holds the weight, and passes its input on. `plain` is the module whose place it took."""
 
     def __init__(self, plain: Any, module: Any | None) -> None:

@@ -113,4 +113,4 @@ def _read(value: Any) -> Any:
 
 LATER: Fields = {"backward_override": None, "row_scaled_activation": False, "nvfp4_4over6": "none",
                  "nvfp4_4over6_e4m3_use_256": "all", "nvfp4_4over6_err_mode": "MAE", "enable_2d_quantization": False}
-"""Fields that came after 2.3; a class that lacks one does what is said here."""
+"""Fields that came after 2.8; a class that lacks one does what is said here."""

@@ -15,12 +15,13 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import said_of_fp8_weights
 
-MINIMUM = (2, 3)
-"""Least version: it has block scaling, and `interval` and `override_linear_precision` are gone from its recipes."""
+MINIMUM = (2, 8)
+"""Least version: it has NVFP4, and in current and block scaling every field that is read back (te_recipe.py)."""
 FP8_CAPABILITY, ADA_CUDA, ADA_CUBLASLT = (8, 9), (12, 1), (12, 1, 3)
 BLOCK_CAPABILITY, BLOCK_CUDA = (9, 0), (12, 9)
 MXFP8_CAPABILITY, MXFP8_BELOW = (10, 0), (12, 0)
 NVFP4_CAPABILITY = (10, 0)
+ATTENTION_CAPABILITY, CURRENT_ATTENTION_CAPABILITY = (9, 0), (10, 0)
 MULTIPLE = {"delayed": 16, "current": 16, "block": 16, "mxfp8": 32, "nvfp4": 32}
 """What tokens and both sizes of a layer must be multiples of. Each is the contracted dimension of one product."""
 
@@ -93,9 +94,9 @@ def _keys(p: Precision) -> list[str]:
     if f.scaling == "nvfp4" and p.compute != "bf16":
         lines.append(f"precision.compute={p.compute}: under fp8.scaling=nvfp4 Transformer Engine's Hadamard transform takes bf16 "
                      "alone; write precision=bf16_nvfp4, or backend=native")
-    if f.params and p.compute != "bf16":
-        lines.append(f"{said_of_fp8_weights(p)}: this backend holds FP8 weights in place of bf16 ones alone, not {p.compute}; "
-                     "write storage.weight=fp16_scaled with fp8.params=false")
+    if f.params and p.compute == "fp32":
+        lines.append(f"{said_of_fp8_weights(p)}: Transformer Engine's FP8 weights would pass for float32 ones, which get no master "
+                     "copy; write fp8.params=false, precision.compute=bf16, or backend=native")
     return lines
 
 
@@ -125,9 +126,32 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
                      "fp8.scaling=current")
     if scaling == "nvfp4" and capability < NVFP4_CAPABILITY:
         lines.append(f"fp8.scaling=nvfp4: {has}, Transformer Engine needs 10.0 (Blackwell); write fp8.scaling=current")
-    if p.fp8.dot_product_attention and capability < BLOCK_CAPABILITY:
-        lines.append(f"fp8.dot_product_attention=True: {has}, cuDNN's FP8 attention needs 9.0 (Hopper); drop it")
+    if p.fp8.dot_product_attention:
+        lines += _attention_lacks(scaling, capability, has)
     return lines
+
+
+def _attention_lacks(scaling: str, capability: tuple[int, int], has: str) -> list[str]:
+    """What FP8 attention asks of the GPU (pytorch/attention/dot_product_attention/utils.py); nothing takes its place there."""
+    key = f"fp8.dot_product_attention=True: {has}, cuDNN's FP8 attention"
+    if capability < ATTENTION_CAPABILITY:
+        return [f"{key} needs 9.0 (Hopper); drop it"]
+    if capability >= MXFP8_BELOW:
+        return [f"{key} needs one below 12.0; drop it"]
+    if scaling == "current" and capability < CURRENT_ATTENTION_CAPABILITY:
+        return [f"{key} needs 10.0 (Blackwell) under fp8.scaling=current; write fp8.scaling=delayed, or drop it"]
+    return []
+
+
+def attention_misfit(head_dim: int, capability: tuple[int, int]) -> str:
+    """Why FP8 attention does not train heads of `head_dim` channels on such a GPU (common/fused_attn/fused_attn.cpp); empty where
+    it does."""
+    if capability < CURRENT_ATTENTION_CAPABILITY:
+        fits, wants = head_dim == 128, "128 below 10.0 (Blackwell)"
+    else:
+        fits, wants = head_dim <= 128 and head_dim % 16 == 0, "multiples of 16 up to 128"
+    key = f"fp8.dot_product_attention=True: heads have {head_dim} channels"
+    return "" if fits else f"{key}, cuDNN's FP8 attention trains {wants} alone; drop it"
 
 
 def _extension(package: Path) -> bool:

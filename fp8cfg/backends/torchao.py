@@ -12,7 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchao.float8.config import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingGranularity, ScalingType
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+from torchao.float8.fsdp_utils import precompute_float8_dynamic_scale_for_fsdp
 
+from fp8cfg.backends.holding import shared_weights
 from fp8cfg.backends.planning import GEMMS, PlannedLinear
 from fp8cfg.backends.protocol import Observed, same
 from fp8cfg.backends.swap import linear_with, replaced
@@ -30,8 +33,14 @@ class TorchaoLinear(WatchedLinear, Float8Linear):  # type: ignore[misc]
         y: Tensor = _matmul.apply(self.gemms_ran, x, self.weight.t(), self.linear_mm_config, self.config)
         return y
 
+    @property
+    def high_precision_weight(self) -> Tensor:
+        """The weight, or what its gathered FP8 values are."""
+        weight: Tensor = self.weight
+        return weight.to_original_precision() if isinstance(weight, Float8TrainingTensor) else weight
 
-def config_of(fp8: FP8, product: str) -> Float8LinearConfig:
+
+def config_of(fp8: FP8, product: str, fp8_gather: bool = False) -> Float8LinearConfig:
     """torchao's configuration of what the `fp8` node asks for, every field read back. Raises BackendError where one differs.
 
     With rows and wgrad in high precision it is torchao's recipe rowwise_with_gw_hp, whose dgrad reads the weight with one
@@ -53,7 +62,7 @@ def config_of(fp8: FP8, product: str) -> Float8LinearConfig:
         "cast_config_grad_output": cast("dgrad", gradient),
         "cast_config_grad_output_for_grad_weight": cast("wgrad", gradient),
         "gemm_config_output": Float8GemmConfig(use_fast_accum=True), "gemm_config_grad_input": Float8GemmConfig(),
-        "gemm_config_grad_weight": Float8GemmConfig(), "enable_fsdp_float8_all_gather": False, "pad_inner_dim": False,
+        "gemm_config_grad_weight": Float8GemmConfig(), "enable_fsdp_float8_all_gather": fp8_gather, "pad_inner_dim": False,
         "emulate": product == "emulate", "force_recompute_fp8_weight_in_bwd": False,
         "round_scales_to_power_of_2": power_2_scales(fp8)}
     config = Float8LinearConfig(**wanted)
@@ -61,18 +70,26 @@ def config_of(fp8: FP8, product: str) -> Float8LinearConfig:
     return config
 
 
-def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:
-    new = _maker(fp8, product)
+def convert(
+    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, fp8_gather: bool = False
+) -> None:
+    """As every backend's. With `fp8_gather` FSDP2 is to gather weights in FP8, except one that a layer outside FP8 shares; their
+    scales are those of the weights after a step, or after new ones are loaded."""
+    new, gathered = _maker(fp8, product), _maker(fp8, product, fp8_gather)
+    shared = shared_weights(model)
     for planned in plan:
         if planned.fp8:
             linear = model.get_submodule(planned.name)
             assert isinstance(linear, nn.Linear)
-            layer = new(linear)
+            layer = (new if linear.weight in shared else gathered)(linear)
             layer.watch(region)
             replaced(model, planned.name, layer)
+    if fp8_gather:
+        model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
 
 
-def _maker(fp8: FP8, product: str) -> Callable[[nn.Linear], WatchedLinear]:
+def _maker(fp8: FP8, product: str, fp8_gather: bool = False) -> Callable[[nn.Linear], WatchedLinear]:
     if fp8.scaling == "mxfp8":
         from fp8cfg.backends.torchao_mx import maker
 
@@ -80,12 +97,13 @@ def _maker(fp8: FP8, product: str) -> Callable[[nn.Linear], WatchedLinear]:
     from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
 
     _patch_inductor_min_max_codegen()  # as torchao's own conversion does, before anything is compiled
-    config = config_of(fp8, product)
+    config = config_of(fp8, product, fp8_gather)
 
     def make(linear: nn.Linear) -> WatchedLinear:
         layer: Any = TorchaoLinear.from_float(linear, config)
+        weight = layer.weight._tensor if fp8_gather else layer.weight  # wrapped, in a Parameter of its own
         wanted = {"config": config, "weight": id(linear.weight), "bias": id(linear.bias), "emulate": {product == "emulate"}}
-        same("Float8Linear", wanted, {"config": layer.config, "weight": id(layer.weight), "bias": id(layer.bias),
+        same("Float8Linear", wanted, {"config": layer.config, "weight": id(weight), "bias": id(layer.bias),
                                       "emulate": {mm.emulate for mm in layer.linear_mm_config}})
         assert isinstance(layer, WatchedLinear)
         return layer
@@ -116,11 +134,12 @@ def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
 
 
 def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
-    """Nothing: current and MXFP8 scaling have no state."""
+    """The scales in which weights are gathered in FP8, where they are; current and MXFP8 scaling have no other state."""
+    precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def after_skip(model: nn.Module) -> None:
-    """Nothing, as in `after_step`."""
+    """Nothing: weights are what they were."""
 
 
 def plain(layer: nn.Module) -> nn.Linear | None:

@@ -97,13 +97,18 @@ class WatchedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.region.applies():
             self.gemms_ran[: 3 if torch.is_grad_enabled() else 1].zero_()
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.high_precision_weight, self.bias)
         device = x.device.type
         if torch.is_autocast_enabled(device):  # torchao asks about CUDA alone
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             y = self.multiply(x)
             return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    @property
+    def high_precision_weight(self) -> Tensor:
+        """The weight outside of the region."""
+        return self.weight
 
     def multiply(self, x: Tensor) -> Tensor:
         """The library's x [..., in] Wᵀ, recorded."""

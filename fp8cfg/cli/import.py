@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
     _say("warning", found.unknown)
     recipe = _composed(arguments, base.recipe, found.recipe)
     write = {"--yaml": exported.yaml_text, "--json": exported.json_text, "--python": exported.python_text}[forms[0]]
-    text = write(recipe, _named(recipe, {k: v for k, v in base.named.items() if k == "recipe"}), False)
+    text = write(recipe, {k: v for k, v in base.named.items() if k == "recipe"}, False)
     remarks = [*found.lost, *found.unknown]
     if forms == ["--json"]:
         _say("note", found.lost)
@@ -105,27 +105,6 @@ def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
                            for line in e.problems]) from None
 
 
-def _named(recipe: Recipe, named: dict[str, str]) -> dict[str, str]:
-    """`named`, with the preset that scales as `recipe` does, and stores as it does before all else, where the one that leaves the
-    fewest values over scales otherwise."""
-    from fp8cfg.config.presets import choices, precision_preset
-    from fp8cfg.config.recipe import PLUGIN
-    from fp8cfg.report.exported import deltas
-
-    def apart(preset: str) -> tuple[int, int]:
-        values = deltas(recipe, named | {"precision": preset}).values
-        return sum(key.startswith(f"{PLUGIN}.storage.") for key in values), len(values)
-
-    def alike(preset: str) -> bool:
-        made = precision_preset(preset)
-        return made.fp8.scaling == recipe.fp8.scaling and made.compute == recipe.precision.compute
-
-    taken, others = deltas(recipe, named).presets.get("precision"), [c for c in choices() if alike(c)]
-    if taken is None or alike(taken) or not others:
-        return named
-    return named | {"precision": min(others, key=apart)}
-
-
 def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
     """The project and its file; no file where there are words."""
     from fp8cfg.interop.doors import DOORS, door
@@ -133,8 +112,8 @@ def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
     if not arguments.plain:
         raise ConfigError(f"import: needs a project; choose from {', '.join(DOORS)}")
     project, *files = arguments.plain
-    if door(project).presets and len(files) == 1 and not words and not Path(files[0]).suffix and not Path(files[0]).exists():
-        words.append(files.pop())  # the name of a preset
+    if door(project).presets and len(files) == 1 and not words and _a_name(files[0]):
+        words.append(files.pop())  # of a preset
     if any(word.partition("=")[0] in ("precision", "trainer.plugins") for word in arguments.words):
         raise ConfigError("precision=: is what is imported; drop one of the two")
     if len(files) + bool(words) != 1:
@@ -143,6 +122,10 @@ def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
         example = f", as in: fp8cfg import {project} -- {given}" if given else ""
         raise ConfigError(f"import {project}: {more if files else 'needs a file, or words after --' + example}")
     return project, Path(files[0]) if files else None
+
+
+def _a_name(word: str) -> bool:
+    return "/" not in word and not Path(word).suffix and not Path(word).exists()
 
 
 def _say(kind: str, lines: tuple[str, ...]) -> None:

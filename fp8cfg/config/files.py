@@ -72,17 +72,24 @@ def default_recipe() -> str:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in the file `path`. Raises ConfigError, naming the file, for anything that is not plain, bounded data."""
+    return parse_yaml(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of the file `path`. Raises ConfigError, naming it, for a folder, a large file, and what is no text."""
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: is {'a folder' if path.is_dir() else 'no file'}; expected a YAML file")
+            raise ConfigError(f"{path}: is {'a folder' if path.is_dir() else 'no file'}; expected a file")
         if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB; a recipe is a few lines")
-        text = path.read_text(encoding="utf-8")
+            raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB; not a configuration")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror})") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text") from None
-    return parse_yaml(text, str(path))
+    if "\0" in text:
+        raise ConfigError(f"{path}: is not text")
+    return text
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:

@@ -92,8 +92,10 @@ class Node(pydantic.BaseModel):
 
     @classmethod
     def key(cls, field: str) -> str:
-        """The dotted key of `field`, by its short name: `fp8.margin`."""
-        return f"{cls.home}.{field}" if cls.home else field
+        """The dotted key of `field`, by its short name: `fp8.margin`, `opt_level`."""
+        from fp8cfg.config.recipe import full, short
+
+        return short(full(f"{cls.home}.{field}" if cls.home else field))
 
 
 def _watched(node: N, given: Iterable[str], copied: Node | None = None) -> N:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fp8cfg.config.fp8 import FP8, ONLY_UNDER
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.rules_fsdp import fsdp_rules
 from fp8cfg.config.rules_storage import storage_refusals
 from fp8cfg.config.storage import FP8_CODECS, fp8_weights, level, low_bit, resolved
 
@@ -33,6 +34,7 @@ def precision_rules(recipe: Recipe) -> Iterator[str]:
     yield from (_fp8_on(recipe) if p.fp8.enabled else _fp8_off(p))
     yield from _loss_scaling(p)
     yield from _storage(recipe)
+    yield from fsdp_rules(recipe)
 
 
 def _fp8_off(p: Precision) -> Iterator[str]:
@@ -124,7 +126,7 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
     if columns["comm"] in ("fp16_scaled", "fp8_block", "fp8_expand"):
         yield f"storage.comm={columns['comm']}: not sent over the wire; write fp16, fp8 or fp8_pow2"
     if columns["comm"] in FP8_CODECS and columns["weight_grad"] in FP8_CODECS and columns["comm"] != columns["weight_grad"]:
-        that = "" if columns["weight_grad"] == "fp8_block" else f"{columns['weight_grad']}, or "
+        that = "" if columns["weight_grad"] in ("fp8_block", "fp8_expand") else f"{columns['weight_grad']}, or "
         yield (f"storage.comm={columns['comm']}: gradients are stored in {columns['weight_grad']} and sent as they are; write "
                f"{that}bf16 or fp32 to add them up before they are stored")
     if weight == "fp32" and master != "none":

@@ -70,15 +70,34 @@ def no_masters(weight: str, master: str) -> Iterator[str]:
 
 def lost_updates(weight: str, master: str, rounding: str, lr: float, weight_size: float) -> Iterator[str]:
     """Learning rates, which are the size of Adam's updates, below half a unit of what a step moves."""
-    column, codec = ("weight", weight) if master == "none" else ("master_weight", master)
-    if rounding == "stochastic" or codec not in ("bf16", "fp16", "fp16_scaled"):
-        return
-    half = half_unit(weight_size, MANTISSA_BITS[codec])
-    if lr < half:
+    column, codec = _moved(weight, master)
+    if lr < (half := _lost_below(codec, rounding, weight_size)):
         yield (
             f"optim.lr={lr:g}: storage.{column}={codec} rounds most updates of that size away, at weights of {weight_size:g} those "
             f"below {half:.2g}; write storage.rounding=stochastic or storage.master_weight=fp32"
         )
+
+
+def late_updates(columns: Mapping[str, str], rounding: str, lr: float, end_lr: float, weight_size: float) -> Iterator[str]:
+    """Remarks, not refusals: learning rates that come below it as the schedule goes down."""
+    column, codec = _moved(columns["weight"], columns["master_weight"])
+    if end_lr < (half := _lost_below(codec, rounding, weight_size)) <= lr:
+        yield (
+            f"optim.min_lr={end_lr:g}: storage.{column}={codec} rounds most updates below {half:.2g} away, where the schedule "
+            "ends; storage.rounding=stochastic keeps their mean"
+        )
+
+
+def _moved(weight: str, master: str) -> tuple[str, str]:
+    """The column that a step moves, and its codec."""
+    return ("weight", weight) if master == "none" else ("master_weight", master)
+
+
+def _lost_below(codec: str, rounding: str, weight_size: float) -> float:
+    """The size of updates that rounding loses; 0 where it loses none."""
+    if rounding == "stochastic" or codec not in ("bf16", "fp16", "fp16_scaled"):
+        return 0.0
+    return half_unit(weight_size, MANTISSA_BITS[codec])
 
 
 def half_unit(size: float, mantissa_bits: int) -> float:

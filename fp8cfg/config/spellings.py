@@ -18,7 +18,7 @@ _BELONGS = {
     "first_last_layers_bf16": "fp8.high_precision_at_start and fp8.high_precision_at_end",
     "num_layers_at_start_in_bf16": "fp8.high_precision_at_start", "num_layers_at_end_in_bf16": "fp8.high_precision_at_end",
     "use_mxfp8_block_scaling": "fp8.scaling=mxfp8", "optimization_level": "opt_level",
-    "grad_reduce_in_fp32": "storage.comm", "mixed_precision": "precision",
+    "enable_fsdp_float8_all_gather": "storage.gather=fp8", "grad_reduce_in_fp32": "storage.comm", "mixed_precision": "precision",
     "params_dtype": "precision.compute", "autocast_dtype": "precision.compute", "fp16_loss_scale": "precision.loss_scale",
     "fp16_initial_loss_scale": "precision.initial_loss_scale", "fp16_min_loss_scale": "precision.min_loss_scale",
     "fp16_loss_scale_window": "precision.loss_scale_window", "fp16_hysteresis": "precision.hysteresis",
@@ -35,12 +35,15 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "data.seed": "trainer.seed", "optim.max_steps": "trainer.max_steps", "optim.clip_grad": "trainer.gradient_clip_val",
     "trainer.precision": "precision", "model.precision": "precision",
     "precision.precision": "precision.compute", "precision.params_dtype": "precision.compute", "fp8.fp8": "fp8.enabled",
+    "storage.master": "storage.master_weight", "storage.grad": "storage.weight_grad",
+    "storage.moments": "storage.exp_avg and storage.exp_avg_sq",
     "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
 }
 _VALUES = {  # of our keys: their word -> ours
     "fp8.scaling": {
         "tensorwise": "current", "per_tensor": "current", "blockwise": "block", "subchannel": "block",
         "delayed": "delayed", "current": "current", "block": "block", "mxfp8": "mxfp8", "nvfp4": "nvfp4"},
+    "storage.shard": {"zero3": "fsdp", "fsdp2": "fsdp", "full_shard": "fsdp"},
     "precision": {
         "no": "fp32", "fp32": "fp32", "32": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16",
         "fp16": "fp16", "16": "fp16", "16-mixed": "fp16", "16-true": "fp16", "fp8": "bf16_fp8", "fp8-mixed": "bf16_fp8",

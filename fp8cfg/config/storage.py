@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fp8cfg.config.fp8 import power_2_scales
+
 if TYPE_CHECKING:
     from fp8cfg.config.precision import Precision
 
@@ -51,8 +53,9 @@ def resolved(precision: Precision) -> Columns:
     Where weights are held in FP8 these are the linear layers that run in FP8: see `columns_of`.
     """
     in_fp8 = precision.fp8.enabled and precision.fp8.params
-    wire = "fp16" if precision.compute == "fp16" and precision.storage.weight != "fp32" else "fp32"
-    auto = {"weight": "fp8" if in_fp8 else precision.compute, "weight_grad": wire, "comm": wire, "exp_avg": "fp32",
+    weight = "fp32" if precision.storage.shard == "fsdp" else "fp8" if in_fp8 else precision.compute
+    wire = "fp16" if precision.compute == "fp16" and "fp32" not in (weight, precision.storage.weight) else "fp32"
+    auto = {"weight": weight, "weight_grad": wire, "comm": wire, "exp_avg": "fp32",
             "exp_avg_sq": "fp32", **of_level(precision)}
     found = {k: v if (given := getattr(precision.storage, k)) == "auto" else given for k, v in auto.items()}
     if "master_weight" not in found:
@@ -63,11 +66,12 @@ def resolved(precision: Precision) -> Columns:
 
 def others(precision: Precision) -> Columns:
     """The codecs of all other parameters: embeddings, norms, biases, and linear layers outside of FP8 where weights are held in
-    FP8."""
+    FP8. Their gradients are bf16 under O3, as under DeepSpeed, through which alone MS-AMP has that level."""
     columns = resolved(precision)
     exact = level(precision) is not None or columns["master_weight"] == "none" or precision.compute == "fp32"
     apart = {"weight": "fp32", "master_weight": "none"} if exact else {"weight": precision.compute}
-    widened = {k: "fp32" for k in ("weight_grad", "comm") if columns[k] in SCALED}
+    wide = {"weight_grad": "bf16" if level(precision) == "O3" else "fp32", "comm": "fp32"}
+    widened = {k: codec for k, codec in wide.items() if columns[k] in SCALED}
     return {**columns, **apart, **widened}
 
 
@@ -111,9 +115,34 @@ def low_bit(precision: Precision) -> bool:
     """Whether state needs the low-bit optimizer: anything but float32 moments over float32 masters or weights, with gradients
     that autograd can add up, on every rank."""
     storage = precision.storage
-    return storage.rounding != "nearest" or storage.shard != "none" or any(
+    return storage.rounding != "nearest" or storage.shard in ("zero1", "zero2") or any(
         columns["exp_avg"] != "fp32" or columns["exp_avg_sq"] != "fp32" or columns["weight_grad"] in SCALED
         or "fp32" not in (columns["weight"], columns["master_weight"])
         or (columns["master_weight"] == "none" and columns["weight_grad"] != "fp32")
         or columns["weight"] not in ("fp32", "fp8", precision.compute)
         for columns in (resolved(precision), others(precision)))
+
+
+def gathered(precision: Precision, backend: str) -> str:
+    """In what `backend` has weights on the wire under shard=fsdp, as storage.gather is in force."""
+    if precision.storage.gather != "auto":
+        return precision.storage.gather
+    return precision.compute if against_fp8_gather(precision, backend) else "fp8"
+
+
+def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
+    """Every reason why torchao cannot gather weights in FP8, and the nearest thing to write. It casts them with one scale, which it
+    never rounds, and products then read what came over the wire."""
+    fp8, high = precision.fp8, precision.fp8.override_linear_precision
+    if not fp8.enabled:
+        return [f"precision.compute={precision.compute} runs no FP8; write precision=bf16_fp8_current, or drop it"]
+    lines = [f"needs fp8.{key}={want}, not {getattr(fp8, key)}; write that, or storage.gather=auto"
+             for key, want in (("scaling", "current"), ("granularity", "tensor")) if getattr(fp8, key) != want]
+    if fp8.scaling == "current" and power_2_scales(fp8):
+        lines.append("torchao does not round the scales of weights that it gathers; write fp8.use_power_2_scales=false, or "
+                     "storage.gather=auto")
+    lines += [f"needs fp8.override_linear_precision.{gemm}=false, which reads the weight; write that, or storage.gather=auto"
+              for gemm in ("fprop", "dgrad") if getattr(high, gemm)]
+    if backend != "torchao":
+        lines.append(f"backend={backend} gathers weights in {precision.compute}; write backend=torchao, or storage.gather=auto")
+    return lines

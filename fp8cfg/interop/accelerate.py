@@ -7,16 +7,18 @@ from typing import Any
 
 from fp8cfg.interop.accelerate_fp8 import BACKENDS, DOUBTS, HANDLER, LEVELS, engine, without_effect
 from fp8cfg.interop.table import SILENT, Dialect, Entry, Unsaid, Values, runs_fp8
-from fp8cfg.interop.values import boolean, number, one_of, read_only, shown, write_only
+from fp8cfg.interop.values import boolean, is_on, number, one_of, read_only, shown, write_only
 
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "fp8": {"precision.compute": "bf16", "fp8.enabled": True}, "no": {"precision.compute": "fp32"},
     "bf16": {"precision.compute": "bf16"}, "fp16": {"precision.compute": "fp16"},
     "false": {"precision.compute": "fp32"}, "none": {"precision.compute": "fp32"},
 }
+_GATHER = "fp8_config.enable_fsdp_float8_all_gather"
 _DYNAMO, _COMPILED = "dynamo_config.dynamo_backend", {"inductor": "on", "no": "off", "false": "off"}
-_RANKS = ("no", "false", "multi_gpu", "multi_cpu", "deepspeed")
-SHARDS = {"0": "none", "1": "zero1", "2": "zero2"}
+_RANKS = ("no", "false", "multi_gpu", "multi_cpu", "deepspeed", "fsdp")
+SHARDS = {"0": "none", "1": "zero1", "2": "zero2", "3": "fsdp"}
+"""By the stage of ZeRO; what its third splits too, weights, torch's FSDP2 splits here."""
 STAGES = {shard: int(stage) for stage, shard in SHARDS.items()}
 
 
@@ -27,7 +29,7 @@ def world(ours: Values) -> int:
 
 def _distributed_type(ours: Values) -> str:
     if ours["storage.shard"] != "none":
-        return "DEEPSPEED"
+        return "FSDP" if _fsdp(ours) else "DEEPSPEED"
     return "MULTI_GPU" if world(ours) > 1 else "NO"
 
 
@@ -35,40 +37,50 @@ def _clipping(value: Any) -> dict[str, Any]:
     return {} if value == "auto" else {"trainer.gradient_clip_val": number(value)}
 
 
-def _sharded(ours: Values) -> bool:
-    return bool(ours["storage.shard"] != "none")
+def _zero(ours: Values) -> bool:
+    return bool(ours["storage.shard"] in ("zero1", "zero2"))
+
+
+def _fsdp(ours: Values) -> bool:
+    return bool(ours["storage.shard"] == "fsdp")
 
 
 _TOP = (
     Entry("mixed_precision", lambda value: one_of(value, _PRECISIONS),
           lambda ours: "fp8" if runs_fp8(ours) else {"fp32": "no"}.get(ours["precision.compute"], ours["precision.compute"])),
-    read_only("fp16", lambda value: {"precision.compute": "fp16" if boolean(value) else "fp32"}),
+    read_only("fp16", lambda value: {"precision.compute": "fp16"} if boolean(value) else {}),
     write_only("compute_environment", lambda _: "LOCAL_MACHINE"),
-    write_only("distributed_type", _distributed_type),
+    Entry("distributed_type", lambda value: {"storage.shard": "fsdp"} if str(value).lower() == "fsdp" else {}, _distributed_type),
+    write_only("fsdp_config.fsdp_version", lambda _: 2, _fsdp),
+    write_only("fsdp_config.fsdp_reshard_after_forward", lambda _: True, _fsdp),
     write_only("num_machines", lambda ours: ours["trainer.num_nodes"]), write_only("num_processes", world),
     Entry("use_cpu", lambda value: {"trainer.accelerator": "cpu"} if boolean(value) else {},
           lambda ours: ours["trainer.accelerator"] == "cpu" or SILENT),
     Entry(_DYNAMO, lambda value: {"trainer.compile": one_of(value, _COMPILED)},
           lambda ours: {"on": "INDUCTOR", "off": "NO"}.get(ours["trainer.compile"], SILENT)),
     Entry("deepspeed_config.zero_stage", lambda value: {"storage.shard": one_of(value, SHARDS)},
-          lambda ours: STAGES[ours["storage.shard"]], _sharded),
-    Entry("deepspeed_config.gradient_clipping", _clipping, lambda ours: ours["trainer.gradient_clip_val"], _sharded),
+          lambda ours: STAGES[ours["storage.shard"]], _zero),
+    Entry("deepspeed_config.gradient_clipping", _clipping, lambda ours: ours["trainer.gradient_clip_val"], _zero),
     read_only("deepspeed_config.msamp_opt_level", lambda value: {"opt_level": one_of(value, LEVELS)}),
     read_only("deepspeed_config.enable_msamp", lambda value: dict(BACKENDS["msamp"]) if boolean(value) else {}),
     read_only("fsdp_config.fsdp_activation_checkpointing",
               lambda value: {"model.recompute_granularity": "full" if boolean(value) else "none"}),
     Entry("fp8_config.backend", lambda value: one_of(value, BACKENDS), engine, runs_fp8),
-    write_only("fp8_config.enable_fsdp_float8_all_gather", lambda _: False, lambda ours: engine(ours) == "AO"),
+    Entry(_GATHER, lambda value: {"storage.gather": "fp8" if boolean(value) else "bf16"},
+          lambda ours: ours["storage.gather"] == "fp8", lambda ours: engine(ours) == "AO"),
 )
 _LAUNCH = Unsaid("how processes are started; torchrun says that", ("", None, 0, False, True, "main", "no", "static", "all"))
-_SHARDING = Unsaid("sharding of weights is not of a recipe; storage.shard=zero1 and zero2 split optimizer state")
+_SHARDING = Unsaid("how FSDP wraps, moves and saves; storage.shard=fsdp splits each layer by FSDP2")
 _UNSAID = {
     **dict.fromkeys(("machine_rank", "gpu_ids", "main_process_ip", "main_process_port", "main_training_function", "rdzv_backend",
                      "same_network", "debug", "enable_cpu_affinity", "downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster",
                      "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file", "commands", "mpirun_config.", "ec2_instance_type",
                      "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version", "py_version",
                      "transformers_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"), _LAUNCH),
-    "fsdp_config.": _SHARDING, "parallelism_config.": _SHARDING,
+    "fsdp_config.": _SHARDING, "fsdp_config.fsdp_activation_checkpointing_offload": _SHARDING,
+    "parallelism_config.": Unsaid("training here is data-parallel"),
+    "fsdp_config.fsdp_version": _SHARDING._replace(usual=(2,)),
+    "fsdp_config.fsdp_reshard_after_forward": _SHARDING._replace(usual=(True, "FULL_SHARD")),
     "megatron_lm_config.": Unsaid("Megatron-LM's own; `fp8cfg import megatron` reads its flags"),
     "deepspeed_config.gradient_accumulation_steps": Unsaid(
         "follows here from trainer.global_batch_size, trainer.micro_batch_size and the ranks", (1, "auto")),
@@ -76,7 +88,6 @@ _UNSAID = {
     "deepspeed_config.": Unsaid("DeepSpeed's own", ("none", False, None)),
     "dynamo_config.": Unsaid("torch.compile's own; trainer.compile is on, off or auto", (False, None, "default")),
     "fp8_config.pad_inner_dim": Unsaid("layers whose sizes are not multiples of 16 stay in high precision here"),
-    "fp8_config.enable_fsdp_float8_all_gather": Unsaid("FP8 all-gathers of FSDP have no key", (False,)),
 }
 _HANDLED = {f"fp8_config.{e.theirs}": e.theirs for e in HANDLER}
 _SPELLINGS = {
@@ -90,6 +101,9 @@ _SPELLINGS = {
 def _prepare(theirs: dict[str, Any]) -> list[str]:
     """What has no effect where it stands is said and taken out."""
     lines = without_effect(theirs, "fp8_config.")
+    if "mixed_precision" in theirs and is_on(theirs.pop("fp16", None)) and theirs["mixed_precision"] != "fp16":
+        lines.append(f"fp16: Accelerate reads {shown('mixed_precision', theirs['mixed_precision'])} alone")
+    theirs.setdefault("mixed_precision", "no")
     started = [shown(key, theirs[key]) for key in ("num_machines", "num_processes") if theirs.get(key, 1) not in (1, -1)]
     lines += [f"{', '.join(started)}: {_LAUNCH.why}"] if started else []
     if str(theirs.get("distributed_type", "no")).lower() not in _RANKS:
@@ -97,7 +111,11 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
     if str(theirs.get(_DYNAMO, "no")).lower() not in _COMPILED:
         lines.append(f"{shown(_DYNAMO, theirs.pop(_DYNAMO))}: trainer.compile=on compiles with inductor")
     if str(theirs.get("deepspeed_config.zero_stage")) == "3":
-        lines.append(f"deepspeed_config.zero_stage={theirs.pop('deepspeed_config.zero_stage')}: {_SHARDING.why}")
+        lines.append("deepspeed_config.zero_stage=3: weights are split by torch's FSDP2 here")
+    backend = BACKENDS.get(str(theirs.get("fp8_config.backend")).lower(), {}).get("backend")
+    if backend != "torchao" or str(theirs.get("distributed_type")).lower() != "fsdp":
+        gathers = theirs.pop(_GATHER, False)
+        lines += [f"{_GATHER}={gathers}: has no effect without backend=AO and distributed_type=FSDP"] if is_on(gathers) else []
     if str(theirs.get("mixed_precision")).lower() == "fp8" and "fp8_config.backend" not in theirs:
         lines.append("fp8_config.backend is not given: Accelerate takes torchao (current scaling), TE (delayed) or MS-AMP, the "
                      "first that is installed; fp8.scaling says it here")
@@ -124,4 +142,4 @@ WHY = {
 }
 _FP8 = tuple(replace(entry, theirs=key) for key, entry in zip(_HANDLED, HANDLER, strict=True))
 ACCELERATE = Dialect(
-    "Accelerate", (*_TOP, *_FP8), _SPELLINGS, {"mixed_precision": "no"}, _UNSAID, _prepare, _refuse, WHY, DOUBTS)
+    "Accelerate", (*_TOP, *_FP8), _SPELLINGS, {}, _UNSAID, _prepare, _refuse, WHY, DOUBTS)

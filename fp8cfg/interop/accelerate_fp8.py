@@ -15,7 +15,6 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 """Accelerate's TE and MS-AMP convert every linear layer, the output layer too; its torchao leaves the first and the last one."""
 LEVELS = {"o1": "O1", "o2": "O2"}
-_SHARDS = {"0": "none", "1": "zero1", "2": "zero2"}
 
 
 def engine(ours: Values) -> str:

@@ -22,9 +22,10 @@ def call_in(text: str, names: tuple[str, ...], kind: str) -> dict[str, Any]:
                    if (near := nearest(called := _last(node.func), names))])
     if len(calls) != 1:
         raise ConfigError(f"{len(calls)} calls; expected one of {', '.join(names)}")
-    problems = [f"{_last(calls[0].func)}: give its values by name"] if calls[0].args else []
+    unnamed = calls[0].args or not all(word.arg for word in calls[0].keywords)
+    problems = [f"{_last(calls[0].func)}: give its values by name"] if unnamed else []
     values: dict[str, Any] = {"class": _last(calls[0].func)}
-    for word in calls[0].keywords:
+    for word in calls[0].keywords if not problems else ():
         try:
             values[str(word.arg)] = _literal(word.value)
         except ValueError:

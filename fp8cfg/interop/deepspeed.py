@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from fp8cfg.interop.accelerate import SHARDS, STAGES
-from fp8cfg.interop.mcore import fp16
+from fp8cfg.interop.mcore import fp16, refuse_both
 from fp8cfg.interop.table import SILENT, Dialect, Entry, Unsaid, Values, runs_fp8
 from fp8cfg.interop.values import boolean, integer, number, numbers, one_of, option, read_only, same, switch
 
@@ -51,13 +51,14 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
     for key in [k for k, v in theirs.items() if v == "auto" and not k.endswith(".enabled")]:
         del theirs[key]
     if str(theirs.get("zero_optimization.stage")) == "3":
-        lines.append(f"zero_optimization.stage={theirs.pop('zero_optimization.stage')}: storage.shard has zero1 and zero2")
+        lines.append("zero_optimization.stage=3: weights are split by torch's FSDP2 here")
     if "msamp.enabled" in theirs and boolean(theirs["msamp.enabled"]):
         theirs.setdefault("msamp.opt_level", "O1")
     else:
         theirs.pop("msamp.opt_level", None)
     if not any(str(theirs.get(f"{dtype}.enabled", "false")).lower() in ("true", "auto", "1") for dtype in ("bf16", "fp16")):
         theirs["FP32"] = True
+    refuse_both({dtype: theirs.get(f"{dtype}.enabled") for dtype in ("bf16", "fp16")})
     return lines
 
 
@@ -83,6 +84,7 @@ DEEPSPEED = Dialect(
      Entry("optimizer.type", lambda value: {"optim.name": one_of(value, {"adamw": "adamw", "adam": "adam"})},
            lambda ours: {"adamw": "AdamW", "adam": "Adam"}.get(ours["optim.name"], SILENT)),
      Entry("optimizer.params.betas", lambda both: {"optim.betas": numbers(both)}, lambda ours: list(ours["optim.betas"]))),
+    {"bfloat16.enabled": "bf16.enabled"},
     unsaid={**dict.fromkeys(("zero_optimization.", "scheduler.", "fp16.", "bf16.", "activation_checkpointing.", "flops_profiler.",
                              "optimizer.", "amp.", "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer",
                              "prescale_gradients", "comms_logger.", "data_types.", "torch_autocast.", "aio."), _OWN),

@@ -87,10 +87,10 @@ def _read(found: Door, said: sources.Said, base: Recipe | None) -> Read:
         recipe = (base or Recipe()).model_copy(deep=True)
         recipe.precision = precision_preset(said.preset)
         return Read(recipe, said.lost, ())
+    back = read(found.dialect, said.data, base)
     if not any(map(found.dialect.knows, said.data)):
         none = f"has no key that {found.dialect.name} says precision by, such as {found.dialect.entries[0].theirs}"
-        raise ConfigError([*said.unknown] or none)
-    back = read(found.dialect, said.data, base)
+        raise ConfigError([line for line in (*said.unknown, *back.unknown) if "did you mean" in line] or none)
     return back._replace(lost=(*back.lost, *said.lost), unknown=(*back.unknown, *said.unknown))
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fp8cfg.config.errors import ConfigError, nearest, refuse_if
+from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.fp8 import ONLY_UNDER, power_2_scales, weights_2d
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import PLUGIN, Recipe, full, short
-from fp8cfg.config.storage import level, resolved
+from fp8cfg.config.storage import gathered, level, resolved
 from fp8cfg.interop import implied
 from fp8cfg.interop.effect import changed, without_effect
-from fp8cfg.interop.table import SILENT, Dialect, Read, Values, Written
+from fp8cfg.interop.table import SILENT, TYPO, Dialect, Read, Values, Written
 from fp8cfg.interop.values import printable, shown
 
 
@@ -25,6 +25,8 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
     remarks, vague, unknown = list[str](), list[str](), dialect.strange(theirs)
     try:
         remarks = dialect.prepare(theirs)
+    except ConfigError as e:
+        problems += [f"{dialect.name}: {line}" for line in e.problems]
     except ValueError as e:  # a value that its own entry refuses too, as a rule, and by its name
         vague = [f"{dialect.name}: {e}"]
     ours, origin = dict[str, Any](), dict[str, str]()
@@ -49,6 +51,8 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
     except ConfigError as e:
         problems += e.problems
     problems = problems or vague
+    problems += [f"{shown(spelled[name], theirs[name])}: is a section, with keys such as {first}"
+                 for name in spelled if name in theirs and (first := dialect.within(name))]
     refuse_if([*problems, *unknown] if problems else [])
     remarks += implied.gpus(recipe, ours)
     return Read(recipe, tuple(remarks + unsaid), tuple(unknown))
@@ -81,6 +85,8 @@ def table(recipe: Recipe) -> dict[str, Any]:
     found = {short(k): v for k, v in flat(recipe).items()}
     found |= {f"storage.{column}": codec for column, codec in resolved(p).items()}
     found["opt_level"] = level(p)
+    if p.storage.shard == "fsdp":
+        found["storage.gather"] = gathered(p, p.backend)
     if p.fp8.scaling in ONLY_UNDER["use_power_2_scales"]:
         found["fp8.use_power_2_scales"] = power_2_scales(p.fp8)
     if p.fp8.scaling in ONLY_UNDER["enable_2d_quantization"]:
@@ -111,25 +117,19 @@ def _rest(dialect: Dialect, theirs: Values, spelled: Mapping[str, str]) -> tuple
     """The lines of what has no counterpart, one for each reason, and those of what is no key of theirs."""
     known, reasons, unknown = {e.theirs for e in dialect.entries}, dict[str, list[str]](), list[str]()
     for name, key in spelled.items():
-        if name not in theirs:  # dialect.prepare has seen to it
+        if name not in theirs or dialect.within(name):  # dialect.prepare has seen to it, or `read`
             continue
-        value, lacking = theirs[name], dialect.unsaid.get(name) or (None if name in known else dialect.lacks(name))
+        value, lacking = theirs[name], dialect.unsaid.get(name)
+        if not lacking and name not in known and not dialect.like(name, TYPO):
+            lacking = dialect.lacks(name)
         if lacking and not any(value == usual and type(value) is type(usual) for usual in lacking.usual):
             reasons.setdefault(lacking.why, []).append(shown(key, value))
         elif name not in known and not lacking:
-            flag = key.startswith("--")
+            flag, near = key.startswith("--"), dialect.near(name)
+            meant = f"--{near.replace('_', '-')}" if flag and near else near
             unknown.append(f"{key}: no such {'flag' if flag else 'key'} of {dialect.name}" +
-                           _near(name, {*known, *dialect.spellings}, flag))
+                           (f"; did you mean {meant!r}?" if meant else ""))
     return [f"{', '.join(keys)}: {why}" for why, keys in reasons.items()], unknown
-
-
-def _near(name: str, known: set[str], flag: bool) -> str:
-    """What follows an unknown key: the nearest one of its section, as a flag where it is one."""
-    section, dot, leaf = name.rpartition(".")
-    near = nearest(leaf, sorted(k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section))
-    if near and flag:
-        near = f"--{near.replace('_', '-')}"
-    return f"; did you mean {section + dot + near!r}?" if near else ""
 
 
 def where(source: str, error: ConfigError) -> ConfigError:

@@ -6,6 +6,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+from fp8cfg.config.errors import refuse_if
 from fp8cfg.interop.table import SILENT, Entry, Unsaid, Values, delayed, runs_fp8
 from fp8cfg.interop.values import boolean, integer, inverse, is_on, number, one_of, option, same, shown, write_only
 
@@ -106,6 +107,13 @@ def reduction(theirs: dict[str, Any], compute: str) -> None:
         del theirs["grad_reduce_in_fp32"]
     else:
         theirs["grad_reduce_in_fp32"] = "fp32" if in_fp32 else compute
+
+
+def refuse_both(theirs: Values, named: str | None = None, fp8_field: str = "fp8", fp4_field: str = "fp4") -> None:
+    """Raise ConfigError where bf16 and fp16 are both on, of which one may be `named` and no switch, or FP8 and FP4."""
+    halves = [dtype for dtype in ("bf16", "fp16") if dtype == named or is_on(theirs.get(dtype))]
+    narrow = [field for field in (fp8_field, fp4_field) if theirs.get(field) not in OFF]
+    refuse_if([f"{' and '.join(two)} are both on; drop one" for two in (halves, narrow) if len(two) == 2])
 
 
 def what_is_on(theirs: dict[str, Any], spared: tuple[int, int], fp4_field: str = "fp4") -> list[str]:

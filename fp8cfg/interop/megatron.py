@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8cfg.interop.mcore import DOUBTS, UNSAID, WHY, fields, fp16, loss_scaling, what_is_on
+from fp8cfg.interop.mcore import DOUBTS, UNSAID, WHY, fields, fp16, loss_scaling, refuse_both, what_is_on
 from fp8cfg.interop.megatron_model import BEYOND, MODEL, MODEL_UNSAID, MODEL_WHY, shape
 from fp8cfg.interop.table import SILENT, Dialect, Entry, Values, delayed
 from fp8cfg.interop.values import boolean, is_on, option, read_only, switch, write_only
@@ -36,8 +36,6 @@ def _full_wire(ours: Values) -> Any:
 
 def _prepare(theirs: dict[str, Any]) -> list[str]:
     """What the flags come to: dtypes of state only with the precision-aware optimizer, gradients' from those about the wire."""
-    if is_on(theirs.get("bf16")) and is_on(theirs.get("fp16")):
-        raise ValueError("--bf16 and --fp16 are both given; drop one")
     lines = what_is_on(theirs, (1, 1), "fp4_format") + shape(theirs)
     if not is_on(theirs.get("use_precision_aware_optimizer")):
         for key in [k for k in (*_STATE, "main_grads_dtype") if k in theirs]:
@@ -54,6 +52,7 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
         theirs["GRADS"] = "bf16"
     if compute == "fp16" and is_on(theirs.get("accumulate_allreduce_grads_in_fp32")):
         theirs["GRADS"] = "fp32"
+    refuse_both(theirs, None, "fp8_format", "fp4_format")
     return lines
 
 

@@ -16,6 +16,7 @@ from fp8cfg.interop.mcore import (
     fields,
     loss_scaling,
     reduction,
+    refuse_both,
     what_is_on,
 )
 from fp8cfg.interop.table import SILENT, Dialect, Entry, Values
@@ -45,6 +46,7 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
     if theirs.get("precision") in OFF and compute_of(theirs) == "fp32":
         theirs["fp32"] = True
     reduction(theirs, compute_of(theirs))
+    refuse_both(theirs, _PRECISIONS.get(str(theirs.get("precision")).lower()))
     return lines
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8cfg.config.errors import ConfigError, nearest
-from fp8cfg.config.files import MAX_BYTES, parse_yaml, plain
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.files import parse_yaml, plain, read_text
 from fp8cfg.interop import flags
-from fp8cfg.interop.table import Dialect
+from fp8cfg.interop.table import TYPO, Dialect
 from fp8cfg.interop.values import flattened, printable
 
 _CODE = re.compile(r"^(\s*(?:- +)?)_(target|partial|args|call)_(?=\s*:)", re.MULTILINE)
@@ -30,19 +30,8 @@ class Said(NamedTuple):
 
 
 def text_of(path: Path) -> str:
-    """The text of a file. Raises ConfigError, naming it, for a folder, a large file, and what is no text."""
-    try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: is {'a folder' if path.is_dir() else 'no file'}; expected a file")
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB; not a configuration")
-        text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot be read ({e.strerror})") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text") from None
-    if "\0" in text:
-        raise ConfigError(f"{path}: is not text")
+    """The text of a file. Raises ConfigError as `read_text` does, and for an empty one."""
+    text = read_text(path)
     if not text.strip():
         raise ConfigError(f"{path}: is empty")
     return text
@@ -53,7 +42,7 @@ def mapping(path: Path) -> dict[str, Any]:
     text, data = text_of(path), None
     try:
         if path.suffix == ".json":
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_each_once)
         elif path.suffix == ".toml":
             data = tomllib.loads(text)
         else:
@@ -64,10 +53,23 @@ def mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML ({e})") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
+    except ConfigError:
+        raise
+    except ValueError:
+        raise ConfigError(f"{path}: a number has more digits than can be read") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected keys and values, got {type(data).__name__}")
     checked: dict[str, Any] = plain(data, str(path))
     return checked
+
+
+def _each_once(keys: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose parser takes the last of two alike."""
+    data = dict(keys)
+    if len(data) < len(keys):
+        twice = next(key for i, (key, _) in enumerate(keys) if key in dict(keys[:i]))
+        raise ConfigError(f"key {twice!r} stands twice")
+    return data
 
 
 def pairs(words: Sequence[str]) -> dict[str, Any]:
@@ -106,8 +108,7 @@ def sections(of: tuple[str, ...], dialect: Dialect) -> Callable[[Mapping[str, An
     def chosen(data: Mapping[str, Any]) -> Said:
         flat = flattened(data)
         mine = {k: v for k, v in flat.items() if k.startswith(of)}
-        known = [entry.theirs for entry in dialect.entries if "." in entry.theirs] + [*dialect.spellings]
-        typos = {k: near for k in flat if k not in mine and (near := nearest(k, known, 0.85))}
+        typos = {k: near for k in flat if k not in mine and (near := dialect.like(k, TYPO))}
         rest = sorted({f"[{k.partition('.')[0]}]" for k in flat if k not in mine and k not in typos})
         return Said(mine, (f"{', '.join(rest)}: not about precision, not read",) if rest else (), unknown=tuple(
             f"{printable(k)}: no such key of {dialect.name}; did you mean {near!r}?" for k, near in typos.items()))

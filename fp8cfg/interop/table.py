@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, nearest
 from fp8cfg.config.recipe import Recipe
 
 Values = Mapping[str, Any]
 """Our values by short keys, or theirs by their keys."""
+TYPO = 0.8
+"""How alike two names are of which one is a typing error of the other."""
 SILENT = object()
 """What an entry writes where its key is left out."""
 
@@ -70,10 +72,11 @@ class Dialect:
 
     `spellings` are other names of its keys. `defaults` are values in force where nothing is said, as far as they differ from
     ours. `unsaid` are keys, and with a dot at the end prefixes of keys, without a counterpart here. `prepare` changes a table of
-    theirs, before it is read, to what its keys mean together, and gives remarks; `strange` has a line before that for each
-    value that they do not know and that is no error to them. `refuse` says which recipes it cannot write at
-    all. `why` says of keys of ours (of a whole node, with a dot at the end) why it has none for them, `doubts` of keys that it
-    has what comes of them when they are not our default, and `beyond` names those outside of precision that it has.
+    theirs, before it is read, to what its keys mean together, and gives remarks; ConfigError where they cannot stand together.
+    `strange` has a line before that for each value that they do not know and that is no error to them. `refuse` says which
+    recipes it cannot write at all. `why` says of keys of ours (of a whole node, with a dot at the end) why it has none for them,
+    `doubts` of keys that it has what comes of them when they are not our default, and `beyond` names those outside of precision
+    that it has.
     """
 
     name: str
@@ -96,6 +99,34 @@ class Dialect:
     def knows(self, key: str) -> bool:
         """Whether `key` is one that means something here, under any of its names."""
         return self.named(key) in {entry.theirs for entry in self.entries}
+
+    def within(self, section: str) -> str | None:
+        """The first key of a section; None where it is no section."""
+        return next((e.theirs for e in self.entries if e.theirs.startswith(f"{section}.")), None)
+
+    def near(self, key: str) -> str | None:
+        """The key that an unknown one is meant for: very like it, of the same name in another section, or merely like it."""
+        leaf = key.rpartition(".")[2]
+        elsewhere = (name for name in self._names() if name.endswith(f".{leaf}"))
+        return self.like(key, TYPO) or next(elsewhere, None) or self.like(key, 0.6)
+
+    def like(self, key: str, cutoff: float) -> str | None:
+        """The key most like an unknown one: of its own section, or of the section most like that."""
+        leaves: dict[str, list[str]] = {}
+        for name in self._names():
+            at, _, last = name.rpartition(".")
+            leaves.setdefault(at, []).append(last)
+        section, _, leaf = key.rpartition(".")
+        home = section if section in leaves else nearest(section, leaves, cutoff)
+        if home is None:
+            return None
+        found = nearest(leaf, leaves[home], cutoff)
+        if not found and home != section and self.lacks(f"{home}.{leaf}"):
+            found = leaf
+        return f"{home}.{found}".lstrip(".") if found else None
+
+    def _names(self) -> tuple[str, ...]:
+        return (*(e.theirs for e in self.entries if not e.theirs.isupper()), *self.spellings, *self.unsaid)
 
     def lacks(self, key: str) -> Unsaid | None:
         """Why `key`, by its name in the table, has no counterpart; None where it is no such key."""

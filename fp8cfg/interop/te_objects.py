@@ -44,13 +44,19 @@ def to_te(recipe: Recipe) -> Written:
         raise NotHere(f"transformer_engine: cannot be imported here ({str(e).splitlines()[0][:80]})") from None
     written = write(TE, recipe)
     given = dict(written.value)
-    made = getattr(module, given.pop("class"))(**{**given, "fp8_format": module.Format[given["fp8_format"]]})
+    made = _class(module, given.pop("class"))(**{**given, "fp8_format": module.Format[given["fp8_format"]]})
     power = _powers(given)
     for name in QUANTIZERS if power is not None else ():
         setattr(made, name, module.QParams(power_2_scale=power))
     back = values_of(made)
-    refuse_if([f"{k}={v}: Transformer Engine made {back.get(k)} of it" for k, v in given.items() if back.get(k) != v])
+    refuse_if([f"{k}={v}: Transformer Engine made {back.get(k)} of it" for k, v in given.items() if back.get(k, False) != v])
     return Written(made, written.lost)
+
+
+def _class(module: Any, name: str) -> Any:
+    if not hasattr(module, name):
+        raise NotHere(f"transformer_engine: this version has no {name}")
+    return getattr(module, name)
 
 
 def _powers(given: dict[str, Any]) -> bool | None:

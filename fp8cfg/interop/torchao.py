@@ -34,6 +34,16 @@ def _granularity(gemm: str, operand: str) -> Entry:
     return write_only(f"cast_config_{operand}.scaling_granularity", width)
 
 
+def gather(value: Any) -> dict[str, Any]:
+    """What an FP8 all-gather says: there is none but of weights that FSDP2 splits."""
+    return {"storage.shard": "fsdp", "storage.gather": "fp8"} if boolean(value) else {}
+
+
+def gathers(ours: Values) -> bool:
+    """Whether weights are gathered in FP8."""
+    return bool(ours["storage.shard"] == "fsdp" and ours["storage.gather"] == "fp8")
+
+
 def _gradients(value: Any) -> dict[str, Any]:
     return {"fp8.format": one_of(value, {"none": "hybrid", "e5m2": "hybrid", "e4m3": "e4m3"})}
 
@@ -61,12 +71,12 @@ TORCHAO = Dialect(
      *(entry for gemm in _GEMMS for entry in _disabled(gemm)),
      *(Entry(f"cast_config_{grad}.target_dtype", _gradients, lambda ours: {"hybrid": "e5m2", "e4m3": "e4m3"}[ours["fp8.format"]])
        for grad in ("grad_output", "grad_output_for_grad_weight")),
+     Entry("enable_fsdp_float8_all_gather", gather, gathers),
      same("round_scales_to_power_of_2", "fp8.use_power_2_scales", boolean), same("emulate", "fp8.emulate", boolean)),
     unsaid={**{f"cast_config_{operand}.": Unsaid("E4M3 forward, one format of gradients", ("e4m3", "e5m2", None, "dynamic"))
                for operand in _OPERANDS},
             **{f"gemm_config_{gemm}.": Unsaid("accumulation is TE's: fast forward, exact backward", (gemm == "output",))
                for gemm in ("output", "grad_input", "grad_weight")},
-            "enable_fsdp_float8_all_gather": Unsaid("FP8 all-gathers of FSDP have no key", (False,)),
             "pad_inner_dim": Unsaid("layers whose sizes are not multiples of 16 stay in high precision here", (False,)),
             "force_recompute_fp8_weight_in_bwd": Unsaid("model.recompute_granularity is of whole layers", (False,))},
     prepare=_prepare, refuse=_refuse)

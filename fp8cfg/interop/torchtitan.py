@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8cfg.config.errors import suggest
+from fp8cfg.config.errors import refuse_if, suggest
 from fp8cfg.interop.table import Dialect, Entry, Unsaid, Values, runs_fp8
+from fp8cfg.interop.torchao import gather, gathers
 from fp8cfg.interop.values import boolean, is_on, one_of, option, read_only, same, shown, write_only
 
 _GW = "fp8.override_linear_precision.wgrad"
@@ -76,6 +77,7 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
             lines += [f"{section}: has no effect, model.converters does not name it"] if idle else []
             for key in idle:
                 del theirs[key]
+    refuse_if(["model.converters: float8 and mx are both on; drop one"] if kinds >= {"float8", "mx"} else [])
     return lines
 
 
@@ -100,7 +102,7 @@ def _on(kind: Any) -> dict[str, Any]:
 
 
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
-_ALIKE = Unsaid("sharding and kernels of torchtitan have no key", (False, None, ""))
+_ALIKE = Unsaid("kernels and experts of torchtitan have no key", (False, None, ""))
 TORCHTITAN = Dialect(
     "torchtitan",
     (option("training.mixed_precision_param", "precision.compute", _DTYPES),
@@ -110,17 +112,19 @@ TORCHTITAN = Dialect(
      read_only("FILTER", _filter), read_only("float8.enable_float8_linear", lambda _: {}),
      write_only(f"{_FLOAT8}.filter_fqns", _filtered, _float8), write_only(f"{_MX}.filter_fqns", _filtered, _mx),
      same(f"{_FLOAT8}.emulate", "fp8.emulate", boolean, lambda ours: _float8(ours) and ours["fp8.emulate"]),
+     Entry(f"{_FLOAT8}.enable_fsdp_float8_all_gather", gather, gathers, gathers),
+     write_only(f"{_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp", gathers, gathers),
      write_only(f"{_MX}.recipe_name", lambda _: "mxfp8_cublas", _mx)),
     {f"{old}.{key}": f"quantize.linear.{kind}.{key}"
      for old, kind in (("float8", "float8"), ("quantize.dense.float8", "float8"), ("mx", "mx"), ("quantize.dense.mx", "mx"))
      for key in ("recipe_name", "filter_fqns", "emulate", "enable_fsdp_float8_all_gather", "force_recompute_fp8_weight_in_bwd",
                  "precompute_float8_dynamic_scale_for_fsdp", "mxfp8_dim1_cast_kernel_choice")},
-    unsaid={**{f"{_FLOAT8}.{k}": _ALIKE for k in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp",
-                                                  "force_recompute_fp8_weight_in_bwd", "moe_fqns_prototype")},
+    unsaid={**{f"{_FLOAT8}.{k}": _ALIKE for k in ("force_recompute_fp8_weight_in_bwd", "moe_fqns_prototype")},
             **{f"{_MX}.{k}": _ALIKE for k in ("mxfp8_dim1_cast_kernel_choice", "moe_fqns_prototype")},
             "quantize.grouped_mm.": Unsaid("models here have no experts", (False, [], None))},
     prepare=_prepare, refuse=_refuse, strange=_strange,
-    why={"fp8.exclude": "torchtitan's filter_fqns are names of its own layers; *.linear_qkv, _proj, _fc1 and _fc2 have some",
+    why={"storage.shard": "its section parallelism says that (data_parallel_shard_degree)",
+         "fp8.exclude": "torchtitan's filter_fqns are names of its own layers; *.linear_qkv, _proj, _fc1 and _fc2 have some",
          "fp8.format": "follows from recipe_name: hybrid under tensorwise, e4m3 under rowwise",
          "fp8.use_power_2_scales": "follows from recipe_name: false under tensorwise, true under rowwise"})
 SECTIONS = ("model.converters", "float8.", "mx.", "quantize.", "training.mixed_precision_")

@@ -15,17 +15,19 @@ from fp8cfg.optim.low_bit_pieces import Work, adam_step
 from fp8cfg.optim.low_bit_state import STORED, check_parameter, check_state, collect_tensors, fresh_state, slot_of
 from fp8cfg.optim.low_bit_step import Columns, hyper
 from fp8cfg.optim.mixed_precision import Named, named_parameters
+from fp8cfg.optim.named import NamedOptimizer
 
 FLOAT32 = Columns()
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 
 
-class LowBitOptimizer(torch.optim.Optimizer):
+class LowBitOptimizer(NamedOptimizer):
     """What LowBitAdamW and LowBitAdam share. `params` are named: `param_groups(model, weight_decay)` or
     `model.named_parameters()`. Each group has its `columns`, the codecs of its parameters.
 
-    A parameter whose dtype is that of an unscaled weight codec is the stored weight; so is the first tensor of `held`, which
-    gives the tensors that a weight with a scale is kept in, outside of the optimizer. Parameters of `writers` have a master, and
+    A parameter whose dtype is that of an unscaled weight codec is the stored weight; so is the first tensor of what `held`
+    gives: the tensors that a weight with a scale is kept in, outside of the optimizer, asked for at each use since a model may
+    be moved. Parameters of `writers` have a master, and
     that function stores its value in them. Any other parameter is a working copy of the stored weight, in its own dtype,
     rewritten by each step. `originals` are values from before the parameters were rounded; weights and masters start from them.
     State is made here: load weights first, build this afterwards.
@@ -49,7 +51,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         *,
         columns: Columns = FLOAT32,
         originals: Mapping[nn.Parameter, Tensor] | None = None,
-        held: Mapping[nn.Parameter, Stored] | None = None,
+        held: Mapping[nn.Parameter, Callable[[], Stored]] | None = None,
         writers: Mapping[nn.Parameter, Callable[[Tensor], None]] | None = None,
         owned: Container[str] | None = None,
         seed: int = 0,
@@ -78,8 +80,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
             kept_apart = p in self.held or p in self.writers
             check_parameter(name, p, group["columns"], kept_apart, p in self.writers)
             self.names[p] = name
-            value = self._originals.get(p, group["columns"].weight.decode(self.held[p]) if p in self.held else p.detach())
-            weight = () if p in self.writers else self.held.get(p)
+            held = self._held(p)
+            value = self._originals.get(p, group["columns"].weight.decode(held) if held else p.detach())
+            weight = () if p in self.writers else held
             state = fresh_state(p, group["columns"], value, self._key(p, "start"), weight)
             codecs = {column: str(getattr(group["columns"], column)) for column in STORED if column in state}
             self.state[p] = {**(state if self.owns(p) else {}), "step": 0, "codecs": codecs}
@@ -200,17 +203,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 p.copy_(columns.weight.decode(self.state[p]["weight"]))
         self._remember_versions()
 
-    def state_dict(self) -> dict[str, Any]:
-        """`state_tensors`, `state_json` and the hyperparameters of the groups; by name, so not torch's own layout."""
-        groups = [_hyperparameters(group) for group in self.param_groups]
-        return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; raises ValueError as `load_state` does."""
-        self.load_state(state_dict["tensors"], state_dict["json"])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)
-
     def _works(self, group: dict[str, Any]) -> list[Work]:
         """The steps of the parameters that have a gradient; counts them."""
         stochastic = any(codec is not None and codec.rounding == "stochastic" for codec in group["columns"].written)
@@ -228,9 +220,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
             if at not in hypers:
                 hypers[at] = hyper(**_hyperparameters(group), decoupled=self.decoupled, step=state["step"], device=p.device,
                                    grad_factor=self.grad_factor)
-            slot = slot_of(p, state, grad, self.held.get(p), p in self.writers)
+            slot = slot_of(p, state, grad, self._held(p), p in self.writers)
             works.append(Work(slot, hypers[at], self._key(p, "step") if stochastic else None))
         return works
+
+    def _held(self, p: nn.Parameter) -> Stored | None:
+        return self.held[p]() if p in self.held else None
 
     def _key(self, p: nn.Parameter, what: str) -> Tensor:
         return random_key(self.seed, self.names[p], what, self.state[p].get("step", 0)).to(p.device)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8cfg.numerics.codecs import spans
-from fp8cfg.optim.low_bit_step import Columns, Scales, Slot, find_amaxes, scales_from, store_step
+from fp8cfg.optim.low_bit_step import Columns, Scales, Slot, find_amaxes, scales_from, step_at_once, store_step
 
-TOGETHER = 4
-"""Tensors of equal length in one compiled call: more instructions to overlap, and fewer calls."""
+AT_ONCE = 1 << 22
+"""Elements up to which compiled code keeps the float32 values of a tensor for its scales, 12 bytes an element, rather than compute
+them twice."""
+TOGETHER, SMALL = 4, 1 << 16
+"""Tensors of equal length in one compiled call, and elements up to which a call takes long enough to be worth it."""
 WORTH_A_CALL = 64
 """Elements below which a tensor is left to eager code."""
-FUSE: dict[str, Any] = {
-    "realize_reads_threshold": 1 << 20, "realize_acc_reads_threshold": 1 << 20, "realize_opcount_threshold": 1 << 20,
-    "emulate_precision_casts": True, "size_asserts": False,
-}  # fmt: skip
-"""Inductor's options: compute again rather than keep a float32 copy of a tensor, and round where the code says so."""
+EXACT: dict[str, Any] = {"emulate_precision_casts": True, "size_asserts": False}
+"""Inductor's options: round where the code says so."""
+FUSE = {**EXACT, **dict.fromkeys(("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1 << 20)}
+"""Compute again rather than keep a float32 copy of a tensor."""
 
 
 class Work(NamedTuple):
@@ -37,9 +40,7 @@ class _Piece(NamedTuple):
     slot: Slot
     start: int
     last: bool
-
-
-_Calls = list[tuple[list[_Piece], bool]]  # the pieces of one call, and whether it is compiled
+    fast: bool
 
 
 @torch.no_grad()
@@ -47,39 +48,67 @@ def adam_step(columns: Columns, decoupled: bool, works: Sequence[Work], compiled
     """Step every tensor of `works`, in place. Compiled code gives the same bits on a CPU; on a GPU a compiler contracts
     products and sums, which changes the last bit of a float32 before it is rounded."""
     works = [work for work in works if work.slot.source[0].numel()]
-    calls = _calls(columns, works, compiled)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed")  # of Inductor, about kernels that are as fast
-        _run(columns, decoupled, works, calls)
+        if compiled:
+            works = _at_once(columns, decoupled, works)
+        _in_two_passes(columns, decoupled, works, compiled)
 
 
-def _run(columns: Columns, decoupled: bool, works: Sequence[Work], calls: _Calls) -> None:
-    scales = _new_scales(columns, decoupled, works, calls)
-    for pieces, fast in calls:
-        keys, new = [works[p.owner].key for p in pieces], [scales[p.owner] for p in pieces]
+def _at_once(columns: Columns, decoupled: bool, works: Sequence[Work]) -> list[Work]:
+    """Step, in compiled code, tensors whose scales can wait, those of equal length together; the others are returned."""
+    alike: dict[Any, list[Work]] = {}
+    others = []
+    block, limit = columns.block, AT_ONCE if columns.per_tensor else math.inf
+    for work in works:
+        slot, count = work.slot, work.slot.source[0].numel()
+        if count <= limit and _compilable(block, count):
+            alike.setdefault((count, id(work.hyper), slot.grad[0].dtype, slot.copy is None), []).append(work)
+        else:
+            others.append(work)
+    step = _compiled(step_at_once, columns, decoupled)
+    for (count, *_), same in alike.items():
+        together = TOGETHER if count <= SMALL and block == 1 else 1  # blocks take long to compile as it is
+        whole = len(same) - len(same) % together
+        for group in [*(same[i : i + together] for i in range(0, whole, together)), *([work] for work in same[whole:])]:
+            step([_in_rows(work.slot, block) for work in group], group[0].hyper, [work.key for work in group])
+    return others
+
+
+def _in_two_passes(columns: Columns, decoupled: bool, works: Sequence[Work], compiled: bool) -> None:
+    pieces = [piece for owner, work in enumerate(works) for piece in _pieces(columns, owner, work.slot, compiled)]
+    scales = _new_scales(columns, decoupled, works, pieces)
+    for owner, slot, start, last, fast in pieces:
+        _, hyper, key = works[owner]
+        inputs = ([slot], hyper, [key], [scales[owner]])
         if fast:
-            _compiled(store_step, columns, decoupled)(*_inputs(works, pieces), keys, new)
+            _compiled(store_step, columns, decoupled)(*inputs)
         else:
-            store_step(columns, decoupled, *_inputs(works, pieces), keys, new, pieces[0].start, pieces[0].last)
+            store_step(columns, decoupled, *inputs, start, last)
 
 
-def _calls(columns: Columns, works: Sequence[Work], compiled: bool) -> _Calls:
-    """The work in pieces. Compiled code takes whole tensors, of whole blocks, together with others of their length."""
-    calls: _Calls = []
-    alike: dict[Any, list[_Piece]] = {}
-    for owner, (slot, hyper, _) in enumerate(works):
-        count = slot.source[0].numel()
-        if compiled and count >= WORTH_A_CALL and count % columns.block == 0:
-            kind = (count, id(hyper), slot.grad[0].dtype, slot.copy is None)
-            alike.setdefault(kind, []).append(_Piece(owner, _in_rows(slot, columns.block), 0, True))
-        else:
-            calls += [([_Piece(owner, _part(columns, slot, a, b), a, b == count)], False) for a, b in spans(count)]
-    together = TOGETHER if columns.block == 1 else 1  # blocks take long to compile as it is
-    for pieces in alike.values():
-        whole = len(pieces) - len(pieces) % together
-        calls += [(pieces[i : i + together], True) for i in range(0, whole, together)]
-        calls += [([piece], True) for piece in pieces[whole:]]
-    return calls
+def _new_scales(columns: Columns, decoupled: bool, works: Sequence[Work], pieces: Sequence[_Piece]) -> list[Scales]:
+    """For each of `works` the new scales of whole tensors."""
+    if not works or not columns.per_tensor:
+        return [Scales()] * len(works)
+    found: list[list[Tensor]] = [[] for _ in works]
+    for owner, slot, _, _, fast in pieces:
+        inputs = ([slot], works[owner].hyper)
+        find = _compiled(find_amaxes, columns, decoupled)(*inputs) if fast else find_amaxes(columns, decoupled, *inputs)
+        found[owner].append(find)
+    return scales_from(columns, torch.stack([torch.cat(rows).amax(0) for rows in found]))
+
+
+def _pieces(columns: Columns, owner: int, slot: Slot, compiled: bool) -> Iterator[_Piece]:
+    count = slot.source[0].numel()
+    if compiled and _compilable(columns.block, count):
+        yield _Piece(owner, _in_rows(slot, columns.block), 0, True, True)
+    else:
+        yield from (_Piece(owner, _part(columns, slot, a, b), a, b == count, False) for a, b in spans(count))
+
+
+def _compilable(block: int, count: int) -> bool:
+    return count >= WORTH_A_CALL and count % block == 0
 
 
 def _part(c: Columns, slot: Slot, start: int, stop: int) -> Slot:
@@ -98,22 +127,6 @@ def _in_rows(slot: Slot, block: int) -> Slot:
     return Slot(*rows)
 
 
-def _inputs(works: Sequence[Work], pieces: list[_Piece]) -> tuple[list[Slot], Tensor]:
-    return [p.slot for p in pieces], works[pieces[0].owner].hyper
-
-
-def _new_scales(columns: Columns, decoupled: bool, works: Sequence[Work], calls: _Calls) -> list[Scales]:
-    """For each of `works` the new scales of whole tensors."""
-    if not works or not any(codec is not None and codec.per_tensor for codec in columns.written):
-        return [Scales()] * len(works)
-    found: list[list[Tensor]] = [[] for _ in works]
-    for pieces, fast in calls:
-        find = _compiled(find_amaxes, columns, decoupled) if fast else functools.partial(find_amaxes, columns, decoupled)
-        for piece, amaxes in zip(pieces, find(*_inputs(works, pieces)).unbind(), strict=True):
-            found[piece.owner].append(amaxes)
-    return scales_from(columns, torch.stack([rows[0] if len(rows) == 1 else torch.stack(rows).amax(0) for rows in found]))
-
-
 _CONSTANTS: dict[str, tuple[Columns, bool]] = {}
 
 
@@ -127,4 +140,5 @@ def _compiled(function: Callable[..., Any], columns: Columns, decoupled: bool) -
 
     # Dynamo counts recompilations by code object and stops at eight; without this all kernels would share one.
     run.__code__ = run.__code__.replace(co_name=name)
-    return torch.compile(run, fullgraph=True, dynamic=True, options=FUSE)
+    keeps = function is step_at_once and columns.per_tensor
+    return torch.compile(run, fullgraph=True, dynamic=True, options=EXACT if keeps else FUSE)

@@ -3,9 +3,11 @@
     moments   m' = beta1 m + (1 - beta1) g          v' = beta2 v + (1 - beta2) g g
     weight    w' = w (1 - lr decay) - lr / (1 - beta1^t) * m' / (sqrt(v') / sqrt(1 - beta2^t) + eps)
 
-All of it is float32, and w' is made from m' and v' as they are before rounding. A scale for a whole tensor needs the amax of
-what is about to be stored, so there are two passes, which compute the same: one finds amaxes, the other stores. This is
-MS-AMP's update, in its order of operations. Adam instead of AdamW adds decay x w to g, for the stored moments too.
+All of it is float32, and w' is made from m' and v' as they are before rounding. This is MS-AMP's update, in its order of
+operations. Adam instead of AdamW adds decay x w to g, for the stored moments too.
+
+A scale for a whole tensor needs the amax of what is about to be stored. `step_at_once` keeps the values of a tensor till then;
+of large ones `find_amaxes` and `store_step` compute them twice, the one to find amaxes, the other to store.
 """
 
 from __future__ import annotations
@@ -46,6 +48,11 @@ class Columns(NamedTuple):
         return (self.source, None if self.master is None else self.weight, self.exp_avg, self.exp_avg_sq)
 
     @property
+    def per_tensor(self) -> bool:
+        """Whether a scale waits for the amax of a whole tensor."""
+        return any(codec is not None and codec.per_tensor for codec in self.written)
+
+    @property
     def block(self) -> int:
         """Elements of which a piece needs a multiple, unless it is the last."""
         return max(codec.block or 1 for codec in (*self.written, self.read) if codec is not None)
@@ -79,6 +86,10 @@ class Slot(NamedTuple):
     grad: Stored
 
 
+Values = tuple[Tensor, Tensor, Tensor]
+"""Weight and moments, float32."""
+
+
 class Scales(NamedTuple):
     """New inverse scales, [], of the columns of a slot that have one for the whole tensor."""
 
@@ -99,8 +110,8 @@ def hyper(
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight and moments after the step, float32."""
+def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Values:
+    """Weight and moments after the step."""
     decay, b1, one_less_b1, b2, one_less_b2, lr, correction, eps, grad_factor = hyper.unbind()
     w, g = columns.source.decode(slot.source), columns.read.decode(slot.grad) * grad_factor
     if decoupled:
@@ -133,29 +144,46 @@ def scales_from(columns: Columns, amaxes: Tensor) -> list[Scales]:
     return [Scales(*scales) for scales in zip(*of_column, strict=True)]
 
 
+def step_at_once(columns: Columns, decoupled: bool, slots: list[Slot], hyper: Tensor, keys: list[Tensor | None]) -> None:
+    """Write what the step gives to whole tensors."""
+    for slot, key in zip(slots, keys, strict=True):
+        w, m, v = moved(columns, decoupled, slot, hyper)
+        scales = [_kept(codec.scale_inv(largest(x))) if codec is not None and codec.per_tensor else None
+                  for codec, x in zip(columns.written, (w, w, m, v), strict=True)]
+        _store(columns, slot, (w, m, v), key, Scales(*scales))
+
+
+def _kept(x: Tensor) -> Tensor:
+    """`x`, which a compiler then has in memory; it would compute it again for every element that is divided by it."""
+    return x.as_strided(x.shape, x.stride())
+
+
 def store_step(
     columns: Columns, decoupled: bool, slots: list[Slot], hyper: Tensor, keys: list[Tensor | None], scales: list[Scales],
     start: int = 0, last: bool = True,
 ) -> None:  # fmt: skip
     """Write what the step gives; `start` is the first element of these pieces in their tensors. The scales of whole tensors are
     written with the last piece, for the old ones are needed till then."""
-    c = columns
     for slot, key, new in zip(slots, keys, scales, strict=True):
-        w, m, v = moved(c, decoupled, slot, hyper)
-        c.source.write(w, slot.source, new.source, key, 0, start)
-        c.exp_avg.write(m, slot.exp_avg, new.exp_avg, key, 1, start)
-        c.exp_avg_sq.write(v, slot.exp_avg_sq, new.exp_avg_sq, key, 2, start)
-        weight, scale = slot.source, new.source
-        if slot.weight is not None:
-            rounded = c.source.decode(_rescaled(slot.source, new.source))
-            weight, scale = slot.weight, new.weight
-            c.weight.write(rounded, weight, scale, key, 3, start)
-        if slot.copy is not None:
-            slot.copy.copy_(c.weight.decode(_rescaled(weight, scale)))
-        if last:
-            for stored, scale in zip((slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq), new, strict=True):
-                if stored is not None and scale is not None:
-                    stored[1].copy_(scale)
+        _store(columns, slot, moved(columns, decoupled, slot, hyper), key, new, start, last)
+
+
+def _store(c: Columns, slot: Slot, values: Values, key: Tensor | None, new: Scales, start: int = 0, last: bool = True) -> None:
+    w, m, v = values
+    c.source.write(w, slot.source, new.source, key, 0, start)
+    c.exp_avg.write(m, slot.exp_avg, new.exp_avg, key, 1, start)
+    c.exp_avg_sq.write(v, slot.exp_avg_sq, new.exp_avg_sq, key, 2, start)
+    weight, scale = slot.source, new.source
+    if slot.weight is not None:
+        rounded = c.source.decode(_rescaled(slot.source, new.source))
+        weight, scale = slot.weight, new.weight
+        c.weight.write(rounded, weight, scale, key, 3, start)
+    if slot.copy is not None:
+        slot.copy.copy_(c.weight.decode(_rescaled(weight, scale)))
+    if last:
+        for stored, scale in zip((slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq), new, strict=True):
+            if stored is not None and scale is not None:
+                stored[1].copy_(scale)
 
 
 def _rescaled(stored: Stored, scale_inv: Tensor | None) -> Stored:

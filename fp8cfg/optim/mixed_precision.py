@@ -20,12 +20,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fp8cfg.optim.loss_scale import LossScaler
 from fp8cfg.optim.masters import make_masters
+from fp8cfg.optim.named import NamedOptimizer, hyperparameters
 from fp8cfg.optim.state import collect_json, collect_tensors, restore
 
 Named = Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 
 
-class MixedPrecisionOptimizer(torch.optim.Optimizer):
+class MixedPrecisionOptimizer(NamedOptimizer):
     """Wraps `inner`, an optimizer over float32 masters, for parameters of any floating dtype.
 
     `params` are named: `param_groups(model, weight_decay)` or `model.named_parameters()`. `inner` builds the wrapped
@@ -63,7 +64,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.inner = inner([self._inner_group(group) for group in self.param_groups])
         self.defaults = self.inner.defaults
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(_hyperparameters(inner_group))
+            group.update(hyperparameters(inner_group))
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
         self.grad_norm = 0.0
@@ -89,7 +90,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self.loss_scaler.update(found_inf=not finite)
         if finite:
             for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
-                inner_group.update(_hyperparameters(group))
+                inner_group.update(hyperparameters(group))
             self.inner.step()
             self.steps += 1
         for hook in self.on_step if finite else self.on_skip:
@@ -130,19 +131,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.steps = int(json["steps"])
         self._remember_versions()
 
-    def state_dict(self) -> dict[str, Any]:
-        """`state_tensors`, `state_json` and the hyperparameters of the groups; by name, so not torch's own layout."""
-        groups = [_hyperparameters(group) for group in self.param_groups]
-        return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; raises ValueError as `load_state` does."""
-        self.load_state(state_dict["tensors"], state_dict["json"])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)
-
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**_hyperparameters(group), "params": [self.masters[p] for p in group["params"]]}
+        return {**hyperparameters(group), "params": [self.masters[p] for p in group["params"]]}
 
     def _prepare_gradients(self) -> bool:
         """Give every master its float32 gradient, unscaled and clipped; False if they are not finite."""
@@ -153,6 +143,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self.loss_scaler is not None and grads:
             torch._foreach_mul_(grads, 1.0 / self.loss_scaler.scale)
         norm = get_total_norm(grads)
+        if hasattr(norm, "full_tensor"):  # of gradients that are split over ranks
+            norm = norm.full_tensor()
         self.grad_norm = norm.item()
         if not math.isfinite(self.grad_norm):
             return False
@@ -186,7 +178,3 @@ def named_parameters(group: dict[str, Any]) -> Iterable[tuple[str, nn.Parameter]
     if "param_names" not in group:
         raise ValueError("state is kept by name: pass param_groups(model, weight_decay) or model.named_parameters()")
     return zip(group["param_names"], group["params"], strict=True)
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.rules_storage import slow_averages
+from fp8cfg.config.rules_storage import late_updates, slow_averages
 from fp8cfg.config.storage import level, resolved
 from fp8cfg.report.operands import CODEC
 from fp8cfg.report.tables import table
@@ -68,6 +68,8 @@ def remarks(recipe: Recipe) -> list[str]:
     """What is allowed and may not be meant."""
     p, o = recipe.precision, recipe.optim
     found = [] if o.name == "sgd" else list(slow_averages(resolved(p), o.betas))
+    if o.name != "sgd" and o.lr_decay_style != "constant":
+        found += late_updates(resolved(p), p.storage.rounding, o.lr, o.end_lr, recipe.model.init_method_std)
     if level(p) == "O3" and p.storage.shard == "none":
         found.append("opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state")
     if p.storage.shard != "none" and recipe.trainer.num_nodes * recipe.trainer.devices == 1:

@@ -91,7 +91,7 @@ class Coverage:
         groups: dict[tuple[str, str], tuple[int, float]] = {}
         for p in self.linears:
             kinds = " ".join(f"{_kinds(k, self.compute):9}" for k in p.gemms)
-            what = f"{kinds} {p.reason}" if p.fp8 else f"{self.compute}: {p.reason}"
+            what = f"{kinds} {p.reason}" if p.fp8 else f"{self.compute}: {p.reason or 'did not multiply'}"
             key = _INDEX.sub("*", p.name), what.rstrip()
             count, flops = groups.get(key, (0, 0.0))
             groups[key] = count + 1, flops + _flops(p)

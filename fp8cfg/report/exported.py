@@ -15,8 +15,9 @@ from fp8cfg.config import registry
 from fp8cfg.config.files import dump_yaml
 from fp8cfg.config.node import Node
 from fp8cfg.config.presets import FUNCTIONS
-from fp8cfg.config.recipe import Recipe, short
+from fp8cfg.config.recipe import PLUGIN, Recipe, short
 
+_KIND = (f"{PLUGIN}.compute", f"{PLUGIN}.fp8.scaling")
 _HEAD = f"Exported by fp8cfg {__version__}"
 _RUN = 'if __name__ == "__main__":\n    fp8cfg.fit(fp8cfg.build(recipe))\n'
 
@@ -31,24 +32,30 @@ class Deltas:
 
 
 def deltas(recipe: Recipe, named: Mapping[str, str], groups: tuple[str, ...] = tuple(LEAVES)) -> Deltas:
-    """`recipe` on top of what `named` says, where it does; else on what leaves the fewest values over. Presets are taken for
-    `groups` alone."""
+    """`recipe` on top of what `named` says, where it does; else on what is nearest. Presets are taken for `groups` alone."""
     want, presets, makers = flat(recipe), dict[str, str](), registry.recipes()
     names = [named["recipe"]] if "recipe" in named else makers
     base, values = _nearest({name: flat(makers[name]()) for name in names}, want)
     for group in groups:
         name, node = _nearest(_shipped(group, named.get(group)), want)
-        left, without = len(_differing(node, want)), len(_differing({key: values[key] for key in node}, want))
-        if (group in named or left < without) and (group == "precision" or not left):  # `data` is a name or keys, not both
+        nearer = _apart(node, want) < _apart({key: values[key] for key in node}, want)
+        if (group in named or nearer) and (group == "precision" or node.items() <= want.items()):  # `data`: a name or keys
             presets[group] = name
             values |= node
     return Deltas(base, presets, {key: want[key] for key in _differing(want, values)})
 
 
 def _nearest(tables: dict[str, dict[str, Any]], want: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name and the table with the fewest values that are not wanted; the first by name of several."""
-    name = min(tables, key=lambda name: (len(_differing(tables[name], want)), name))
+    """The name and the table that is the least apart from what is wanted; the first by name of several."""
+    name = min(tables, key=lambda name: (_apart(tables[name], want), name))
     return name, tables[name]
+
+
+def _apart(values: Mapping[str, Any], want: Mapping[str, Any]) -> tuple[bool, int, int]:
+    """Whether `values` compute in another dtype or scale otherwise, how many columns they store otherwise, and how many of them
+    are not wanted."""
+    keys = _differing(values, want)
+    return any(k in _KIND for k in keys), sum(k.startswith(f"{PLUGIN}.storage.") for k in keys), len(keys)
 
 
 def _shipped(group: str, only: str | None) -> dict[str, dict[str, Any]]:

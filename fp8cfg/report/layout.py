@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,11 @@ class Part:
     data: int = 1
     sequence_parallel: bool = False
     in_flight: float = 1.0
+
+
+def ranks() -> int:
+    """The ranks of this run, as torchrun says (WORLD_SIZE); 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def whole(recipe: Recipe, ranks: int = 1) -> Part:

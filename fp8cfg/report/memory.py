@@ -14,16 +14,20 @@ from fp8cfg.backends.planning import PlannedLinear
 from fp8cfg.builder import plan, transformer_config
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, low_bit, others, resolved
+from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, gathered, low_bit, others, resolved
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.activations import activations
-from fp8cfg.report.layout import Part, whole
+from fp8cfg.report.layout import Part, ranks, whole
 from fp8cfg.report.operands import CODEC, held_beside
 from fp8cfg.report.tables import size, table
 
 PIECE, WORKING = 65536, 12 * 4
 """Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK), and the bytes that one takes in float32."""
+AT_ONCE = 1 << 22
+"""Elements up to which a compiled step keeps a tensor's values in float32 till their scales are known (optim/low_bit_pieces.py)."""
+PER_TENSOR = ("fp16_scaled", "fp8", "fp8_pow2")
+"""Codecs with one scale for a tensor."""
 NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
 """Kinds that grow with tokens rather than with parameters."""
 
@@ -43,16 +47,21 @@ class Parameters:
 
 def memory(recipe: Recipe, device: str, part: Part | None = None) -> dict[str, int]:
     """Bytes by kind for one rank on `device` ("cpu" or "cuda"): of `part`, or of the whole model as training holds it."""
-    part = part or whole(recipe)
+    part = part or whole(recipe, ranks())
     linears = linears_of(recipe, part)
     kinds = persistent(recipe, part, linears)
     live = asdict(activations(recipe, device, part, linears, gradient_bytes(recipe)))
     kinds["FP8 copies"] += live.pop("copies")
-    if (wide := before_step(recipe, part) - kinds["gradients"]) > 0:
+    if recipe.storage.shard == "fsdp":
+        kinds["gathered"] = gathered_bytes(recipe, part)
+    elif (wide := before_step(recipe, part) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
     kinds |= {"activations": live.pop("kept"), **live}
-    step = step_bytes(recipe, part, linears)
-    return {**kinds, "optimizer step": max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))}
+    step = step_bytes(recipe, part, linears, recipe.trainer.compile != "off")
+    kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
+    if recipe.storage.shard == "fsdp":
+        kinds["to start"] = max(0, 4 * parameters(recipe, part).total - sum(kinds.values()))
+    return kinds
 
 
 def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, int]:
@@ -61,8 +70,9 @@ def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict
     each = {"weights": "weight", "masters": "master_weight", "gradients": "weight_grad"}
     kinds = {kind: int(counts.linear * CODEC[columns[k]] + counts.other * CODEC[rest[k]]) for kind, k in each.items()}
     kinds["moments"] = int(counts.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]]))
-    zero = {"none": (), "zero1": ("masters", "moments"), "zero2": ("masters", "moments", "gradients")}
-    for kind in zero[recipe.storage.shard]:
+    split = {"none": (), "zero1": ("masters", "moments"), "zero2": ("masters", "moments", "gradients"),
+             "fsdp": ("weights", "masters", "moments", "gradients")}
+    for kind in split[recipe.storage.shard]:
         kinds[kind] //= part.data
     state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if recipe.fp8.scaling == "delayed" else 0
     held = counts.linear if fp8_weights(recipe.precision) else 0
@@ -83,6 +93,19 @@ def before_step(recipe: Recipe, part: Part) -> int:
     added = summed or (part.data > 1 and columns["comm"] != columns["weight_grad"])
     each = gradient_bytes(recipe) if added else CODEC[columns["weight_grad"]]
     return int(counts.linear * each + counts.other * CODEC[others(recipe.precision)["weight_grad"]])
+
+
+def gathered_bytes(recipe: Recipe, part: Part) -> int:
+    """Bytes of what is whole for a while under shard=fsdp. Of embedding, last norm and output layer weights and gradients, and at
+    the end what is sent of these; before that the weights of two layers, of which one is being gathered, and the gradients of
+    one, as they are and as they are sent."""
+    p, count = recipe.precision, len(part.layers)
+    matrices = [q.in_features * q.out_features for q in linears_of(recipe, part) if q.name != "output_layer"]
+    layers = sum(-(-n // part.tensor) for n in matrices) + 2 * count * recipe.model.hidden_size
+    root, layer = parameters(recipe, part).total - layers, layers // count
+    compute, sent = CODEC[p.compute], CODEC[resolved(p)["comm"]]
+    weight = CODEC[gathered(p, p.backend)]
+    return int(root * 2 * compute + max(layer * (2 * weight + compute + sent), root * sent))
 
 
 def microbatches(recipe: Recipe, part: Part) -> int:
@@ -114,7 +137,7 @@ def linears_of(recipe: Recipe, part: Part) -> list[PlannedLinear]:
 
 def memory_table(recipe: Recipe, device: str, part: Part | None = None) -> str:
     """The table of `memory`, with bytes per parameter for what grows with the parameters; what takes nothing is left out."""
-    part = part or whole(recipe)
+    part = part or whole(recipe, ranks())
     count = parameters(recipe, part).total
     kinds = memory(recipe, device, part)
     rows = [[kind, size(n), "" if kind in NOT_PARAMETERS else f"{n / count:.1f}", _note(recipe, kind, part)]
@@ -134,15 +157,23 @@ def refuse_if_too_large(recipe: Recipe, device: str, free: int) -> None:
         raise ConfigError(f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}{hint}")
 
 
-def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
+def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], compiled: bool = False) -> int:
     """Bytes that the optimizer's step takes for a while: float32 copies of narrower gradients; one weight on its way into FP8, in
-    float32 before and after it is cut to the range, and rounded."""
+    float32 before and after it is cut to the range, and rounded; values of one tensor that compiled code keeps."""
     pieces = low_bit(recipe.precision)
     widened = 4 * parameters(recipe, part).total if gradient_bytes(recipe) < 4 and not pieces else 0
     in_fp8 = fp8_weights(recipe.precision)
     held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
-    piece = min(PIECE, max(map(prod, parameter_shapes(transformer_config(recipe)).values()))) if pieces else 0
-    return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * piece)
+    tensors = [prod(shape) for shape in parameter_shapes(transformer_config(recipe)).values()] if pieces else [0]
+    return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * min(PIECE, max(tensors)),
+               _kept(recipe) * max((n for n in tensors if n <= AT_ONCE), default=0) if compiled else 0)
+
+
+def _kept(recipe: Recipe) -> int:
+    """Bytes of an element that a compiled step keeps: float32, of weight and moments what gets a scale for the whole tensor."""
+    columns = resolved(recipe.precision)
+    values = (("weight", "master_weight"), ("exp_avg",), ("exp_avg_sq",))
+    return 4 * sum(any(columns[column] in PER_TENSOR for column in value) for value in values)
 
 
 def _note(recipe: Recipe, kind: str, part: Part) -> str:
@@ -154,6 +185,7 @@ def _note(recipe: Recipe, kind: str, part: Part) -> str:
     return {
         **{kind: rest[k] if columns[k] == rest[k] else f"{rest[k]}, {layers} {columns[k]}"
            for kind, k in (("weights", "weight"), ("masters", "master_weight"), ("gradients", "weight_grad"))},
+        "gathered": "whole: embedding, output, two layers",
         "accumulation": "gradients until they are summed and stored",
         "moments": chart.moments(columns),
         "FP8 copies": state if fp8_weights(recipe.precision) else "quantized weights, forward to backward",
@@ -161,4 +193,5 @@ def _note(recipe: Recipe, kind: str, part: Part) -> str:
         "logits": f"vocab_size={recipe.model.vocab_size}",
         "backward": "gradients of activations" if recipe.model.recompute_granularity == "none" else "one layer again",
         "optimizer step": "fp32 gradients" if widens else "pieces on their way to codecs",
+        "to start": "more: the model in fp32, before it is split",
     }[kind]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from math import prod
 
 from fp8cfg import __version__
@@ -12,12 +11,13 @@ from fp8cfg.composition.yaml_door import listed
 from fp8cfg.config.errors import ConfigError, NotFP8Error
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import resolved
+from fp8cfg.config.storage import gathered, resolved
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report.coverage import planned
+from fp8cfg.report.layout import ranks
 from fp8cfg.report.memory import memory_table
 from fp8cfg.report.planned_text import passed_over
-from fp8cfg.report.tables import amount
+from fp8cfg.report.tables import amount, wrapped
 
 
 def head(recipe: Recipe) -> str:
@@ -60,9 +60,11 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
         least = recipe.fp8.min_coverage
         if coverage.share < least:
             raise NotFP8Error(f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
-        backend = "\n".join([f"planned coverage: backend {choice.backend} ({choice.why})", *passed_over(choice)])
+        who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
+        backend = "\n".join([who, *passed_over(choice)])
         parts.append(f"{backend}\n{coverage}")
-    parts.append(memory_table(recipe, hardware.device))
+    split = [f"weights are split over the ranks and gathered in {gathered(recipe.precision, choice.backend)}"]
+    parts.append("\n".join([memory_table(recipe, hardware.device), *(split if recipe.storage.shard == "fsdp" else ())]))
     parts += [line for line in [_scaled_down(recipe)] if line]
     return "\n" + "\n\n".join(parts) + "\n"
 
@@ -79,17 +81,14 @@ def refuse_layout(recipe: Recipe, ranks: int) -> None:
 
 def _scaled_down(recipe: Recipe) -> str:
     """The line that says how a layout for other machines is run here, or an empty one."""
-    t, ranks = recipe.trainer, _ranks()
+    t, here = recipe.trainer, ranks()
     meant = t.num_nodes * t.devices
-    if meant == ranks:
+    if meant == here:
         return ""
     s = t.strategy
     layout = f" (tensor {s.tensor_model_parallel_size}, pipeline {s.pipeline_model_parallel_size}, " \
              f"context {s.context_parallel_size})" if s.size > 1 else ""
-    steps = t.global_batch_size / (t.micro_batch_size * ranks)
-    many = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    steps = t.global_batch_size / (t.micro_batch_size * here)
+    many = "1 rank" if here == 1 else f"{here} ranks"
     return f"meant for {meant} GPUs{layout}\nruns here data-parallel on {many}, {steps:g} microbatches a step on each"
 
-
-def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.config.errors import ConfigError, Fp8cfgError
+from fp8cfg.report.layout import ranks
 from fp8cfg.training.collectives import Traffic
 
 SENT = Traffic()
@@ -47,6 +48,14 @@ class World:
             dist.all_reduce(value, dist.ReduceOp.MAX)
         return value
 
+    def gather(self, value: Tensor) -> list[Tensor]:
+        """On the first rank the tensor of every rank, which all have one shape; nothing on the others."""
+        if self.size == 1:
+            return [value]
+        found = [torch.empty_like(value) for _ in range(self.size)] if self.first else None
+        dist.gather(value.contiguous(), found)
+        return found or []
+
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
         if self.size == 1:
@@ -59,9 +68,12 @@ class World:
 @contextmanager
 def world(device: str) -> Iterator[World]:
     """The world that torchrun's environment describes (RANK, WORLD_SIZE): gloo for cpu, nccl for cuda."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        yield World()
+    if ranks() == 1:
+        try:
+            yield World()
+        finally:
+            if dist.is_available() and dist.is_initialized():  # of one rank, which FSDP2 wants too
+                dist.destroy_process_group()
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -79,9 +91,13 @@ def world(device: str) -> Iterator[World]:
 
 
 def current() -> World:
-    """The world of the process group that is initialised, or of this process alone."""
+    """The world of the process group that is initialised, or of this process alone. Raises ConfigError where torchrun has started
+    several, which would each train the whole batch."""
     if dist.is_available() and dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
+    if ranks() > 1:
+        raise ConfigError(f"WORLD_SIZE={ranks()}: torchrun started {ranks()} ranks, and there is no process group; call "
+                          "torch.distributed.init_process_group() before fp8cfg.build, or train with python -m fp8cfg")
     return World()
 
 

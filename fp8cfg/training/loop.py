@@ -137,7 +137,11 @@ class _Fit:
         if self.recipe.fp8.enabled:
             self.say(f"coverage, observed in the first step ({_HOW[self.job.choice.product]})\n{seen}\n")
         if self.run:
-            record = {"backend": asdict(self.job.choice), **seen.data()}
+            record: dict[str, Any] = {"backend": asdict(self.job.choice), **seen.data()}
+            if self.job.choice.backend == "te":
+                from fp8cfg.backends.te_decoder import described
+
+                record["te_modules"] = described(self.job.model)
             self.run.coverage.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def _record(self, done: int, result: Step, seconds: float, progress: Progress | None) -> None:
@@ -188,10 +192,10 @@ class _Fit:
             return
         self.saved_at = done
         problem: checkpoint.CheckpointError | None = None
-        optimizer = saved.optimizer_tensors(self.job, self.world)
+        optimizer, model = saved.optimizer_tensors(self.job, self.world), saved.model_tensors(self.job, self.world)
         if self.run:
             try:
-                tensors, state = saved.collect(self.job, self.batches, done, optimizer)
+                tensors, state = saved.collect(self.job, self.batches, done, optimizer, model)
                 checkpoint.save(self.run.checkpoints, done, tensors, state, self.recipe.checkpoint.keep, self.world.size)
             except checkpoint.CheckpointError as e:
                 problem = e

@@ -80,7 +80,8 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     job.optimizer.zero_grad()
     one_pass()
     kept = stored(job)
-    with LiveBytes([*batch, *(t for tensors in kept.values() for t in tensors)], gradients(job)) as live, job.optimizer.storing():
+    known = [*batch, *(t for tensors in kept.values() for t in tensors), *_gathered(job)]
+    with LiveBytes(known, gradients(job)) as live, job.optimizer.storing():
         one_pass(live)
     kept["gradients"] = gradients(job)
     measured = {kind: sum(t.nbytes for t in tensors) for kind, tensors in kept.items()}
@@ -88,6 +89,15 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
         job.optimizer.step()
     measured |= {"after forward": passed[-1], "peak": live.peak, "optimizer step": stepping.peak}
     return {kind: (n, measured[kind]) for kind, n in planned(recipe, job.device.type).items()}
+
+
+def _gathered(job: Job) -> list[Tensor]:
+    """The weights that FSDP2 gathers under shard=fsdp: it frees their memory and keeps the tensors, so they are not measured."""
+    if job.recipe.storage.shard != "fsdp":
+        return []
+    from fp8cfg.training.fsdp import gathered_weights
+
+    return gathered_weights(job.model)
 
 
 def stored(job: Job) -> dict[str, list[Tensor]]:

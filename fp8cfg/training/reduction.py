@@ -22,8 +22,8 @@ def stores_early(job: Job, world: World) -> bool:
 
 
 def sum_gradients(job: Job, world: World) -> None:
-    """Add up the gradients of `job` over the ranks, in place."""
-    if world.size == 1:
+    """Add up the gradients of `job` over the ranks, in place; FSDP2 has done so by itself."""
+    if world.size == 1 or job.recipe.storage.shard == "fsdp":
         return
     to_owners = job.recipe.storage.shard == "zero2"
     stored: dict[str, list[nn.Parameter]] = {}

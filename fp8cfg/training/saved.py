@@ -19,9 +19,11 @@ from fp8cfg.job import Job
 from fp8cfg.optim.low_bit_training import LowBitTraining
 from fp8cfg.training import rng
 from fp8cfg.training.checkpoint import Tensors
-from fp8cfg.training.distributed import World
+from fp8cfg.training.distributed import World, current
 from fp8cfg.training.zero import full_state
 
+OWN = ("fp8_scale", "fp8_amax_history")
+"""FP8 state that each rank has of its own under fp8.reduce_amax=false."""
 FREE = (
     "name", "log.*", "checkpoint.*", "trainer.max_steps", "trainer.val_check_interval", "trainer.limit_val_batches",
     "trainer.micro_batch_size", "trainer.num_nodes", "trainer.devices", "trainer.strategy.*", "trainer.gradient_clip_val",
@@ -38,8 +40,28 @@ STATE = (
 """Keys that it cannot change either where the optimizer would keep other state: see `_kept`."""
 
 
+def model_tensors(job: Job, world: World) -> dict[str, Tensor]:
+    """The model's tensors, on the first rank whole where they are split, and with the scales and histories of every rank where
+    each has its own. All ranks call it."""
+    if job.recipe.storage.shard == "fsdp":
+        from fp8cfg.training import fsdp  # inside, here and below: it takes a second to load
+
+        tensors = fsdp.whole(job.model.state_dict(keep_vars=True), world.first)
+    else:
+        tensors = job.model.state_dict()
+    own = {} if job.recipe.fp8.reduce_amax else {k: t for k, t in job.model.state_dict().items() if _leaf(k) in OWN}
+    for name, tensor in own.items():
+        of_rank = world.gather(tensor)
+        tensors |= {f"{_of_rank(rank)}{name}": t for rank, t in enumerate(of_rank) if rank}
+    return tensors
+
+
 def optimizer_tensors(job: Job, world: World) -> dict[str, Tensor]:
     """The optimizer's tensors, on the first rank those that other ranks keep among them. All ranks call it."""
+    if job.recipe.storage.shard == "fsdp":
+        from fp8cfg.training import fsdp
+
+        return fsdp.whole(job.optimizer.state_tensors(), world.first)
     if job.prepared.owner:
         assert isinstance(job.optimizer, LowBitTraining), "sharding needs it"
         return full_state(job.optimizer, job.prepared.owner, world)
@@ -47,14 +69,16 @@ def optimizer_tensors(job: Job, world: World) -> dict[str, Tensor]:
 
 
 def collect(
-    job: Job, batches: Batches, step: int, optimizer: dict[str, Tensor] | None = None
+    job: Job, batches: Batches, step: int, optimizer: dict[str, Tensor] | None = None, model: dict[str, Tensor] | None = None
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors by group and the JSON state after `step` optimizer steps. `optimizer` is what `optimizer_tensors` gave, by default
-    what this rank has."""
+    """Tensors by group and the JSON state after `step` optimizer steps. `optimizer` and `model` are what `optimizer_tensors` and
+    `model_tensors` gave, by default what one rank has."""
     if optimizer is None:
-        optimizer = job.optimizer.state_tensors()
-    model = {k: v for k, v in job.model.state_dict().items() if not _is_fp8(k)}
-    fp8 = {k: v for k, v in job.model.state_dict().items() if _is_fp8(k)}
+        optimizer = optimizer_tensors(job, World())
+    if model is None:
+        model = model_tensors(job, World())
+    fp8 = {k: v for k, v in model.items() if _is_fp8(k)}
+    model = {k: v for k, v in model.items() if not _is_fp8(k)}
     random, random_json = rng.capture()
     tensors = {"model": model, "optimizer": optimizer, "fp8": fp8, "rng": random}
     state = {
@@ -93,7 +117,11 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
                    if not _matches(k, FREE))
     optimizer = tensors.get("optimizer", {})  # none before a step where parameters are their own masters, nor of plain SGD
     try:
-        saved = {**tensors["model"], **tensors.get("fp8", {})}
+        saved = {**tensors["model"], **_of_this_rank(tensors.get("fp8", {}))}
+        if job.recipe.storage.shard == "fsdp":
+            from fp8cfg.training import fsdp
+
+            saved, optimizer = fsdp.parts(saved, job.model), fsdp.parts(optimizer, job.model)
         if same:
             job.model.load_state_dict(saved)
             job.optimizer.load_state(optimizer, state["optimizer"])
@@ -126,8 +154,23 @@ def _kept(recipe: Recipe) -> dict[str, Any]:
     return {name: [c[k] for k in state] if narrow else c["weight"] != "fp32" for name, c in columns.items()}
 
 
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def _is_fp8(name: str) -> bool:
-    return name.rsplit(".", 1)[-1].startswith("fp8_")
+    return _leaf(name).startswith("fp8_")
+
+
+def _of_rank(rank: int) -> str:
+    return f"rank{rank}:"
+
+
+def _of_this_rank(fp8: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of saved FP8 state the first rank's, and in its place this rank's where that was saved."""
+    mine = _of_rank(current().rank)
+    shared = {k: t for k, t in fp8.items() if ":" not in k}
+    return shared | {k.removeprefix(mine): t for k, t in fp8.items() if k.startswith(mine)}
 
 
 def _matches(key: str, patterns: tuple[str, ...] | list[str]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fp8cfg.numerics.codecs import Codec
     from fp8cfg.optim.low_bit_step import Columns
 
 
@@ -25,7 +26,8 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
     return chosen
 
 
-def sharded_bytes(count: int, columns: Columns, gradient: bool = False) -> int:
-    """Bytes that only the owner of a parameter of `count` elements keeps: master and moments, under ZeRO-2 the gradient."""
-    kept = [columns.master, columns.exp_avg, columns.exp_avg_sq, columns.read if gradient else None]
+def sharded_bytes(count: int, columns: Columns, gradient: Codec | None = None) -> int:
+    """Bytes that only the owner of a parameter of `count` elements keeps: master and moments, under ZeRO-2 the gradient, which
+    is held in that codec."""
+    kept = [columns.master, columns.exp_avg, columns.exp_avg_sq, gradient]
     return round(count * sum(codec.bytes_per_element for codec in kept if codec is not None))

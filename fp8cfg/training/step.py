@@ -75,6 +75,10 @@ def evaluate(job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World) -
                     losses.append(job.model(tokens.to(job.device), targets.to(job.device)))
     finally:
         job.model.train(training)
+        if job.recipe.storage.shard == "fsdp":
+            from fp8cfg.training.fsdp import let_go
+
+            let_go(job.model)
     mean = torch.stack(losses).mean() / world.size
     return world.sum(mean).item()
 

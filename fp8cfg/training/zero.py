@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.numerics import FP8Linear, fp8_linears
-from fp8cfg.numerics.codecs import Stored
+from fp8cfg.numerics.codecs import Stored, codec
 from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.numerics.state import WEIGHT_BUFFERS
 from fp8cfg.optim.low_bit_state import STORED
@@ -25,21 +25,22 @@ from fp8cfg.training.sharding import owners, sharded_bytes
 from fp8cfg.training.wire import gather_from_owners
 
 
-def owner_of(names: Mapping[str, tuple[int, Columns]], shard: str, ranks: int) -> dict[str, int]:
-    """The rank that owns each parameter, from its elements and columns."""
-    sizes = [sharded_bytes(count, columns, gradient=shard == "zero2") for count, columns in names.values()]
+def owner_of(names: Mapping[str, tuple[int, Columns, str]], shard: str, ranks: int) -> dict[str, int]:
+    """The rank that owns each parameter, from its elements, its columns and its weight_grad column by name."""
+    sizes = [sharded_bytes(count, columns, codec(gradient) if shard == "zero2" else None)
+             for count, columns, gradient in names.values()]
     return dict(zip(names, owners(sizes, ranks), strict=True))
 
 
 def attach(optimizer: LowBitTraining, model: nn.Module, owner: Mapping[str, int], shard: str, world: World) -> None:
     """Let each step of `optimizer` end with the weights of all ranks, and its norm be that of all gradients."""
     layers = {layer.weight: layer for layer in fp8_linears(model) if isinstance(layer.weight, nn.Parameter)}
-    entries = [(entry, owner[name]) for p, name in optimizer.names.items() for entry in _written(p, optimizer, layers.get(p))]
-    histories = [layer.fp8_amax_history for layer in layers.values() if layer.fp8_params and layer.fp8_amax_history is not None]
 
     @torch.no_grad()
     def hand_round() -> None:
+        entries = [(entry, owner[name]) for p, name in optimizer.names.items() for entry in _written(p, optimizer, layers.get(p))]
         gather_from_owners([entry for entry, _ in entries], [rank for _, rank in entries], world, world.traffic)
+        histories = [layer.fp8_amax_history for layer in layers.values() if layer.fp8_params and layer.fp8_amax_history is not None]
         if histories:  # the amax of a weight, which its owner recorded as it wrote it
             amaxes = world.largest(torch.stack([history[0, WEIGHT] for history in histories]))
             for history, amax in zip(histories, amaxes, strict=True):
@@ -53,7 +54,7 @@ def attach(optimizer: LowBitTraining, model: nn.Module, owner: Mapping[str, int]
 def _written(p: nn.Parameter, optimizer: LowBitTraining, layer: FP8Linear | None) -> list[Stored]:
     """The tensors that a step writes for `p`."""
     if p in optimizer.held:
-        return [optimizer.held[p]]
+        return [optimizer.held[p]()]
     if layer is None or not layer.fp8_params:
         return [(p.detach(),)]
     beside = (getattr(layer, name) for name in WEIGHT_BUFFERS)

@@ -7,8 +7,9 @@ import torch
 from small import small, steps
 
 import fp8cfg
-from fp8cfg.backends import te_rules
+from fp8cfg.backends import te_decoder, te_rules
 from fp8cfg.backends.protocol import Hardware
+from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.training import saved
 from fp8cfg.training.data import run_data
@@ -27,7 +28,7 @@ CASES = {f"{name} {'params' if params else 'weights'}": (*words, f"fp8.params={p
 
 def job(words: tuple[str, ...], backend: str = "te") -> fp8cfg.Job:
     """The small model under `words`; skips where Transformer Engine cannot be loaded or the GPU cannot run them."""
-    recipe = small(*words, *SHAPE, f"backend={backend}")
+    recipe = small(*SHAPE, *words, *([] if backend == "auto" else [f"backend={backend}"]))
     if backend == "te":
         hardware: Hardware = find_hardware("cuda")
         if why := te_rules.unavailable() or "; ".join(te_rules.refusals(recipe.precision, hardware)):
@@ -73,12 +74,42 @@ def test_weights_held_in_fp8_are_natives_bit_for_bit(scaling: str) -> None:
         assert torch.equal(mine[name].view(torch.uint8), theirs[name].view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_whole_layers_follow_their_parts_and_native(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = job((*SCALINGS[scaling], "fp8.params=false"))
+    assert list(te_decoder.described(whole.model).values()) == ["te.TransformerLayer"] * 4
+    got = [s.loss for s in steps(whole, 6)]
+    monkeypatch.setattr(te_decoder, "obstacle", lambda layer, make: "a test")
+    part = job((*SCALINGS[scaling], "fp8.params=false"))
+    assert not any(text.startswith("te.TransformerLayer") for text in te_decoder.described(part.model).values())
+    assert got == pytest.approx([s.loss for s in steps(part, 6)], rel=0.01)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_whole_layer_computes_ours(fp8: bool) -> None:
+    plain = job(("precision=bf16",), "auto")
+    made = job((*SCALINGS["current"], "fp8.params=false"))
+    made.model.load_state_dict(plain.model.state_dict())
+    g = torch.Generator("cuda").manual_seed(0)
+    x, dy = (torch.randn(2, 128, 256, device="cuda", generator=g).bfloat16() for _ in range(2))
+    found = []
+    for owner in (plain, made):
+        given = x.clone().requires_grad_()
+        with owner.autocast(fp8):
+            y = owner.model.layers[1](given, *rotary_tables(owner.model.config, 128, x.device))
+            y.backward(dy)
+        found.append([y.detach(), given.grad, *(p.grad for p in owner.model.layers[1].parameters())])
+    for want, got in zip(*found, strict=True):
+        assert (got - want).float().norm() <= (0.1 if fp8 else 0.02) * want.float().norm()
+
+
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 def test_attention_in_fp8(scaling: str) -> None:
-    made = job((*SCALINGS[scaling], "fp8.dot_product_attention=true"))
+    heads = ("model.num_attention_heads=2", "model.num_query_groups=1", "model.kv_channels=128")  # Hopper trains these alone
+    made = job((*SCALINGS[scaling], *heads, "fp8.dot_product_attention=true"))
     got = [s.loss for s in steps(made, 4)]
     prove_engagement(made)
-    want = [s.loss for s in steps(job(SCALINGS[scaling], "native"), 4)]
+    want = [s.loss for s in steps(job((*SCALINGS[scaling], *heads), "native"), 4)]
     assert got == pytest.approx(want, rel=0.03)
 
 

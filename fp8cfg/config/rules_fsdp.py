@@ -1,0 +1,44 @@
+"""What cannot stand beside storage.shard=fsdp, and storage.gather without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from fp8cfg.config.storage import against_fp8_gather, level, resolved
+
+if TYPE_CHECKING:
+    from fp8cfg.config.recipe import Recipe
+
+KEPT = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32", "exp_avg": "fp32", "exp_avg_sq": "fp32"}
+"""The columns of a rank's parts: float32, and weights are their own masters."""
+_INSTEAD = "or storage.shard=zero2"
+
+
+def fsdp_rules(recipe: Recipe) -> Iterator[str]:
+    """Every rule about `storage.shard=fsdp` and `storage.gather`."""
+    p, s = recipe.precision, recipe.storage
+    if s.shard != "fsdp":
+        if s.gather != "auto":
+            yield (f"storage.gather={s.gather}: has no effect, storage.shard={s.shard} keeps whole weights on every rank; drop it "
+                   "or write storage.shard=fsdp")
+        return
+    if level(p):
+        said = f"opt_level={p.opt_level}" if p.opt_level else "backend=msamp"
+        yield f"{said}: storage.shard=fsdp keeps float32 weights and moments; drop it, {_INSTEAD}"
+    elif p.fp8.enabled and p.fp8.params:
+        yield f"fp8.params=True: storage.shard=fsdp keeps float32 weights; write fp8.params=false, {_INSTEAD}"
+    for column, codec in KEPT.items():
+        if (given := getattr(s, column)) not in ("auto", codec):
+            yield f"storage.{column}={given}: storage.shard=fsdp has {codec} there; write that, {_INSTEAD}"
+    sums = ("fp32", "bf16", *(("fp16",) if p.compute == "fp16" else ()))
+    if not level(p) and (comm := resolved(p)["comm"]) not in sums:
+        yield f"storage.comm={comm}: FSDP2 sums gradients in {' or '.join(sums)}; write one of them, {_INSTEAD}"
+    if recipe.log.fp8_stats_every_n_steps:
+        yield (f"log.fp8_stats_every_n_steps={recipe.log.fp8_stats_every_n_steps}: one rank measures, and under storage.shard=fsdp "
+               f"none has whole weights; drop it, {_INSTEAD}")
+    if s.gather == "fp8":
+        backend = "torchao" if p.backend == "auto" else p.backend
+        yield from (f"storage.gather=fp8: {why}" for why in against_fp8_gather(p, backend))
+    elif s.gather not in ("auto", p.compute):
+        yield f"storage.gather={s.gather}: FSDP2 gathers weights in precision.compute={p.compute}; write auto, or fp8"

@@ -1,0 +1,52 @@
+"""What our optimizers share: state by parameter name, tensors for safetensors and the rest for JSON."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+NO_HYPERPARAMETERS = ("params", "param_names", "columns")
+"""What stands in a parameter group beside its hyperparameters."""
+
+
+class NamedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state goes by name, so that `state_dict` has not torch's own layout, which goes by position."""
+
+    @abstractmethod
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The state itself, no copies, by `<parameter>.<what>`."""
+
+    @abstractmethod
+    def state_json(self) -> dict[str, Any]:
+        """The rest of the state, for JSON. The learning rate is a schedule's."""
+
+    @abstractmethod
+    def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        """Copy in what `state_tensors` and `state_json` gave. Raises ValueError, before anything is changed, where they do not
+        fit."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state_tensors`, `state_json` and the hyperparameters of the groups."""
+        groups = [hyperparameters(group) for group in self.param_groups]
+        return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; raises ValueError as `load_state` does, and for another number of groups."""
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"optimizer state: {len(groups)} parameter groups, expected {len(self.param_groups)}")
+        self.load_state(state_dict["tensors"], state_dict["json"])
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update(saved)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("an optimizer cannot be copied or pickled, it belongs to one model; save its state_dict() or build another")
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a parameter group."""
+    return {key: value for key, value in group.items() if key not in NO_HYPERPARAMETERS}
