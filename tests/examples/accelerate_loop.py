@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 
+import torch.distributed.nn  # noqa: F401  imported after a process group is made, it keeps gloo's threads to the interpreter's end
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,6 +43,7 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
             losses.append(mean)
             accelerator.print(f"step {len(losses)}: loss {mean:.4f}")
             mean = 0.0
+    accelerator.wait_for_everyone()
     accelerator.end_training()
     return losses
 
