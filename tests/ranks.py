@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401  before the group is made, see fp8cfg/training/distributed.py
+import torch.distributed.nn  # before the group is made, see fp8cfg/training/distributed.py
 
 from fp8cfg.training.distributed import World
 

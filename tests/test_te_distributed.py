@@ -8,7 +8,7 @@ import pytest
 import te_standin
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401  before the group is made, see fp8cfg/training/distributed.py
+import torch.distributed.nn  # before the group is made, see fp8cfg/training/distributed.py
 import torch.multiprocessing as mp
 from te_small import converted, tokens
 from te_table import node

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401  its functions keep the group that is there when it is imported, and so gloo's threads
+import torch.distributed.nn  # its functions keep the group that is there when it is imported, and so gloo's threads
 from torch import Tensor
 
 from fp8cfg.config.errors import ConfigError, Fp8cfgError
