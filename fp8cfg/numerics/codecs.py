@@ -164,7 +164,7 @@ class Codec:
             return None
         if key is None:
             raise ValueError(f"codec {self}: stochastic rounding needs a key")
-        return uniform(key, lane, start, v.numel()).view(v.shape)
+        return uniform(key, lane, start, v.numel() // (key.numel() // 2)).view(v.shape)
 
     def _rows(self, x: Tensor) -> Tensor:
         """`x` as [blocks, block], with zeros to the end of the last; no copy where there is nothing to add."""

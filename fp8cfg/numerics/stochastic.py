@@ -23,14 +23,15 @@ def random_key(seed: int, *words: int | str) -> Tensor:
 
 
 def uniform(key: Tensor, lane: int, start: int, count: int) -> Tensor:
-    """`count` float32 numbers in [0, 1), multiples of 2^-24, for the elements from `start` on; lanes are separate streams.
+    """`count` float32 numbers in [0, 1), multiples of 2^-24, for the elements from `start` on; lanes are separate streams. Keys
+    [n, 2] give [n, count].
 
     The index goes through the two multiply-xorshift rounds of lowbias32 (C. Wellons, "Hash function prospector", 2018), with
     half of the key mixed in before each.
     """
     x = torch.arange(start, start + count, dtype=torch.int32, device=key.device)
-    x = _shift_xor(x ^ (key[0] + _int32(lane * 0x9E3779B9)), 16) * 0x7FEB352D
-    x = _shift_xor(x + key[1], 15) * _int32(0x846CA68B)
+    x = _shift_xor(x ^ (key[..., :1] + _int32(lane * 0x9E3779B9)), 16) * 0x7FEB352D
+    x = _shift_xor(x + key[..., 1:], 15) * _int32(0x846CA68B)
     return ((_shift_xor(x, 16) >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 

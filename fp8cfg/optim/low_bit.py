@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Codec, Stored
 from fp8cfg.numerics.stochastic import random_key
+from fp8cfg.optim import low_bit_pieces as pieces
 from fp8cfg.optim.low_bit_pieces import Work, adam_step
+from fp8cfg.optim.low_bit_rows import Rows, rows_of
 from fp8cfg.optim.low_bit_state import STORED, check_parameter, check_state, collect_tensors, fresh_state, slot_of
 from fp8cfg.optim.low_bit_step import Columns, hyper
 from fp8cfg.optim.mixed_precision import Named, named_parameters
@@ -61,6 +64,7 @@ class LowBitOptimizer(NamedOptimizer):
         self.stored_grads: dict[nn.Parameter, Stored] = {}
         self.seed, self.compiled, self.grad_factor = seed, compiled, 1.0
         self._spent = False
+        self._together: dict[int, tuple[list[Rows], list[nn.Parameter]]] = {}
         self.held, self.writers = dict(held or {}), dict(writers or {})
         self._owned = owned
         self._originals = originals or {}
@@ -108,8 +112,8 @@ class LowBitOptimizer(NamedOptimizer):
         return self._owned is None or self.names[p] in self._owned
 
     def _update(self) -> None:
-        for group in self.param_groups:
-            adam_step(group["columns"], self.decoupled, self._works(group), self.compiled)
+        for index, group in enumerate(self.param_groups):
+            adam_step(group["columns"], self.decoupled, self._works(index, group), self.compiled)
 
     @torch.no_grad()
     def write_parameters(self) -> None:
@@ -203,26 +207,54 @@ class LowBitOptimizer(NamedOptimizer):
                 p.copy_(columns.weight.decode(self.state[p]["weight"]))
         self._remember_versions()
 
-    def _works(self, group: dict[str, Any]) -> list[Work]:
-        """The steps of the parameters that have a gradient; counts them."""
+    def _works(self, index: int, group: dict[str, Any]) -> Iterator[Work]:
+        """The steps of the parameters that have a gradient; counts them. Under `compiled` small ones of one shape together."""
         stochastic = any(codec is not None and codec.rounding == "stochastic" for codec in group["columns"].written)
         hypers: dict[Any, Tensor] = {}
-        works = []
-        for p in group["params"]:
-            grad = self.stored_grads.get(p) if p.grad is None else (p.grad,)
-            if grad is None:
-                continue
-            state = self.state[p]
-            state["step"] += 1
-            if not self.owns(p):
-                continue
-            at = (state["step"], p.device)
-            if at not in hypers:
-                hypers[at] = hyper(**_hyperparameters(group), decoupled=self.decoupled, step=state["step"], device=p.device,
+
+        def hyper_of(p: nn.Parameter, step: int) -> Tensor:
+            if (at := (step, p.device)) not in hypers:
+                hypers[at] = hyper(**_hyperparameters(group), decoupled=self.decoupled, step=step, device=p.device,
                                    grad_factor=self.grad_factor)
-            slot = slot_of(p, state, grad, self._held(p), p in self.writers)
-            works.append(Work(slot, hypers[at], self._key(p, "step") if stochastic else None))
-        return works
+            return hypers[at]
+
+        alone = group["params"]
+        if self.compiled:
+            rows, alone = self._rows(index, group)
+            for some in rows:
+                grads = [grad for p in some.params if (grad := self._gradient(p)) is not None]
+                steps = {one["step"] for one in some.states}
+                if len(steps) > 1 or len(grads) < len(some.params):
+                    alone = [*alone, *some.params]
+                    continue
+                for one in some.states:
+                    one["step"] += 1
+                key = torch.stack([self._key(p, "step") for p in some.params]) if stochastic else None
+                yield some.work(hyper_of(some.params[0], steps.pop() + 1), key, grads, self._weights(some.params))
+        for p in alone:
+            if (grad := self._gradient(p)) is not None:
+                state = self.state[p]
+                state["step"] += 1
+                if self.owns(p):
+                    slot = slot_of(p, state, grad, self._held(p), p in self.writers)
+                    yield Work(slot, hyper_of(p, state["step"]), self._key(p, "step") if stochastic else None)
+
+    def _gradient(self, p: nn.Parameter) -> Stored | None:
+        return self.stored_grads.get(p) if (grad := p.grad) is None else (grad,)
+
+    def _weights(self, params: list[nn.Parameter]) -> list[Stored] | None:
+        return None if params[0] in self.writers else [self._held(p) or (p,) for p in params]
+
+    def _rows(self, index: int, group: dict[str, Any]) -> tuple[list[Rows], list[nn.Parameter]]:
+        """The rows of a group, made before its first compiled step, and the parameters in none."""
+        if index not in self._together:
+            columns = group["columns"]
+            owned = [p for p in group["params"] if columns.block == 1 and self.owns(p)]
+            most = pieces.AT_ONCE if columns.per_tensor else math.inf
+            rows = list(rows_of(owned, self.state, lambda p: (p in self.held, p in self.writers), most))
+            placed = {p for some in rows for p in some.params}
+            self._together[index] = rows, [p for p in group["params"] if p not in placed]
+        return self._together[index]
 
     def _held(self, p: nn.Parameter) -> Stored | None:
         return self.held[p]() if p in self.held else None

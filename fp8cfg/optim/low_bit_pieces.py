@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,6 @@ from fp8cfg.optim.low_bit_step import Columns, Scales, Slot, find_amaxes, scales
 AT_ONCE = 1 << 22
 """Elements up to which compiled code keeps the float32 values of a tensor for its scales, 12 bytes an element, rather than compute
 them twice."""
-TOGETHER, SMALL = 4, 1 << 16
-"""Tensors of equal length in one compiled call, and elements up to which a call takes long enough to be worth it."""
 WORTH_A_CALL = 64
 """Elements below which a tensor is left to eager code."""
 EXACT: dict[str, Any] = {"emulate_precision_casts": True, "size_asserts": False}
@@ -27,12 +25,18 @@ FUSE = {**EXACT, **dict.fromkeys(("realize_reads_threshold", "realize_acc_reads_
 """Compute again rather than keep a float32 copy of a tensor."""
 
 
+Back = tuple[list[Tensor], list[Tensor]]
+"""Tensors, and those that are copied into them after a step."""
+
+
 class Work(NamedTuple):
-    """A tensor's step: the tensor, what `hyper` gave, and the key of its random numbers where a codec rounds stochastically."""
+    """A tensor's step: the tensor, what `hyper` gave, and the key of its random numbers where a codec rounds stochastically.
+    `back` is of rows, see low_bit_rows.py."""
 
     slot: Slot
     hyper: Tensor
     key: Tensor | None = None
+    back: Sequence[Back] = ()
 
 
 class _Piece(NamedTuple):
@@ -44,34 +48,29 @@ class _Piece(NamedTuple):
 
 
 @torch.no_grad()
-def adam_step(columns: Columns, decoupled: bool, works: Sequence[Work], compiled: bool = False) -> None:
-    """Step every tensor of `works`, in place. Compiled code gives the same bits on a CPU; on a GPU a compiler contracts
-    products and sums, which changes the last bit of a float32 before it is rounded."""
-    works = [work for work in works if work.slot.source[0].numel()]
+def adam_step(columns: Columns, decoupled: bool, works: Iterable[Work], compiled: bool = False) -> None:
+    """Step every tensor of `works`, in place; rows are for compiled code. It gives the same bits on a CPU; on a GPU a compiler
+    contracts products and sums, which changes the last bit of a float32 before it is rounded."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed")  # of Inductor, about kernels that are as fast
         if compiled:
             works = _at_once(columns, decoupled, works)
-        _in_two_passes(columns, decoupled, works, compiled)
+        _in_two_passes(columns, decoupled, [work for work in works if work.slot.source[0].numel()], compiled)
 
 
-def _at_once(columns: Columns, decoupled: bool, works: Sequence[Work]) -> list[Work]:
-    """Step, in compiled code, tensors whose scales can wait, those of equal length together; the others are returned."""
-    alike: dict[Any, list[Work]] = {}
+def _at_once(columns: Columns, decoupled: bool, works: Iterable[Work]) -> list[Work]:
+    """Step, in compiled code, rows and tensors whose scales can wait; the others are returned."""
     others = []
-    block, limit = columns.block, AT_ONCE if columns.per_tensor else math.inf
+    limit = AT_ONCE if columns.per_tensor else math.inf
+    step = _compiled(step_at_once, columns, decoupled)
     for work in works:
         slot, count = work.slot, work.slot.source[0].numel()
-        if count <= limit and _compilable(block, count):
-            alike.setdefault((count, id(work.hyper), slot.grad[0].dtype, slot.copy is None), []).append(work)
+        if count <= limit and _compilable(columns.block, count):
+            step(_in_blocks(slot, columns.block), work.hyper, work.key)
+            for own, new in work.back:
+                torch._foreach_copy_(own, new)
         else:
             others.append(work)
-    step = _compiled(step_at_once, columns, decoupled)
-    for (count, *_), same in alike.items():
-        together = TOGETHER if count <= SMALL and block == 1 else 1  # blocks take long to compile as it is
-        whole = len(same) - len(same) % together
-        for group in [*(same[i : i + together] for i in range(0, whole, together)), *([work] for work in same[whole:])]:
-            step([_in_rows(work.slot, block) for work in group], group[0].hyper, [work.key for work in group])
     return others
 
 
@@ -79,8 +78,7 @@ def _in_two_passes(columns: Columns, decoupled: bool, works: Sequence[Work], com
     pieces = [piece for owner, work in enumerate(works) for piece in _pieces(columns, owner, work.slot, compiled)]
     scales = _new_scales(columns, decoupled, works, pieces)
     for owner, slot, start, last, fast in pieces:
-        _, hyper, key = works[owner]
-        inputs = ([slot], hyper, [key], [scales[owner]])
+        inputs = (slot, works[owner].hyper, works[owner].key, scales[owner])
         if fast:
             _compiled(store_step, columns, decoupled)(*inputs)
         else:
@@ -93,16 +91,16 @@ def _new_scales(columns: Columns, decoupled: bool, works: Sequence[Work], pieces
         return [Scales()] * len(works)
     found: list[list[Tensor]] = [[] for _ in works]
     for owner, slot, _, _, fast in pieces:
-        inputs = ([slot], works[owner].hyper)
+        inputs = (slot, works[owner].hyper)
         find = _compiled(find_amaxes, columns, decoupled)(*inputs) if fast else find_amaxes(columns, decoupled, *inputs)
         found[owner].append(find)
-    return scales_from(columns, torch.stack([torch.cat(rows).amax(0) for rows in found]))
+    return scales_from(columns, torch.stack([torch.stack(amaxes).amax(0) for amaxes in found]))
 
 
 def _pieces(columns: Columns, owner: int, slot: Slot, compiled: bool) -> Iterator[_Piece]:
     count = slot.source[0].numel()
     if compiled and _compilable(columns.block, count):
-        yield _Piece(owner, _in_rows(slot, columns.block), 0, True, True)
+        yield _Piece(owner, _in_blocks(slot, columns.block), 0, True, True)
     else:
         yield from (_Piece(owner, _part(columns, slot, a, b), a, b == count, False) for a, b in spans(count))
 
@@ -119,7 +117,7 @@ def _part(c: Columns, slot: Slot, start: int, stop: int) -> Slot:
         c.exp_avg_sq.part(slot.exp_avg_sq, start, stop), copy, c.read.part(slot.grad, start, stop))  # fmt: skip
 
 
-def _in_rows(slot: Slot, block: int) -> Slot:
+def _in_blocks(slot: Slot, block: int) -> Slot:
     """The data as [blocks, block]: in a flat tensor a compiler does not see which elements share a scale."""
     if block == 1:
         return slot
@@ -141,4 +139,6 @@ def _compiled(function: Callable[..., Any], columns: Columns, decoupled: bool) -
     # Dynamo counts recompilations by code object and stops at eight; without this all kernels would share one.
     run.__code__ = run.__code__.replace(co_name=name)
     keeps = function is step_at_once and columns.per_tensor
-    return torch.compile(run, fullgraph=True, dynamic=True, options=EXACT if keeps else FUSE)
+    # Every global that it reads is a constant.
+    options = {**(EXACT if keeps else FUSE), "guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe}
+    return torch.compile(run, fullgraph=True, dynamic=True, options=options)

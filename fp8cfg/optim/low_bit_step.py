@@ -76,7 +76,9 @@ def named_columns(
 
 class Slot(NamedTuple):
     """The stored tensors of one parameter, all flat. `source` is the master, or the weight where there is none; `weight` is the
-    weight where there is a master; `copy`, the parameter where it is neither of them, receives the values of the weight."""
+    weight where there is a master; `copy`, the parameter where it is neither of them, receives the values of the weight.
+
+    Or those of several of equal length, as rows: data [parameters, elements], scales [parameters, 1], keys [parameters, 2]."""
 
     source: Stored
     weight: Stored | None
@@ -123,20 +125,16 @@ def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Value
     return w - lr * (m / (square_root(v) / correction + eps)), m, v
 
 
-def find_amaxes(columns: Columns, decoupled: bool, slots: list[Slot], hyper: Tensor) -> Tensor:
-    """The amaxes of weights and moments that a scale waits for, [slots, 3]; 0 for what none waits for."""
+def find_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Tensor:
+    """The amaxes of weight and moments that a scale waits for, [3]; 0 for what none waits for."""
     source, weight, *moments = (codec is not None and codec.per_tensor for codec in columns.written)
-    awaited = (source or weight, *moments)
-    found = []
-    for slot in slots:
-        values = zip(moved(columns, decoupled, slot, hyper), awaited, strict=True)
-        found += [largest(x) if waits else hyper.new_zeros(()) for x, waits in values]
-    return torch.stack(found).view(len(slots), 3)
+    values = zip(moved(columns, decoupled, slot, hyper), (source or weight, *moments), strict=True)
+    return torch.stack([largest(x) if waits else hyper.new_zeros(()) for x, waits in values])
 
 
 def scales_from(columns: Columns, amaxes: Tensor) -> list[Scales]:
-    """The new scales from amaxes [slots, 3]. A weight and its master share the amax, which is that of the master's value before
-    rounding."""
+    """The new scales from amaxes [parameters, 3]. A weight and its master share the amax, which is that of the master's value
+    before rounding."""
     of_column = [
         codec.scale_inv(amaxes[:, what]).unbind() if codec is not None and codec.per_tensor else [None] * len(amaxes)
         for codec, what in zip(columns.written, (0, 0, 1, 2), strict=True)
@@ -144,13 +142,18 @@ def scales_from(columns: Columns, amaxes: Tensor) -> list[Scales]:
     return [Scales(*scales) for scales in zip(*of_column, strict=True)]
 
 
-def step_at_once(columns: Columns, decoupled: bool, slots: list[Slot], hyper: Tensor, keys: list[Tensor | None]) -> None:
-    """Write what the step gives to whole tensors."""
-    for slot, key in zip(slots, keys, strict=True):
-        w, m, v = moved(columns, decoupled, slot, hyper)
-        scales = [_kept(codec.scale_inv(largest(x))) if codec is not None and codec.per_tensor else None
-                  for codec, x in zip(columns.written, (w, w, m, v), strict=True)]
-        _store(columns, slot, (w, m, v), key, Scales(*scales))
+def step_at_once(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None) -> None:
+    """Write what the step gives to a whole tensor, or to rows."""
+    w, m, v = moved(columns, decoupled, slot, hyper)
+    rows = slot.source[0].dim() == 2 and columns.block == 1
+
+    def scale_of(codec: Codec | None, x: Tensor) -> Tensor | None:
+        if codec is None or not codec.per_tensor:
+            return None
+        return _kept(codec.scale_inv(x.abs().amax(-1, keepdim=True) if rows else largest(x)))
+
+    scales = [scale_of(codec, x) for codec, x in zip(columns.written, (w, w, m, v), strict=True)]
+    _store(columns, slot, (w, m, v), key, Scales(*scales))
 
 
 def _kept(x: Tensor) -> Tensor:
@@ -159,13 +162,12 @@ def _kept(x: Tensor) -> Tensor:
 
 
 def store_step(
-    columns: Columns, decoupled: bool, slots: list[Slot], hyper: Tensor, keys: list[Tensor | None], scales: list[Scales],
+    columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales,
     start: int = 0, last: bool = True,
 ) -> None:  # fmt: skip
-    """Write what the step gives; `start` is the first element of these pieces in their tensors. The scales of whole tensors are
+    """Write what the step gives; `start` is the first element of this piece in its tensor. The scales of whole tensors are
     written with the last piece, for the old ones are needed till then."""
-    for slot, key, new in zip(slots, keys, scales, strict=True):
-        _store(columns, slot, moved(columns, decoupled, slot, hyper), key, new, start, last)
+    _store(columns, slot, moved(columns, decoupled, slot, hyper), key, new, start, last)
 
 
 def _store(c: Columns, slot: Slot, values: Values, key: Tensor | None, new: Scales, start: int = 0, last: bool = True) -> None:
