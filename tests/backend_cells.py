@@ -22,7 +22,7 @@ CURRENT, PLAIN = ("precision=bf16_fp8_current", EVERYWHERE), "fp8.params=false"
 MXFP8, FSDP = ("precision=bf16_mxfp8", PLAIN), "storage.shard=fsdp"
 PRESET = {"delayed": ("precision=bf16_fp8",), "current": CURRENT, "block": ("precision=bf16_fp8_block",), "mxfp8": ("precision=bf16_mxfp8",),
           "nvfp4": ("precision=bf16_nvfp4",)}
-BASE = {"native": PRESET["delayed"], "te": (*PRESET["delayed"], "fp8.first_step=te"), "torchao": (*CURRENT, PLAIN),
+BASE = {"native": PRESET["delayed"], "te": PRESET["delayed"], "torchao": (*CURRENT, PLAIN),
         "msamp": (*PRESET["delayed"], PLAIN, "fp8.amax_history_len=16", "fp8.reduce_amax=false", "storage.accumulate=stored")}
 """What each backend runs, to which a cell adds its words."""
 

@@ -78,7 +78,7 @@ def command(tmp_path: Path) -> dict[str, str]:
     ("fp8cfg fp8.ma", ["fp8.margin="]),
     ("fp8cfg fp8.scaling=cu", ["current"]),  # bash has split the word at '=': what stands before it is there already
     ("fp8cfg -m precision=bf16,fp16_m", ["bf16,fp16_mxfp8"]),
-    ("fp8cfg 'fp8.first_step=", []), ("fp8cfg fp8.first_step=", ["in_time", "te"]),
+    ("fp8cfg 'fp8.first_step=", []), ("fp8cfg fp8.first_step=", ["auto", "in_time", "te"]),
     ("fp8cfg recipe=llama_8b fp8.scaling=del", ["delayed"]), ("fp8cfg rerun ", []), ("fp8cfg --cfg ", ["all", "hydra", "job"]),
     ("~/fp8cfg compl", ["completion"]),
 ])

@@ -72,7 +72,7 @@ def _keys(f: FP8) -> list[str]:
     if f.scaling != "delayed":
         return [f"fp8.scaling={f.scaling}: MS-AMP has delayed scaling alone; write fp8.scaling=delayed, or backend=native"]
     lines = [f"fp8.{key}={value}: MS-AMP {why}; write fp8.{key}={str(want).lower()}, or backend=native"
-             for key, (want, why) in _KEYS.items() if (value := getattr(f, key)) != want]
+             for key, (want, why) in _KEYS.items() if (value := getattr(f, key)) not in (want, "auto")]
     kept = [gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(f.override_linear_precision, gemm)]
     return lines + [f"fp8.override_linear_precision.{gemm}=True: MS-AMP multiplies all three in FP8; drop it, or write "
                     "backend=native" for gemm in kept]

@@ -73,7 +73,7 @@ def _keys(p: Precision) -> list[str]:
     if f.scaling == "delayed" and f.interval != 1:
         lines.append(f"fp8.interval={f.interval}: Transformer Engine moves scales in every step, since 2.3 its recipe has no "
                      "interval; write 1, or backend=native")
-    if f.scaling == "delayed" and f.first_step != "te":
+    if f.scaling == "delayed" and f.first_step == "in_time":
         lines.append(f"fp8.first_step={f.first_step}: Transformer Engine begins with scale 1; write fp8.first_step=te, or "
                      "backend=native")
     if f.granularity != "tensor":

@@ -53,9 +53,9 @@ class FP8(Node):
     enable_2d_quantization: bool | None = None
     """Block, mxfp8 and nvfp4: scale weights in squares, which fprop and dgrad read alike. Default null: true under block (128x128)
     and nvfp4 (16x16), false under mxfp8 (TE)."""
-    first_step: Literal["in_time", "te"] = "in_time"
-    """Delayed scaling while a history is empty: in_time scales from the tensor at hand, te uses scale 1, which flushes small
-    gradients. Default in_time (MS-AMP's warm-up)."""
+    first_step: Literal["auto", "in_time", "te"] = "auto"
+    """Delayed scaling while a history is empty: in_time scales from the tensor at hand (MS-AMP's warm-up), te uses scale 1, which
+    flushes small gradients. Default auto: te under backend=te, which has nothing else, in_time elsewhere."""
     params: bool = False
     """Hold the weights of FP8 layers in FP8 alone, with fp32 masters in the optimizer. Default false (TE); NeMo's presets
     set it (fp8_param_gather)."""

@@ -20,7 +20,7 @@ EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 SHAPE = ("model.num_layers=4", "model.hidden_size=256", "model.ffn_hidden_size=256", "model.num_attention_heads=4", "model.num_query_groups=2",
          "trainer.accelerator=cuda", "model.seq_length=128")
 SCALINGS = {
-    "delayed": ("precision=bf16_fp8", EVERYWHERE, "fp8.first_step=te"), "current": ("precision=bf16_fp8_current", EVERYWHERE),
+    "delayed": ("precision=bf16_fp8", EVERYWHERE), "current": ("precision=bf16_fp8_current", EVERYWHERE),
     "block": ("precision=bf16_fp8_block", EVERYWHERE), "mxfp8": ("precision=bf16_mxfp8", EVERYWHERE), "nvfp4": ("precision=bf16_nvfp4", EVERYWHERE),
 }
 CASES = {f"{name} {'params' if params else 'weights'}": (*words, f"fp8.params={params}") for name, words in SCALINGS.items() for params in (False, True)}
