@@ -16,16 +16,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from fp8cfg.backends import holding, registry
+from fp8cfg.backends import holding, registry, rows
 from fp8cfg.backends.choice import Choice, choose
-from fp8cfg.backends.conversion import CONVERSION, converted, mark, unmark
+from fp8cfg.backends.conversion import CONVERSION, PLANNED, converted, mark, unmark
 from fp8cfg.backends.foreign import layer_lists, plan_model
-from fp8cfg.backends.observing import loaded
+from fp8cfg.backends.observing import beside, loaded
 from fp8cfg.backends.planning import PlannedLinear, not_engaged
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.backends.swap import replaced
@@ -34,6 +34,7 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules_precision import changed
 from fp8cfg.config.storage import fp8_weights
+from fp8cfg.forgotten import StepWatch
 
 
 @dataclass
@@ -45,10 +46,19 @@ class Conversion:
     plan: Sequence[PlannedLinear]
     choice: Choice
     fp8: FP8
+    _watch: StepWatch | None = field(init=False, repr=False, compare=False, default=None)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
         """A context inside which the converted layers multiply in FP8; outside they multiply in high precision."""
+        if enabled and self._rolls and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._watch = self._watch or StepWatch([m.weight for m in self.model.modules() if PLANNED in vars(m)])  # type: ignore[misc]
+            self._watch.entered(converted(self.model).steps)
         return registry.backend(self.choice.backend).autocast(self.model, enabled)
+
+    @property
+    def _rolls(self) -> bool:
+        """Whether there is something for `step` to do."""
+        return self.fp8.scaling == "delayed" and self.choice.backend == "native"
 
     def step(self) -> None:
         """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales."""
@@ -56,14 +66,16 @@ class Conversion:
 
     def prove(self) -> None:
         """Raise NotFP8Error where what ran since the conversion is not what was planned, or is less than fp8.min_coverage.
-        Layers and gradients that a step leaves out are no fault."""
+        Layers and gradients that a step leaves out are no fault, nor are evaluations; a converted layer that ran outside of the
+        context in training is one."""
         prove(self.model, self.plan, self.choice, self.fp8)
 
     def __str__(self) -> str:
         from fp8cfg.report.coverage import of_layers
         from fp8cfg.report.tables import wrapped
 
-        return f"{wrapped(f'backend {self.choice.backend} ({self.choice.why})', more='  ')}\n{of_layers(self.plan)}"
+        backend = wrapped(f"backend {self.choice.backend} ({self.choice.why})", more="  ")
+        return f"{backend}\n{of_layers(self.plan, beside(self.model))}"
 
 
 def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
@@ -86,6 +98,7 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
     plan = plan_model(whole, fp8, registry.rules(choice.backend).misfit)
     registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
     mark(whole, fp8, plan, choice)
+    rows.watch(whole)
     return Conversion(holder.model, plan, choice, fp8)
 
 
@@ -134,14 +147,18 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
 
     lines = not_engaged(plan, registry.backend(choice.backend).observed(model))
     if lines:
-        raise NotFP8Error(f"this model did not run as was asked for: {'; '.join(lines[:3])}")
-    if (share := coverage(model).share) < fp8.min_coverage:
-        raise NotFP8Error(f"fp8.min_coverage={fp8.min_coverage:g}: {share:.1%} of the linear layers' FLOPs ran in FP8")
+        more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+        raise NotFP8Error(f"this model did not run as was asked for: {'; '.join(lines[:3])}{more}")
+    if (seen := coverage(model)).share < fp8.min_coverage:
+        raise NotFP8Error(f"fp8.min_coverage={fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8")
 
 
 def checked(recipe: Recipe, model: nn.Module) -> Recipe:
     """A copy of `recipe` for a model with the layers of `model`. Raises ConfigError with every rule that it breaks."""
     refuse_if(strangers(recipe, model))
+    if every := recipe.log.fp8_stats_every_n_steps:
+        raise ConfigError(f"log.fp8_stats_every_n_steps={every}: has no effect on a model of your own; drop it, and call "
+                          "fp8cfg.numerics.statistics.collect(model, run) in your loop")
     recipe = recipe.model_copy(deep=True)
     recipe.model.num_layers = max(layer_lists(model).values(), default=recipe.model.num_layers)  # for the rules about layers
     recipe.check()
@@ -158,6 +175,9 @@ def strangers(recipe: Recipe, model: nn.Module) -> list[str]:
 def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
     """The recipe and the model around which `fp8cfg.build` makes a job."""
     recipe = checked(recipe, model)
+    if recipe.trainer.compile == "on":
+        raise ConfigError("trainer.compile=on: has no effect on a model of your own; drop it, call job.compile_model() "
+                          "and run job.forward in your loop")
     if _ours(model) or has_fp8_layers(model):
         raise ConfigError("build: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
     return recipe, nn.Sequential(model) if isinstance(model, nn.Linear) else model

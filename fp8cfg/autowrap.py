@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fp8cfg.anymodel import prove, strangers
-from fp8cfg.backends.conversion import CONVERSION, converted
+from fp8cfg.backends.conversion import CONVERSION, converted, plan_of
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
@@ -29,7 +29,8 @@ def contextual_fp8_autocast(
 
     A training pass first rolls the histories of the pass before it, as Transformer Engine does for each forward pass: call no
     `step` beside it (the optimizer of a job rolls by itself). The pass after the first training pass raises NotFP8Error where
-    that did not run in FP8. Raises ConfigError where the layers were converted with another `fp8` node than the recipe's.
+    that did not run in FP8, or a converted layer ran outside of it. Raises ConfigError where the layers were converted with
+    another `fp8` node than the recipe's.
     Compile a model before, not after."""
     owner, function = getattr(model_forward, "__self__", None), getattr(model_forward, "__func__", None)
 
@@ -37,7 +38,7 @@ def contextual_fp8_autocast(
         state = converted(self)
         refuse_if(_other(state.fp8, recipe.fp8))
         if state.forward_passes and not state.proved:
-            prove(self, (), state.choice, recipe.fp8)
+            prove(self, plan_of(self), state.choice, recipe.fp8)
             state.proved = True
         if self.training and torch.is_grad_enabled():
             if state.forward_passes and not state.own_optimizer:

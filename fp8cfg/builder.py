@@ -107,7 +107,7 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
     hardware = find_hardware(recipe.trainer.accelerator)
     graph = lower(recipe, hardware, model)
     if model is None:
-        refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device))
+        refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device), graph.choice.backend)
     if recipe.storage.shard == "fsdp":
         from fp8cfg.training.fsdp import refuse_uneven
 

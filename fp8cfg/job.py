@@ -52,7 +52,8 @@ class Job:
 
     `optimizer` holds `model`'s parameters; its step also rolls FP8 histories and moves scales. `plan` is what each linear
     layer is meant to do, `choice` the backend that does it; `foreign` says that the model was given. `forward` is `model`,
-    compiled where `compile_model` was called, as `compiled` says.
+    compiled where `compile_model` was called, as `compiled` says. `summed` says that the gradients of this step were added up over
+    the ranks.
     """
 
     recipe: Recipe
@@ -66,11 +67,17 @@ class Job:
     forward: Callable[..., Any] = field(init=False)
     compiled: bool = field(init=False, default=False)
     _scales: bool = field(init=False, default=False)
-    _summed: bool = field(init=False, default=False)
+    summed: bool = field(init=False, default=False)
+    _sums_checked: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.forward = self.prepared.model
-        self.optimizer.register_step_post_hook(lambda *_: setattr(self, "_summed", False))
+        self.optimizer.register_step_pre_hook(lambda *_: self._check_sums())
+        self.optimizer.register_step_post_hook(lambda *_: setattr(self, "summed", False))
+        if self.foreign and self.recipe.fp8.enabled:
+            from fp8cfg.backends import rows
+
+            rows.watch(self.prepared.model)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -113,15 +120,16 @@ class Job:
         rank. Once for each step of the optimizer, after its last microbatch. A rank's loss is its share: divided by the ranks.
 
         It stands in the place of DistributedDataParallel, which refuses FP8 weights and float32 gradients of other weights. Raises
-        RuntimeError where they were summed since the last step: they would be multiplied by the ranks."""
+        RuntimeError where they were summed since the last step: they would be multiplied by the ranks. A step of several ranks
+        without it warns once."""
         from fp8cfg.training.distributed import current
         from fp8cfg.training.reduction import sum_gradients
 
-        if self._summed:
+        if self.summed:
             raise RuntimeError("the gradients of this step were summed already; call job.sum_gradients() after its last microbatch")
         world = current()
         sum_gradients(self, world)
-        self._summed = world.size > 1
+        self.summed = world.size > 1
 
     def scheduler(self) -> StepScheduler:
         """`schedule` as a torch scheduler of `optimizer`, for a loop that steps one; do not apply `schedule` beside it. Under fp16
@@ -161,8 +169,20 @@ class Job:
         self.compiled = self.optimizer.compiled = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        if self.recipe.storage.shard == "fsdp":
+            from fp8cfg.training.fsdp import COPY
+
+            raise TypeError(f"a Job cannot be copied, nor its model: {COPY}")
         raise TypeError("a Job cannot be copied, its optimizer belongs to one model; build another, or copy job.model: "
                         "fp8cfg.convert_back(copy.deepcopy(job.model)) gives plain weights, as for an average (EMA)")
+
+    def _check_sums(self) -> None:
+        if self.summed or self._sums_checked or self.recipe.storage.shard == "fsdp":
+            return
+        from fp8cfg.forgotten import warn_of_sums
+
+        self._sums_checked = True
+        warn_of_sums(self.model)
 
     def _refuse_unscaled(self) -> None:
         if not self._scales:

@@ -203,7 +203,8 @@ def test_what_is_refused_before_anything_is_replaced(words: tuple[str, ...], lin
 
 
 @pytest.mark.parametrize(("model", "words", "line"), [
-    (nn.Sequential(nn.Linear(64, 64)), ("fp8.high_precision_at_start=1",), "fp8.high_precision_at_start=1: has no effect, the model has no list"),
+    (nn.Sequential(nn.Linear(64, 64)), ("fp8.high_precision_at_start=1",),
+     "fp8.high_precision_at_start=1: has no effect, the model has no list of like layers; write fp8.high_precision_at_start=0"),
     (nn.Sequential(nn.ReLU()), (), "fp8.enabled=True: none of 0 linear layers"), ("model", (), "expected a torch.nn.Module, got str"),
     (nn.Sequential(nn.Linear(64, 10)), (), "fp8.enabled=True: none of 1 linear layers would run in FP8 (out_features=10"),
 ])
@@ -248,7 +249,7 @@ def test_the_table_says_what_ran_and_why_not(backend: str) -> None:
     found = fp8cfg.coverage(model)
     assert {p.name: p.reason for p in found.linears if not p.fp8} == REASONS
     assert {kind for name, p in found.products.items() if name.startswith("h.0.") for kind in p.values()} <= FP8
-    assert "h.*.up " in str(found) and "linear layers' FLOPs" in str(found) and "own" in str(fp8)
+    assert "h.*.up " in str(found) and "FLOPs of all weights" in str(found) and "own" in str(fp8)
     assert max(map(len, str(found).splitlines())) <= 80
     strange = fp8cfg.coverage(nn.Sequential(nn.Linear(64, 64), Doubled(64, 64)))
     assert [p.reason for p in strange.linears] == ["not converted", "Doubled is not watched"]
@@ -266,7 +267,7 @@ def test_a_loop_that_never_enters_the_context_is_found_out(backend: str) -> None
         loss_of(model).backward()
     fp8.prove()
     fp8.fp8.min_coverage = 0.99
-    with pytest.raises(fp8cfg.NotFP8Error, match=r"fp8\.min_coverage=0\.99: \d\d\.\d% of the linear layers' FLOPs ran in FP8"):
+    with pytest.raises(fp8cfg.NotFP8Error, match=r"fp8\.min_coverage=0\.99: \d\d\.\d% of the FLOPs of all weights ran in FP8"):
         fp8.prove()
 
 
@@ -421,7 +422,7 @@ def test_a_job_around_a_model_of_ones_own(backend: str, compute: str) -> None:
     frozen = f"{model.name}.1.up.weight"
     assert torch.equal(dict(model.named_parameters())[frozen].float(), weights[frozen])
     seen = prove_engagement(job)
-    assert {p.name: p.reason for p in seen.linears if not p.fp8} == REASONS and "linear layers' FLOPs" in str(seen)
+    assert {p.name: p.reason for p in seen.linears if not p.fp8} == REASONS and "FLOPs of all weights" in str(seen)
 
 
 def test_a_job_holds_weights_in_fp8_alone_and_gives_them_back() -> None:

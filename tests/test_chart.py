@@ -46,3 +46,19 @@ Megatron BF16        bf16  fp32  bf16    fp32    fp32  fp32+fp32       18
 O1                   fp8   fp8   fp16    none    fp8   fp32+fp32       11
 O2                   fp8   fp8   fp16    none    fp8   fp8+fp16         6
 O3                   fp8   fp8   fp8     fp16    fp8   fp8+fp16         7"""
+
+
+@pytest.mark.parametrize(("words", "ranks", "each"), [
+    ("opt_level=O3", 8, 7), ("opt_level=O3 storage.shard=zero1", 8, 2 + 5 / 8), ("opt_level=O3 storage.shard=zero2", 8, 1 + 6 / 8),
+    ("opt_level=O2 storage.shard=zero1", 4, 3 + 3 / 4), ("opt_level=O2 storage.shard=zero2", 4, 2 + 4 / 4),
+    ("fp8.params=false storage.shard=fsdp", 4, 16 / 4), ("opt_level=O3 storage.shard=zero2", 1, 7),
+])
+def test_what_is_split_over_ranks_is_counted_once_for_all_of_them(words: str, ranks: int, each: float) -> None:
+    recipe = small("precision=bf16_fp8", *words.split())
+    assert chart.bytes_per_parameter(chart.row(recipe), recipe.storage.shard, ranks) == each
+    lines = chart.text(recipe, ranks).splitlines()
+    own = next(line for line in lines if line.startswith("this recipe: "))
+    assert own.split()[-1] == f"{each:.3g}"
+    whole = chart.bytes_per_parameter(chart.row(recipe))
+    said = f"B/param here: on each of {ranks} ranks under storage.shard={recipe.storage.shard}; unsharded {whole:g}"
+    assert (said in lines) == (each != whole)

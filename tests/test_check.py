@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from verbs import loads, refused, said
 
+from fp8cfg.__main__ import main
+
 Out = pytest.CaptureFixture[str]
 
 
@@ -48,6 +50,24 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
 ])
 def test_every_problem_at_once(capsys: Out, argv: list[str], lines: list[str]) -> None:
     assert refused(capsys, "check", *argv) == lines
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("opt_level=O3", "opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state"),
+    ("opt_level=O2 optim.lr=3e-5", "optim.min_lr=3e-06: storage.weight=fp16_scaled rounds most updates below 7.6e-06 away, where the schedule ends; "
+     "storage.rounding=stochastic keeps their mean"),
+    ("storage.exp_avg_sq=bf16 optim.betas=[0.9,0.997]", "optim.betas=[0.9, 0.997]: storage.exp_avg_sq=bf16 follows gradients that shrink only by halves; "
+     "up to 0.9961 it follows all the way"),
+    ("storage.shard=zero1", "storage.shard=zero1: splits state over data-parallel ranks; on one there is nothing to split"),
+])
+def test_what_may_not_be_meant_is_noted_in_one_line(capsys: Out, words: str, line: str) -> None:
+    assert main(["check", "precision=bf16_fp8", *words.split()]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("ok: llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers\n", f"note: {line}\n")
+
+
+def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
+    assert said(capsys, "check", "precision=bf16_fp8", "opt_level=O3", "storage.shard=zero1", "trainer.devices=2", "trainer.global_batch_size=32").startswith("ok: ")
 
 
 def test_neither_torch_nor_fiddle_is_loaded() -> None:

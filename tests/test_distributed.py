@@ -43,6 +43,16 @@ def scales(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for k, v in found["fp8"].items() if k.endswith("fp8_scale")}
 
 
+def test_what_may_not_be_meant_is_noted_by_one_rank_and_once(tmp_path: Path) -> None:
+    words = (*SMALL, "precision=bf16_fp8", "opt_level=O3", "trainer.max_steps=1", "optim.warmup_steps=0", "trainer.val_check_interval=0",
+             "trainer.limit_val_batches=32", "checkpoint.every_n_steps=0", "trainer.micro_batch_size=4", f"log.dir={tmp_path}")
+    for ranks, shard, note in ((1, "none", "opt_level=O3: on one rank it takes more"), (2, "none", "opt_level=O3: on one rank it takes more"),
+                               (1, "zero1", "storage.shard=zero1: splits state"), (2, "zero1", "")):
+        done = launch(ranks, *words, f"storage.shard={shard}")
+        notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+        assert done.returncode == 0 and len(notes) == bool(note) and all(line.startswith(f"note: {note}") for line in notes), done.stderr
+
+
 def test_two_ranks_with_half_the_batch_each_are_one_run(tmp_path: Path) -> None:
     words = ("precision=bf16_fp8", "trainer.max_steps=50", "checkpoint.every_n_steps=25", "trainer.val_check_interval=25")
     two = run(2, tmp_path / "two", *words, "optim.lr=3e-4")

@@ -72,6 +72,17 @@ def test_the_preset_that_is_named_scales_and_stores_alike(words: list[str]) -> N
     assert not [k for k in found.values if k.endswith((".scaling", ".compute"))]
 
 
+@pytest.mark.parametrize("words", [
+    ["precision=bf16_fp8", "fp8={params: false, first_step: te, output_layer: true, amax_history_len: 16}", "backend=te"], ["precision=fp16_fp8", "fp8.params=false"],
+    ["precision=bf16_fp8_current", "precision.compute=fp32", "fp8={params: false, granularity: row, emulate: true, high_precision_at_end: 0}", "backend=torchao"]], ids=" ".join)
+def test_the_preset_that_is_named_runs_fp8_where_the_recipe_does(words: list[str]) -> None:
+    """A preset without FP8, or of another scaling, leaves fewer values over."""
+    recipe = fp8cfg.compose(words)
+    found = deltas(recipe, {})
+    assert words[0] == f"precision={found.presets['precision']}" and not [k for k in found.values if k.endswith((".scaling", ".enabled"))]
+    assert _read(yaml_text(recipe, {}, full=False)) == recipe
+
+
 @pytest.mark.slow
 def test_the_script_trains(tmp_path: Path) -> None:
     import subprocess
@@ -154,7 +165,7 @@ def test_an_export_needs_no_folder_of_ones_own(capsys: Out, tmp_path: Path) -> N
     want = fp8cfg.compose(["recipe=mine", "optim.lr=1e-3"], config_dir=tmp_path)
     out = tmp_path / "out.yaml"
     assert said(capsys, "export", "recipe=mine", "optim.lr=1e-3", "--config-dir", str(tmp_path), "--output", str(out)) == f"wrote {out}\n"
-    assert fp8cfg.from_yaml(out) == want and out.read_text().splitlines()[1:4] == ["recipe: llama_1b", "precision: fp16", "name: mine"]
+    assert fp8cfg.from_yaml(out) == want and out.read_text().splitlines()[1:4] == ["recipe: llama_1b", "precision: fp16_fp8", "name: mine"]
     whole = tmp_path / "whole.yaml"
     said(capsys, "export", str(out), "--full", "--output", str(whole))
     assert fp8cfg.from_yaml(whole) == want == fp8cfg.from_yaml(said(capsys, "export", str(whole)))

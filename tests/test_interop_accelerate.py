@@ -111,11 +111,52 @@ def test_what_stands_around_fp8() -> None:
     assert interop.from_mapping("accelerate", {"distributed_type": "NO"}).recipe.precision.compute == "fp32"  # Accelerate's default
 
 
+FIRST = ("Accelerate's torchao leaves the model's first linear layer in high precision too; here it runs in FP8, and `fp8cfg plan` lists layers for "
+         "fp8.exclude")
+FIRST_WRITTEN = ("fp8.scaling=current: is written, but Accelerate's torchao leaves the model's first linear layer in high precision too; a filter of your own "
+                 "says otherwise (AORecipeKwargs.module_filter_func)")
+
+
+def test_the_first_layer_that_accelerates_torchao_leaves_out_is_said() -> None:
+    """By its own code, of two like models: it leaves out the first layer, the recipe does not."""
+    utils = pytest.importorskip("accelerate.utils.ao")
+    import torch
+
+    recipe = interop.from_mapping("accelerate", {"mixed_precision": "fp8", "fp8_config": {"backend": "ao"}}).recipe
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in ("first", "middle", "output_layer")})
+    theirs, _ = utils.find_first_last_linear_layers(model)
+    ours = {p.name for p in fp8cfg.convert_model(model, recipe).plan if p.fp8}
+    assert theirs == "first" and ours == {"first", "middle"}
+    assert interop.from_words("accelerate", ["AORecipeKwargs()"]).lost == (f"backend=AO: {FIRST}",)
+    assert interop.from_mapping("accelerate", {"mixed_precision": "bf16", "fp8_config": {"backend": "AO"}}).lost == ("fp8_config.backend=AO: has no effect, nothing there turns FP8 on",)
+    for words, said in (("precision=bf16_fp8_current", True), ("precision=bf16_fp8", False), ("precision=bf16_mxfp8", False), ("precision=bf16", False)):
+        assert (FIRST_WRITTEN in interop.to_mapping("accelerate", fp8cfg.compose([words])).lost) == said
+
+
+@pytest.mark.parametrize(("deepspeed", "said"), [
+    ({"enable_msamp": True}, "deepspeed_config.enable_msamp=True"), ({"enable_msamp": True, "zero_stage": 1, "msamp_opt_level": "O2"}, "deepspeed_config.enable_msamp=True"),
+    ({"zero_stage": 2}, "fp8_config.backend=MSAMP"), ({}, "")])
+def test_the_weights_that_ms_amp_holds_under_deepspeed_are_said(deepspeed: dict[str, Any], said: str) -> None:
+    fp8 = {} if "enable_msamp" in deepspeed else {"fp8_config": {"backend": "MSAMP"}}
+    lost = interop.from_mapping("accelerate", {"mixed_precision": "fp8", "deepspeed_config": deepspeed, **fp8}).lost
+    held = [line for line in lost if "E4M3" in line]
+    assert held == [f"{said}: under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level; here O1 and O2 have scaled FP16 without"] * bool(said)
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("opt_level=O1 storage.shard=zero1", "opt_level=O1: is written, but under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level, not in scaled FP16"),
+    ("opt_level=O2 storage.shard=zero2", "opt_level=O2: is written, but under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level, not in scaled FP16; opt_level=O3 is that"),
+    ("opt_level=O2", ""), ("storage.shard=zero1", "")])
+def test_and_where_a_recipe_is_written(words: str, line: str) -> None:
+    lost = interop.to_mapping("accelerate", fp8cfg.compose(["precision=bf16_fp8", *words.split()])).lost
+    assert [said for said in lost if "DeepSpeed" in said] == [line] * bool(line)
+
+
 @pytest.mark.parametrize(("given", "gather", "in_force"), [({}, "auto", "fp8"), ({"enable_fsdp_float8_all_gather": True}, "fp8", "fp8"), ({"enable_fsdp_float8_all_gather": "no"}, "bf16", "bf16")])
 def test_fsdp_and_its_fp8_all_gather_both_ways(given: dict[str, Any], gather: str, in_force: str) -> None:
     found = interop.from_mapping("accelerate", {"mixed_precision": "fp8", "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "fp8_config": {"backend": "AO", **given}})
     storage = found.recipe.storage
-    assert (storage.shard, storage.gather, found.lost, found.unknown) == ("fsdp", gather, (), ())
+    assert (storage.shard, storage.gather, found.lost, found.unknown) == ("fsdp", gather, (f"fp8_config.backend=AO: {FIRST}",), ())
     found.recipe.check()
     written = interop.to_mapping("accelerate", found.recipe)
     assert written.value["distributed_type"] == "FSDP" and written.value["fsdp_config"] == {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
@@ -134,7 +175,7 @@ def test_typos_are_reported_and_values_refused_all_at_once() -> None:
     with pytest.raises(ConfigError) as e:  # those of types, of bounds and of names
         imported(fp8_format="E5M2", margin=-4, marginn=4)
     assert e.value.problems == [
-        "fp8_config.fp8_format=E5M2: Transformer Engine trains in HYBRID or E4M3, never in E5M2 alone", "fp8.margin=-4: must be at least 0",
+        "fp8_config.fp8_format=E5M2: Transformer Engine trains in HYBRID or E4M3, never in E5M2 alone", "fp8_config.margin=-4: must be at least 0",
         "fp8_config.marginn: no such key of Accelerate; did you mean 'fp8_config.margin'?"]
     with pytest.raises(ConfigError, match=r"amax_history_length=2: one key with fp8_config.amax_history_len=16; drop one"):
         imported(amax_history_len=16, amax_history_length=2)
@@ -257,11 +298,12 @@ GOLDEN = """# Imported from Accelerate. What has no counterpart here, or is read
 #   'fp8_config.margin'?
 # Exported by fp8cfg {version}.
 recipe: llama_8b
+precision: bf16_fp8
 fp8:
-  enabled: true
   margin: 2
   amax_history_len: 16
   first_step: te
+  params: false
   output_layer: true
 backend: te
 """
@@ -280,7 +322,7 @@ def test_import_and_export_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
     assert main(["export", "accelerate", str(back)]) == 0
     again = capsys.readouterr()
     assert again.err == "" and "  margin: 2\n" in again.out and again.out.startswith(f"# Exported by fp8cfg {fp8cfg.__version__} for Accelerate.\nmixed_precision: fp8\n")
-    assert main(["export", "accelerate", "precision=bf16_fp8"]) == 0
+    assert main(["export", "accelerate", "precision=bf16_fp8", "fp8.first_step=in_time"]) == 0
     noted = capsys.readouterr()
     assert noted.err == "note: 3 of its keys Accelerate cannot say; they stand in the text as comments\n" and "# fp8.params=True: Accelerate has no key for it\n" in noted.out
     assert "# fp8.first_step=in_time: Transformer Engine begins with scale 1\n" in noted.out

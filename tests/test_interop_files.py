@@ -92,7 +92,7 @@ def test_a_toml_of_torchtitans(tmp_path: Path) -> None:
     fp8 = found.recipe.fp8
     assert (fp8.enabled, fp8.scaling, fp8.output_layer, fp8.exclude, found.recipe.backend) == (True, "current", False, ("*.linear_fc2",), "torchao")
     assert found.lost == ("filter_fqns=attention.wk: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude",
-                          "[job], [model], [training]: not about precision, not read")
+                          "[job], the rest of [model], the rest of [training]: not about precision, not read")
     assert found.unknown == () and (found.recipe.storage.shard, found.recipe.storage.gather) == ("fsdp", "fp8")
     found.recipe.check()
     text, lost = interop.to_text("torchtitan", found.recipe)
@@ -244,11 +244,44 @@ def test_the_section_that_ms_amp_reads() -> None:
     assert [line.partition("=")[0] for line in written.lost] == ["storage.rounding"]
 
 
+@pytest.mark.parametrize(("words", "line"), [
+    ("opt_level=O1", "opt_level=O1: is written, but under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level, not in scaled FP16"),
+    ("opt_level=O2", "opt_level=O2: is written, but under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level, not in scaled FP16; opt_level=O3 is that"),
+    ("opt_level=O3", "opt_level=O3: is written, but MS-AMP wants ZeRO with it; write storage.shard=zero1 or zero2"),
+    ("opt_level=O3 storage.shard=zero1", ""), ("fp8.margin=1", "")])
+def test_what_ms_amp_stores_otherwise_under_deepspeed_is_listed(words: str, line: str) -> None:
+    lost = interop.to_mapping("deepspeed", fp8cfg.compose(["precision=bf16_fp8", *words.split()])).lost
+    assert [said for said in lost if ": is written, but" in said] == [line] * bool(line)
+
+
+@pytest.mark.parametrize(("level", "said"), [({}, "O1"), ({"opt_level": "O2"}, "O2"), ({"opt_level": "O3"}, "")])
+def test_and_where_it_is_read(level: dict[str, str], said: str) -> None:
+    found = interop.from_mapping("deepspeed", {"bf16": {"enabled": True}, "msamp": {"enabled": True, **level}, "zero_optimization": {"stage": 1}})
+    assert [line for line in found.lost if "E4M3" in line] == [
+        f"msamp.opt_level={said}: under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level; here O1 and O2 have scaled FP16 without"] * bool(said)
+
+
+def test_torchtitans_dtype_of_all_state(tmp_path: Path) -> None:
+    """training.dtype: parameters, gradients and optimizer state, without float32 beside them; training.mixed_precision_param: what multiplies."""
+    file = tmp_path / "a.toml"
+    file.write_text('[training]\ndtype = "bfloat16"\nmixed_precision_param = "float32"\n')
+    found = interop.from_file("torchtitan", file)
+    assert (found.lost, found.unknown, found.recipe.precision.compute) == ((), (), "fp32")
+    file.write_text('[training]\ndtype = "bfloat16"\nsteps = 3\n')
+    found = interop.from_file("torchtitan", file)
+    ours, whole = table(found.recipe), ("weight", "weight_grad", "exp_avg", "exp_avg_sq")
+    assert {ours[f"storage.{k}"] for k in whole} == {"bf16"} and ours["storage.master_weight"] == "none" and found.lost == ("the rest of [training]: not about precision, not read",)
+    found.recipe.check()
+    text, lost = interop.to_text("torchtitan", found.recipe)
+    assert 'dtype = "bfloat16"' in text and lost == ()
+    assert interop.to_mapping("torchtitan", fp8cfg.compose(["precision=bf16"])).value["training"].keys() == {"mixed_precision_param", "mixed_precision_reduce"}
+
+
 def test_words_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     head = f"# Exported by fp8cfg {fp8cfg.__version__}.\n"
     assert said(capsys, "import", "nemo", "recipe=llama_8b", "--", "bf16_with_mxfp8_mixed") == f"{head}recipe: llama_8b\nprecision: bf16_mxfp8\n"
     assert said(capsys, "import", "megatron", "--", "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "blockwise") == f"{head}recipe: llama_tiny\nprecision: bf16_fp8_block\n"
-    assert said(capsys, "import", "te", "fp8.margin=2", "--", "DelayedScaling(amax_history_len=16)").endswith("fp8:\n  enabled: true\n  margin: 2\n  amax_history_len: 16\n  first_step: te\nbackend: te\n")
+    assert said(capsys, "import", "te", "fp8.margin=2", "--", "DelayedScaling(amax_history_len=16)").endswith("precision: bf16_fp8\nfp8:\n  margin: 2\n  amax_history_len: 16\n  first_step: te\n  params: false\nbackend: te\n")
     assert "recipe = llama_tiny()\nrecipe.precision = fp8cfg.bf16_with_mxfp8_mixed()\n" in said(capsys, "import", "bridge", "--python", "--", "bf16=true", "fp8=e4m3", "fp8_recipe=mxfp8", "fp8_param_gather=true")
     assert refused(capsys, "import", "megatron", "--", "--tensorboard-dir", "x") == ["no flag of Megatron-LM that is known here, such as --fp8-format hybrid"]
     assert refused(capsys, "import", "megatron", "--", "--bf16", "--fp16") == ["Megatron-LM: bf16 and fp16 are both on; drop one"]

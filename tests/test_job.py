@@ -47,6 +47,31 @@ def test_a_loop_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
     assert by_hand(World()) == losses("precision=bf16_fp8", count=3), "with one rank there is nothing to sum"
 
 
+def unsummed(world: World) -> list[str]:
+    """Two steps whose gradients nobody sums, two that are summed, and two in which DistributedDataParallel does it."""
+    said = []
+    for way in ("nobody", "job", "others"):
+        torch.manual_seed(0)
+        job = fp8cfg.build(fp8cfg.compose(["precision=fp32", "trainer.accelerator=cpu"]), model=nn.Linear(64, 64))
+        model = nn.parallel.DistributedDataParallel(job.model) if way == "others" else job.model
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                job.backward(model(torch.randn(16, 64)).pow(2).mean())
+                if way == "job":
+                    job.sum_gradients()
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+        said += [f"{way}: {w.category.__name__} {str(w.message).partition(',')[0]} {Path(w.filename).name}" for w in seen]
+    return said
+
+
+@pytest.mark.slow
+def test_gradients_that_nobody_summed_are_said_once(tmp_path: Path) -> None:
+    line = "nobody: RuntimeWarning the gradients of this step were not summed over the 2 ranks test_job.py"
+    assert on_ranks(2, unsummed, tmp_path) == [[line], [line]]
+
+
 def wrapped(world: World) -> list[torch.Tensor]:
     recipe = fp8cfg.compose(["precision=bf16_fp8", "fp8={params: false, output_layer: true}", "backend=native", "trainer.accelerator=cpu"])
     torch.manual_seed(0)

@@ -28,6 +28,44 @@ def test_planned_bytes_are_the_measured_ones(precision: str, recompute: str) -> 
     assert found["peak"][1] > found["after forward"][1] > 0
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("words", ["precision=bf16_fp8_current", "precision=bf16_fp8_current fp8.granularity=row", "precision=bf16_mxfp8", "precision=bf16_fp8_current fp8.override_linear_precision.wgrad=true",
+                                   "precision=bf16_fp8_current precision.compute=fp32", "precision=bf16_fp8_current fp8.output_layer=true"])
+def test_torchao_keeps_inputs_and_no_quantized_weights(words: str, recompute: str) -> None:
+    pytest.importorskip("torchao", minversion="0.18")
+    recipe = tiny(*words.split(), "fp8.params=false", "backend=torchao", f"model.recompute_granularity={recompute}")
+    found = measure(recipe)
+    assert found["after forward"][0] == pytest.approx(found["after forward"][1], rel=0.05)
+    assert found["peak"][0] == pytest.approx(found["peak"][1], rel=0.1)
+    assert "FP8 copies" not in memory_table(recipe, "cpu")
+
+
+@pytest.mark.parametrize("words", ["precision=bf16_fp8 fp8.params=false", "precision=bf16_fp8_current fp8.params=false"])
+def test_a_repeated_forward_pass_quantizes_weights_beside_activations(words: str) -> None:
+    plan, here = measure(tiny(*words.split(), "model.recompute_granularity=full"))["peak"]
+    assert plan == pytest.approx(here, rel=0.03)
+
+
+def tiny(*words: str) -> Recipe:
+    return fp8cfg.compose(["recipe=llama_tiny", "data=tiny", "trainer.micro_batch_size=2", *words])
+
+
+def test_what_the_tracker_counts_of_wrappers_and_of_resized_tensors() -> None:
+    import torch
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    gathered = torch.zeros(100)
+    with LiveBytes([], resized=[gathered]) as live:
+        pair = TwoTensor(torch.zeros(10), torch.zeros(10))
+        assert live.now == 400 + 80, "a wrapper has the memory of what is inside"
+        more = pair + 1
+        assert live.now == 400 + 160
+        gathered.untyped_storage().resize_(0)
+        assert live.now == 160 and more is not pair
+        del pair, more
+        assert live.now == 0
+
+
 def test_what_the_tracker_counts() -> None:
     import torch
 
@@ -102,9 +140,10 @@ def test_what_a_compiled_step_keeps_of_one_tensor(words: str, each: int) -> None
 
 def test_the_plan_knows_the_optimizer_s_numbers() -> None:
     from fp8cfg.numerics import codecs
-    from fp8cfg.optim import low_bit_pieces
+    from fp8cfg.optim import low_bit_pieces, low_bit_rows
 
     assert (report.AT_ONCE, report.PIECE) == (low_bit_pieces.AT_ONCE, codecs.CHUNK)
+    assert (report.SMALL, report.TOGETHER) == (low_bit_rows.SMALL, low_bit_rows.TOGETHER)
     assert set(report.PER_TENSOR) == {name for name, codec in codecs.NAMES.items() if codec.per_tensor}
 
 

@@ -204,3 +204,13 @@ def test_a_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "--help")
     assert "h200" in out and "--gpus N" in out and max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("shard", "each"), [("none", 7), ("zero1", 2 + 5 / 8), ("zero2", 1 + 6 / 8)])
+def test_bytes_of_a_parameter_are_those_on_each_of_its_ranks(capsys: pytest.CaptureFixture[str], shard: str, each: float) -> None:
+    """O3's are 7, 2 + 5/N and 1 + 6/N."""
+    words = ("precision=bf16_fp8", "opt_level=O3", f"storage.shard={shard}", "trainer.global_batch_size=128", "--gpus", "8")
+    assert json.loads(plan(capsys, *words, "--json"))["chart"]["bytes_per_parameter"] == each
+    lines = plan(capsys, *words).splitlines()
+    assert next(line for line in lines if line.startswith("this recipe: O3")).split()[-1] == f"{each:.3g}"
+    assert (f"B/param here: on each of 8 ranks under storage.shard={shard}; unsharded 7" in lines) == (shard != "none")

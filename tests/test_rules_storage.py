@@ -8,15 +8,27 @@ import sys
 import pytest
 import torch
 
-from fp8cfg.config.rules_storage import MANTISSA_BITS, frozen_averages, half_unit, late_updates, slow_averages, storage_refusals
+from fp8cfg.config.rules_storage import (
+    FP16_LEAST,
+    MANTISSA_BITS,
+    frozen_averages,
+    half_unit,
+    late_updates,
+    lost_averages,
+    slow_averages,
+    storage_refusals,
+)
 from fp8cfg.numerics.codecs import codec
 
 O2 = {"weight": "fp16_scaled", "master_weight": "none", "weight_grad": "fp8_pow2", "comm": "fp8_pow2", "exp_avg": "fp8_pow2",
       "exp_avg_sq": "fp16_scaled"}
 
 
-def refused(lr: float = 3e-4, betas: tuple[float, float] = (0.9, 0.95), rounding: str = "nearest", **columns: str) -> list[str]:
-    return storage_refusals({**O2, **columns}, rounding, betas, lr, 0.02)
+def refused(lr: float = 3e-4, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, rounding: str = "nearest", **columns: str) -> list[str]:
+    return storage_refusals({**O2, **columns}, rounding, betas, eps, lr, 0.02)
+
+
+FP16_V = "storage.exp_avg_sq=fp16: without a scale second moments of gradients below 1.7e-04 become 0, optim.eps={} alone divides these, training diverges; write "
 
 
 LINES = [
@@ -24,6 +36,9 @@ LINES = [
      "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block"),
     ({"exp_avg_sq": "fp8_pow2", "betas": (0.9, 0.99)},
      "storage.exp_avg_sq=fp8_pow2: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block"),
+    ({"exp_avg_sq": "fp16"}, FP16_V.format("1e-08") + "fp16_scaled, or bf16"), ({"exp_avg_sq": "fp16", "eps": 1e-4}, FP16_V.format("0.0001") + "fp16_scaled, or bf16"),
+    ({"exp_avg_sq": "fp16", "eps": 1e-5, "betas": (0.9, 0.999)}, FP16_V.format("1e-05") + "fp16_scaled"),
+    ({"exp_avg_sq": "fp16", "betas": (0.9, 0.9996)}, FP16_V.format("1e-08") + "fp32"),
     ({"betas": (0.98, 0.95)},
      "optim.betas=[0.98, 0.95]: storage.exp_avg=fp8_pow2 rounds an average of rate 0.98 back to where it was, so it never comes down; "
      "nearest is 0.9444, or write storage.exp_avg=fp8"),
@@ -54,13 +69,26 @@ def test_each_refusal_is_one_line(changed: dict, line: str) -> None:
     {}, {"lr": 1e-6, "rounding": "stochastic"}, {"lr": 1e-6, "master_weight": "fp32"}, {"lr": 1e-5, "weight": "bf16", "master_weight": "fp16_scaled"},
     {"weight": "fp8", "master_weight": "fp16_scaled"}, {"exp_avg_sq": "fp8_block"}, {"exp_avg": "fp8", "betas": (0.98, 0.95)},
     {"exp_avg": "bf16", "exp_avg_sq": "bf16", "betas": (0.95, 0.99)}, {"betas": (0.9, 0.999)}, {"exp_avg_sq": "fp32", "betas": (0.9, 0.99999)},
-    {"betas": (0.95, 0.95)}])
+    {"betas": (0.95, 0.95)}, {"exp_avg_sq": "fp16", "eps": 2e-4}, {"exp_avg": "fp16"}, {"weight": "fp16"}, {"master_weight": "fp16"},
+    {"weight_grad": "fp16"}])
 def test_what_works_is_not_refused(changed: dict) -> None:
     assert refused(**changed) == []
 
 
 def test_all_lines_come_at_once() -> None:
-    assert len(refused(lr=1e-7, betas=(0.99, 0.99999), weight="fp16", exp_avg_sq="fp16")) == 3
+    assert len(refused(lr=1e-7, betas=(0.99, 0.99999), weight="fp16", exp_avg_sq="fp16")) == 4
+
+
+def test_fp16_without_a_scale() -> None:
+    """Below FP16_LEAST it is 0; roots of second moments that are not stay above the eps from which on it is accepted."""
+    at = torch.tensor([FP16_LEAST, FP16_LEAST * 1.001])
+    zero, least = codec("fp16").decode(codec("fp16").encode(at)).tolist()
+    assert zero == 0 and least**0.5 > FP16_LEAST**0.5
+    scaled = codec("fp16_scaled")
+    assert bool((scaled.decode(scaled.encode(at)) > 0).all())
+    assert list(lost_averages({**O2, "exp_avg": "fp16"})) == [
+        "storage.exp_avg=fp16: without a scale averages below 3e-08 become 0; fp16_scaled keeps them, in as many bytes"]
+    assert list(lost_averages({**O2, "exp_avg": "fp16_scaled"})) == []
 
 
 def test_remarks() -> None:

@@ -11,7 +11,7 @@ from small import small, steps
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.backends.planning import layers, plan_linears
+from fp8cfg.backends.planning import HIGH_PRECISION, layers, plan_linears
 from fp8cfg.backends.protocol import BackendError
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.numerics import Region
@@ -202,7 +202,7 @@ def test_what_is_recorded_is_what_was_multiplied(fp8: dict[str, Any], compiled: 
     x = torch.randn(32, 64)
     with torchao.autocast(model):
         run(x).square().sum().backward()
-    assert torchao.observed(model) == {p.name: p.products for p in plan}
+    assert torchao.observed(model) == {p.name: {g: k or HIGH_PRECISION for g, k in p.products.items()} for p in plan}
     torchao.forget_observed(model)
     assert not any(kinds for gemms in torchao.observed(model).values() for kinds in gemms.values())
 
@@ -248,6 +248,20 @@ def test_compiled_it_runs_what_was_planned() -> None:
 def test_tokens_that_its_product_cannot_have_are_refused() -> None:
     with pytest.raises(fp8cfg.ConfigError, match=r"that is 30 tokens, backend=torchao needs a multiple of 32; write backend=native, or model\.seq_length=32"):
         fp8cfg.build(small("precision=bf16_mxfp8", *HERE, "model.seq_length=30", "trainer.micro_batch_size=1"))
+
+
+def test_tokens_that_a_model_of_ones_own_gives_it_are_refused_by_one_line() -> None:
+    model, _ = tiny(scaling="mxfp8", format="e4m3")
+    x = torch.randn(2, 15, 64)
+    line = r"^backend=torchao: a layer got 30 tokens, its MXFP8 needs a multiple of 32; write backend=native, or give the model another batch"
+    with torchao.autocast(model):
+        with pytest.raises(fp8cfg.ConfigError, match=line):
+            model(x).sum().backward()
+        with torch.no_grad():
+            assert model(x).shape == (2, 15, 32)
+    wide, _ = tiny(scaling="mxfp8", format="e4m3", override_linear_precision={"wgrad": True})
+    with torchao.autocast(wide):
+        wide(x).sum().backward()
 
 
 def test_rows_are_rows() -> None:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import command
 import torch
 
 import fp8cfg
@@ -87,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -10,11 +10,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
+import command
 import torch
 
-import fp8cfg
 from fp8cfg.report.tables import size, table
 from fp8cfg.training.measured import BOUNDS, measure
 
@@ -35,19 +34,19 @@ def main() -> int:
     parser.add_argument("--recompute", choices=["none", "full"], help="this one alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    wanted = {f"{name} {' '.join(words)} {recompute}": [*SIZES[name], *words, "data=tiny", f"model.recompute_granularity={recompute}"]
+              for name in ([args.size] if args.size else SIZES) for words in ([args.words] if args.words else PRECISIONS)
+              for recompute in ([args.recompute] if args.recompute else ["none", "full"])}
     missed = []
-    for name in [args.size] if args.size else SIZES:
-        for words in [args.words] if args.words else PRECISIONS:
-            for recompute in [args.recompute] if args.recompute else ["none", "full"]:
-                every = [*SIZES[name], *words, "data=tiny", f"model.recompute_granularity={recompute}"]
-                found = measure(fp8cfg.compose(every))
-                rows = [[kind, size(p), size(m), f"{p / m:.3f}" if m else "", f"{bound:.0%}" if (bound := BOUNDS.get(kind)) else ""]
-                        for kind, (p, m) in found.items() if p or m]
-                print(table([f"{name} {' '.join(words)} {recompute}", "planned", "measured", "ratio", "bound"], rows, right=(1, 2, 3, 4)), end="\n\n", flush=True)
-                missed += [f"{' '.join(every)}: {kind}" for kind, bound in BOUNDS.items() if abs(found[kind][0] - found[kind][1]) > bound * found[kind][1]]
+    for (name, words), recipe in zip(wanted.items(), command.recipes(wanted.values()), strict=True):
+        found = measure(recipe)
+        rows = [[kind, size(p), size(m), f"{p / m:.3f}" if m else "", f"{bound:.0%}" if (bound := BOUNDS.get(kind)) else ""]
+                for kind, (p, m) in found.items() if p or m]
+        print(table([name, "planned", "measured", "ratio", "bound"], rows, right=(1, 2, 3, 4)), end="\n\n", flush=True)
+        missed += [f"{' '.join(words)}: {kind}" for kind, bound in BOUNDS.items() if abs(found[kind][0] - found[kind][1]) > bound * found[kind][1]]
     print("all within bounds" if not missed else "out of bounds:\n" + "\n".join(missed))
     return bool(missed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -30,6 +30,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import command
 import measure_bytes
 
 import fp8cfg
@@ -132,9 +133,9 @@ def main() -> None:
     parser.add_argument("--recipe", default="llama_tiny")
     parser.add_argument("--row", action="append", metavar="[NAME:] WORDS", help=f"default: {'; '.join(ROWS)}")
     parser.add_argument("--levels", action="store_true", help=f"these rows: {'; '.join(LEVELS)}")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seeds", type=command.count, default=3)
+    parser.add_argument("--steps", type=command.count, default=200)
+    parser.add_argument("--jobs", type=command.count, default=1)
     parser.add_argument("--results", type=Path, metavar="FILE.jsonl", help="where finished runs are kept")
     parser.add_argument("words", nargs="*")
     args = parser.parse_intermixed_args()
@@ -145,14 +146,10 @@ def main() -> None:
     wanted = [[f"recipe={args.recipe}", f"trainer.seed={seed}", f"trainer.max_steps={args.steps}",
                f"optim.warmup_steps={min(20, args.steps // 2)}", "trainer.limit_val_batches=16", *args.words, *words.split()]
               for words, seed in itertools.product(rows.values(), range(args.seeds))]
-    for words in wanted:
-        try:
-            fp8cfg.compose(words).check()
-        except fp8cfg.ConfigError as e:
-            parser.error("; ".join(e.problems))
+    command.recipes(wanted)
     runs = run_all(wanted, args.jobs, args.results)
     print(summary({name: runs[i * args.seeds : (i + 1) * args.seeds] for i, name in enumerate(rows)}, args.levels))
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -21,6 +21,7 @@ import time
 from itertools import zip_longest
 from pathlib import Path
 
+import command
 from measure_bytes import counts, rows
 
 from fp8cfg.training.metrics import read
@@ -63,6 +64,13 @@ def kill_at_random(command: list[str], root: Path, rng: random.Random) -> int:
     return progress(root)
 
 
+def to_the_end(run: list[str]) -> None:
+    """Run a command; what fails has said why on stderr, and ends this one with its exit code."""
+    done = subprocess.run(run, stdout=subprocess.DEVNULL)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
 def compared(words: list[str], ranks: int, kills: int, rng: random.Random) -> tuple[str, bool]:
     """Where a run was killed, how its metrics differ from those of an uninterrupted one, and whether they do not."""
     launch = [sys.executable, "-m"]
@@ -71,33 +79,37 @@ def compared(words: list[str], ranks: int, kills: int, rng: random.Random) -> tu
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Path(folder, "whole"), Path(folder, "killed")
         start = [*launch, "fp8cfg", *WORDS, *words]
-        subprocess.run([*start, f"log.dir={whole}"], check=True, stdout=subprocess.DEVNULL)
-        command, lines = [*start, f"log.dir={killed}"], []
+        to_the_end([*start, f"log.dir={whole}"])
+        part, lines = [*start, f"log.dir={killed}"], []
         for _ in range(kills):
-            lines.append(kill_at_random(command, killed, rng))
-            command = [*launch, "fp8cfg", "resume", *map(str, killed.iterdir())]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            lines.append(kill_at_random(part, killed, rng))
+            part = [*launch, "fp8cfg", "resume", *map(str, killed.iterdir())]
+        to_the_end(part)
         want, got = losses(whole), losses(killed)
     apart = next((f"DIFFERENT: {b}, not {a}" for a, b in zip_longest(want, got) if a != b), "")
     return f"killed after {', '.join(map(str, lines))} of {len(want)} lines: {apart or 'equal'}", not apart
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", action="store_true", help="every row of the low-precision chart")
-    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--kills", type=command.count, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=counts, default=[1], metavar="N[,N]")
     parser.add_argument("words", nargs="*")
     args = parser.parse_intermixed_args()
     rng, good = random.Random(args.seed), True
+    words = {ranks: {name: [*row.split(), *args.words] for name, row in (rows(ranks) if args.rows else {"": "precision=bf16_fp8"}).items()}
+             for ranks in args.ranks}
     for ranks in args.ranks:
-        for name, row in (rows(ranks) if args.rows else {"": "precision=bf16_fp8"}).items():
-            text, equal = compared([*row.split(), *args.words], ranks, args.kills, rng)
+        command.recipes(([*WORDS, *row] for row in words[ranks].values()), ranks)
+    for ranks in args.ranks:
+        for name, row in words[ranks].items():
+            text, equal = compared(row, ranks, args.kills, rng)
             print(f"{name:13s} {ranks} rank{'s'[: ranks > 1]}, {text}".strip(), flush=True)
             good &= equal
-    sys.exit(0 if good else 1)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

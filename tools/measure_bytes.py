@@ -14,6 +14,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
+import command
 import torch
 import torch.distributed as dist
 
@@ -46,10 +47,7 @@ def rows(ranks: int) -> dict[str, str]:
 
 def counts(text: str) -> list[int]:
     """Numbers of ranks, as in `1,2`. Raises ValueError for any other text."""
-    found = [int(word) for word in text.split(",")]
-    if min(found) < 1:
-        raise ValueError(text)
-    return found
+    return [command.count(word) for word in text.split(",")]
 
 
 def measured(words: list[str], world: World) -> dict[str, float]:
@@ -62,11 +60,16 @@ def measured(words: list[str], world: World) -> dict[str, float]:
     return {kind: sum(t.nbytes for t in tensors) / count for kind, tensors in by_kind(job).items()}
 
 
+def words_of(ranks: int, words: list[str]) -> dict[str, list[str]]:
+    """All rows on so many ranks as overrides, with `words` on top."""
+    return {name: [*SMALL, *row.split(), *words] for name, row in rows(ranks).items()}
+
+
 def on_rank(rank: int, ranks: int, words: list[str], folder: str) -> None:
     """All rows on one of several ranks, into a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    found = {name: measured([*SMALL, *row.split(), *words], World(rank, ranks)) for name, row in rows(ranks).items()}
+    found = {name: measured(row, World(rank, ranks)) for name, row in words_of(ranks, words).items()}
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -84,17 +87,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=counts, default=[1, 2], metavar="N[,N]")
     parser.add_argument("words", nargs="*", default=[])
     args = parser.parse_intermixed_args()
+    recipes = {ranks: command.recipes(words_of(ranks, args.words).values(), ranks) for ranks in args.ranks}
+    run_data(recipes[args.ranks[0]][0])  # raises ConfigError here, and not in each process, where there is none
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(on_rank, (ranks, args.words, folder), nprocs=ranks)
             each = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
         lines = []
-        for name, row in rows(ranks).items():
-            recipe = fp8cfg.compose([*SMALL, *row.split(), *args.words])
+        for name, recipe in zip(rows(ranks), recipes[ranks], strict=True):
             kinds = max((found[name] for found in each), key=lambda kinds: sum(kinds.values()))
             lines.append([name, *(f"{n:.2f}" for n in kinds.values()), f"{sum(kinds.values()):.2f}", f"{charted(recipe, ranks):.3g}"])
         print(table([f"{ranks} rank{'s'[: ranks > 1]}", *each[0]["O1"], "total", "chart"], lines, right=range(1, 8)), end="\n\n")
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -6,7 +6,7 @@ It stands with the layers, not beside the model, so that copies and wrappers of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
@@ -15,11 +15,14 @@ from fp8cfg.backends import registry
 from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.planning import PlannedLinear
 from fp8cfg.backends.protocol import Backend
+from fp8cfg.backends.rows import unwatch
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.fp8 import FP8
 
 REASON = "high_precision_reason"
 """Attribute of a linear layer: why it, or a product of it, stays in high precision."""
+PLANNED = "fp8_planned"
+"""Attribute of converted layers: what was planned for each, under the name that it had then."""
 CONVERSION = "fp8_conversion"
 """Attribute of converted layers: the `Converted` that they share."""
 
@@ -56,10 +59,17 @@ def mark(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], choice: Choi
         setattr(layer, REASON, planned.reason)
         if planned.fp8:
             setattr(layer, CONVERSION, shared)
+            setattr(layer, PLANNED, planned)
+
+
+def plan_of(model: nn.Module) -> list[PlannedLinear]:
+    """What was planned for each converted layer of `model`, under its name there: a wrapper's differ from those of the model."""
+    return [replace(vars(layer)[PLANNED], name=name) for name, layer in model.named_modules() if PLANNED in vars(layer)]
 
 
 def unmark(model: nn.Module) -> None:
-    """Take back what `mark` left with layers that were not converted."""
+    """Take back what `mark` left with layers that were not converted, and what was counted."""
+    unwatch(model)
     for layer in model.modules():
         vars(layer).pop(REASON, None)
 

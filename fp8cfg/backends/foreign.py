@@ -23,10 +23,12 @@ def plan_model(model: nn.Module, fp8: FP8, misfit: Misfit) -> list[PlannedLinear
     if fp8.dot_product_attention:
         raise ConfigError("fp8.dot_product_attention=True: has no effect on a model of your own, whose attention stays as it is")
     found = dict(linears(model))
-    first_last = [f"{key}={count}" for key in ("high_precision_at_start", "high_precision_at_end") if (count := getattr(fp8, key))]
+    ends = ("high_precision_at_start", "high_precision_at_end")
+    first_last = {f"fp8.{key}": count for key in ends if (count := getattr(fp8, key))}
     lists = layer_lists(model)
     if first_last and not lists:
-        raise ConfigError([f"fp8.{key}: has no effect, the model has no list of like layers" for key in first_last])
+        raise ConfigError([f"{key}={count}: has no effect, the model has no list of like layers; write {key}=0"
+                           for key, count in first_last.items()])
     shapes = [(name, m.in_features, m.out_features) for name, m in found.items()]
     owners = {id(m): parent for parent in model.modules() for m in parent.children()}
     odd = {name: why for name, m in found.items() if (why := _odd(m, owners.get(id(m))))}

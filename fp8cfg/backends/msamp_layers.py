@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8cfg.backends.planning import GEMMS, Kinds
+from fp8cfg.backends.planning import GEMMS, HIGH_PRECISION, Kinds
+from fp8cfg.backends.rows import count
 from fp8cfg.numerics import Region
 
 KINDS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}
@@ -37,10 +38,12 @@ class WatchedLinear(nn.Module):
         """FP8 inside of the region. Outside of it MS-AMP has no gradient of the weight: raises RuntimeError where there would
         be one. A pass without gradients leaves no amax behind."""
         trains = torch.is_grad_enabled()
+        count(self, x)
         if not self.region.applies():
             if trains and self.weight.requires_grad:
                 raise RuntimeError("backend=msamp: layers train inside of the autocast context; evaluate under torch.no_grad()")
-            self.ran["fprop"] = None
+            if trains and self.training:
+                self.ran["fprop"] = HIGH_PRECISION
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         for meta in self.scaling_metas.values():
             _LAYERS[id(meta)] = self
@@ -103,4 +106,4 @@ def _record(a: Any, b: Any, in_fp8: bool) -> None:
         return
     x = layer.scaling_metas["input"]
     product = "fprop" if b is x else "wgrad" if a is x else "dgrad"
-    layer.ran[product] = (KINDS[b.qtype.name], KINDS[a.qtype.name]) if in_fp8 else None
+    layer.ran[product] = (KINDS[b.qtype.name], KINDS[a.qtype.name]) if in_fp8 else HIGH_PRECISION

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8cfg.backends.holding import shared_weights
-from fp8cfg.backends.planning import ATTENTION_GEMMS, GEMMS, PlannedLinear, plan_attention
+from fp8cfg.backends.planning import ATTENTION_GEMMS, GEMMS, HIGH_PRECISION, PlannedLinear, plan_attention
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.swap import linear_with, replaced
 from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
@@ -64,12 +64,12 @@ def autocast(model: nn.Module, enabled: bool = True) -> AbstractContextManager[N
 
 
 def observed(model: nn.Module) -> Observed:
-    """For each FP8 layer by name, the operand kinds of each product that ran, None for high precision or not at all."""
+    """For each FP8 layer by name, the operand kinds of each product that ran."""
     out: Observed = {}
     for name, layer in model.named_modules():
         if isinstance(layer, FP8Layer):
             ran = [decode(code) for code in layer.gemms_ran.tolist()]
-            kinds = [None if r is None or r.how == "high_precision" else (r.a, r.b) for r in ran]
+            kinds = [r and (HIGH_PRECISION if r.how == "high_precision" else (r.a, r.b)) for r in ran]
             out[name] = dict(zip(GEMMS if isinstance(layer, FP8Linear) else ATTENTION_GEMMS, kinds, strict=True))
     return out
 

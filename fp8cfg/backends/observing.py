@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fp8cfg.backends import registry
+from fp8cfg.backends import registry, rows
+from fp8cfg.backends.beside import unwatched
 from fp8cfg.backends.conversion import REASON
-from fp8cfg.backends.planning import ATTENTION_GEMMS, GEMMS, PlannedAttention, PlannedLinear
+from fp8cfg.backends.planning import ATTENTION_GEMMS, GEMMS, PlannedAttention, PlannedLinear, Unwatched
 from fp8cfg.backends.protocol import Backend, Observed
 
 
@@ -29,10 +30,17 @@ def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttenti
         ran = seen.get(name, {})
         if isinstance(module, nn.Linear) or "fprop" in ran:
             gemms = tuple(ran.get(g) for g in GEMMS)
-            linears.append(PlannedLinear(name, module.in_features, module.out_features, gemms, _reason(module, ran)))  # type: ignore[arg-type]
+            linears.append(PlannedLinear(
+                name, module.in_features, module.out_features, gemms, _reason(module, ran), rows.multiplied(module)))  # type: ignore[arg-type]
         elif ran:
             attentions.append(PlannedAttention(name, tuple(ran.get(g) for g in ATTENTION_GEMMS)))
     return linears, attentions
+
+
+def beside(model: nn.Module) -> list[Unwatched]:
+    """What multiplies in `model` beside its linear layers."""
+    watched = {model.get_submodule(name) for backend in loaded() for name in backend.observed(model)}
+    return unwatched(model, watched)
 
 
 def _reason(module: nn.Module, ran: object) -> str:

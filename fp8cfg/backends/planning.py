@@ -16,7 +16,10 @@ ATTENTION_GEMMS = ("p", "o", "ds", "dv", "dq", "dk")
 """The products of attention by what they make: P = Q Kᵀ and O = S V, then four backward ones; see numerics/attention.py."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Shapes = Iterable[tuple[str, int, int]]
-Kinds = tuple[str, str] | None
+Kinds = tuple[str, str] | tuple[()] | None
+"""The kinds of the two operands of a product in FP8. In a plan None is high precision; in what ran it is a product that did not
+run, and HIGH_PRECISION one that ran, in training, in high precision."""
+HIGH_PRECISION: tuple[()] = ()
 Misfit = Callable[[FP8, int, int], str]
 """Why a layer of in_features and out_features stays in high precision: `Rules.misfit` of the backend."""
 Numbering = Callable[[str], tuple[int, int] | None]
@@ -26,13 +29,15 @@ Numbering = Callable[[str], tuple[int, int] | None]
 @dataclass(frozen=True)
 class PlannedLinear:
     """One linear layer. `gemms` holds, for fprop, dgrad and wgrad, the kinds of the two operands, such as (e4m3, e4m3), or
-    None where the product stays in high precision; `reason` says why where any does."""
+    None where the product stays in high precision; `reason` says why where any does. `rows` is how many rows it was seen to
+    multiply, None where nobody looked."""
 
     name: str
     in_features: int
     out_features: int
     gemms: tuple[Kinds, Kinds, Kinds]
     reason: str = ""
+    rows: int | None = None
 
     @property
     def fp8(self) -> bool:
@@ -47,7 +52,12 @@ class PlannedLinear:
     @property
     def fp8_share(self) -> float:
         """Share of this layer's three equally large products that run in FP8."""
-        return sum(g is not None for g in self.gemms) / 3
+        return sum(map(bool, self.gemms)) / 3
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight."""
+        return self.in_features * self.out_features
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,18 @@ class PlannedAttention:
     @property
     def fp8_share(self) -> float:
         """Share of the six equally large products that run in FP8."""
-        return sum(g is not None for g in self.gemms) / len(self.gemms)
+        return sum(map(bool, self.gemms)) / len(self.gemms)
+
+
+@dataclass(frozen=True)
+class Unwatched:
+    """Parameters of a given model that multiply, or may, outside of linear layers: the module that holds them, how many elements
+    they have, why they are in high precision, and `rows` as in PlannedLinear."""
+
+    name: str
+    weights: int
+    reason: str
+    rows: int | None = None
 
 
 def plan_attention(fp8: FP8, num_layers: int) -> list[PlannedAttention]:
@@ -160,18 +181,24 @@ def differences(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[
     for planned in plan:
         for gemm, want in planned.products.items():
             got = seen.get(planned.name, {}).get(gemm)
-            if want != got:
+            if (want or None) != (got or None):
                 lines.append(f"{planned.name} {gemm}: planned {_shown(want)}, ran {_shown(got)}")
     return lines
 
 
 def not_engaged(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]) -> list[str]:
     """Why a step of someone else's model is not what was planned, a line each. A model may leave layers out of a step, and a
-    layer may have no use for a gradient: what did not run is no difference where anything of its kind did."""
+    layer may have no use for a gradient: what did not run is no difference where anything did, what ran in high precision is."""
     asked = not plan or any(p.fp8_share for p in plan)
     if asked and not any(any(gemms.values()) for gemms in seen.values()):
         return ["no layer multiplied in FP8; run the model inside of its autocast context"]
-    return differences(plan, {p.name: {g: seen.get(p.name, {}).get(g) or want for g, want in p.products.items()} for p in plan})
+    lines, rest = [], {}
+    for p in plan:
+        ran = seen.get(p.name, {})
+        rest[p.name] = {g: ran.get(g) or want for g, want in p.products.items()}
+        if outside := [g for g, want in p.products.items() if want and ran.get(g) == HIGH_PRECISION]:
+            lines.append(f"{p.name} ({', '.join(outside)}): planned in FP8, ran in high precision, outside of the autocast context")
+    return lines + differences(plan, rest)
 
 
 def _shown(kinds: Kinds) -> str:

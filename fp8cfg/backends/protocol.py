@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fp8cfg.numerics import Region
 
 Observed = dict[str, dict[str, "Kinds"]]
-"""What ran: layer name -> product -> kinds of its two operands, None for high precision or not at all."""
+"""What ran: layer name -> product -> kinds of its two operands, HIGH_PRECISION, or None where it did not run."""
 
 
 class BackendError(NotFP8Error):
@@ -94,7 +94,8 @@ class Backend(Protocol):
 
     def observed(self, model: nn.Module) -> Observed:
         """For each converted layer by name, what its products really multiplied since they were forgotten: recorded where
-        they are multiplied, so that a layer that was swapped and never ran in FP8 shows."""
+        they are multiplied, so that a layer that was swapped and never ran in FP8 shows. An evaluation in high precision leaves
+        the record as it is: what is recorded as high precision was a pass of training."""
 
     def forget_observed(self, model: nn.Module) -> None:
         """Clear that record."""

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8cfg.backends.planning import Kinds
+from fp8cfg.backends.planning import HIGH_PRECISION, Kinds
+from fp8cfg.backends.rows import count
 from fp8cfg.backends.te_layers import TELinear
 
 Parameters = Mapping[str, tuple[nn.Module, str]]
@@ -59,12 +60,14 @@ class Engine:
     def _record(self, x: Tensor, y: Tensor) -> None:
         """Note what this pass multiplied: what Transformer Engine itself says of it, `module.fp8` and its quantizers. Nothing
         is known of a backward pass before the gradient of `y` is there."""
-        ran = self.module.fp8
+        ran, trains = self.module.fp8, torch.is_grad_enabled() and self.module.training
         forward, backward = (self.module.quantizers[f"scaling_{side}"] for side in ("fwd", "bwd"))
         for n, linear in enumerate(self.linears):
             weight = _kind(forward[3 * n + 1]) if ran else ""
-            linear.ran["fprop"] = (_kind(forward[3 * n]), weight) if ran else None
-            kinds: Kinds = None
+            count(linear, x)
+            if ran or trains:
+                linear.ran["fprop"] = (_kind(forward[3 * n]), weight) if ran else HIGH_PRECISION
+            kinds: Kinds = HIGH_PRECISION
             if ran and getattr(self.recipe, "backward_override", None) is None:
                 kinds = _kind(backward[2 * n]), weight
             if y.requires_grad:

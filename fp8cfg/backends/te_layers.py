@@ -31,7 +31,7 @@ class TELinear(nn.Module):
 
     `place` is its engine and its number there; where that computes a whole MLP, or is part of a te.TransformerLayer, `forward` is
     not called. `obstacle` says what kept te.TransformerLayer from taking the decoder layer that it is in. `ran` holds the kinds of
-    the operands of each product that ran, None for high precision. A weight that is held quantized is one of Transformer
+    the operands of each product that ran, as `planning.Kinds` has them. A weight that is held quantized is one of Transformer
     Engine's tensors, and `set_weight` writes to it."""
 
     place: tuple[Engine, int]

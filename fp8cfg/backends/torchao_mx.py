@@ -13,18 +13,24 @@ from torchao.quantization.quantize_.common.kernel_preference import KernelPrefer
 
 from fp8cfg.backends.protocol import same
 from fp8cfg.backends.torchao_watch import WatchedLinear, watched
+from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.fp8 import FP8
 
 _mm = watched(mx_mm)
 _E4M3 = torch.float8_e4m3fn
+_BLOCK = 32
 
 
 class TorchaoMXLinear(WatchedLinear, MXFP8Linear):  # type: ignore[misc]
     """torchao's MXFP8Linear, watched; its arguments are those of torchao's `_to_mxfp8_then_scaled_mm`."""
 
     def multiply(self, x: Tensor) -> Tensor:
+        tokens = x.shape[:-1].numel()
+        if tokens % _BLOCK and torch.is_grad_enabled() and not self.wgrad_with_hp:
+            raise ConfigError(f"backend=torchao: a layer got {tokens} tokens, its MXFP8 needs a multiple of {_BLOCK}; write "
+                              "backend=native, or give the model another batch size or length")
         y: Tensor = _mm.apply(
-            self.gemms_ran, x, self.weight, _E4M3, _E4M3, _E4M3, 32, self.kernel_preference, MXFP8Dim0CastKernelChoice.TRITON,
+            self.gemms_ran, x, self.weight, _E4M3, _E4M3, _E4M3, _BLOCK, self.kernel_preference, MXFP8Dim0CastKernelChoice.TRITON,
             MXFP8Dim1CastKernelChoice.CUDA, self.scale_calculation_mode, self.wgrad_with_hp)
         return y
 

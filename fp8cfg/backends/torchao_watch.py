@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fp8cfg.backends.planning import Kinds
+from fp8cfg.backends.planning import HIGH_PRECISION, Kinds
 from fp8cfg.numerics import Region
 
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_PAIRS: list[Kinds] = [None, *((a, b) for a in KINDS.values() for b in KINDS.values())]
+_PAIRS: list[Kinds] = [None, HIGH_PRECISION, *((a, b) for a in KINDS.values() for b in KINDS.values())]
 
 
 def decode(code: int) -> Kinds:
@@ -31,7 +31,7 @@ class _Products(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.mm:
             a, b = (KINDS.get(_data(t).dtype) for t in args)
-            self.seen.append((a, b) if a and b else None)
+            self.seen.append((a, b) if a and b else HIGH_PRECISION)
         return func(*args, **(kwargs or {}))
 
     def record(self, ran: Tensor, first: int) -> None:
@@ -84,7 +84,7 @@ def watched(function: type[torch.autograd.Function]) -> Any:
 
 class WatchedLinear(nn.Linear):
     """The base of a torchao layer: in FP8 while its region is active, an nn.Linear otherwise. `gemms_ran`, int32 [3], holds
-    what fprop, dgrad and wgrad last multiplied, 0 for high precision: see `decode`."""
+    what fprop, dgrad and wgrad last multiplied, evaluations in high precision apart: see `decode`."""
 
     region: Region
     gemms_ran: Tensor
@@ -96,7 +96,10 @@ class WatchedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.region.applies():
-            self.gemms_ran[: 3 if torch.is_grad_enabled() else 1].zero_()
+            if torch.is_grad_enabled() and self.training:
+                for slot, runs in enumerate((True, x.requires_grad, self.weight.requires_grad)):
+                    if runs:
+                        self.gemms_ran[slot].fill_(_PAIRS.index(HIGH_PRECISION))
             return F.linear(x, self.high_precision_weight, self.bias)
         device = x.device.type
         if torch.is_autocast_enabled(device):  # torchao asks about CUDA alone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from fp8cfg.cli.words import recipe_file, split, wrong_words
 from fp8cfg.config.errors import ConfigError, refuse_if
 
@@ -10,7 +12,8 @@ fp8cfg check [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...]
 
 Composes a recipe and asks everything that needs no hardware: types and bounds,
 the rules between keys, layer patterns, and what this version does not have.
-One line and exit code 0, or every problem and exit code 2.
+One line and exit code 0, or every problem and exit code 2; and on standard
+error notes on what is allowed and may not be meant.
 
   --config-dir FOLDER  recipes and presets of your own
 """
@@ -33,6 +36,7 @@ def run(argv: list[str]) -> int:
     refuse_if(refusals(recipe))
 
     from fp8cfg.builder import plan
+    from fp8cfg.report import chart
     from fp8cfg.report.coverage import planned
     from fp8cfg.report.tables import wrapped
 
@@ -42,4 +46,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"fp8.min_coverage={p.fp8.min_coverage:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
     fp8 = f", FP8 {p.fp8.scaling} in {count} of {len(coverage.linears)} linear layers" if p.fp8.enabled else ""
     print(wrapped(f"ok: {recipe.name}, {p.compute}{fp8}", more="  "))
+    t = recipe.trainer
+    for line in chart.remarks(recipe, t.num_nodes * t.devices // t.strategy.size):
+        print(line, file=sys.stderr)
     return 0

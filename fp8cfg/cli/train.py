@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,13 +75,15 @@ def run(argv: list[str]) -> int:
 
 def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded | None) -> int:
     """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given."""
-    from fp8cfg.report import machine, outline
+    from fp8cfg.report import chart, layout, machine, outline
 
     say = print if os.environ.get("RANK", "0") == "0" else _nothing
     say(outline.head(recipe))
     hardware = machine.find_hardware(recipe.trainer.accelerator)
     say(outline.body(recipe, hardware))
-    outline.refuse_layout(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    outline.refuse_layout(recipe, layout.ranks())
+    for line in chart.remarks(recipe, layout.ranks()):
+        say(line, file=sys.stderr)
 
     from fp8cfg.builder import build
     from fp8cfg.training.distributed import world
@@ -100,5 +103,5 @@ def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded |
     return 0
 
 
-def _nothing(*_: object) -> None:
+def _nothing(*_: object, **__: object) -> None:
     """What ranks other than the first print."""

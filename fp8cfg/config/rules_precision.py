@@ -104,7 +104,7 @@ def _storage(recipe: Recipe) -> Iterator[str]:
         if o.name == "sgd":
             yield from _sgd(p)
         else:
-            yield from storage_refusals(columns, s.rounding, o.betas, o.lr, recipe.model.init_method_std)
+            yield from storage_refusals(columns, s.rounding, o.betas, o.eps, o.lr, recipe.model.init_method_std)
     if p.backend == "msamp" and o.name == "adam" and o.weight_decay and columns["exp_avg"] != "fp32":
         yield (f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam MS-AMP leaves it out of the moments that it stores; "
                "write optim.name=adamw, optim.weight_decay=0, or backend=native opt_level=O2")

@@ -16,22 +16,32 @@ MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp16_scaled": 10, "fp8_pow2": 3}
 """Of the codecs that are rounded on a grid which does not move with the tensor's amax."""
 ADAM = {"exp_avg": 0, "exp_avg_sq": 1}
 """The columns of the moments, and which of the betas averages each."""
+FP16_LEAST = 2.0**-25
+"""What fp16 without a scale rounds to 0, and everything below: half its smallest number."""
 
 
 def storage_refusals(
-    columns: Mapping[str, str], rounding: str, betas: tuple[float, float], lr: float, weight_size: float
+    columns: Mapping[str, str], rounding: str, betas: tuple[float, float], eps: float, lr: float, weight_size: float
 ) -> list[str]:
     """A line for each reason why Adam cannot work with these columns. `weight_size` is the magnitude of a typical weight, the
     standard deviation that they start with."""
     weight, master = columns["weight"], columns["master_weight"]
     return [
-        *second_moment(columns["exp_avg_sq"]), *frozen_averages(columns, betas), *no_masters(weight, master),
+        *second_moment(columns["exp_avg_sq"], betas[1], eps), *frozen_averages(columns, betas), *no_masters(weight, master),
         *lost_updates(weight, master, rounding, lr, weight_size),
     ]  # fmt: skip
 
 
-def second_moment(codec: str) -> Iterator[str]:
-    """Second moments in FP8 under one scale: most become 0, and dividing by their roots ends in NaN."""
+def second_moment(codec: str, beta: float, eps: float) -> Iterator[str]:
+    """Second moments in FP8 under one scale, or in fp16 without one: most become 0, and dividing by their roots ends in NaN, or
+    in updates by gradient / eps. An eps as large as those roots keeps these as small as they were."""
+    least = math.sqrt(FP16_LEAST)
+    if codec == "fp16" and eps < least:
+        also = ", or bf16" if beta <= _slowest(MANTISSA_BITS["bf16"]) else ""
+        yield (
+            f"storage.exp_avg_sq=fp16: without a scale second moments of gradients below {least:.1e} become 0, optim.eps={eps:g} "
+            f"alone divides these, training diverges; write {_follows('bf16', beta)}{also}"
+        )
     if codec in ("fp8", "fp8_pow2"):
         yield f"storage.exp_avg_sq={codec}: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block"
 
@@ -58,6 +68,13 @@ def slow_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Ite
                 f"optim.betas={list(betas)}: storage.{column}={columns[column]} follows gradients that shrink only by halves; "
                 f"up to {_slowest(bits):g} it follows all the way"
             )
+
+
+def lost_averages(columns: Mapping[str, str]) -> Iterator[str]:
+    """Remarks, not refusals: gradients of large models are small, and where their averages are 0 nothing moves."""
+    if columns["exp_avg"] == "fp16":
+        least = f"{FP16_LEAST:.0e}"
+        yield f"storage.exp_avg=fp16: without a scale averages below {least} become 0; fp16_scaled keeps them, in as many bytes"
 
 
 def no_masters(weight: str, master: str) -> Iterator[str]:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fp8cfg.interop.accelerate_fp8 import BACKENDS, DOUBTS, HANDLER, LEVELS, engine, without_effect
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.interop.accelerate_fp8 import (
+    BACKENDS,
+    DOUBTS,
+    HANDLER,
+    LEVELS,
+    differs_under_deepspeed,
+    differs_under_torchao,
+    engine,
+    first_layer_runs,
+    held_otherwise,
+    without_effect,
+)
 from fp8cfg.interop.table import SILENT, Dialect, Entry, Unsaid, Values, runs_fp8
 from fp8cfg.interop.values import boolean, is_on, number, one_of, read_only, shown, write_only
 
@@ -15,6 +27,7 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
     "false": {"precision.compute": "fp32"}, "none": {"precision.compute": "fp32"},
 }
 _GATHER = "fp8_config.enable_fsdp_float8_all_gather"
+_MSAMP, _LEVEL = "deepspeed_config.enable_msamp", "deepspeed_config.msamp_opt_level"
 _DYNAMO, _COMPILED = "dynamo_config.dynamo_backend", {"inductor": "on", "no": "off", "false": "off"}
 _RANKS = ("no", "false", "multi_gpu", "multi_cpu", "deepspeed", "fsdp")
 SHARDS = {"0": "none", "1": "zero1", "2": "zero2", "3": "fsdp"}
@@ -61,8 +74,8 @@ _TOP = (
     Entry("deepspeed_config.zero_stage", lambda value: {"storage.shard": one_of(value, SHARDS)},
           lambda ours: STAGES[ours["storage.shard"]], _zero),
     Entry("deepspeed_config.gradient_clipping", _clipping, lambda ours: ours["trainer.gradient_clip_val"], _zero),
-    read_only("deepspeed_config.msamp_opt_level", lambda value: {"opt_level": one_of(value, LEVELS)}),
-    read_only("deepspeed_config.enable_msamp", lambda value: dict(BACKENDS["msamp"]) if boolean(value) else {}),
+    read_only(_LEVEL, lambda value: {"opt_level": one_of(value, LEVELS)}),
+    read_only(_MSAMP, lambda value: dict(BACKENDS["msamp"]) if boolean(value) else {}),
     read_only("fsdp_config.fsdp_activation_checkpointing",
               lambda value: {"model.recompute_granularity": "full" if boolean(value) else "none"}),
     Entry("fp8_config.backend", lambda value: one_of(value, BACKENDS), engine, runs_fp8),
@@ -98,9 +111,22 @@ _SPELLINGS = {
 }
 
 
+def _msamp(theirs: dict[str, Any]) -> list[str]:
+    """DeepSpeed's switch of MS-AMP is a backend of FP8; its level is nobody else's."""
+    named = BACKENDS.get(str(theirs.get("fp8_config.backend")).lower(), {}).get("backend")
+    if is_on(theirs.get(_MSAMP)):
+        if named not in (None, "msamp") and str(theirs.get("mixed_precision")).lower() == "fp8":
+            both = " and ".join(shown(key, theirs[key]) for key in (_MSAMP, "fp8_config.backend"))
+            raise ConfigError(f"{both}: two backends of FP8; drop one")
+        theirs.setdefault("fp8_config.backend", "MSAMP")
+    elif named != "msamp" and _LEVEL in theirs:
+        return [f"{shown(_LEVEL, theirs.pop(_LEVEL))}: has no effect without {_MSAMP}"]
+    return []
+
+
 def _prepare(theirs: dict[str, Any]) -> list[str]:
     """What has no effect where it stands is said and taken out."""
-    lines = without_effect(theirs, "fp8_config.")
+    lines = _msamp(theirs) + without_effect(theirs, "fp8_config.")
     if "mixed_precision" in theirs and is_on(theirs.pop("fp16", None)) and theirs["mixed_precision"] != "fp16":
         lines.append(f"fp16: Accelerate reads {shown('mixed_precision', theirs['mixed_precision'])} alone")
     theirs.setdefault("mixed_precision", "no")
@@ -116,10 +142,27 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
     if backend != "torchao" or str(theirs.get("distributed_type")).lower() != "fsdp":
         gathers = theirs.pop(_GATHER, False)
         lines += [f"{_GATHER}={gathers}: has no effect without backend=AO and distributed_type=FSDP"] if is_on(gathers) else []
+    lines += _held_otherwise(theirs, backend) if str(theirs.get("mixed_precision")).lower() == "fp8" else []
     if str(theirs.get("mixed_precision")).lower() == "fp8" and "fp8_config.backend" not in theirs:
         lines.append("fp8_config.backend is not given: Accelerate takes torchao (current scaling), TE (delayed) or MS-AMP, the "
                      "first that is installed; fp8.scaling says it here")
     return lines
+
+
+def _held_otherwise(theirs: Values, backend: str | None) -> list[str]:
+    """A line on what that backend has otherwise there, and no key of ours says."""
+    if backend == "torchao":
+        return [first_layer_runs(shown("fp8_config.backend", theirs["fp8_config.backend"]))]
+    under = str(theirs.get("distributed_type")).lower() == "deepspeed" or "deepspeed_config.zero_stage" in theirs
+    if backend == "msamp" and (under or is_on(theirs.get(_MSAMP))):
+        return [held_otherwise(next(shown(key, theirs[key]) for key in (_MSAMP, "fp8_config.backend") if key in theirs))]
+    return []
+
+
+def _differs(ours: Values) -> list[str]:
+    if engine(ours) == "AO":
+        return differs_under_torchao()
+    return differs_under_deepspeed(ours) if engine(ours) == "MSAMP" and _zero(ours) else []
 
 
 def _refuse(ours: Values) -> list[str]:
@@ -142,4 +185,5 @@ WHY = {
 }
 _FP8 = tuple(replace(entry, theirs=key) for key, entry in zip(_HANDLED, HANDLER, strict=True))
 ACCELERATE = Dialect(
-    "Accelerate", (*_TOP, *_FP8), _SPELLINGS, {}, _UNSAID, _prepare, _refuse, WHY, DOUBTS)
+    "Accelerate", (*_TOP, *_FP8), _SPELLINGS, {}, _UNSAID, _prepare, _refuse, WHY, DOUBTS,
+    differs=_differs)

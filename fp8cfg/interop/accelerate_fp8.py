@@ -15,6 +15,9 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 """Accelerate's TE and MS-AMP convert every linear layer, the output layer too; its torchao leaves the first and the last one."""
 LEVELS = {"o1": "O1", "o2": "O2"}
+FIRST_LAYER = "Accelerate's torchao leaves the model's first linear layer in high precision too"
+HELD = "under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level"
+"""msamp.deepspeed: FP8Optimizer and FP8DeepSpeedZeroOptimizer have them whatever the level, which says the moments alone."""
 
 
 def engine(ours: Values) -> str:
@@ -57,6 +60,30 @@ def fp8_format(value: Any) -> dict[str, Any]:
     if str(value).strip().lower() == "e5m2":
         raise ValueError("Transformer Engine trains in HYBRID or E4M3, never in E5M2 alone")
     return {"fp8.format": one_of(value, {"hybrid": "hybrid", "e4m3": "e4m3"})}
+
+
+def held_otherwise(said: str) -> str:
+    """The line on the weights of MS-AMP's levels, where `said` has one of them under DeepSpeed."""
+    return f"{said}: {HELD}; here O1 and O2 have scaled FP16 without"
+
+
+def differs_under_deepspeed(ours: Values) -> list[str]:
+    """Lines for recipes of MS-AMP's levels."""
+    if (level := ours["opt_level"]) not in LEVELS.values():
+        return []
+    cure = "; opt_level=O3 is that" if level == "O2" else ""
+    return [f"opt_level={level}: is written, but {HELD}, not in scaled FP16{cure}"]
+
+
+def first_layer_runs(said: str) -> str:
+    """The line on what Accelerate's own filter leaves out, where `said` has torchao."""
+    return f"{said}: {FIRST_LAYER}; here it runs in FP8, and `fp8cfg plan` lists layers for fp8.exclude"
+
+
+def differs_under_torchao() -> list[str]:
+    """Lines for recipes that torchao runs under Accelerate."""
+    return [f"fp8.scaling=current: is written, but {FIRST_LAYER}; a filter of your own says otherwise "
+            "(AORecipeKwargs.module_filter_func)"]
 
 
 HANDLER = (

@@ -26,6 +26,8 @@ def call_in(text: str, names: tuple[str, ...], kind: str) -> dict[str, Any]:
     problems = [f"{_last(calls[0].func)}: give its values by name"] if unnamed else []
     values: dict[str, Any] = {"class": _last(calls[0].func)}
     for word in calls[0].keywords if not problems else ():
+        if word.arg in values:
+            problems.append(f"{word.arg}: stands twice")
         try:
             values[str(word.arg)] = _literal(word.value)
         except ValueError:

@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 from fp8cfg.interop.accelerate import SHARDS, STAGES
+from fp8cfg.interop.accelerate_fp8 import differs_under_deepspeed, held_otherwise
 from fp8cfg.interop.mcore import fp16, refuse_both
 from fp8cfg.interop.table import SILENT, Dialect, Entry, Unsaid, Values, runs_fp8
-from fp8cfg.interop.values import boolean, integer, number, numbers, one_of, option, read_only, same, switch
+from fp8cfg.interop.values import boolean, integer, is_on, number, numbers, one_of, option, read_only, same, shown, switch
 
 _LEVELS = {"o1": "O1", "o2": "O2", "o3": "O3"}
 _NUMBERS = {
@@ -16,6 +17,7 @@ _NUMBERS = {
     "train_micro_batch_size_per_gpu": "trainer.micro_batch_size", "optimizer.params.lr": "optim.lr",
     "optimizer.params.eps": "optim.eps", "optimizer.params.weight_decay": "optim.weight_decay",
 }
+_SWITCHES = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
 _HALF_MASTERS = {"storage.master_weight": "bf16", "storage.weight_grad": "bf16"}
 _HALF_MOMENTS = {"storage.exp_avg": "bf16", "storage.exp_avg_sq": "bf16"}
 
@@ -42,7 +44,9 @@ def _power(ours: Values) -> Any:
 
 
 def _scale(value: Any) -> dict[str, Any]:
-    return {"precision.initial_loss_scale": 2.0 ** min(integer(value), 127)}
+    if (power := integer(value)) > 127:
+        raise ValueError("expected at most 127, float32 has no larger power of two")
+    return {"precision.initial_loss_scale": 2.0**power}
 
 
 def _prepare(theirs: dict[str, Any]) -> list[str]:
@@ -53,13 +57,25 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
     if str(theirs.get("zero_optimization.stage")) == "3":
         lines.append("zero_optimization.stage=3: weights are split by torch's FSDP2 here")
     if "msamp.enabled" in theirs and boolean(theirs["msamp.enabled"]):
-        theirs.setdefault("msamp.opt_level", "O1")
+        if str(theirs.setdefault("msamp.opt_level", "O1")).lower() != "o3":
+            lines.append(held_otherwise(shown("msamp.opt_level", theirs["msamp.opt_level"])))
     else:
         theirs.pop("msamp.opt_level", None)
-    if not any(str(theirs.get(f"{dtype}.enabled", "false")).lower() in ("true", "auto", "1") for dtype in ("bf16", "fp16")):
+    on = [dtype for dtype in ("bf16", "fp16") if theirs.get(f"{dtype}.enabled") == "auto" or is_on(theirs.get(f"{dtype}.enabled"))]
+    if not on:
         theirs["FP32"] = True
+    idle = [key for key in _SWITCHES if "bf16" not in on and is_on(theirs.pop(key, None))]
+    lines += [f"{', '.join(idle)}: has no effect without bf16.enabled"] if idle else []
     refuse_both({dtype: theirs.get(f"{dtype}.enabled") for dtype in ("bf16", "fp16")})
     return lines
+
+
+def _differs(ours: Values) -> list[str]:
+    if not _levelled(ours):
+        return []
+    if ours["opt_level"] == "O3" and ours["storage.shard"] == "none":
+        return ["opt_level=O3: is written, but MS-AMP wants ZeRO with it; write storage.shard=zero1 or zero2"]
+    return differs_under_deepspeed(ours)
 
 
 _OWN = Unsaid("DeepSpeed's own", (False, None))
@@ -71,7 +87,7 @@ DEEPSPEED = Dialect(
      Entry("fp16.initial_scale_power", _scale, _power, fp16),
      *(same(f"fp16.{name}", f"precision.{name}", kind, fp16)
        for name, kind in (("loss_scale_window", integer), ("hysteresis", integer), ("min_loss_scale", number))),
-     _all_of("bf16.bf16_master_weights_and_grads", _HALF_MASTERS), _all_of("bf16.bf16_optimizer_states", _HALF_MOMENTS),
+     *map(_all_of, _SWITCHES, (_HALF_MASTERS, _HALF_MOMENTS)),
      option("communication_data_type", "storage.comm", {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16", "fp16": "fp16"}),
      Entry("msamp.enabled", lambda on: {"fp8.enabled": True, "backend": "msamp", "fp8.output_layer": True} if boolean(on) else {},
            lambda _: True, _levelled),
@@ -89,7 +105,7 @@ DEEPSPEED = Dialect(
                              "optimizer.", "amp.", "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer",
                              "prescale_gradients", "comms_logger.", "data_types.", "torch_autocast.", "aio."), _OWN),
             "gradient_accumulation_steps": Unsaid("follows here from the batch sizes and the ranks", (1,))},
-    prepare=_prepare,
+    prepare=_prepare, differs=_differs,
     why={"fp8.": "DeepSpeed has no FP8 but MS-AMP's; under Transformer Engine's layers the model says it",
          "fp8.output_layer": "MS-AMP converts every linear layer", "fp8.params": "opt_level says how MS-AMP stores weights",
          "storage.": "DeepSpeed has bf16 masters with gradients, and bf16 moments, each pair together",

@@ -33,7 +33,7 @@ _FINE = "MXFP8 and NVFP4 are E4M3 both ways here; E5M2 gradients under fine-grai
 def _idle(key: str, ours: Values) -> str | None:
     """Why a value does nothing, or None where it does something."""
     scaling = ours.get("fp8.scaling", "delayed")
-    if not ours.get("fp8.enabled") and (key.startswith("fp8.") or key == "backend"):
+    if not ours.get("fp8.enabled") and (key.startswith("fp8.") or key in ("backend", "opt_level")):
         return "has no effect, nothing there turns FP8 on"
     if key.startswith("fp8.") and scaling not in ONLY_UNDER.get(key.removeprefix("fp8."), (scaling,)):
         return f"has no effect under {scaling} scaling"
@@ -43,6 +43,8 @@ def _idle(key: str, ours: Values) -> str | None:
         return "has no effect with a history of one"
     if key in _LOSS_SCALE and ours.get("precision.compute") != "fp16":
         return "has no effect, loss scaling is for fp16"
+    if key in _LOSS_SCALE and key != "precision.loss_scale" and ours.get("precision.loss_scale"):
+        return f"has no effect, the loss scale is {ours['precision.loss_scale']:g} throughout"
     return None
 
 

@@ -35,12 +35,15 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
             try:
                 found = entry.read(theirs[entry.theirs])
             except ValueError as e:
-                problems.append(f"{shown(spelled.get(entry.theirs, entry.theirs), theirs[entry.theirs])}: {e}")
+                line = f"{shown(spelled.get(entry.theirs, entry.theirs), theirs[entry.theirs])}: {e}"
+                (vague if entry.theirs.isupper() else problems).append(line)
                 continue
             ours |= found
             if entry.theirs in spelled and theirs[entry.theirs] != dialect.defaults.get(entry.theirs, SILENT):
                 origin |= dict.fromkeys(found, shown(spelled[entry.theirs], theirs[entry.theirs]))
-    remarks += without_effect(ours, origin) + implied.by_backend(ours, origin)
+    remarks += without_effect(ours, origin)
+    problems += implied.contradictions(ours, origin)
+    remarks += implied.by_backend(ours, origin)
     remarks += [f"{origin[k]}: is so here; {why}" for k, why in dialect.doubts.items() if k in origin and k in changed(ours)]
     recipe = (base or Recipe()).model_copy(deep=True)
     recipe.precision = Precision()
@@ -49,12 +52,12 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
     try:
         recipe = assigned(recipe, {full(k): v for k, v in ours.items()})
     except ConfigError as e:
-        problems += e.problems
+        problems += [_in_their_words(line, origin) for line in e.problems]
     problems = problems or vague
     problems += [f"{shown(spelled[name], theirs[name])}: is a section, with keys such as {first}"
                  for name in spelled if name in theirs and (first := dialect.within(name))]
     refuse_if([*problems, *unknown] if problems else [])
-    remarks += implied.gpus(recipe, ours)
+    remarks += implied.gpus(recipe, ours) + (implied.output_layer(recipe) if base else [])
     return Read(recipe, tuple(remarks + unsaid), tuple(unknown))
 
 
@@ -74,7 +77,7 @@ def write(dialect: Dialect, recipe: Recipe) -> Written:
     lost = [f"{shown(k, ours[k])}: {implied.why(k, ours, back) or _why(dialect, k)}" for k in different]
     lost += [f"{shown(k, ours[k])}: is written, but {why}" for k, why in dialect.doubts.items()
              if k in changed(ours) and k not in different]
-    return Written(data, tuple(lost))
+    return Written(data, (*lost, *dialect.differs(ours)))
 
 
 def table(recipe: Recipe) -> dict[str, Any]:
@@ -96,6 +99,12 @@ def table(recipe: Recipe) -> dict[str, Any]:
 
 def _why(dialect: Dialect, key: str) -> str:
     return dialect.why.get(key) or dialect.why.get(key.partition(".")[0] + ".") or f"{dialect.name} has no key for it"
+
+
+def _in_their_words(line: str, origin: Mapping[str, str]) -> str:
+    """A line about a value of ours, with what somebody wrote for it, where somebody did."""
+    head, _, reason = line.partition(": ")
+    return f"{origin.get(head.partition('=')[0], head)}: {reason}"
 
 
 def _named(dialect: Dialect, data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:

@@ -9,6 +9,10 @@ from typing import Any
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.interop.table import Dialect
 
+_ASSIGNED = re.compile(r"""^(\s*(?:(?:export|local|declare)\s+)?)\w+\+?=(?:\(|(?=["']|--))""", re.MULTILINE)
+_NO_VALUE = re.compile(r"--[A-Za-z]|\d?[|&;<>]|(fi|done|else|elif|esac)$")
+"""What follows a flag without a value: another one, or what ends a command of a shell."""
+
 
 def found(text: str) -> tuple[dict[str, Any], list[str]]:
     """The flags of a shell script, or of one line of it: name with underscores -> value, True where there is none. Text in
@@ -24,7 +28,7 @@ def found(text: str) -> tuple[dict[str, Any], list[str]]:
         if not re.fullmatch(r"--[A-Za-z][\w-]*(=.*)?", word, re.DOTALL):
             continue
         flag, eq, given = word.partition("=")
-        following = words[i + 1] if i + 1 < len(words) and not re.match(r"--[A-Za-z]", words[i + 1]) else True
+        following = words[i + 1] if i + 1 < len(words) and not _NO_VALUE.match(words[i + 1]) else True
         value: str | bool = given if eq else following
         name = flag[2:].replace("-", "_")
         if isinstance(value, str) and "$" in value:
@@ -38,7 +42,7 @@ def found(text: str) -> tuple[dict[str, Any], list[str]]:
 
 def _split(text: str) -> list[str]:
     """Words of a shell, without comments and the brackets of arrays; a quoted word of several flags is several."""
-    text = re.sub(r"^(\s*)\w+\+?=\(", r"\1", text.replace("\\\n", " "), flags=re.MULTILINE)
+    text = _ASSIGNED.sub(r"\1", text.replace("\\\n", " "))
     words = shlex.split(text, comments=True)
     flat = [part for word in words for part in (word.split() if re.search(r"(^|\s)--\w", word) else [word])]
     return [word[:-1] if word.endswith(")") and "(" not in word else word for word in flat]

@@ -7,15 +7,30 @@ from typing import Any
 
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.interop import accelerate
-from fp8cfg.interop.accelerate_fp8 import BACKENDS, DOUBTS, HANDLER, engine, without_effect
+from fp8cfg.interop.accelerate_fp8 import (
+    BACKENDS,
+    DOUBTS,
+    HANDLER,
+    differs_under_torchao,
+    engine,
+    first_layer_runs,
+    without_effect,
+)
 from fp8cfg.interop.calls import call_in
 from fp8cfg.interop.engine import read, write
-from fp8cfg.interop.table import Dialect, Entry, NotHere, Read, Values, Written, runs_fp8
+from fp8cfg.interop.table import Dialect, Entry, NotHere, Read, Unsaid, Values, Written, runs_fp8
 from fp8cfg.interop.torchao import TORCHAO, fields_of, made
-from fp8cfg.interop.values import one_of
+from fp8cfg.interop.values import one_of, shown
 
 _CLASSES = {"TERecipeKwargs": "TE", "MSAMPRecipeKwargs": "MSAMP", "AORecipeKwargs": "AO"}
 NAMES = ("FP8RecipeKwargs", *_CLASSES)
+_GATHER = "enable_fsdp_float8_all_gather"
+_NO_FSDP = "has no effect without FSDP, which a handler does not say; here storage.shard=fsdp does"
+
+
+def _prepare(theirs: dict[str, Any]) -> list[str]:
+    own = str(theirs["backend"]).upper() == "AO" and "module_filter_func" not in theirs
+    return without_effect(theirs) + ([first_layer_runs(shown("backend", theirs["backend"]))] if own else [])
 
 
 def _refuse(ours: Values) -> list[str]:
@@ -26,7 +41,8 @@ def _refuse(ours: Values) -> list[str]:
 HANDLERS = Dialect(
     "Accelerate", (Entry("backend", lambda value: {"fp8.enabled": True, **one_of(value, BACKENDS)}, engine), *HANDLER),
     {"optimization_level": "opt_level", "amax_history_length": "amax_history_len", "amax_compute_algorithm": "amax_compute_algo"},
-    prepare=without_effect, refuse=_refuse, why=accelerate.WHY, doubts=DOUBTS)
+    unsaid={"pad_inner_dim": accelerate.ACCELERATE.unsaid["fp8_config.pad_inner_dim"], _GATHER: Unsaid(_NO_FSDP, (False,))},
+    prepare=_prepare, refuse=_refuse, why=accelerate.WHY, doubts=DOUBTS)
 
 
 def from_handler(handler: Any, base: Recipe | None = None) -> Read:
@@ -34,9 +50,12 @@ def from_handler(handler: Any, base: Recipe | None = None) -> Read:
     name = type(handler).__name__
     backend = _CLASSES.get(name) or str(getattr(handler, "backend", None) or "TE").upper()
     if backend == "AO" and getattr(handler, "config", None) is not None:
-        found = read(TORCHAO, fields_of(handler.config), base)
+        fields = fields_of(handler.config)
+        gathers = fields.pop(_GATHER, False)
+        found = read(TORCHAO, fields, base)
         code = getattr(handler, "module_filter_func", None)
-        lost = [*found.lost, *(["module_filter_func: Python code, which a recipe cannot name"] if code else [])]
+        filtered = "module_filter_func: Python code, which a recipe cannot name" if code else first_layer_runs("AORecipeKwargs")
+        lost = [*found.lost, filtered, *([f"{_GATHER}=True: {_NO_FSDP}"] if gathers else [])]
         return found._replace(lost=tuple(lost))
     given = {e.theirs: value for e in HANDLER if (value := getattr(handler, e.theirs, None)) is not None}
     if name == "FP8RecipeKwargs" and backend == "MSAMP":  # it fills in what only TE reads
@@ -63,7 +82,7 @@ def to_handler(recipe: Recipe) -> Written:
     backend = values.pop("backend")
     if backend == "AO":
         written = write(TORCHAO, recipe)
-        values = {"config": made(written.value)}
+        values, written = {"config": made(written.value)}, written._replace(lost=(*written.lost, *differs_under_torchao()))
     if "override_linear_precision" in values:
         values["override_linear_precision"] = tuple(values["override_linear_precision"])
     try:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
+from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.rules_fsdp import KEPT
 from fp8cfg.config.storage import COLUMNS, of_level
 from fp8cfg.interop.effect import changed
 from fp8cfg.interop.table import Values
@@ -22,9 +24,29 @@ _ALONE = "MS-AMP shards, and has O3, through DeepSpeed alone"
 def by_backend(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
     """Put into `ours` what the backend does that it names, or another backend where that one could not run it. A line for each
     thing that is not as somebody wrote it, in their words (`origin`)."""
+    lines = _under_fsdp(ours, origin) if ours.get("storage.shard") == "fsdp" else []
     if ours.get("backend") == "te":
-        return _under_te(ours, origin)
-    return _under_msamp(ours, origin) if ours.get("backend") == "msamp" else []
+        return lines + _under_te(ours, origin)
+    return lines + (_under_msamp(ours, origin) if ours.get("backend") == "msamp" else [])
+
+
+def contradictions(ours: Values, origin: Mapping[str, str]) -> list[str]:
+    """Lines on what that library has not either: MS-AMP's levels beside weights that are split."""
+    levelled = ours.get("fp8.enabled") and (ours.get("backend") == "msamp" or ours.get("opt_level"))
+    if not levelled or ours.get("storage.shard") != "fsdp":
+        return []
+    both = list(dict.fromkeys(origin[key] for key in ("storage.shard", "opt_level", "backend") if key in origin))[:2]
+    return [f"{' and '.join(both)}: MS-AMP splits no weights; write DeepSpeed's ZeRO stage 1 or 2, or drop MS-AMP"]
+
+
+def _under_fsdp(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
+    sums = ("fp32", "bf16", ours.get("precision.compute", "bf16"))
+    kept = {f"storage.{column}": (codec,) for column, codec in KEPT.items()} | {"storage.comm": sums}
+    others = [key for key, codecs in kept.items() if ours.get(key, codecs[0]) not in codecs]
+    for key in others:
+        del ours[key]
+    why = "storage.shard=fsdp keeps weights, gradients and moments in float32, and sums gradients in that or bf16"
+    return [f"{said}: {why}" for said in dict.fromkeys(origin[key] for key in others if key in origin)]
 
 
 def _under_te(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
@@ -32,6 +54,7 @@ def _under_te(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
     kept = [key for key in _KEPT if ours.get(key)]
     both = not delayed and kept == [*_KEPT[1:]]  # its backward_override
     lacking = [key for key in ("fp8.interval", "fp8.multi_head_attention", *(() if both else kept)) if key in changed(ours)]
+    lacking += ["storage.shard=fsdp"] if ours.get("storage.shard") == "fsdp" else []
     if lacking:
         del ours["backend"]
         return [f"{origin['backend']}: backend stays auto, backend=te has no {', '.join(lacking)}"] if "backend" in origin else []
@@ -69,6 +92,21 @@ def why(key: str, ours: Values, back: Values) -> str:
     if rescaled(key, ours, back) or (back["opt_level"] and key in _MSAMP and back[key] == _MSAMP[key]):
         return f"MS-AMP has {str(back[key]).lower()}"
     return ""
+
+
+def output_layer(recipe: Recipe) -> list[str]:
+    """Leave the output layer of `recipe` in high precision where its sizes fit no FP8; a line on that."""
+    from fp8cfg.builder import plan
+
+    if not recipe.fp8.output_layer:
+        return []
+    try:
+        plan(recipe)
+    except ConfigError as e:
+        misfits = [line for line in e.problems if line.startswith("fp8.output_layer=")]
+        recipe.fp8.output_layer = recipe.fp8.output_layer and not misfits
+        return [line.replace("has no effect, its layers stay", "this one stays") for line in misfits]
+    return []
 
 
 def gpus(recipe: Recipe, ours: Values) -> list[str]:

@@ -48,6 +48,8 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
         del theirs["main_grads_dtype"]
     if compute == "fp32":
         theirs["FP32"] = True
+        if (masters := theirs.pop("main_params_dtype", None)) is not None:
+            lines.append(f"main_params_dtype={masters}: has no effect without --bf16 or --fp16")
     if compute == "bf16" and is_on(theirs.get("grad_reduce_in_bf16")):
         theirs["GRADS"] = "bf16"
     if compute == "fp16" and is_on(theirs.get("accumulate_allreduce_grads_in_fp32")):

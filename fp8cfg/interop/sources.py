@@ -16,7 +16,7 @@ from fp8cfg.interop import flags
 from fp8cfg.interop.table import TYPO, Dialect
 from fp8cfg.interop.values import flattened, printable
 
-_CODE = re.compile(r"^(\s*(?:- +)?)_(target|partial|args|call)_(?=\s*:)", re.MULTILINE)
+_CODE = re.compile(r"(^\s*(?:- +)?|[{,]\s*)_(target|partial|args|call)_(?=\s*:)", re.MULTILINE)
 
 
 class Said(NamedTuple):
@@ -90,10 +90,13 @@ def plugin(data: Mapping[str, Any]) -> Said:
     trainer = data.get("trainer")
     places = {"mixed_precision": data, "plugins": trainer if isinstance(trainer, Mapping) else data}
     for key, place in places.items():
-        if isinstance(place.get(key), str):
-            return Said({}, preset=place[key])
-        if isinstance(place.get(key), Mapping):
-            return Said(_clean(place[key]))
+        said = place.get(key)
+        if isinstance(said, list) and len(said) == 1:  # as a Trainer's plugins may be
+            said = said[0]
+        if isinstance(said, str):
+            return Said({}, preset=said)
+        if isinstance(said, Mapping):
+            return Said(_clean(said))
     return Said(_clean(data))
 
 
@@ -103,13 +106,15 @@ def _clean(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sections(of: tuple[str, ...], dialect: Dialect) -> Callable[[Mapping[str, Any]], Said]:
-    """Those keys of a file that begin with one of `of`; one line names the sections of the rest, but for keys that are nearly one
-    of `dialect`."""
+    """Those keys of a file that begin with one of `of`; one line names the sections of the rest, and those of which only a part is
+    read, but for keys that are nearly one of `dialect`."""
     def chosen(data: Mapping[str, Any]) -> Said:
         flat = flattened(data)
         mine = {k: v for k, v in flat.items() if k.startswith(of)}
         typos = {k: near for k in flat if k not in mine and (near := dialect.like(k, TYPO))}
-        rest = sorted({f"[{k.partition('.')[0]}]" for k in flat if k not in mine and k not in typos})
+        read = {k.partition(".")[0] for k in mine}
+        others = sorted({k.partition(".")[0] for k in flat if k not in mine and k not in typos})
+        rest = [f"{'the rest of ' if name in read else ''}[{name}]" for name in others]
         return Said(mine, (f"{', '.join(rest)}: not about precision, not read",) if rest else (), unknown=tuple(
             f"{printable(k)}: no such key of {dialect.name}; did you mean {near!r}?" for k, near in typos.items()))
     return chosen

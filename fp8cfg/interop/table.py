@@ -60,6 +60,11 @@ def nothing_strange(theirs: Values) -> list[str]:
     return []
 
 
+def nothing_differs(ours: Values) -> list[str]:
+    """For projects that carry out what is written."""
+    return []
+
+
 def nothing_refused(ours: Values) -> list[str]:
     """For projects that can write every recipe, as far as they can say it."""
     return []
@@ -76,7 +81,7 @@ class Dialect:
     `strange` has a line before that for each value that they do not know and that is no error to them. `refuse` says which
     recipes it cannot write at all. `why` says of keys of ours (of a whole node, with a dot at the end) why it has none for them,
     `doubts` of keys that it has what comes of them when they are not our default, and `beyond` names those outside of precision
-    that it has.
+    that it has. `differs` has a line for each value that it can say and that is not quite the same there.
     """
 
     name: str
@@ -90,6 +95,7 @@ class Dialect:
     doubts: Mapping[str, str] = field(default_factory=dict)
     beyond: tuple[str, ...] = ()
     strange: Callable[[Values], list[str]] = nothing_strange
+    differs: Callable[[Values], list[str]] = nothing_differs
 
     def named(self, key: str) -> str:
         """The table's name of a key that may be spelled otherwise."""

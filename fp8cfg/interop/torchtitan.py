@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fp8cfg.config.errors import refuse_if, suggest
-from fp8cfg.interop.table import Dialect, Entry, Unsaid, Values, runs_fp8
+from fp8cfg.interop.table import SILENT, Dialect, Entry, Unsaid, Values, runs_fp8
 from fp8cfg.interop.torchao import gather, gathers
 from fp8cfg.interop.values import boolean, is_on, one_of, option, read_only, same, shown, write_only
 
 _GW = "fp8.override_linear_precision.wgrad"
 _ROW = {"fp8.granularity": "row", "fp8.format": "e4m3", "fp8.use_power_2_scales": True}
 _RECIPES: dict[str, dict[str, Any]] = {"tensorwise": {}, "rowwise": _ROW, "rowwise_with_gw_hp": {**_ROW, _GW: True}}
+_MX_RECIPES = {"mxfp8_cublas": {}, "mxfp8_cublas_rceil": {}, "mxfp8_emulated": {"fp8.emulate": True}}
 LAYERS = {
     "*.linear_qkv": ("attention.wq", "attention.wk", "attention.wv"), "*.linear_proj": ("attention.wo",),
     "*.linear_fc1": ("feed_forward.w1", "feed_forward.w3"), "*.linear_fc2": ("feed_forward.w2",),
@@ -20,6 +21,7 @@ LAYERS = {
 _CONVERTERS = {"float8": "float8", "quantize.linear.float8": "float8", "quantize.dense.float8": "float8",
                "mx": "mx", "quantize.linear.mx": "mx", "quantize.dense.mx": "mx"}
 _FLOAT8, _MX = "quantize.linear.float8", "quantize.linear.mx"
+_GATHER = f"{_FLOAT8}.enable_fsdp_float8_all_gather"
 
 
 def _float8(ours: Values) -> bool:
@@ -77,6 +79,9 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
             lines += [f"{section}: has no effect, model.converters does not name it"] if idle else []
             for key in idle:
                 del theirs[key]
+    scales = str(theirs.get(f"{_FLOAT8}.recipe_name", "tensorwise"))
+    if scales != "tensorwise" and is_on(theirs.get(_GATHER)):
+        lines.append(f"{shown(_GATHER, theirs.pop(_GATHER))}: has no effect under {scales}; of tensorwise alone")
     refuse_if(["model.converters: float8 and mx are both on; drop one"] if kinds >= {"float8", "mx"} else [])
     return lines
 
@@ -101,20 +106,26 @@ def _on(kind: Any) -> dict[str, Any]:
     return {"fp8.enabled": True, "backend": "torchao", "fp8.scaling": "current" if kind == "float8" else "mxfp8"}
 
 
+_WHOLE = {"storage.weight": "bf16", "storage.master_weight": "none", "storage.weight_grad": "bf16", "storage.exp_avg": "bf16",
+          "storage.exp_avg_sq": "bf16"}
+"""What training.dtype=bfloat16 stands for: parameters, gradients and optimizer state, without float32 beside them."""
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 _ALIKE = Unsaid("kernels and experts of torchtitan have no key", (False, None, ""))
 TORCHTITAN = Dialect(
     "torchtitan",
     (option("training.mixed_precision_param", "precision.compute", _DTYPES),
+     Entry("training.dtype", lambda name: one_of(name, {"bfloat16": _WHOLE, "float32": {}}),
+           lambda ours: "bfloat16" if all(ours[k] == v for k, v in _WHOLE.items()) else SILENT),
      option("training.mixed_precision_reduce", "storage.comm", {"float32": "fp32", "bfloat16": "bf16"}),
      write_only("model.converters", lambda ours: [_MX if _mx(ours) else _FLOAT8], runs_fp8), read_only("ON", _on),
      Entry(f"{_FLOAT8}.recipe_name", lambda name: one_of(name, _RECIPES), _recipe, _float8),
      read_only("FILTER", _filter), read_only("float8.enable_float8_linear", lambda _: {}),
      write_only(f"{_FLOAT8}.filter_fqns", _filtered, _float8), write_only(f"{_MX}.filter_fqns", _filtered, _mx),
      same(f"{_FLOAT8}.emulate", "fp8.emulate", boolean, lambda ours: _float8(ours) and ours["fp8.emulate"]),
-     Entry(f"{_FLOAT8}.enable_fsdp_float8_all_gather", gather, gathers, gathers),
+     Entry(_GATHER, gather, gathers, gathers),
      write_only(f"{_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp", gathers, gathers),
-     write_only(f"{_MX}.recipe_name", lambda _: "mxfp8_cublas", _mx)),
+     Entry(f"{_MX}.recipe_name", lambda name: one_of(name, _MX_RECIPES),
+           lambda ours: "mxfp8_emulated" if ours["fp8.emulate"] else "mxfp8_cublas", _mx)),
     {f"{old}.{key}": f"quantize.linear.{kind}.{key}"
      for old, kind in (("float8", "float8"), ("quantize.dense.float8", "float8"), ("mx", "mx"), ("quantize.dense.mx", "mx"))
      for key in ("recipe_name", "filter_fqns", "emulate", "enable_fsdp_float8_all_gather", "force_recompute_fp8_weight_in_bwd",
@@ -127,5 +138,5 @@ TORCHTITAN = Dialect(
          "fp8.exclude": "torchtitan's filter_fqns are names of its own layers; *.linear_qkv, _proj, _fc1 and _fc2 have some",
          "fp8.format": "follows from recipe_name: hybrid under tensorwise, e4m3 under rowwise",
          "fp8.use_power_2_scales": "follows from recipe_name: false under tensorwise, true under rowwise"})
-SECTIONS = ("model.converters", "float8.", "mx.", "quantize.", "training.mixed_precision_")
+SECTIONS = ("model.converters", "float8.", "mx.", "quantize.", "training.mixed_precision_", "training.dtype")
 """What of a TOML file is about precision."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fp8cfg.config.errors import suggest
+from fp8cfg.config.errors import refuse_if, suggest
 from fp8cfg.interop.table import SILENT, Entry, Values, always
 
 _TRUTH = {
@@ -91,16 +91,22 @@ def write_only(theirs: str, write: Callable[[Values], Any], when: Callable[[Valu
 
 
 def flattened(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Nested mappings as a table by dotted keys; an empty one is no key."""
+    """Nested mappings as a table by dotted keys; an empty one is no key. Raises ConfigError for one that is given nested and
+    dotted."""
     out: dict[str, Any] = {}
     for name, value in data.items():
         key = f"{at}{name}"
-        out |= flattened(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+        more = flattened(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+        twice = (key for key in more if key in out)
+        refuse_if([f"{printable(key)}: stands twice, in its section and dotted; drop one of the two" for key in twice])
+        out |= more
     return out
 
 
 def shown(key: str, value: Any) -> str:
-    """`key=value`, short enough for a line."""
+    """`key=value`, short enough for a line; a flag without a value alone."""
+    if value is True and key.startswith("--"):
+        return key
     text = printable(str(value))
     return f"{key}={text if len(text) <= 40 else text[:37] + '...'}"
 

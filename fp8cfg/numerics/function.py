@@ -65,6 +65,7 @@ class Plan(NamedTuple):
     weight_grad: torch.dtype
     record: bool
     codec: Codec | None = None  # that the weight is held in
+    trains: bool = True  # an evaluation in high precision is not recorded
 
     def operands(self, role: int, slots: Sequence[int], make: Callable[[bool, int], Operand]) -> dict[int, Operand]:
         """The operand of `role` in each product of `slots`, contracted dimension last. `make` gives it in high precision or in
@@ -113,7 +114,8 @@ class LinearFunction(torch.autograd.Function):
         state = State(*buffers)
         xs = plan.operands(INPUT, [FPROP] + [WGRAD] * needs_dw, lambda high, axis: plan.operand(x, INPUT, state, high, axis))
         ws = plan.operands(WEIGHT, [FPROP] + [DGRAD] * needs_dx, lambda high, axis: plan.weight(w, state, high, axis))
-        y = gemm(xs[FPROP], ws[FPROP], plan.out, state.ran, FPROP, bias)
+        ran = state.ran if plan.trains or not plan.high_precision[FPROP] else None
+        y = gemm(xs[FPROP], ws[FPROP], plan.out, ran, FPROP, bias)
         # A weight that is held in fewer bits is at hand in the backward pass too, so nothing wider is kept of it. The buffers
         # travel as attributes and not as saved tensors: a second forward pass may change them before the first backward pass.
         reads_again = state.stored is not None and (plan.codec is None or plan.high_precision[DGRAD])

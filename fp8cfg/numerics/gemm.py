@@ -48,12 +48,14 @@ def decode(code: int) -> Ran | None:
     return None if code == 0 else Ran(_KINDS[kinds % 8], _KINDS[kinds // 8], _HOW[how])
 
 
-def gemm(a: Operand, b: Operand, out: torch.dtype, ran: Tensor, slot: int, bias: Tensor | None = None) -> Tensor:
-    """a [M, K] @ b [N, K]ᵀ (+ bias [N]) as [M, N] of dtype `out`, recorded in `ran[slot]`, an int32 tensor.
+def gemm(a: Operand, b: Operand, out: torch.dtype, ran: Tensor | None, slot: int, bias: Tensor | None = None) -> Tensor:
+    """a [M, K] @ b [N, K]ᵀ (+ bias [N]) as [M, N] of dtype `out`, recorded in `ran[slot]`, an int32 tensor, if there is one.
 
     The record is derived from these two operands and written here and nowhere else, as an operation on a tensor, so that it
     is also made inside a compiled graph. Raises TypeError where one operand is FP8 and the other is not."""
-    ran[slot].fill_(encode(a, b))
+    code = encode(a, b)
+    if ran is not None:
+        ran[slot].fill_(code)
     if a.how == "high_precision":
         return F.linear(a.data, b.data, None if bias is None else bias.to(a.data.dtype)).to(out)
     if a.data.shape[1] == 0:

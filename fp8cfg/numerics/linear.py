@@ -29,7 +29,7 @@ class FP8Linear(NarrowWeight, nn.Linear):
     may be held in fewer bits, `codec`, than products read it in.
 
     Input [..., in] of any float dtype; output [..., out] in the autocast dtype, else in the input's. `gemms_ran`, int32 [3]
-    for fprop, dgrad and wgrad, holds what each product last multiplied: see `decode`."""
+    for fprop, dgrad and wgrad, holds what each product last multiplied, evaluations in high precision apart: see `decode`."""
 
     kept = BUFFERS
     scaling: Scaling
@@ -111,7 +111,8 @@ class FP8Linear(NarrowWeight, nn.Linear):
         weight, stored = self.receiver_and_stored() if self.held else (self.weight, None)
         weight_grad = self.weight.dtype if stored is None else self.weight_grad_dtype
         product = None if self.product == "scaled_mm" else carrier
-        plan = Plan(self.scaling, high_precision, product, out, weight_grad, torch.is_grad_enabled(), self.codec)
+        records = torch.is_grad_enabled()
+        plan = Plan(self.scaling, high_precision, product, out, weight_grad, records, self.codec, trains=records and self.training)
         beside: list[Tensor | None] = [getattr(self, name) for name in WEIGHT_BUFFERS]
         state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, self.gemms_ran])
         with torch.autocast(device, enabled=False):

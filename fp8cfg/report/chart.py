@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from textwrap import wrap
+from textwrap import fill, wrap
 
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.rules_storage import late_updates, slow_averages
+from fp8cfg.config.rules_storage import late_updates, lost_averages, slow_averages
 from fp8cfg.config.storage import level, resolved
 from fp8cfg.report.operands import CODEC
 from fp8cfg.report.tables import table
 
 COLUMNS = ("gemm", "comm", "weight", "master_weight", "weight_grad", "exp_avg", "exp_avg_sq")
+_STATE = ("master_weight", "exp_avg", "exp_avg_sq")
+SPLIT = {"none": (), "zero1": _STATE, "zero2": (*_STATE, "weight_grad"), "fsdp": (*_STATE, "weight_grad", "weight")}
+"""The columns that each storage.shard splits over data-parallel ranks."""
 Row = dict[str, str]
 
 
@@ -46,35 +49,38 @@ def name(recipe: Recipe) -> str:
     return next((n for n, columns in ROWS.items() if columns == mine), "custom")
 
 
-def bytes_per_parameter(columns: Row) -> float:
-    """Weight, master, gradient and moments of one parameter together."""
-    return sum(CODEC[columns[k]] for k in COLUMNS[2:])
+def bytes_per_parameter(columns: Row, shard: str = "none", ranks: int = 1) -> float:
+    """Weight, master, gradient and moments of one parameter together, on each of `ranks` data-parallel ones."""
+    return sum(CODEC[columns[k]] / (ranks if k in SPLIT[shard] else 1) for k in COLUMNS[2:])
 
 
-def text(recipe: Recipe) -> str:
-    """The chart with the recipe's row first, in a sentence where its codecs are too long for a table of 80 columns."""
-    mine, named = row(recipe), name(recipe)
+def text(recipe: Recipe, ranks: int = 1) -> str:
+    """The chart with the recipe's row first, on so many data-parallel ranks, in a sentence where its codecs are too long for a
+    table of 80 columns."""
+    mine, named, shard = row(recipe), name(recipe), recipe.storage.shard
     header = ["low-precision chart", "GEMM", "comm", "weight", "master", "grad", "moments", "B/param"]
-    own = [f"this recipe: {named}", *_shown(mine)]
+    own = [f"this recipe: {named}", *_shown(mine, shard, ranks)]
     rows = [[n, *_shown(columns)] for n, columns in ROWS.items() if n != named]
     whole = table(header, [own, *rows], right=(7,))
     if max(map(len, whole.splitlines())) > 80:
         said = f"{own[0]}: " + ", ".join(f"{what} {codec}" for what, codec in zip(header[1:], own[1:], strict=True))
         whole = "\n".join([table(header, rows, right=(7,)), *wrap(said, 80, subsequent_indent="  ")])
-    return "\n".join([whole, *remarks(recipe)])
+    if shard != "none" and ranks > 1:
+        whole += f"\nB/param here: on each of {ranks} ranks under storage.shard={shard}; unsharded {bytes_per_parameter(mine):.3g}"
+    return "\n".join([whole, *(fill(line, 80, subsequent_indent="  ") for line in remarks(recipe, ranks))])
 
 
-def remarks(recipe: Recipe) -> list[str]:
-    """What is allowed and may not be meant."""
+def remarks(recipe: Recipe, ranks: int) -> list[str]:
+    """What is allowed and may not be meant, on so many data-parallel ranks: a line each."""
     p, o = recipe.precision, recipe.optim
-    found = [] if o.name == "sgd" else list(slow_averages(resolved(p), o.betas))
+    found = [] if o.name == "sgd" else [*slow_averages(resolved(p), o.betas), *lost_averages(resolved(p))]
     if o.name != "sgd" and o.lr_decay_style != "constant":
         found += late_updates(resolved(p), p.storage.rounding, o.lr, o.end_lr, recipe.model.init_method_std)
     if level(p) == "O3" and p.storage.shard == "none":
         found.append("opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state")
-    if p.storage.shard != "none" and recipe.trainer.num_nodes * recipe.trainer.devices == 1:
+    if p.storage.shard != "none" and ranks == 1:
         found.append(f"storage.shard={p.storage.shard}: splits state over data-parallel ranks; on one there is nothing to split")
-    return [line for text in found for line in wrap(f"note: {text}", 80, subsequent_indent="  ")]
+    return [f"note: {line}" for line in found]
 
 
 def moments(columns: Row) -> str:
@@ -82,8 +88,8 @@ def moments(columns: Row) -> str:
     return "+".join(codec for codec in (columns["exp_avg"], columns["exp_avg_sq"]) if codec != "none") or "none"
 
 
-def _shown(columns: Row) -> list[str]:
-    return [*(columns[k] for k in COLUMNS[:5]), moments(columns), f"{bytes_per_parameter(columns):.3g}"]
+def _shown(columns: Row, shard: str = "none", ranks: int = 1) -> list[str]:
+    return [*(columns[k] for k in COLUMNS[:5]), moments(columns), f"{bytes_per_parameter(columns, shard, ranks):.3g}"]
 
 
 def _families(columns: Row) -> Row:

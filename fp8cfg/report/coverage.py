@@ -6,9 +6,19 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.backends.planning import ATTENTION_GEMMS, GEMMS, Kinds, PlannedAttention, PlannedLinear, plan_attention
+from fp8cfg.backends.planning import (
+    ATTENTION_GEMMS,
+    GEMMS,
+    HIGH_PRECISION,
+    Kinds,
+    PlannedAttention,
+    PlannedLinear,
+    Unwatched,
+    plan_attention,
+)
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.tables import table
 
@@ -24,14 +34,17 @@ _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 class Coverage:
     """What each linear layer does or did, and each layer's attention.
 
-    `flops` are those of one token, forward and backward, 2 for a multiplication and an addition; attention is counted for
+    FLOPs are those of one token, forward and backward, 2 for a multiplication and an addition; attention is counted for
     the causal half of the sequence, `attention_flops` for all layers together; of someone else's model they are not known, and 0.
+    There each layer is weighed by the rows that it multiplied; one that nobody saw, as most of `beside`, what multiplies outside of
+    linear layers, by the most rows that any did.
     """
 
     linears: Sequence[PlannedLinear]
     attentions: Sequence[PlannedAttention]
     attention_flops: float
     compute: str
+    beside: Sequence[Unwatched] = ()
 
     @property
     def layers_in_fp8(self) -> int:
@@ -42,7 +55,7 @@ class Coverage:
     def share(self) -> float:
         """Share of all matmul FLOPs that are in FP8, attention's products among them."""
         attention = sum(p.fp8_share for p in self.attentions) / max(1, len(self.attentions)) * self.attention_flops
-        return (attention + sum(_flops(p) * p.fp8_share for p in self.linears)) / self._flops if self._flops else 0.0
+        return (attention + sum(self._of(p) * p.fp8_share for p in self.linears)) / self._flops if self._flops else 0.0
 
     @property
     def products(self) -> dict[str, dict[str, str]]:
@@ -56,7 +69,8 @@ class Coverage:
             "share_of_matmul_flops": self.share, "layers_in_fp8": self.layers_in_fp8, "layers": len(self.linears),
             "linears": [{"name": p.name, "in_features": p.in_features, "out_features": p.out_features,
                          **self._products(p)} for p in self.linears],
-            "attention": [{"name": p.name, **self._products(p)} for p in self.attentions]}
+            "attention": [{"name": p.name, **self._products(p)} for p in self.attentions],
+            "beside": [{"name": p.name, "weights": p.weights, "reason": p.reason} for p in self.beside]}
 
     def __str__(self) -> str:
         rows = [[str(count), name, f"{flops / self._flops:.1%}", what] for (name, what), count, flops in self._groups()]
@@ -71,11 +85,25 @@ class Coverage:
     @property
     def what(self) -> str:
         """What `share` is a share of."""
-        return "matmul FLOPs" if self.attention_flops else "the linear layers' FLOPs"
+        if self.attention_flops:
+            return "matmul FLOPs"
+        return "the FLOPs of all weights" if self.beside else "the linear layers' FLOPs"
 
     @property
     def _flops(self) -> float:
-        return self.attention_flops + sum(_flops(p) for p in self.linears)
+        return self.attention_flops + sum(map(self._of, self._weighed))
+
+    def _of(self, p: PlannedLinear | Unwatched) -> float:
+        """The FLOPs of one layer's three products."""
+        return 3 * 2.0 * p.weights * (self._most if p.rows is None else p.rows)
+
+    @cached_property
+    def _most(self) -> int:
+        return max((p.rows for p in self._weighed if p.rows), default=1)
+
+    @property
+    def _weighed(self) -> list[PlannedLinear | Unwatched]:
+        return [*self.linears, *self.beside]
 
     def _products(self, p: PlannedLinear | PlannedAttention) -> dict[str, str]:
         return {**_named(p, self.compute), "reason": p.reason}
@@ -91,10 +119,10 @@ class Coverage:
         groups: dict[tuple[str, str], tuple[int, float]] = {}
         for p in self.linears:
             kinds = " ".join(f"{_kinds(k, self.compute):9}" for k in p.gemms)
-            what = f"{kinds} {p.reason}" if p.fp8 else f"{self.compute}: {p.reason or 'did not multiply'}"
-            key = _INDEX.sub("*", p.name), what.rstrip()
-            count, flops = groups.get(key, (0, 0.0))
-            groups[key] = count + 1, flops + _flops(p)
+            what = f"{kinds} {p.reason}" if p.fp8 else f"{self.compute}: {p.reason or _why(p)}"
+            _add(groups, p.name, what.rstrip(), self._of(p))
+        for other in self.beside:
+            _add(groups, other.name, f"{self.compute}: {other.reason}", self._of(other))
         return [(key, *value) for key, value in groups.items()]
 
 
@@ -105,9 +133,9 @@ def planned(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
     return Coverage(linears, plan_attention(recipe.fp8, m.num_layers), float(attention), recipe.precision.compute)
 
 
-def of_layers(linears: Sequence[PlannedLinear]) -> Coverage:
+def of_layers(linears: Sequence[PlannedLinear], beside: Sequence[Unwatched]) -> Coverage:
     """The coverage of a model whose attention is not known."""
-    return Coverage(linears, (), 0.0, "high precision")
+    return Coverage(linears, (), 0.0, "high precision", beside)
 
 
 def ran(job: Job) -> Coverage:
@@ -119,7 +147,13 @@ def ran(job: Job) -> Coverage:
     def gemms(name: str, products: Sequence[str]) -> Any:
         return tuple(seen.get(name, {}).get(g) for g in products)
 
-    asked = of_layers(job.plan) if job.foreign else planned(job.recipe, job.plan)
+    if job.foreign:
+        from fp8cfg.backends import observing, rows
+
+        asked = of_layers([replace(p, rows=rows.multiplied(job.model.get_submodule(p.name))) for p in job.plan],
+                          observing.beside(job.model))
+    else:
+        asked = planned(job.recipe, job.plan)
     return replace(
         asked, linears=[replace(p, gemms=gemms(p.name, GEMMS)) for p in asked.linears],
         attentions=[replace(p, gemms=gemms(p.name, ATTENTION_GEMMS)) for p in asked.attentions])
@@ -128,14 +162,20 @@ def ran(job: Job) -> Coverage:
 def coverage(model: nn.Module) -> Coverage:
     """What ran in each linear layer of `model`, by its name, since the record was last cleared, whatever loop it runs in; and in
     attention where that is in FP8. A product of a converted layer that has not run counts as high precision."""
-    from fp8cfg.backends.observing import observed
+    from fp8cfg.backends.observing import beside, observed
 
     linears, attentions = observed(model)
-    return Coverage(linears, attentions, 0.0, "high precision")
+    return Coverage(linears, attentions, 0.0, "high precision", beside(model))
 
 
-def _flops(p: PlannedLinear) -> float:
-    return 3 * 2.0 * p.in_features * p.out_features
+def _add(groups: dict[tuple[str, str], tuple[int, float]], name: str, what: str, flops: float) -> None:
+    key = _INDEX.sub("*", name), what
+    count, before = groups.get(key, (0, 0.0))
+    groups[key] = count + 1, before + flops
+
+
+def _why(p: PlannedLinear) -> str:
+    return "ran outside of the autocast context" if HIGH_PRECISION in p.gemms else "did not multiply"
 
 
 def _named(p: PlannedLinear | PlannedAttention, otherwise: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from fp8cfg.config.node import Node
 from fp8cfg.config.presets import FUNCTIONS
 from fp8cfg.config.recipe import PLUGIN, Recipe, short
 
-_KIND = (f"{PLUGIN}.compute", f"{PLUGIN}.fp8.scaling")
+_SCALING, _COMPUTE = {f"{PLUGIN}.fp8.enabled", f"{PLUGIN}.fp8.scaling"}, f"{PLUGIN}.compute"
 _HEAD = f"Exported by fp8cfg {__version__}"
 _RUN = 'if __name__ == "__main__":\n    fp8cfg.fit(fp8cfg.build(recipe))\n'
 
@@ -51,11 +51,12 @@ def _nearest(tables: dict[str, dict[str, Any]], want: dict[str, Any]) -> tuple[s
     return name, tables[name]
 
 
-def _apart(values: Mapping[str, Any], want: Mapping[str, Any]) -> tuple[bool, int, int]:
-    """Whether `values` compute in another dtype or scale otherwise, how many columns they store otherwise, and how many of them
-    are not wanted."""
+def _apart(values: Mapping[str, Any], want: Mapping[str, Any]) -> tuple[bool, bool, int, int]:
+    """Whether `values` scale otherwise, or without FP8, whether they compute in another dtype, how many columns they store
+    otherwise, and how many of them are not wanted."""
     keys = _differing(values, want)
-    return any(k in _KIND for k in keys), sum(k.startswith(f"{PLUGIN}.storage.") for k in keys), len(keys)
+    columns = sum(k.startswith(f"{PLUGIN}.storage.") for k in keys)
+    return not _SCALING.isdisjoint(keys), _COMPUTE in keys, columns, len(keys)
 
 
 def _shipped(group: str, only: str | None) -> dict[str, dict[str, Any]]:

@@ -12,12 +12,12 @@ from fp8cfg.report.layout import whole
 from fp8cfg.report.memory import memory, parameters
 
 
-def fitting(recipe: Recipe, device: str, free: int) -> Iterator[str]:
+def fitting(recipe: Recipe, device: str, free: int, backend: str | None = None) -> Iterator[str]:
     """Words that make `recipe` fit into `free` bytes of `device`: the same model held more leanly, else with fewer layers; and
     the largest recipe that fits."""
 
     def fits(r: Recipe) -> bool:
-        return _valid(r) and sum(memory(r, device).values()) <= free
+        return _valid(r) and sum(memory(r, device, backend=backend).values()) <= free
 
     lean, words = recipe.model_copy(deep=True), list[str]()
     for node, key, value in ((lean.trainer, "micro_batch_size", 1), (lean.model, "recompute_granularity", "full")):

@@ -14,10 +14,11 @@ from fp8cfg.backends.planning import PlannedLinear
 from fp8cfg.builder import plan, transformer_config
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, gathered, low_bit, others, resolved
+from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, low_bit, others, resolved
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.activations import activations
+from fp8cfg.report.gathered import gathered_bytes
 from fp8cfg.report.layout import Part, ranks, whole
 from fp8cfg.report.operands import CODEC, held_beside
 from fp8cfg.report.tables import size, table
@@ -26,6 +27,8 @@ PIECE, WORKING = 65536, 12 * 4
 """Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK), and the bytes that one takes in float32."""
 AT_ONCE = 1 << 22
 """Elements up to which a compiled step keeps a tensor's values in float32 till their scales are known (optim/low_bit_pieces.py)."""
+SMALL, TOGETHER = 1 << 16, 1 << 18
+"""Elements of small tensors, and those of which it steps at most together (optim/low_bit_rows.py)."""
 PER_TENSOR = ("fp16_scaled", "fp8", "fp8_pow2")
 """Codecs with one scale for a tensor."""
 NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
@@ -45,23 +48,36 @@ class Parameters:
         return self.linear + self.other
 
 
-def memory(recipe: Recipe, device: str, part: Part | None = None) -> dict[str, int]:
-    """Bytes by kind for one rank on `device` ("cpu" or "cuda"): of `part`, or of the whole model as training holds it."""
+def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None) -> dict[str, int]:
+    """Bytes by kind for one rank on `device` ("cpu" or "cuda"): of `part`, or of the whole model as training holds it. `backend`
+    is who multiplies, by default as `multiplying` says."""
+    backend = backend or multiplying(recipe)
     part = part or whole(recipe, ranks())
     linears = linears_of(recipe, part)
     kinds = persistent(recipe, part, linears)
-    live = asdict(activations(recipe, device, part, linears, gradient_bytes(recipe)))
+    fsdp = recipe.storage.shard == "fsdp"  # which adds up gradients in parts alone
+    added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
+    live = asdict(activations(recipe, device, part, linears, added, backend))
     kinds["FP8 copies"] += live.pop("copies")
-    if recipe.storage.shard == "fsdp":
-        kinds["gathered"] = gathered_bytes(recipe, part)
+    if fsdp:
+        kinds["gathered"] = gathered_bytes(recipe, part, linears, parameters(recipe, part).total, backend)
     elif (wide := before_step(recipe, part) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
     kinds |= {"activations": live.pop("kept"), **live}
     step = step_bytes(recipe, part, linears, recipe.trainer.compile != "off")
     kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
-    if recipe.storage.shard == "fsdp":
+    if fsdp:
         kinds["to start"] = max(0, 4 * parameters(recipe, part).total - sum(kinds.values()))
     return kinds
+
+
+def multiplying(recipe: Recipe) -> str:
+    """The backend that the recipe asks for. Where it leaves that open and no hardware is at hand to choose for, it is taken to be
+    native, or the one that gathers in FP8 where the recipe wants that."""
+    p = recipe.precision
+    if p.backend != "auto" and p.fp8.enabled:
+        return p.backend
+    return "torchao" if p.storage.shard == "fsdp" and p.storage.gather == "fp8" else "native"
 
 
 def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, int]:
@@ -95,19 +111,6 @@ def before_step(recipe: Recipe, part: Part) -> int:
     return int(counts.linear * each + counts.other * CODEC[others(recipe.precision)["weight_grad"]])
 
 
-def gathered_bytes(recipe: Recipe, part: Part) -> int:
-    """Bytes of what is whole for a while under shard=fsdp. Of embedding, last norm and output layer weights and gradients, and at
-    the end what is sent of these; before that the weights of two layers, of which one is being gathered, and the gradients of
-    one, as they are and as they are sent."""
-    p, count = recipe.precision, len(part.layers)
-    matrices = [q.in_features * q.out_features for q in linears_of(recipe, part) if q.name != "output_layer"]
-    layers = sum(-(-n // part.tensor) for n in matrices) + 2 * count * recipe.model.hidden_size
-    root, layer = parameters(recipe, part).total - layers, layers // count
-    compute, sent = CODEC[p.compute], CODEC[resolved(p)["comm"]]
-    weight = CODEC[gathered(p, p.backend)]
-    return int(root * 2 * compute + max(layer * (2 * weight + compute + sent), root * sent))
-
-
 def microbatches(recipe: Recipe, part: Part) -> int:
     """Backward passes of one step on each rank."""
     t = recipe.trainer
@@ -135,24 +138,24 @@ def linears_of(recipe: Recipe, part: Part) -> list[PlannedLinear]:
     return [*chosen, output] if part.output else chosen
 
 
-def memory_table(recipe: Recipe, device: str, part: Part | None = None) -> str:
+def memory_table(recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None) -> str:
     """The table of `memory`, with bytes per parameter for what grows with the parameters; what takes nothing is left out."""
     part = part or whole(recipe, ranks())
     count = parameters(recipe, part).total
-    kinds = memory(recipe, device, part)
+    kinds = memory(recipe, device, part, backend)
     rows = [[kind, size(n), "" if kind in NOT_PARAMETERS else f"{n / count:.1f}", _note(recipe, kind, part)]
             for kind, n in kinds.items() if n]
     rows.append(["total", size(sum(kinds.values())), "", ""])
     return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
 
 
-def refuse_if_too_large(recipe: Recipe, device: str, free: int) -> None:
+def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
     """Raise ConfigError where the run needs more than `free` bytes, with the nearest overrides that fit."""
-    need = sum(memory(recipe, device).values())
+    need = sum(memory(recipe, device, backend=backend).values())
     if need > free:
         from fp8cfg.report.fitting import fitting
 
-        near = list(fitting(recipe, device, free))
+        near = list(fitting(recipe, device, free, backend))
         hint = f"; nearest that fit: {' · '.join(near)}" if near else ""
         raise ConfigError(f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}{hint}")
 
@@ -166,7 +169,13 @@ def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], compile
     held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
     tensors = [prod(shape) for shape in parameter_shapes(transformer_config(recipe)).values()] if pieces else [0]
     return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * min(PIECE, max(tensors)),
-               _kept(recipe) * max((n for n in tensors if n <= AT_ONCE), default=0) if compiled else 0)
+               _kept(recipe) * _at_once(tensors) if compiled else 0)
+
+
+def _at_once(tensors: list[int]) -> int:
+    """The most elements that a compiled step takes at once: of one tensor, or of several small ones."""
+    together = min(TOGETHER, sum(n for n in tensors if n <= SMALL))
+    return max(together, *(n for n in tensors if n <= AT_ONCE), 0)
 
 
 def _kept(recipe: Recipe) -> int:

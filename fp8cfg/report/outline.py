@@ -64,7 +64,8 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
         backend = "\n".join([who, *passed_over(choice)])
         parts.append(f"{backend}\n{coverage}")
     split = [f"weights are split over the ranks and gathered in {gathered(recipe.precision, choice.backend)}"]
-    parts.append("\n".join([memory_table(recipe, hardware.device), *(split if recipe.storage.shard == "fsdp" else ())]))
+    memory = memory_table(recipe, hardware.device, backend=choice.backend)
+    parts.append("\n".join([memory, *(split if recipe.storage.shard == "fsdp" else ())]))
     parts += [line for line in [_scaled_down(recipe)] if line]
     return "\n" + "\n\n".join(parts) + "\n"
 

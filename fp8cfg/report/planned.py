@@ -45,6 +45,11 @@ class Plan:
     ranks: list[Rank]
 
     @property
+    def backend(self) -> str | None:
+        """Who multiplies, where somebody does."""
+        return self.choice.backend if self.choice else None
+
+    @property
     def widest(self) -> Rank:
         """The rank that takes most memory."""
         return max(self.ranks, key=lambda rank: rank.total)
@@ -53,7 +58,7 @@ class Plan:
         """Bytes of activations, logits and backward pass on the widest rank, under that model.recompute_granularity."""
         other = self.recipe.model_copy(deep=True, update={
             "model": self.recipe.model.model_copy(update={"recompute_granularity": granularity})})
-        kinds = memory(other, self.hardware.device, self.widest.part)
+        kinds = memory(other, self.hardware.device, self.widest.part, self.backend)
         return kinds["activations"] + kinds["logits"] + kinds["backward"]
 
     def too_small(self) -> dict[str, tuple[int, int]]:
@@ -71,19 +76,22 @@ def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
         choice = choose(recipe.precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps, here=gpu is None)
     except ConfigError as e:
         refusals = e.problems
-    ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part)) for part in parts(recipe, world)]
-    coverage = planned(recipe, plan(recipe, choice.backend if choice else None))
+    backend = choice.backend if choice else None
+    ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend))
+             for part in parts(recipe, world)]
+    coverage = planned(recipe, plan(recipe, backend))
     return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks)
 
 
 def data(p: Plan) -> dict[str, Any]:
     """All of the plan as plain data, in an order that stays."""
     row, fits = chart.row(p.recipe), p.gpu and p.widest.total <= p.gpu.memory
+    each = chart.bytes_per_parameter(row, p.recipe.storage.shard, p.widest.part.data)
     return {
         "recipe": p.recipe.name, "gpu": asdict(p.gpu) if p.gpu else None, "gpus": p.world,
         "runs": asdict(p.choice) if p.choice else None, "refusals": p.refusals,
         "coverage": p.coverage.data(),
-        "chart": {"name": chart.name(p.recipe), **row, "bytes_per_parameter": chart.bytes_per_parameter(row)},
+        "chart": {"name": chart.name(p.recipe), **row, "bytes_per_parameter": each},
         "ranks": [{"name": rank.part.name, "layers": len(rank.part.layers), "tensor": rank.part.tensor,
                    "context": rank.part.context, "data": rank.part.data, "parameters": rank.parameters,
                    "memory": rank.memory, "total": rank.total} for rank in p.ranks],

@@ -13,7 +13,7 @@ from fp8cfg.report.tables import amount, size, table, wrapped
 
 def text(p: Plan, built: dict[str, dict[str, Any]] | None) -> str:
     """The sections of the plan; `built` is what will be built (graph.built), None where the recipe is refused."""
-    sections = [_runs(p), str(p.coverage), chart.text(p.recipe), _layout(p), _memory(p)]
+    sections = [_runs(p), str(p.coverage), chart.text(p.recipe, p.widest.part.data), _layout(p), _memory(p)]
     if p.recipe.fp8.enabled:
         sections.append(_gains(p))
     if built:
@@ -51,7 +51,7 @@ def _layout(p: Plan) -> str:
 
 
 def _memory(p: Plan) -> str:
-    lines = [memory_table(p.recipe, p.hardware.device, p.widest.part)]
+    lines = [memory_table(p.recipe, p.hardware.device, p.widest.part, p.backend)]
     if len(p.ranks) > 1:
         lines.append(f"of the {p.widest.part.name}, which takes most")
     none, full = (size(p.recomputing(granularity)) for granularity in ("none", "full"))

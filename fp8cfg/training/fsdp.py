@@ -11,7 +11,7 @@ no rank ever has the gradients of the whole model; the price is a sum over the r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,11 @@ from fp8cfg.training.distributed import SENT, current
 
 if TYPE_CHECKING:
     from fp8cfg.models.transformer import Transformer
+
+
+COPY = ("under storage.shard=fsdp a rank has parts of it; for an average (EMA) keep {name: p.detach().clone() for name, p in "
+        "job.model.named_parameters()}, and for whole weights save a checkpoint")
+"""Why a model is not copied, and what to do."""
 
 
 class _AllGather(DefaultAllGather):
@@ -80,6 +85,11 @@ def shard(model: Transformer, precision: Precision) -> None:
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_AllGather())
         module.set_custom_reduce_scatter(_ReduceScatter())
+        type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # in the place of torch's bare AssertionError
+
+
+def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
+    raise TypeError(f"the model cannot be copied: {COPY}")
 
 
 def let_go(model: nn.Module) -> None:
@@ -95,7 +105,7 @@ def gathered_weights(model: nn.Module) -> list[Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-            found += [getattr(p, "_data", p) for p in module.parameters()]
+            found += [p for p in module.parameters() if not isinstance(p, DTensor)]  # of the root layers have theirs split
             module.reshard()
     return found
 

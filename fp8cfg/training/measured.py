@@ -14,37 +14,49 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from fp8cfg.builder import build
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
 from fp8cfg.report.activations import LOGITS
+from fp8cfg.report.gathered import root_bytes
 from fp8cfg.report.layout import whole
-from fp8cfg.report.memory import linears_of, memory, persistent, step_bytes
+from fp8cfg.report.memory import linears_of, memory, parameters, persistent, step_bytes
 from fp8cfg.report.tables import size, table
 from fp8cfg.training.reduction import stored_grads
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the storages that are alive and were made inside of the mode: `now`, and at most, `peak`. `known` tensors are
-    not counted; those of `mortal` are only when they die, which takes their bytes off."""
+    not counted; those of `mortal` are only when they die, which takes their bytes off. `resized` ones, whose memory comes and
+    goes while they stay, are counted as they are."""
 
-    def __init__(self, known: Iterable[Tensor], mortal: Iterable[Tensor] = ()) -> None:
+    def __init__(self, known: Iterable[Tensor], mortal: Iterable[Tensor] = (), resized: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._known = [t.untyped_storage() for t in known]
+        self._now = self.peak = 0
+        self._resized = list({id(storage): storage for t in resized for storage in storages(t)}.values())
+        self._known = self._resized + [storage for t in known for storage in storages(t)]
         self._seen: dict[int, Any] = {id(storage): None for storage in self._known}
         for t in mortal:
-            self._watch(t.untyped_storage())
+            for storage in storages(t):
+                self._watch(storage)
+
+    @property
+    def now(self) -> int:
+        """Bytes that are alive now."""
+        return self._now + sum(storage.nbytes() for storage in self._resized)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented  # what a wrapper does with the tensors inside of it is seen
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, Tensor) and id(storage := t.untyped_storage()) not in self._seen:
-                self._watch(storage)
-                self.now += storage.nbytes()
+            for storage in storages(t) if isinstance(t, Tensor) else ():
+                if id(storage) not in self._seen:
+                    self._watch(storage)
+                    self._now += storage.nbytes()
         self.peak = max(self.peak, self.now)
         return out
 
@@ -52,8 +64,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen[id(storage)] = weakref.ref(storage, partial(self._gone, id(storage), storage.nbytes()))
 
     def _gone(self, key: int, count: int, _: Any) -> None:
-        self.now -= count
+        self._now -= count
         del self._seen[key]
+
+
+def storages(t: Tensor) -> list[torch.UntypedStorage]:
+    """The memory of a tensor: of those inside of it where it is a wrapper, which has none itself and says that it has."""
+    if not is_traceable_wrapper_subclass(t):
+        return [t.untyped_storage()]
+    inner = [getattr(t, name) for name in t.__tensor_flatten__()[0]]  # of a DTensor its mesh too
+    return [storage for each in inner if isinstance(each, Tensor) for storage in storages(each)]
 
 
 BOUNDS = {"weights": 0.05, "masters": 0.05, "gradients": 0.05, "moments": 0.05, "peak": 0.15}
@@ -80,19 +100,19 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     job.optimizer.zero_grad()
     one_pass()
     kept = stored(job)
-    known = [*batch, *(t for tensors in kept.values() for t in tensors), *_gathered(job)]
-    with LiveBytes(known, gradients(job)) as live, job.optimizer.storing():
+    known = [*batch, *(t for tensors in kept.values() for t in tensors)]
+    with LiveBytes(known, gradients(job), _gathered(job)) as live, job.optimizer.storing():
         one_pass(live)
     kept["gradients"] = gradients(job)
     measured = {kind: sum(t.nbytes for t in tensors) for kind, tensors in kept.items()}
     with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
         job.optimizer.step()
     measured |= {"after forward": passed[-1], "peak": live.peak, "optimizer step": stepping.peak}
-    return {kind: (n, measured[kind]) for kind, n in planned(recipe, job.device.type).items()}
+    return {kind: (n, measured[kind]) for kind, n in planned(recipe, job.device.type, job.choice.backend).items()}
 
 
 def _gathered(job: Job) -> list[Tensor]:
-    """The weights that FSDP2 gathers under shard=fsdp: it frees their memory and keeps the tensors, so they are not measured."""
+    """The weights that FSDP2 gathers under shard=fsdp: it frees their memory and keeps the tensors."""
     if job.recipe.storage.shard != "fsdp":
         return []
     from fp8cfg.training.fsdp import gathered_weights
@@ -123,15 +143,17 @@ def by_kind(job: Job) -> dict[str, list[Tensor]]:
             "scales": scales}
 
 
-def planned(recipe: Recipe, device: str) -> dict[str, int]:
-    """What the plan says of the kinds that `measure` measures, on `device` ("cpu" or "cuda")."""
-    kinds, part = memory(recipe, device), whole(recipe)
+def planned(recipe: Recipe, device: str, backend: str) -> dict[str, int]:
+    """What the plan says of the kinds that `measure` measures, on `device` ("cpu" or "cuda") where `backend` multiplies."""
+    kinds, part = memory(recipe, device, backend=backend), whole(recipe)
     linears = linears_of(recipe, part)
     stays = persistent(recipe, part, linears)
     state = stays.pop("FP8 copies")
     copies = kinds["FP8 copies"] - state
     kept = kinds["activations"] + copies + kinds["logits"] * 4 // LOGITS  # of the logits float32 log-probabilities
-    peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"]
+    if recipe.storage.shard == "fsdp":
+        kept += root_bytes(recipe, part, linears, parameters(recipe, part).total)
+    peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + kinds.get("gathered", 0)
     return {**stays, "FP8 state": state, "after forward": kept, "peak": peak, "optimizer step": step_bytes(recipe, part, linears)}
 
 

@@ -103,10 +103,20 @@ def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
         if not _matches(key, fixed) and (_matches(key, FREE) or _matches(key, allow)):
             continue
         was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
-        cure = "start a new run" if _matches(key, fixed) else f"repeat it with --allow {key}"
+        cure = _instead(saved, wanted, key) if _matches(key, fixed) else f"repeat it with --allow {key}"
         lines.append(f"{key}={now}: this run was started with {was}; {cure}")
     if lines:
         raise ConfigError(lines)
+
+
+def _instead(saved: Recipe, wanted: Recipe, key: str) -> str:
+    """What to do where a checkpoint cannot change `key`. One of float32 weights that were split goes on in float32 alone."""
+    if key == "storage.shard" and saved.storage.shard == "fsdp" and wanted.storage.weight == "auto":
+        wide = wanted.model_copy(deep=True)
+        wide.storage.weight = "fp32"
+        if _kept(wide) == _kept(saved):
+            return "its weights are float32: repeat it with storage.weight=fp32 --allow storage.weight, or start a new run"
+    return "start a new run"
 
 
 def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -51,14 +52,33 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
         tokens, targets = batches.batch(step, world.rank, world.size, i, count)
         stores = not again and i + 1 == count and stores_early(job, world)
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
-            loss = job.forward(tokens.to(job.device), targets.to(job.device))
+            loss = _loss(job, tokens, targets)
             job.backward(loss, parts=count * world.size)
         total += loss.detach()
     sum_gradients(job, world)
+    job.summed = True
     lr = job.schedule.apply(job.optimizer, job.optimizer.steps)  # a skipped step does not move it (Megatron's training.py)
     stepped = job.optimizer.step()
     mean = world.sum(total / (count * world.size))
     return Step(mean.item(), lr, job.optimizer.grad_norm, stepped)
+
+
+def _loss(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
+    """What the model makes of a batch. Raises ConfigError where a given one does not make a loss of it."""
+    batch = tokens.to(job.device), targets.to(job.device)
+    kind, what = type(job.model).__name__, ""
+    if job.foreign:
+        try:
+            inspect.signature(job.model.forward).bind(*batch)
+        except TypeError as e:
+            what = f"cannot be called so: {e}"
+    if not what:
+        loss = job.forward(*batch)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss
+        what = f"gives {f'a tensor of shape {[*loss.shape]}' if isinstance(loss, Tensor) else type(loss).__name__}"
+    raise ConfigError(f"fit: trains models whose model(tokens, targets) is the loss, and {kind} {what}; give build a module that "
+                      "returns the loss, or train job.model in a loop of your own")
 
 
 @torch.no_grad()
@@ -94,5 +114,5 @@ def prove_engagement(job: Job) -> Coverage:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")
     if job.recipe.fp8.enabled and seen.share < job.recipe.fp8.min_coverage:
-        raise NotFP8Error(f"fp8.min_coverage={job.recipe.fp8.min_coverage:g}: {seen.share:.1%} of matmul FLOPs ran in FP8")
+        raise NotFP8Error(f"fp8.min_coverage={job.recipe.fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8")
     return seen

@@ -1,0 +1,66 @@
+"""How many rows the layers of a given model have multiplied: what their shares of its FLOPs are weighed by.
+
+Counted in Python, from shapes alone, in eager passes of training. A recomputation inside of a backward pass is the same product
+again. A compiled pass is not counted: a counter that moves would be compiled anew with each call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+_ROWS = "rows_multiplied"
+
+
+def watch(model: nn.Module) -> None:
+    """Count the rows of each linear layer of `model`, converted or not, and the places that each convolution computes."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(_count_input, with_kwargs=True)
+        elif isinstance(module, _ConvNd):
+            module.register_forward_hook(_count_places)
+
+
+def unwatch(model: nn.Module) -> None:
+    """Take back what `watch` did, and what was counted."""
+    for module in model.modules():
+        vars(module).pop(_ROWS, None)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (_count_input, _count_places)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def multiplied(module: nn.Module) -> int | None:
+    """How many rows `module` has multiplied, None where that was not seen."""
+    return vars(module).get(_ROWS)
+
+
+def count(module: nn.Module, x: Tensor) -> None:
+    """Add the rows of `x` [..., in], which `module` multiplies now."""
+    _add(module, x.shape[:-1])
+
+
+def _add(module: nn.Module, shape: Any) -> None:
+    if torch.compiler.is_compiling() or not (module.training or torch.is_grad_enabled()):
+        return
+    if torch._C._current_graph_task_id() == -1:
+        vars(module)[_ROWS] = vars(module).get(_ROWS, 0) + math.prod(shape)
+
+
+def _count_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x = next((given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)), None)
+    if x is not None:
+        count(module, x)
+
+
+def _count_places(module: _ConvNd, args: tuple[Any, ...], y: Tensor) -> None:
+    """A kernel is multiplied once for each place of the output, a transposed one for each of the input."""
+    at = args[0] if isinstance(module, _ConvTransposeNd) and args else y
+    spatial = at.shape[-(len(module.kernel_size)) :]
+    batch = at.shape[: -(len(module.kernel_size) + 1)]
+    _add(module, (*batch, *spatial))
