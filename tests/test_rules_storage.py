@@ -28,7 +28,7 @@ def refused(lr: float = 3e-4, betas: tuple[float, float] = (0.9, 0.95), eps: flo
     return storage_refusals({**O2, **columns}, rounding, betas, eps, lr, 0.02)
 
 
-FP16_V = "storage.exp_avg_sq=fp16: without a scale second moments of gradients below 1.7e-04 become 0, optim.eps={} alone divides these, training diverges; write "
+FP16_V = "storage.exp_avg_sq=fp16: without a scale second moments of gradients below 1.7e-04 become 0, optim.eps={} alone divides these, and training can diverge; write "
 
 
 LINES = [

@@ -40,7 +40,7 @@ def second_moment(codec: str, beta: float, eps: float) -> Iterator[str]:
         also = ", or bf16" if beta <= _slowest(MANTISSA_BITS["bf16"]) else ""
         yield (
             f"storage.exp_avg_sq=fp16: without a scale second moments of gradients below {least:.1e} become 0, optim.eps={eps:g} "
-            f"alone divides these, training diverges; write {_follows('bf16', beta)}{also}"
+            f"alone divides these, and training can diverge; write {_follows('bf16', beta)}{also}"
         )
     if codec in ("fp8", "fp8_pow2"):
         yield f"storage.exp_avg_sq={codec}: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block"
