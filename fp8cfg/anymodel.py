@@ -25,6 +25,7 @@ from fp8cfg.backends import holding, registry, rows
 from fp8cfg.backends.choice import Choice, choose
 from fp8cfg.backends.conversion import CONVERSION, PLANNED, converted, mark, unmark
 from fp8cfg.backends.foreign import layer_lists, plan_model
+from fp8cfg.backends.forgotten import StepWatch
 from fp8cfg.backends.observing import beside, loaded
 from fp8cfg.backends.planning import PlannedLinear, not_engaged
 from fp8cfg.backends.protocol import Hardware
@@ -34,7 +35,6 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules_precision import changed
 from fp8cfg.config.storage import fp8_weights
-from fp8cfg.forgotten import StepWatch
 
 
 @dataclass

@@ -179,7 +179,7 @@ class Job:
     def _check_sums(self) -> None:
         if self.summed or self._sums_checked or self.recipe.storage.shard == "fsdp":
             return
-        from fp8cfg.forgotten import warn_of_sums
+        from fp8cfg.backends.forgotten import warn_of_sums
 
         self._sums_checked = True
         warn_of_sums(self.model)
