@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import sys
+import time
 
 VERBS = ("train", "sweep", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "import", "schema",
          "completion", "help")
@@ -15,7 +16,7 @@ RUNS = ("train", "sweep", "resume", "rerun")
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; `train` where none is given. Returns the exit code."""
-    from fp8cfg.config.errors import Fp8cfgError
+    from fp8cfg.config.errors import Fp8cfgError, RankLost
 
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
@@ -23,6 +24,9 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except Fp8cfgError as e:
         _report(getattr(e, "problems", None) or str(e).splitlines(), "" if e.exit_code == 75 else "error: ")
+        if isinstance(e, RankLost):
+            sys.stderr.flush()
+            time.sleep(5)  # torchrun ends the other ranks as soon as one fails, and the one that knows why has yet to say it
         return e.exit_code
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         _silence()
@@ -82,8 +86,6 @@ def _report(lines: list[str], prefix: str) -> None:
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        import time
-
         time.sleep(2)
         prefix = f"rank {rank}: {prefix}"
     try:

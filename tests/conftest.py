@@ -21,6 +21,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Weights that a test leaves to chance are the same in every run, whichever test went before."""
+    import sys
+
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def fresh_dynamo() -> object:
     """Tests build many configurations of one class in one process; dynamo would stop compiling after eight."""
     import sys

@@ -31,6 +31,10 @@ class NotFP8Error(Fp8cfgError):
     exit_code = 3
 
 
+class RankLost(Fp8cfgError):
+    """Another rank of the group ended, and this one cannot go on. Exit code 1."""
+
+
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The option most like `word`, or None where none is near. Upper and lower case are alike."""
     folded = {o.lower(): o for o in options}

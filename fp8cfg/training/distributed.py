@@ -12,16 +12,12 @@ import torch.distributed as dist
 import torch.distributed.nn  # its functions keep the group that is there when it is imported, and so gloo's threads
 from torch import Tensor
 
-from fp8cfg.config.errors import ConfigError, Fp8cfgError
+from fp8cfg.config.errors import ConfigError, RankLost
 from fp8cfg.report.layout import ranks
 from fp8cfg.training.collectives import Traffic
 
 SENT = Traffic()
 """What this process has sent of gradients and weights."""
-
-
-class RankLost(Fp8cfgError):
-    """Another rank of the group ended. Exit code 1."""
 
 
 @dataclass(frozen=True)
