@@ -79,7 +79,8 @@ WHERE = {
     "fp8.format": "layer.scaling.backward.name", "fp8.margin": "layer.scaling.margin", "fp8.interval": "layer.scaling.interval",
     "fp8.amax_history_len": "rows of layer.fp8_amax_history", "fp8.amax_compute_algo": "layer.scaling.amax_compute_algo",
     "fp8.granularity": "layer.scaling.granularity", "fp8.use_power_2_scales": "layer.scaling.power_2_scales",
-    "fp8.enable_2d_quantization": "layer.scaling.tile of the weight", "fp8.first_step": "values of layer.fp8_scale",
+    "fp8.enable_2d_quantization": "layer.scaling.tile of the weight",
+    "fp8.random_hadamard_transform": "layer.scaling.hadamard", "fp8.stochastic_rounding": "layer.scaling.stochastic", "fp8.first_step": "values of layer.fp8_scale",
     "fp8.params": "layer.weight.dtype", **{f"fp8.override_linear_precision.{g}": "layer.high_precision" for g in ("fprop", "dgrad", "wgrad")},
     **dict.fromkeys(("fp8.high_precision_at_start", "fp8.high_precision_at_end", "fp8.include", "fp8.exclude", "fp8.output_layer"),
                     "which layers are FP8Linear"),
@@ -129,6 +130,8 @@ def torchao() -> list[Cell]:
         applied("fp8.granularity", ("fp8.granularity=row",), "layer.config.cast_config_input.scaling_granularity.name", "AXISWISE"),
         applied("fp8.use_power_2_scales", ("fp8.use_power_2_scales=true",), "layer.config.round_scales_to_power_of_2", True),
         Refused("torchao", "fp8.enable_2d_quantization", (*MXFP8, "fp8.enable_2d_quantization=true"), "fp8.enable_2d_quantization=True: torchao"),
+        *(Refused("torchao", f"fp8.{k}", (*PRESET["nvfp4"], PLAIN, f"fp8.{k}=false"), "fp8.scaling=nvfp4: torchao has")
+          for k in ("random_hadamard_transform", "stochastic_rounding")),
         Refused("torchao", "fp8.params", CURRENT, "fp8.params=True: torchao does not multiply weights that are held"),
         *(applied(f"fp8.override_linear_precision.{g}", (f"fp8.override_linear_precision.{g}=true",), f"scaling_type of layer.config.{cast}", "DISABLED",
                   lambda b, cast=cast: getattr(b.layer.config, cast).scaling_type.name) for g, cast in casts.items()),
@@ -203,8 +206,9 @@ def msamp() -> list[Cell]:
     base = BASE["msamp"]
     delayed = {"format": "e4m3", "margin": 2, "interval": 2, "amax_history_len": 32, "amax_compute_algo": "most_recent", "reduce_amax": "True", "first_step": "te",
                "dot_product_attention": "True", "emulate": "True", **{f"override_linear_precision.{g}": "True" for g in ("fprop", "dgrad", "wgrad")}}
-    other = {"fp8.granularity": (*CURRENT, "fp8.granularity=row"), "fp8.use_power_2_scales": (*CURRENT, "fp8.use_power_2_scales=true"),
-             "fp8.enable_2d_quantization": ("precision=bf16_mxfp8", "fp8.enable_2d_quantization=true")}
+    other = {f"fp8.{word.partition('=')[0]}": (scaling, *PRESET[scaling], f"fp8.{word}") for scaling, word in (
+        ("current", "granularity=row"), ("current", "use_power_2_scales=true"), ("mxfp8", "enable_2d_quantization=true"),
+        ("nvfp4", "random_hadamard_transform=false"), ("nvfp4", "stochastic_rounding=false"))}
     columns = ("weight=bf16", "master_weight=fp32", "exp_avg=fp8", "exp_avg_sq=fp32", "rounding=stochastic", "shard=zero1", "accumulate=wide")
     gradients = ("storage.weight_grad=fp8", "storage.comm=fp8")
     mha = (*base, "fp8.dot_product_attention=true", "fp8.multi_head_attention=true")
@@ -221,7 +225,7 @@ def msamp() -> list[Cell]:
         applied("fp8.amax_history_len", "", "window of layer.scaling_metas['input']", 16, lambda b: b.layer.scaling_metas["input"].window_size),
         applied("fp8.params", "fp8.params=true", "layer.weight.dtype: opt_level goes before it", "torch.float16", lambda b: b.layer.weight.dtype),
         *(Refused("msamp", f"fp8.{k}", (*base, f"fp8.{k}={v}"), f"fp8.{k}={v}: MS-AMP", H200) for k, v in delayed.items()),
-        *(Refused("msamp", key, words, f"fp8.scaling={'mxfp8' if '2d' in key else 'current'}: MS-AMP has delayed", H200) for key, words in other.items()),
+        *(Refused("msamp", key, tuple(words), f"fp8.scaling={scaling}: MS-AMP has delayed", H200) for key, (scaling, *words) in other.items()),
         Refused("msamp", "fp8.multi_head_attention", mha, "fp8.multi_head_attention=True: MS-AMP leaves attention", H200),
         *(Refused("msamp", f"storage.{c.partition('=')[0]}", (*base, f"storage.{c}"), f"storage.{c}: MS-AMP", H200) for c in columns),
         *(Refused("msamp", word.partition("=")[0], (*base, *gradients), f"{word}: MS-AMP", H200) for word in gradients),

@@ -67,6 +67,10 @@ APPLIED = [
               lambda c: c.quantizers[1].block_scaling_dim, 2 if on else 1) for on in (True, False)),
     *(Applied("fp8.enable_2d_quantization", s | {"enable_2d_quantization": on}, "with_2d_quantization of the weight quantizer",
               lambda c: c.quantizers[1].with_2d_quantization, on) for s in (MXFP8, NVFP4) for on in (True, False)),
+    *(Applied("fp8.random_hadamard_transform", NVFP4 | {"random_hadamard_transform": on}, f"with_rht of the {t} quantizer",
+              lambda c, i=i: c.quantizers[i].with_rht, on) for on in (True, False) for i, t in ((0, "input"), (3, "grad_output"))),
+    *(Applied("fp8.stochastic_rounding", NVFP4 | {"stochastic_rounding": on}, "stochastic_rounding of the grad_output quantizer",
+              lambda c: c.quantizers[3].stochastic_rounding, on) for on in (True, False)),
     Applied("fp8.params", {"params": True}, "class of the weight", lambda c: type(c.layer.weight).__name__, "Float8Tensor"),
     *(Applied("fp8.params", s | {"params": True}, "class of the weight", lambda c: type(c.layer.weight).__name__, f"{name}Tensor")
       for s, name in ((CURRENT, "Float8"), (BLOCK, "Float8BlockwiseQ"), (MXFP8, "MXFP8"), (NVFP4, "NVFP4"))),

@@ -112,6 +112,9 @@ ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
     "fp8.use_power_2_scales": ([CURRENT, WITHIN, "fp8.use_power_2_scales=true"], lambda j: layer(j).scaling.power_2_scales, True),
     "fp8.enable_2d_quantization": (
         ["precision=bf16_mxfp8", "fp8.enable_2d_quantization=true"], lambda j: layer(j).scaling.tile(WEIGHT, 1), (32, 32)),
+    "fp8.random_hadamard_transform": (
+        ["precision=bf16_nvfp4", WITHIN, "fp8.random_hadamard_transform=false"], lambda j: layer(j).scaling.hadamard, False),
+    "fp8.stochastic_rounding": (["precision=bf16_nvfp4", WITHIN, "fp8.stochastic_rounding=false"], lambda j: layer(j).scaling.stochastic, False),
     "fp8.first_step": ([FP8, "fp8.first_step=te"], lambda j: layer(j).fp8_scale.tolist(), [1.0, 1.0, 1.0]),
     "fp8.params": ([FP8, "fp8.params=false"], lambda j: str(layer(j).weight.dtype), "torch.bfloat16"),
     "fp8.override_linear_precision.fprop": (

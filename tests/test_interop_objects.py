@@ -15,14 +15,16 @@ import fp8cfg
 from fp8cfg import interop
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.interop.engine import table
-from fp8cfg.interop.te_objects import QUANTIZERS, from_text
+from fp8cfg.interop.te_objects import from_text
+from fp8cfg.interop.te_params import FP8
 
 TE = "transformer_engine.common.recipe"
 TE_WORDS = [["precision=bf16_fp8"], ["precision=bf16_fp8", "fp8.margin=2", "fp8.amax_history_len=16", "fp8.amax_compute_algo=most_recent", "fp8.reduce_amax=false"],
             ["precision=bf16_fp8", "fp8.format=e4m3", "fp8.dot_product_attention=true"], ["precision=bf16_fp8_current"],
             ["precision=bf16_fp8_current", "fp8.use_power_2_scales=true", "fp8.override_linear_precision={dgrad: true, wgrad: true}"], ["precision=bf16_fp8_block"],
             ["precision=bf16_fp8_block", "fp8.use_power_2_scales=false", "fp8.enable_2d_quantization=false"], ["precision=bf16_mxfp8", "fp8.enable_2d_quantization=true"],
-            ["precision=bf16_nvfp4"], ["precision=bf16_nvfp4", "fp8.enable_2d_quantization=false"]]
+            ["precision=bf16_nvfp4"], ["precision=bf16_nvfp4", "fp8.enable_2d_quantization=false"],
+            ["precision=bf16_nvfp4", "fp8.random_hadamard_transform=false"], ["precision=bf16_nvfp4", "fp8.stochastic_rounding=false"]]
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def test_tes_genuine_recipes_say_what_ours_does(words: list[str], te: ModuleType
 
 def test_power_of_two_scales_stand_where_tes_layers_read_them(te: ModuleType) -> None:
     made = interop.to_te(fp8cfg.compose(["precision=bf16_fp8_current", "fp8.use_power_2_scales=true"])).value
-    assert {getattr(made, name).power_2_scale for name in QUANTIZERS} == {True} and made.use_power_2_scales is True
+    assert {getattr(made, name).power_2_scale for name in FP8} == {True} and made.use_power_2_scales is True
     found = interop.from_object(te.Float8CurrentScaling(use_power_2_scales=True))  # the switch alone does nothing there
     assert not found.recipe.fp8.use_power_2_scales
     assert found.lost == ("power_2_scale=False of its QParams: TE's layers read that, not the switch",)
@@ -61,13 +63,41 @@ def test_power_of_two_scales_stand_where_tes_layers_read_them(te: ModuleType) ->
 
 
 def test_what_a_te_recipe_says_and_ours_cannot(te: ModuleType) -> None:
-    assert interop.from_object(te.NVFP4BlockScaling(disable_rht=True)).lost == ("disable_rht=True: how its kernels accumulate and round; not of a recipe here",)
+    assert interop.from_object(te.NVFP4BlockScaling(nvfp4_4over6="all")).lost == ("nvfp4_4over6=all: how its kernels accumulate and round; not of a recipe here",)
     with pytest.raises(ConfigError, match=r"amax_compute_algo=.*: a function, which a recipe cannot name"):
         interop.from_object(te.DelayedScaling(amax_compute_algo=lambda history: history))
     with pytest.raises(ConfigError, match="class=CustomRecipe: its quantizers are Python code"):
         interop.from_object(te.CustomRecipe(qfactory=lambda role: None))
     with pytest.raises(ConfigError, match=r"backward_override=dequantized: not an option"):
         interop.from_object(te.MXFP8BlockScaling(backward_override="dequantized"))
+
+
+@pytest.mark.parametrize("words", TE_WORDS, ids=" ".join)
+def test_what_a_genuine_recipe_prints_is_read_as_it_is(words: list[str], te: ModuleType) -> None:
+    """Without the two fields that some recipes do not print."""
+    made = interop.to_te(fp8cfg.compose(words)).value
+    found, want = interop.from_words("te", [repr(made)]), interop.from_object(made)
+    delayed = isinstance(made, te.DelayedScaling)
+    assert found.lost == (("amax_compute_algo: a DelayedScaling does not print it; taken to be max",) if delayed else ())
+    ours, theirs = table(want.recipe), table(found.recipe)
+    assert {k for k in ours if ours[k] != theirs[k]} <= ({"fp8.amax_compute_algo"} if delayed else set()) and found.unknown == ()
+
+
+def test_parameters_that_layers_read_win_over_switches(te: ModuleType) -> None:
+    """Each is set after construction, where NVFP4BlockScaling's layers read it."""
+    made = te.NVFP4BlockScaling()
+    made.fp4_quant_fwd_inp = made.fp4_quant_bwd_grad = te.QParams()
+    found = interop.from_object(made)
+    assert not found.recipe.fp8.random_hadamard_transform and not found.recipe.fp8.stochastic_rounding
+    assert found.lost == tuple(f"{k}=False of its QParams: TE's layers read that, not the switch" for k in ("random_hadamard_transform", "stochastic_rounding"))
+    made.fp4_quant_bwd_grad = te.QParams(random_hadamard_transform=True)
+    with pytest.raises(ConfigError, match=r"fp4_quant_bwd_grad.random_hadamard_transform=True: no recipe here says that, beside what the others say"):
+        interop.from_object(made)
+    current = te.Float8CurrentScaling(fp8_gemm_fprop=te.MMParams(use_split_accumulator=True))
+    current.fp8_quant_fwd_inp = te.QParams(amax_epsilon=1e-6)
+    for found in (interop.from_object(current), interop.from_words("te", [repr(current)])):
+        (line,) = found.lost
+        assert line.startswith("fp8_gemm_fprop=MMParams(use_split_accumulator=True), amax_epsilon=1e-06: how its kernels accumulate")
 
 
 @pytest.mark.parametrize("words", TE_WORDS, ids=" ".join)
@@ -78,8 +108,8 @@ def test_exported_python_makes_the_same_object(words: list[str], te: ModuleType)
     names: dict[str, Any] = {}
     exec(text, names)
     assert names["recipe"] == interop.to_te(recipe).value
-    assert [getattr(names["recipe"], q) for q in QUANTIZERS if hasattr(names["recipe"], q)] == [
-        getattr(interop.to_te(recipe).value, q) for q in QUANTIZERS if hasattr(names["recipe"], q)]
+    assert [getattr(names["recipe"], q) for q in FP8 if hasattr(names["recipe"], q)] == [
+        getattr(interop.to_te(recipe).value, q) for q in FP8 if hasattr(names["recipe"], q)]
     assert table(interop.from_words("te", [text]).recipe)["fp8.scaling"] == recipe.fp8.scaling
 
 

@@ -51,7 +51,7 @@ SAYS = {  # what each project can say: alone changed on top of a preset that it 
                         "fp8.dot_product_attention=true"),
            "bf16_fp8_current": ("fp8.use_power_2_scales=true", "fp8.format=e4m3", "fp8.override_linear_precision={dgrad: true, wgrad: true}"),
            "bf16_fp8_block": ("fp8.use_power_2_scales=false", "fp8.enable_2d_quantization=false"), "bf16_mxfp8": ("fp8.enable_2d_quantization=true",),
-           "bf16_nvfp4": ("fp8.enable_2d_quantization=false",)},
+           "bf16_nvfp4": ("fp8.enable_2d_quantization=false", "fp8.random_hadamard_transform=false", "fp8.stochastic_rounding=false")},
 }
 
 

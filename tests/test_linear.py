@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import itertools
 from collections.abc import Callable
@@ -44,7 +45,8 @@ TILED = {
     "row": Scaling("current", granularity="row"), "row-pow2": Scaling("current", backward=E4M3, granularity="row", power_2_scales=True),
     "block": Scaling("block", power_2_scales=True, weights_2d=True), "block-fp32": Scaling("block", backward=E4M3, weights_2d=True),
     "block-1d": Scaling("block", power_2_scales=True), "mxfp8": Scaling("mxfp8", backward=E4M3),
-    "mxfp8-2d": Scaling("mxfp8", backward=E4M3, weights_2d=True), "nvfp4": Scaling("nvfp4", E2M1, E2M1, weights_2d=True)}  # fmt: skip
+    "mxfp8-2d": Scaling("mxfp8", backward=E4M3, weights_2d=True), "nvfp4-nearest": Scaling("nvfp4", E2M1, E2M1, hadamard=False, stochastic=False),
+    "nvfp4": Scaling("nvfp4", E2M1, E2M1, weights_2d=True)}  # fmt: skip
 ALL = {"delayed": DELAYED, "current": CURRENT, **TILED}
 KINDS = pytest.mark.parametrize("scaling", ALL.values(), ids=ALL)
 FP8_RUN = [Ran("e4m3", "e4m3", "emulated"), Ran("e5m2", "e4m3", "emulated"), Ran("e5m2", "e4m3", "emulated")]
@@ -160,8 +162,10 @@ def test_against_float64_of_the_dequantized_operands(scaling: Scaling, product: 
         assert (got - exact).norm() <= 1e-6 * exact.norm()
 
 
-def test_nvfp4_multiplies_what_its_parts_say() -> None:
-    scaling, (x, w, g) = TILED["nvfp4"], (torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48) * 1e-6)
+@pytest.mark.parametrize("mixes", [True, False])
+def test_nvfp4_multiplies_what_its_parts_say(mixes: bool) -> None:
+    """400 draws; without its transform the same of the plain tensors."""
+    scaling, (x, w, g) = dataclasses.replace(TILED["nvfp4"], hadamard=mixes), (torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48) * 1e-6)
     layer = FP8Linear.from_linear(nn.Linear(64, 48, bias=False), scaling, Region(True))
     layer.weight.data.copy_(w)
     x.requires_grad_()
@@ -175,10 +179,11 @@ def test_nvfp4_multiplies_what_its_parts_say() -> None:
         for total, grad in zip(sums, (layer.weight.grad, x.grad), strict=True):
             total += grad / 400
     w_read = read_back(w, WEIGHT, 0, scaling)
-    mixed = read_back(hadamard(x.detach().t()), INPUT, 1, scaling)
+    mix = hadamard if mixes else torch.Tensor.contiguous
+    mixed = read_back(mix(x.detach().t()), INPUT, 1, scaling)
     torch.testing.assert_close(y.double(), read_back(x.detach(), INPUT, 1, scaling) @ w_read.t(), rtol=1e-5, atol=1e-5)
     # gradients are rounded at random; their mean is that of unrounded gradients
-    for got, exact in zip(sums, (hadamard(g.t()).double() @ mixed.t(), g.double() @ w_read), strict=True):
+    for got, exact in zip(sums, (mix(g.t()).double() @ mixed.t(), g.double() @ w_read), strict=True):
         assert (got - exact).norm() < 0.02 * exact.norm()
     assert ran(layer) == in_fp8(scaling)
 

@@ -26,7 +26,8 @@ def scaling_of(fp8: FP8) -> Scaling:
         kind=fp8.scaling, forward=forward, backward=E5M2 if fp8.format == "hybrid" else forward, margin=fp8.margin,
         interval=fp8.interval, amax_history_len=fp8.amax_history_len, amax_compute_algo=fp8.amax_compute_algo,
         first_step="te" if fp8.first_step == "te" else "in_time", granularity=fp8.granularity,
-        power_2_scales=power_2_scales(fp8), weights_2d=weights_2d(fp8))
+        power_2_scales=power_2_scales(fp8), weights_2d=weights_2d(fp8),
+        hadamard=fp8.random_hadamard_transform, stochastic=fp8.stochastic_rounding)
 
 
 def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:

@@ -34,7 +34,7 @@ def _or_write(values: tuple[str, ...]) -> str:
 def _wanted(fp8: FP8) -> dict[str, _Wanted]:
     override = fp8.override_linear_precision
     backward = ("high_precision",) if override.dgrad and override.wgrad else ()
-    on = fp8.dot_product_attention
+    on, mixes, rounds = fp8.dot_product_attention, fp8.random_hadamard_transform, fp8.stochastic_rounding
     attention = {
         # Not read by the recipe but by attention: they replace its S and dP, or one of its passes.
         "NVTE_FP8_DPA_BWD": _Wanted(("1",), "fp8.dot_product_attention=True, whose backward products are FP8 too"),
@@ -51,8 +51,8 @@ def _wanted(fp8: FP8) -> dict[str, _Wanted]:
         "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": _Wanted((_flag(power_2_scales(fp8)),), _resolved(fp8, "use_power_2_scales")),
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": _Wanted((_flag(not power_2_scales(fp8)),), _resolved(fp8, "use_power_2_scales")),
         "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": _Wanted((_flag(not weights_2d(fp8)),), _resolved(fp8, "enable_2d_quantization")),
-        "NVTE_NVFP4_DISABLE_RHT": _Wanted(("0",), "fp8.scaling=nvfp4, which transforms operands of wgrad"),
-        "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": _Wanted(("0",), "fp8.scaling=nvfp4, which rounds gradients stochastically"),
+        "NVTE_NVFP4_DISABLE_RHT": _Wanted((_flag(not mixes),), f"fp8.random_hadamard_transform={mixes}"),
+        "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": _Wanted((_flag(not rounds),), f"fp8.stochastic_rounding={rounds}"),
         "NVTE_NVFP4_ROW_SCALED_ACTIVATION": _Wanted(("0",), "fp8.scaling=nvfp4, which has one second-level scale for a tensor"),
         "NVTE_NVFP4_4OVER6": _Wanted(("none",), "fp8.scaling=nvfp4, whose blocks all map to 6"),
     }

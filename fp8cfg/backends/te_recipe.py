@@ -71,13 +71,14 @@ def _mxfp8(fp8: FP8) -> Fields:
 
 def _nvfp4(fp8: FP8) -> Fields:
     quantized: Fields = {
-        "fp4_quant_fwd_inp": _qparams(random_hadamard_transform=True),
+        "fp4_quant_fwd_inp": _qparams(random_hadamard_transform=fp8.random_hadamard_transform),
         "fp4_quant_fwd_weight": _qparams(fp4_2d_quantization=weights_2d(fp8)),
-        "fp4_quant_bwd_grad": _qparams(random_hadamard_transform=True, stochastic_rounding=True),
+        "fp4_quant_bwd_grad": _qparams(random_hadamard_transform=fp8.random_hadamard_transform,
+                                       stochastic_rounding=fp8.stochastic_rounding),
     }
-    return {"disable_rht": False, "disable_stochastic_rounding": False, "disable_2d_quantization": not weights_2d(fp8),
-            "fp4_format": "E2M1", "row_scaled_activation": False, "nvfp4_4over6": "none", "nvfp4_4over6_e4m3_use_256": "all",
-            "nvfp4_4over6_err_mode": "MAE", **quantized}
+    return {"disable_rht": not fp8.random_hadamard_transform, "disable_stochastic_rounding": not fp8.stochastic_rounding,
+            "disable_2d_quantization": not weights_2d(fp8), "fp4_format": "E2M1", "row_scaled_activation": False,
+            "nvfp4_4over6": "none", "nvfp4_4over6_e4m3_use_256": "all", "nvfp4_4over6_err_mode": "MAE", **quantized}
 
 
 def _products(fprop: bool) -> Fields:

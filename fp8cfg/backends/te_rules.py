@@ -91,9 +91,9 @@ def _keys(p: Precision) -> list[str]:
                      "Engine turns them in high precision; drop it and keep fp8.dot_product_attention=true")
     if f.emulate:
         lines.append("fp8.emulate=True: Transformer Engine multiplies on the GPU's FP8 units alone; write backend=native")
-    if f.scaling == "nvfp4" and p.compute != "bf16":
+    if f.scaling == "nvfp4" and p.compute != "bf16" and f.random_hadamard_transform:
         lines.append(f"precision.compute={p.compute}: under fp8.scaling=nvfp4 Transformer Engine's Hadamard transform takes bf16 "
-                     "alone; write precision=bf16_nvfp4, or backend=native")
+                     "alone; write precision=bf16_nvfp4, fp8.random_hadamard_transform=false, or backend=native")
     if f.params and p.compute == "fp32":
         lines.append(f"{said_of_fp8_weights(p)}: Transformer Engine's FP8 weights would pass for float32 ones, which get no master "
                      "copy; write fp8.params=false, precision.compute=bf16, or backend=native")

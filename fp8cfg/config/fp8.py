@@ -53,6 +53,12 @@ class FP8(Node):
     enable_2d_quantization: bool | None = None
     """Block, mxfp8 and nvfp4: scale weights in squares, which fprop and dgrad read alike. Default null: true under block (128x128)
     and nvfp4 (16x16), false under mxfp8 (TE)."""
+    random_hadamard_transform: bool = True
+    """nvfp4: mix operands of wgrad, 16 tokens each, by a random Hadamard transform, which spreads outliers. Default true (TE
+    disable_rht=False)."""
+    stochastic_rounding: bool = True
+    """nvfp4: round gradients up or down at random, so that they are right on average. Default true (TE
+    disable_stochastic_rounding=False)."""
     first_step: Literal["auto", "in_time", "te"] = "auto"
     """Delayed scaling while a history is empty: in_time scales from the tensor at hand (MS-AMP's warm-up), te uses scale 1, which
     flushes small gradients. Default auto: te under backend=te, which has nothing else, in_time elsewhere."""
@@ -88,6 +94,7 @@ ONLY_UNDER = {
     **dict.fromkeys(("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax", "first_step"), ("delayed",)),
     "granularity": ("current",), "use_power_2_scales": ("current", "block"),
     "enable_2d_quantization": ("block", "mxfp8", "nvfp4"),
+    "random_hadamard_transform": ("nvfp4",), "stochastic_rounding": ("nvfp4",),
 }
 """Keys of `fp8` that mean something under some scalings alone."""
 

@@ -17,6 +17,8 @@ _BELONGS = {
     "fp8_multi_head_attention": "fp8.multi_head_attention", "fp8_mha": "fp8.multi_head_attention",
     "first_last_layers_bf16": "fp8.high_precision_at_start and fp8.high_precision_at_end",
     "num_layers_at_start_in_bf16": "fp8.high_precision_at_start", "num_layers_at_end_in_bf16": "fp8.high_precision_at_end",
+    "disable_rht": "fp8.random_hadamard_transform", "disable_stochastic_rounding": "fp8.stochastic_rounding",
+    "disable_2d_quantization": "fp8.enable_2d_quantization",
     "use_mxfp8_block_scaling": "fp8.scaling=mxfp8", "optimization_level": "opt_level",
     "enable_fsdp_float8_all_gather": "storage.gather=fp8", "grad_reduce_in_fp32": "storage.comm", "mixed_precision": "precision",
     "params_dtype": "precision.compute", "autocast_dtype": "precision.compute", "fp16_loss_scale": "precision.loss_scale",

@@ -6,6 +6,7 @@ from typing import Any
 
 from fp8cfg.interop.accelerate_fp8 import override
 from fp8cfg.interop.table import SILENT, Dialect, Entry, Unsaid, Values, delayed
+from fp8cfg.interop.te_params import SWITCHES
 from fp8cfg.interop.values import boolean, integer, inverse, one_of, read_only, same
 
 CLASSES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling",
@@ -38,22 +39,31 @@ def _backward(ours: Values) -> Any:
 
 
 def _prepare(theirs: dict[str, Any]) -> list[str]:
-    """Power-of-two scales are what the quantizers' parameters say, whatever the switch beside them says."""
-    said, is_so = theirs.get("use_power_2_scales"), theirs.pop("power_2_scale", None)
-    if is_so is None:
-        return []
-    if str(theirs.get("class")) == CLASSES["block"]:
-        said, theirs["use_f32_scales"] = not theirs.get("use_f32_scales", False), not is_so
-    else:
-        theirs["use_power_2_scales"] = is_so
-    return [] if said in (None, is_so) else [f"power_2_scale={is_so} of its QParams: TE's layers read that, not the switch"]
+    """The parameters of quantizers are what holds, whatever the switches beside them say."""
+    block = theirs.get("class") == CLASSES["block"]
+    switches = {"power_2_scale": ("use_f32_scales", True) if block else ("use_power_2_scales", False)}
+    notes = []
+    for name, (switch, off) in (switches | {name: (switch, True) for name, switch in SWITCHES.items()}).items():
+        is_so = theirs.pop(name, None)
+        if is_so is None:
+            continue
+        said, theirs[switch] = theirs.get(switch), boolean(is_so) is not off
+        if said not in (None, theirs[switch]):
+            notes.append(f"{name}={is_so} of its QParams: TE's layers read that, not the switch")
+    if theirs.pop("printed", False) and theirs.get("class") == CLASSES["delayed"]:
+        notes.append("amax_compute_algo: a DelayedScaling does not print it; taken to be max")
+    return notes
 
 
 def _refuse(ours: Values) -> list[str]:
     return [] if ours["fp8.enabled"] else ["fp8.enabled=False: a recipe of Transformer Engine is for FP8; write precision=bf16_fp8"]
 
 
-_USUAL = (None, False, "none", "all", "MAE", "E2M1", "0.0")
+_KERNELS: dict[str, tuple[Any, ...]] = {
+    "fp8_gemm_fprop": (), "fp8_gemm_dgrad": (), "fp8_gemm_wgrad": (), "scaling_factor_compute_algo": (None,),
+    "amax_epsilon": (0.0,), "fp4_format": ("E2M1",), "row_scaled_activation": (False,), "nvfp4_4over6": ("none",),
+    "nvfp4_4over6_e4m3_use_256": ("all",), "nvfp4_4over6_err_mode": ("MAE",)}
+"""How its kernels accumulate and round, which no key here says, and the usual values."""
 _TILES = Unsaid("inputs and gradients have tiles of 1x128", (1, "1"))
 TE = Dialect(
     "Transformer Engine",
@@ -71,15 +81,13 @@ TE = Dialect(
      Entry("w_block_scaling_dim", lambda value: {"fp8.enable_2d_quantization": one_of(value, {"2": True, "1": False})},
            lambda ours: 1 + ours["fp8.enable_2d_quantization"], _under("block")),
      inverse("disable_2d_quantization", "fp8.enable_2d_quantization", _under("nvfp4")),
+     inverse("disable_rht", "fp8.random_hadamard_transform", _under("nvfp4")),
+     inverse("disable_stochastic_rounding", "fp8.stochastic_rounding", _under("nvfp4")),
      Entry("backward_override", lambda value: one_of(value, _BACKWARD), _backward, _under("current", "block", "mxfp8", "nvfp4")),
      read_only("interval", lambda value: {"fp8.interval": integer(value)}), read_only("override_linear_precision", override)),
     {"recipe_type": "class", "format": "fp8_format"},
     unsaid={**dict.fromkeys(("x_block_scaling_dim", "grad_block_scaling_dim"), _TILES),
-            **dict.fromkeys(("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad", "scaling_factor_compute_algo", "disable_rht",
-                             "disable_stochastic_rounding", "row_scaled_activation", "nvfp4_4over6", "nvfp4_4over6_e4m3_use_256",
-                             "nvfp4_4over6_err_mode", "fp4_format", "amax_epsilon", "use_split_accumulator",
-                             "random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"),
-                            Unsaid("how its kernels accumulate and round; not of a recipe here", _USUAL))},
+            **{k: Unsaid("how its kernels accumulate and round; not of a recipe here", usual) for k, usual in _KERNELS.items()}},
     prepare=_prepare, refuse=_refuse,
     why={"fp8.params": "te.quantized_model_init says it, not the recipe", "precision.compute": "the model's own dtype says it",
          "fp8.interval": "Transformer Engine moves scales at every step since 2.0", "storage.": "not of its recipe",

@@ -5,29 +5,25 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
-import re
 from typing import Any
 
-from fp8cfg.config.errors import ConfigError, refuse_if
+from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.interop.calls import call_in
 from fp8cfg.interop.engine import read, write
 from fp8cfg.interop.table import NotHere, Read, Written
 from fp8cfg.interop.te import CLASSES, TE
+from fp8cfg.interop.te_params import FP4, FP8, PRODUCTS, printed, said_by
 
 NAMES = (*CLASSES.values(), "CustomRecipe")
-QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-"""Attributes, no fields, that TE's layers take power-of-two scales from under current and block scaling."""
 
 
 def values_of(recipe: Any) -> dict[str, Any]:
-    """The fields of a recipe object by name, formats as words, and `power_2_scale` as its quantizers have it."""
+    """The fields of a recipe object by name, formats as words, and what the parameters of its quantizers and products say."""
+    name, every = type(recipe).__name__, (*FP8, *FP4, *PRODUCTS)
     found = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
-    found = {k: v.name if isinstance(v, enum.Enum) else v for k, v in found.items() if not k.startswith(("fp8_gemm", "fp8_quant"))}
-    powers = {getattr(recipe, name).power_2_scale for name in QUANTIZERS if hasattr(recipe, name)}
-    if len(powers) > 1:
-        raise ConfigError("power_2_scale: differs between inputs, weights and gradients; here they are alike")
-    return {"class": type(recipe).__name__, **found, **({"power_2_scale": powers.pop()} if powers else {})}
+    found = {k: v.name if isinstance(v, enum.Enum) else v for k, v in found.items() if k not in every}
+    return {"class": name, **found, **said_by(name, {k: vars(getattr(recipe, k)) for k in every if hasattr(recipe, k)})}
 
 
 def from_te(recipe: Any, base: Recipe | None = None) -> Read:
@@ -46,7 +42,7 @@ def to_te(recipe: Recipe) -> Written:
     given = dict(written.value)
     made = _class(module, given.pop("class"))(**{**given, "fp8_format": module.Format[given["fp8_format"]]})
     power = _powers(given)
-    for name in QUANTIZERS if power is not None else ():
+    for name in FP8 if power is not None else ():
         setattr(made, name, module.QParams(power_2_scale=power))
     back = values_of(made)
     refuse_if([f"{k}={v}: Transformer Engine made {back.get(k)} of it" for k, v in given.items() if back.get(k, False) != v])
@@ -75,7 +71,7 @@ def python_text(given: dict[str, Any]) -> str:
     lines += [*(f"    {k}={v}," for k, v in fields.items()), ")"]
     if unusual:
         lines.append("# TE's layers read these, not the switch above")
-        lines += [f"recipe.{name} = QParams(power_2_scale={_powers(given)})" for name in QUANTIZERS]
+        lines += [f"recipe.{name} = QParams(power_2_scale={_powers(given)})" for name in FP8]
     return "\n".join(lines) + "\n"
 
 
@@ -83,6 +79,5 @@ def from_text(text: str) -> dict[str, Any]:
     """The fields of the recipe in Python text, which is read and not run, or of the line that a recipe prints of itself. Raises
     ConfigError where there is none, or where a value is no literal."""
     if "recipe_type=" in text:
-        found = reversed(re.findall(r"(\w+)=([\w.]+)", text))
-        return {k: None if v == "None" else v for k, v in found if not k.startswith(("fp8_quant", "fp8_gemm"))}
+        return printed(text)
     return call_in(text, NAMES, "recipe of Transformer Engine")

@@ -1,6 +1,6 @@
 """NVFP4, emulated: no hardware before Blackwell multiplies it.
 
-Four bits hold eight magnitudes, and three things make them train (NVIDIA, "Pretraining Large Language Models with NVFP4",
+Four bits hold eight magnitudes, and three things help them to train (NVIDIA, "Pretraining Large Language Models with NVFP4",
 arXiv:2509.25149; pytorch/custom_recipes/reference_nvfp4.py of Transformer Engine 2.20):
 
 * two levels of scales, see tiles.py; weights in squares of 16x16, so that forward and backward see one weight;
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8cfg.numerics.operand import Operand
 from fp8cfg.numerics.quantize import quantize_tiles
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling
+from fp8cfg.numerics.scaling import Scaling
 from fp8cfg.numerics.tiles import first_level
 
 
@@ -37,8 +37,8 @@ def quantize_nvfp4(t: Tensor, role: int, axis: int, scaling: Scaling, carrier: t
     by zeros where the transform is applied. Raises ValueError without a carrier: no product takes four bits here."""
     if carrier is None:
         raise ValueError("nvfp4 is emulated alone")
-    stochastic = role == GRAD_OUTPUT
-    if role == WEIGHT or axis == 1:
+    stochastic = scaling.rounds_at_random(role)
+    if not scaling.transforms(role, axis):
         tile = scaling.tile(role, axis)
         assert tile is not None
         return quantize_tiles(t, tile, scaling.format_of(role), scaling, carrier, first_level(t), stochastic)

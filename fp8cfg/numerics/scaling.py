@@ -43,7 +43,8 @@ class Scaling:
 
     `granularity` is for current scaling: one scale a tensor, or one for each row along the contracted dimension. With
     `power_2_scales` scales of current and block scaling are rounded down to a power of two. `weights_2d` scales weights in
-    squares, 128x128 under block, 32x32 under mxfp8, 16x16 under nvfp4, which serve fprop and dgrad alike."""
+    squares, 128x128 under block, 32x32 under mxfp8, 16x16 under nvfp4, which serve fprop and dgrad alike. `hadamard` and
+    `stochastic` are nvfp4's transform of both operands of wgrad and its rounding of gradients."""
 
     kind: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "delayed"
     forward: Format = E4M3
@@ -56,6 +57,8 @@ class Scaling:
     granularity: Literal["tensor", "row"] = "tensor"
     power_2_scales: bool = False
     weights_2d: bool = False
+    hadamard: bool = True
+    stochastic: bool = True
 
     def __post_init__(self) -> None:
         for field, allowed in _FIELDS.items():
@@ -74,6 +77,14 @@ class Scaling:
             size = BLOCK[self.kind]
             return (size, size) if role == WEIGHT and self.weights_2d else (1, size) if axis == 1 else (size, 1)
         return None if self.granularity == "tensor" else (1, 0) if axis == 1 else (0, 1)
+
+    def transforms(self, role: int, axis: int) -> bool:
+        """Whether a tensor of `role` goes through the Hadamard transform for a product that contracts its dimension `axis`."""
+        return self.kind == "nvfp4" and self.hadamard and role != WEIGHT and axis == 0
+
+    def rounds_at_random(self, role: int) -> bool:
+        """Whether a tensor of `role` is rounded stochastically."""
+        return self.kind == "nvfp4" and self.stochastic and role == GRAD_OUTPUT
 
     def directional(self, role: int) -> bool:
         """Whether a tensor of `role` is quantized once for each of its two dimensions."""

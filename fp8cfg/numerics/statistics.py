@@ -126,7 +126,7 @@ class _Probe:
         with torch.no_grad(), torch.autocast(t.device.type, enabled=False):
             t = t.detach().reshape(-1, t.shape[-1])
             if CONTRACTED[role, reads[0]] == 0:
-                t = hadamard(t.t()) if scaling.kind == "nvfp4" and role != WEIGHT else t.t()
+                t = hadamard(t.t()) if scaling.transforms(role, 0) else t.t()
             tile = scaling.tile(role, 1)
             one = scale_now(t, role, scaling, layer.fp8_scale, layer.fp8_amax_history, record=False) if tile is None else None
             self.found[name, role] = _measured(t.contiguous(), role, scaling, one)
@@ -164,7 +164,7 @@ def _measured(t: Tensor, role: int, scaling: Scaling, one: Tensor | None) -> _Me
             scales.append(_extremes(encode, v))
         if whole is not None:
             decode = decode * whole.reciprocal()
-        sums.append(_sums(part, v, fmt, Scales(encode, decode), stochastic=role == GRAD_OUTPUT))
+        sums.append(_sums(part, v, fmt, Scales(encode, decode), stochastic=scaling.rounds_at_random(role)))
     low, high = torch.stack(scales).double().unbind(1)
     first = torch.stack([amax_of(t).double(), low.amin(), high.amax()])
     return _Measured(fmt, t.numel(), torch.cat([first, torch.stack(sums).sum(0)]))

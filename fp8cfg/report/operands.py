@@ -68,7 +68,8 @@ def quantizing(recipe: Recipe, device: str, elements: float) -> float:
     """The most that quantizing a matrix of `elements` takes, its result among it. A CPU does so in chunks (numerics/quantize.py,
     CHUNK): float32 scaled and cut to the range, its codes, their indices, the result; a GPU the whole matrix, eagerly. nvfp4
     has a copy of the matrix and its Hadamard transform beside it; scales of columns need all rows, in float32, twice."""
-    mixed = 2 * CODEC[recipe.precision.compute] * elements if recipe.fp8.scaling == "nvfp4" else 0
+    mixes = recipe.fp8.scaling == "nvfp4" and recipe.fp8.random_hadamard_transform
+    mixed = 2 * CODEC[recipe.precision.compute] * elements if mixes else 0
     if device == "cuda":
         return mixed + (4 + 4 + 1) * elements
     result = operand(recipe, device) * elements + 11 * min(1 << 17, elements)
