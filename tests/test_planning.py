@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from counting import calls
 
 import fp8cfg
 from fp8cfg.backends.choice import Hardware, choose
@@ -125,13 +126,10 @@ def test_storage_is_no_matter_of_the_backend() -> None:
 
 
 def test_llama_8b_is_planned_without_torch_and_quickly() -> None:
-    import time
-
     r = llama_8b()
     r.precision = "bf16_fp8_current"
-    began = time.perf_counter()
+    assert calls(lambda: planned(r, plan(r))) < 10_000
     coverage = planned(r, plan(r))
-    assert time.perf_counter() - began < 1.0
     assert coverage.layers_in_fp8 == 30 * 4 and len(coverage.linears) == 129
 
 
@@ -150,16 +148,18 @@ def test_a_selector_that_selects_nothing_for_fp8_is_refused(change: dict[str, ob
 
 
 def test_what_fits_is_found_quickly_for_a_deep_model() -> None:
-    import time
-
     from fp8cfg.report.memory import memory, refuse_if_too_large
 
     r = fp8cfg.compose(["model.num_layers=3000", "precision=bf16_fp8"])
-    began = time.perf_counter()
-    with pytest.raises(fp8cfg.ConfigError, match=r"nearest that fit: model\.num_layers=(\d+) ") as e:
-        refuse_if_too_large(r, "cpu", 8 << 30)
-    assert time.perf_counter() - began < 10
-    layers = int(str(e.value).split("model.num_layers=")[1].split()[0])
-    words = str(e.value).split("nearest that fit: ")[1].split(" \u00b7 ")[0].split()
+
+    def refuse() -> None:
+        with pytest.raises(fp8cfg.ConfigError, match=r"nearest that fit: model\.num_layers=(\d+) ") as e:
+            refuse_if_too_large(r, "cpu", 8 << 30)
+        said.append(str(e.value))
+
+    said: list[str] = []
+    assert calls(refuse) < 10_000_000
+    layers = int(said[0].split("model.num_layers=")[1].split()[0])
+    words = said[0].split("nearest that fit: ")[1].split(" \u00b7 ")[0].split()
     fit, more = (fp8cfg.compose([*words, f"model.num_layers={n}"], base=r) for n in (layers, layers + 1))
     assert sum(memory(fit, "cpu").values()) <= 8 << 30 < sum(memory(more, "cpu").values())

@@ -13,11 +13,15 @@ from fp8cfg.config.spellings import CODE_KEYS
 MARKER = "marker_of_executed_code"
 
 
+SECONDS = 30
+"""None of these takes one; what is built to take long, forever, or all memory would."""
+
+
 def refused(text: str) -> str:
     began = time.perf_counter()
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.from_yaml(text)
-    assert time.perf_counter() - began < 2.0
+    assert time.perf_counter() - began < SECONDS
     return str(e.value)
 
 
@@ -109,7 +113,7 @@ def test_a_strangers_folder_and_files_reach_neither_hydra_nor_the_environment(te
         for way in (["train"], ["sweep"], ["--cfg", "all", "--resolve"]):
             began = time.perf_counter()
             assert main([*way, *chosen, *mine]) == 2, (way, chosen)
-            assert time.perf_counter() - began < 2.0
+            assert time.perf_counter() - began < SECONDS
     for verb in ("rerun", "resume"):
         assert main([verb, str(tmp_path), *mine]) == 2
     out, err = capsys.readouterr()
