@@ -43,6 +43,37 @@ def test_rows_have_the_bits_of_eager_code(row: str, cls: type[LowBitOptimizer], 
     assert equal(*found)
 
 
+def test_stored_gradients_are_rows_that_a_step_takes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once there are rows. Sums of two backward passes too; another's tensors in their place are put together as before; what is
+    forgotten is freed."""
+    seen: list[torch.dtype] = []
+
+    def together(stored: list[Stored]) -> Stored:
+        seen.append(stored[0][0].dtype)
+        return put_together(stored)
+
+    put_together, found = rows.together, []
+    monkeypatch.setattr(rows, "together", together)
+    for compiled in (False, True):
+        p = parameters(ROWS["O2"], *[(16, 128)] * 3)
+        optimizer = build(ROWS["O2"], p, compiled=compiled)
+        train(optimizer, p, range(2))
+        with optimizer.storing(add=True):
+            for microbatch in range(2):
+                torch.stack([(q.float() * normal(16, 128, seed=9 + microbatch + i)).sum() for i, q in enumerate(p.values())]).sum().backward()
+        seen.clear()
+        optimizer.step()
+        assert seen == []
+        optimizer.zero_grad()
+        assert all(some._grads is None for some in optimizer._rows_of.values())
+        for i, q in enumerate(p.values()):
+            optimizer.stored_grads[q] = ROWS["O2"].grad.encode(normal(16, 128, seed=20 + i))
+        optimizer.step()
+        assert seen == ([torch.float8_e4m3fn] if compiled else [])
+        found.append(everything(optimizer, p))
+    assert equal(*found)
+
+
 def test_state_is_written_and_read_as_each_parameter_s(tmp_path: Any) -> None:
     """State of an eager run is loaded into rows, and that of rows into another optimizer, from files."""
     c, p = ROWS["O3"], parameters(ROWS["O3"], *SHAPES)

@@ -71,8 +71,12 @@ def stepper(name: str, linear: list[int], others: list[int], eager: bool) -> Cal
         named, apart = list(params.items()), {k: v for k, v in row.items() if name not in LEVELS or k.startswith("exp_avg")}
         groups = [{"params": named[: len(linear)], "columns": named_columns(**row)}, {"params": named[len(linear) :], "columns": named_columns(**apart)}]
         optimizer = LowBitAdamW([group for group in groups if group["params"]], held=held, compiled=not eager)
-        optimizer.store_grads()
+    grads = [p.grad for p in params.values()]
     for _ in range(3):
+        for p, grad in zip(params.values(), grads, strict=True):
+            p.grad = grad
+        if isinstance(optimizer, LowBitAdamW):
+            optimizer.store_grads()
         optimizer.step()
     return optimizer.step
 

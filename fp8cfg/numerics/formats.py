@@ -42,8 +42,9 @@ def _saturate(v: Tensor, fmt: Format) -> Tensor:
     """Clamp that keeps NaN. Compiled it is written with `where`: the min/max instructions that inductor emits for clamp
     corrupt a transposed float8 store beside them (triton-lang/triton#11111)."""
     if torch.compiler.is_compiling():
-        v = torch.where(v > fmt.max, fmt.max, v)
-        return torch.where(v < -fmt.max, -fmt.max, v)
+        largest = 6.0 if fmt is E2M1 else torch.finfo(fmt.dtype).max  # constants; with dynamic shapes fmt.max would be an argument
+        v = torch.where(v > largest, largest, v)
+        return torch.where(v < -largest, -largest, v)
     return v.clamp(-fmt.max, fmt.max)
 
 

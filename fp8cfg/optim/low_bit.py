@@ -65,6 +65,7 @@ class LowBitOptimizer(NamedOptimizer):
         self.seed, self.compiled, self.grad_factor = seed, compiled, 1.0
         self._spent = False
         self._together: dict[int, tuple[list[Rows], list[nn.Parameter]]] = {}
+        self._rows_of: dict[nn.Parameter, Rows] = {}
         self.held, self.writers = dict(held or {}), dict(writers or {})
         self._owned = owned
         self._originals = originals or {}
@@ -141,15 +142,21 @@ class LowBitOptimizer(NamedOptimizer):
             raise RuntimeError(f"the gradient of {self.names[p]} was stored before a backward pass; zero_grad comes first")
         if p in self.stored_grads:
             p.grad += codec.decode(self.stored_grads[p])
-        stored = codec.zeros(p.shape, p.device)
+        rows = self._rows_of.get(p)
+        stored = rows.gradient(p, codec) if rows else codec.zeros(p.shape, p.device)
         codec.store(p.grad, stored, self._key(p, "grad"))
         self.stored_grads[p], p.grad = stored, None
 
     def _forget_spent(self) -> None:
         """Forget stored gradients that a step has read: a Trainer calls the model's zero_grad, which does not know of them."""
         if self._spent:
-            self._spent = False
-            self.stored_grads.clear()
+            self._forget_stored()
+
+    def _forget_stored(self) -> None:
+        self._spent = False
+        self.stored_grads.clear()
+        for rows in self._rows_of.values():
+            rows.forget_gradients()
 
     @contextmanager
     def storing(self, add: bool = False) -> Iterator[None]:
@@ -173,8 +180,7 @@ class LowBitOptimizer(NamedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, the stored ones too."""
-        self._spent = False
-        self.stored_grads.clear()
+        self._forget_stored()
         super().zero_grad(set_to_none)
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -252,8 +258,8 @@ class LowBitOptimizer(NamedOptimizer):
             owned = [p for p in group["params"] if columns.block == 1 and self.owns(p)]
             most = pieces.AT_ONCE if columns.per_tensor else math.inf
             rows = list(rows_of(owned, self.state, lambda p: (p in self.held, p in self.writers), most))
-            placed = {p for some in rows for p in some.params}
-            self._together[index] = rows, [p for p in group["params"] if p not in placed]
+            self._rows_of |= {p: some for some in rows for p in some.params}
+            self._together[index] = rows, [p for p in group["params"] if p not in self._rows_of]
         return self._together[index]
 
     def _held(self, p: nn.Parameter) -> Stored | None:

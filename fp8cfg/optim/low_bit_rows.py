@@ -1,18 +1,20 @@
 """Small tensors of one shape stepped as rows of one: compiled code takes longer to be called than to step them.
 
-Their moments, and masters, are rows of common tensors, and the state of each parameter is views of them. Weights and gradients
-are others' to keep; they are put together for a step, a few at a time, and weights are taken apart again.
+Their moments, and masters, are rows of common tensors, and the state of each parameter is views of them; so are gradients that
+are stored in a codec. Weights and other gradients are others' to keep; they are put together for a step, a few at a time, and
+weights are taken apart again.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics.codecs import Stored
+from fp8cfg.numerics.codecs import Codec, Stored
 from fp8cfg.optim.low_bit_pieces import WORTH_A_CALL, Back, Work
 from fp8cfg.optim.low_bit_state import STORED, State
 from fp8cfg.optim.low_bit_step import Slot
@@ -29,11 +31,30 @@ class Rows:
         self.params = params
         self.states = [state[p] for p in params]
         self.kept: dict[str, Stored] = {}
+        self._grads: Stored | None = None
+        self._of_each: dict[nn.Parameter, Stored] = {}
         for column in STORED:
             if column in self.states[0]:
                 rows = self.kept[column] = together([one[column] for one in self.states])
                 for one, *stored in zip(self.states, *apart(rows, params[0].shape), strict=True):
                     one[column] = tuple(stored)
+
+    def gradient(self, p: nn.Parameter, codec: Codec) -> Stored:
+        """Where the gradient of `p` is to be stored."""
+        if self._grads is None:
+            zeros = codec.zeros(p.shape, p.device)
+            self._grads = together([zeros] * len(self.params))  # one kernel takes these and others that are put together
+            self._of_each = dict(zip(self.params, zip(*apart(self._grads, p.shape), strict=True), strict=True))
+        return self._of_each[p]
+
+    def forget_gradients(self) -> None:
+        """Let go of what `gradient` gave."""
+        self._grads, self._of_each = None, {}
+
+    def _gradients(self, grads: list[Stored]) -> Stored:
+        if self._grads is not None and all(map(operator.is_, self._of_each.values(), grads)):
+            return self._grads
+        return together(grads)
 
     def work(self, hyper: Tensor, key: Tensor | None, grads: list[Stored], held: list[Stored] | None) -> Work:
         """The step of all of them; `grads`, and `held`, what weights are kept in outside of the optimizer, in their order."""
@@ -47,7 +68,8 @@ class Rows:
             back += zip(map(list, zip(*held, strict=True)), apart(weight, held[0][0].shape), strict=True)
         source, of_master = (self.kept["master"], weight) if "master" in self.kept else (weight, None)
         assert source is not None, "a parameter without a master has a weight"
-        return Work(Slot(source, of_master, self.kept["exp_avg"], self.kept["exp_avg_sq"], copy, together(grads)), hyper, key, back)
+        slot = Slot(source, of_master, self.kept["exp_avg"], self.kept["exp_avg_sq"], copy, self._gradients(grads))
+        return Work(slot, hyper, key, back)
 
 
 def rows_of(params: list[nn.Parameter], state: State, alike: Callable[[nn.Parameter], Any], most: float) -> Iterator[Rows]:
