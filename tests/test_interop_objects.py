@@ -100,6 +100,16 @@ def test_parameters_that_layers_read_win_over_switches(te: ModuleType) -> None:
         assert line.startswith("fp8_gemm_fprop=MMParams(use_split_accumulator=True), amax_epsilon=1e-06: how its kernels accumulate")
 
 
+@pytest.mark.parametrize(("text", "problem"), [
+    ("recipe_type=Float8CurrentScaling, fp8_quant_fwd_inp=Qparams(power_2_scale=maybe)", "Transformer Engine: power_2_scale=maybe: expected True or False"),
+    ("recipe_type=Float8CurrentScaling, fp8_quant_fwd_inp=Qparams(power_2_scale=True), fp8_quant_bwd_grad=Qparams()", "power_2_scale: differs between inputs"),
+    ("recipe_type=NVFP4BlockScalin", "recipe_type=NVFP4BlockScalin: not an option; did you mean 'nvfp4blockscaling'?")])
+def test_lines_that_no_recipe_prints(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        interop.from_words("te", [text])
+    assert e.value.problems[0].startswith(problem) and len(e.value.problems) == 1
+
+
 @pytest.mark.parametrize("words", TE_WORDS, ids=" ".join)
 def test_exported_python_makes_the_same_object(words: list[str], te: ModuleType) -> None:
     """It is run here, as a user would, and equals the object that `to_te` makes; our reader, which runs nothing, agrees."""

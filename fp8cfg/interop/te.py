@@ -42,16 +42,17 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
     """The parameters of quantizers are what holds, whatever the switches beside them say."""
     block = theirs.get("class") == CLASSES["block"]
     switches = {"power_2_scale": ("use_f32_scales", True) if block else ("use_power_2_scales", False)}
-    notes = []
+    silent = theirs.pop("printed", False) and theirs.get("class") == CLASSES["delayed"]
+    notes = ["amax_compute_algo: a DelayedScaling does not print it; taken to be max"] if silent else []
     for name, (switch, off) in (switches | {name: (switch, True) for name, switch in SWITCHES.items()}).items():
         is_so = theirs.pop(name, None)
         if is_so is None:
             continue
-        said, theirs[switch] = theirs.get(switch), boolean(is_so) is not off
+        if not isinstance(is_so, bool):
+            raise ValueError(f"{name}={is_so}: expected True or False")
+        said, theirs[switch] = theirs.get(switch), is_so is not off
         if said not in (None, theirs[switch]):
             notes.append(f"{name}={is_so} of its QParams: TE's layers read that, not the switch")
-    if theirs.pop("printed", False) and theirs.get("class") == CLASSES["delayed"]:
-        notes.append("amax_compute_algo: a DelayedScaling does not print it; taken to be max")
     return notes
 
 

@@ -24,15 +24,15 @@ def said_by(recipe: str, params: Params) -> dict[str, Any]:
     """What `params`, fields by attribute, say of a recipe of that class; of products what is unusual. Raises ConfigError where they
     say what no constructor makes of them."""
     found = _fp8(params) | _fp4(params)
-    epsilons = {float(params[name]["amax_epsilon"]) for name in (*FP8, *FP4) if name in params} - {0.0}
+    epsilons = {str(params[name].get("amax_epsilon", 0.0)) for name in (*FP8, *FP4) if name in params} - {"0.0"}
     usual = dict(zip(PRODUCTS, _SPLIT.get(recipe, ()), strict=False))
-    split = {name: params[name]["use_split_accumulator"] for name in PRODUCTS if name in params}
+    split = {name: params[name].get("use_split_accumulator", usual.get(name)) for name in PRODUCTS if name in params}
     found |= {name: f"MMParams(use_split_accumulator={on})" for name, on in split.items() if on != usual.get(name, on)}
-    return found | ({"amax_epsilon": max(epsilons)} if epsilons else {})
+    return found | ({"amax_epsilon": ", ".join(sorted(epsilons))} if epsilons else {})
 
 
 def _fp8(params: Params) -> dict[str, Any]:
-    powers = {params[name]["power_2_scale"] for name in FP8 if name in params}
+    powers = {params[name].get("power_2_scale", False) for name in FP8 if name in params}
     if len(powers) > 1:
         raise ConfigError("power_2_scale: differs between inputs, weights and gradients; here they are alike")
     return {"power_2_scale": powers.pop()} if powers else {}
@@ -41,12 +41,13 @@ def _fp8(params: Params) -> dict[str, Any]:
 def _fp4(params: Params) -> dict[str, Any]:
     if not params.keys() >= set(FP4):
         return {}
-    given, weight, grad = (params[name] for name in FP4)
-    mixes, rounds, squares = given["random_hadamard_transform"], grad["stochastic_rounding"], weight["fp4_2d_quantization"]
-    for name, wanted in zip(FP4, ((mixes, False, False), (False, False, squares), (mixes, rounds, False)), strict=True):
-        for field, value in zip(SWITCHES, wanted, strict=True):
-            if params[name][field] != value:
-                raise ConfigError(f"{name}.{field}={params[name][field]}: no recipe here says that, beside what the others say")
+    said = [[params[name].get(field, False) for field in SWITCHES] for name in FP4]
+    (mixes, _, _), (_, _, squares), (_, rounds, _) = said
+    usual = ((mixes, False, False), (False, False, squares), (mixes, rounds, False))
+    for name, values, wanted in zip(FP4, said, usual, strict=True):
+        for field, value, want in zip(SWITCHES, values, wanted, strict=True):
+            if value != want:
+                raise ConfigError(f"{name}.{field}={value}: no recipe here says that, beside what the others say")
     return dict(zip(SWITCHES, (mixes, rounds, squares), strict=True))
 
 
