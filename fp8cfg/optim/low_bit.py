@@ -237,13 +237,15 @@ class LowBitOptimizer(NamedOptimizer):
                     one["step"] += 1
                 key = torch.stack([self._key(p, "step") for p in some.params]) if stochastic else None
                 yield some.work(hyper_of(some.params[0], steps.pop() + 1), key, grads, self._weights(some.params))
+        works = []  # made at once: each step pushes out of the processor's cache what Python needs for the next one
         for p in alone:
             if (grad := self._gradient(p)) is not None:
                 state = self.state[p]
                 state["step"] += 1
                 if self.owns(p):
                     slot = slot_of(p, state, grad, self._held(p), p in self.writers)
-                    yield Work(slot, hyper_of(p, state["step"]), self._key(p, "step") if stochastic else None)
+                    works.append(Work(slot, hyper_of(p, state["step"]), self._key(p, "step") if stochastic else None))
+        yield from works
 
     def _gradient(self, p: nn.Parameter) -> Stored | None:
         return self.stored_grads.get(p) if (grad := p.grad) is None else (grad,)
