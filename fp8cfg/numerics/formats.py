@@ -14,6 +14,7 @@ to the grid, carry the values in bfloat16, multiply with float32 accumulation.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -89,6 +90,19 @@ def _values(fp8: torch.dtype, dtype: torch.dtype) -> Tensor:
 def widen(q: Tensor, dtype: torch.dtype) -> Tensor:
     """`q.to(dtype)` for a float8 `q`. Eager torch decodes E4M3 on CPU one element at a time; a look-up in the table of its
     256 values is four times faster."""
-    if torch.compiler.is_compiling() or q.device.type != "cpu":
+    if q.device.type != "cpu":
         return q.to(dtype)
+    if torch.compiler.is_compiling():
+        return _from_bits(q).to(dtype) if q.dtype == E4M3.dtype else q.to(dtype)
     return _values(q.dtype, dtype).index_select(0, q.view(torch.uint8).flatten().int()).view(q.shape)
+
+
+def _from_bits(q: Tensor) -> Tensor:
+    """The float32 values of E4M3 codes, in the whole numbers that they are multiples of 2^-9 by. Half the instructions of
+    torch's vectorised conversion, and none of its branches, which data decides."""
+    code = q.view(torch.int8).int()
+    magnitude = code & 127
+    octave = ((magnitude >> 3) - 1).clamp(min=0)  # the lowest holds the subnormals too
+    v = ((magnitude - (octave << 3)) << octave).float() * 2.0**-9
+    v = torch.where(magnitude == 127, math.nan, v)
+    return torch.where(code < 0, -v, v)
