@@ -86,3 +86,5 @@ def test_widen_is_the_conversion_and_bfloat16_holds_all(fmt: Format, dtype: torc
     assert same(widen(codes, dtype), codes.to(dtype))
     assert same(widen(codes, torch.bfloat16).float(), widen(codes, torch.float32))
     assert same(widen(codes.t(), dtype), codes.to(dtype).t())
+    compiled = torch.compile(widen, fullgraph=True)(codes.t(), dtype).t()
+    assert same(compiled, codes.to(dtype)) and torch.equal(compiled.nan_to_num().signbit(), codes.to(dtype).nan_to_num().signbit())

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8cfg.numerics import codecs
 from fp8cfg.numerics.codecs import NAMES, Codec, codec
 from fp8cfg.numerics.formats import E4M3, E5M2
+from fp8cfg.optim import low_bit_kernel
 from fp8cfg.optim import low_bit_pieces as pieces
 from fp8cfg.optim.low_bit import Columns, LowBitAdam, LowBitAdamW, LowBitOptimizer
 from fp8cfg.optim.low_bit_step import named_columns
@@ -419,7 +420,7 @@ def test_compiled_code_makes_no_float32_copy(row: str, monkeypatch: pytest.Monke
     from torch._inductor.utils import fresh_cache, run_and_get_code
 
     monkeypatch.setattr(pieces, "AT_ONCE", 256 * 128 - 1)
-
+    low_bit_kernel.kernel.cache_clear()
     p = parameters(ROWS[row], (256, 128))
     optimizer = build(ROWS[row], p, compiled=True)
     p["p0"].grad = normal(256, 128)

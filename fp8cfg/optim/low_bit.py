@@ -64,6 +64,7 @@ class LowBitOptimizer(NamedOptimizer):
         self.stored_grads: dict[nn.Parameter, Stored] = {}
         self.seed, self.compiled, self.grad_factor = seed, compiled, 1.0
         self._spent = False
+        self._kept: list[nn.Parameter] = []
         self._together: dict[int, tuple[list[Rows], list[nn.Parameter]]] = {}
         self._rows_of: dict[nn.Parameter, Rows] = {}
         self.held, self.writers = dict(held or {}), dict(writers or {})
@@ -91,6 +92,8 @@ class LowBitOptimizer(NamedOptimizer):
             state = fresh_state(p, group["columns"], value, self._key(p, "start"), weight)
             codecs = {column: str(getattr(group["columns"], column)) for column in STORED if column in state}
             self.state[p] = {**(state if self.owns(p) else {}), "step": 0, "codecs": codecs}
+            if self.state[p].keys() & {"master", "weight"}:
+                self._kept.append(p)
         self._remember_versions()
 
     @torch.no_grad()
@@ -119,7 +122,7 @@ class LowBitOptimizer(NamedOptimizer):
     @torch.no_grad()
     def write_parameters(self) -> None:
         """Store the masters of `writers` in their parameters, as each step does."""
-        columns = self._columns()
+        columns = self._columns() if self.writers else {}
         for p, write in ((p, write) for p, write in self.writers.items() if self.owns(p)):
             master = columns[p].master
             assert master is not None, "checked when it was added"
@@ -274,7 +277,7 @@ class LowBitOptimizer(NamedOptimizer):
         return {p: group["columns"] for group in self.param_groups for p in group["params"]}
 
     def _remember_versions(self) -> None:
-        self._versions = {p: p._version for p in self.names if self.state[p].keys() & {"master", "weight"}}
+        self._versions = {p: p._version for p in self._kept}
 
     def _check_versions(self) -> None:
         written = [self.names[p] for p, version in self._versions.items() if p._version != version]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8cfg.numerics.codecs import spans
+from fp8cfg.optim.low_bit_kernel import kernel
 from fp8cfg.optim.low_bit_step import Columns, Scales, Slot, find_amaxes, scales_from, step_at_once, store_step
 
 AT_ONCE = 1 << 22
@@ -19,11 +19,6 @@ AT_ONCE = 1 << 22
 them twice."""
 WORTH_A_CALL = 64
 """Elements below which a tensor is left to eager code."""
-EXACT: dict[str, Any] = {"emulate_precision_casts": True, "size_asserts": False}
-"""Inductor's options: round where the code says so."""
-FUSE = {**EXACT, **dict.fromkeys(("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1 << 20)}
-"""Compute again rather than keep a float32 copy of a tensor."""
-
 
 Back = tuple[list[Tensor], list[Tensor]]
 """Tensors, and those that are copied into them after a step."""
@@ -61,12 +56,12 @@ def adam_step(columns: Columns, decoupled: bool, works: Iterable[Work], compiled
 def _at_once(columns: Columns, decoupled: bool, works: Iterable[Work]) -> list[Work]:
     """Step, in compiled code, rows and tensors whose scales can wait; the others are returned."""
     others = []
-    limit = AT_ONCE if columns.per_tensor else math.inf
-    step = _compiled(step_at_once, columns, decoupled)
+    limit, block = AT_ONCE if columns.per_tensor else math.inf, columns.block
+    step = kernel(step_at_once, columns, decoupled)
     for work in works:
-        slot, count = work.slot, work.slot.source[0].numel()
-        if count <= limit and _compilable(columns.block, count):
-            step(_in_blocks(slot, columns.block), work.hyper, work.key)
+        count = work.slot.source[0].numel()
+        if count <= limit and _compilable(block, count):
+            step(_in_blocks(work.slot, block), work.hyper, work.key)
             for own, new in work.back:
                 torch._foreach_copy_(own, new)
         else:
@@ -80,7 +75,7 @@ def _in_two_passes(columns: Columns, decoupled: bool, works: Sequence[Work], com
     for owner, slot, start, last, fast in pieces:
         inputs = (slot, works[owner].hyper, works[owner].key, scales[owner])
         if fast:
-            _compiled(store_step, columns, decoupled)(*inputs)
+            kernel(store_step, columns, decoupled)(*inputs)
         else:
             store_step(columns, decoupled, *inputs, start, last)
 
@@ -92,7 +87,7 @@ def _new_scales(columns: Columns, decoupled: bool, works: Sequence[Work], pieces
     found: list[list[Tensor]] = [[] for _ in works]
     for owner, slot, _, _, fast in pieces:
         inputs = (slot, works[owner].hyper)
-        find = _compiled(find_amaxes, columns, decoupled)(*inputs) if fast else find_amaxes(columns, decoupled, *inputs)
+        find = kernel(find_amaxes, columns, decoupled)(*inputs) if fast else find_amaxes(columns, decoupled, *inputs)
         found[owner].append(find)
     return scales_from(columns, torch.stack([torch.stack(amaxes).amax(0) for amaxes in found]))
 
@@ -123,22 +118,3 @@ def _in_blocks(slot: Slot, block: int) -> Slot:
         return slot
     rows: list[Any] = [x.view(-1, block) if isinstance(x, Tensor) else x and (x[0].view(-1, block), *x[1:]) for x in slot]
     return Slot(*rows)
-
-
-_CONSTANTS: dict[str, tuple[Columns, bool]] = {}
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any], columns: Columns, decoupled: bool) -> Callable[..., Any]:
-    name = f"{function.__name__}_{len(_CONSTANTS)}"
-    _CONSTANTS[name] = (columns, decoupled)
-
-    def run(*args: Any) -> Any:
-        return function(*_CONSTANTS[name], *args)  # Dynamo takes the numbers in a global for constants, not those in a closure
-
-    # Dynamo counts recompilations by code object and stops at eight; without this all kernels would share one.
-    run.__code__ = run.__code__.replace(co_name=name)
-    keeps = function is step_at_once and columns.per_tensor
-    # Every global that it reads is a constant.
-    options = {**(EXACT if keeps else FUSE), "guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe}
-    return torch.compile(run, fullgraph=True, dynamic=True, options=options)

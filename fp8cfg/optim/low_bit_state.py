@@ -55,14 +55,15 @@ def fresh_state(p: nn.Parameter, c: Columns, value: Tensor, key: Tensor, weight:
 
 def slot_of(p: nn.Parameter, state: dict[str, Any], grad: Stored, held: Stored | None, written: bool) -> Slot:
     """The tensors of a step, flat."""
-    weight, master = _flat(held or state.get("weight", (p,))), state.get("master")
+    weight, master = _flat(held or state.get("weight") or (p.detach(),)), state.get("master")
     source, weight_of_master = (weight, None) if master is None else (_flat(master), None if written else weight)
     copy = p.detach().view(-1) if "weight" in state else None
-    return Slot(source, weight_of_master, _flat(state["exp_avg"]), _flat(state["exp_avg_sq"]), copy, _flat(grad))
+    moments = _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
+    return Slot(source, weight_of_master, *moments, copy, _flat((grad[0].contiguous(), *grad[1:])))
 
 
 def _flat(stored: Stored) -> Stored:
-    return (stored[0].detach().reshape(-1), *stored[1:])
+    return (stored[0].view(-1), *stored[1:])
 
 
 def collect_tensors(names: Names, state: State) -> dict[str, Tensor]:
