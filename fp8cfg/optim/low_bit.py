@@ -64,7 +64,7 @@ class LowBitOptimizer(NamedOptimizer):
         self.stored_grads: dict[nn.Parameter, Stored] = {}
         self.seed, self.compiled, self.grad_factor = seed, compiled, 1.0
         self._spent = False
-        self._kept: list[nn.Parameter] = []
+        self._versions: dict[nn.Parameter, int] = {}  # of those whose value is kept elsewhere
         self._together: dict[int, tuple[list[Rows], list[nn.Parameter]]] = {}
         self._rows_of: dict[nn.Parameter, Rows] = {}
         self.held, self.writers = dict(held or {}), dict(writers or {})
@@ -93,7 +93,7 @@ class LowBitOptimizer(NamedOptimizer):
             codecs = {column: str(getattr(group["columns"], column)) for column in STORED if column in state}
             self.state[p] = {**(state if self.owns(p) else {}), "step": 0, "codecs": codecs}
             if self.state[p].keys() & {"master", "weight"}:
-                self._kept.append(p)
+                self._versions[p] = p._version
         self._remember_versions()
 
     @torch.no_grad()
@@ -277,7 +277,7 @@ class LowBitOptimizer(NamedOptimizer):
         return {p: group["columns"] for group in self.param_groups for p in group["params"]}
 
     def _remember_versions(self) -> None:
-        self._versions = {p: p._version for p in self._kept}
+        self._versions = {p: p._version for p in self._versions}
 
     def _check_versions(self) -> None:
         written = [self.names[p] for p, version in self._versions.items() if p._version != version]
