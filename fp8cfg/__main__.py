@@ -59,8 +59,8 @@ def _run(argv: list[str]) -> int:
 
 
 def _help(argv: list[str]) -> int:
+    from fp8cfg.cli.argv import no_verb
     from fp8cfg.cli.help import usage
-    from fp8cfg.cli.words import no_verb
     from fp8cfg.config.errors import ConfigError
 
     named = [a for a in argv if a != "help" and not a.startswith("-") and "=" not in a and not a.endswith((".yaml", ".yml"))]

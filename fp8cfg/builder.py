@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fp8cfg import targets
-from fp8cfg.backends import registry
-from fp8cfg.backends.choice import Choice, Hardware, choose
-from fp8cfg.backends.planning import PlannedLinear, layers, plan_linears
+from fp8cfg import fiddle_targets
+from fp8cfg.backends import backend_registry
+from fp8cfg.backends.backend_choice import Choice, Hardware, choose
+from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
@@ -37,9 +37,9 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
 def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
     """What each linear layer of `recipe` is meant to do under `backend`, by default the one it names, or native. Raises
     ConfigError where a layer pattern matches nothing."""
-    name = backend or (recipe.backend if registry.exists(recipe.backend) else "native")
+    name = backend or (recipe.backend if backend_registry.exists(recipe.backend) else "native")
     shapes = linear_layers(transformer_config(recipe))
-    return plan_linears(shapes, recipe.fp8, layers(recipe.model.num_layers), registry.rules(name).misfit)
+    return plan_linears(shapes, recipe.fp8, layers(recipe.model.num_layers), backend_registry.rules(name).misfit)
 
 
 def lower(
@@ -60,23 +60,23 @@ def lower(
         plans = plan(recipe, choice.backend)
         _refuse_tokens(recipe, choice)
         built = fdl.Config(
-            targets.transformer, config=_config_node(recipe), recompute=recipe.model.recompute_granularity == "full",
+            fiddle_targets.transformer, config=_config_node(recipe), recompute=recipe.model.recompute_granularity == "full",
             device=hardware.device, seed=recipe.trainer.seed)
     else:
-        from fp8cfg.backends.foreign import plan_model
+        from fp8cfg.backends.eligibility import plan_model
 
         if p.storage.shard == "fsdp":
             raise ConfigError("storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write "
                               "fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's fully_shard on it")
-        plans = plan_model(model, p.fp8, registry.rules(choice.backend).misfit)
-        built = fdl.Config(targets.given, model=model, device=hardware.device)
+        plans = plan_model(model, p.fp8, backend_registry.rules(choice.backend).misfit)
+        built = fdl.Config(fiddle_targets.given, model=model, device=hardware.device)
     prepared = fdl.Config(
-        targets.prepared_model, model=built, precision=p, plan=plans, choice=choice)
+        fiddle_targets.prepared_model, model=built, precision=p, plan=plans, choice=choice)
     scaler = fdl.Config(
         LossScaler, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale, min_loss_scale=p.min_loss_scale,
         loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis) if p.compute == "fp16" else None
     optimizer = fdl.Config(
-        targets.optimizer, prepared=prepared, precision=p, optim=recipe.optim, clip_grad=recipe.trainer.gradient_clip_val,
+        fiddle_targets.optimizer, prepared=prepared, precision=p, optim=recipe.optim, clip_grad=recipe.trainer.gradient_clip_val,
         choice=choice, loss_scaler=scaler, seed=recipe.trainer.seed)
     return fdl.Config(
         Job, recipe=recipe, prepared=prepared, optimizer=optimizer, schedule=_schedule(recipe), plan=plans, choice=choice,
@@ -94,22 +94,22 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
     """
     import fiddle as fdl
 
-    from fp8cfg.backends.conversion import mark
+    from fp8cfg.backends.exclusions import mark
     from fp8cfg.report.machine import find_hardware, free_memory
-    from fp8cfg.report.memory import refuse_if_too_large
+    from fp8cfg.report.memory.peak import refuse_if_too_large
 
     if model is None:
         recipe = _checked(recipe).model_copy(deep=True)
     else:
-        from fp8cfg import anymodel
+        from fp8cfg.conversion import convert
 
-        recipe, model = anymodel.to_build(recipe, model)
+        recipe, model = convert.to_build(recipe, model)
     hardware = find_hardware(recipe.trainer.accelerator)
     graph = lower(recipe, hardware, model)
     if model is None:
         refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device), graph.choice.backend)
     if recipe.storage.shard == "fsdp":
-        from fp8cfg.training.fsdp import refuse_uneven
+        from fp8cfg.training.distributed.fsdp import refuse_uneven
 
         refuse_uneven(graph.plan, recipe.precision, graph.choice.backend)
     job = fdl.build(graph)
@@ -122,7 +122,7 @@ def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:
     """Raise ConfigError where the backend cannot multiply the tokens of a microbatch."""
     t, multiple = recipe.trainer, 1
     if choice.product != "none":
-        multiple = registry.rules(choice.backend).tokens_multiple(recipe.fp8, choice.product)
+        multiple = backend_registry.rules(choice.backend).tokens_multiple(recipe.fp8, choice.product)
     if (tokens := t.micro_batch_size * recipe.model.seq_length) % multiple:
         raise ConfigError(f"trainer.micro_batch_size={t.micro_batch_size}: with model.seq_length={recipe.model.seq_length} that is "
                           f"{tokens} tokens, backend={choice.backend} needs a multiple of {multiple}; write backend=native, or "

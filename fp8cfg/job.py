@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fp8cfg.backends import registry
-from fp8cfg.backends.choice import Choice
-from fp8cfg.backends.planning import PlannedLinear
+from fp8cfg.backends import backend_registry
+from fp8cfg.backends.backend_choice import Choice
+from fp8cfg.backends.gemm_plan import PlannedLinear
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.numerics import Region
     from fp8cfg.optim import LossScaler, Schedule
-    from fp8cfg.optim.low_bit_training import LowBitTraining
+    from fp8cfg.optim.low_bit.training import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
     from fp8cfg.optim.scheduler import StepScheduler
     from fp8cfg.report.coverage import Coverage
@@ -75,9 +75,9 @@ class Job:
         self.optimizer.register_step_pre_hook(lambda *_: self._check_sums())
         self.optimizer.register_step_post_hook(lambda *_: setattr(self, "summed", False))
         if self.foreign and self.recipe.fp8.enabled:
-            from fp8cfg.backends import rows
+            from fp8cfg.backends import flops
 
-            rows.watch(self.prepared.model)
+            flops.watch(self.prepared.model)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -94,7 +94,7 @@ class Job:
 
         With activation checkpointing stay inside until the backward pass is done: it repeats forward passes.
         """
-        return registry.backend(self.choice.backend).autocast(self.model, enabled)
+        return backend_registry.backend(self.choice.backend).autocast(self.model, enabled)
 
     def backward(self, loss: Tensor, parts: int = 1) -> None:
         """The backward pass of `loss`, one of `parts` equal shares of a step's mean loss, times the loss scale under fp16.
@@ -122,8 +122,8 @@ class Job:
         It stands in the place of DistributedDataParallel, which refuses FP8 weights and float32 gradients of other weights. Raises
         RuntimeError where they were summed since the last step: they would be multiplied by the ranks. A step of several ranks
         without it warns once."""
-        from fp8cfg.training.distributed import current
-        from fp8cfg.training.reduction import sum_gradients
+        from fp8cfg.training.distributed.gradient_sync import sum_gradients
+        from fp8cfg.training.distributed.world import current
 
         if self.summed:
             raise RuntimeError("the gradients of this step were summed already; call job.sum_gradients() after its last microbatch")
@@ -143,7 +143,7 @@ class Job:
     def prove(self) -> Coverage:
         """What ran since the model was built. Raises NotFP8Error where that is not what was planned, or less than
         fp8.min_coverage: call it after the first step."""
-        from fp8cfg.training.step import prove_engagement
+        from fp8cfg.training.train_step import prove_engagement
 
         return prove_engagement(self)
 
@@ -170,7 +170,7 @@ class Job:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         if self.recipe.storage.shard == "fsdp":
-            from fp8cfg.training.fsdp import COPY
+            from fp8cfg.training.distributed.fsdp import COPY
 
             raise TypeError(f"a Job cannot be copied, nor its model: {COPY}")
         raise TypeError("a Job cannot be copied, its optimizer belongs to one model; build another, or copy job.model: "
@@ -179,7 +179,7 @@ class Job:
     def _check_sums(self) -> None:
         if self.summed or self._sums_checked or self.recipe.storage.shard == "fsdp":
             return
-        from fp8cfg.backends.forgotten import warn_of_sums
+        from fp8cfg.backends.misuse_warnings import warn_of_sums
 
         self._sums_checked = True
         warn_of_sums(self.model)

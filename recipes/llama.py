@@ -10,8 +10,8 @@ from __future__ import annotations
 from fp8cfg.config.model import Model, RopeScaling
 from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.registry import recipe
-from fp8cfg.config.training import Checkpoint, Data, Log, Optim, Strategy, Trainer
+from fp8cfg.config.recipe_registry import recipe
+from fp8cfg.config.training_nodes import Checkpoint, Data, Log, Optim, Strategy, Trainer
 
 LLAMA2 = Model(vocab_size=32000, seq_length=4096)
 LLAMA3 = Model(vocab_size=128256, seq_length=8192, rotary_base=5e5)

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from small import SMALL, losses, small, steps
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.backends import native
+from fp8cfg.backends.native import backend as native
 from fp8cfg.training.data import run_data
+from tests.support.small import SMALL, losses, small, steps
 
-FOLDER = Path(__file__).parent / "examples"
+FOLDER = Path(__file__).parents[1] / "examples"
 LIBRARY = {"own_loop": "torch", "accelerate_loop": "accelerate", "fabric_loop": "lightning_fabric", "any_model": "transformers",
            "transformers_trainer": "transformers"}
 OURS, LLAMA = ("own_loop", "accelerate_loop", "fabric_loop"), ("any_model", "transformers_trainer")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import SMALL, small
 
 import fp8cfg
 from fp8cfg import recipes
+from tests.support.small import SMALL, small
 
 ROOT = Path(__file__).parents[1]
 SMALL_COMPOSE = fp8cfg.compose

@@ -42,8 +42,8 @@ from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import FP8Linear, Region, Scaling, fp8_linears, update_scales
 from fp8cfg.report.coverage import planned
-from fp8cfg.training.distributed import World
-from fp8cfg.training.step import train_step
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.train_step import train_step
 
 SCALINGS = {"delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row"),
             "block": Scaling("block", power_2_scales=True, weights_2d=True)}

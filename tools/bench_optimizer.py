@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from fp8cfg.numerics.codecs import codec
-from fp8cfg.optim.low_bit import LowBitAdamW
-from fp8cfg.optim.low_bit_step import named_columns
+from fp8cfg.optim.low_bit.adam_step import named_columns
+from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
 from fp8cfg.report.tables import table
 
 TORCH = {"foreach": {"foreach": True}, "fused": {"fused": True}, "single": {"foreach": False, "fused": False}}

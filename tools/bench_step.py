@@ -21,8 +21,8 @@ import torch
 import fp8cfg
 from fp8cfg.report.tables import table
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed import World
-from fp8cfg.training.step import train_step
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.train_step import train_step
 
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 PRECISIONS = {

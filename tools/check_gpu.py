@@ -34,16 +34,17 @@ import torch
 from torch import Tensor
 
 import fp8cfg
-from fp8cfg.backends import registry, te_decoder
-from fp8cfg.backends.choice import against
+from fp8cfg.backends import backend_registry
+from fp8cfg.backends.backend_choice import against
+from fp8cfg.backends.te import decoder as te_decoder
 from fp8cfg.config.errors import Fp8cfgError
 from fp8cfg.numerics import E4M3, E5M2, Scaling, amax_of, scale_from_amax
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.report.tables import wrapped
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed import World
-from fp8cfg.training.step import prove_engagement, train_step
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.train_step import prove_engagement, train_step
 
 SECONDS = 120
 """What one row may take."""
@@ -150,7 +151,7 @@ def bits(args: argparse.Namespace, _: str, scaling: str) -> list[str]:
 def refused(args: argparse.Namespace, model: str, row: str) -> str:
     """Why the row cannot run on this machine: what the backend's rules say; empty where it can."""
     if model == "bits":
-        return registry.rules("te").unavailable() or ("Transformer Engine quantizes on a GPU alone" if args.device == "cpu" else "")
+        return backend_registry.rules("te").unavailable() or ("Transformer Engine quantizes on a GPU alone" if args.device == "cpu" else "")
     if row == "bf16":
         return ""
     found = recipe_of(args, model, row)
@@ -214,7 +215,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     context = multiprocessing.get_context("forkserver")  # which loads torch once, and never touches the GPU itself
-    context.set_forkserver_preload(["__main__", "fiddle", "fp8cfg.composition.hydra_door", "fp8cfg.models.transformer"])
+    context.set_forkserver_preload(["__main__", "fiddle", "fp8cfg.composition.hydra_compose", "fp8cfg.models.transformer"])
     deadline = time.monotonic() + 60 * args.minutes
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread, FP8 emulated"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformer-engine", "torchao") if version(name))

@@ -4,7 +4,7 @@
     python tools/check_memory.py                                   # llama_tiny and 50M parameters, all precisions: ten minutes
     python tools/check_memory.py --size tiny precision=bf16_fp8    # one of them
 
-`fp8cfg plan --measure` measures in the same way (fp8cfg/training/measured.py). Exits with 1 where a bound does not hold.
+`fp8cfg plan --measure` measures in the same way (fp8cfg/training/memory_measurement.py). Exits with 1 where a bound does not hold.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import command
 import torch
 
 from fp8cfg.report.tables import size, table
-from fp8cfg.training.measured import BOUNDS, measure
+from fp8cfg.training.memory_measurement import BOUNDS, measure
 
 SIZES = {
     "tiny": ["recipe=llama_tiny"],

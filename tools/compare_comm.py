@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8cfg.numerics.codecs import codec
-from fp8cfg.numerics.exact import largest, pow2_scale
+from fp8cfg.numerics.exact_float32 import largest, pow2_scale
 from fp8cfg.numerics.formats import E4M3, cast, widen
 from fp8cfg.report.tables import table
-from fp8cfg.training.collectives import Traffic, simulate
-from fp8cfg.training.distributed import World
-from fp8cfg.training.wire import sum_over_ranks, sum_talk, wire_codec
+from fp8cfg.training.distributed.collectives import Traffic, simulate
+from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks, sum_talk, wire_codec
+from fp8cfg.training.distributed.world import World
 
 GRADIENTS = ("independent", "correlated", "heavy-tailed", "cancelling")
 CODECS = ("fp32", "bf16", "fp8", "fp8_pow2")

@@ -56,11 +56,11 @@ def train(words: list[str]) -> Run:
     """The training losses of every step, the last validation loss and the bytes of a parameter of one run."""
     import torch
 
-    from fp8cfg.training.compiling import compiles
+    from fp8cfg.training.compile_choice import compiles
     from fp8cfg.training.data import run_data, validation_batches
-    from fp8cfg.training.distributed import World
-    from fp8cfg.training.measured import by_kind
-    from fp8cfg.training.step import evaluate, prove_engagement, train_step
+    from fp8cfg.training.distributed.world import World
+    from fp8cfg.training.memory_measurement import by_kind
+    from fp8cfg.training.train_step import evaluate, prove_engagement, train_step
 
     torch.set_num_threads(1)
     began, recipe = time.perf_counter(), fp8cfg.compose(words)

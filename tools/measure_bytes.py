@@ -22,9 +22,9 @@ import fp8cfg
 from fp8cfg.report import chart
 from fp8cfg.report.tables import table
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed import World
-from fp8cfg.training.measured import by_kind
-from fp8cfg.training.step import train_step
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.memory_measurement import by_kind
+from fp8cfg.training.train_step import train_step
 
 SMALL = ["recipe=llama_tiny", "data=tiny", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "trainer.max_steps=2", "optim.warmup_steps=1",
          "trainer.compile=off"]

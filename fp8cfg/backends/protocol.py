@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
 
-    from fp8cfg.backends.planning import Kinds, PlannedLinear
+    from fp8cfg.backends.gemm_plan import Kinds, PlannedLinear
     from fp8cfg.numerics import Region
 
 Observed = dict[str, dict[str, "Kinds"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fp8cfg.cli.words import recipe_file, split, wrong_words
+from fp8cfg.cli.argv import recipe_file, split, wrong_words
 from fp8cfg.config.errors import ConfigError, refuse_if
 
 USAGE = """
@@ -23,9 +23,9 @@ def run(argv: list[str]) -> int:
     """Check the recipe of `argv`. Returns the exit code."""
     from pathlib import Path
 
-    from fp8cfg.composition.choices import Library
-    from fp8cfg.composition.unchecked import unchecked
-    from fp8cfg.report.effect import refusals
+    from fp8cfg.composition.library import Library
+    from fp8cfg.composition.resolve import unchecked
+    from fp8cfg.report.key_effect import refusals
 
     arguments = split(argv, ("--config-dir",))
     try:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.cli.recorded import read_object
-from fp8cfg.cli.words import Arguments, split
+from fp8cfg.cli.argv import Arguments, split
+from fp8cfg.cli.run_json import read_object
 from fp8cfg.config.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
 
 def _side(half: Arguments, config_dir: str | None) -> _Side:
     from fp8cfg.composition import compose
-    from fp8cfg.report.values import shown
+    from fp8cfg.report.value_text import shown
 
     name = " ".join(map(shown, [*half.plain, *half.words])) or "the default recipe"
     refuse_if([f"{arg}: neither a run folder, nor a recipe file, nor of the form key=value" for arg in half.plain
@@ -87,7 +87,7 @@ def _side(half: Arguments, config_dir: str | None) -> _Side:
     given = Path(half.plain[0]) if half.plain else None
     if given is None or not given.is_dir():
         return _Side(name, compose(half.words, config_dir, given), None)
-    from fp8cfg.training.runfolder import RunFolder
+    from fp8cfg.training.run_folder import RunFolder
 
     run = RunFolder.open(given, lock=False)
     return _Side(name, compose(half.words, config_dir, run.recipe), read_object(run.environment))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fp8cfg.cli.words import split
+from fp8cfg.cli.argv import split
 from fp8cfg.config.errors import ConfigError
 
 USAGE = """
@@ -23,7 +23,7 @@ def run(argv: list[str]) -> int:
     extra = [*arguments.words, *arguments.plain]
     if extra:
         raise ConfigError(f"{extra[0]}: doctor looks at the machine, and takes no recipe; fp8cfg plan does")
-    from fp8cfg.report.inventory import inventory
+    from fp8cfg.report.installation import inventory
 
     found = inventory()
     print(json.dumps(found, indent=1) if "--json" in arguments.flags else text(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from fp8cfg.cli.words import recipe_file, split
+from fp8cfg.cli.argv import recipe_file, split
 from fp8cfg.config.errors import ConfigError, refuse_if
 
 USAGE = """
@@ -41,24 +41,24 @@ def run(argv: list[str]) -> int:
         problems += e.problems
     refuse_if(problems)
 
-    from fp8cfg.composition.leaves import is_node
-    from fp8cfg.report import explained
+    from fp8cfg.composition.flatten import is_node
+    from fp8cfg.report import key_explanation
 
     node = is_node(full_key)
     if "--json" in arguments.flags:
-        print(json.dumps((explained.node_data if node else explained.key_data)(traced, full_key), indent=1))
+        print(json.dumps((key_explanation.node_data if node else key_explanation.key_data)(traced, full_key), indent=1))
     else:
-        print((explained.node_text if node else explained.key_text)(traced, full_key))
+        print((key_explanation.node_text if node else key_explanation.key_text)(traced, full_key))
     return 0
 
 
 def _known(key: str) -> str:
     """The full name of `key`. Raises ConfigError where there is no such key."""
-    from fp8cfg.config import spellings
+    from fp8cfg.config import foreign_names
     from fp8cfg.config.recipe import fields, full, short, short_keys
 
     if key == "recipe":
         raise ConfigError("recipe: is chosen by name, it is not a key; `fp8cfg list recipe` shows the names")
     if full(key) not in fields():
-        raise ConfigError(spellings.unknown(short(full(key)), short_keys()))
+        raise ConfigError(foreign_names.unknown(short(full(key)), short_keys()))
     return full(key)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli.words import Arguments, recipe_file, split, wrong_words
+from fp8cfg.cli.argv import Arguments, recipe_file, split, wrong_words
 from fp8cfg.config.errors import ConfigError, Fp8cfgError, nearest
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class NotWritable(Fp8cfgError):
 def run(argv: list[str]) -> int:
     """Export the recipe of `argv`. Returns the exit code."""
     from fp8cfg.composition.provenance import trace
-    from fp8cfg.report import exported
+    from fp8cfg.report import recipe_export
 
     arguments = split(argv, ("--config-dir", "--output"), (*FORMS, "--full"))
     project = _project(arguments)
@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
     traced = trace(arguments.words, arguments.one("--config-dir"), file)
     traced.recipe.check()
-    write = {"--yaml": exported.yaml_text, "--json": exported.json_text, "--python": exported.python_text}[forms[0]]
+    write = {"--yaml": recipe_export.yaml_text, "--json": recipe_export.json_text, "--python": recipe_export.python_text}[forms[0]]
     text = _of(project, traced.recipe) if project else write(traced.recipe, traced.named, "--full" in arguments.flags)
     if output is None:
         print(text, end="")
@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
 
 def _project(arguments: Arguments) -> str | None:
     """Take the project out of the words without a value; None where the recipe is exported for fp8cfg itself."""
-    from fp8cfg.interop.doors import DOORS
+    from fp8cfg.interop.projects import DOORS
 
     if not arguments.plain or arguments.plain[0].endswith((".yaml", ".yml")):
         return None
@@ -90,7 +90,7 @@ def _project(arguments: Arguments) -> str | None:
 
 def _of(project: str, recipe: Recipe) -> str:
     """The recipe as that project's text; what is lost is counted on standard error, and told there where no comment can be."""
-    from fp8cfg.interop.doors import DOORS, to_text
+    from fp8cfg.interop.projects import DOORS, to_text
 
     text, lost = to_text(project, recipe)
     name = DOORS[project].dialect.name

@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.cli.words import Arguments, is_hydra
+from fp8cfg.cli.argv import Arguments, is_hydra
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def asked(arguments: Arguments) -> str | None:
 def show(arguments: Arguments, file: Path | None) -> int:
     """Print what --cfg, --info or --hydra-help asks for, as Hydra does. Returns the exit code."""
     from fp8cfg.composition import compose
-    from fp8cfg.composition.choices import Library
-    from fp8cfg.composition.hydra_door import application
+    from fp8cfg.composition.hydra_compose import application
+    from fp8cfg.composition.library import Library
     from fp8cfg.composition.sweep_words import read
-    from fp8cfg.composition.yaml_door import recipe_from
+    from fp8cfg.composition.yaml_recipe import recipe_from
 
     words, hydra_words = hydra_split(arguments.words)
     folder = arguments.one("--config-dir")
@@ -88,18 +88,18 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 def _package(key: str | None) -> str | None:
     """`key`, which may be short, as Hydra knows it. Raises ConfigError where there is no such node or key."""
-    from fp8cfg.config import spellings
+    from fp8cfg.config import foreign_names
     from fp8cfg.config.recipe import fields, full, short_keys
 
     if key is None or key == "_global_" or key.partition(".")[0] == "hydra":
         return key
     if full(key) not in fields():
-        raise ConfigError(f"--package {spellings.unknown(key, short_keys())}")
+        raise ConfigError(f"--package {foreign_names.unknown(key, short_keys())}")
     return full(key)
 
 
 def _print(hydra: Hydra, arguments: Arguments, package: str | None, words: list[str], hydra_words: list[str]) -> None:
-    from fp8cfg.composition.hydra_door import NAME
+    from fp8cfg.composition.hydra_compose import NAME
 
     cfg, info = arguments.one("--cfg"), arguments.one("--info")
     if cfg:

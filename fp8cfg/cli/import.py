@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli.words import Arguments, split, wrong_words
+from fp8cfg.cli.argv import Arguments, split, wrong_words
 from fp8cfg.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def run(argv: list[str]) -> int:
     """Print the recipe that is imported. Returns the exit code."""
     from fp8cfg.cli.export import write_new
     from fp8cfg.composition.provenance import trace
-    from fp8cfg.interop.doors import door, from_file, from_words
-    from fp8cfg.interop.texts import comments
-    from fp8cfg.report import exported
+    from fp8cfg.interop.file_writers import comments
+    from fp8cfg.interop.projects import door, from_file, from_words
+    from fp8cfg.report import recipe_export
 
     cut = argv.index("--") if "--" in argv else len(argv)
     arguments, words = _split(argv[:cut]), argv[cut + 1:]
@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
     _say("warning", found.unknown)
     recipe = _composed(arguments, base.recipe, found.recipe)
-    write = {"--yaml": exported.yaml_text, "--json": exported.json_text, "--python": exported.python_text}[forms[0]]
+    write = {"--yaml": recipe_export.yaml_text, "--json": recipe_export.json_text, "--python": recipe_export.python_text}[forms[0]]
     text = write(recipe, {k: v for k, v in base.named.items() if k == "recipe"}, False)
     remarks = [*found.lost, *found.unknown]
     if forms == ["--json"]:
@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
 
 def _split(argv: list[str]) -> Arguments:
     """The words before --. Raises ConfigError for flags of Megatron-LM's, which stand after it."""
-    from fp8cfg.interop.doors import DOORS
+    from fp8cfg.interop.projects import DOORS
 
     flags = [arg for arg in argv if arg.startswith("--") and DOORS["megatron"].dialect.knows(arg.partition("=")[0])]
     if "megatron" in argv and flags:
@@ -107,7 +107,7 @@ def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
 
 def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
     """The project and its file; no file where there are words."""
-    from fp8cfg.interop.doors import DOORS, door
+    from fp8cfg.interop.projects import DOORS, door
 
     if not arguments.plain:
         raise ConfigError(f"import: needs a project; choose from {', '.join(DOORS)}")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8cfg.cli import help
-from fp8cfg.cli.words import split
+from fp8cfg.cli.argv import split
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.report.tables import wrapped
-from fp8cfg.report.values import cut
+from fp8cfg.report.value_text import cut
 
 GROUPS = ("recipe", "precision", "data")
 USAGE = """
@@ -95,7 +95,7 @@ def _recipes() -> list[Entry]:
     found = [entry for file in help.root("recipes").glob("*.py") for entry in _functions(file)]
     if not metadata.entry_points(group="fp8cfg.recipes") and {e.name for e in found} >= set(help.choices("recipe")):
         return found
-    from fp8cfg.config.registry import recipes
+    from fp8cfg.config.recipe_registry import recipes
 
     read = {e.name: e for e in found}
     return [read.get(name) or Entry(name, _first(make.__doc__), Path(make.__code__.co_filename), make.__module__)

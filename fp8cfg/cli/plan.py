@@ -6,12 +6,12 @@ import json
 import textwrap
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli.words import recipe_file, split, wrong_words
+from fp8cfg.cli.argv import recipe_file, split, wrong_words
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.report.gpus import GPUS, named
 
 if TYPE_CHECKING:
-    from fp8cfg.report.planned import Plan
+    from fp8cfg.report.plan_report import Plan
 
 USAGE = f"""
 fp8cfg plan [recipe=NAME | FILE.yaml] [key=value ...] [--gpu NAME] [--gpus N]
@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
 
     from fp8cfg.composition import compose
-    from fp8cfg.report import planned
+    from fp8cfg.report import plan_report
 
     try:
         recipe = compose(arguments.words, folder, file)
@@ -66,11 +66,11 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--gpu {name}: trainer.accelerator=cpu runs on none; drop one of the two")
     if t.accelerator == "cuda" and not gpu:
         raise ConfigError(f"trainer.accelerator=cuda: name the GPU, as in --gpu h100; there are {', '.join(GPUS)}")
-    plan = planned.make(recipe, ranks or t.num_nodes * t.devices, gpu)
+    plan = plan_report.make(recipe, ranks or t.num_nodes * t.devices, gpu)
     print(_shown(plan, *arguments.flags))
     refuse_if(plan.refusals)
     if "--measure" in arguments.flags:
-        from fp8cfg.training.measured import measured_table
+        from fp8cfg.training.memory_measurement import measured_table
 
         print(f"\n{measured_table(recipe)}")
     return 0
@@ -78,7 +78,7 @@ def run(argv: list[str]) -> int:
 
 def _shown(plan: Plan, output: str = "") -> str:
     from fp8cfg.builder import lower
-    from fp8cfg.report import graph, planned, planned_text
+    from fp8cfg.report import graph, plan_report, plan_text
 
     if plan.choice is None:
         if output in ("--tree", "--dot"):  # there is no graph of what is not built
@@ -90,8 +90,8 @@ def _shown(plan: Plan, output: str = "") -> str:
             return graph.tree(lowered) if output == "--tree" else graph.dot(lowered)
         built = graph.built(lowered)
     if output == "--json":
-        return json.dumps({**planned.data(plan), "built": built}, indent=1)
-    return planned_text.text(plan, built)
+        return json.dumps({**plan_report.data(plan), "built": built}, indent=1)
+    return plan_text.text(plan, built)
 
 
 def _world(ranks: int) -> list[str]:

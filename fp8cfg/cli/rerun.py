@@ -8,14 +8,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fp8cfg.cli.recorded import read_object
-from fp8cfg.cli.words import split
+from fp8cfg.cli.argv import split
+from fp8cfg.cli.run_json import read_object
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.report.tables import wrapped
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
-    from fp8cfg.training.runfolder import RunFolder
+    from fp8cfg.training.run_folder import RunFolder
 
 T = TypeVar("T")
 MAX_METRICS = 1 << 30
@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
     from fp8cfg.cli.train import launch
     from fp8cfg.composition import compose, from_yaml, to_yaml
-    from fp8cfg.training.runfolder import RunFolder
+    from fp8cfg.training.run_folder import RunFolder
 
     arguments = split(argv, ("--config-dir",))
     if len(arguments.plain) != 1:
@@ -76,9 +76,9 @@ def _compared_or(read: Callable[[], T], what: str, missing: list[str]) -> T | No
 
 def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str]) -> list[str]:
     """What differs from the first run, one line each: keys, environment, data; into `missing` what cannot be compared."""
+    from fp8cfg.training.checkpoint.job_state import changes
     from fp8cfg.training.data import run_data
     from fp8cfg.training.environment import differences, environment
-    from fp8cfg.training.saved import changes
 
     keys = changes(before, recipe)
     lines = [f"{key}: {_at(before, key)} -> {_at(recipe, key)}" for key in keys]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fp8cfg.cli.words import split
+from fp8cfg.cli.argv import split
 from fp8cfg.config.errors import ConfigError
 
 USAGE = """
@@ -19,7 +19,7 @@ for all of a node).
 
 def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.training.runfolder import RunFolder
+    from fp8cfg.training.run_folder import RunFolder
 
     arguments = split(argv, ("--config-dir", "--allow"))
     if len(arguments.plain) != 1:
@@ -30,19 +30,19 @@ def run(argv: list[str]) -> int:
     from fp8cfg.cli.train import launch  # these load torch: a folder that is none is said first
     from fp8cfg.composition import compose, from_yaml, to_yaml
     from fp8cfg.config.recipe import Recipe
-    from fp8cfg.training import checkpoint, saved
+    from fp8cfg.training.checkpoint import checkpoint, job_state
 
     newest = checkpoint.newest(folder.checkpoints, print if first else lambda _: None)
     loaded = checkpoint.load(newest) if newest else None
     before = Recipe(**loaded[1]["recipe"]) if loaded else from_yaml(folder.recipe)
     recipe = compose(arguments.words, arguments.one("--config-dir"), base=before)
-    saved.refuse_changes(before, recipe, arguments.options.get("--allow", []))
+    job_state.refuse_changes(before, recipe, arguments.options.get("--allow", []))
     if first:
         print(f"resuming {folder.path} from {newest.name if newest else 'the start, it has no checkpoint yet'}")
         written = from_yaml(folder.recipe)
-        for key in saved.changes(before, written) if loaded else []:
+        for key in job_state.changes(before, written) if loaded else []:
             print(f"{key} in recipe.yaml is not that of the checkpoint, which holds; give it as a word to change it")
-        for key in saved.changes(before, recipe):
+        for key in job_state.changes(before, recipe):
             print(f"changed: {key}")
 
     def continued() -> RunFolder:

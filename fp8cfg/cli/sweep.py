@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli import hydra_flags, sweep_results
+from fp8cfg.cli.argv import Arguments
 from fp8cfg.cli.sweep_job import job
-from fp8cfg.cli.words import Arguments
 from fp8cfg.config.errors import ConfigError, Fp8cfgError
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def run(argv: list[str]) -> int:
 
 def sweep(arguments: Arguments, file: Path | None) -> int:
     """Check every combination, run them, print and write the results. Returns the exit code."""
-    from fp8cfg.composition.choices import Library
-    from fp8cfg.composition.hydra_door import application
+    from fp8cfg.composition.hydra_compose import application
+    from fp8cfg.composition.library import Library
     from fp8cfg.composition.sweep_words import read
-    from fp8cfg.composition.yaml_door import recipe_from
+    from fp8cfg.composition.yaml_recipe import recipe_from
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("-m: a sweep starts runs of its own, each on one rank; start it without torchrun")
@@ -94,8 +94,8 @@ def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
-    from fp8cfg.composition.hydra_door import NAME
-    from fp8cfg.training.runfolder import RunFolderNotWritable
+    from fp8cfg.composition.hydra_compose import NAME
+    from fp8cfg.training.run_folder import RunFolderNotWritable
 
     try:
         config = hydra.compose_config(NAME, overrides, RunMode.MULTIRUN)
@@ -119,7 +119,7 @@ def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
 
 def _multirun(hydra: Hydra, folder: Path, overrides: list[str]) -> str:
     """Run the sweep. Returns why it ended early, where it did."""
-    from fp8cfg.composition.hydra_door import NAME
+    from fp8cfg.composition.hydra_compose import NAME
 
     try:
         hydra.multirun(NAME, job, [*overrides, f"hydra.sweep.dir={_quoted(str(folder))}"])

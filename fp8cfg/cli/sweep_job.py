@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.cli import sweep_results
 from fp8cfg.config.errors import Fp8cfgError
-from fp8cfg.training.runfolder import RunFolder
+from fp8cfg.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

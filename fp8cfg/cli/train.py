@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli import hydra_flags
-from fp8cfg.cli.words import Arguments, is_hydra, recipe_file, split, wrong_words
+from fp8cfg.cli.argv import Arguments, is_hydra, recipe_file, split, wrong_words
 from fp8cfg.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.training.loop import Loaded
-    from fp8cfg.training.runfolder import RunFolder
+    from fp8cfg.training.run_folder import RunFolder
 
 USAGE = """
 fp8cfg [train] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
@@ -66,7 +66,7 @@ def run(argv: list[str]) -> int:
     now = datetime.now()
 
     def folder() -> RunFolder:
-        from fp8cfg.training.runfolder import RunFolder
+        from fp8cfg.training.run_folder import RunFolder
 
         return RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe))
 
@@ -75,18 +75,19 @@ def run(argv: list[str]) -> int:
 
 def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded | None) -> int:
     """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given."""
-    from fp8cfg.report import chart, layout, machine, outline
+    from fp8cfg.report import before_run, chart, machine
+    from fp8cfg.report.memory import layout
 
     say = print if os.environ.get("RANK", "0") == "0" else _nothing
-    say(outline.head(recipe))
+    say(before_run.head(recipe))
     hardware = machine.find_hardware(recipe.trainer.accelerator)
-    say(outline.body(recipe, hardware))
-    outline.refuse_layout(recipe, layout.ranks())
+    say(before_run.body(recipe, hardware))
+    before_run.refuse_layout(recipe, layout.ranks())
     for line in chart.remarks(recipe, layout.ranks()):
         say(line, file=sys.stderr)
 
     from fp8cfg.builder import build
-    from fp8cfg.training.distributed import world
+    from fp8cfg.training.distributed.world import world
     from fp8cfg.training.loop import fit
 
     with world(hardware.device) as ranks:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from fp8cfg.composition.choices import Library
-from fp8cfg.composition.yaml_door import from_yaml, to_yaml
+from fp8cfg.composition.library import Library
+from fp8cfg.composition.yaml_recipe import from_yaml, to_yaml
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 
@@ -22,7 +22,7 @@ def compose(overrides: Iterable[str] = (), config_dir: str | Path | None = None,
     `data/` YAML files of one's own. `file`, a recipe's YAML file, or `base`, a recipe, stands in place of `recipe=`. Raises
     ConfigError with every problem found.
     """
-    from fp8cfg.composition.unchecked import unchecked
+    from fp8cfg.composition.resolve import unchecked
 
     words = [] if overrides is None else list(overrides)
     if isinstance(overrides, str) or not all(isinstance(word, str) for word in words):

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.composition.choices import LEAVES, Library
-from fp8cfg.composition.leaves import flat, settings
-from fp8cfg.composition.lines import key_lines
-from fp8cfg.composition.recorder import Event, Recorder, at_import
-from fp8cfg.composition.unchecked import unchecked
-from fp8cfg.composition.yaml_door import choices_in, full_names
-from fp8cfg.config import registry
+from fp8cfg.composition.flatten import flat, settings
+from fp8cfg.composition.library import LEAVES, Library
+from fp8cfg.composition.python_provenance import Event, Recorder, at_import
+from fp8cfg.composition.resolve import unchecked
+from fp8cfg.composition.yaml_lines import key_lines
+from fp8cfg.composition.yaml_recipe import choices_in, full_names
+from fp8cfg.config import recipe_registry
 from fp8cfg.config.files import CONF, default_recipe, read_yaml
 from fp8cfg.config.recipe import PLUGIN, Recipe, full
 
@@ -52,7 +52,7 @@ class Trace:
 
 def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path | None = None) -> Trace:
     """Compose as `compose` does, and note where each value comes from. Raises ConfigError for what cannot be composed."""
-    from fp8cfg.composition.words import one, parsed
+    from fp8cfg.composition.override_words import one, parsed
 
     at_import()  # before anything else imports the recipes
     library = Library(Path(config_dir) if config_dir else None)
@@ -98,7 +98,7 @@ class _Tracer:
         if by != Origin():
             self.named["recipe"] = name
         recorder = Recorder(at_import())
-        made = recorder.run(registry.recipes()[name])
+        made = recorder.run(recipe_registry.recipes()[name])
         for key in self.layers:
             for event in recorder.events(made, key):
                 self.add(key, _of_event(event, key, by))

@@ -8,10 +8,10 @@ from itertools import chain, islice, product
 from math import prod
 from typing import TYPE_CHECKING
 
-from fp8cfg.composition.choices import GROUPS, Library
-from fp8cfg.composition.hydra_door import GIVEN, Nodes
-from fp8cfg.composition.words import one, override
-from fp8cfg.composition.yaml_door import listed
+from fp8cfg.composition.hydra_compose import GIVEN, Nodes
+from fp8cfg.composition.library import GROUPS, Library
+from fp8cfg.composition.override_words import one, override
+from fp8cfg.composition.yaml_recipe import listed
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import default_recipe
 from fp8cfg.config.recipe import PLUGIN, Recipe, full, short

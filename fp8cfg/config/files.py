@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.spellings import CODE_KEYS
+from fp8cfg.config.foreign_names import CODE_KEYS
 
 MAX_BYTES, MAX_DEPTH, MAX_NODES, MAX_ALIASES = 256 * 1024, 32, 10_000, 64
 ROOT = Path(__file__).resolve().parents[1]

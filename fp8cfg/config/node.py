@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import pydantic
 
-from fp8cfg.config import spellings
+from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 
 N = TypeVar("N", bound="Node")
@@ -45,7 +45,7 @@ class Node(pydantic.BaseModel):
         kind = getattr(type(self), name, None)
         if isinstance(kind, property):
             if kind.fset is None:
-                raise ConfigError(spellings.unknown(self.key(name), ()))
+                raise ConfigError(foreign_names.unknown(self.key(name), ()))
             return object.__setattr__(self, name, value)
         node = getattr(self, name, None)
         if isinstance(node, Node) and isinstance(value, dict):  # as at the other doors, a mapping merges
@@ -127,7 +127,7 @@ def _line(cls: type[Node], e: Any) -> str:
     if e["type"] in ("extra_forbidden", "no_such_attribute"):
         return _unknown(cls, field)
     if e["type"] == "literal_error" or options(cls.model_fields[field].annotation):
-        ours = spellings.meant(cls.key(field), given)
+        ours = foreign_names.meant(cls.key(field), given)
         near = f"; did you mean {ours!r}?" if ours else suggest(str(given), options(cls.model_fields[field].annotation))
         return f"{at}: not an option{near}"
     for bound, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
@@ -147,7 +147,7 @@ def _line(cls: type[Node], e: Any) -> str:
 def _unknown(cls: type[Node], field: str) -> str:
     from fp8cfg.config.recipe import short_keys  # the whole tree, so that a key in the wrong node finds its own
 
-    return spellings.unknown(cls.key(field), short_keys())
+    return foreign_names.unknown(cls.key(field), short_keys())
 
 
 def _shown(value: Any) -> str:

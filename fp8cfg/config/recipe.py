@@ -11,7 +11,7 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.model import Model
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision, Storage
-from fp8cfg.config.training import Checkpoint, Data, Log, Optim, Trainer
+from fp8cfg.config.training_nodes import Checkpoint, Data, Log, Optim, Trainer
 
 PLUGIN = "trainer.plugins"
 ALIASES = {"precision": PLUGIN, "fp8": f"{PLUGIN}.fp8", "storage": f"{PLUGIN}.storage", "backend": f"{PLUGIN}.backend",

@@ -8,15 +8,16 @@ from typing import Any
 
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.interop import handlers, te_objects
-from fp8cfg.interop.doors import door, from_file, from_words, to_text
-from fp8cfg.interop.engine import read, write
-from fp8cfg.interop.handlers import to_handler
-from fp8cfg.interop.nemo import BRIDGE, NEMO
-from fp8cfg.interop.table import NotHere, Read, Written
-from fp8cfg.interop.te_objects import to_te
-from fp8cfg.interop.torchao import TORCHAO, confirmed, fields_of
-from fp8cfg.interop.values import flattened
+from fp8cfg.interop.accelerate import handlers
+from fp8cfg.interop.accelerate.handlers import to_handler
+from fp8cfg.interop.key_table import NotHere, Read, Written
+from fp8cfg.interop.megatron.nemo import BRIDGE, NEMO
+from fp8cfg.interop.projects import door, from_file, from_words, to_text
+from fp8cfg.interop.te import objects as te_objects
+from fp8cfg.interop.te.objects import to_te
+from fp8cfg.interop.torchao.float8_config import TORCHAO, confirmed, fields_of
+from fp8cfg.interop.translation import read, write
+from fp8cfg.interop.value_spellings import flattened
 
 __all__ = ["NotHere", "Read", "Written", "from_file", "from_mapping", "from_object", "from_words", "to_handler", "to_mapping",
            "to_te", "to_text", "to_torchao"]
@@ -49,7 +50,7 @@ def from_mapping(project: str, data: Mapping[str, Any], base: Recipe | None = No
 
 def to_mapping(project: str, recipe: Recipe) -> Written:
     """`recipe` as keys and values of `project`, nested as its files are. Raises ConfigError for one that cannot be written."""
-    from fp8cfg.composition.leaves import nested
+    from fp8cfg.composition.flatten import nested
 
     written = write(door(project).dialect, recipe)
     return written._replace(value=nested(written.value))

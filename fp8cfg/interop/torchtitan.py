@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fp8cfg.config.errors import refuse_if, suggest
-from fp8cfg.interop.table import SILENT, Dialect, Entry, Unsaid, Values, runs_fp8
-from fp8cfg.interop.torchao import gather, gathers
-from fp8cfg.interop.values import boolean, is_on, one_of, option, read_only, same, shown, write_only
+from fp8cfg.interop.key_table import SILENT, Dialect, Entry, Unsaid, Values, runs_fp8
+from fp8cfg.interop.torchao.float8_config import gather, gathers
+from fp8cfg.interop.value_spellings import boolean, is_on, one_of, option, read_only, same, shown, write_only
 
 _GW = "fp8.override_linear_precision.wgrad"
 _ROW = {"fp8.granularity": "row", "fp8.format": "e4m3", "fp8.use_power_2_scales": True}

@@ -18,19 +18,19 @@ elements share a scale, and in where it comes from:
     nvfp4     one for 16 elements of four bits, under one for the tensor
 
 Format pairing and scaling follow Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, and to the bit
-Transformer Engine 2.20 (common/recipe/delayed_scaling.cu, common/recipe/recipe_common.cuh); tiles.py and nvfp4.py name
+Transformer Engine 2.20 (common/recipe/delayed_scaling.cu, common/recipe/recipe_common.cuh); block_scaling.py and nvfp4.py name
 the sources of the other scalings.
 """
 
 from __future__ import annotations
 
+from fp8cfg.numerics.autocast_region import Region
 from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast, round_to_grid
+from fp8cfg.numerics.fp8_state_dict import high_precision_state_dict
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Ran, decode
 from fp8cfg.numerics.linear import FP8Linear, fp8_linears
-from fp8cfg.numerics.region import Region
+from fp8cfg.numerics.scale_update import discard_amax, update_scales
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, amax_of, roll, scale_from_amax
-from fp8cfg.numerics.state import high_precision_state_dict
-from fp8cfg.numerics.update import discard_amax, update_scales
 
 __all__ = [
     "DGRAD", "E2M1", "E4M3", "E5M2", "FPROP", "FP8Linear", "Format", "GRAD_OUTPUT", "INPUT", "Ran", "Region", "Scaling",

@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp8cfg.numerics.autocast_region import Region
+from fp8cfg.numerics.fp8_state_dict import complete_delayed
 from fp8cfg.numerics.gemm import encode
-from fp8cfg.numerics.operand import Operand
+from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.quantize import quantize
-from fp8cfg.numerics.region import Region
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, Scaling, amax_of, floor_to_power_of_2, scale_from_amax, scale_now
-from fp8cfg.numerics.state import complete_delayed
 
 QKV, S, OUT, DOUT, DP, DQKV = range(6)  # columns of the scales and the amax history
 ROLES = (INPUT, INPUT, INPUT, GRAD_OUTPUT, GRAD_OUTPUT, GRAD_OUTPUT)

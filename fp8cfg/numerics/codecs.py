@@ -8,7 +8,7 @@ format, a rule for the scale, and a rounding:
     fp8_pow2         one scale a tensor, a power of two: MS-AMP's gradients and first moments
     fp8              one scale a tensor, which brings its amax to exactly the maximum
     fp8_block        such a scale for every 128 elements; of second moments the square root, rounded stochastically
-    fp8_expand       of every 128 elements a power that fills the range of FP8, see expand.py: COAT's moments
+    fp8_expand       of every 128 elements a power that fills the range of FP8, see range_expansion.py: COAT's moments
 
 A power of two costs no rounding, but it stands still while a tensor decays: an average of rate beta whose step 1 - beta is
 less than half a unit of the format then rounds back to where it was, for ever. An exact scale moves with the amax and takes
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8cfg.numerics import expand
-from fp8cfg.numerics.exact import largest, pow2_scale, square_root
+from fp8cfg.numerics import range_expansion as expand
+from fp8cfg.numerics.exact_float32 import largest, pow2_scale, square_root
 from fp8cfg.numerics.formats import E4M3, Format, cast, widen
-from fp8cfg.numerics.stochastic import round_stochastic, uniform
+from fp8cfg.numerics.stochastic_rounding import round_stochastic, uniform
 
 Stored = tuple[Tensor, ...]
 Rounding = Literal["nearest", "stochastic"]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8cfg.numerics.operand import Operand
+from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.scaled_mm import scaled_mm
 
 FPROP, DGRAD, WGRAD = 0, 1, 2  # slots of a layer's record

@@ -14,14 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fp8cfg.numerics.autocast_region import Region
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.codecs import Stored as InCodec
-from fp8cfg.numerics.function import LinearFunction, Plan, Products, State
-from fp8cfg.numerics.narrow import NarrowWeight
-from fp8cfg.numerics.region import Region
+from fp8cfg.numerics.fp8_state_dict import BUFFERS, WEIGHT_BUFFERS, prepare_load
+from fp8cfg.numerics.fp8_weights import Stored, dequantize, store
+from fp8cfg.numerics.linear_function import LinearFunction, Plan, Products, State
+from fp8cfg.numerics.low_bit_weight import NarrowWeight
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, scale_now
-from fp8cfg.numerics.state import BUFFERS, WEIGHT_BUFFERS, prepare_load
-from fp8cfg.numerics.weights import Stored, dequantize, store
 
 
 class FP8Linear(NarrowWeight, nn.Linear):

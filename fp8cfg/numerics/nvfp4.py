@@ -3,7 +3,7 @@
 Four bits hold eight magnitudes, and three things help them to train (NVIDIA, "Pretraining Large Language Models with NVFP4",
 arXiv:2509.25149; pytorch/custom_recipes/reference_nvfp4.py of Transformer Engine 2.20):
 
-* two levels of scales, see tiles.py; weights in squares of 16x16, so that forward and backward see one weight;
+* two levels of scales, see block_scaling.py; weights in squares of 16x16, so that forward and backward see one weight;
 * a random Hadamard transform of both operands of wgrad. It mixes 16 tokens into 16 sums, which spreads an outlier; it is
   orthogonal, and (H a)ᵀ (H b) = aᵀ b takes it out again. Its signs are fixed;
 * stochastic rounding of gradients, whose errors would otherwise all lean the same way.
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8cfg.numerics.operand import Operand
+from fp8cfg.numerics.block_scaling import first_level
+from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import Scaling
-from fp8cfg.numerics.tiles import first_level
 
 
 def _matrix() -> Tensor:

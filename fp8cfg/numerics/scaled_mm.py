@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from fp8cfg.numerics.operand import Operand
+from fp8cfg.numerics.gemm_operand import Operand
 
 WIDTH = 128
 

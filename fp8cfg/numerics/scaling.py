@@ -1,4 +1,4 @@
-"""Where a tensor's one scale comes from; tiles.py has the scalings with many.
+"""Where a tensor's one scale comes from; block_scaling.py has the scalings with many.
 
 The scale of a tensor maps its amax, the largest magnitude in it, to the largest FP8 value: scale = max / amax / 2^margin,
 where a margin of m leaves m powers of two of headroom. Transformer Engine's rule (common/recipe/recipe_common.cuh,

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from fp8cfg.optim.inner_state import collect_json, collect_tensors, restore
 from fp8cfg.optim.loss_scale import LossScaler
 from fp8cfg.optim.masters import make_masters
-from fp8cfg.optim.named import NamedOptimizer, hyperparameters
-from fp8cfg.optim.state import collect_json, collect_tensors, restore
+from fp8cfg.optim.named_state import NamedOptimizer, hyperparameters
 
 Named = Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 

@@ -11,7 +11,7 @@ from fp8cfg.optim.schedule import Schedule
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fp8cfg.optim.low_bit_training import LowBitTraining
+    from fp8cfg.optim.low_bit.training import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
 

@@ -7,7 +7,7 @@ from textwrap import fill, wrap
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules_storage import late_updates, lost_averages, slow_averages
 from fp8cfg.config.storage import level, resolved
-from fp8cfg.report.operands import CODEC
+from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.tables import table
 
 COLUMNS = ("gemm", "comm", "weight", "master_weight", "weight_grad", "exp_avg", "exp_avg_sq")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.backends.planning import (
+from fp8cfg.backends.gemm_plan import (
     ATTENTION_GEMMS,
     GEMMS,
     HIGH_PRECISION,
@@ -140,18 +140,19 @@ def of_layers(linears: Sequence[PlannedLinear], beside: Sequence[Unwatched]) -> 
 
 def ran(job: Job) -> Coverage:
     """The coverage that was observed since the record was last cleared: what the call sites of the products recorded."""
-    from fp8cfg.backends import registry
+    from fp8cfg.backends import backend_registry
 
-    seen = registry.backend(job.choice.backend).observed(job.model)
+    seen = backend_registry.backend(job.choice.backend).observed(job.model)
 
     def gemms(name: str, products: Sequence[str]) -> Any:
         return tuple(seen.get(name, {}).get(g) for g in products)
 
     if job.foreign:
-        from fp8cfg.backends import observing, rows
+        from fp8cfg.backends import flops as rows
+        from fp8cfg.backends import observed_gemms
 
         asked = of_layers([replace(p, rows=rows.multiplied(job.model.get_submodule(p.name))) for p in job.plan],
-                          observing.beside(job.model))
+                          observed_gemms.beside(job.model))
     else:
         asked = planned(job.recipe, job.plan)
     return replace(
@@ -162,7 +163,7 @@ def ran(job: Job) -> Coverage:
 def coverage(model: nn.Module) -> Coverage:
     """What ran in each linear layer of `model`, by its name, since the record was last cleared, whatever loop it runs in; and in
     attention where that is in FP8. A product of a converted layer that has not run counts as high precision."""
-    from fp8cfg.backends.observing import beside, observed
+    from fp8cfg.backends.observed_gemms import beside, observed
 
     linears, attentions = observed(model)
     return Coverage(linears, attentions, 0.0, "high precision", beside(model))

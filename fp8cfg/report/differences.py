@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fp8cfg.composition.leaves import flat
+from fp8cfg.composition.flatten import flat
 from fp8cfg.config.recipe import Recipe, short
 from fp8cfg.report.tables import fits, table, wrapped
-from fp8cfg.report.values import shown
+from fp8cfg.report.value_text import shown
 
 Pairs = dict[str, tuple[Any, Any]]
 

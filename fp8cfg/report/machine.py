@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fp8cfg.backends.choice import Hardware
+from fp8cfg.backends.backend_choice import Hardware
 from fp8cfg.config.errors import ConfigError
 
 

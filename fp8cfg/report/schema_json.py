@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from fp8cfg.composition.choices import LEAVES, Library
-from fp8cfg.composition.leaves import owner
+from fp8cfg.composition.flatten import owner
+from fp8cfg.composition.library import LEAVES, Library
 from fp8cfg.config.files import NAME
 from fp8cfg.config.node import Node
 from fp8cfg.config.presets import FUNCTIONS

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fp8cfg.backends.planning import PlannedLinear
+from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.report.layout import Part
+from fp8cfg.report.memory.layout import Part
 
 TE = "nvidia.github.io/TransformerEngine, GEMM Speedups Across Precisions"
 TORCHAO = "github.com/pytorch/ao, torchao/float8/README.md"

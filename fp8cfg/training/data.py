@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.data import Batches, Corpus, DataError, eval_batches, load_corpus, split
-from fp8cfg.training.distributed import World
+from fp8cfg.training.distributed.world import World
 
 
 def run_data(recipe: Recipe) -> tuple[Batches, Corpus]:

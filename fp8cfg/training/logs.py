@@ -8,10 +8,10 @@ from pathlib import Path
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
-from fp8cfg.training.distributed import World
+from fp8cfg.training.distributed.world import World
 from fp8cfg.training.metrics import MetricsLog, TensorBoardLog, Value
-from fp8cfg.training.runfolder import RunFolder
-from fp8cfg.training.step import microbatches
+from fp8cfg.training.run_folder import RunFolder
+from fp8cfg.training.train_step import microbatches
 
 
 class RunLogs:
@@ -57,7 +57,7 @@ class RunLogs:
         being 0, which is about to begin. They take an eager forward and backward pass and change nothing."""
         if not self._every or (step + 1) % self._every or self._statistics is None:
             return
-        from fp8cfg.numerics.statistics import collect
+        from fp8cfg.numerics.quantization_statistics import collect
 
         job, count = self.job, microbatches(self.job, world)
         tokens, targets = batches.batch(step, world.rank, world.size, 0, count)

@@ -11,20 +11,20 @@ from dataclasses import asdict, dataclass
 from textwrap import fill
 from typing import Any
 
-from fp8cfg.backends import registry
+from fp8cfg.backends import backend_registry
 from fp8cfg.config.errors import ConfigError, Fp8cfgError
 from fp8cfg.data import DataError
 from fp8cfg.job import Job
-from fp8cfg.report.outline import refuse_layout
-from fp8cfg.training import checkpoint, saved
-from fp8cfg.training.compiling import compiles
+from fp8cfg.report.before_run import refuse_layout
+from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.compile_choice import compiles
 from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.distributed import World, current
+from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.logs import RunLogs
 from fp8cfg.training.metrics import Progress, Value
-from fp8cfg.training.runfolder import RunFolder, RunFolderNotWritable
+from fp8cfg.training.run_folder import RunFolder, RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
-from fp8cfg.training.step import Step, evaluate, microbatches, prove_engagement, train_step
+from fp8cfg.training.train_step import Step, evaluate, microbatches, prove_engagement, train_step
 
 _HOW = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
 SKIPS = 100
@@ -81,7 +81,7 @@ class _Fit:
         self.batches, self.held_out = run_data(job.recipe)
         refuse_layout(self.recipe, world.size)
         if microbatches(job, world) > 1 and job.choice.backend == "te":
-            registry.backend("te").cache_weights(job.model)  # type: ignore[attr-defined]
+            backend_registry.backend("te").cache_weights(job.model)  # type: ignore[attr-defined]
         if self.recipe.trainer.val_check_interval:
             validation_batches(self.recipe, self.held_out, world)  # a batch that cannot be had is said before the first step
         self.val_loss: float | None = None
@@ -129,7 +129,7 @@ class _Fit:
             self.job.compile_model()
 
     def _load(self, start_from: Loaded | None) -> int:
-        return saved.restore(self.job, *start_from, self.batches) if start_from else 0
+        return job_state.restore(self.job, *start_from, self.batches) if start_from else 0
 
     def _prove(self) -> None:
         """After the first step: what ran must be what was planned, or the run stops here."""
@@ -139,7 +139,7 @@ class _Fit:
         if self.run:
             record: dict[str, Any] = {"backend": asdict(self.job.choice), **seen.data()}
             if self.job.choice.backend == "te":
-                from fp8cfg.backends.te_decoder import described
+                from fp8cfg.backends.te.decoder import described
 
                 record["te_modules"] = described(self.job.model)
             self.run.coverage.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -192,10 +192,10 @@ class _Fit:
             return
         self.saved_at = done
         problem: checkpoint.CheckpointError | None = None
-        optimizer, model = saved.optimizer_tensors(self.job, self.world), saved.model_tensors(self.job, self.world)
+        optimizer, model = job_state.optimizer_tensors(self.job, self.world), job_state.model_tensors(self.job, self.world)
         if self.run:
             try:
-                tensors, state = saved.collect(self.job, self.batches, done, optimizer, model)
+                tensors, state = job_state.collect(self.job, self.batches, done, optimizer, model)
                 checkpoint.save(self.run.checkpoints, done, tensors, state, self.recipe.checkpoint.keep, self.world.size)
             except checkpoint.CheckpointError as e:
                 problem = e

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from small import small, steps, weight_bytes
 from torch import nn
 
 import fp8cfg
-from fp8cfg.backends.choice import BLOCK_CUDA
+from fp8cfg.backends.backend_choice import BLOCK_CUDA
 from fp8cfg.numerics import E4M3, E5M2, Format, FP8Linear, Region, Scaling, amax_of, decode, fp8_linears, scale_from_amax
+from fp8cfg.numerics.quantization_statistics import Statistics, collect
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
-from fp8cfg.numerics.statistics import Statistics, collect
 from fp8cfg.training.data import run_data
-from fp8cfg.training.step import prove_engagement
+from fp8cfg.training.train_step import prove_engagement
+from tests.support.small import small, steps, weight_bytes
 
 pytestmark = pytest.mark.gpu
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"

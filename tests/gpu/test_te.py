@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import small, steps
 
 import fp8cfg
-from fp8cfg.backends import te_decoder, te_rules
 from fp8cfg.backends.protocol import Hardware
+from fp8cfg.backends.te import decoder as te_decoder
+from fp8cfg.backends.te import rules as te_rules
 from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.report.machine import find_hardware
-from fp8cfg.training import saved
+from fp8cfg.training.checkpoint import job_state
 from fp8cfg.training.data import run_data
-from fp8cfg.training.step import prove_engagement
+from fp8cfg.training.train_step import prove_engagement
+from tests.support.small import small, steps
 
 pytestmark = pytest.mark.gpu
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
@@ -51,12 +52,12 @@ def test_a_job_trains_as_planned_and_follows_native(case: str) -> None:
 def test_a_checkpoint_holds_plain_tensors_and_gives_back_the_same_bits(case: str) -> None:
     first = job(CASES[case])
     list(steps(first, 2))
-    tensors, state = saved.collect(first, run_data(first.recipe)[0], 2)
+    tensors, state = job_state.collect(first, run_data(first.recipe)[0], 2)
     tensors = {group: {n: t.detach().clone() for n, t in found.items()} for group, found in tensors.items()}
     assert all(type(t) is torch.Tensor for found in tensors.values() for t in found.values())
     assert not any("extra_state" in name for found in tensors.values() for name in found)
     second = job(CASES[case])
-    assert saved.restore(second, tensors, state, run_data(second.recipe)[0]) == 2
+    assert job_state.restore(second, tensors, state, run_data(second.recipe)[0]) == 2
     before, after = first.model.state_dict(), second.model.state_dict()
     assert before.keys() == after.keys()
     for name, tensor in before.items():

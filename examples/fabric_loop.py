@@ -1,0 +1,52 @@
+"""A loop of Lightning Fabric's around a model and an optimizer of fp8cfg: python examples/fabric_loop.py [OVERRIDES],
+or, on several ranks, torchrun --nproc-per-node 2 examples/fabric_loop.py [OVERRIDES]."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from lightning_fabric import Fabric
+from torch import distributed
+from torch.utils.data import DataLoader, TensorDataset
+
+import fp8cfg
+from fp8cfg.training.data import run_data
+
+
+def train(recipe: fp8cfg.Recipe) -> list[float]:
+    t = recipe.trainer
+    samples = run_data(recipe)[0].rows(0, t.max_steps * t.global_batch_size)  # or data of yours
+
+    fabric = Fabric(accelerator=t.accelerator, devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # no `precision`: the job's
+    fabric.launch()
+    parts = t.global_batch_size // (t.micro_batch_size * fabric.world_size)
+    job = fp8cfg.build(recipe)  # after launch(), which gives each process its GPU
+    optimizer = fabric.setup_optimizers(job.optimizer)  # nor is the model set up, in DistributedDataParallel
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(*samples), batch_size=t.micro_batch_size))
+    scheduler = job.scheduler()
+    losses, mean = [], 0.0
+    for done, (tokens, targets) in enumerate(loader, start=1):
+        with job.autocast():
+            loss = job.model(tokens, targets)
+            fabric.backward(job.scaled(loss) / (parts * fabric.world_size))
+        mean += fabric.all_reduce(loss.detach(), reduce_op="mean").item() / parts
+        if done % parts:
+            continue
+        job.sum_gradients()  # over the ranks
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if not losses:
+            fabric.print(job.prove())  # stops here where FP8 did not run as planned
+        losses.append(mean)
+        fabric.print(f"step {len(losses)}: loss {mean:.4f}")
+        mean = 0.0
+    if fabric.world_size > 1:
+        fabric.barrier()
+        distributed.destroy_process_group()
+    return losses
+
+
+if __name__ == "__main__":
+    train(fp8cfg.compose(["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]))

@@ -1,0 +1,44 @@
+"""A Trainer around a model of transformers and an optimizer of fp8cfg: python examples/transformers_trainer.py [OVERRIDES]"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import fp8cfg
+from fp8cfg.training.data import run_data
+
+
+def llama(recipe: fp8cfg.Recipe) -> LlamaForCausalLM:
+    """A small Llama with random weights; LlamaForCausalLM.from_pretrained(...) in your own script."""
+    m = recipe.model
+    torch.manual_seed(recipe.trainer.seed)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=m.vocab_size, hidden_size=m.hidden_size, intermediate_size=m.ffn_hidden_size, num_hidden_layers=m.num_layers,
+        num_attention_heads=m.num_attention_heads, num_key_value_heads=m.num_query_groups, use_cache=False))
+
+
+def train(recipe: fp8cfg.Recipe, **arguments: Any) -> list[float]:
+    job, t = fp8cfg.build(recipe, model=llama(recipe)), recipe.trainer
+    if recipe.fp8.enabled:
+        fp8cfg.apply_fp8_autowrap(job.model, recipe)  # the forward enters FP8; its second call raises if the first did not
+    tokens, _ = run_data(recipe)[0].rows(0, t.max_steps * t.global_batch_size)  # or data of yours
+    trainer = Trainer(
+        model=job.model, optimizers=(job.optimizer, job.scheduler()),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        args=TrainingArguments(
+            max_grad_norm=0,  # the job's optimizer clips; nor set fp16 or bf16: precision is the job's
+            max_steps=t.max_steps, per_device_train_batch_size=t.micro_batch_size,
+            gradient_accumulation_steps=t.global_batch_size // t.micro_batch_size, train_sampling_strategy="sequential",
+            logging_steps=1, report_to="none", use_cpu=job.device.type == "cpu", **arguments))
+    trainer.train(resume_from_checkpoint=arguments.get("resume_from_checkpoint"))
+    print(job.prove())
+    # To save: fp8cfg.convert_back(job.model).save_pretrained(folder); weights in FP8 mean nothing to others without their scales.
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+if __name__ == "__main__":
+    train(fp8cfg.compose(["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]), save_strategy="no")

@@ -1,0 +1,224 @@
+"""Which GEMMs of which linear layers will run in FP8, and why the others will not: decided from names and shapes alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fp8cfg.backends.native import rules as native_rules
+from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.config.fp8 import FP8
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+ATTENTION_GEMMS = ("p", "o", "ds", "dv", "dq", "dk")
+"""The products of attention by what they make: P = Q Kᵀ and O = S V, then four backward ones; see numerics/attention.py."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+Shapes = Iterable[tuple[str, int, int]]
+Kinds = tuple[str, str] | tuple[()] | None
+"""The kinds of the two operands of a product in FP8. In a plan None is high precision; in what ran it is a product that did not
+run, and HIGH_PRECISION one that ran, in training, in high precision."""
+HIGH_PRECISION: tuple[()] = ()
+Misfit = Callable[[FP8, int, int], str]
+"""Why a layer of in_features and out_features stays in high precision: `Rules.misfit` of the backend."""
+Numbering = Callable[[str], tuple[int, int] | None]
+"""The number of the Transformer layer that a linear layer is in, by its name, and how many there are; None outside of them."""
+
+
+@dataclass(frozen=True)
+class PlannedLinear:
+    """One linear layer. `gemms` holds, for fprop, dgrad and wgrad, the kinds of the two operands, such as (e4m3, e4m3), or
+    None where the product stays in high precision; `reason` says why where any does. `rows` is how many rows it was seen to
+    multiply, None where nobody looked."""
+
+    name: str
+    in_features: int
+    out_features: int
+    gemms: tuple[Kinds, Kinds, Kinds]
+    reason: str = ""
+    rows: int | None = None
+
+    @property
+    def fp8(self) -> bool:
+        """Whether any of the three products runs in FP8."""
+        return any(self.gemms)
+
+    @property
+    def products(self) -> dict[str, Kinds]:
+        """`gemms` by their names."""
+        return dict(zip(GEMMS, self.gemms, strict=True))
+
+    @property
+    def fp8_share(self) -> float:
+        """Share of this layer's three equally large products that run in FP8."""
+        return sum(map(bool, self.gemms)) / 3
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight."""
+        return self.in_features * self.out_features
+
+
+@dataclass(frozen=True)
+class PlannedAttention:
+    """The attention of one Transformer layer, `gemms` and `reason` as in PlannedLinear: first two products, then four backward."""
+
+    name: str
+    gemms: tuple[Kinds, ...]
+    reason: str = ""
+
+    @property
+    def products(self) -> dict[str, Kinds]:
+        """`gemms` by their names."""
+        return dict(zip(ATTENTION_GEMMS, self.gemms, strict=True))
+
+    @property
+    def fp8_share(self) -> float:
+        """Share of the six equally large products that run in FP8."""
+        return sum(map(bool, self.gemms)) / len(self.gemms)
+
+
+@dataclass(frozen=True)
+class Unwatched:
+    """Parameters of a given model that multiply, or may, outside of linear layers: the module that holds them, how many elements
+    they have, why they are in high precision, and `rows` as in PlannedLinear."""
+
+    name: str
+    weights: int
+    reason: str
+    rows: int | None = None
+
+
+def plan_attention(fp8: FP8, num_layers: int) -> list[PlannedAttention]:
+    """The plan of every layer's attention."""
+    forward, backward, _ = formats(fp8)
+    asked = fp8.enabled and fp8.dot_product_attention
+    reasons = [_outside(n, fp8, num_layers) if asked else "scaled dot product" for n in range(num_layers)]
+    gemms = (forward,) * 2 + (backward,) * 4
+    return [PlannedAttention(f"layers.{n}.self_attention.core_attention", (None,) * 6 if reason else gemms, reason)
+            for n, reason in enumerate(reasons)]
+
+
+def layers(num_layers: int) -> Numbering:
+    """The numbering of a model whose `num_layers` Transformer layers are called `layers.N`."""
+
+    def number(name: str) -> tuple[int, int] | None:
+        found = _LAYER.search(name)
+        return (int(found[1]), num_layers) if found else None
+
+    return number
+
+
+def plan_linears(
+    shapes: Shapes, fp8: FP8, number: Numbering, misfit: Misfit = native_rules.misfit,
+    output: Collection[str] = ("output_layer",), odd: Mapping[str, str] | None = None,
+) -> list[PlannedLinear]:
+    """The plan of every linear layer of `shapes` (name, in_features, out_features), of which `output` are the output layers;
+    `odd` are those that cannot be replaced, by name, and why.
+
+    Raises ConfigError for a pattern of fp8.include or fp8.exclude that matches no layer, and where FP8 is enabled and no
+    layer would run in it.
+    """
+    shapes = list(shapes)
+    if not fp8.enabled:
+        return [PlannedLinear(*s, gemms=(None, None, None), reason="FP8 is off") for s in shapes]
+    refuse_if(_unmatched(fp8, [s[0] for s in shapes]))
+    plans = [_plan(s, fp8, (odd or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output)) for s in shapes]
+    if not any(p.fp8 for p in plans):
+        why = "; ".join(sorted({p.reason for p in plans})) or "the model has none"
+        raise ConfigError(f"fp8.enabled=True: none of {len(plans)} linear layers would run in FP8 ({why})")
+    refuse_if(_without_effect(fp8, plans, output))
+    return plans
+
+
+def formats(fp8: FP8) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]]:
+    """Kinds of the operands of fprop (x, w), dgrad (dy, w) and wgrad (dy, x)."""
+    if fp8.scaling == "nvfp4":
+        return (("e2m1", "e2m1"),) * 3
+    gradient = "e5m2" if fp8.format == "hybrid" else "e4m3"
+    return ("e4m3", "e4m3"), (gradient, "e4m3"), (gradient, "e4m3")
+
+
+def _plan(shape: tuple[str, int, int], fp8: FP8, reason: str) -> PlannedLinear:
+    if reason:
+        return PlannedLinear(*shape, (None, None, None), reason)
+    kept = [g for g in GEMMS if getattr(fp8.override_linear_precision, g)]
+    products = [None if g in kept else f for g, f in zip(GEMMS, formats(fp8), strict=True)]
+    reason = f"fp8.override_linear_precision.{'|'.join(kept)}" if kept else ""
+    return PlannedLinear(*shape, (products[0], products[1], products[2]), reason)
+
+
+def _excluded(shape: tuple[str, int, int], fp8: FP8, number: Numbering, misfit: Misfit, output: Collection[str]) -> str:
+    """Why the whole layer stays in high precision, or an empty string."""
+    name, in_features, out_features = shape
+    if not in_features or not out_features:
+        return f"{in_features} x {out_features}: nothing to multiply"
+    if name in output and not fp8.output_layer:
+        return "fp8.output_layer=false"
+    if (layer := number(name)) and (reason := _outside(layer[0], fp8, layer[1])):
+        return reason
+    for pattern in fp8.exclude:
+        if fnmatchcase(name, pattern):
+            return f"fp8.exclude {pattern}"
+    if fp8.include and not any(fnmatchcase(name, p) for p in fp8.include):
+        return "not in fp8.include"
+    return misfit(fp8, in_features, out_features)
+
+
+def _outside(layer: int, fp8: FP8, num_layers: int) -> str:
+    """Why Transformer layer number `layer` stays in high precision, or an empty string."""
+    if layer < fp8.high_precision_at_start:
+        return f"fp8.high_precision_at_start={fp8.high_precision_at_start}"
+    if layer >= num_layers - fp8.high_precision_at_end:
+        return f"fp8.high_precision_at_end={fp8.high_precision_at_end}"
+    return ""
+
+
+def differences(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]) -> list[str]:
+    """One line for each product that did not run as planned; an empty list where all did."""
+    lines = []
+    for planned in plan:
+        for gemm, want in planned.products.items():
+            got = seen.get(planned.name, {}).get(gemm)
+            if (want or None) != (got or None):
+                lines.append(f"{planned.name} {gemm}: planned {_shown(want)}, ran {_shown(got)}")
+    return lines
+
+
+def not_engaged(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]) -> list[str]:
+    """Why a step of someone else's model is not what was planned, a line each. A model may leave layers out of a step, and a
+    layer may have no use for a gradient: what did not run is no difference where anything did, what ran in high precision is."""
+    asked = not plan or any(p.fp8_share for p in plan)
+    if asked and not any(any(gemms.values()) for gemms in seen.values()):
+        return ["no layer multiplied in FP8; run the model inside of its autocast context"]
+    lines, rest = [], {}
+    for p in plan:
+        ran = seen.get(p.name, {})
+        rest[p.name] = {g: ran.get(g) or want for g, want in p.products.items()}
+        if outside := [g for g, want in p.products.items() if want and ran.get(g) == HIGH_PRECISION]:
+            lines.append(f"{p.name} ({', '.join(outside)}): planned in FP8, ran in high precision, outside of the autocast context")
+    return lines + differences(plan, rest)
+
+
+def _shown(kinds: Kinds) -> str:
+    return " x ".join(kinds) if kinds else "high precision"
+
+
+def _without_effect(fp8: FP8, plans: Sequence[PlannedLinear], output: Collection[str]) -> list[str]:
+    """A line for each key that asks for layers in FP8 and gets none."""
+    asked = {f"fp8.include={pattern}": [p for p in plans if fnmatchcase(p.name, pattern)] for pattern in fp8.include}
+    if fp8.output_layer:
+        asked["fp8.output_layer=True"] = [p for p in plans if p.name in output]
+    return [f"{key}: has no effect, its layers stay in high precision ({found[0].reason})"
+            for key, found in asked.items() if found and not any(p.fp8 for p in found)]
+
+
+def _unmatched(fp8: FP8, names: Sequence[str]) -> list[str]:
+    lines = []
+    for key in ("include", "exclude"):
+        for pattern in getattr(fp8, key):
+            if not any(fnmatchcase(n, pattern) for n in names):
+                generic = sorted({_LAYER.sub(lambda m: m[0].replace(m[1], "*"), n) for n in names})
+                lines.append(f"fp8.{key}={pattern}: matches no linear layer" + suggest(pattern, generic))
+    return lines

@@ -1,0 +1,1 @@
+"""The MS-AMP backend."""

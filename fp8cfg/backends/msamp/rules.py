@@ -1,0 +1,111 @@
+"""What MS-AMP 0.4 can do: linear layers under delayed scaling of its own, and the storage of its levels O1 and O2.
+
+The package is unmaintained and on no index; Accelerate has deprecated it. Its kernels have never been run by the authors of this
+backend: see backend.py. Importing it patches torch, so it is looked for and not imported here.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from fp8cfg.backends.protocol import Hardware
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import COLUMNS, level, of_level, resolved
+
+LIBRARY = Path("/usr/local/lib/libmsamp_dist.so")
+"""Where MS-AMP loads its communication from, and nowhere else (msamp/operators/dist_op/dist_op.py)."""
+PARTS = ("msamp_adamw", "msamp_arithmetic", "msamp_quantize", "transformer_engine_extensions", "deepspeed", "colorlog")
+"""What `import msamp` imports: its own compiled parts, that of Transformer Engine before 1.9, and two packages."""
+H100 = (9, 0)
+_KEYS: dict[str, tuple[object, str]] = {
+    "format": ("hybrid", "quantizes to E4M3 forward, and gradients to E5M2"),
+    "margin": (0, "has no margin"),
+    "interval": (1, "moves scales in every step"),
+    "amax_history_len": (16, "keeps the amaxes of 16 steps"),
+    "amax_compute_algo": ("max", "takes the largest amax of its history"),
+    "reduce_amax": (False, "takes the amaxes of inputs and their gradients from each rank alone"),
+    "first_step": ("in_time", "scales in time until its history is full"),
+    "dot_product_attention": (False, "leaves attention as it is"),
+    "multi_head_attention": (False, "leaves attention as it is"),
+    "emulate": (False, "multiplies on the GPU's FP8 units alone"),
+}
+"""Keys of `fp8` with the one value that MS-AMP has, and why."""
+
+
+def unavailable() -> str:
+    if find_spec("msamp") is None:
+        return "msamp is not installed, and on no index (github.com/Azure/MS-AMP)"
+    missing = [name for name in PARTS if find_spec(name) is None] + ([] if LIBRARY.is_file() else [str(LIBRARY)])
+    return f"msamp is installed without {', '.join(missing)}, which it loads" if missing else ""
+
+
+def native(precision: Precision) -> str:
+    """The words for the native backend with the storage that MS-AMP has, its powers of two among them."""
+    own = precision.model_copy(update={"backend": "msamp"})
+    pow2 = [f"storage.{column}=fp8_pow2" for column, codec in of_level(own).items() if codec == "fp8_pow2"]
+    shard = ["storage.shard=zero1"] if level(own) == "O3" and precision.storage.shard == "none" else []
+    return " ".join(["backend=native", f"opt_level={level(own)}", *pow2, *shard])
+
+
+def refusals(precision: Precision, hardware: Hardware) -> list[str]:
+    if level(precision) is None:
+        return ["opt_level=null: MS-AMP stores state by a level; write opt_level=O2, or backend=native"]
+    return [*_keys(precision.fp8), *_storage(precision), *_hardware_lacks(precision, hardware)]
+
+
+def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
+    return "scaled_mm", "MS-AMP's products on the GPU"
+
+
+def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
+    return ""  # msamp/operators/gemm/gemm.py completes operands to multiples of 16
+
+
+def tokens_multiple(fp8: FP8, product: str) -> int:
+    return 1
+
+
+def _keys(f: FP8) -> list[str]:
+    """A line for each key that MS-AMP has another value of."""
+    if f.scaling != "delayed":
+        return [f"fp8.scaling={f.scaling}: MS-AMP has delayed scaling alone; write fp8.scaling=delayed, or backend=native"]
+    lines = [f"fp8.{key}={value}: MS-AMP {why}; write fp8.{key}={str(want).lower()}, or backend=native"
+             for key, (want, why) in _KEYS.items() if (value := getattr(f, key)) not in (want, "auto")]
+    kept = [gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(f.override_linear_precision, gemm)]
+    return lines + [f"fp8.override_linear_precision.{gemm}=True: MS-AMP multiplies all three in FP8; drop it, or write "
+                    "backend=native" for gemm in kept]
+
+
+def _storage(p: Precision) -> list[str]:
+    """A line for each column that is not what the level stores."""
+    has, s = of_level(p.model_copy(update={"backend": "msamp"})), p.storage
+    export = "through DeepSpeed alone, whose JSON `fp8cfg export deepspeed` writes"
+    if level(p) == "O3":
+        return [f"opt_level=O3: MS-AMP has it {export}; write opt_level=O2, or {native(p)}"]
+    instead = f"backend=native opt_level={level(p)}"
+    # Where the backend is not named, columns left on auto are the native backend's, and it is these that the recipe says.
+    said = resolved(p) if p.backend == "auto" else {column: getattr(s, column) for column in COLUMNS}
+    cure = "write that" if p.backend == "auto" else "drop it"
+    why = f"MS-AMP's {level(p)} has"
+    lines = [f"storage.{column}={said[column]}: {why} {has[column]} there; {cure}, or write {instead}" for column in COLUMNS
+             if said[column] not in ("auto", has[column])]
+    if s.accumulate != "stored":
+        lines.append(f"storage.accumulate={s.accumulate}: MS-AMP adds each microbatch to gradients that are stored in FP8; write "
+                     f"storage.accumulate=stored, or {instead}")
+    if s.rounding != "nearest":
+        lines.append(f"storage.rounding={s.rounding}: MS-AMP rounds to nearest; drop it, or write {instead}")
+    if s.shard != "none":
+        lines.append(f"storage.shard={s.shard}: MS-AMP shards {export}; drop it, or write {instead}")
+    return lines
+
+
+def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
+    if hardware.device != "cuda":
+        return [f"backend=msamp: MS-AMP runs on CUDA alone, this is a CPU; write {native(p)}"]
+    if hardware.capability != H100:
+        has = ".".join(map(str, hardware.capability or ("unknown",)))
+        return [f"backend=msamp: this GPU has compute capability {has}, MS-AMP multiplies in FP8 on an H100 alone; write "
+                f"{native(p)}"]
+    return []

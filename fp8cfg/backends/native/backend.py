@@ -1,0 +1,108 @@
+"""The native backend: plain torch linear layers and attention replaced by those of `numerics`, the same on CPU and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8cfg.backends.gemm_plan import ATTENTION_GEMMS, GEMMS, HIGH_PRECISION, PlannedLinear, plan_attention
+from fp8cfg.backends.module_swap import linear_with, replaced
+from fp8cfg.backends.protocol import Observed
+from fp8cfg.backends.stored_weights import shared_weights
+from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
+from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
+from fp8cfg.numerics.attention import FP8Attention
+from fp8cfg.numerics.scale_update import FP8Layer, discard_amax, fp8_layers, update_scales
+
+
+def scaling_of(fp8: FP8) -> Scaling:
+    """The arithmetic that the `fp8` node asks for."""
+    forward = E2M1 if fp8.scaling == "nvfp4" else E4M3
+    return Scaling(
+        kind=fp8.scaling, forward=forward, backward=E5M2 if fp8.format == "hybrid" else forward, margin=fp8.margin,
+        interval=fp8.interval, amax_history_len=fp8.amax_history_len, amax_compute_algo=fp8.amax_compute_algo,
+        first_step="te" if fp8.first_step == "te" else "in_time", granularity=fp8.granularity,
+        power_2_scales=power_2_scales(fp8), weights_2d=weights_2d(fp8),
+        hadamard=fp8.random_hadamard_transform, stochastic=fp8.stochastic_rounding)
+
+
+def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:
+    """Replace, in place, the linear layers of `model` that `plan` has in FP8, and with them attention. Weights keep their
+    Parameter, so tied ones stay tied; under fp8.params they become float8 Parameters, except a weight that a layer outside FP8
+    shares.
+    """
+    shared = shared_weights(model)
+    scaling = scaling_of(fp8)
+    for planned in plan:
+        if not planned.fp8:
+            continue
+        linear = model.get_submodule(planned.name)
+        assert isinstance(linear, nn.Linear)
+        high = tuple(g is None for g in planned.gemms)
+        replaced(model, planned.name, FP8Linear.from_linear(
+            linear, scaling, region, high_precision=(high[0], high[1], high[2]), product=product,  # type: ignore[arg-type]
+            fp8_params=fp8.params and linear.weight not in shared))
+    if fp8.dot_product_attention:
+        _convert_attention(model, fp8, scaling, region)
+
+
+def _convert_attention(model: nn.Module, fp8: FP8, scaling: Scaling, region: Region) -> None:
+    device = next(model.parameters()).device
+    found = [name for name, _ in model.named_modules() if name.endswith(".core_attention")]
+    for planned in plan_attention(fp8, len(found)):
+        if any(planned.gemms):
+            parent, _, leaf = planned.name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, FP8Attention(scaling, region, device))
+
+
+def autocast(model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+    layer = next(fp8_layers(model), None)
+    return layer.region.entered(enabled) if layer else nullcontext()
+
+
+def observed(model: nn.Module) -> Observed:
+    """For each FP8 layer by name, the operand kinds of each product that ran."""
+    out: Observed = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, FP8Layer):
+            ran = [decode(code) for code in layer.gemms_ran.tolist()]
+            kinds = [r and (HIGH_PRECISION if r.how == "high_precision" else (r.a, r.b)) for r in ran]
+            out[name] = dict(zip(GEMMS if isinstance(layer, FP8Linear) else ATTENTION_GEMMS, kinds, strict=True))
+    return out
+
+
+def forget_observed(model: nn.Module) -> None:
+    """Clear the record of what ran, so that the next step is observed afresh."""
+    for layer in fp8_layers(model):
+        layer.gemms_ran.zero_()
+
+
+def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:
+    """The layers whose weight is held in float8 alone, by that weight."""
+    held = {layer.weight: layer for layer in fp8_linears(model) if layer.fp8_params}
+    return {weight: layer for weight, layer in held.items() if isinstance(weight, nn.Parameter)}
+
+
+def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
+    return {weight: layer.set_weight for weight, layer in float8_weights(model).items() if weight.requires_grad}
+
+
+def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
+    update_scales(fp8_layers(model), group=group, step=step)
+
+
+def after_skip(model: nn.Module) -> None:
+    discard_amax(fp8_layers(model))
+
+
+def plain(layer: nn.Module) -> nn.Linear | None:
+    if not isinstance(layer, FP8Linear):
+        return None
+    if layer.held:
+        weight = layer.dequantized_weight(torch.float32)
+        return linear_with(nn.Parameter(weight, requires_grad=layer.weight.requires_grad), layer.bias)
+    return linear_with(layer.weight, layer.bias)

@@ -1,0 +1,121 @@
+"""Weights held in the codec of `storage.weight`, whoever multiplies them: each pass decodes what it reads.
+
+What is decoded lives from a layer's forward pass to its product, or until its backward pass where the layer is not ours. What
+stays from step to step are the stored bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.module_swap import linear_with, replaced
+from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import SCALED, Columns, columns_of, others
+from fp8cfg.numerics import FP8Linear, Region, Scaling
+from fp8cfg.numerics import decoded_weight as held_weight
+from fp8cfg.numerics.codecs import codec
+from fp8cfg.numerics.decoded_weight import HeldWeight
+from fp8cfg.numerics.low_bit_weight import NarrowWeight
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parameter_columns(model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear]) -> dict[str, Columns]:
+    """The storage columns of every parameter by name. A weight that a linear layer shares with another module is none of a
+    linear layer's."""
+    shared = shared_weights(model)
+    runs_fp8 = {f"{planned.name}.weight": planned.fp8 for planned in plan}
+    return {name: columns_of(precision, name in runs_fp8 and p not in shared, runs_fp8.get(name, False))
+            for name, p in model.named_parameters()}
+
+
+def hold(
+    model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear], columns: Mapping[str, Columns], region: Region
+) -> None:
+    """Let the linear layers of `plan` hold their weights as `columns` say, in place; those whose weights are float8 operands, or
+    in the compute dtype, stay as they are. A layer in high precision that decodes its weight is an FP8Linear with no product in
+    FP8."""
+    for planned in plan:
+        layer = model.get_submodule(planned.name)
+        named = columns.get(f"{planned.name}.weight", others(precision))  # a tied weight has another name
+        if named["weight"] == precision.compute or getattr(layer, "fp8_params", False):
+            continue
+        if type(layer) is nn.Linear:
+            high = FP8Linear.from_linear(layer, Scaling(kind="current"), region, high_precision=(True, True, True))
+            replaced(model, planned.name, high)
+            layer = high
+        if isinstance(layer, FP8Linear):
+            layer.hold(codec(named["weight"]))
+        else:
+            held_weight.hold(layer, codec(named["weight"]), DTYPES[precision.compute])
+    if others(precision)["weight"] != precision.compute:
+        for norm in [module for module in model.modules() if getattr(module, "read_by_product", False)]:
+            held_weight.hold(norm, codec("fp32"), DTYPES[precision.compute])
+
+
+def unhold(model: nn.Module, dtype: torch.dtype) -> None:
+    """Take back, in place, what `hold` and `embed_in` did: weights in a codec come back decoded, in `dtype`. A weight whose codec
+    has no scale stays the same Parameter, so that tied ones stay tied."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, HeldWeight):
+            held_weight.unhold(layer, _decoded(layer, dtype))
+        elif isinstance(layer, FP8Linear) and layer.codec:
+            replaced(model, name, linear_with(_decoded(layer, dtype), layer.bias))
+        for key, hook in list(layer._forward_hooks.items()):
+            if isinstance(hook, partial) and hook.func is _cast_output:
+                del layer._forward_hooks[key]
+
+
+def _decoded(layer: FP8Linear | HeldWeight, dtype: torch.dtype) -> nn.Parameter:
+    assert layer.codec, "held in it"
+    if layer.codec.scaling != "none":
+        return nn.Parameter(layer.codec.decode(layer.in_codec).to(dtype), requires_grad=layer.parameter.requires_grad)
+    layer.parameter.data = layer.parameter.data.to(dtype)
+    return layer.parameter
+
+
+def embed_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let embeddings that are stored in float32 come out in `dtype`, which all activations then have."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(partial(_cast_output, dtype))
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out.to(dtype)
+
+
+def cast_parameters(model: nn.Module, precision: Precision, columns: Mapping[str, Columns]) -> None:
+    """Parameters that no layer holds in a codec, in the dtype of their weight column, and gradients in that of theirs."""
+    layers = {layer.parameter: layer for layer in model.modules() if isinstance(layer, NarrowWeight) and layer.held}
+    for name, p in model.named_parameters():
+        gradient = DTYPES["fp32" if columns[name]["weight_grad"] in SCALED else columns[name]["weight_grad"]]
+        if p in layers:
+            layers[p].set_weight_grad_dtype(gradient)
+            continue
+        if p.dtype == torch.float32:
+            p.data = p.data.to(DTYPES[columns[name]["weight"]])
+        if p.dtype != gradient:
+            p.grad_dtype = gradient
+
+
+def held(model: nn.Module) -> dict[nn.Parameter, FP8Linear | HeldWeight]:
+    """The layer of each weight that is held in a codec with a scale; `in_codec` has the tensors."""
+    return {layer.parameter: layer for layer in in_codec(model) if len(layer.in_codec) > 1}
+
+
+def in_codec(model: nn.Module) -> list[FP8Linear | HeldWeight]:
+    """The layers that hold their weight in a codec."""
+    return [layer for layer in model.modules() if isinstance(layer, (FP8Linear, HeldWeight)) and layer.codec]
+
+
+def shared_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that more than one module holds, as a tied output layer and embedding do."""
+    seen: set[nn.Parameter] = set()
+    return {p for m in model.modules() for p in m.parameters(recurse=False) if p in seen or seen.add(p)}  # type: ignore[func-returns-value]

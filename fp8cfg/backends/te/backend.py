@@ -1,0 +1,163 @@
+"""The Transformer Engine backend: genuine TE modules around the model's Parameters, and TE's recipe read back from the object.
+
+It has not run on a GPU: it is tested on CPUs with Transformer Engine's own Python (recipes, modules, quantizers, autocast, state)
+over a stand-in for its kernels. tests/gpu/test_te.py is what a GPU has to show.
+
+What differs from native, for whoever compares: Transformer Engine rolls histories and moves scales once for each forward pass
+(native: once for each optimizer step), and counts the amaxes of a step that was skipped. Where te.TransformerLayer takes a whole
+layer, it also chooses the kernel of attention in high precision. Masters of weights that are held in FP8 are our optimizer's,
+float32, written with `quantize_`, as TE's FusedAdam writes its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.module_swap import linear_with, replaced
+from fp8cfg.backends.protocol import Observed
+from fp8cfg.backends.stored_weights import shared_weights
+from fp8cfg.backends.te import attention as te_attention
+from fp8cfg.backends.te import fusion as te_fusion
+from fp8cfg.backends.te.attention import TEAttention
+from fp8cfg.backends.te.build import Maker, check
+from fp8cfg.backends.te.decoder import TEDecoderLayer
+from fp8cfg.backends.te.engine import Engine, entered
+from fp8cfg.backends.te.environment import contradictions
+from fp8cfg.backends.te.layers import TEMLP, TELinear, TENorm
+from fp8cfg.backends.te.recipe import recipe_of
+from fp8cfg.config.errors import refuse_if
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.numerics import Region
+
+
+def convert(
+    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16
+) -> None:
+    """See `protocol.Backend`. Norms become Transformer Engine's too, and layers of this project's Transformer are fused. Weights
+    that are held in FP8 stand for weights in `compute`, the dtype of the activations. Raises ConfigError for NVTE_* variables that
+    contradict `fp8`, and for heads that FP8 attention has no kernel for. `region` is not asked: use `autocast`."""
+    refuse_if([*contradictions(fp8, os.environ), *te_attention.misfits(model, fp8)])
+    te = importlib.import_module("transformer_engine.pytorch")
+    make = Maker(te, recipe_of(fp8), fp8.params, shared_weights(model), compute)
+    for planned in plan:
+        if planned.fp8:
+            linear = model.get_submodule(planned.name)
+            assert isinstance(linear, nn.Linear)
+            replaced(model, planned.name, TELinear(linear))
+    if fp8.dot_product_attention:
+        te_attention.convert(model, fp8, te, make.recipe)
+    te_fusion.fuse(model, make)
+    for layer in _layers(model).values():
+        if not hasattr(layer, "place"):
+            held = {name: (layer, name) for name in ("weight", "bias") if getattr(layer, name) is not None}
+            make("Linear", [layer], (layer.in_features, layer.out_features), held, bias=layer.bias is not None)
+    for name, module in list(model.named_modules()):
+        if norm := _norm(module, te):
+            replaced(model, name, TENorm(module, norm))
+
+
+def _norm(module: nn.Module, te: Any) -> Any | None:
+    """Transformer Engine's norm that does what `module` does; None where it has none: without weights, in float64, LayerNorm
+    without a bias, RMSNorm whose eps follows the dtype."""
+    from fp8cfg.models.layers import RMSNorm
+
+    kind = {RMSNorm: "RMSNorm", nn.RMSNorm: "RMSNorm", nn.LayerNorm: "LayerNorm"}.get(type(module))
+    weight, eps = getattr(module, "weight", None), getattr(module, "eps", None)
+    if kind is None or weight is None or eps is None or weight.dtype == torch.float64:
+        return None
+    if kind == "LayerNorm" and module.bias is None:
+        return None
+    made = getattr(te, kind)(tuple(weight.shape), eps=eps, dtype=weight.dtype, device="meta")
+    check(made, {"eps": eps, "zero_centered_gamma": False})
+    return made
+
+
+def _layers(model: nn.Module) -> dict[str, TELinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, TELinear)}
+
+
+def _watched(model: nn.Module) -> dict[str, TELinear | TEAttention]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, TELinear | TEAttention)}
+
+
+def _engines(model: nn.Module) -> list[Engine]:
+    return list({id(layer.place[0]): layer.place[0] for layer in _layers(model).values()}.values())
+
+
+@contextmanager
+def autocast(model: nn.Module, enabled: bool = True) -> Iterator[None]:
+    """See `protocol.Backend`. With activation checkpointing stay inside until the backward pass is done: scales move when it is
+    left. Without gradients no amax is left behind: evaluation in FP8 moves nothing."""
+    watched = list(_watched(model).values())
+    if not watched:
+        yield
+        return
+    te = importlib.import_module("transformer_engine.pytorch")
+    histories = [] if torch.is_grad_enabled() else [h for layer in watched for h in layer.forward_histories()]
+    kept = [history[0].clone() for history in histories]
+    with nullcontext() if enabled else _quiet(), entered(te, enabled, watched[0].recipe):
+        yield
+    for history, row in zip(histories, kept, strict=True):
+        history[0] = row
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warning about quantized weights in high precision: that is what was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are using quantized weights without quantized compute")
+        yield
+
+
+def observed(model: nn.Module) -> Observed:
+    return {name: dict(layer.ran) for name, layer in _watched(model).items()}
+
+
+def forget_observed(model: nn.Module) -> None:
+    for layer in _watched(model).values():
+        layer.ran.update(dict.fromkeys(layer.ran))
+
+
+def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
+    return {layer.weight: layer.set_weight for layer in _layers(model).values() if layer.fp8_params}
+
+
+def cache_weights(model: nn.Module, on: bool = True) -> None:
+    """Quantize each weight once for an optimizer step, in its first microbatch, and keep it until `after_step`. For a loop that
+    calls `after_step`, or nothing tells that weights have moved; off until this is called."""
+    for engine in _engines(model):
+        engine.caches, engine.weights_moved = on, True
+
+
+def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
+    """Cached weights are those of the step before. Transformer Engine has moved its scales itself, over the group that
+    `autocast` gave it."""
+    for engine in _engines(model):
+        engine.weights_moved = True
+
+
+def after_skip(model: nn.Module) -> None:
+    """Nothing: weights are what they were, and Transformer Engine does not take amaxes back."""
+
+
+def plain(layer: nn.Module) -> nn.Module | None:
+    """See `protocol.Backend`; for what is no linear layer the module whose place it took. Go on with all of them: a
+    norm in front of a fused product only passes its input on."""
+    if isinstance(layer, TENorm | TEMLP | TEAttention | TEDecoderLayer):
+        return layer.plain
+    if not isinstance(layer, TELinear):
+        return None
+    if not layer.fp8_params:
+        return linear_with(layer.weight, layer.bias)
+    weight = nn.Parameter(layer.dequantized_weight(layer.weight.dtype), requires_grad=layer.weight.requires_grad)
+    return linear_with(weight, layer.bias)

@@ -1,0 +1,110 @@
+"""What multiplies: a genuine Transformer Engine module around Parameters that the model's layers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8cfg.backends.flops import count
+from fp8cfg.backends.gemm_plan import HIGH_PRECISION, Kinds
+from fp8cfg.backends.te.layers import TELinear
+
+Parameters = Mapping[str, tuple[nn.Module, str]]
+"""The name of a Parameter in a Transformer Engine module -> the layer of the model that holds it, and its name there."""
+
+
+class Engine:
+    """A Transformer Engine module, whose Parameters are those of the model's layers, however it is called.
+
+    `linears` are the layers whose products `module` multiplies, in its order."""
+
+    def __init__(self, module: Any, recipe: Any, linears: Sequence[TELinear], parameters: Parameters) -> None:
+        self.module, self.recipe, self.linears, self.parameters = module, recipe, tuple(linears), dict(parameters)
+        self.caches, self.weights_moved = False, True
+        for n, linear in enumerate(self.linears):
+            linear.place = (self, n)
+        self.share()
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after)
+
+    def share(self, decoded: bool = False) -> None:
+        """Give `module` the Parameters that the model has now, as they are stored, or the values of those that are held in a
+        codec, `decoded` anew."""
+        for name, (owner, attribute) in self.parameters.items():
+            parameter = getattr(owner, attribute) if decoded else owner._parameters[attribute]
+            if parameter is not getattr(self.module, name):
+                self.module._parameters[name] = parameter  # setattr would refuse what is decoded
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _output(self.module(x))
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.share(decoded=True)
+        return args, kwargs | {"is_first_microbatch": self._first_microbatch()}
+
+    def _after(self, module: Any, args: tuple[Any, ...], made: Any) -> None:
+        self.share()  # of what was decoded, only what the backward pass needs stays
+        if module.fp8 and torch.is_grad_enabled():  # a pass in high precision quantizes no weight
+            self.weights_moved = False
+        self._record(args[0], _output(made))
+
+    def _first_microbatch(self) -> bool | None:
+        """Whether weights have to be quantized, or those of the last pass are still good; None keeps nothing."""
+        return self.weights_moved if self.caches and torch.is_grad_enabled() else None
+
+    def _record(self, x: Tensor, y: Tensor) -> None:
+        """Note what this pass multiplied: what Transformer Engine itself says of it, `module.fp8` and its quantizers. Nothing
+        is known of a backward pass before the gradient of `y` is there."""
+        ran, trains = self.module.fp8, torch.is_grad_enabled() and self.module.training
+        forward, backward = (self.module.quantizers[f"scaling_{side}"] for side in ("fwd", "bwd"))
+        for n, linear in enumerate(self.linears):
+            weight = _kind(forward[3 * n + 1]) if ran else ""
+            count(linear, x)
+            if ran or trains:
+                linear.ran["fprop"] = (_kind(forward[3 * n]), weight) if ran else HIGH_PRECISION
+            kinds: Kinds = HIGH_PRECISION
+            if ran and getattr(self.recipe, "backward_override", None) is None:
+                kinds = _kind(backward[2 * n]), weight
+            if y.requires_grad:
+                products = {"dgrad": kinds} if x.requires_grad or n else {}
+                products |= {"wgrad": kinds} if linear.parameter.requires_grad else {}
+                y.register_hook(partial(_note, linear.ran, products))  # type: ignore[no-untyped-call]
+
+
+def _output(made: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """What a module made, without the empty bias that those inside of te.TransformerLayer give beside it."""
+    return made[0] if isinstance(made, tuple) else made
+
+
+def listened(module: nn.Module) -> bool:
+    """Whether somebody has to see what goes into `module` and comes out: hooks, or a `forward` put in the place of its own."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or own_forward(module)
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether a call of `module` runs something else than the `forward` of its class, such as what its `compile` made of it."""
+    return "forward" in vars(module) or module._compiled_call_impl is not None
+
+
+def _note(ran: dict[str, Kinds], products: dict[str, Kinds], gradient: Tensor) -> None:
+    ran.update(products)
+
+
+def _kind(quantizer: Any) -> str:
+    """The format that `quantizer` makes: DType.kFloat8E4M3 is e4m3."""
+    return str(quantizer.dtype.name)[-4:].lower()
+
+
+def entered(te: Any, enabled: bool, recipe: Any) -> Any:
+    """Transformer Engine's context: `autocast`, or what it was called before 2.9."""
+    reduces = getattr(recipe, "reduce_amax", False) and dist.is_available() and dist.is_initialized()
+    group = dist.group.WORLD if reduces else None
+    if hasattr(te, "autocast"):
+        return te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
+    return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)

@@ -1,0 +1,175 @@
+"""Layers that hold the Parameters of the model and let a genuine Transformer Engine module multiply with them.
+
+The module stands beside the tree of layers, not in it: names of Parameters stay what they were, a Parameter that two layers share
+stays one, and Transformer Engine's pickled extra state never reaches a state dict.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8cfg.backends.gemm_plan import GEMMS, Kinds
+from fp8cfg.backends.te.state import (
+    Columns,
+    column_tensors,
+    columns_of,
+    is_quantized,
+    load_columns,
+    load_quantized,
+    quantized_tensors,
+)
+
+if TYPE_CHECKING:
+    from fp8cfg.backends.te.engine import Engine
+
+
+class TELinear(nn.Module):
+    """A linear layer that Transformer Engine multiplies: y = x wᵀ + b, x [..., in] in the weight's dtype.
+
+    `place` is its engine and its number there; where that computes a whole MLP, or is part of a te.TransformerLayer, `forward` is
+    not called. `obstacle` says what kept te.TransformerLayer from taking the decoder layer that it is in. `ran` holds the kinds of
+    the operands of each product that ran, as `planning.Kinds` has them. A weight that is held quantized is one of Transformer
+    Engine's tensors, and `set_weight` writes to it."""
+
+    place: tuple[Engine, int]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = cast("nn.Parameter", linear.weight), linear.bias
+        self.ran: dict[str, Kinds] = dict.fromkeys(GEMMS)
+        self.obstacle = ""
+        self.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.place[0](x)
+
+    @property
+    def fp8_params(self) -> bool:
+        """Whether the weight exists in FP8 alone."""
+        return is_quantized(self.parameter)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight as it is stored; in a codec, `weight` is that decoded."""
+        parameter = self._parameters["weight"]
+        assert parameter is not None
+        return parameter
+
+    @torch.no_grad()
+    def set_weight(self, master: Tensor) -> None:
+        """Quantizes `master` [out, in], float32, into the weight. Raises TypeError where that is in high precision."""
+        if not self.fp8_params:
+            raise TypeError("set_weight writes quantized weights; this layer has a high-precision one: assign to it")
+        self.weight.quantize_(master)  # type: ignore[attr-defined]
+
+    def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
+        """The values of the weight [out, in] in `dtype`."""
+        return self.weight.dequantize(dtype=dtype) if self.fp8_params else self.weight.to(dtype)  # type: ignore[call-arg]
+
+    @property
+    def recipe(self) -> Any:
+        """Transformer Engine's recipe."""
+        return self.place[0].recipe
+
+    def forward_histories(self) -> list[Tensor]:
+        """The amax histories that a forward pass adds to."""
+        return [self._columns()[0][0].amax_history] if self.recipe.delayed() else []
+
+    def extra_repr(self) -> str:
+        module = type(self.place[0].module).__name__
+        said = f"{self.in_features}, {self.out_features}, te.{module}, {type(self.recipe).__name__}"
+        return f"{said}; not te.TransformerLayer: {self.obstacle}" if self.obstacle else said
+
+    def _columns(self) -> Columns:
+        return columns_of(self.place[0].module, self.place[1]) if self.recipe.delayed() else []
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        state = quantized_tensors(self.weight) if self.fp8_params else {}
+        if columns := self._columns():
+            state |= column_tensors(columns)
+        destination.update({prefix + name: tensor for name, tensor in state.items()})
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, metadata: Any, strict: bool, missing: list[str],
+                              unexpected: list[str], errors: list[str]) -> None:  # fmt: skip
+        self.place[0].weights_moved = True
+        theirs = [name for name in state_dict if name.startswith(prefix + "fp8_") and name[len(prefix):] not in self._buffers]
+        saved = {name[len(prefix):]: state_dict.pop(name) for name in theirs}
+        try:
+            load_columns(self._columns(), saved)
+            if self.fp8_params and prefix + "weight" in state_dict:
+                beside = {name: t for name, t in saved.items() if name.startswith("fp8_weight")}
+                load_quantized(self.weight, {"weight": state_dict.pop(prefix + "weight"), **beside})
+                # What is in the weight already stands in for what was loaded.
+                held = self._parameters.pop("weight")
+                super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+                self._parameters = {"weight": held, **self._parameters}
+                return
+        except ValueError as e:
+            errors.append(f"{prefix[:-1]}: {e}")
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+
+class TENorm(nn.Module):
+    """A norm that Transformer Engine computes, by itself or, with `module` None, in front of the product that follows: then it
+    only holds the weight, and passes its input on. `plain` is the module whose place it took."""
+
+    def __init__(self, plain: Any, module: Any | None) -> None:
+        super().__init__()
+        self.weight = plain.weight
+        self.bias = getattr(plain, "bias", None)
+        self._beside = (plain, module)
+        self.train(plain.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        module = self._beside[1]
+        if module is None:
+            return x
+        for name in ("weight", "bias"):
+            if (parameter := getattr(self, name)) is not None and getattr(module, name) is not parameter:
+                setattr(module, name, parameter)
+        y: Tensor = module(x)
+        return y.to(x.dtype)  # Transformer Engine's has the dtype of its weight, which may be stored in a wider one
+
+    @property
+    def read_by_product(self) -> bool:
+        """Whether the product that follows reads the weight, and wants it in the dtype of its own."""
+        return self._beside[1] is None
+
+    @property
+    def plain(self) -> nn.Module:
+        """The norm as it was, with the Parameters that this one has now."""
+        plain: nn.Module = self._beside[0]
+        for name, parameter in self._parameters.items():
+            setattr(plain, name, parameter)
+        return plain
+
+    def extra_repr(self) -> str:
+        module = self._beside[1]
+        where = "in front of the product that follows" if module is None else f"te.{type(module).__name__}"
+        return f"{len(self.weight)}, {where}"
+
+
+class TEMLP(nn.Module):
+    """A gated MLP that one Transformer Engine module computes, norm in front included; the two layers hold its weights."""
+
+    def __init__(self, plain: Any, linear_fc1: TELinear, linear_fc2: TELinear) -> None:
+        super().__init__()
+        self.linear_fc1, self.linear_fc2 = linear_fc1, linear_fc2
+        self._beside = (plain,)
+        self.train(plain.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc1.place[0](x)
+
+    @property
+    def plain(self) -> nn.Module:
+        """The MLP as it was; it has the same two layers."""
+        plain: nn.Module = self._beside[0]
+        return plain

@@ -1,0 +1,103 @@
+"""Transformer Engine's state as plain tensors under native's names, instead of its pickled extra state.
+
+A linear layer has, under delayed scaling, `fp8_scale` [3] and `fp8_amax_history` [length, 3] (columns: input, weight, grad_output),
+which native reads too. A weight that is held quantized is `weight`, its codes, and beside it what they are multiplied by; where
+Transformer Engine keeps a second copy for dgrad, that too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8cfg.numerics.fp8_state_dict import fit_history
+
+SCALE, HISTORY = "fp8_scale", "fp8_amax_history"
+_ROWS_AND_COLUMNS = {
+    "weight": "_rowwise_data", "fp8_weight_rowwise_scale_inv": "_rowwise_scale_inv",
+    "fp8_weight_columnwise": "_columnwise_data", "fp8_weight_columnwise_scale_inv": "_columnwise_scale_inv",
+}
+_FIELDS = {
+    "Float8Tensor": {"weight": "_data", "fp8_weight_scale_inv": "_scale_inv"},
+    "Float8BlockwiseQTensor": _ROWS_AND_COLUMNS, "MXFP8Tensor": _ROWS_AND_COLUMNS,
+    "NVFP4Tensor": _ROWS_AND_COLUMNS | {
+        "fp8_weight_rowwise_amax": "_amax_rowwise", "fp8_weight_columnwise_amax": "_amax_columnwise"},
+}
+"""Classes of Transformer Engine's quantized tensors: our name -> the attribute that holds the bytes."""
+
+
+Columns = Sequence[tuple[Any, int]]
+"""Columns of Transformer Engine's buffers: the state that has `scale` [n] and `amax_history` [length, n], and which column."""
+
+
+def columns_of(module: Any, gemm: int) -> Columns:
+    """Input, weight and grad_output of product number `gemm` of a genuine Transformer Engine module. Its buffers have three
+    columns for each product forward (input, weight, output) and two backward (grad_output, grad_input)."""
+    forward, backward = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
+    return [(forward, 3 * gemm), (forward, 3 * gemm + 1), (backward, 2 * gemm)]
+
+
+def column_tensors(columns: Columns) -> dict[str, Tensor]:
+    """`fp8_scale` [n] and `fp8_amax_history` [length, n] of the columns, copies."""
+    scales, histories = [s.scale[i] for s, i in columns], [s.amax_history[:, i] for s, i in columns]
+    return {SCALE: torch.stack(scales), HISTORY: torch.stack(histories, 1)}
+
+
+@torch.no_grad()
+def load_columns(columns: Columns, saved: Mapping[str, Tensor]) -> None:
+    """Copy in what `column_tensors` gave, or forget everything where `saved` has no state: those are new weights. A scale of 0
+    is native's for "not set yet"; a history of another length is cut or filled up. Raises ValueError for other shapes."""
+    if not columns:
+        return
+    own = column_tensors(columns)
+    fresh = {SCALE: torch.ones_like(own[SCALE]), HISTORY: torch.zeros_like(own[HISTORY])}
+    scale, history = (saved.get(name, fresh[name]).to(own[name].device) for name in (SCALE, HISTORY))
+    if scale.shape != own[SCALE].shape or history.shape[1:] != own[HISTORY].shape[1:]:
+        raise ValueError(f"{SCALE} {list(scale.shape)} and {HISTORY} {list(history.shape)} are of another kind of layer")
+    history = fit_history(history, own[HISTORY])
+    for n, (state, i) in enumerate(columns):
+        state.scale[i] = torch.where(scale[n] == 0, 1.0, scale[n])
+        state.amax_history[:, i] = history[:, n]
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Whether `weight` is a tensor class of Transformer Engine, which holds codes and scales."""
+    return type(weight).__name__ in _FIELDS or _base(weight) in _FIELDS
+
+
+def quantized_tensors(weight: Any) -> dict[str, Tensor]:
+    """The bytes of a quantized weight by our names; E4M3 codes of full size as float8, so that `weight` reads as what it is."""
+    found = {name: getattr(weight, field, None) for name, field in _FIELDS[_base(weight)].items()}
+    plain = {name: t.detach() for name, t in found.items() if t is not None}
+    if plain["weight"].shape == weight.shape:  # nvfp4 has two codes in a byte
+        plain["weight"] = plain["weight"].view(torch.float8_e4m3fn)
+    if _base(weight) == "Float8Tensor":
+        plain["fp8_weight_scale_inv"] = plain["fp8_weight_scale_inv"].reshape(())
+    return plain
+
+
+@torch.no_grad()
+def load_quantized(weight: Any, saved: Mapping[str, Tensor]) -> None:
+    """Put into a quantized weight what `quantized_tensors` gave, bit for bit, or quantize a `weight` in high precision. Raises
+    ValueError where neither fits."""
+    own, given = quantized_tensors(weight), saved["weight"]
+    forms = [{name: (t.shape, t.dtype) for name, t in tensors.items()} for tensors in (saved, own)]
+    if forms[0] == forms[1]:
+        for name, field in _FIELDS[_base(weight)].items():
+            if name in saved:
+                held = getattr(weight, field)
+                held.copy_(saved[name].view(torch.uint8) if held.dtype == torch.uint8 else saved[name])
+        if _base(weight) == "Float8Tensor":
+            weight._transpose, weight._transpose_invalid = None, True  # of the codes before
+    elif given.shape == weight.shape and given.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        weight.quantize_(given.to(weight.device))
+    else:
+        raise ValueError(f"a weight {given.dtype} {list(given.shape)} with {sorted(saved)} is of another scaling")
+
+
+def _base(weight: Tensor) -> str:
+    """The name of the quantized class that `weight` is one of; a Parameter keeps the class of its tensor."""
+    return next((cls.__name__ for cls in type(weight).__mro__ if cls.__name__ in _FIELDS), "")

@@ -1,0 +1,88 @@
+"""What torchao can do (0.18): current scaling through Float8Linear, and MXFP8 through the prototype MXFP8Linear."""
+
+from __future__ import annotations
+
+from importlib import metadata, util
+
+from fp8cfg.backends.native.rules import EMULATE, found, no_units
+from fp8cfg.backends.protocol import Hardware
+from fp8cfg.config.fp8 import FP8, weights_2d
+from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import level, said_of_fp8_weights
+
+LEAST = (0, 18)
+"""The oldest torchao whose float8 and mxfp8 training this backend knows."""
+MX_CAPABILITY = (10, 0)
+"""Least CUDA compute capability with MXFP8 products: Blackwell. Those of 12.0 and above have other instructions."""
+
+
+def unavailable() -> str:
+    if util.find_spec("torchao") is None:
+        return "torchao is not installed"
+    version = metadata.version("torchao")
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    return "" if release >= LEAST else f"torchao {version} is older than {'.'.join(map(str, LEAST))}"
+
+
+def refusals(precision: Precision, hardware: Hardware) -> list[str]:
+    lines = [*_not_there(precision), *(_mxfp8(precision.fp8) if precision.fp8.scaling == "mxfp8" else ())]
+    emulates = product(precision, hardware)[0] == "emulate"
+    return lines or ([] if emulates else no_units(precision, hardware) or _hardware_lacks(precision, hardware))
+
+
+def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
+    if hardware.device == "cpu":
+        return "emulate", "torchao emulates FP8 on a CPU, in float32"
+    if precision.fp8.emulate:
+        return "emulate", "fp8.emulate=true"
+    return "scaled_mm", "torchao, FP8 matrix products of the GPU"
+
+
+def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
+    multiple = _multiple(fp8)
+    for what, size in (("in", in_features), ("out", out_features)):
+        if size % multiple:
+            return f"{what}_features={size} is not a multiple of {multiple}"
+    return ""
+
+
+def tokens_multiple(fp8: FP8, product: str) -> int:
+    return 1 if product == "emulate" and fp8.scaling != "mxfp8" else _multiple(fp8)  # wgrad contracts tokens
+
+
+def _multiple(fp8: FP8) -> int:
+    return 32 if fp8.scaling == "mxfp8" else 16
+
+
+def _not_there(p: Precision) -> list[str]:
+    f, lines = p.fp8, []
+    preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
+    if f.scaling not in ("current", "mxfp8"):
+        lines.append(f"fp8.scaling={f.scaling}: torchao has current and mxfp8 alone; write backend=native, or precision={preset}")
+    if f.params:
+        said = said_of_fp8_weights(p)
+        cure = "fp8.params=false" if said == "fp8.params=True" else "opt_level=O2" if level(p) else "storage.weight=fp16_scaled"
+        lines.append(f"{said}: torchao does not multiply weights that are held in FP8; write backend=native, or {cure}")
+    lines += [f"fp8.{key}=True: torchao leaves attention as it is; write backend=native, or drop it"
+              for key in ("dot_product_attention", "multi_head_attention") if getattr(f, key)]
+    return lines
+
+
+def _mxfp8(f: FP8) -> list[str]:
+    high = f.override_linear_precision
+    lines = [f"fp8.override_linear_precision.{gemm}=True: torchao's MXFP8Linear keeps wgrad alone in high precision; write "
+             "backend=native, or drop it" for gemm in ("fprop", "dgrad") if getattr(high, gemm)]
+    if weights_2d(f):
+        lines.append("fp8.enable_2d_quantization=True: torchao scales weights along rows; write backend=native, or drop it")
+    return lines
+
+
+def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
+    capability = hardware.capability or (0, 0)
+    if p.fp8.scaling == "mxfp8" and not MX_CAPABILITY <= capability < (12, 0):
+        return [f"fp8.scaling=mxfp8: {found(hardware)}, torchao's MXFP8 needs 10.0 (Blackwell); {EMULATE}, or precision="
+                f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"]
+    if p.fp8.granularity == "row" and p.compute != "bf16":
+        return [f"fp8.granularity=row: torch's product with scales of rows gives bf16, not precision.compute={p.compute}; write "
+                "backend=native, or precision.compute=bf16"]
+    return []

@@ -1,0 +1,115 @@
+"""The command line split into options, a file and words."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fp8cfg.cli.help import choices
+from fp8cfg.config.errors import ConfigError, nearest, refuse_if
+
+_ABSENT = ("sample",)
+"""Commands of other trainers, of which ours has no like."""
+
+
+@dataclass
+class Arguments:
+    """What stands on a command line beside the verb."""
+
+    words: list[str] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
+    options: dict[str, list[str]] = field(default_factory=dict)
+    flags: set[str] = field(default_factory=set)
+
+    def one(self, option: str) -> str | None:
+        """The value of an option that is given once, or None. Raises ConfigError where it is given more often."""
+        values = self.options.get(option, [])
+        if len(values) > 1:
+            raise ConfigError(f"{option}: given {len(values)} times")
+        return values[0] if values else None
+
+
+def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) -> Arguments:
+    """Options of `known` with their values, `flags` without, words with a '=' (or marked by + or ~), and the rest. Raises
+    ConfigError for every other option and every option without a value, and then for the words that are wrong too."""
+    out, left, problems = Arguments(), list(argv), list[str]()
+    while left:
+        arg = left.pop(0)
+        if arg.startswith("-"):
+            name, eq, value = arg.partition("=")
+            if name in flags and not eq:
+                out.flags.add(name)
+            elif name not in known:
+                wrong = "takes no value" if name in flags else "no such option"
+                problems.append(f"{name}: {wrong}" + _hint(name, [*known, *flags, "--help", "--version"]))
+            elif not (value := value if eq else left.pop(0) if left else ""):
+                problems.append(f"{name}: needs a value")
+            else:
+                out.options.setdefault(name, []).append(value)
+        elif "=" in arg or arg[:1] in "+~":
+            out.words.append(arg)
+        else:
+            out.plain.append(arg)
+    if problems:
+        refuse_if(problems + wrong_words(out))
+    return out
+
+
+def _hint(name: str, options: list[str]) -> str:
+    """As `suggest`; the dashes, which all have, make no two options alike."""
+    bare = {option.lstrip("-"): option for option in options}
+    near = nearest(name.lstrip("-"), bare)
+    return f"; did you mean {bare[near]!r}?" if near else f"; choose from {', '.join(options)}"
+
+
+def wrong_words(arguments: Arguments) -> list[str]:
+    """The lines of the words that are wrong by themselves, for an error that has other lines already."""
+    from fp8cfg.composition.library import Library
+    from fp8cfg.composition.sweep_words import read
+
+    folder = arguments.options.get("--config-dir")
+    try:
+        read([w for w in arguments.words if not is_hydra(w)], Library(Path(folder[0]) if folder else None))
+    except ConfigError as e:
+        return e.problems
+    return []
+
+
+def is_hydra(word: str) -> bool:
+    """Whether `word` is a setting of Hydra itself: hydra.sweep.dir=x, hydra/launcher=x, +hydra.x=1."""
+    return word.lstrip("+~").startswith(("hydra.", "hydra/"))
+
+
+def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
+    """The recipe file among arguments that are no words. Raises ConfigError for what is no file and no verb."""
+    for arg in plain:
+        if not arg.endswith((".yaml", ".yml")):
+            raise ConfigError(no_verb(arg, verbs))
+    if len(plain) > 1:
+        raise ConfigError(f"{plain[1]}: a second recipe file; one builds on another with `recipe: NAME`")
+    return Path(plain[0]) if plain else None
+
+
+def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
+    """The line for a word without a value that is no verb, or not where a verb stands."""
+    if arg in verbs:
+        return f"{arg}: a command stands first, as in: fp8cfg {arg}"
+    if arg in _ABSENT:
+        return f"{arg}: not in this version; fp8cfg --help has the commands"
+    chosen = next((group for group in ("recipe", "precision", "data") if arg in choices(group)), None)
+    if chosen:
+        return f"{arg}: not of the form key=value; did you mean '{chosen}={arg}'?"
+    verb = nearest(arg, verbs)
+    if verb:
+        return f"{arg}: no such command; did you mean {verb!r}?"
+    if os.path.isdir(arg):
+        return f"{arg}: is a folder; that of a run is for fp8cfg resume, rerun and diff"
+    if os.path.isfile(arg):
+        return f"{arg}: is no recipe file; the name of one ends in .yaml"
+    from fp8cfg.composition.override_words import malformed
+
+    line = malformed(arg)
+    if ";" in line or "," in line:
+        return line
+    return f"{arg or repr(arg)}: no command, recipe file or key=value; fp8cfg --help has them"

@@ -1,0 +1,106 @@
+"""Hydra composes: a complete recipe node, preset nodes laid over it, then values in their order.
+
+The nodes are stored for as long as Hydra works with them and taken out again, so that fp8cfg can be used inside a Hydra
+application and leaves nothing behind. Hydra reads no file here: every file has been read, bounded and checked before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from fp8cfg.composition.library import LEAVES
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.files import CONF, read_yaml
+
+if TYPE_CHECKING:
+    from hydra._internal.hydra import Hydra
+
+Nodes = dict[str, dict[str, dict[str, Any]]]
+"""Complete nodes by group and name."""
+
+NAME = "fp8cfg_config"
+"""What the primary config is called inside Hydra."""
+GIVEN = "given_file"
+"""The choice of `recipe` that stands for a recipe that is given whole."""
+_LOCK = threading.RLock()
+_PLUGINS = {
+    "hydra/launcher/submitit": "'fp8cfg[slurm]'", "hydra/sweeper/optuna": "hydra-optuna-sweeper",
+    "hydra/sweeper/ax": "hydra-ax-sweeper",
+}  # fmt: skip
+"""What brings choices of Hydra's own groups."""
+
+
+def merge(nodes: dict[str, dict[str, Any]], chosen: dict[str, str], values: list[str]) -> dict[str, Any]:
+    """The composed recipe as plain data.
+
+    `nodes` holds a complete node for each group that is chosen, `chosen` their names, `values` Hydra overrides on full keys.
+    """
+    from hydra import compose
+    from omegaconf import OmegaConf
+
+    names = {group: chosen.get(group, GIVEN) for group in nodes}
+    words = [f"{group}={name}" for group, name in names.items()]
+    with application({group: {names[group]: node} for group, node in nodes.items()}):
+        container = OmegaConf.to_container(compose(NAME, [*words, *values]), resolve=True)
+    assert isinstance(container, dict)
+    return {str(k): v for k, v in container.items()}
+
+
+@contextlib.contextmanager
+def application(nodes: Nodes, settings: dict[str, Any] | None = None) -> Iterator[Hydra]:
+    """Hydra with `nodes` to choose from, and `settings` as the `hydra` node of the primary config. Its errors, those of the
+    body included, are raised as ConfigError."""
+    from hydra import initialize
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    with _LOCK, _stored(nodes, settings), initialize(config_path=None, job_name="fp8cfg", version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        try:
+            yield hydra
+        except (HydraException, OmegaConfBaseException) as e:
+            raise ConfigError(_one_line(e)) from None
+
+
+def _one_line(error: BaseException) -> str:
+    """Hydra's first line, and the options that it lists further down."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if not lines:  # Hydra raises an empty error over OmegaConf's own
+        return _one_line(error.__cause__) if error.__cause__ else type(error).__name__
+    options = [line.strip() for line in lines[1:] if line.startswith("\t") and "provider=" not in line]
+    listed = any(line.startswith("Available options") for line in lines)
+    if lines[0].startswith("Error merging override") and error.__cause__:
+        return f"{lines[0]}: {_one_line(error.__cause__)}"
+    missing = next((f"; pip install {package}" for name, package in _PLUGINS.items() if name in lines[0]), "")
+    return lines[0].strip() + (f"; choose from {', '.join(options)}" if listed and options else "") + missing
+
+
+@contextlib.contextmanager
+def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+
+    store, running = ConfigStore.instance(), GlobalHydra.instance().hydra
+    before = {key: store.repo.get(key) for key in (*nodes, f"{NAME}.yaml")}
+    for key in before:
+        store.repo.pop(key, None)
+    GlobalHydra.instance().clear()
+    try:
+        primary = read_yaml(CONF / "config.yaml")
+        store.store(NAME, {**primary, "hydra": settings} if settings else primary, provider="fp8cfg")
+        for group, named in nodes.items():
+            package = LEAVES[group][1] if group in LEAVES else "_global_"
+            for name, node in named.items():
+                store.store(name, node, group=group, package=package, provider="fp8cfg")
+        yield
+    finally:
+        for key, value in before.items():
+            store.repo.pop(key, None)
+            if value is not None:
+                store.repo[key] = value
+        GlobalHydra.instance().hydra = running

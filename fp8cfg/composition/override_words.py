@@ -1,0 +1,141 @@
+"""Words of the command line, checked against the schema before anything is composed, all problems at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from fp8cfg.composition.library import GROUPS, Library
+from fp8cfg.config import foreign_names
+from fp8cfg.config.errors import ConfigError, nearest, refuse_if
+from fp8cfg.config.files import plain
+from fp8cfg.config.node import Node
+from fp8cfg.config.recipe import PLUGIN, Recipe, fields, full, short, short_keys
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+
+def parse(words: Iterable[str], library: Library, has_recipe: bool = False) -> tuple[dict[str, str], list[str]]:
+    """Split `words` into choices (group -> name) and values (Hydra overrides on full keys).
+
+    Raises ConfigError with a line for each word that is no override, names nothing that exists, or has a value of the wrong
+    type or out of bounds.
+    """
+    chosen: dict[str, str] = {}
+    values: list[str] = []
+    problems: list[str] = []
+    for word in words:
+        try:
+            group, text = one(word, library)
+            if group == "recipe" and has_recipe:
+                raise ConfigError(f"{word}: the recipe is given already; drop one of the two")
+            if group:
+                chosen[group] = text
+            elif text:
+                values.append(text)
+        except ConfigError as e:
+            problems += e.problems
+    refuse_if(problems)
+    return chosen, values
+
+
+def one(word: str, library: Library) -> tuple[str, str]:
+    """A choice as (group, name), or a value as ("", override); ("", "") where there is nothing to do."""
+    key, value, text = parsed(word)
+    if value is None and key in GROUPS:
+        return "", ""
+    if key in ("precision", PLUGIN) and isinstance(value, str):
+        key = "precision"
+    elif key not in GROUPS or isinstance(value, dict):
+        _check_value(key, value)
+        return "", f"{full(key)}={text}"
+    if not isinstance(value, str):
+        raise ConfigError(f"{word}: expected the name of a preset")
+    problem, ours = library.problem(key, value), foreign_names.meant(key, value)
+    if problem:
+        raise ConfigError(f"{problem.partition(';')[0]}; did you mean {ours!r}?" if ours else problem)
+    return key, library.stem(key, value)
+
+
+def parsed(word: str) -> tuple[str, Any, str]:
+    """Key, value and the value's text. Raises ConfigError as `override` does, and for a sweep."""
+    said = override(word)
+    if said.is_sweep_override():
+        raise ConfigError(f"{word}: several values are a sweep, and a run takes one; a list is written [a,b]")
+    return said.key_or_group, _plain(said.value()), word.partition("=")[2]
+
+
+def override(word: str) -> Override:
+    """`word` as Hydra parses it, its key dotted. Raises ConfigError for what Hydra's grammar or our closed schema does not
+    take."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType
+    from hydra.errors import HydraException
+
+    if "${" in word:
+        raise ConfigError(f"{word}: interpolation is not accepted; write the value")
+    try:
+        parsed = OverridesParser.create().parse_override(word)
+    except HydraException:
+        raise ConfigError(malformed(word)) from None
+    except RecursionError:
+        raise ConfigError(f"{word[:40]}...: nested too deeply") from None
+    key = parsed.key_or_group.replace("/", ".")
+    if not key:
+        raise ConfigError(malformed(word))
+    if key == "hydra" or key.startswith("hydra."):
+        raise ConfigError(f"{word}: settings of Hydra itself are not part of a recipe")
+    if parsed.type is OverrideType.DEL:
+        raise ConfigError(f"{word}: keys cannot be removed; set {key.partition('=')[0]} to its default instead")
+    if parsed.type is not OverrideType.CHANGE:
+        raise ConfigError(f"{word}: every key exists already; write {word.lstrip('+')}")
+    if parsed.package:
+        raise ConfigError(f"{word}: packages are fixed; write {key}={word.partition('=')[2]}")
+    parsed.key_or_group = key
+    return parsed
+
+
+def _plain(value: Any) -> Any:
+    """Hydra's parsed value as plain data: quoted strings unwrapped."""
+    if isinstance(value, dict):
+        return {str(_plain(k)): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return value.text if hasattr(value, "text") else value
+
+
+def _check_value(key: str, value: Any) -> None:
+    """Raise ConfigError unless `key` exists and takes `value`; a mapping is checked key by key."""
+    plain({key: value}, "command line")
+    if full(key) not in fields():
+        raise ConfigError(foreign_names.unknown(short(full(key)), short_keys() | set(GROUPS), value))
+    node = fields()[full(key)].annotation
+    if isinstance(node, type) and issubclass(node, Node):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{key}={value}: expected keys of {short(full(key))}, as in {_example(full(key), node)}")
+        problems: list[str] = []
+        for k, v in value.items():
+            try:
+                _check_value(f"{key}.{k}", v)
+            except ConfigError as e:
+                problems += e.problems
+        return refuse_if(problems)
+    parent, _, leaf = full(key).rpartition(".")
+    owner = fields()[parent].annotation if parent else Recipe
+    owner(**{leaf: value})  # every field has a default, so that a node with this one value checks this one value
+
+
+def _example(key: str, node: type[Node]) -> str:
+    leaf = "enabled" if "enabled" in node.model_fields else next(iter(node.model_fields))
+    return f"{short(key)}.{leaf}={node.model_fields[leaf].get_default(call_default_factory=True)}"
+
+
+def malformed(word: str) -> str:
+    """The line for a word that Hydra's grammar does not take."""
+    if "=" in word:
+        return f"{word}: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"
+    if word in short_keys() or word in GROUPS:
+        return f"{word}: needs a value, as in {word}={'NAME' if word in GROUPS else 'VALUE'}"
+    near = nearest(word, [*short_keys(), *GROUPS], 0.75)
+    return f"{word or repr(word)}: not of the form key=value" + (f"; did you mean {near!r}?" if near else "")

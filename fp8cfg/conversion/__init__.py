@@ -1,0 +1,1 @@
+"""Module swap on a given model: its linear layers to FP8 and back, for any training loop."""

@@ -1,0 +1,213 @@
+"""FP8 for a model of one's own, in a loop of one's own. autowrap.py has what Accelerate's users know.
+
+    fp8 = fp8cfg.convert_model(model, recipe)   # in place; print(fp8) says what was converted and what was not, and why
+    with fp8.autocast():
+        loss = model(batch)
+        loss.backward()
+    optimizer.step(); fp8.step()                # rolls histories and moves scales
+    fp8.prove()                                 # after the first step: NotFP8Error where it did not run in FP8
+
+Of the recipe the precision is read; `model` and the rest describe runs of our own. Dtypes of parameters stay what they are, and
+storage is refused: `fp8cfg.build(recipe, model=model)` gives the whole job, with its masters and the recipe's optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fp8cfg.backends import backend_registry, flops, stored_weights
+from fp8cfg.backends.backend_choice import Choice, choose
+from fp8cfg.backends.eligibility import layer_lists, plan_model
+from fp8cfg.backends.exclusions import CONVERSION, PLANNED, converted, mark, unmark
+from fp8cfg.backends.gemm_plan import PlannedLinear, not_engaged
+from fp8cfg.backends.misuse_warnings import StepWatch
+from fp8cfg.backends.module_swap import replaced
+from fp8cfg.backends.observed_gemms import beside, loaded
+from fp8cfg.backends.protocol import Hardware
+from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.rules_precision import changed
+from fp8cfg.config.storage import fp8_weights
+
+
+@dataclass
+class Conversion:
+    """What `convert_model` did. `model` is the model that was given, or its replacement where that was itself an nn.Linear;
+    `plan` says of each linear layer what it multiplies in which format, and why not where it does not."""
+
+    model: nn.Module
+    plan: Sequence[PlannedLinear]
+    choice: Choice
+    fp8: FP8
+    _watch: StepWatch | None = field(init=False, repr=False, compare=False, default=None)
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """A context inside which the converted layers multiply in FP8; outside they multiply in high precision."""
+        if enabled and self._rolls and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._watch = self._watch or StepWatch([m.weight for m in self.model.modules() if PLANNED in vars(m)])  # type: ignore[misc]
+            self._watch.entered(converted(self.model).steps)
+        return backend_registry.backend(self.choice.backend).autocast(self.model, enabled)
+
+    @property
+    def _rolls(self) -> bool:
+        """Whether there is something for `step` to do."""
+        return self.fp8.scaling == "delayed" and self.choice.backend == "native"
+
+    def step(self) -> None:
+        """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales."""
+        converted(self.model).step(self.model)
+
+    def prove(self) -> None:
+        """Raise NotFP8Error where what ran since the conversion is not what was planned, or is less than fp8.min_coverage.
+        Layers and gradients that a step leaves out are no fault, nor are evaluations; a converted layer that ran outside of the
+        context in training is one."""
+        prove(self.model, self.plan, self.choice, self.fp8)
+
+    def __str__(self) -> str:
+        from fp8cfg.report.coverage import of_layers
+        from fp8cfg.report.tables import wrapped
+
+        backend = wrapped(f"backend {self.choice.backend} ({self.choice.why})", more="  ")
+        return f"{backend}\n{of_layers(self.plan, beside(self.model))}"
+
+
+def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
+    """Replace, in place, the linear layers of `model` that the recipe's precision has in FP8, by those of its backend.
+
+    Parameters stay the very same objects: tied ones tied, frozen ones frozen. So do hooks, dtypes, devices and training flags.
+    Raises ConfigError for a recipe that cannot run here or reaches no layer, before anything is replaced."""
+    from fp8cfg.numerics import Region
+
+    fp8 = _fp8_of(recipe, model)
+    if _ours(model) or has_fp8_layers(model):
+        raise ConfigError("convert_model: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
+    choice = choose(recipe.precision, _hardware(model))
+    if choice.backend in backend_registry.OWN_OPTIMIZER:
+        raise ConfigError(f"backend={choice.backend}: its layers are trained by its own optimizer alone; write backend=native, "
+                          "or use fp8cfg.build(recipe, model=model)")
+    holder = nn.Module()
+    holder.model = model
+    whole = holder if isinstance(model, nn.Linear) else model  # a root has no place of its own to be replaced in
+    plan = plan_model(whole, fp8, backend_registry.rules(choice.backend).misfit)
+    backend_registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
+    mark(whole, fp8, plan, choice)
+    flops.watch(whole)
+    return Conversion(holder.model, plan, choice, fp8)
+
+
+def convert_back(model: nn.Module) -> nn.Module:
+    """Put an nn.Linear with the very same Parameters in the place of each FP8 layer of `model`; returns it, or its replacement
+    where it is itself such a layer. Weights that were held in FP8 alone, or in a codec,
+    come back in the dtype that most other parameters have, float32 where there are none. Raises ConfigError for a model that
+    FSDP2 has split."""
+    if _has(model, "torch.distributed.fsdp"):
+        raise ConfigError("convert_back: FSDP2 has split the model, and its layers cannot be exchanged; a checkpoint has whole "
+                          "weights (model.safetensors)")
+    holder = nn.Module()
+    holder.model = model
+    held = {layer.parameter for layer in stored_weights.in_codec(model)}
+    wide = Counter(p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1 and p not in held)
+    dtype = wide.most_common(1)[0][0] if wide else torch.float32
+    stored_weights.unhold(holder, dtype)
+    for name, layer in list(holder.named_modules()):
+        for backend in loaded():
+            if (plain := backend.plain(layer)) is not None:
+                if isinstance(plain, nn.Linear) and plain.weight is not layer.weight:
+                    plain.weight.data = plain.weight.data.to(dtype)
+                replaced(holder, name, plain)
+    unmark(holder)
+    for module in holder.modules():
+        if hasattr(vars(module).get("forward"), CONVERSION):
+            del vars(module)["forward"]
+    return holder.model
+
+
+def has_fp8_layers(model: nn.Module) -> bool:
+    """Whether any layer of `model` can multiply in FP8: ours, torchao's Float8Linear, or Transformer Engine's. A layer of ours that
+    only holds its weight in fewer bits cannot."""
+    return (any(not all(getattr(layer, "high_precision", (False,))) for layer in _ours(model)) or _has(model, "torchao.float8")
+            or has_transformer_engine_layers(model))
+
+
+def has_transformer_engine_layers(model: nn.Module) -> bool:
+    """Whether any layer of `model` is Transformer Engine's. Whether it multiplies in FP8 is not said by that: see `coverage`."""
+    return _has(model, "transformer_engine") or _has(model, "fp8cfg.backends.te.layers")
+
+
+def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> None:
+    """Raise NotFP8Error where what ran in `model` is not what was planned, or too little of it is in FP8."""
+    from fp8cfg.report.coverage import coverage
+
+    lines = not_engaged(plan, backend_registry.backend(choice.backend).observed(model))
+    if lines:
+        more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+        raise NotFP8Error(f"this model did not run as was asked for: {'; '.join(lines[:3])}{more}")
+    if (seen := coverage(model)).share < fp8.min_coverage:
+        raise NotFP8Error(f"fp8.min_coverage={fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8")
+
+
+def checked(recipe: Recipe, model: nn.Module) -> Recipe:
+    """A copy of `recipe` for a model with the layers of `model`. Raises ConfigError with every rule that it breaks."""
+    refuse_if(strangers(recipe, model))
+    if every := recipe.log.fp8_stats_every_n_steps:
+        raise ConfigError(f"log.fp8_stats_every_n_steps={every}: has no effect on a model of your own; drop it, and call "
+                          "fp8cfg.numerics.quantization_statistics.collect(model, run) in your loop")
+    recipe = recipe.model_copy(deep=True)
+    recipe.model.num_layers = max(layer_lists(model).values(), default=recipe.model.num_layers)  # for the rules about layers
+    recipe.check()
+    return recipe
+
+
+def strangers(recipe: Recipe, model: nn.Module) -> list[str]:
+    """A line for each of the two that is something else."""
+    wanted = {"Recipe": (recipe, Recipe, "; compose(['precision=bf16_fp8']) gives one"), "torch.nn.Module": (model, nn.Module, "")}
+    return [f"expected a {name}, got {type(given).__name__}{more}" for name, (given, cls, more) in wanted.items()
+            if not isinstance(given, cls)]
+
+
+def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
+    """The recipe and the model around which `fp8cfg.build` makes a job."""
+    recipe = checked(recipe, model)
+    if recipe.trainer.compile == "on":
+        raise ConfigError("trainer.compile=on: has no effect on a model of your own; drop it, call job.compile_model() "
+                          "and run job.forward in your loop")
+    if _ours(model) or has_fp8_layers(model):
+        raise ConfigError("build: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
+    return recipe, nn.Sequential(model) if isinstance(model, nn.Linear) else model
+
+
+def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
+    precision = checked(recipe, model).precision
+    fp8, compute = precision.fp8, precision.compute
+    if not fp8.enabled:
+        raise ConfigError(f"convert_model: precision.compute={compute} runs no FP8; write precision=bf16_fp8")
+    stored = [f"opt_level={precision.opt_level}"] if precision.opt_level else []
+    refuse_if([f"{key}: has no effect in convert_model, which leaves parameters and optimizer as they are; write "
+               "fp8cfg.build(recipe, model=model)" for key in [*stored, *changed(precision.storage)]])
+    if fp8_weights(precision):
+        raise ConfigError("fp8.params=True: weights in FP8 alone need an optimizer with masters; fp8cfg.build(recipe, "
+                          "model=model) makes one, or write fp8.params=false")
+    return fp8
+
+
+def _hardware(model: nn.Module) -> Hardware:
+    """Where the parameters of `model` are."""
+    from fp8cfg.report.machine import find_hardware
+
+    return find_hardware("cuda" if any(p.is_cuda for p in model.parameters()) else "cpu")
+
+
+def _ours(model: nn.Module) -> list[nn.Module]:
+    """The layers that a backend of ours has converted, or that hold their weights in a codec."""
+    return [model.get_submodule(name) for backend in loaded() for name in backend.observed(model)]
+
+
+def _has(model: nn.Module, package: str) -> bool:
+    return any(f"{base.__module__}.".startswith(f"{package}.") for m in model.modules() for base in type(m).__mro__)

@@ -1,0 +1,202 @@
+"""What a lowered graph calls. Each function imports torch when it is called, so that a graph can be made without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fp8cfg.backends.backend_choice import Choice
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import Columns, as_held, foreign_others, gathered, low_bit, others
+from fp8cfg.config.training_nodes import Optim
+from fp8cfg.job import PreparedModel
+from fp8cfg.models.config import TransformerConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp8cfg.models.transformer import Transformer
+    from fp8cfg.numerics import Region
+    from fp8cfg.optim import LossScaler
+    from fp8cfg.optim.low_bit.training import LowBitTraining
+    from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+
+
+
+def transformer(config: TransformerConfig, recompute: bool, device: str, seed: int) -> torch.nn.Module:
+    """The model in float32 on `device`, its weights drawn from `seed`; shaped on the meta device first."""
+    import torch
+
+    from fp8cfg.models.transformer import Transformer
+
+    with torch.device("meta"):
+        model = Transformer(config, recompute=recompute)
+    model.to_empty(device=device)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
+    """`model` itself on `device`, its floating parameters in float32."""
+    import torch
+
+    model.to(device)
+    for p in model.parameters():
+        if p.is_floating_point() and p.dtype != torch.float32:
+            p.data = p.data.float()
+    return model
+
+
+def prepared_model(
+    model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice
+) -> PreparedModel:
+    """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
+    originals become the optimizer's masters, so that no second copy is made.
+
+    Where storage leaves embeddings and norms in float32, that goes for our Transformer, which multiplies them with activations of
+    another dtype. Of a model that is not ours nothing tells which parameters can be: all but the weights of linear layers get the
+    compute dtype there, over float32 masters. Under a backend with an optimizer of its own they stay in float32."""
+    import torch
+
+    from fp8cfg.backends import backend_registry, stored_weights
+    from fp8cfg.models.transformer import Transformer
+    from fp8cfg.numerics import Region
+
+    region = Region()
+    if precision.storage.shard == "fsdp":
+        assert isinstance(model, Transformer), "builder.lower refuses others"
+        return _fully_sharded(model, precision, plan, choice, region)
+    originals = {name: p.detach() for name, p in model.named_parameters()}
+    columns = stored_weights.parameter_columns(model, precision, plan)
+    own = choice.backend in backend_registry.OWN_OPTIMIZER  # and so holds the weights of its layers itself
+    mixed = own or isinstance(model, Transformer)
+    if not mixed:
+        columns = _in_compute_dtype(model, precision, plan, columns)
+    if precision.fp8.enabled:
+        compute = {"compute": stored_weights.DTYPES[precision.compute]} if choice.backend == "te" else {}
+        backend_registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product, **compute)
+    held = [p for p in plan if not (own and p.fp8) and (mixed or f"{p.name}.weight" in columns)]
+    stored_weights.hold(model, precision, held, columns, region)
+    stored_weights.cast_parameters(model, precision, columns)
+    if mixed and others(precision)["weight"] != precision.compute:
+        stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
+    narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32 and p.requires_grad}
+    device = next(model.parameters()).device
+    return PreparedModel(model, {n: t for n, t in originals.items() if n in narrow}, region, device, columns)
+
+
+def _fully_sharded(
+    model: Transformer, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, region: Region
+) -> PreparedModel:
+    """`model` with its linear layers in FP8 as planned, split over the ranks by FSDP2, which casts what it gathers."""
+    from fp8cfg.backends import backend_registry, stored_weights
+    from fp8cfg.training.distributed import fsdp
+
+    columns = stored_weights.parameter_columns(model, precision, plan)
+    if precision.fp8.enabled:
+        gather = {"fp8_gather": True} if gathered(precision, choice.backend) == "fp8" else {}
+        backend_registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product, **gather)
+    fsdp.shard(model, precision)
+    return PreparedModel(model, {}, region, next(model.parameters()).device, columns)
+
+
+def _in_compute_dtype(
+    model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], columns: dict[str, Columns]
+) -> dict[str, Columns]:
+    """`columns` of a model that is not ours."""
+    from fp8cfg.backends.stored_weights import shared_weights
+
+    shared, linear = shared_weights(model), {f"{planned.name}.weight" for planned in plan}
+    return {name: columns[name] if name in linear and p not in shared else foreign_others(precision)
+            for name, p in model.named_parameters()}
+
+
+def optimizer(
+    prepared: PreparedModel, precision: Precision, optim: Optim, clip_grad: float, choice: Choice,
+    loss_scaler: LossScaler | None, seed: int,
+) -> MixedPrecisionOptimizer | LowBitTraining:
+    """The optimizer over `prepared.model`'s parameters; its step rolls the FP8 histories before it writes weights."""
+    import torch.distributed as dist
+
+    from fp8cfg.backends import backend_registry, stored_weights
+    from fp8cfg.optim.groups import param_groups
+
+    model, backend = prepared.model, backend_registry.backend(choice.backend)
+    built: MixedPrecisionOptimizer | LowBitTraining
+    if choice.backend in backend_registry.OWN_OPTIMIZER:
+        built = backend.optimizer(prepared, precision, optim, clip_grad, loss_scaler)  # type: ignore[attr-defined]
+        return built
+    groups = param_groups(model, optim.weight_decay)
+    writers: dict[Any, Any] = {p: layer.set_weight for p, layer in stored_weights.held(model).items()}
+    if precision.fp8.enabled:
+        writers |= backend.writers(model)
+    if low_bit(precision):
+        built = _low_bit(prepared, precision, optim, groups, writers, clip_grad, loss_scaler, seed)
+    else:
+        from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+
+        named = dict(model.named_parameters())
+        built = MixedPrecisionOptimizer(
+            groups, _inner(optim, split=precision.storage.shard == "fsdp"),
+            masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
+            loss_scaler=loss_scaler, clip_grad=clip_grad)
+    if precision.fp8.enabled:
+        def move_scales() -> None:
+            group = dist.group.WORLD if precision.fp8.reduce_amax and dist.is_available() and dist.is_initialized() else None
+            backend.after_step(model, group, built.steps)
+
+        built.on_step.append(move_scales)
+        built.on_skip.append(lambda: backend.after_skip(model))
+    return built
+
+
+def _low_bit(
+    prepared: PreparedModel, precision: Precision, optim: Optim, groups: list[dict[str, Any]], writers: dict[Any, Any],
+    clip_grad: float, loss_scaler: LossScaler | None, seed: int,
+) -> LowBitTraining:
+    """The low-bit Adam. The float32 originals are dropped once its state is made from them."""
+    from fp8cfg.backends import stored_weights
+    from fp8cfg.optim.low_bit.adam_step import named_columns
+    from fp8cfg.optim.low_bit.training import LowBitTrainingAdam, LowBitTrainingAdamW
+    from fp8cfg.training.distributed import zero
+    from fp8cfg.training.distributed.world import World, current
+
+    model, rounding = prepared.model, precision.storage.rounding
+    named = dict(model.named_parameters())
+    held = {p: partial(getattr, layer, "in_codec") for p, layer in stored_weights.held(model).items()}
+    writers = {p: write for p, write in writers.items() if p not in held}  # a step stores those itself
+    split: dict[Any, dict[str, Any]] = {}
+    for number, group in enumerate(groups):
+        for name, p in group["params"]:
+            codecs = {k: v for k, v in prepared.columns[name].items() if k != "comm"}
+            if p in writers:
+                codecs["weight"] = "fp32"  # what the writer is given
+            columns = named_columns(**codecs, rounding=rounding)
+            split.setdefault((number, columns), {**group, "params": [], "columns": columns})["params"].append((name, p))
+    shard = precision.storage.shard
+    world = World() if shard == "none" else current()
+    if world.size > 1:
+        sizes = {name: (p.numel(), group["columns"], prepared.columns[name]["weight_grad"])
+                 for group in split.values() for name, p in group["params"]}
+        prepared.owner = zero.owner_of(sizes, shard, world.size)
+    owned = {name for name, rank in prepared.owner.items() if rank == world.rank} if prepared.owner else None
+    cls = LowBitTrainingAdamW if optim.name == "adamw" else LowBitTrainingAdam
+    built = cls(
+        split.values(), lr=optim.lr, betas=optim.betas, eps=optim.eps, held=held, writers=writers, owned=owned, seed=seed,
+        originals={named[name]: t for name, t in prepared.masters.items()}, loss_scaler=loss_scaler, clip_grad=clip_grad,
+        adds_stored=precision.storage.accumulate == "stored")
+    prepared.masters.clear()
+    if prepared.owner:
+        zero.attach(built, model, prepared.owner, shard, world)
+    return built
+
+
+def _inner(optim: Optim, split: bool) -> Any:
+    import torch
+
+    if optim.name == "sgd":  # torch has no fused step of SGD for tensors that are split over ranks
+        return partial(torch.optim.SGD, lr=optim.lr, momentum=optim.momentum, fused=not split)
+    cls = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+    return partial(cls, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

@@ -1,0 +1,1 @@
+"""Accelerate: its configuration file and its FP8 handler objects."""

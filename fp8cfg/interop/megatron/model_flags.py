@@ -1,0 +1,97 @@
+"""Megatron-LM's flags on the model, the optimizer and the batch, as far as a recipe here has keys for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8cfg.interop.key_table import SILENT, Entry, Unsaid
+from fp8cfg.interop.value_spellings import (
+    boolean,
+    integer,
+    is_on,
+    number,
+    numbers,
+    one_of,
+    option,
+    read_only,
+    same,
+    switch,
+    write_only,
+)
+
+_WHOLE = {
+    "num_layers": "model.num_layers", "hidden_size": "model.hidden_size", "ffn_hidden_size": "model.ffn_hidden_size",
+    "num_attention_heads": "model.num_attention_heads", "num_query_groups": "model.num_query_groups",
+    "seq_length": "model.seq_length", "vocab_size": "model.vocab_size", "micro_batch_size": "trainer.micro_batch_size",
+    "global_batch_size": "trainer.global_batch_size", "train_iters": "trainer.max_steps", "seed": "trainer.seed",
+    "lr_warmup_iters": "optim.warmup_steps", "tensor_model_parallel_size": "trainer.strategy.tensor_model_parallel_size",
+    "pipeline_model_parallel_size": "trainer.strategy.pipeline_model_parallel_size",
+    "context_parallel_size": "trainer.strategy.context_parallel_size",
+}
+_REAL = {
+    "rotary_base": "model.rotary_base", "norm_epsilon": "model.layernorm_epsilon", "init_method_std": "model.init_method_std",
+    "lr": "optim.lr", "weight_decay": "optim.weight_decay", "adam_eps": "optim.eps", "clip_grad": "trainer.gradient_clip_val",
+}
+
+
+def _beta(value: Any) -> dict[str, Any]:
+    """Half of optim.betas, which `shape` makes of both."""
+    number(value)
+    return {}
+
+
+MODEL = (
+    *(same(theirs, ours, integer) for theirs, ours in _WHOLE.items()),
+    *(same(theirs, ours, number) for theirs, ours in _REAL.items()),
+    Entry("kv_channels", lambda value: {"model.kv_channels": integer(value)}, lambda ours: ours["model.kv_channels"] or SILENT),
+    Entry("min_lr", lambda value: {"optim.min_lr": number(value)},
+          lambda ours: SILENT if ours["optim.min_lr"] is None else ours["optim.min_lr"]),
+    option("lr_decay_style", "optim.lr_decay_style", {"cosine": "cosine", "linear": "linear", "constant": "constant"}),
+    option("optimizer", "optim.name", {"adam": "adamw", "sgd": "sgd"}),
+    read_only("BETAS", lambda both: {"optim.betas": numbers(both)}),
+    Entry("adam_beta1", _beta, lambda ours: ours["optim.betas"][0]),
+    Entry("adam_beta2", _beta, lambda ours: ours["optim.betas"][1]),
+    switch("sequence_parallel", "trainer.strategy.sequence_parallel", True),
+    Entry("untie_embeddings_and_output_weights", lambda on: {"model.share_embeddings_and_output_weights": not boolean(on)},
+          lambda ours: not ours["model.share_embeddings_and_output_weights"] or SILENT),
+    Entry("recompute_granularity", lambda value: {"model.recompute_granularity": one_of(value, {"full": "full"})},
+          lambda ours: "full" if ours["model.recompute_granularity"] == "full" else SILENT),
+    write_only("recompute_method", lambda _: "uniform", lambda ours: ours["model.recompute_granularity"] == "full"),
+    *(write_only(flag, lambda _: True) for flag in ("group_query_attention", "swiglu", "disable_bias_linear")),
+    write_only("normalization", lambda _: "RMSNorm"), write_only("position_embedding_type", lambda _: "rope"),
+)
+_LLAMA = "models here have RMSNorm, rotary positions, SwiGLU and no biases"
+MODEL_UNSAID = {
+    "transformer_impl": Unsaid("backend says who multiplies", ("transformer_engine",)),
+    "fp8_interval": Unsaid("Megatron ignores it"),
+    "te_rng_tracker": Unsaid("random numbers follow from trainer.seed"),
+}
+_TOGETHER = ("optim.betas", "optim.min_lr", "optim.lr_decay_style", "optim.name", "model.kv_channels",
+             "model.share_embeddings_and_output_weights", "model.recompute_granularity", "trainer.strategy.sequence_parallel")
+_ELSEWHERE = ("model.rope_scaling.factor", "model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor",
+              "model.rope_scaling.original_max_position", "optim.constant_steps",
+              "trainer.strategy.virtual_pipeline_model_parallel_size")
+BEYOND = (*_WHOLE.values(), *_REAL.values(), *_TOGETHER, *_ELSEWHERE)
+MODEL_WHY = {"model.rope_scaling.factor": "write --use-rope-scaling and --rope-scaling-factor by hand",
+             "optim.name": "Megatron's adam is AdamW", "optim.min_lr": "Megatron's default is 0; write optim.min_lr"}
+
+
+def shape(theirs: dict[str, Any]) -> list[str]:
+    """Megatron's own defaults of a model, where flags give one; betas become one value; a line for what models here are not."""
+    lines = []
+    if "adam_beta1" in theirs or "adam_beta2" in theirs:
+        theirs["BETAS"] = (theirs.get("adam_beta1", 0.9), theirs.get("adam_beta2", 0.999))
+    if "hidden_size" in theirs and "num_attention_heads" in theirs:
+        hidden = integer(theirs["hidden_size"])
+        theirs.setdefault("ffn_hidden_size", 8 * hidden // 3 // 64 * 64 if "swiglu" in theirs else 4 * hidden)
+        if not is_on(theirs.get("group_query_attention")):
+            theirs["num_query_groups"] = theirs["num_attention_heads"]
+        theirs.setdefault("untie_embeddings_and_output_weights", False)
+        others = {"normalization": "RMSNorm", "position_embedding_type": "rope"}
+        unlike = [k for k, v in others.items() if theirs.get(k, "its default") != v]
+        unlike += [k for k in ("swiglu", "disable_bias_linear") if not is_on(theirs.get(k))]
+        lines = [f"{', '.join(unlike)}: {_LLAMA}"] if unlike else []
+    if theirs.get("recompute_granularity") == "selective":
+        theirs.pop("recompute_granularity")
+        lines.append("recompute_granularity=selective: model.recompute_granularity is none or full")
+    return lines

@@ -1,0 +1,136 @@
+"""Files and words of other projects, read as data: nothing in them is run, and all of them are bounded in size."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.files import parse_yaml, plain, read_text
+from fp8cfg.interop import shell_flags
+from fp8cfg.interop.key_table import TYPO, Dialect
+from fp8cfg.interop.value_spellings import flattened, printable
+
+_CODE = re.compile(r"(^\s*(?:- +)?|[{,]\s*)_(target|partial|args|call)_(?=\s*:)", re.MULTILINE)
+
+
+class Said(NamedTuple):
+    """What a source says: a flat table, with a line on each thing that is left out of it, and on each key that looks like a typing
+    error; or the name of a preset."""
+
+    data: dict[str, Any]
+    lost: tuple[str, ...] = ()
+    preset: str | None = None
+    unknown: tuple[str, ...] = ()
+
+
+def text_of(path: Path) -> str:
+    """The text of a file. Raises ConfigError as `read_text` does, and for an empty one."""
+    text = read_text(path)
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty")
+    return text
+
+
+def mapping(path: Path) -> dict[str, Any]:
+    """The keys and values of a YAML, JSON or TOML file, by its ending."""
+    text, data = text_of(path), None
+    try:
+        if path.suffix == ".json":
+            data = json.loads(text, object_pairs_hook=_each_once)
+        elif path.suffix == ".toml":
+            data = tomllib.loads(text)
+        else:
+            return parse_yaml(_CODE.sub(r"\1their_\2", text), str(path))
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{path}: line {e.lineno}: not valid JSON ({e.msg})") from None
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{path}: not valid TOML ({e})") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    except ConfigError:
+        raise
+    except ValueError:
+        raise ConfigError(f"{path}: a number has more digits than can be read") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected keys and values, got {type(data).__name__}")
+    checked: dict[str, Any] = plain(data, str(path))
+    return checked
+
+
+def _each_once(keys: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose parser takes the last of two alike."""
+    data = dict(keys)
+    if len(data) < len(keys):
+        twice = next(key for i, (key, _) in enumerate(keys) if key in dict(keys[:i]))
+        raise ConfigError(f"key {twice!r} stands twice")
+    return data
+
+
+def pairs(words: Sequence[str]) -> dict[str, Any]:
+    """Words of the form key=value."""
+    wrong = [f"{word}: expected key=value" for word in words if "=" not in word]
+    if wrong:
+        raise ConfigError(wrong)
+    return {key: value for key, _, value in (word.partition("=") for word in words)}
+
+
+def nested(data: Mapping[str, Any]) -> Said:
+    """A file's keys by dotted names."""
+    return Said(flattened(data))
+
+
+def plugin(data: Mapping[str, Any]) -> Said:
+    """The precision of a file of NeMo's or Megatron-Bridge's: under mixed_precision or plugins, or the file itself."""
+    trainer = data.get("trainer")
+    places = {"mixed_precision": data, "plugins": trainer if isinstance(trainer, Mapping) else data}
+    for key, place in places.items():
+        said = place.get(key)
+        if isinstance(said, list) and len(said) == 1:  # as a Trainer's plugins may be
+            said = said[0]
+        if isinstance(said, str):
+            return Said({}, preset=said)
+        if isinstance(said, Mapping):
+            return Said(_clean(said))
+    return Said(_clean(data))
+
+
+def _clean(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an object in a file; what is an object itself is the name of its class or function."""
+    return {k: v.get("their_target", v) if isinstance(v, Mapping) else v for k, v in data.items() if not k.startswith("their_")}
+
+
+def sections(of: tuple[str, ...], dialect: Dialect) -> Callable[[Mapping[str, Any]], Said]:
+    """Those keys of a file that begin with one of `of`; one line names the sections of the rest, and those of which only a part is
+    read, but for keys that are nearly one of `dialect`."""
+    def chosen(data: Mapping[str, Any]) -> Said:
+        flat = flattened(data)
+        mine = {k: v for k, v in flat.items() if k.startswith(of)}
+        typos = {k: near for k in flat if k not in mine and (near := dialect.like(k, TYPO))}
+        read = {k.partition(".")[0] for k in mine}
+        others = sorted({k.partition(".")[0] for k in flat if k not in mine and k not in typos})
+        rest = [f"{'the rest of ' if name in read else ''}[{name}]" for name in others]
+        return Said(mine, (f"{', '.join(rest)}: not about precision, not read",) if rest else (), unknown=tuple(
+            f"{printable(k)}: no such key of {dialect.name}; did you mean {near!r}?" for k, near in typos.items()))
+    return chosen
+
+
+def shell(dialect: Dialect) -> Callable[[str], Said]:
+    """The flags of a script that `dialect` knows."""
+    def read(text: str) -> Said:
+        found, lines = shell_flags.found(text)
+        mine, rest = shell_flags.takes(dialect, found)
+        if not mine:
+            raise ConfigError(f"no flag of {dialect.name} that is known here, such as --fp8-format hybrid")
+        return Said(mine, (*lines, *rest))
+    return read
+
+
+def joined(words: Sequence[str]) -> str:
+    """Words as the text of a command line."""
+    return words[0] if len(words) == 1 else shlex.join(words)

@@ -1,0 +1,1 @@
+"""Transformer Engine's recipes: classes, objects and printed text."""

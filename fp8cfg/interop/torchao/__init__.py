@@ -1,0 +1,1 @@
+"""torchao's Float8LinearConfig."""

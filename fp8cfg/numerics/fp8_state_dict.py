@@ -1,0 +1,101 @@
+"""State dicts between high precision and FP8, in every direction.
+
+An FP8 layer adds to a linear layer's state, under delayed scaling, `fp8_scale` [3] and `fp8_amax_history` [length, 3], float32
+(columns: input, weight, grad_output); and where the weight itself is float8 or in a codec with a scale, what it is multiplied
+by to be read (`fp8_weight_scale_inv` and the others, see fp8_weights.py). A load that lacks them is a load of new weights: what the
+layer remembered of the old ones is forgotten. float8 weights stored under another scaling are read and quantized anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp8cfg.numerics.formats import BY_DTYPE
+from fp8cfg.numerics.fp8_weights import Stored, dequantize
+
+if TYPE_CHECKING:
+    from fp8cfg.numerics.attention import FP8Attention
+    from fp8cfg.numerics.linear import FP8Linear
+
+WEIGHT_BUFFERS = ("fp8_weight_scale_inv", "fp8_weight_dgrad", "fp8_weight_dgrad_scale_inv", "fp8_weight_global_scale_inv")
+"""Beside a float8 weight, in the order of the fields of `Stored`."""
+BUFFERS = ("fp8_scale", "fp8_amax_history", *WEIGHT_BUFFERS)
+
+
+def high_precision_state_dict(state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """`state` of an FP8 model as the same model without FP8 loads it: without scales and histories, float8 weights
+    dequantized to `dtype`; every other tensor is passed on as it is."""
+    plain = {}
+    for name, tensor in state.items():
+        prefix, dot, leaf = name.rpartition(".")
+        if leaf in BUFFERS:
+            continue
+        stored = _stored(state, prefix + dot) if leaf == "weight" else None
+        plain[name] = dequantize(stored, dtype) if stored else tensor
+    return plain
+
+
+def _stored(state: Mapping[str, Tensor], prefix: str) -> Stored | None:
+    """The weight of a layer in `state` that is float8, or has a scale, if it has one that can be read."""
+    weight, scale_inv, *others = (state.get(prefix + name) for name in ("weight", *WEIGHT_BUFFERS))
+    if weight is None or (scale_inv is None and weight.dtype not in BY_DTYPE):
+        return None
+    if scale_inv is None:
+        raise RuntimeError(f"{prefix}weight is {weight.dtype} and means nothing without {prefix}{WEIGHT_BUFFERS[0]}")
+    return Stored(weight, scale_inv, *others)
+
+
+def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Tensor | None:
+    """Completes `state`, in place, to what `layer` holds. Returns a high-precision weight that the layer must still quantize
+    once the rest is loaded."""
+    weight = state.get(prefix + "weight")
+    if weight is None or weight.shape != layer.weight.shape:  # nn.Module says what is wrong with it
+        return None
+    complete_delayed(layer, state, prefix)
+    own = {name: getattr(layer, name) for name in WEIGHT_BUFFERS if getattr(layer, name) is not None}
+    if weight.dtype == layer.weight.dtype and _forms(state, prefix) == {k: (t.shape, t.dtype) for k, t in own.items()}:
+        return None
+    stored = _stored(state, prefix)
+    for name in WEIGHT_BUFFERS:  # of another scaling
+        state.pop(prefix + name, None)
+    if not own:
+        if stored:
+            state[prefix + "weight"] = dequantize(stored, layer.weight.dtype)
+        return None
+    state[prefix + "weight"] = layer.weight.detach()
+    state.update({prefix + name: tensor for name, tensor in own.items()})
+    return dequantize(stored, torch.float32) if stored else weight
+
+
+def complete_delayed(layer: FP8Linear | FP8Attention, state: dict[str, Tensor], prefix: str) -> None:
+    """Scales and amax history as `layer` has them: fresh where `state` has none, none where it has no use for them, and a
+    history of another length cut or filled up."""
+    scale, history = prefix + "fp8_scale", prefix + "fp8_amax_history"
+    if layer.fp8_scale is None or layer.fp8_amax_history is None:
+        state.pop(scale, None)
+        state.pop(history, None)
+    elif scale not in state:
+        state.update({prefix + name: fresh for name, fresh in layer.fresh_state().items()})
+    elif history in state and state[history].shape[1:] == layer.fp8_amax_history.shape[1:]:
+        state[history] = fit_history(state[history], layer.fp8_amax_history)
+
+
+def fit_history(saved: Tensor, like: Tensor) -> Tensor:
+    """An amax history [L, columns] cut or filled up to the length of `like`: row 0 is the running maximum, the newest stay
+    last."""
+    if len(saved) == len(like):
+        return saved
+    keep = min(len(saved), len(like)) - 1
+    out = torch.zeros_like(like)
+    out[0] = saved[0]
+    if keep:
+        out[-keep:] = saved[-keep:]
+    return out
+
+
+def _forms(state: Mapping[str, Tensor], prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (t.shape, t.dtype) for name in WEIGHT_BUFFERS if (t := state.get(prefix + name)) is not None}

@@ -1,0 +1,101 @@
+"""Weights that exist in float8 alone: how a float32 master is stored, and read back as an operand.
+
+One float8 matrix serves fprop and dgrad where both read the same scales: one scale a tensor, or square tiles. Scales along
+rows cannot be read along columns; then a second matrix is kept for dgrad, as Transformer Engine's MXFP8 tensors do, which
+takes as many bytes as bfloat16 would. Scales are stored in their own size: E8M0 in a byte, nvfp4's E4M3 as float8.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8cfg.numerics.block_scaling import Tile, first_level, spread, tiled, untiled
+from fp8cfg.numerics.formats import cast, widen
+from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.quantize import quantize_tiles
+from fp8cfg.numerics.scaling import BLOCK, WEIGHT, Scaling
+
+
+class Stored(NamedTuple):
+    """A float8 weight [out, in], what its values are multiplied by to be read, the same once more for dgrad where that reads
+    other scales, and nvfp4's scale of the whole tensor."""
+
+    data: Tensor
+    scale_inv: Tensor
+    dgrad: Tensor | None = None
+    dgrad_scale_inv: Tensor | None = None
+    global_scale_inv: Tensor | None = None
+
+
+def store(master: Tensor, scaling: Scaling, scale: Tensor | None = None) -> Stored:
+    """Quantizes `master` [out, in]; with the scalar `scale` where one is for the whole tensor."""
+    fmt = scaling.forward
+    if scale is not None:
+        return Stored(cast(master.float() * scale, fmt), scale.reciprocal())
+    whole = first_level(master) if scaling.kind == "nvfp4" else None
+
+    def along(axis: int) -> tuple[Tensor, Tensor]:
+        tile = scaling.tile(WEIGHT, axis)
+        assert tile is not None, "one scale for the tensor is given"
+        q = quantize_tiles(master, tile, fmt, scaling, fmt.dtype, whole)
+        assert q.scale_inv is not None
+        return q.data, pack(q.scale_inv, scaling)
+
+    data, scale_inv = along(1)
+    dgrad, dgrad_scale_inv = along(0) if scaling.directional(WEIGHT) else (None, None)
+    return Stored(data, scale_inv, dgrad, dgrad_scale_inv, None if whole is None else whole.reciprocal())
+
+
+def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | None) -> Operand:
+    """The weight [out, in] as a product over its dimension `axis` multiplies it. `carrier` None keeps float8."""
+    fmt, tile = scaling.forward, scaling.tile(WEIGHT, axis)
+    data, scale_inv = stored.data, stored.scale_inv
+    if axis == 0 and stored.dgrad is not None and stored.dgrad_scale_inv is not None:
+        data, scale_inv = stored.dgrad, stored.dgrad_scale_inv
+    if tile is None:
+        return Operand(widen(data, carrier) if carrier else data, scale_inv, fmt)
+    decode = unpack(scale_inv)
+    if carrier is None or scaling.kind not in BLOCK:
+        return Operand(widen(data, carrier) if carrier else data, decode, fmt, tile)
+    v = tiled(widen(data, carrier), tile) * decode.to(carrier)[:, None, :, None]
+    return Operand(untiled(v, data.shape), stored.global_scale_inv, fmt, tile)
+
+
+def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
+    """The values of the weight [out, in] in `dtype`, rounded once."""
+    decode = unpack(stored.scale_inv)
+    if decode.dim() == 2:
+        decode = spread(decode, stored.data.shape, _tile(stored.data.shape, decode.shape))
+    if stored.global_scale_inv is not None:
+        decode = decode * stored.global_scale_inv
+    data = widen(stored.data, torch.float32) if stored.data.dtype.itemsize == 1 else stored.data.float()
+    return (data * decode).to(dtype)
+
+
+def pack(decode: Tensor, scaling: Scaling) -> Tensor:
+    """Float32 scales in the size that the scaling gives them: E8M0 bytes, E4M3, or float32."""
+    if scaling.kind == "mxfp8":  # the exponent's bits; a NaN has all of them
+        return (decode.view(torch.int32) >> 23).to(torch.uint8)
+    return decode.to(torch.float8_e4m3fn) if scaling.kind == "nvfp4" else decode
+
+
+def unpack(scale_inv: Tensor) -> Tensor:
+    """The inverse of `pack`."""
+    if scale_inv.dtype == torch.uint8:
+        powers = torch.where(scale_inv == 0, 2.0**-127, (scale_inv.int() << 23).view(torch.float32))
+        return torch.where(scale_inv == 255, torch.nan, powers)
+    return scale_inv.float()
+
+
+def _tile(shape: torch.Size, scales: torch.Size) -> Tile:
+    """The tile of which a matrix of `shape` has as many as `scales` says. No two sizes in use give the same number, unless
+    that is one."""
+
+    def size(n: int, count: int) -> int:
+        return next((k for k in (1, 16, 32, 128) if -(-n // k) == count), 0)
+
+    return size(shape[0], scales[0]), size(shape[1], scales[1])
+

@@ -1,0 +1,146 @@
+"""The three products of a linear layer as one autograd function of plain torch operations.
+
+    fprop   y  [T, out] = x  [T, in]    W  [out, in]    both contract their second dimension
+    dgrad   dx [T, in]  = dy [T, out]   Wᵀ [in, out]    the weight contracts its first dimension
+    wgrad   dW [out, in] = dyᵀ [out, T] xᵀ [in, T]      gradient and input contract their first
+
+With one scale a tensor each tensor is quantized once: the input and the weight in the forward pass, both kept for the
+backward pass in that form; the incoming gradient once, for dgrad and wgrad together. Scales along the contracted dimension
+make it once for each dimension. Each product may be kept in high precision by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp8cfg.numerics.codecs import Codec
+from fp8cfg.numerics.fp8_weights import Stored, dequantize
+from fp8cfg.numerics.fp8_weights import operand as stored_operand
+from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, gemm
+from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.nvfp4 import quantize_nvfp4
+from fp8cfg.numerics.quantize import quantize, quantize_tiles
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, scale_now
+
+Products = tuple[bool, bool, bool]  # one flag for each of fprop, dgrad, wgrad
+CONTRACTED = {
+    (INPUT, FPROP): 1, (WEIGHT, FPROP): 1, (GRAD_OUTPUT, DGRAD): 1, (WEIGHT, DGRAD): 0, (GRAD_OUTPUT, WGRAD): 0,
+    (INPUT, WGRAD): 0}  # fmt: skip
+"""The dimension of each tensor, as stored, over which a product sums."""
+
+
+class State(NamedTuple):
+    """The buffers of a layer that its products read and write: the fields of `Stored` where the weight is float8, the first two
+    where it is in a codec, `scales` and `history` under delayed scaling."""
+
+    stored: Tensor | None
+    stored_scale_inv: Tensor | None
+    stored_dgrad: Tensor | None
+    stored_dgrad_scale_inv: Tensor | None
+    stored_global_scale_inv: Tensor | None
+    scales: Tensor | None
+    history: Tensor | None
+    ran: Tensor
+
+    @property
+    def weight(self) -> Stored | None:
+        """The float8 weight, if there is one."""
+        if self.stored is None or self.stored_scale_inv is None:
+            return None
+        return Stored(self.stored, self.stored_scale_inv, *self[2:5])
+
+
+class Plan(NamedTuple):
+    """What one call does; static, so that a compiler specialises on it."""
+
+    scaling: Scaling
+    high_precision: Products
+    carrier: torch.dtype | None  # of emulated operands; None multiplies float8 tensors
+    out: torch.dtype
+    weight_grad: torch.dtype
+    record: bool
+    codec: Codec | None = None  # that the weight is held in
+    trains: bool = True  # an evaluation in high precision is not recorded
+
+    def operands(self, role: int, slots: Sequence[int], make: Callable[[bool, int], Operand]) -> dict[int, Operand]:
+        """The operand of `role` in each product of `slots`, contracted dimension last. `make` gives it in high precision or in
+        FP8, for a product that contracts the given dimension; it is called once where products can share."""
+        made: dict[tuple[bool, int], Operand] = {}
+        found = {}
+        for slot in slots:
+            high, axis = self.high_precision[slot], CONTRACTED[role, slot]
+            key = high, axis if self.scaling.directional(role) and not high else 1
+            if key not in made:
+                made[key] = make(high, key[1])
+            found[slot] = made[key] if axis == 1 else made[key].t()
+        return found
+
+    def operand(self, t: Tensor, role: int, state: State, high_precision: bool, axis: int) -> Operand:
+        """`t` as stored, quantized along its dimension `axis` where that matters."""
+        if high_precision:
+            return Operand(t.to(self.out))
+        fmt, tile = self.scaling.format_of(role), self.scaling.tile(role, axis)
+        if tile is None:
+            scale = scale_now(t, role, self.scaling, state.scales, state.history, self.record)
+            return quantize(t, scale, fmt, self.carrier or fmt.dtype)
+        if self.scaling.kind == "nvfp4":
+            return quantize_nvfp4(t, role, axis, self.scaling, self.carrier)
+        return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype)
+
+    def weight(self, w: Tensor, state: State, high_precision: bool, axis: int) -> Operand:
+        if self.codec is not None:
+            held = tuple(t for t in state[:2] if t is not None)
+            return self.operand(self.codec.decode(held), WEIGHT, state, high_precision, axis)
+        stored = state.weight
+        if stored is None:
+            return self.operand(w, WEIGHT, state, high_precision, axis)
+        if high_precision:
+            return Operand(dequantize(stored, self.out))
+        return stored_operand(stored, axis, self.scaling, self.carrier)
+
+
+class LinearFunction(torch.autograd.Function):
+    """x [T, in], w [out, in], bias [out] or None, the fields of State, Plan -> [T, out] of dtype `plan.out`. Where `stored` is
+    the weight, `w` only receives the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        (*buffers, plan), (needs_dx, needs_dw) = rest, ctx.needs_input_grad[:2]
+        state = State(*buffers)
+        xs = plan.operands(INPUT, [FPROP] + [WGRAD] * needs_dw, lambda high, axis: plan.operand(x, INPUT, state, high, axis))
+        ws = plan.operands(WEIGHT, [FPROP] + [DGRAD] * needs_dx, lambda high, axis: plan.weight(w, state, high, axis))
+        ran = state.ran if plan.trains or not plan.high_precision[FPROP] else None
+        y = gemm(xs[FPROP], ws[FPROP], plan.out, ran, FPROP, bias)
+        # A weight that is held in fewer bits is at hand in the backward pass too, so nothing wider is kept of it. The buffers
+        # travel as attributes and not as saved tensors: a second forward pass may change them before the first backward pass.
+        reads_again = state.stored is not None and (plan.codec is None or plan.high_precision[DGRAD])
+        kept = xs.get(WGRAD), None if reads_again else ws.get(DGRAD)
+        ctx.save_for_backward(*(part for operand in kept for part in (operand[:2] if operand else (None, None))), state.stored)
+        ctx.kinds = [operand and operand[2:] for operand in kept]
+        ctx.state, ctx.plan = state._replace(stored=None), plan
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_inv, w, w_inv, stored = ctx.saved_tensors
+        plan, state = ctx.plan, ctx.state._replace(stored=stored)
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dx, dw, db = None, None, None
+        with torch.autocast(g.device.type, enabled=False):
+            wanted = [DGRAD] * needs_dx + [WGRAD] * needs_dw
+            gs = plan.operands(GRAD_OUTPUT, wanted, lambda high, axis: plan.operand(g, GRAD_OUTPUT, state, high, axis))
+            if needs_dx:
+                ws = plan.operands(WEIGHT, [DGRAD] * (ctx.kinds[1] is None), lambda high, axis: plan.weight(w, state, high, axis))
+                dx = gemm(gs[DGRAD], ws[DGRAD] if ws else Operand(w, w_inv, *ctx.kinds[1]), ctx.dtypes[0], state.ran, DGRAD)
+            if needs_dw:
+                dw = gemm(gs[WGRAD], Operand(x, x_inv, *ctx.kinds[0]), plan.weight_grad, state.ran, WGRAD)
+            if needs_db:
+                db = g.sum(0).to(ctx.dtypes[1])
+        return dx, dw, db, *(None for _ in state), None

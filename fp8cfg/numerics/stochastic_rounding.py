@@ -1,0 +1,56 @@
+"""Stochastic rounding: up or down with the odds that keep the mean, so that updates below the step of a grid still add up.
+
+The random numbers are a function of a key, a lane and the index of the element. Nothing advances: the same key gives the
+same numbers in whatever pieces a tensor is processed, in eager and in compiled code, and on whichever rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import torch
+from torch import Tensor
+
+from fp8cfg.numerics.exact_float32 import power_of_two
+from fp8cfg.numerics.formats import Format
+
+
+def random_key(seed: int, *words: int | str) -> Tensor:
+    """The key, int32 [2], of these words: the name of a parameter and the number of a step, say."""
+    digest = hashlib.blake2b(repr((seed, *words)).encode(), digest_size=8).digest()
+    return torch.tensor(struct.unpack("<2i", digest), dtype=torch.int32)
+
+
+def uniform(key: Tensor, lane: int, start: int, count: int) -> Tensor:
+    """`count` float32 numbers in [0, 1), multiples of 2^-24, for the elements from `start` on; lanes are separate streams. Keys
+    [n, 2] give [n, count].
+
+    The index goes through the two multiply-xorshift rounds of lowbias32 (C. Wellons, "Hash function prospector", 2018), with
+    half of the key mixed in before each.
+    """
+    x = torch.arange(start, start + count, dtype=torch.int32, device=key.device)
+    x = _shift_xor(x ^ (key[..., :1] + _int32(lane * 0x9E3779B9)), 16) * 0x7FEB352D
+    x = _shift_xor(x + key[..., 1:], 15) * _int32(0x846CA68B)
+    return ((_shift_xor(x, 16) >> 8) & 0xFFFFFF).float() * 2.0**-24
+
+
+def round_stochastic(v: Tensor, fmt: Format, u: Tensor) -> Tensor:
+    """Float32 `v` on the grid of `fmt`, still float32: the upper neighbour where `u` is below the distance to the lower one.
+
+    Steps are powers of two, so all of this is exact. It does not saturate; infinities and NaN stay. A step finer than 2^-126,
+    as bfloat16 has them below 2^-119, counts as 2^-126: its reciprocal would not be a float32.
+    """
+    exponent = ((v.view(torch.int32) >> 23) & 0xFF) - 127
+    step = (exponent.clamp(min=fmt.min_exponent) - fmt.mantissa_bits).clamp(min=-126)
+    count = v * power_of_two(-step)
+    lower = count.floor()
+    return (lower + (u < count - lower).float()) * power_of_two(step)
+
+
+def _shift_xor(x: Tensor, by: int) -> Tensor:
+    return x ^ ((x >> by) & (0xFFFFFFFF >> by))  # int32 shifts copy the sign down; the mask takes it off
+
+
+def _int32(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31

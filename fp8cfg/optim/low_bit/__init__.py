@@ -1,0 +1,1 @@
+"""Low-bit AdamW and Adam: weights, masters, gradients and moments in fewer than 32 bits."""

@@ -1,0 +1,134 @@
+"""The low-bit optimizers as a training loop needs them: loss scale, clipping, skipped steps, on gradients of any codec.
+
+    backward   p.grad, or stored in its codec as soon as it is there; multiplied by the loss scale
+    step       unscale -> norm, finite? -> clip -> Adam on what is stored -> hooks -> weights in FP8 from their masters
+
+Gradients are unscaled and clipped as the step reads them, in float32. A stored one that holds an infinity or NaN has a scale that
+is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8cfg.numerics.codecs import Codec, Stored, spans
+from fp8cfg.optim.loss_scale import LossScaler
+from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
+
+
+class LowBitTraining(LowBitOptimizer):
+    """What `MixedPrecisionOptimizer` is to a float32 optimizer, and with the same attributes: after a step `grad_norm` is the
+    norm before clipping (float32, unscaled), `steps` counts those that were not skipped, `clip_grad` of 0 clips nothing,
+    `adds_stored` stores the gradients of every backward pass, added to those before.
+
+    `on_step` is called after the update and before weights in FP8 are written, `on_skip` where gradients were not finite.
+
+    Where state is sharded, `on_written` is called once weights are written, to hand them round; `sum_norms` adds up the
+    norms of all gradients over the ranks where each has those of its own alone, an empty gradient standing for the others."""
+
+    def __init__(self, *args: Any, loss_scaler: LossScaler | None = None, clip_grad: float = 0.0,
+                 adds_stored: bool = False, **options: Any) -> None:  # fmt: skip
+        self.loss_scaler, self.clip_grad = loss_scaler, clip_grad
+        self.grad_norm, self.steps = 0.0, 0
+        self.on_step: list[Callable[[], None]] = []
+        self.on_skip: list[Callable[[], None]] = []
+        self.on_written: list[Callable[[], None]] = []
+        self.sum_norms: Callable[[Tensor], Tensor] | None = None
+        super().__init__(*args, **options)
+        if adds_stored:
+            self._always = self.storing(add=True)
+            self._always.__enter__()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> bool:  # type: ignore[override]
+        """One update; False where it was skipped because gradients are not finite. A skipped step changes the loss scale and
+        nothing else. Raises RuntimeError as that of LowBitOptimizer does."""
+        if closure is not None:
+            raise TypeError("step takes no closure: the loss may be scaled")
+        self._check_versions()
+        self.store_grads()
+        finite = self._prepare_gradients()
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(found_inf=not finite)
+        if finite:
+            self._update()
+            self.steps += 1
+        for hook in self.on_step if finite else self.on_skip:
+            hook()
+        if finite:
+            self.write_parameters()
+        self._spent = True
+        return finite
+
+    @torch.no_grad()
+    def write_parameters(self) -> None:
+        """As that of LowBitOptimizer, and hand round what was written."""
+        super().write_parameters()
+        for hook in self.on_written:
+            hook()
+        self._remember_versions()
+
+    @property
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """The float32 values of the masters of parameters that are written from one; made anew."""
+        columns = self._columns()
+        return {p: columns[p].source.decode(self.state[p]["master"]) for p in self.writers if self.owns(p)}
+
+    def state_json(self) -> dict[str, Any]:
+        """The rest of the state, for JSON; step counts, loss scale and codecs among it."""
+        scale = None if self.loss_scaler is None else self.loss_scaler.state()
+        return {**super().state_json(), "steps": self.steps, "loss_scale": scale}
+
+    def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        """As that of LowBitOptimizer; raises ValueError also for a loss scale on one side alone."""
+        if (json.get("loss_scale") is None) != (self.loss_scaler is None):
+            raise ValueError("optimizer state: the loss must be scaled by both the saved run and this one, or by neither")
+        super().load_state(tensors, json)
+        self.steps = int(json["steps"])
+        if self.loss_scaler is not None:
+            self.loss_scaler.load_state(json["loss_scale"])
+
+    def _gradients(self) -> list[tuple[nn.Parameter, Codec, Stored]]:
+        """Every gradient of this step and how it is stored."""
+        found = []
+        for p, columns in self._columns().items():
+            grad = self.stored_grads.get(p) if p.grad is None else (p.grad,)
+            if grad is not None:
+                found.append((p, columns.read, grad))
+        return found
+
+    def _prepare_gradients(self) -> bool:
+        """Find what unscales and clips; False where gradients are not finite."""
+        self.grad_factor = 1.0 if self.loss_scaler is None else 1.0 / self.loss_scaler.scale
+        norms = [norm(codec, stored) if stored else torch.zeros((), device=p.device) for p, codec, stored in self._gradients()]
+        self.grad_norm = self._total(norms) * self.grad_factor
+        if not math.isfinite(self.grad_norm):
+            return False
+        if 0.0 < self.clip_grad < self.grad_norm:
+            self.grad_factor *= self.clip_grad / (self.grad_norm + 1e-6)
+        return True
+
+    def _total(self, norms: list[Tensor]) -> float:
+        if not norms:
+            return 0.0
+        each = torch.stack(norms)
+        return float(torch.linalg.vector_norm(self.sum_norms(each) if self.sum_norms else each))
+
+
+def norm(codec: Codec, stored: Stored) -> Tensor:
+    """The 2-norm of a stored tensor, float32 []; a piece of it at a time is ever float32."""
+    parts = [torch.linalg.vector_norm(codec.decode(codec.part(stored, a, b))) for a, b in spans(stored[0].numel())]
+    return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), device=stored[0].device)
+
+
+class LowBitTrainingAdamW(LowBitTraining, LowBitAdamW):
+    """LowBitAdamW in a training loop."""
+
+
+class LowBitTrainingAdam(LowBitTraining, LowBitAdam):
+    """LowBitAdam in a training loop."""

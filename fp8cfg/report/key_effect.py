@@ -1,0 +1,100 @@
+"""What a key does under a recipe: the rules are asked, by changing the key on a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fp8cfg.backends.backend_choice import Hardware, choose
+from fp8cfg.builder import plan
+from fp8cfg.composition.flatten import assigned, flat
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.recipe import PLUGIN, Recipe, short
+from fp8cfg.config.storage import resolved
+from fp8cfg.report.schema_json import key_schema
+
+HARDWARE = (Hardware("cpu"), Hardware("cuda", (9, 0), (13, 0)), Hardware("cuda", (10, 0), (13, 0)))
+"""A CPU, Hopper and Blackwell: what one of them can run is no fault of a recipe."""
+_INERT, _LATER = ": has no effect", "not in this version"
+
+
+def refusals(recipe: Recipe) -> list[str]:
+    """Every reason, on whatever hardware, against `recipe`: its rules, its layer patterns, and what this version does not
+    have."""
+    lines = _problems(recipe.check)
+    if not lines:  # a plan needs a model that can be
+        lines += _problems(lambda: plan(recipe))
+    return lines + min((_refused_on(recipe, hardware) for hardware in HARDWARE), key=len)
+
+
+def _refused_on(recipe: Recipe, hardware: Hardware) -> list[str]:
+    every = recipe.log.fp8_stats_every_n_steps
+    return _problems(lambda: choose(recipe.precision, hardware, statistics=every, here=False))
+
+
+def effect(recipe: Recipe, key: str) -> str:
+    """What the full `key` does under `recipe`, in one line."""
+    said = [line for line in refusals(recipe) if _about(line, key)]
+    if said:
+        return f"refused: {said[0]}"
+    value = flat(recipe)[key]
+    if value != flat(Recipe())[key]:
+        return "takes effect"  # what differs from its default and did nothing would be refused
+    others, complete = _others(key_schema(key), value)
+    answers = [line for other in others if (line := _answer(recipe, key, other)) is not None]
+    if answers and all(_INERT in line for line in answers):
+        return "no effect" + answers[0].partition(_INERT)[2].replace("; drop it or ", "; ")
+    if _resolved(recipe, key) or not all(answers) or not complete:
+        return _resolved(recipe, key) or "takes effect"
+    reasons = [line.partition(": ")[2] for line in answers if _LATER not in line]
+    return f"other values are refused: {reasons[0]}" if reasons else f"other values are {_LATER}"
+
+
+def _answer(recipe: Recipe, key: str, value: Any) -> str | None:
+    """The line about `key` once it is changed to `value`, that it does nothing before others: an empty one where there is
+    none, None where the schema refuses the value."""
+    try:
+        lines = [line for line in refusals(assigned(recipe, {key: value})) if _about(line, key)]
+    except ConfigError:
+        return None
+    return next((line for line in lines if _INERT in line), lines[0] if lines else "")
+
+
+def _problems(check: Callable[[], object]) -> list[str]:
+    try:
+        check()
+    except ConfigError as e:
+        return e.problems
+    return []
+
+
+def _about(line: str, key: str) -> bool:
+    return line.startswith((f"{short(key)}=", f"{short(key)}:"))
+
+
+def _others(schema: dict[str, Any], value: Any) -> tuple[list[Any], bool]:
+    """Other values than `value` that a key could have, and whether they are all; some may be out of its bounds."""
+    if "anyOf" in schema:
+        found = [_others(one, value) for one in schema["anyOf"] if one != {"type": "null"}]
+        return [v for values, _ in found for v in values], all(complete for _, complete in found)
+    if "enum" in schema:
+        return [v for v in schema["enum"] if v != value], True
+    if schema["type"] == "boolean":
+        return [not value], True
+    if schema["type"] in ("integer", "number"):
+        base = value or 1
+        return [base * 2, base + 1, base / 2], False
+    return [v for v in ("x", ("*",), (0.5, 0.5)) if v != value], False
+
+
+def _resolved(recipe: Recipe, key: str) -> str:
+    """What a value that leaves the choice open comes to, or an empty string."""
+    columns = {f"{PLUGIN}.storage.{column}": codec for column, codec in resolved(recipe.precision).items()}
+    if key in columns and flat(recipe)[key] == "auto":
+        return f"auto is {columns[key]} under this recipe"
+    m, o = recipe.model, recipe.optim
+    if key == "model.kv_channels" and m.kv_channels is None:
+        return f"null is {m.head_dim}, model.hidden_size={m.hidden_size} / model.num_attention_heads={m.num_attention_heads}"
+    if key == "optim.min_lr" and o.min_lr is None:
+        return f"null is {o.end_lr:g}, 0.1 x optim.lr={o.lr:g}"
+    return ""

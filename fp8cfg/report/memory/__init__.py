@@ -1,0 +1,1 @@
+"""Memory plan: bytes of a run on one rank, by kind, from shapes alone."""

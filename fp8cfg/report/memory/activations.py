@@ -1,0 +1,152 @@
+"""Bytes of activations on one rank, from the model's code: what the forward pass keeps, and what the backward pass adds.
+
+Letters are bytes or sizes for one token on this rank:
+
+    c  compute dtype    e  operand of an FP8 product    D  hidden    Q, K  query and key channels    F  MLP    V  vocabulary
+
+Kept by each layer for its backward pass (fp8cfg/models/layers.py, numerics/linear_function.py):
+
+    2 norms     each the float32 input 4D and 1 / rms 4; on a CPU the normalized input too, 4D: RMSNorm is fused on GPUs alone
+    linear_qkv  its input, cD, or eD quantized; its output c(Q + 2K), of which the values are a view
+    attention   rotated queries and keys c(Q + K), output cQ, log-sum-exp 4 a head (flash attention)
+    linear_proj its input is attention's output; quantized it is eQ beside it
+    linear_fc1  its input, cD or eD; its output 2cF, of which gate and up are views
+    linear_fc2  silu(gate) cF, and its input cF, or eF in place of it
+
+Attention in FP8 (numerics/attention.py) keeps quantized queries, keys and values alone, e(Q + 2K), and takes its matrices of
+scores one layer at a time: 8 + 2e and a mask for each of heads x T x T in the backward pass.
+
+torchao's layers keep inputs in c, and no quantized weights (report/memory/torchao_linears.py).
+
+The final norm and the output layer's input come on top. Recomputation keeps cD a layer, and all this for the one at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fp8cfg.backends.gemm_plan import PlannedLinear, plan_attention
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.report.memory.layout import Part
+from fp8cfg.report.memory.linears import LinearBytes
+from fp8cfg.report.memory.operands import product
+
+LOGITS = 12
+"""Bytes of a logit at the widest moment of the cross entropy's backward pass: log-probabilities, their gradient, and that of
+the logits, each float32. The forward pass has as many or fewer: logits, their float32 copy, log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one microbatch on one rank: kept from forward to backward pass; logits and their gradients; FP8 copies of
+    weights; and what the widest moment of the backward pass takes beyond these."""
+
+    kept: int
+    logits: int
+    copies: int
+    backward: int
+
+
+def activations(
+    recipe: Recipe, device: str, part: Part, linears: Sequence[PlannedLinear], grads: float, backend: str
+) -> Activations:
+    """The bytes for `part`, whose linear layers are `linears` and multiplied by `backend`, on `device` ("cpu" or "cuda"); a
+    gradient has `grads` bytes."""
+    model = LinearBytes(recipe, device, part, grads, backend)
+    attends = {int(p.name.split(".")[1]) for p in plan_attention(recipe.fp8, recipe.model.num_layers) if p.fp8_share}
+    layers = [_Layer(model, linears[4 * i:4 * i + 4], n in attends) for i, n in enumerate(part.layers)]
+    recompute = recipe.model.recompute_granularity == "full"
+    kept = sum(model.c * model.d if recompute else layer.kept for layer in layers) * part.in_flight * model.tokens
+    head = _Head(model, linears[-1]) if part.output else None
+    final, logits = (head.kept * model.tokens, LOGITS * model.v * model.tokens) if head else (0.0, 0.0)
+    copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
+    moments = [logits, *(head.moments() if head else []), *_of_layers(model, layers, final, recompute)]
+    if part.embedding:
+        moments.append(model.v * recipe.model.hidden_size * (model.c + grads) - kept - final - copies)
+    return Activations(int(kept + final), int(logits), int(copies), int(max(moments) - logits))
+
+
+def _of_layers(model: LinearBytes, layers: Sequence[_Layer], gone: float, recompute: bool) -> Iterator[float]:
+    """Bytes beyond those that were kept, at the moments of the layers' backward passes: the last layer's first, after which what it
+    kept is `gone` too. Of layers that are alike the last finds most."""
+    seen = set()
+    for layer in reversed(layers):
+        kept = layer.kept * model.tokens + layer.copies
+        if layer.kind not in seen:
+            again = kept - model.shared * model.tokens - gone if recompute else -gone
+            yield from (again + m for m in (*layer.moments(), *(layer.repeated() if recompute else ())))
+        seen.add(layer.kind)
+        gone += model.c * model.d * model.tokens if recompute else kept
+
+
+class _Layer:
+    """One Transformer layer: bytes for a token that it keeps, bytes of its weights' copies, and its backward pass."""
+
+    def __init__(self, b: LinearBytes, linears: Sequence[PlannedLinear], attends: bool) -> None:
+        self.b, self.attends = b, attends  # in FP8
+        qkv, proj, self.fc1, self.fc2 = linears
+        self.kind = attends, *(p.gemms for p in linears)
+        self.fc1_in, self.fc2_in = b.input(self.fc1, b.d), b.input(self.fc2, b.f)
+        attention = b.e * (b.q + 2 * b.k) + b.input(proj, b.q)
+        if not attends:
+            attention = b.c * (3 * b.q + 3 * b.k) + b.softmax + (b.e * b.q if b.keeps_quantized(proj) else 0)
+        attention += b.input(qkv, b.d)
+        self.kept = 2 * b.norm + attention + self.fc1_in + 3 * b.c * b.f + self.fc2_in
+        self.copies = sum(b.copy(p) for p in linears)
+
+    def moments(self) -> Iterator[float]:
+        """Bytes beyond what the layer keeps, at the moments that can be the widest of its backward pass, first to last. What
+        is used up is given back: fc2's input, then all of the MLP."""
+        b, residual = self.b, self.b.c * self.b.d  # the gradient of the residual stream
+        if b.requantizes:
+            yield b.tokens * residual + b.again(self.fc2, b.d, b.f)
+        else:
+            _, quantized = b.incoming(self.fc2, b.d)
+            making = product(b.recipe, b.device, b.c) if self.fc2.gemms[1] else b.c
+            yield b.tokens * (residual + making * b.f) + quantized
+            yield b.tokens * (residual + b.c * b.f) + quantized + b.gradient(self.fc2, made=True)
+        yield b.tokens * (residual + b.c * b.f - self.fc2_in) + b.gradient(self.fc2, made=False)
+        yield b.tokens * (residual + 3 * b.c * b.f - self.fc2_in)  # SwiGLU: of its product, of silu and of up
+        used = 3 * b.c * b.f + self.fc2_in
+        if b.requantizes:
+            yield b.tokens * (residual + 2 * b.c * b.f - used) + b.again(self.fc1, 2 * b.f, b.d)
+        else:
+            making, quantized = b.incoming(self.fc1, 2 * b.f)
+            yield b.tokens * (residual + 2 * b.c * b.f - used) + making
+            yield b.tokens * (2 * residual + 2 * b.c * b.f - used) + quantized + b.gradient(self.fc1, made=True)
+        used += self.fc1_in
+        yield b.tokens * (2 * residual - used) + b.gradient(self.fc1, made=False)
+        yield b.tokens * (residual + b.norm_backward - used)
+        if self.attends:
+            scores = b.recipe.model.num_attention_heads / b.tp * b.recipe.model.seq_length
+            yield b.tokens * (2 * residual - used + (8.5 + 2 * b.e) * scores)
+
+    def repeated(self) -> Iterator[float]:
+        """As moments, of the layer's forward pass where that is repeated: while the weights of the MLP are quantized, beside the
+        residual stream, its gradient and what was quantized already."""
+        b, residual = self.b, 2 * self.b.c * self.b.d
+        normed, gated = (b.c * width if b.keeps_quantized(p) else 0 for p, width in ((self.fc1, b.d), (self.fc2, b.f)))
+        yield b.tokens * (residual + normed + gated) + b.quantizing(self.fc2)
+        yield b.tokens * (residual + normed - 3 * b.c * b.f - self.fc2_in) - b.copy(self.fc2) + b.quantizing(self.fc1)
+
+
+class _Head:
+    """The final norm and the output layer."""
+
+    def __init__(self, b: LinearBytes, linear: PlannedLinear) -> None:
+        self.b, self.linear = b, linear
+        self.input = b.input(linear, b.d)
+        self.kept, self.copies = b.norm + self.input, b.copy(linear)
+
+    def moments(self) -> Iterator[float]:
+        """As those of a layer: the output layer's gradients, their accumulation, the norm's."""
+        b = self.b
+        if b.requantizes:
+            yield b.tokens * b.c * b.v + b.again(self.linear, b.v, b.d)
+        else:
+            making, quantized = b.incoming(self.linear, b.v)
+            yield b.tokens * b.c * b.v + making
+            yield b.tokens * (b.c * b.v + b.c * b.d) + quantized + b.gradient(self.linear, made=True)
+        yield b.tokens * (b.c * b.d - self.input) + b.gradient(self.linear, made=False)
+        yield b.tokens * (b.norm_backward - self.input)

@@ -1,0 +1,80 @@
+"""Sizes that all layers share, and the bytes that a linear layer keeps and takes while it multiplies."""
+
+from __future__ import annotations
+
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import fp8_weights
+from fp8cfg.report.memory.layout import Part
+from fp8cfg.report.memory.operands import CODEC, decoded, directions, operand, product, quantizing
+from fp8cfg.report.memory.torchao_linears import backward
+
+
+class LinearBytes:
+    """Those sizes and bytes on one rank, letters as in report/memory/activations.py."""
+
+    def __init__(self, recipe: Recipe, device: str, part: Part, grads: float, backend: str) -> None:
+        m, tp = recipe.model, part.tensor
+        self.requantizes = backend == "torchao"
+        self.recipe, self.device, self.grads, self.tp = recipe, device, grads, tp
+        self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
+        self.d = m.hidden_size / (tp if part.sequence_parallel else 1)
+        self.q, self.k = m.num_attention_heads * m.head_dim / tp, -(-m.num_query_groups // tp) * m.head_dim
+        self.f, self.v = m.ffn_hidden_size / tp, -(-m.vocab_size // tp)
+        self.tokens = recipe.trainer.micro_batch_size * m.seq_length / part.context
+        self.norm = 4 * self.d + 4 + (4 * self.d if device == "cpu" else 0)
+        self.shared = 4 * self.d if self.c == 4 else 0  # a layer's input is its first norm's float32 input, not a copy of it
+        self.norm_backward = (16 if device == "cpu" else 8) * self.d  # float32 gradients; on a CPU one for each of its parts
+        # Flash attention takes no float32, and what does takes no grouped queries: the probabilities are kept then.
+        materialized = device == "cuda" and self.c == 4 and m.num_query_groups < m.num_attention_heads
+        self.softmax = m.num_attention_heads / tp * (4 * m.seq_length if materialized else 4)
+
+    def input(self, linear: PlannedLinear, width: float) -> float:
+        """What `linear` keeps of its input: the quantized one, or the input itself for a wgrad in high precision."""
+        return (self.e if self.keeps_quantized(linear) else self.c) * width
+
+    def keeps_quantized(self, linear: PlannedLinear) -> bool:
+        """Whether `linear` keeps its input quantized, beside what its input is elsewhere."""
+        return bool(linear.gemms[2]) and not self.requantizes
+
+    def held(self, linear: PlannedLinear) -> bool:
+        """Whether the weight is held in FP8 alone; a tied output layer's is the embedding's, in high precision."""
+        tied = self.recipe.model.share_embeddings_and_output_weights and linear.name == "output_layer"
+        return fp8_weights(self.recipe.precision) and linear.fp8 and not tied
+
+    def copy(self, linear: PlannedLinear) -> float:
+        """The quantized weight that is kept for dgrad, all of it; none of a weight that is held in FP8, or quantized again."""
+        return 0 if self.held(linear) or self.requantizes or not linear.gemms[1] else self.e * self.elements(linear)
+
+    def elements(self, linear: PlannedLinear) -> float:
+        """The elements of the weight."""
+        return linear.in_features * linear.out_features / self.tp
+
+    def again(self, linear: PlannedLinear, out: float, width: float) -> float:
+        """The most that the backward pass of `linear` takes beside what is kept, where that quantizes again."""
+        return backward(self.recipe, self.device, linear, out * self.tokens, self.elements(linear), width * self.tokens)
+
+    def quantizing(self, linear: PlannedLinear) -> float:
+        """The most that quantizing the weight takes beside what is kept of it."""
+        if self.held(linear) or self.requantizes or not linear.gemms[0]:
+            return 0
+        return quantizing(self.recipe, self.device, self.elements(linear)) - self.copy(linear)
+
+    def gradient(self, linear: PlannedLinear, made: bool) -> float:
+        """The gradient of the weight, all of it: at most while it is `made`, or while it is cast and accumulated."""
+        held = self.held(linear)
+        out = self.grads if held else self.c
+        if made:
+            each = product(self.recipe, self.device, out) if linear.gemms[2] else self.c + (out if held else 0)
+            each += decoded(self.recipe, self.device) if held else 0
+        else:
+            each = out + (self.grads if self.grads > out else 0)
+        return each * self.elements(linear)
+
+    def incoming(self, linear: PlannedLinear, width: float) -> tuple[float, float]:
+        """The quantized gradient of `linear`'s output, `width` wide: bytes while it is made, and then; 0 where none is."""
+        if not (linear.gemms[1] or linear.gemms[2]):
+            return 0, 0
+        elements = width * self.tokens
+        first = (directions(self.recipe) - 1) * self.e * elements if linear.gemms[1] and linear.gemms[2] else 0
+        return first + quantizing(self.recipe, self.device, elements), first + self.e * elements

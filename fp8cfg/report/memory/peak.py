@@ -1,0 +1,206 @@
+"""How much memory a recipe's run takes on one rank, by kind, from shapes alone.
+
+Weights, masters, gradients and moments are sums over parameters; activations follow the model's code, run eagerly
+(report/memory/activations.py). The kinds add up to the peak of a step that accumulates microbatches, whose last backward pass finds
+all gradients there; a step of one microbatch peaks lower, since its gradients come as its activations go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import prod
+
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.builder import plan, transformer_config
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, low_bit, others, resolved
+from fp8cfg.models.shapes import parameter_shapes
+from fp8cfg.report import chart
+from fp8cfg.report.memory.activations import activations
+from fp8cfg.report.memory.fsdp_gather import gathered_bytes
+from fp8cfg.report.memory.layout import Part, ranks, whole
+from fp8cfg.report.memory.operands import CODEC, held_beside
+from fp8cfg.report.tables import size, table
+
+PIECE, WORKING = 65536, 12 * 4
+"""Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK), and the bytes that one takes in float32."""
+AT_ONCE = 1 << 22
+"""Elements up to which a compiled step keeps a tensor in float32 till its scale is known (optim/low_bit/tensor_groups.py)."""
+SMALL, TOGETHER = 1 << 16, 1 << 18
+"""Elements of small tensors, and those of which it steps at most together (optim/low_bit/rows.py)."""
+PER_TENSOR = ("fp16_scaled", "fp8", "fp8_pow2")
+"""Codecs with one scale for a tensor."""
+NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
+"""Kinds that grow with tokens rather than with parameters."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of one rank: of linear layers whose weight is stored as storage.weight says, and all others."""
+
+    linear: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.linear + self.other
+
+
+def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None) -> dict[str, int]:
+    """Bytes by kind for one rank on `device` ("cpu" or "cuda"): of `part`, or of the whole model as training holds it. `backend`
+    is who multiplies, by default as `multiplying` says."""
+    backend = backend or multiplying(recipe)
+    part = part or whole(recipe, ranks())
+    linears = linears_of(recipe, part)
+    kinds = persistent(recipe, part, linears)
+    fsdp = recipe.storage.shard == "fsdp"  # which adds up gradients in parts alone
+    added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
+    live = asdict(activations(recipe, device, part, linears, added, backend))
+    kinds["FP8 copies"] += live.pop("copies")
+    if fsdp:
+        kinds["gathered"] = gathered_bytes(recipe, part, linears, parameters(recipe, part).total, backend)
+    elif (wide := before_step(recipe, part) - kinds["gradients"]) > 0:
+        kinds["accumulation"] = wide
+    kinds |= {"activations": live.pop("kept"), **live}
+    step = step_bytes(recipe, part, linears, recipe.trainer.compile != "off")
+    kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
+    if fsdp:
+        kinds["to start"] = max(0, 4 * parameters(recipe, part).total - sum(kinds.values()))
+    return kinds
+
+
+def multiplying(recipe: Recipe) -> str:
+    """The backend that the recipe asks for. Where it leaves that open and no hardware is at hand to choose for, it is taken to be
+    native, or the one that gathers in FP8 where the recipe wants that."""
+    p = recipe.precision
+    if p.backend != "auto" and p.fp8.enabled:
+        return p.backend
+    return "torchao" if p.storage.shard == "fsdp" and p.storage.gather == "fp8" else "native"
+
+
+def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, int]:
+    """The kinds that stay from step to step; of FP8 copies the scales, histories and second copies that are state."""
+    columns, rest, counts = chart.row(recipe), others(recipe.precision), parameters(recipe, part)
+    each = {"weights": "weight", "masters": "master_weight", "gradients": "weight_grad"}
+    kinds = {kind: int(counts.linear * CODEC[columns[k]] + counts.other * CODEC[rest[k]]) for kind, k in each.items()}
+    kinds["moments"] = int(counts.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]]))
+    split = {"none": (), "zero1": ("masters", "moments"), "zero2": ("masters", "moments", "gradients"),
+             "fsdp": ("weights", "masters", "moments", "gradients")}
+    for kind in split[recipe.storage.shard]:
+        kinds[kind] //= part.data
+    state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if recipe.fp8.scaling == "delayed" else 0
+    held = counts.linear if fp8_weights(recipe.precision) else 0
+    return {**kinds, "FP8 copies": state + int(held * held_beside(recipe))}
+
+
+def gradient_bytes(recipe: Recipe) -> float:
+    """Bytes in which an element of a weight's gradient is accumulated: float32 where it is then stored with a scale."""
+    name = resolved(recipe.precision)["weight_grad"]
+    return 4 if name in SCALED else CODEC[name]
+
+
+def before_step(recipe: Recipe, part: Part) -> int:
+    """Bytes of the gradients at the end of the last backward pass: wide where a microbatch was added or ranks are to be, and all
+    of them also where a rank keeps those of its own alone."""
+    columns, counts = chart.row(recipe), parameters(recipe, part)
+    summed = microbatches(recipe, part) > 1 and recipe.storage.accumulate == "wide"
+    added = summed or (part.data > 1 and columns["comm"] != columns["weight_grad"])
+    each = gradient_bytes(recipe) if added else CODEC[columns["weight_grad"]]
+    return int(counts.linear * each + counts.other * CODEC[others(recipe.precision)["weight_grad"]])
+
+
+def microbatches(recipe: Recipe, part: Part) -> int:
+    """Backward passes of one step on each rank."""
+    t = recipe.trainer
+    return max(1, t.global_batch_size // (t.micro_batch_size * part.data))
+
+
+def parameters(recipe: Recipe, part: Part) -> Parameters:
+    """The parameters of `part`. A tied output layer on its own pipeline stage holds a copy of the embedding."""
+    shapes = parameter_shapes(transformer_config(recipe))
+    tied = recipe.model.share_embeddings_and_output_weights
+    own = [p for p in linears_of(recipe, part) if not (tied and p.name == "output_layer")]
+    every = not fp8_layers_alone(recipe.precision)
+    narrow = sum(-(-p.in_features * p.out_features // part.tensor) for p in own if p.fp8 or every)
+    matrices = sum(-(-p.in_features * p.out_features // part.tensor) for p in own) - narrow
+    if part.embedding or (tied and part.output):
+        matrices += -(-prod(shapes["embedding.weight"]) // part.tensor)
+    norms = recipe.model.hidden_size * (2 * len(part.layers) + part.output)
+    return Parameters(narrow, matrices + norms)
+
+
+def linears_of(recipe: Recipe, part: Part) -> list[PlannedLinear]:
+    """The planned linear layers of `part`, four a Transformer layer and then the output layer where it has that."""
+    *layers, output = plan(recipe)
+    chosen = [p for i in part.layers for p in layers[4 * i:4 * i + 4]]
+    return [*chosen, output] if part.output else chosen
+
+
+def memory_table(recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None) -> str:
+    """The table of `memory`, with bytes per parameter for what grows with the parameters; what takes nothing is left out."""
+    part = part or whole(recipe, ranks())
+    count = parameters(recipe, part).total
+    kinds = memory(recipe, device, part, backend)
+    rows = [[kind, size(n), "" if kind in NOT_PARAMETERS else f"{n / count:.1f}", _note(recipe, kind, part)]
+            for kind, n in kinds.items() if n]
+    rows.append(["total", size(sum(kinds.values())), "", ""])
+    return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
+
+
+def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
+    """Raise ConfigError where the run needs more than `free` bytes, with the nearest overrides that fit."""
+    need = sum(memory(recipe, device, backend=backend).values())
+    if need > free:
+        from fp8cfg.report.memory.nearest_fit import fitting
+
+        near = list(fitting(recipe, device, free, backend))
+        hint = f"; nearest that fit: {' · '.join(near)}" if near else ""
+        raise ConfigError(f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}{hint}")
+
+
+def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], compiled: bool = False) -> int:
+    """Bytes that the optimizer's step takes for a while: float32 copies of narrower gradients; one weight on its way into FP8, in
+    float32 before and after it is cut to the range, and rounded; values of one tensor that compiled code keeps."""
+    pieces = low_bit(recipe.precision)
+    widened = 4 * parameters(recipe, part).total if gradient_bytes(recipe) < 4 and not pieces else 0
+    in_fp8 = fp8_weights(recipe.precision)
+    held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
+    tensors = [prod(shape) for shape in parameter_shapes(transformer_config(recipe)).values()] if pieces else [0]
+    return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * min(PIECE, max(tensors)),
+               _kept(recipe) * _at_once(tensors) if compiled else 0)
+
+
+def _at_once(tensors: list[int]) -> int:
+    """The most elements that a compiled step takes at once: of one tensor, or of several small ones."""
+    together = min(TOGETHER, sum(n for n in tensors if n <= SMALL))
+    return max(together, *(n for n in tensors if n <= AT_ONCE), 0)
+
+
+def _kept(recipe: Recipe) -> int:
+    """Bytes of an element that a compiled step keeps: float32, of weight and moments what gets a scale for the whole tensor."""
+    columns = resolved(recipe.precision)
+    values = (("weight", "master_weight"), ("exp_avg",), ("exp_avg_sq",))
+    return 4 * sum(any(columns[column] in PER_TENSOR for column in value) for value in values)
+
+
+def _note(recipe: Recipe, kind: str, part: Part) -> str:
+    columns, rest = chart.row(recipe), others(recipe.precision)
+    layers = "FP8 layers" if fp8_weights(recipe.precision) else "linear layers"
+    state = "scales, amax histories" if recipe.fp8.scaling == "delayed" else "for dgrad, and scales"
+    tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
+    widens = gradient_bytes(recipe) < 4 and not low_bit(recipe.precision)
+    return {
+        **{kind: rest[k] if columns[k] == rest[k] else f"{rest[k]}, {layers} {columns[k]}"
+           for kind, k in (("weights", "weight"), ("masters", "master_weight"), ("gradients", "weight_grad"))},
+        "gathered": "whole: embedding, output, two layers",
+        "accumulation": "gradients until they are summed and stored",
+        "moments": chart.moments(columns),
+        "FP8 copies": state if fp8_weights(recipe.precision) else "quantized weights, forward to backward",
+        "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
+        "logits": f"vocab_size={recipe.model.vocab_size}",
+        "backward": "gradients of activations" if recipe.model.recompute_granularity == "none" else "one layer again",
+        "optimizer step": "fp32 gradients" if widens else "pieces on their way to codecs",
+        "to start": "more: the model in fp32, before it is split",
+    }[kind]

@@ -1,0 +1,92 @@
+"""A plan for a person, at most 80 columns wide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8cfg.backends.backend_choice import Choice
+from fp8cfg.report import chart, speedups
+from fp8cfg.report.memory.peak import memory_table
+from fp8cfg.report.plan_report import Plan
+from fp8cfg.report.tables import amount, size, table, wrapped
+
+
+def text(p: Plan, built: dict[str, dict[str, Any]] | None) -> str:
+    """The sections of the plan; `built` is what will be built (graph.built), None where the recipe is refused."""
+    sections = [_runs(p), str(p.coverage), chart.text(p.recipe, p.widest.part.data), _layout(p), _memory(p)]
+    if p.recipe.fp8.enabled:
+        sections.append(_gains(p))
+    if built:
+        sections.append("will be built\n" + "\n".join(_call(kind, **part) for kind, part in built.items()))
+    return "\n\n".join(sections)
+
+
+def _runs(p: Plan) -> str:
+    where = p.gpu.name if p.gpu else "a CPU (name a GPU: --gpu h100)"
+    if p.choice:
+        lines = [wrapped(f"backend on {where}: {p.choice.backend}, {p.choice.why}", more="  ")]
+        return "\n".join([*lines, *passed_over(p.choice)])
+    return "\n".join(wrapped(f"cannot run on {where}: {line}", more="  ") for line in p.refusals)
+
+
+def passed_over(choice: Choice) -> list[str]:
+    """A line for each backend that would have gone first on this hardware; none where FP8 is emulated or off."""
+    lines = choice.passed_over if choice.product == "scaled_mm" else ()
+    return [wrapped(f"passed over {line}", "  ", "    ") for line in lines]
+
+
+def _layout(p: Plan) -> str:
+    s = p.recipe.trainer.strategy
+    if p.world == 1:
+        return "layout: 1 rank"
+    ways = (("tensor", s.tensor_model_parallel_size), ("pipeline", s.pipeline_model_parallel_size),
+            ("context", s.context_parallel_size), ("data", p.widest.part.data))
+    lines = [f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}"]
+    if s.size > 1:
+        lines.append("planned for, not run: training in this version is data-parallel")
+    if len(p.ranks) > 1:
+        rows = [[r.part.name, str(len(r.part.layers)), amount(r.parameters), size(r.total)] for r in p.ranks]
+        lines.append(table(["", "layers", "parameters", "memory"], rows, right=(1, 2, 3)))
+    return "\n".join(lines)
+
+
+def _memory(p: Plan) -> str:
+    lines = [memory_table(p.recipe, p.hardware.device, p.widest.part, p.backend)]
+    if len(p.ranks) > 1:
+        lines.append(f"of the {p.widest.part.name}, which takes most")
+    none, full = (size(p.recomputing(granularity)) for granularity in ("none", "full"))
+    lines.append(f"activations, logits and backward: {none}, with recomputation {full}")
+    if p.gpu:
+        left = p.gpu.memory - p.widest.total
+        gpu = f"{p.gpu.name}, {size(p.gpu.memory)}"
+        lines.append(f"fits {gpu}: {size(left)} to spare" if left >= 0 else f"does not fit {gpu}: {size(-left)} too much")
+    return "\n".join(lines)
+
+
+def _gains(p: Plan) -> str:
+    gpu = p.gpu
+    if gpu is None or (p.choice and p.choice.product == "emulate"):
+        return "gains: none, FP8 is emulated here: the same values, no faster than bf16"
+    if gpu.fp8 is None:
+        return f"gains: none, {gpu.name} has no FP8 units"
+    found = speedups.published(p.recipe, gpu.capability)
+    lines = ["published gains of FP8 over BF16, not measured here"]
+    lines += [f"  {g.times:.2f}x  {g.what}, {g.where}\n         {g.source}" for g in found]
+    if not found:
+        lines.append(f"  none at hand for fp8.scaling={p.recipe.fp8.scaling}")
+    lines.append(wrapped(f"sizes here: {speedups.sizes(p.recipe, p.widest.part)}", more="  "))
+    if p.recipe.fp8.scaling != "nvfp4":  # whose products have another peak
+        bound = 1 / (1 - p.coverage.share * (1 - gpu.bf16 / gpu.fp8))
+        lines.append(f"all matrix products at the peaks of {gpu.name}: at most {bound:.2f}x")
+    small = ", ".join(f"{name} {k} -> {n}" for name, (k, n) in p.too_small().items())
+    lines += [wrapped(f"too small to win: {small or 'none'}", more="  "), f"  by {speedups.FILTER}"]
+    return "\n".join(lines)
+
+
+def _call(kind: str, name: str, **arguments: Any) -> str:
+    values = ", ".join(f"{k}={_value(v)}" for k, v in arguments.items())
+    return wrapped(f"{kind:<12}  {name}({values})", "  ", " " * 16)
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,143 @@
+"""What a rank does to sum gradients or to hand weights round, as conversations; quantized_allreduce.py says what for.
+
+Stored tensors are worked on flat, and by shares. Sums are float32 and go in the order of the ranks, and a rank's own part is
+rounded like any other: who sums what changes no bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fp8cfg.numerics.codecs import CHUNK, Codec, Stored
+from fp8cfg.numerics.exact_float32 import largest
+from fp8cfg.training.distributed.collectives import Kind, Message, Talk
+from fp8cfg.training.distributed.shards import Segment, Share, even_shares, length, owned_shares
+
+Sums = list[tuple[list[Share], Tensor]]
+"""The shares of a message, and the float32 sum of this rank's."""
+
+
+def reduce_talk(flats: Sequence[Tensor], dtype: torch.dtype) -> Talk:
+    """Sum flat tensors by an all-reduce in `dtype`, in place."""
+    for (share,) in even_shares([flat.numel() for flat in flats], 1):
+        sent = torch.cat([flats[tensor][start:stop].to(dtype) for tensor, start, stop in share])
+        back = yield Message("sum", sent, "gradients")
+        for (tensor, start, stop), part in pieces(share, back):
+            flats[tensor][start:stop].copy_(part)
+
+
+def two_hop_talk(stored: Sequence[Stored], c: Codec, rank: int, ranks: int) -> Talk:
+    """Sum stored tensors that have a scale each, in place: codes and scales."""
+    if not stored:
+        return
+    datas = [_flat(data) for data, *_ in stored]
+    sums = yield from _first_hop(stored, c, [*even_shares([data.numel() for data in datas], ranks)], rank)
+    amaxes = yield Message("max", _amaxes(sums, rank, stored), "scales")
+    scales = c.scale_inv(amaxes)
+    for shares, total in sums:
+        sent = total.new_zeros(max(map(length, shares)), dtype=c.format.dtype)
+        for ((tensor, _, _), part), (_, codes) in zip(pieces(shares[rank], total), pieces(shares[rank], sent), strict=True):
+            c.write(part, (codes,), scales[tensor])
+        back = yield Message("gather", _bytes(sent), "gradients")
+        for share, row in zip(shares, back.view(c.format.dtype).view(ranks, -1), strict=True):
+            for (tensor, start, stop), codes in pieces(share, row):
+                datas[tensor][start:stop].copy_(codes)
+    for (_, scale_inv), scale in zip(stored, scales, strict=True):
+        scale_inv.copy_(scale)
+
+
+def to_owners_talk(
+    stored: Sequence[Stored], owners: Sequence[int], c: Codec, rank: int, ranks: int, flats: Sequence[Tensor]
+) -> Talk:
+    """Sum stored tensors into `flats`, those that this rank owns."""
+    shares_of = owned_shares([data.numel() for data, *_ in stored], owners, ranks)
+    for shares, total in (yield from _first_hop(stored, c, [*shares_of], rank)):
+        for (tensor, start, stop), part in pieces(shares[rank], total):
+            flats[tensor][start:stop].copy_(part)
+
+
+def to_owners_stored_talk(stored: Sequence[Stored], owners: Sequence[int], c: Codec, rank: int, ranks: int) -> Talk:
+    """Sum stored tensors that have a scale each, in place, those that this rank owns."""
+    if not stored:
+        return
+    shares_of = owned_shares([data.numel() for data, *_ in stored], owners, ranks)
+    sums = yield from _first_hop(stored, c, [*shares_of], rank)
+    scales = c.scale_inv(_amaxes(sums, rank, stored))
+    for shares, total in sums:
+        for (tensor, start, stop), part in pieces(shares[rank], total):
+            c.write(part, (_flat(stored[tensor][0])[start:stop],), scales[tensor])
+    for (_, scale_inv), scale, owner in zip(stored, scales, owners, strict=True):
+        if owner == rank:
+            scale_inv.copy_(scale)
+
+
+def gather_talk(tensors: Sequence[Tensor], owners: Sequence[int], rank: int, ranks: int, kind: Kind) -> Talk:
+    """Copy tensors of any dtype from their owners to the other ranks."""
+    flats = [_bytes(_flat(t)) for t in tensors]
+    for shares in owned_shares([flat.numel() for flat in flats], owners, ranks):
+        sent = flats[0].new_zeros(max(map(length, shares)))
+        for (tensor, start, stop), part in pieces(shares[rank], sent):
+            part.copy_(flats[tensor][start:stop])
+        back = yield Message("gather", sent, kind)
+        for owner, row in enumerate(back.view(ranks, -1)):
+            for (tensor, start, stop), part in pieces(shares[owner] if owner != rank else [], row):
+                flats[tensor][start:stop].copy_(part)
+
+
+def pieces(share: Share, data: Tensor) -> Iterator[tuple[Segment, Tensor]]:
+    """The segments of a share, cut to what a CPU's caches hold, with their elements of the last dimension of `data`."""
+    at = 0
+    for tensor, first, last in share:
+        step = CHUNK if data.device.type == "cpu" else max(last - first, 1)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            yield Segment(tensor, start, stop), data[..., at : at + stop - start]
+            at += stop - start
+
+
+def _first_hop(stored: Sequence[Stored], c: Codec, rounds: list[list[Share]], rank: int) -> Generator[Message, Tensor, Sums]:
+    """Every rank gets its share of what all have, codes as they are, and adds up what they stand for."""
+    scales = None
+    if c.scaling != "none" and stored:
+        own = torch.stack([scale_inv for _, scale_inv in stored])
+        scales = (yield Message("gather", own, "scales")).view(-1, len(own))
+    sums = []
+    for shares in rounds:
+        sent = torch.cat([_bytes(_flat(stored[tensor][0])[start:stop]) for share in shares for tensor, start, stop in share])
+        counts = tuple(length(share) * c.format.dtype.itemsize for share in shares)
+        back = yield Message("exchange", sent, "gradients", counts)
+        rows = back.view(c.format.dtype).view(len(shares), length(shares[rank]))
+        sums.append((shares, _added_up(c, shares[rank], scales, rows)))
+    return sums
+
+
+def _added_up(c: Codec, share: Share, scales: Tensor | None, rows: Tensor) -> Tensor:
+    """The float32 sum of `rows`, the codes of one share by every rank; `scales` are [ranks, tensors]."""
+    total = torch.empty_like(rows[0], dtype=torch.float32)
+    for ((tensor, _, _), codes), (_, out) in zip(pieces(share, rows), pieces(share, total), strict=True):
+        for rank, row in enumerate(codes):
+            part = c.decode((row,) if scales is None else (row, scales[rank, tensor]))
+            out.copy_(part if rank == 0 else out + part)
+    return total
+
+
+def _amaxes(sums: Sums, rank: int, stored: Sequence[Stored]) -> Tensor:
+    """The amax of this rank's part of each tensor. NaN becomes infinity: the maximum of NaN and a number may be either."""
+    found = [torch.zeros_like(scale_inv) for _, scale_inv in stored]
+    for shares, total in sums:
+        for (tensor, _, _), part in pieces(shares[rank], total):
+            found[tensor] = torch.maximum(found[tensor], largest(part))
+    amaxes = torch.stack(found)
+    return torch.where(amaxes.isfinite(), amaxes, math.inf)
+
+
+def _flat(data: Tensor) -> Tensor:
+    return data.detach().view(-1)
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    return flat.view(torch.uint8)

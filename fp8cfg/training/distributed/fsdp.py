@@ -1,0 +1,146 @@
+"""Weights, gradients and moments split over data-parallel ranks by torch's FSDP2: each rank keeps a part of every tensor.
+
+    forward     a layer's weights are gathered before it runs, in the codec of storage.gather, and let go of after it
+    backward    they are gathered again; gradients are summed into the parts, in storage.comm, after each microbatch
+    step        each rank steps its float32 parts, which are their own masters
+
+Embedding, last norm and output layer are one group, gathered once a pass. Microbatches add up in float32 in the parts, so that
+no rank ever has the gradients of the whole model; the price is a sum over the ranks for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.stored_weights import DTYPES
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import gathered, resolved
+from fp8cfg.training.distributed.collectives import Message
+from fp8cfg.training.distributed.world import SENT, current
+
+if TYPE_CHECKING:
+    from fp8cfg.models.transformer import Transformer
+
+
+COPY = ("under storage.shard=fsdp a rank has parts of it; for an average (EMA) keep {name: p.detach().clone() for name, p in "
+        "job.model.named_parameters()}, and for whole weights save a checkpoint")
+"""Why a model is not copied, and what to do."""
+
+
+class _AllGather(DefaultAllGather):
+    """FSDP2's own, counted."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
+        _count(Message("gather", input_tensor, "weights"))
+        return super().__call__(output_tensor, input_tensor, *rest, **options)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """FSDP2's own, counted: on a ring a rank sends all parts but one."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
+        _count(Message("exchange", input_tensor, "gradients", (output_tensor.nbytes,) * current().size))
+        return super().__call__(output_tensor, input_tensor, *rest, **options)
+
+
+def _count(message: Message) -> None:
+    world = current()
+    SENT.count(message, world.rank, world.size)
+
+
+def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: str) -> None:
+    """Raise ConfigError where torchao would gather parts of different sizes in FP8, which nothing makes equal."""
+    ranks = current().size
+    uneven = [p for p in plan if p.fp8 and p.out_features % ranks]
+    if uneven and gathered(precision, backend) == "fp8":
+        raise ConfigError(f"storage.gather=fp8: {uneven[0].name} has out_features={uneven[0].out_features}, which {ranks} ranks do "
+                          f"not divide; write storage.gather={precision.compute}, or start another number of ranks")
+
+
+def shard(model: Transformer, precision: Precision) -> None:
+    """Split `model`, in place, over all ranks: each layer by itself, then the rest. One rank alone gets a process group of its
+    own, so that it computes what several do."""
+    device = next(model.parameters()).device.type
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    # Activations have the compute dtype already, and rotary tables are to stay in float32.
+    policy = MixedPrecisionPolicy(DTYPES[precision.compute], DTYPES[resolved(precision)["comm"]], cast_forward_inputs=False)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # shares of the loss are weighed where it is (Job.backward)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(_AllGather())
+        module.set_custom_reduce_scatter(_ReduceScatter())
+        type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # in the place of torch's bare AssertionError
+
+
+def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
+    raise TypeError(f"the model cannot be copied: {COPY}")
+
+
+def let_go(model: nn.Module) -> None:
+    """Free what a forward pass gathered and no backward pass is going to read."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gathered_weights(model: nn.Module) -> list[Tensor]:
+    """The tensors that weights are gathered in: one for each, in every pass."""
+    found: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            found += [p for p in module.parameters() if not isinstance(p, DTensor)]  # of the root layers have theirs split
+            module.reshard()
+    return found
+
+
+def local(t: Tensor) -> Tensor:
+    """This rank's part of a tensor, or the tensor itself where it is not split."""
+    return _plain(t.to_local()) if isinstance(t, DTensor) else t
+
+
+def _plain(t: Tensor) -> Tensor:
+    """The tensor in what torchao wraps weights in that are gathered in FP8."""
+    inner: Tensor = getattr(t, "_tensor", t)
+    return inner
+
+
+@torch.no_grad()
+def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Tensors put together from the parts of all ranks, one at a time, for those ranks that `keep` them; on the CPU. What stands
+    under two names stays one tensor. All ranks call it."""
+    made: dict[int, Tensor | None] = {}
+    for t in tensors.values():
+        if id(t) not in made:
+            full = _plain(t.full_tensor()).cpu() if isinstance(t, DTensor) else t.detach()
+            made[id(t)] = full if keep else None
+    return {name: one for name, t in tensors.items() if (one := made[id(t)]) is not None}
+
+
+def parts(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Whole tensors as `model` keeps them: those that belong to one of its parameters by their names are split as it is."""
+    like = {name: p for name, p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
+
+    def part(name: str, t: Tensor) -> Tensor:
+        p = like.get(name, like.get(name.rpartition(".")[0]))
+        if p is None:
+            return t
+        return distribute_tensor(t.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
+    return {name: part(name, t) for name, t in tensors.items()}

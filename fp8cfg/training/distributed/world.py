@@ -1,0 +1,102 @@
+"""Data parallelism under torchrun, or one process: the same code, where a group of one has nothing to send."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # its functions keep the group that is there when it is imported, and so gloo's threads
+from torch import Tensor
+
+from fp8cfg.config.errors import ConfigError, RankLost
+from fp8cfg.report.memory.layout import ranks
+from fp8cfg.training.distributed.collectives import Traffic
+
+SENT = Traffic()
+"""What this process has sent of gradients and weights."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of this run, and what this one has sent. Every method is called by all ranks at the same points."""
+
+    rank: int = 0
+    size: int = 1
+    traffic: Traffic = field(default_factory=lambda: SENT, compare=False)
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def largest(self, value: Tensor) -> Tensor:
+        """The elementwise maximum of a tensor over the ranks."""
+        if self.size > 1:
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return value
+
+    def gather(self, value: Tensor) -> list[Tensor]:
+        """On the first rank the tensor of every rank, which all have one shape; nothing on the others."""
+        if self.size == 1:
+            return [value]
+        found = [torch.empty_like(value) for _ in range(self.size)] if self.first else None
+        dist.gather(value.contiguous(), found)
+        return found or []
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank."""
+        if self.size == 1:
+            return flag
+        raised = torch.tensor(float(flag), device=_device())
+        dist.all_reduce(raised, dist.ReduceOp.MAX)
+        return bool(raised.item())
+
+
+@contextmanager
+def world(device: str) -> Iterator[World]:
+    """The world that torchrun's environment describes (RANK, WORLD_SIZE): gloo for cpu, nccl for cuda."""
+    if ranks() == 1:
+        try:
+            yield World()
+        finally:
+            if dist.is_available() and dist.is_initialized():  # of one rank, which FSDP2 wants too
+                dist.destroy_process_group()
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield current()
+    except RuntimeError as e:
+        if "onnection" in str(e):  # gloo's and nccl's words where a peer has gone
+            raise RankLost("another rank has ended; it says why") from None
+        raise
+    else:
+        dist.barrier()  # a rank that leaves while another still talks to it aborts in gloo's threads
+    finally:
+        dist.destroy_process_group()
+
+
+def current() -> World:
+    """The world of the process group that is initialised, or of this process alone. Raises ConfigError where torchrun has started
+    several, which would each train the whole batch."""
+    if dist.is_available() and dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size())
+    if ranks() > 1:
+        raise ConfigError(f"WORLD_SIZE={ranks()}: torchrun started {ranks()} ranks, and there is no process group; call "
+                          "torch.distributed.init_process_group() before fp8cfg.build, or train with python -m fp8cfg")
+    return World()
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

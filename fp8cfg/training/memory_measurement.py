@@ -1,0 +1,163 @@
+"""Planned and measured bytes of a training step, by kind.
+
+Measured are live tensor bytes, counted by a dispatch mode that sees every tensor made and, by a weak reference, when its
+storage dies: saved tensors are among them, memory that the allocator keeps is not. The pass that is measured is the last of a
+step of two microbatches: it finds all gradients there, and stores those that have a codec.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from fp8cfg.builder import build
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.job import Job
+from fp8cfg.report.memory.activations import LOGITS
+from fp8cfg.report.memory.fsdp_gather import root_bytes
+from fp8cfg.report.memory.layout import whole
+from fp8cfg.report.memory.peak import linears_of, memory, parameters, persistent, step_bytes
+from fp8cfg.report.tables import size, table
+from fp8cfg.training.distributed.gradient_sync import stored_grads
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the storages that are alive and were made inside of the mode: `now`, and at most, `peak`. `known` tensors are
+    not counted; those of `mortal` are only when they die, which takes their bytes off. `resized` ones, whose memory comes and
+    goes while they stay, are counted as they are."""
+
+    def __init__(self, known: Iterable[Tensor], mortal: Iterable[Tensor] = (), resized: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._now = self.peak = 0
+        self._resized = list({id(storage): storage for t in resized for storage in storages(t)}.values())
+        self._known = self._resized + [storage for t in known for storage in storages(t)]
+        self._seen: dict[int, Any] = {id(storage): None for storage in self._known}
+        for t in mortal:
+            for storage in storages(t):
+                self._watch(storage)
+
+    @property
+    def now(self) -> int:
+        """Bytes that are alive now."""
+        return self._now + sum(storage.nbytes() for storage in self._resized)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented  # what a wrapper does with the tensors inside of it is seen
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            for storage in storages(t) if isinstance(t, Tensor) else ():
+                if id(storage) not in self._seen:
+                    self._watch(storage)
+                    self._now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        self._seen[id(storage)] = weakref.ref(storage, partial(self._gone, id(storage), storage.nbytes()))
+
+    def _gone(self, key: int, count: int, _: Any) -> None:
+        self._now -= count
+        del self._seen[key]
+
+
+def storages(t: Tensor) -> list[torch.UntypedStorage]:
+    """The memory of a tensor: of those inside of it where it is a wrapper, which has none itself and says that it has."""
+    if not is_traceable_wrapper_subclass(t):
+        return [t.untyped_storage()]
+    inner = [getattr(t, name) for name in t.__tensor_flatten__()[0]]  # of a DTensor its mesh too
+    return [storage for each in inner if isinstance(each, Tensor) for storage in storages(each)]
+
+
+BOUNDS = {"weights": 0.05, "masters": 0.05, "gradients": 0.05, "moments": 0.05, "peak": 0.15}
+"""How far the plan may be off, by kind."""
+
+
+def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
+    """Planned and measured bytes of `recipe` on this machine: of what stays from step to step; and over that, after the
+    forward pass, at the peak of forward and backward pass together where gradients are all there, and at the peak of the
+    optimizer's step. A microbatch is random tokens."""
+    job = build(recipe)
+    shape = recipe.trainer.micro_batch_size, recipe.model.seq_length
+    batch = [torch.randint(recipe.model.vocab_size, shape, device=job.device) for _ in range(2)]
+    passed: list[int] = []
+
+    def one_pass(live: LiveBytes | None = None) -> None:
+        with job.autocast():
+            loss = job.model(*batch)
+            passed.append(live.now if live else 0)
+            job.backward(loss)
+
+    one_pass()
+    job.optimizer.step()  # makes moments
+    job.optimizer.zero_grad()
+    one_pass()
+    kept = stored(job)
+    known = [*batch, *(t for tensors in kept.values() for t in tensors)]
+    with LiveBytes(known, gradients(job), _gathered(job)) as live, job.optimizer.storing():
+        one_pass(live)
+    kept["gradients"] = gradients(job)
+    measured = {kind: sum(t.nbytes for t in tensors) for kind, tensors in kept.items()}
+    with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
+        job.optimizer.step()
+    measured |= {"after forward": passed[-1], "peak": live.peak, "optimizer step": stepping.peak}
+    return {kind: (n, measured[kind]) for kind, n in planned(recipe, job.device.type, job.choice.backend).items()}
+
+
+def _gathered(job: Job) -> list[Tensor]:
+    """The weights that FSDP2 gathers under shard=fsdp: it frees their memory and keeps the tensors."""
+    if job.recipe.storage.shard != "fsdp":
+        return []
+    from fp8cfg.training.distributed.fsdp import gathered_weights
+
+    return gathered_weights(job.model)
+
+
+def stored(job: Job) -> dict[str, list[Tensor]]:
+    """The tensors of `job` that stay from step to step, by kind, but for gradients; the scale of a codec-held weight is one of
+    FP8 state's."""
+    state = job.optimizer.state_tensors()
+    return {"weights": list(job.model.parameters()), "masters": [t for name, t in state.items() if ".master" in name],
+            "moments": [t for name, t in state.items() if ".exp_avg" in name or ".momentum" in name],
+            "FP8 state": list(job.model.buffers())}
+
+
+def gradients(job: Job) -> list[Tensor]:
+    """The gradients of `job` as they are now, those that are stored in a codec among them."""
+    plain = [p.grad for p in job.model.parameters() if p.grad is not None]
+    return [*plain, *(t for stored in stored_grads(job).values() for t in stored)]
+
+
+def by_kind(job: Job) -> dict[str, list[Tensor]]:
+    """What `job` holds of its parameters between two steps: `stored`, gradients, and of FP8 state the scales alone."""
+    kept = stored(job)
+    scales = [t for name, t in job.model.named_buffers() if name.endswith(("_scale", "scale_inv"))]
+    return {"weights": kept["weights"], "masters": kept["masters"], "gradients": gradients(job), "moments": kept["moments"],
+            "scales": scales}
+
+
+def planned(recipe: Recipe, device: str, backend: str) -> dict[str, int]:
+    """What the plan says of the kinds that `measure` measures, on `device` ("cpu" or "cuda") where `backend` multiplies."""
+    kinds, part = memory(recipe, device, backend=backend), whole(recipe)
+    linears = linears_of(recipe, part)
+    stays = persistent(recipe, part, linears)
+    state = stays.pop("FP8 copies")
+    copies = kinds["FP8 copies"] - state
+    kept = kinds["activations"] + copies + kinds["logits"] * 4 // LOGITS  # of the logits float32 log-probabilities
+    if recipe.storage.shard == "fsdp":
+        kept += root_bytes(recipe, part, linears, parameters(recipe, part).total)
+    peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + kinds.get("gathered", 0)
+    return {**stays, "FP8 state": state, "after forward": kept, "peak": peak, "optimizer step": step_bytes(recipe, part, linears)}
+
+
+def measured_table(recipe: Recipe) -> str:
+    """`measure` as text."""
+    rows = [[kind, size(p), size(m), f"{p / m:.2f}" if m else ""] for kind, (p, m) in measure(recipe).items() if max(p, m) > 1024]
+    return table(["measured here", "planned", "measured", "ratio"], rows, right=(1, 2, 3))

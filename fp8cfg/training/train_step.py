@@ -1,0 +1,118 @@
+"""One optimizer step, one evaluation, and the proof that the step ran in FP8."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8cfg.backends import backend_registry
+from fp8cfg.backends.gemm_plan import differences, not_engaged, plan_attention
+from fp8cfg.config.errors import ConfigError, NotFP8Error
+from fp8cfg.data import Batches
+from fp8cfg.job import Job
+from fp8cfg.report.coverage import Coverage, ran
+from fp8cfg.training.distributed.gradient_sync import stores_early, sum_gradients
+from fp8cfg.training.distributed.world import World
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step did. `loss` is the mean over the global batch; `stepped` is False where non-finite gradients
+    made it be skipped."""
+
+    loss: float
+    lr: float
+    grad_norm: float
+    stepped: bool
+
+
+def microbatches(job: Job, world: World) -> int:
+    """Forward and backward passes of one optimizer step on each rank. Raises ConfigError where batches do not divide."""
+    t = job.recipe.trainer
+    per_pass = t.micro_batch_size * world.size
+    if t.global_batch_size % per_pass:
+        nearest = max(1, round(t.global_batch_size / per_pass)) * per_pass
+        raise ConfigError(f"trainer.global_batch_size={t.global_batch_size}: not a multiple of trainer.micro_batch_size x "
+                          f"{world.size} ranks = {per_pass}; nearest is {nearest}")
+    return t.global_batch_size // per_pass
+
+
+def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
+    """Optimizer step number `step`, the first being 0."""
+    count = microbatches(job, world)
+    total = torch.zeros((), device=job.device)
+    again = job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
+    job.optimizer.zero_grad()
+    for i in range(count):
+        tokens, targets = batches.batch(step, world.rank, world.size, i, count)
+        stores = not again and i + 1 == count and stores_early(job, world)
+        with job.autocast(), job.optimizer.storing() if stores else nullcontext():
+            loss = _loss(job, tokens, targets)
+            job.backward(loss, parts=count * world.size)
+        total += loss.detach()
+    sum_gradients(job, world)
+    job.summed = True
+    lr = job.schedule.apply(job.optimizer, job.optimizer.steps)  # a skipped step does not move it (Megatron's training.py)
+    stepped = job.optimizer.step()
+    mean = world.sum(total / (count * world.size))
+    return Step(mean.item(), lr, job.optimizer.grad_norm, stepped)
+
+
+def _loss(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
+    """What the model makes of a batch. Raises ConfigError where a given one does not make a loss of it."""
+    batch = tokens.to(job.device), targets.to(job.device)
+    kind, what = type(job.model).__name__, ""
+    if job.foreign:
+        try:
+            inspect.signature(job.model.forward).bind(*batch)
+        except TypeError as e:
+            what = f"cannot be called so: {e}"
+    if not what:
+        loss = job.forward(*batch)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss
+        what = f"gives {f'a tensor of shape {[*loss.shape]}' if isinstance(loss, Tensor) else type(loss).__name__}"
+    raise ConfigError(f"fit: trains models whose model(tokens, targets) is the loss, and {kind} {what}; give build a module that "
+                      "returns the loss, or train job.model in a loop of your own")
+
+
+@torch.no_grad()
+def evaluate(job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World) -> float:
+    """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval. Moves no FP8 state."""
+    training = job.model.training
+    job.model.eval()
+    losses = []
+    try:
+        with job.autocast(job.recipe.fp8.use_autocast_during_eval):
+            for batch in batches:
+                parts = [torch.split(t, job.recipe.trainer.micro_batch_size) for t in batch]
+                for tokens, targets in zip(*parts, strict=True):
+                    losses.append(job.model(tokens.to(job.device), targets.to(job.device)))
+    finally:
+        job.model.train(training)
+        if job.recipe.storage.shard == "fsdp":
+            from fp8cfg.training.distributed.fsdp import let_go
+
+            let_go(job.model)
+    mean = torch.stack(losses).mean() / world.size
+    return world.sum(mean).item()
+
+
+def prove_engagement(job: Job) -> Coverage:
+    """The coverage of the step that just ran. Raises NotFP8Error where it is not what was planned, or less than
+    fp8.min_coverage."""
+    seen = ran(job)
+    observed = backend_registry.backend(job.choice.backend).observed(job.model)
+    attention = plan_attention(job.recipe.fp8, job.recipe.model.num_layers)
+    wrong = not_engaged(job.plan, observed) if job.foreign else differences([*job.plan, *attention], observed)
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")
+    if job.recipe.fp8.enabled and seen.share < job.recipe.fp8.min_coverage:
+        raise NotFP8Error(f"fp8.min_coverage={job.recipe.fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8")
+    return seen

@@ -1,0 +1,325 @@
+"""backend=msamp: what it refuses, and its conversion and training over a stand-in of MS-AMP's public API. The real package, with
+its kernels on a GPU, has never run here."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8cfg
+from fp8cfg.backends.backend_choice import Choice, Hardware, choose
+from fp8cfg.backends.msamp import rules as msamp_rules
+from fp8cfg.backends.protocol import BackendError
+from fp8cfg.config.precision import Precision
+from fp8cfg.training.train_step import prove_engagement
+from tests.support import msamp_standin
+from tests.support.small import small, steps
+
+H100, CPU = Hardware("cuda", (9, 0), (12, 2)), Hardware("cpu")
+WORDS = ("precision=bf16_fp8", "backend=msamp", "fp8.amax_history_len=16", "fp8.reduce_amax=false", "storage.accumulate=stored")
+FP8 = {"enabled": True, "amax_history_len": 16, "reduce_amax": False}
+STORED = {"accumulate": "stored"}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with msamp_standin.msamp(tmp_path, monkeypatch) as folder:
+        yield folder
+
+
+@pytest.fixture
+def anywhere(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in multiplies on a CPU, where the rules refuse MS-AMP."""
+    monkeypatch.setattr(msamp_rules, "_hardware_lacks", lambda *_: [])
+
+
+def precision(fp8: dict[str, Any] | None = None, storage: dict[str, Any] | None = None, **keys: Any) -> Precision:
+    return Precision(backend="msamp", fp8=FP8 | (fp8 or {}), storage=STORED | (storage or {}), **keys)
+
+
+# What is missing.
+
+def test_where_it_is_not_installed_the_same_native_row_is_named() -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        choose(precision(), H100)
+    assert e.value.problems == ["backend=msamp: msamp is not installed, and on no index (github.com/Azure/MS-AMP); write backend=native opt_level=O2 "
+                                "storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2 storage.exp_avg=fp8_pow2"]
+    assert choose(precision(), H100, here=False).backend == "msamp"
+
+
+@pytest.mark.parametrize(("level", "words"), [
+    ("O1", "backend=native opt_level=O1 storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2"),
+    ("O3", "backend=native opt_level=O3 storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2 storage.exp_avg=fp8_pow2 storage.shard=zero1"),
+])
+def test_the_native_row_is_a_recipe(level: str, words: str) -> None:
+    assert msamp_rules.native(precision(opt_level=level)) == words
+    small("precision=bf16_fp8", *words.split()).check()
+
+
+def test_parts_that_are_missing_are_named(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert msamp_rules.unavailable() == ""
+    for name in ("msamp_adamw.py", "libmsamp_dist.so"):
+        (installed / name).unlink()
+    sys.path_importer_cache.clear()
+    assert msamp_rules.unavailable() == f"msamp is installed without msamp_adamw, {installed}/libmsamp_dist.so, which it loads"
+
+
+def test_looking_for_it_does_not_import_it(tmp_path: Path) -> None:
+    (tmp_path / "msamp").mkdir()
+    (tmp_path / "msamp" / "__init__.py").write_text("raise SystemExit('imported')")
+    script = ("import sys; from fp8cfg.backends import msamp_rules; assert 'installed without msamp_adamw' in msamp_rules.unavailable(); "
+              "assert not {'torch', 'msamp'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"})
+
+
+def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path) -> None:
+    auto = precision().model_copy(update={"backend": "auto"})
+    assert choose(auto, H100).passed_over[0] == (
+        "msamp: opt_level=null: MS-AMP stores state by a level")
+    auto.opt_level = "O2"
+    assert "msamp: storage.weight_grad=fp8: MS-AMP's O2 has fp8_pow2 there" in choose(auto, H100).passed_over[0]
+    for column in ("weight_grad", "comm", "exp_avg"):
+        setattr(auto.storage, column, "fp8_pow2")
+    assert choose(auto, H100).backend == "msamp"
+    (installed / "msamp" / "__init__.py").unlink()
+    for file in sorted((installed / "msamp").rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    (installed / "msamp").rmdir()
+    sys.path_importer_cache.clear()
+    assert choose(auto, H100).passed_over[0] == "msamp: msamp is not installed, and on no index (github.com/Azure/MS-AMP)"
+
+
+# What it cannot do.
+
+@pytest.mark.parametrize(("change", "hardware", "line"), [
+    ({"fp8": {"scaling": "current"}}, H100, "fp8.scaling=current: MS-AMP has delayed scaling alone; write fp8.scaling=delayed"),
+    ({"fp8": {"scaling": "current", "granularity": "row"}}, H100, "fp8.scaling=current: "),
+    ({"fp8": {"format": "e4m3"}}, H100, "fp8.format=e4m3: MS-AMP quantizes to E4M3 forward, and gradients to E5M2; write fp8.format=hybrid"),
+    ({"fp8": {"margin": 1}}, H100, "fp8.margin=1: MS-AMP has no margin; write fp8.margin=0"),
+    ({"fp8": {"interval": 2}}, H100, "fp8.interval=2: "), ({"fp8": {"amax_history_len": 1024}}, H100, "fp8.amax_history_len=1024: MS-AMP keeps the amaxes of 16 steps; write fp8.amax_history_len=16"),
+    ({"fp8": {"amax_compute_algo": "most_recent"}}, H100, "fp8.amax_compute_algo=most_recent: "), ({"fp8": {"reduce_amax": True}}, H100, "fp8.reduce_amax=True: "),
+    ({"fp8": {"first_step": "te"}}, H100, "fp8.first_step=te: "), ({"fp8": {"dot_product_attention": True}}, H100, "fp8.dot_product_attention=True: "),
+    ({"fp8": {"multi_head_attention": True}}, H100, "fp8.multi_head_attention=True: "), ({"fp8": {"emulate": True}}, H100, "fp8.emulate=True: "),
+    ({"fp8": {"override_linear_precision": {"wgrad": True}}}, H100, "fp8.override_linear_precision.wgrad=True: MS-AMP multiplies all three in FP8; drop it"),
+    ({"opt_level": "O3"}, H100, "opt_level=O3: MS-AMP has it through DeepSpeed alone, whose JSON `fp8cfg export deepspeed` writes; write opt_level=O2, or backend=native opt_level=O3"),
+    ({"storage": {"exp_avg": "fp8"}}, H100, "storage.exp_avg=fp8: MS-AMP's O2 has fp8_pow2 there; drop it, or write backend=native opt_level=O2"),
+    ({"storage": {"exp_avg": "fp8_pow2"}, "opt_level": "O1"}, H100, "storage.exp_avg=fp8_pow2: MS-AMP's O1 has fp32 there"),
+    ({"storage": {"weight": "fp8"}}, H100, "storage.weight=fp8: MS-AMP's O2 has fp16_scaled there"), ({"storage": {"master_weight": "fp32"}}, H100, "storage.master_weight=fp32: MS-AMP's O2 has none there"),
+    ({"storage": {"comm": "fp32"}}, H100, "storage.comm=fp32: "), ({"storage": {"rounding": "stochastic"}}, H100, "storage.rounding=stochastic: "), ({"storage": {"shard": "zero1"}}, H100, "storage.shard=zero1: "),
+    ({"storage": {"accumulate": "wide"}}, H100, "storage.accumulate=wide: MS-AMP adds each microbatch to gradients that are stored in FP8; write storage.accumulate=stored"),
+    ({}, CPU, "backend=msamp: MS-AMP runs on CUDA alone, this is a CPU; write backend=native opt_level=O2 storage.weight_grad=fp8_pow2"),
+    ({}, Hardware("cuda", (8, 0)), "backend=msamp: this GPU has compute capability 8.0, MS-AMP multiplies in FP8 on an H100 alone; write backend=native opt_level=O2"),
+])
+def test_what_is_refused(change: dict[str, Any], hardware: Hardware, line: str) -> None:
+    found = msamp_rules.refusals(precision(**change), hardware)
+    assert len(found) == 1 and found[0].startswith(line) and "; " in found[0], found
+
+
+def test_what_is_not() -> None:
+    assert msamp_rules.refusals(precision(), H100) == msamp_rules.refusals(precision(opt_level="O1"), H100) == []
+    assert msamp_rules.refusals(precision(storage={"weight": "fp16_scaled", "exp_avg": "fp8_pow2", "exp_avg_sq": "fp16_scaled"}), H100) == []
+    assert msamp_rules.misfit(precision().fp8, 3, 5) == "" and msamp_rules.tokens_multiple(precision().fp8, "scaled_mm") == 1
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (("optim.name=sgd",), "opt_level=O2: needs optim.name=adamw or adam, not sgd (MS-AMP)"),
+    (("optim.name=adam",), "optim.weight_decay=0.1: with optim.name=adam MS-AMP leaves it out of the moments that it stores; write optim.name=adamw"),
+    (("precision=bf16",), "backend=msamp: has no effect, precision.compute=bf16 runs no FP8"),
+    (("optim.betas=[0.98,0.95]",), "optim.betas=[0.98, 0.95]: storage.exp_avg=fp8_pow2 rounds an average of rate 0.98 back"),
+])
+def test_rules_of_the_recipe(words: tuple[str, ...], line: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        small(*WORDS[0 if "precision=bf16" not in words else 1 :], *words).check()
+    assert any(problem.startswith(line) for problem in e.value.problems), e.value.problems
+
+
+# The stand-in at work.
+
+def job(*words: str) -> fp8cfg.Job:
+    return fp8cfg.build(small(*WORDS, *words))
+
+
+def test_a_job_trains_and_proves_it(anywhere: None) -> None:
+    made = job("fp8.output_layer=true")
+    seen = [step.loss for step in steps(made, 6)]
+    assert seen[-1] < seen[0] - 0.5 and all(map(math.isfinite, seen))
+    assert prove_engagement(made).share > 0.8 and made.choice == Choice("msamp", "scaled_mm", "asked for; MS-AMP's products on the GPU")
+    layer = made.model.get_submodule("layers.0.mlp.linear_fc1")
+    assert layer.ran == {"fprop": ("e4m3", "e4m3"), "dgrad": ("e5m2", "e4m3"), "wgrad": ("e5m2", "e4m3")}
+    assert {p.dtype for p in made.model.parameters() if isinstance(p, torch.Tensor)} == {torch.float32}  # the others are MS-AMP's
+
+
+@pytest.mark.parametrize(("words", "losses"), [
+    ((), [5.598284, 5.459199, 5.282907, 5.068811]), (("opt_level=O1",), [5.598284, 5.459199, 5.283199, 5.068778]),
+    (("trainer.micro_batch_size=4",), [5.598284, 5.459215, 5.283157, 5.068799]),
+    (("fp8.output_layer=true", "fp8.high_precision_at_start=1"), [5.597814, 5.458796, 5.282085, 5.069376]),
+])
+def test_losses_are_those_of_ms_amps_own_python(anywhere: None, words: tuple[str, ...], losses: list[float]) -> None:
+    """Which MS-AMP 0.4 gave through this backend on a CPU, with its kernels emulated; here it is the stand-in. With AMX, where bf16
+    products are summed in another order, the fourth was 5.4e-5 off; with AVX2 and AVX-512 on the same CPU it was not."""
+    found = [step.loss for step in steps(job(*words), 4)]
+    assert found[:3] == pytest.approx(losses[:3], rel=2e-5) and found[3] == pytest.approx(losses[3], rel=1e-4)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_native_row_follows_it(anywhere: None, level: str) -> None:
+    """One weight for a few steps on the same gradients: the update and the storage are those of the native row."""
+    from fp8cfg.optim.low_bit.adam_step import named_columns
+    from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
+
+    made = job(f"opt_level={level}", "trainer.gradient_clip_val=0")
+    name = "layers.0.mlp.linear_fc1.weight"
+    theirs: Any = dict(made.model.named_parameters())[name]
+    moments = {} if level == "O1" else {"exp_avg": "fp8_pow2", "exp_avg_sq": "fp16_scaled"}
+    mine = nn.Parameter(theirs.float())
+    o = made.recipe.optim
+    native = LowBitAdamW([(name, mine)], columns=named_columns("fp16_scaled", "none", "fp8_pow2", **moments), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+    for _ in steps(made, 4):
+        grad = theirs.grad
+        native.param_groups[0]["lr"] = made.optimizer.param_groups[0]["lr"]
+        native.stored_grads[mine] = (grad.value.view(torch.float8_e4m3fn), grad.meta.scale_inv.clone())
+        native.step()
+        native.zero_grad()
+        weight = native.state[mine]["weight"]
+        assert torch.equal(weight[0], theirs.value) and torch.equal(weight[1], theirs.meta.scale_inv)
+    state = made.optimizer.state_tensors()
+    for moment in ("exp_avg", "exp_avg_sq"):
+        for kept, suffix in zip(native.state[mine][moment], ("", ".scale_inv"), strict=False):
+            other = state[f"{name}.{moment}{suffix}"]
+            assert kept.dtype == other.dtype and torch.equal(kept.float(), other.float())
+
+
+@pytest.mark.parametrize("words", [(), ("opt_level=O1",), ("precision=fp16_fp8",)])
+def test_resume_is_bit_for_bit(anywhere: None, words: tuple[str, ...]) -> None:
+    words = (*words, *(WORDS[1:] if words[:1] == ("precision=fp16_fp8",) else ()))
+    first = job(*words)
+    before = [s.loss for s in steps(first, 3)]
+    model = {k: v.clone() for k, v in first.model.state_dict().items()}
+    tensors, json = {k: v.clone() for k, v in first.optimizer.state_tensors().items()}, first.optimizer.state_json()
+    assert all(isinstance(v, torch.Tensor) for v in model.values()) and "layers.0.mlp.linear_fc1.fp8_input_amax" in model
+    after = [s.loss for s in steps(first, 3, first=3)]
+    second = job(*words)
+    assert [s.loss for s in steps(second, 1)] == before[:1]
+    second.model.load_state_dict(model)
+    second.optimizer.load_state(tensors, json)
+    assert [s.loss for s in steps(second, 3, first=3)] == after
+    with pytest.raises(ValueError, match="the saved state is of Other"):
+        second.optimizer.load_state(tensors, {**json, "optimizer": "Other"})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        second.model.load_state_dict({k: v for k, v in model.items() if "fp8_input_amax" not in k})
+
+
+def test_layers_in_high_precision_and_evaluation(anywhere: None) -> None:
+    made = job("fp8.high_precision_at_start=1")
+    list(steps(made, 2))
+    first, second = (made.model.get_submodule(f"layers.{n}.mlp.linear_fc1") for n in (0, 1))
+    assert type(second).__name__ == "MSAMPLinear" and first.weight.dtype == torch.float32 and first.weight.grad is not None
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    amax = second.scaling_metas["input"].amax.clone()
+    with torch.no_grad():
+        outside = made.model(tokens, tokens)
+        with made.autocast():
+            inside = made.model(tokens, tokens)
+    assert inside != outside and torch.allclose(inside, outside, rtol=0.05) and torch.equal(amax, second.scaling_metas["input"].amax)
+    with pytest.raises(RuntimeError, match="layers train inside of the autocast context"):
+        made.model(tokens, tokens)
+
+
+def test_a_step_with_gradients_that_are_not_finite_is_skipped(anywhere: None) -> None:
+    made = job("precision=fp16_fp8", *WORDS[1:], "precision.initial_loss_scale=1024", "precision.hysteresis=1")
+    list(steps(made, 1))
+    before = {k: v.clone() for k, v in made.model.state_dict().items()}
+    weight: Any = made.model.get_submodule("layers.0.mlp.linear_fc1").weight
+    for p in made.optimizer.names:  # type: ignore[union-attr]
+        p.grad = None
+    weight.grad = msamp_standin.cast(torch.full(weight.shape, math.inf), msamp_standin.Dtypes.kfloat8_e4m3)
+    assert weight.grad.float().isfinite().all() and not made.optimizer.step()  # the bytes show nothing
+    assert all(torch.equal(v, before[k]) for k, v in made.model.state_dict().items()) and made.loss_scaler and made.loss_scaler.scale == 512
+
+
+def test_clipping(anywhere: None) -> None:
+    made = job("trainer.gradient_clip_val=0.01")
+    list(steps(made, 1))
+    clipped = math.sqrt(sum(float(p.grad.to(torch.float32).norm()) ** 2 for p in made.optimizer.names if p.grad is not None))
+    assert made.optimizer.grad_norm > 0.05 and clipped == pytest.approx(0.01, rel=1e-3)
+
+
+# Traps of MS-AMP's.
+
+def test_trap_frozen_weights_stay_frozen(anywhere: None) -> None:
+    from fp8cfg.builder import transformer_config
+    from fp8cfg.models.transformer import Transformer
+
+    recipe = small(*WORDS)
+    model = Transformer(transformer_config(recipe))
+    model.init_weights(torch.Generator().manual_seed(0))
+    model.get_submodule("layers.0.mlp.linear_fc1").weight.requires_grad = False
+    made = fp8cfg.build(recipe, model=model)
+    frozen: Any = made.model.get_submodule("layers.0.mlp.linear_fc1").weight
+    before = frozen.value.clone()
+    list(steps(made, 2))
+    assert frozen.requires_grad is False and torch.equal(frozen.value, before) and frozen.grad is None
+    assert "layers.0.mlp.linear_fc1.weight" not in set(made.optimizer.names.values())
+
+
+def test_trap_tied_weights(anywhere: None) -> None:
+    words = ("model.share_embeddings_and_output_weights=true",)
+    with pytest.raises(fp8cfg.ConfigError, match=r"MS-AMP would untie the weight of output_layer, which another module has too; write fp8\.exclude=\[output_layer\]"):
+        job(*words, "fp8.output_layer=true")
+    made = job(*words)
+    list(steps(made, 1))
+    assert made.model.get_submodule("output_layer").weight is made.model.get_submodule("embedding").weight
+
+
+def test_trap_plain_parameters_in_half_precision_are_refused(anywhere: None) -> None:
+    made = job()
+    made.model.get_submodule("embedding").weight.data = made.model.get_submodule("embedding").weight.data.bfloat16()
+    from fp8cfg.backends.msamp import backend as msamp
+
+    with pytest.raises(BackendError, match=r"embedding\.weight is torch\.bfloat16: MS-AMP never updates it"):
+        msamp.optimizer(made.prepared, made.recipe.precision, made.recipe.optim, 1.0, None)
+
+
+@pytest.mark.parametrize(("name", "decoupled"), [("adamw", "LBAdamW"), ("adam", "LBAdam")])
+def test_trap_the_optimizer_is_the_one_that_was_asked_for(anywhere: None, name: str, decoupled: str) -> None:
+    """msamp.initialize takes AdamW for Adam since torch 2.7, where it is a subclass."""
+    assert issubclass(torch.optim.AdamW, torch.optim.Adam)
+    made = job(f"optim.name={name}", f"optim.weight_decay={0.1 if name == 'adamw' else 0}")
+    assert type(made.optimizer.inner).__name__ == decoupled  # type: ignore[union-attr]
+    assert {len(g["params"]) > 0 and g["weight_decay"] for g in made.optimizer.param_groups} == ({0.1, 0.0} if name == "adamw" else {0})
+
+
+def test_trap_a_gpu_that_ms_amp_does_not_know(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(msamp_standin.Device, "supported", False)
+    with pytest.raises(fp8cfg.ConfigError, match="where the GPU's name has H100 in it"):
+        job()
+
+
+def test_coverage_sees_products_that_are_not_fp8(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = job()
+    monkeypatch.setattr(msamp_standin.Device, "supported", False)
+    list(steps(made, 1))
+    with pytest.raises(fp8cfg.NotFP8Error, match="planned e4m3 x e4m3, ran high precision"):
+        prove_engagement(made)
+
+
+def test_converting_alone_is_refused(anywhere: None) -> None:
+    with pytest.raises(fp8cfg.ConfigError, match=r"write fp8cfg.build\(recipe, model=model\)"):
+        fp8cfg.convert_model(nn.Sequential(nn.Linear(32, 32)), small(*WORDS, "fp8.params=false"))
+
+
+def test_back_to_linear_layers(anywhere: None) -> None:
+    made = job()
+    weight = made.model.get_submodule("layers.0.mlp.linear_fc1").weight.float()
+    back = fp8cfg.convert_back(made.model)
+    layer = back.get_submodule("layers.0.mlp.linear_fc1")
+    assert type(layer) is nn.Linear and torch.equal(layer.weight.float(), weight)
+

@@ -1,0 +1,139 @@
+"""A built recipe in loops of one's own: what is copied, summed and silenced."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import fp8cfg
+from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed.world import World
+from tests.support.ranks import on_ranks
+from tests.support.small import losses, small
+
+TWO = ("precision=bf16_fp8", "trainer.micro_batch_size=4")
+
+
+def by_hand(world: World) -> list[float]:
+    job = fp8cfg.build(small(*TWO))
+    batches, found = run_data(job.recipe)[0], []
+    for step in range(3):
+        with job.autocast():
+            loss = job.model(*batches.batch(step, world.rank, world.size))
+            job.backward(loss, parts=world.size)
+        job.sum_gradients()
+        if world.size > 1:
+            with pytest.raises(RuntimeError, match="summed already"):
+                job.sum_gradients()
+        job.schedule.apply(job.optimizer, step)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        found.append(world.sum(loss.detach() / world.size).item())
+    job.prove()
+    return found
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
+    """Each takes half of the batch that one rank takes in two microbatches: the same gradients, summed in another order."""
+    first, second = on_ranks(2, by_hand, tmp_path)
+    assert first == second == pytest.approx(losses(*TWO, count=3), abs=2e-6)
+    assert by_hand(World()) == losses("precision=bf16_fp8", count=3), "with one rank there is nothing to sum"
+
+
+def unsummed(world: World) -> list[str]:
+    """Two steps whose gradients nobody sums, two that are summed, and two in which DistributedDataParallel does it."""
+    said = []
+    for way in ("nobody", "job", "others"):
+        torch.manual_seed(0)
+        job = fp8cfg.build(fp8cfg.compose(["precision=fp32", "trainer.accelerator=cpu"]), model=nn.Linear(64, 64))
+        model = nn.parallel.DistributedDataParallel(job.model) if way == "others" else job.model
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                job.backward(model(torch.randn(16, 64)).pow(2).mean())
+                if way == "job":
+                    job.sum_gradients()
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+        said += [f"{way}: {w.category.__name__} {str(w.message).partition(',')[0]} {Path(w.filename).name}" for w in seen]
+    return said
+
+
+@pytest.mark.slow
+def test_gradients_that_nobody_summed_are_said_once(tmp_path: Path) -> None:
+    line = "nobody: RuntimeWarning the gradients of this step were not summed over the 2 ranks test_job.py"
+    assert on_ranks(2, unsummed, tmp_path) == [[line], [line]]
+
+
+def wrapped(world: World) -> list[torch.Tensor]:
+    recipe = fp8cfg.compose(["precision=bf16_fp8", "fp8={params: false, output_layer: true}", "backend=native", "trainer.accelerator=cpu"])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
+    fp8 = fp8cfg.convert_model(model, recipe)
+    outer = nn.parallel.DistributedDataParallel(model)
+    fp8cfg.apply_fp8_autowrap(outer, recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        torch.manual_seed(10 * step + world.rank)
+        outer(torch.randn(16, 64).bfloat16()).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fp8.prove()
+    return [*model.state_dict().values()]
+
+
+@pytest.mark.slow
+def test_a_converted_model_trains_under_distributed_data_parallel(tmp_path: Path) -> None:
+    """Parameters and scales are the same on both ranks, whose data are not."""
+    first, second = on_ranks(2, wrapped, tmp_path)
+    rolled = [slice(1, None) if a.shape == (1024, 3) else slice(None) for a in first]  # the first row is of the last pass
+    assert len(first) == 8 and all(torch.equal(a[rows], b[rows]) for a, b, rows in zip(first, second, rolled, strict=True))
+
+
+def test_a_job_is_not_copied_and_a_model_is() -> None:
+    job = fp8cfg.build(small("precision=bf16_fp8", "opt_level=O2"))
+    batch = run_data(job.recipe)[0].batch(0)
+    with pytest.raises(TypeError, match=r"a Job cannot be copied, .* fp8cfg\.convert_back\(copy\.deepcopy\(job\.model\)\) gives plain weights"):
+        copy.deepcopy(job)
+    copied = copy.deepcopy(job.model)
+    with torch.no_grad():
+        assert torch.equal(copied(*batch), job.model(*batch))
+    plain = fp8cfg.convert_back(copied)
+    assert {p.dtype for p in plain.parameters()} == {torch.float32} and not fp8cfg.has_fp8_layers(plain) and fp8cfg.has_fp8_layers(job.model)
+
+
+def test_an_average_of_plain_copies() -> None:
+    """As the error of a job's copy says it; weights in FP8 alone are not averaged as they are."""
+    job = fp8cfg.build(small("precision=bf16_fp8"))
+    with pytest.raises(NotImplementedError, match="Float8"):
+        both = AveragedModel(job.model)
+        both.update_parameters(job.model), both.update_parameters(job.model)
+    average = AveragedModel(fp8cfg.convert_back(copy.deepcopy(job.model)))
+    for _ in range(2):
+        average.update_parameters(fp8cfg.convert_back(copy.deepcopy(job.model)))
+    batch = run_data(job.recipe)[0].batch(0)
+    with torch.no_grad():
+        assert torch.equal(average(*batch), job.model(*batch))
+
+
+def test_compiling_silences_two_lines_of_torchs_and_no_other() -> None:
+    job = fp8cfg.build(small("precision=bf16"))
+    with warnings.catch_warnings():
+        before = list(warnings.filters)
+        job.compile_model()
+        job.compile_model()
+        assert len([f for f in warnings.filters if f not in before]) == 2
+        with pytest.raises(UserWarning, match="mixed"):
+            warnings.warn("bf16 and fp16 are mixed in a script of yours", stacklevel=1)
+        with pytest.raises(UserWarning, match="Float8Training"):
+            warnings.warn("Float8TrainingTensor does not implement what your script wants", stacklevel=1)
+        warnings.warn_explicit("bf16 and fp16 are mixed in the scheduler node.", UserWarning, "cpp.py", 1, "torch._inductor.codegen.cpp")
+        warnings.warn_explicit("Float8TrainingTensor does not implement _stable_hash_for_caching", UserWarning, "autograd_cache.py", 1,
+                               "torch._functorch._aot_autograd.autograd_cache")

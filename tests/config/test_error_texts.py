@@ -1,0 +1,142 @@
+"""What a mistake is answered with: each line, exactly. All go to stderr, with exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8cfg.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+
+OPTIONS = "choose from --config-dir, --cfg, --info, --package, --multirun, --resolve, --hydra-help, --help, --version"
+MISTAKES: list[tuple[str, str | list[str]]] = [
+    # a typo in a key, a group, a choice, a verb, an option, an enum value
+    ("fp8.margn=1", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
+    ("trainer.plugins.fp8.margn=1", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
+    ("reciep=llama_8b", "reciep: no such key; did you mean 'recipe'?"),
+    ("recipe=lama_8b", "recipe=lama_8b: no such recipe; did you mean 'llama_8b'?"),
+    ("precision=bf16_pf8", "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"),
+    ("data=wiki", "data=wiki: no such data preset; choose from stdlib, text, tiny, tokens"),
+    ("exprt", "exprt: no such command; did you mean 'export'?"),
+    ("lst --json", "lst: no such command; did you mean 'list'?"),
+    ("help lst", "lst: no such command; did you mean 'list'?"),
+    ("lst --help", "lst: no such command; did you mean 'list'?"),
+    ("recipe=llama_tiny resume", "resume: a command stands first, as in: fp8cfg resume"),
+    ("frobnicate", "frobnicate: no command, recipe file or key=value; fp8cfg --help has them"),
+    ("sample", "sample: not in this version; fp8cfg --help has the commands"),
+    ("llama_8b", "llama_8b: not of the form key=value; did you mean 'recipe=llama_8b'?"),
+    ("bf16_fp8", "bf16_fp8: not of the form key=value; did you mean 'precision=bf16_fp8'?"),
+    ("reciep", "reciep: not of the form key=value; did you mean 'recipe'?"),
+    ("tests", "tests: is a folder; that of a run is for fp8cfg resume, rerun and diff"),
+    ("README.md", "README.md: is no recipe file; the name of one ends in .yaml"),
+    ("check --json", "--json: no such option; choose from --config-dir, --help, --version"),
+    ("plan --tre", "--tre: no such option; did you mean '--tree'?"),
+    ("--multrun", "--multrun: no such option; did you mean '--multirun'?"),
+    ("fp8.scaling=delayd precision=bf16_fp8", "fp8.scaling=delayd: not an option; did you mean 'delayed'?"),
+    ("opt_level=O9", "opt_level=O9: not an option; choose from O1, O2, O3"),
+    ("trainer.plugins.opt_level=O9", "opt_level=O9: not an option; choose from O1, O2, O3"),
+    ("precision.backend=tee", "backend=tee: not an option; did you mean 'te'?"),
+    ("trainer.compile=maybe", "trainer.compile=maybe: not an option; choose from auto, on, off"),
+    ("log.wandb=true", "log.wandb: no such key; log has dir, every_n_steps, fp8_stats_every_n_steps, tensorboard"),
+    ("log.tensorbord=true", "log.tensorbord: no such key; did you mean 'log.tensorboard'?"),
+    ("optim.weight_decy=1", "optim.weight_decy: no such key; did you mean 'optim.weight_decay'?"),
+    # a leaf name alone
+    ("margin=1", "margin: no such key; did you mean 'fp8.margin'?"),
+    ("lr=1e-4", "lr: no such key; did you mean 'optim.lr'?"),
+    ("every_n_steps=1", "every_n_steps: no such key; did you mean one of checkpoint.every_n_steps, log.every_n_steps?"),
+    # words of other projects
+    ("fp8_margin=1", "fp8_margin: no such key; it belongs to fp8.margin"),
+    ("storage.master=fp16", "storage.master: no such key; it belongs to storage.master_weight"),
+    ("storage.grad=fp8", "storage.grad: no such key; it belongs to storage.weight_grad"),
+    ("storage.moments=fp8", "storage.moments: no such key; it belongs to storage.exp_avg and storage.exp_avg_sq"),
+    ("trainer.fp8_params=true", "trainer.fp8_params: no such key; it belongs to fp8.params"),
+    ("fp8_recipe=tensorwise", "fp8_recipe=tensorwise: no such key; write fp8.scaling=current"),
+    ("fp8_recipe=blockwise", "fp8_recipe=blockwise: no such key; write fp8.scaling=block"),
+    ("fp8_recipe=delayed", "fp8_recipe=delayed: no such key; write fp8.scaling=delayed"),
+    ("fp8_recipe=custom", "fp8_recipe: no such key; it belongs to fp8.scaling"),
+    ("fp8.scaling=tensorwise", "fp8.scaling=tensorwise: not an option; did you mean 'current'?"),
+    ("fp8.scaling=Blockwise", "fp8.scaling=Blockwise: not an option; did you mean 'block'?"),
+    ("fp8={scaling:tensorwise}", "fp8.scaling=tensorwise: not an option; did you mean 'current'?"),
+    ("mixed_precision=fp8", "mixed_precision=fp8: no such key; write precision=bf16_fp8"),
+    ("mixed_precision=no", "mixed_precision=no: no such key; write precision=fp32"),
+    ("mixed_precision=fp9", "mixed_precision: no such key; it belongs to precision (precision=bf16_fp8)"),
+    ("trainer.precision=bf16", "trainer.precision=bf16: no such key; write precision=bf16"),
+    ("trainer.precision=16-mixed", "trainer.precision=16-mixed: no such key; write precision=fp16"),
+    ("precision=fp8", "precision=fp8: no such precision preset; did you mean 'bf16_fp8'?"),
+    ("precision=16-mixed", "precision=16-mixed: no such precision preset; did you mean 'fp16'?"),
+    ("optimization_level=O2", "optimization_level: no such key; it belongs to opt_level"),
+    # types, bounds, and keys that would do nothing
+    ("fp8.margin=abc", "fp8.margin=abc: expected an integer, got str"),
+    ("fp8.margin=99", "fp8.margin=99: must be at most 16"),
+    ("fp8.margin=1", "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"),
+    ("fp8.margin=1 precision=bf16_fp8_current",
+     "fp8.margin=1: has no effect under fp8.scaling=current, only under delayed; drop it or write fp8.scaling=delayed"),
+    # Hydra's grammar
+    ("fp8.margin", "fp8.margin: needs a value, as in fp8.margin=VALUE"),
+    ("precision", "precision: needs a value, as in precision=NAME"),
+    ("=1", "=1: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"),
+    ("fp8.margin=0,1", "fp8.margin=0,1: several values are a sweep, and a run takes one; a list is written [a,b]"),
+    ("+fp8.margin=1", "+fp8.margin=1: every key exists already; write fp8.margin=1"),
+    ("~fp8.margin", "~fp8.margin: keys cannot be removed; set fp8.margin to its default instead"),
+    ("precision@x=bf16", "precision@x=bf16: packages are fixed; write precision=bf16"),
+    ("name=${oc.env:HOME}", "name=${oc.env:HOME}: interpolation is not accepted; write the value"),
+    ("hydra.run.dir=x", "hydra.run.dir=x: does nothing in a single run; -m, --cfg and --info take it"),
+    ("hydra/launcher=basic", "hydra/launcher=basic: does nothing in a single run; -m, --cfg and --info take it"),
+    # all at once: options, verbs and words
+    ("--foo fp8.margn=1 recipe=lama_8b --config-dir", [
+        f"--foo: no such option; {OPTIONS}", "--config-dir: needs a value",
+        "fp8.margn: no such key; did you mean 'fp8.margin'?", "recipe=lama_8b: no such recipe; did you mean 'llama_8b'?"]),
+    ("exprt fp8.margn=1 --json", ["exprt: no such command; did you mean 'export'?", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
+    ("hydra.run.dir=x fp8.margn=1", ["hydra.run.dir=x: does nothing in a single run; -m, --cfg and --info take it",
+                                     "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
+    ("resume x --alow fp8 fp8.margn=1", ["--alow: no such option; did you mean '--allow'?", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
+    ("-m fp8.margin=0,99 --foo", [f"--foo: no such option; {OPTIONS}", "fp8.margin=99: must be at most 16"]),
+    ("completion", "completion: needs a shell; choose from bash, zsh, fish"),
+    ("completion bsh", "completion bsh: no such shell; did you mean 'bash'?"),
+    ("rerun", "rerun: needs one run folder, as in: fp8cfg rerun runs/NAME"),
+    ("rerun nowhere", "nowhere is not a run folder: there is no nowhere"),
+]
+
+
+@pytest.mark.parametrize(("words", "lines"), MISTAKES, ids=[words for words, _ in MISTAKES])
+def test_a_mistake_is_answered_with_these_lines(words: str, lines: str | list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"error: {line}" for line in ([lines] if isinstance(lines, str) else lines)]
+    assert out == ""
+
+
+@pytest.mark.parametrize(("word", "line"), [
+    ("", "'': not of the form key=value"), ("a\nb", "a\\nb: no command, recipe file or key=value; fp8cfg --help has them"),
+    ("\x1b[31mred", "\\x1b[31mred: no command, recipe file or key=value; fp8cfg --help has them"),
+    ("name=a\nb", "name=a\\nb: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"),
+    ("x" * 5000, f"{'x' * 5000}: no command, recipe file or key=value; fp8cfg --help has them"),
+    ("fp8=" + "{a: " * 600 + "1" + "}" * 600, "fp8={a: {a: {a: {a: {a: {a: {a: {a: {a: ...: nested too deeply"),
+])
+def test_a_word_whatever_is_in_it_is_answered_with_one_line(word: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", word]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize("verb", ["resume", "rerun", "check --config-dir", "list --config-dir", "diff x.yaml"])
+def test_a_name_too_long_for_a_file_is_one_line(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*verb.split(), "x" * 5000]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {'x' * 40}...: File name too long"
+
+
+@pytest.mark.parametrize(("text", "line"), [
+    ("hydra: {run: {dir: x}}", "hydra: settings of Hydra itself are not part of a recipe; the command line takes them"),
+    ("hydra/launcher: x", "hydra/launcher: settings of Hydra itself are not part of a recipe; the command line takes them"),
+    ("fp8: {override_linear_precision.wgrad: true}",
+     "fp8.override_linear_precision.wgrad: dotted names are read at the top of a file alone; write a node for each dot"),
+    ("recipe: 5", "recipe=5: needs the name of a preset"), ("defaults: [{data: [tiny]}]", "data=['tiny']: needs the name of a preset"),
+    ("defaults: {}", "defaults={}: expected a list, as in defaults: [llama_8b]"),
+])
+def test_a_mistake_in_a_file(text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    assert main(["check", str(file)]) == 2
+    assert capsys.readouterr().err == f"error: {file}: {line}\n"

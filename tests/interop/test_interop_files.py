@@ -1,0 +1,390 @@
+"""Files of NeMo, Megatron-Bridge, Megatron-LM, torchtitan and DeepSpeed, as people have them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fp8cfg
+from fp8cfg import interop
+from fp8cfg.__main__ import main
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.interop.projects import DOORS
+from fp8cfg.interop.translation import table
+from tests.support.verbs import loads, refused, said
+
+SCRIPT = r"""#!/bin/bash
+# --fp8-format none of this is read
+FP8_ARGS=(
+    --fp8-format 'e4m3'
+    --fp8-recipe "blockwise"   # blockwise needs CUDA 12.9
+    --fp8-param-gather
+    --first-last-layers-bf16 --num-layers-at-start-in-bf16 2
+    --num-layers-at-end-in-bf16=0)
+EXTRA_ARGS+=" --use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 "
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \
+    --bf16 --grad-reduce-in-bf16 --use-distributed-optimizer --tensorboard-dir /tmp/x \
+    --lr $LR --fp8-margn 3 ${FP8_ARGS[@]}
+"""
+
+
+def test_a_script_of_megatrons(tmp_path: Path) -> None:
+    file = tmp_path / "pretrain.sh"
+    file.write_text(SCRIPT)
+    found = interop.from_file("megatron", file)
+    p = found.recipe.precision
+    assert (p.compute, p.fp8.enabled, p.fp8.scaling, p.fp8.format, p.fp8.params) == ("bf16", True, "block", "e4m3", True)
+    assert (p.fp8.high_precision_at_start, p.fp8.high_precision_at_end) == (2, 0)
+    assert p.storage.model_dump() == {"weight": "auto", "master_weight": "fp16_scaled", "weight_grad": "bf16", "comm": "bf16", "exp_avg": "fp8", "exp_avg_sq": "fp16_scaled",
+                                      "accumulate": "wide", "rounding": "nearest", "shard": "zero1", "gather": "auto"}
+    assert found.lost == ("--lr $LR: a variable of the script; not read", "--tensorboard-dir: not about precision or shape, not read")
+    assert found.unknown == ("--fp8-margn: no such flag of Megatron-LM; did you mean '--fp8-margin'?",)
+
+
+@pytest.mark.parametrize(("flags", "ours"), [
+    ("--bf16 --fp8-format hybrid", {"fp8.scaling": "delayed", "fp8.amax_history_len": 1, "fp8.params": False}), ("--fp16", {"precision.compute": "fp16", "storage.comm": "fp16"}),
+    ("--num-layers 2 --seed 1", {"precision.compute": "fp32", "model.num_layers": 2}), ("--bf16", {"precision.compute": "bf16", "storage.comm": "fp32"}),
+    ("--bf16 --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --no-fp8-wgrad", {"fp8.amax_history_len": 1024, "fp8.override_linear_precision.wgrad": True}),
+    ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", {"fp8.scaling": "current", "fp8.high_precision_at_start": 0}),
+    ("--bf16 --fp4-format e2m1 --fp4-recipe nvfp4 --fp4-param-gather", {"fp8.scaling": "nvfp4", "fp8.params": True, "fp8.format": "e4m3"}),
+    ("--fp16 --accumulate-allreduce-grads-in-fp32 --loss-scale 4096", {"storage.comm": "fp32", "precision.loss_scale": 4096.0}),
+    ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16", {"storage.exp_avg": "bf16", "storage.exp_avg_sq": "fp32"}),
+    ("--num-layers 2 --hidden-size 128 --num-attention-heads 8 --swiglu --bf16", {"model.ffn_hidden_size": 320, "model.num_query_groups": 8, "model.share_embeddings_and_output_weights": True}),
+    ("--bf16 --adam-beta2 0.98 --lr 1e-4 --optimizer adam", {"optim.betas": (0.9, 0.98), "optim.lr": 1e-4, "optim.name": "adamw"}),
+])
+def test_flags_with_megatrons_own_defaults(flags: str, ours: dict[str, Any]) -> None:
+    for found in (interop.from_words("megatron", [flags]), interop.from_words("megatron", flags.split())):
+        assert {k: table(found.recipe)[k] for k in ours} == ours and found.unknown == ()
+
+
+def test_a_written_array_is_one_that_bash_takes() -> None:
+    text, lost = interop.to_text("megatron", fp8cfg.compose(["precision=bf16_fp8"]))
+    said_by_bash = subprocess.run(["bash", "-euc", text + 'printf "%s\\n" "${FP8CFG_ARGS[@]}"'], capture_output=True, text=True, check=True).stdout.split()
+    assert said_by_bash[:7] == ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-margin", "0"] and lost == ()
+    assert interop.from_words("megatron", said_by_bash).recipe.precision == fp8cfg.compose(["precision=bf16_fp8"]).precision
+
+
+TITAN = """
+[job]
+dump_folder = "./outputs"
+[model]
+name = "llama3"
+converters = ["quantize.linear.float8"]
+[training]
+local_batch_size = 1
+mixed_precision_param = "bfloat16"
+mixed_precision_reduce = "float32"
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = true
+precompute_float8_dynamic_scale_for_fsdp = false
+filter_fqns = ["output", "attention.wk", "feed_forward.w2"]
+"""
+
+
+def test_a_toml_of_torchtitans(tmp_path: Path) -> None:
+    file = tmp_path / "llama3_8b.toml"
+    file.write_text(TITAN)
+    found = interop.from_file("torchtitan", file)
+    fp8 = found.recipe.fp8
+    assert (fp8.enabled, fp8.scaling, fp8.output_layer, fp8.exclude, found.recipe.backend) == (True, "current", False, ("*.linear_fc2",), "torchao")
+    assert found.lost == ("filter_fqns=attention.wk: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude",
+                          "[job], the rest of [model], the rest of [training]: not about precision, not read")
+    assert found.unknown == () and (found.recipe.storage.shard, found.recipe.storage.gather) == ("fsdp", "fp8")
+    found.recipe.check()
+    text, lost = interop.to_text("torchtitan", found.recipe)
+    assert "enable_fsdp_float8_all_gather = true\nprecompute_float8_dynamic_scale_for_fsdp = true\n" in text and lost == ()
+
+
+@pytest.mark.parametrize(("text", "ours"), [
+    ('[model]\nconverters = "float8"\n[float8]\nrecipe_name = "rowwise"\n', {"fp8.granularity": "row", "fp8.use_power_2_scales": True, "fp8.output_layer": True}),
+    ("[float8]\nenable_float8_linear = true\n", {"fp8.enabled": True, "fp8.scaling": "current"}), ('[model]\nconverters = ["mx"]\n[mx]\nrecipe_name = "mxfp8_cublas"\n', {"fp8.scaling": "mxfp8", "fp8.format": "e4m3"}),
+    ('[model]\nconverters = []\n[float8]\nrecipe_name = "rowwise"\n', {"fp8.enabled": False}), ('[model]\nconverters = ["quantize.linear.mx"]\n', {"fp8.scaling": "mxfp8"}),
+    ('[model]\nconverters = ["float8"]\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\nemulate = true\n', {"fp8.override_linear_precision.wgrad": True, "fp8.emulate": True}),
+])
+def test_sections_under_each_of_their_names(text: str, ours: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(text)
+    found = interop.from_file("torchtitan", file)
+    assert {k: table(found.recipe)[k] for k in ours} == ours and found.unknown == ()
+
+
+BRIDGE = """
+_target_: megatron.bridge.training.config.ConfigContainer
+mixed_precision:
+  _target_: megatron.bridge.training.mixed_precision.MixedPrecisionConfig
+  bf16: true
+  params_dtype:
+    _call_: false
+    _target_: torch.bfloat16
+  fp8: e4m3
+  fp8_recipe: mxfp8
+  fp8_param_gather: true
+  reuse_grad_buf_for_mxfp8_param_ag: true
+  grad_reduce_in_fp32: false
+"""
+
+
+def test_a_run_config_of_megatron_bridges(tmp_path: Path) -> None:
+    file = tmp_path / "run_config.yaml"
+    file.write_text(BRIDGE)
+    found = interop.from_file("bridge", file)
+    assert found.recipe.precision == fp8cfg.compose(["precision=bf16_mxfp8", "storage={comm: bf16, weight_grad: bf16}"]).precision and found[1:] == ((), ())
+    file.write_text("mixed_precision: bf16_with_fp8_current_scaling_mixed\n")
+    assert interop.from_file("bridge", file).recipe.precision == fp8cfg.bf16_with_fp8_current_scaling_mixed()
+
+
+@pytest.mark.parametrize(("data", "ours"), [
+    ({"precision": "bf16-mixed", "fp8": "hybrid"}, {"fp8.scaling": "delayed", "fp8.amax_history_len": 1}), ({"bf16": True, "fp8": "hybrid", "fp8_params": True}, {"fp8.params": True}),
+    ({"precision": "16-mixed", "grad_reduce_in_fp32": False}, {"precision.compute": "fp16", "storage.comm": "fp16"}), ({"precision": "16-mixed"}, {"storage.comm": "fp32"}),
+    ({"precision": "bf16-mixed", "fp8": None, "fp8_margin": 0, "fp8_recipe": "delayed"}, {"fp8.enabled": False}), ({"precision": "32"}, {"precision.compute": "fp32"}),
+    ({"precision": "bf16-mixed", "fp8": "e4m3", "fp8_recipe": "blockwise", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2}, {"fp8.high_precision_at_start": 2}),
+    ({"precision": "fp16", "fp16_initial_loss_scale": 65536, "fp16_hysteresis": 4}, {"precision.initial_loss_scale": 65536.0, "precision.hysteresis": 4}),
+])
+def test_fields_of_nemos(data: dict[str, Any], ours: dict[str, Any]) -> None:
+    found = interop.from_mapping("nemo", data)
+    assert {k: table(found.recipe)[k] for k in ours} == ours and found.unknown == ()
+
+
+@pytest.mark.parametrize(("data", "lost"), [
+    ({"fp8_recipe": "tensorwise", "fp8_margin": 2}, "fp8_margin=2: has no effect under current scaling"), ({"num_layers_at_end_in_bf16": 1}, "num_layers_at_end_in_bf16: has no effect without first_last_layers_bf16"),
+    ({"fp8_recipe": "mxfp8"}, "fp8=hybrid: MXFP8 and NVFP4 are E4M3 both ways here; E5M2 gradients under fine-grained scales make training diverge"),
+    ({"fp8_wgrad": False}, "fp8_wgrad=False: is so here; Transformer Engine 2 knows it no more and drops it without a word"),
+])
+def test_what_is_a_silent_no_op_there_is_said(data: dict[str, Any], lost: str) -> None:
+    found = interop.from_mapping("nemo", {"precision": "bf16-mixed", "fp8": "hybrid", **data})
+    assert lost in found.lost
+    found.recipe.check()
+
+
+def test_values_that_cannot_be_come_at_once() -> None:
+    with pytest.raises(ConfigError) as e:
+        interop.from_mapping("nemo", {"precision": "bf17", "fp8": "hybird", "fp8_recipe": "tensorwize", "fp8_margin": "x", "grad_reduce_in_fp32": "maybe"})
+    assert e.value.problems == [
+        "precision=bf17: not an option; did you mean 'bf16'?", "fp8=hybird: not an option; did you mean 'hybrid'?", "fp8_recipe=tensorwize: not an option; did you mean 'tensorwise'?",
+        "fp8_margin=x: expected an integer", "grad_reduce_in_fp32=maybe: expected true or false"]
+
+
+@pytest.mark.parametrize(("data", "ours"), [
+    ({"bf16": {"enabled": True}, "msamp": {"enabled": True, "opt_level": "O3"}, "zero_optimization": {"stage": 2}}, {"backend": "native", "storage.comm": "fp8_pow2", "storage.accumulate": "stored", "opt_level": "O3", "storage.shard": "zero2", "fp8.enabled": True}),
+    ({"bfloat16": {"enabled": True}}, {"precision.compute": "bf16"}),
+    ({"bf16": {"enabled": True}, "msamp": {"enabled": True, "use_te": True}}, {"backend": "te", "opt_level": "O1"}), ({"msamp": {"enabled": False, "opt_level": "O2"}}, {"opt_level": None, "precision.compute": "fp32"}),
+    ({"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale": 0}}, {"precision.initial_loss_scale": 65536.0, "precision.loss_scale": None}),
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}, {"storage.master_weight": "bf16", "storage.exp_avg_sq": "bf16", "storage.weight_grad": "bf16"}),
+    ({"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "train_batch_size": 64, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.98], "torch_adam": True}}},
+     {"optim.lr": 1e-4, "optim.betas": (0.9, 0.98), "trainer.global_batch_size": 64}),
+])
+def test_deepspeeds_json(data: dict[str, Any], ours: dict[str, Any]) -> None:
+    found = interop.from_mapping("deepspeed", data)
+    assert {k: table(found.recipe)[k] for k in ours} == ours and found.unknown == ()
+
+
+@pytest.mark.parametrize(("project", "data"), [
+    ("nemo", {"bf16": True, "fp16": "true"}), ("nemo", {"precision": "bf16-mixed", "fp16": True}), ("bridge", {"bf16": True, "fp16": True, "fp8": "hybrid"}),
+    ("deepspeed", {"bf16": {"enabled": True}, "fp16": {"enabled": True}}), ("megatron", {"bf16": True, "fp16": True})])
+def test_two_half_precisions_are_refused_as_theirs_are(project: str, data: dict[str, Any]) -> None:
+    name = DOORS[project].dialect.name
+    with pytest.raises(ConfigError) as e:
+        interop.from_mapping(project, data)
+    assert e.value.problems == [f"{name}: bf16 and fp16 are both on; drop one"]
+    with pytest.raises(ConfigError) as e:  # beside what else is wrong
+        interop.from_mapping(project, {**data, "gradient_clipping": "x", "fp8_margin": "x"})
+    assert len(e.value.problems) > 1 and f"{name}: bf16 and fp16 are both on; drop one" in e.value.problems
+
+
+@pytest.mark.parametrize(("project", "data", "line"), [
+    ("bridge", {"bf16": True, "fp8": "hybrid", "fp4": "e2m1"}, "Megatron-Bridge: fp8 and fp4 are both on; drop one"),
+    ("nemo", {"precision": "bf16-mixed", "fp8": "hybrid", "fp4": "e2m1", "fp16": True}, "NeMo: bf16 and fp16 are both on; drop one\nNeMo: fp8 and fp4 are both on; drop one"),
+    ("megatron", {"bf16": True, "fp8_format": "hybrid", "fp4_format": "e2m1"}, "Megatron-LM: fp8_format and fp4_format are both on; drop one"),
+    ("torchtitan", {"model.converters": ["float8", "mx"]}, "torchtitan: model.converters: float8 and mx are both on; drop one")])
+def test_two_formats_are_refused(project: str, data: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        interop.from_mapping(project, data)
+    assert str(e.value) == line
+
+
+@pytest.mark.parametrize(("project", "key", "near"), [
+    ("deepspeed", "zero_optimisation.stage", "zero_optimization.stage"), ("deepspeed", "zero_optimisation.reduce_bucket_size", "zero_optimization.reduce_bucket_size"),
+    ("deepspeed", "bf16.enabledd", "bf16.enabled"), ("deepspeed", "bf61.enabled", "bf16.enabled"), ("deepspeed", "steps_per_prnt", "steps_per_print"),
+    ("deepspeed", "loss_scale", "fp16.loss_scale"), ("deepspeed", "optimizer.params.weight_decy", "optimizer.params.weight_decay"), ("deepspeed", "wholly.other", None),
+    ("accelerate", "fp8_cofnig.margin", "fp8_config.margin"), ("accelerate", "margin", "fp8_config.margin"), ("accelerate", "deepspeed_config.zero_stge", "deepspeed_config.zero_stage"),
+    ("torchtitan", "float8.recipe_nme", "float8.recipe_name"), ("bridge", "fp8_margn", "fp8_margin"), ("te", "margn", "margin"), ("nemo", "fp32_", "fp32"), ("deepspeed", "fp32", None)])
+def test_an_unknown_key_or_section_is_named_with_the_nearest(project: str, key: str, near: str | None) -> None:
+    meant = f"; did you mean {near!r}?" if near else ""
+    assert interop.from_mapping(project, {key: "5"}).unknown == (f"{key}: no such key of {DOORS[project].dialect.name}{meant}",)
+
+
+def test_no_key_of_deepspeeds_own_is_called_a_typing_error() -> None:
+    """As its documentation lists them."""
+    keys = ("fp16.auto_cast", "fp16.consecutive_hysteresis", "fp16.fp16_master_weights_and_grads", "bf16.immediate_grad_update", "bf16.check_grad_overflow", "optimizer.legacy_fusion",
+            "optimizer.params.adam_w_mode", "optimizer.params.torch_adam", "optimizer.params.bias_correction", "optimizer.params.momentum", "zero_optimization.stage3_max_live_parameters",
+            "zero_optimization.sub_group_size", "zero_optimization.overlap_comm", "zero_optimization.allgather_partitions", "zero_optimization.offload_optimizer.device", "scheduler.type",
+            "scheduler.params.warmup_max_lr", "flops_profiler.enabled", "comms_logger.enabled", "amp.enabled", "amp.opt_level", "torch_autocast.enabled", "activation_checkpointing.profile",
+            "data_types.grad_accum_dtype", "steps_per_print", "wall_clock_breakdown", "prescale_gradients", "zero_allow_untested_optimizer", "aio.block_size")
+    assert interop.from_mapping("deepspeed", {**dict.fromkeys(keys, "x"), "bf16.enabled": True}).unknown == ()
+
+
+@pytest.mark.parametrize(("project", "data", "first"), [("deepspeed", {"bf16": True}, "bf16.enabled"), ("deepspeed", {"zero_optimization": 2}, "zero_optimization.stage"),
+                                                        ("accelerate", {"fp8_config": ["TE"]}, "fp8_config.backend"), ("torchtitan", {"model": "float8"}, "model.converters")])
+def test_a_value_where_a_section_stands_is_refused(project: str, data: dict[str, Any], first: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        interop.from_mapping(project, data)
+    key, value = next(iter(data.items()))
+    assert e.value.problems == [f"{key}={value}: is a section, with keys such as {first}"]
+
+
+def test_the_section_that_ms_amp_reads() -> None:
+    written = interop.to_mapping("deepspeed", fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2", "storage.shard=zero1"]))
+    assert written.value["msamp"] == {"enabled": True, "opt_level": "O2"} and written.value["zero_optimization"] == {"stage": 1} and written.value["bf16"] == {"enabled": True}
+    written = interop.to_mapping("deepspeed", fp8cfg.compose(["precision=bf16", "storage={master_weight: bf16, weight_grad: bf16, exp_avg: bf16, exp_avg_sq: bf16, rounding: stochastic}", "optim.betas=[0.9,0.95]"]))
+    assert written.value["bf16"] == {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert [line.partition("=")[0] for line in written.lost] == ["storage.rounding"]
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("opt_level=O1", "opt_level=O1: is written, but under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level, not in scaled FP16"),
+    ("opt_level=O2", "opt_level=O2: is written, but under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level, not in scaled FP16; opt_level=O3 is that"),
+    ("opt_level=O3", "opt_level=O3: is written, but MS-AMP wants ZeRO with it; write storage.shard=zero1 or zero2"),
+    ("opt_level=O3 storage.shard=zero1", ""), ("fp8.margin=1", "")])
+def test_what_ms_amp_stores_otherwise_under_deepspeed_is_listed(words: str, line: str) -> None:
+    lost = interop.to_mapping("deepspeed", fp8cfg.compose(["precision=bf16_fp8", *words.split()])).lost
+    assert [said for said in lost if ": is written, but" in said] == [line] * bool(line)
+
+
+@pytest.mark.parametrize(("level", "said"), [({}, "O1"), ({"opt_level": "O2"}, "O2"), ({"opt_level": "O3"}, "")])
+def test_and_where_it_is_read(level: dict[str, str], said: str) -> None:
+    found = interop.from_mapping("deepspeed", {"bf16": {"enabled": True}, "msamp": {"enabled": True, **level}, "zero_optimization": {"stage": 1}})
+    assert [line for line in found.lost if "E4M3" in line] == [
+        f"msamp.opt_level={said}: under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level; here O1 and O2 have scaled FP16 without"] * bool(said)
+
+
+def test_torchtitans_dtype_of_all_state(tmp_path: Path) -> None:
+    """training.dtype: parameters, gradients and optimizer state, without float32 beside them; training.mixed_precision_param: what multiplies."""
+    file = tmp_path / "a.toml"
+    file.write_text('[training]\ndtype = "bfloat16"\nmixed_precision_param = "float32"\n')
+    found = interop.from_file("torchtitan", file)
+    assert (found.lost, found.unknown, found.recipe.precision.compute) == ((), (), "fp32")
+    file.write_text('[training]\ndtype = "bfloat16"\nsteps = 3\n')
+    found = interop.from_file("torchtitan", file)
+    ours, whole = table(found.recipe), ("weight", "weight_grad", "exp_avg", "exp_avg_sq")
+    assert {ours[f"storage.{k}"] for k in whole} == {"bf16"} and ours["storage.master_weight"] == "none" and found.lost == ("the rest of [training]: not about precision, not read",)
+    found.recipe.check()
+    text, lost = interop.to_text("torchtitan", found.recipe)
+    assert 'dtype = "bfloat16"' in text and lost == ()
+    assert interop.to_mapping("torchtitan", fp8cfg.compose(["precision=bf16"])).value["training"].keys() == {"mixed_precision_param", "mixed_precision_reduce"}
+
+
+def test_words_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    head = f"# Exported by fp8cfg {fp8cfg.__version__}.\n"
+    assert said(capsys, "import", "nemo", "recipe=llama_8b", "--", "bf16_with_mxfp8_mixed") == f"{head}recipe: llama_8b\nprecision: bf16_mxfp8\n"
+    assert said(capsys, "import", "megatron", "--", "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "blockwise") == f"{head}recipe: llama_tiny\nprecision: bf16_fp8_block\n"
+    assert said(capsys, "import", "te", "fp8.margin=2", "--", "DelayedScaling(amax_history_len=16)").endswith("precision: bf16_fp8\nfp8:\n  margin: 2\n  amax_history_len: 16\n  first_step: te\n  params: false\nbackend: te\n")
+    assert "recipe = llama_tiny()\nrecipe.precision = fp8cfg.bf16_with_mxfp8_mixed()\n" in said(capsys, "import", "bridge", "--python", "--", "bf16=true", "fp8=e4m3", "fp8_recipe=mxfp8", "fp8_param_gather=true")
+    assert refused(capsys, "import", "megatron", "--", "--tensorboard-dir", "x") == ["no flag of Megatron-LM that is known here, such as --fp8-format hybrid"]
+    assert refused(capsys, "import", "megatron", "--", "--bf16", "--fp16") == ["Megatron-LM: bf16 and fp16 are both on; drop one"]
+    assert refused(capsys, "import", "megatron", "--", "--fp8-format 'e4m3") == ["not the text of a shell (no closing quotation)"]
+
+
+def test_words_that_stand_on_the_wrong_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "import", "nemo", "recipe=llama_8b", "fp8=hybrid", "fp8_margin=1") == [
+        "import nemo: needs a file, or words after --, as in: fp8cfg import nemo -- fp8=hybrid fp8_margin=1"]
+    assert refused(capsys, "import", "megatron", "recipe=llama_8b", "--bf16", "--fp8-format=hybrid") == [
+        "import megatron: flags stand after --, as in: fp8cfg import megatron -- --bf16 --fp8-format=hybrid"]
+    assert refused(capsys, "import", "megatron", "x.sh", "--outptu", "y") == ["--outptu: no such option; did you mean '--output'?"]
+
+
+def test_a_preset_is_a_name_and_a_file_has_a_folder_or_an_ending(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "import", "nemo", "conf/nowhere") == ["conf/nowhere: cannot be read (No such file or directory)"]
+    assert refused(capsys, "import", "nemo", "./nowhere") == ["nowhere: cannot be read (No such file or directory)"]
+    assert refused(capsys, "import", "nemo", "nowhere.yaml") == ["nowhere.yaml: cannot be read (No such file or directory)"]
+    assert refused(capsys, "import", "nemo", "nowhere") == ["precision=nowhere: no such precision preset"]
+
+
+@pytest.mark.parametrize(("project", "ending", "text"), [("accelerate", "json", '{"mixed_precision": "bf16"}'), ("torchtitan", "toml", "[training]\nmixed_precision_param = 'bfloat16'\n"),
+                                                         ("te", "py", "DelayedScaling(margin=1)"), ("megatron", "sh", "--bf16"), ("nemo", "yaml", "bf16: true\r\n")])
+def test_a_mark_of_windows_stands_before_a_text_and_is_none(project: str, ending: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / f"a.{ending}"
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert interop.from_file(project, file).recipe.precision.compute == "bf16"
+
+
+def test_a_model_that_nobody_chose_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    preset = "nemotron_h_bf16_with_fp8_current_scaling_mixed"
+    assert refused(capsys, "import", "nemo", preset) == [
+        "fp8.high_precision_at_start=2 and fp8.high_precision_at_end=2: leave no layer of model.num_layers=4 in FP8; nearest is at most 3 together "
+        "(of llama_tiny, as no recipe is named); add recipe=NAME"]
+    assert "recipe: llama_8b\n" in said(capsys, "import", "nemo", preset, "recipe=llama_8b")
+
+
+@pytest.mark.parametrize("argv", [("torchtitan", "{file}"), ("bridge", "--", "bf16=true", "fp8=hybrid", "fp8_recipe=tensorwise"), ("accelerate", "--", "AORecipeKwargs()")])
+def test_the_preset_that_is_named_scales_alike(argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('[model]\nconverters = ["float8"]\n')
+    text = said(capsys, "import", *(word.format(file=file) for word in argv))
+    assert "\nprecision: bf16_fp8_current\n" in text and "scaling:" not in text and "storage:" not in text
+
+
+@pytest.mark.parametrize("sizes", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 3 --context-parallel-size 2 --num-layers 3", "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4"])
+def test_a_script_has_the_gpus_that_its_parallel_sizes_take(sizes: str) -> None:
+    found = interop.from_words("megatron", [f"--bf16 {sizes}"])
+    trainer = found.recipe.trainer
+    assert trainer.num_nodes * trainer.devices == trainer.strategy.size > 1
+    assert found.lost[0].startswith(f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not said there; ")
+    found.recipe.check()
+    large = fp8cfg.compose(["trainer.num_nodes=6", "trainer.devices=8", "trainer.global_batch_size=768"])
+    assert interop.from_words("megatron", [f"--bf16 {sizes}"], large).recipe.trainer.num_nodes == 6
+
+
+def test_an_exported_script_of_a_parallel_model_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8"])
+    file = tmp_path / "a.sh"
+    file.write_text(interop.to_text("megatron", recipe)[0])
+    assert recipe.trainer.strategy.size > 1
+    assert main(["import", "megatron", str(file)]) == 0 and "trainer:\n  devices: 2\n" in capsys.readouterr().out
+    assert interop.from_file("megatron", file, recipe) == (recipe, (), ())
+
+
+@pytest.mark.parametrize(("text", "warning"), [
+    ('[model]\nconverters = ["float9"]\n', "model.converters=float9: no such converter of torchtitan; did you mean 'float8'?"),
+    ('[modle]\nconverters = ["float8"]\n[float8]\nrecipe_name = "rowwise"\n', "modle.converters: no such key of torchtitan; did you mean 'model.converters'?"),
+    ('[model]\nconvertors = ["float8"]\n[training]\nmixed_precision_param = "bfloat16"\n', "model.convertors: no such key of torchtitan; did you mean 'model.converters'?")])
+def test_typing_errors_that_turn_fp8_off_are_warned_of(text: str, warning: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(text)
+    assert main(["import", "torchtitan", str(file)]) == 0
+    assert capsys.readouterr().err == f"warning: {warning}\n"
+
+
+def test_a_file_of_nothing_but_a_typing_error_is_refused_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('[modle]\nconverters = ["float8"]\n[job]\nname = "x"\n')
+    assert refused(capsys, "import", "torchtitan", str(file)) == [f"{file}: modle.converters: no such key of torchtitan; did you mean 'model.converters'?"]
+
+
+STRANGE = {
+    "empty": b"", "blank": b" \n\n", "large": b"a: 1\n" * 400_000, "latin": "a: \xe9\n".encode("latin-1"), "utf-16": "fp8: hybrid".encode("utf-16"), "binary": bytes(range(256)),
+    "list": b"- 1\n- 2\n", "word": b"hello\n", "deep": b'{"a":' * 5000, "twice": b"bf16: true\nbf16: false\n", "itself": b"a: &a {b: *a}\n",
+    "bomb": b"".join(b"%c: &%c [%s]\n" % (98 + i, 98 + i, b",".join([b"*%c" % (97 + i)] * 9)) for i in range(8)).replace(b"*a", b"x"),
+    "interpolated": b"mixed_precision: ${oc.env:HOME}\nfp8: ${oc.env:HOME}\n",
+}
+
+
+@pytest.mark.parametrize("strange", [*STRANGE, "folder", "missing", "link", "pipe"])
+@pytest.mark.parametrize(("project", "ending"), [("accelerate", "yaml"), ("accelerate", "json"), ("accelerate", "py"), ("deepspeed", "json"), ("nemo", "yaml"), ("bridge", "yaml"),
+                                                 ("megatron", "sh"), ("torchtitan", "toml"), ("te", "py")])
+def test_strange_files_end_in_one_line(project: str, ending: str, strange: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / f"a.{ending}"
+    if strange in STRANGE:
+        file.write_bytes(STRANGE[strange])
+    else:
+        {"folder": file.mkdir, "link": lambda: file.symlink_to(file), "pipe": lambda: os.mkfifo(file), "missing": lambda: None}[strange]()
+    line, = refused(capsys, "import", project, str(file))
+    assert line.startswith(f"{file}: ")
+
+
+def test_neither_torch_nor_their_libraries_are_loaded() -> None:
+    for argv in (("import", "nemo", "--", "bf16_with_fp8_mixed"), ("export", "accelerate", "precision=bf16_fp8"), ("export", "te", "precision=bf16_fp8")):
+        assert not loads(*argv) & {"torch", "accelerate", "transformer_engine", "torchao", "fiddle"}

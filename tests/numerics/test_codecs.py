@@ -1,0 +1,320 @@
+"""Storage codecs against MS-AMP's documented numbers, torchao's quantizer, and what each promises."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8cfg.config.precision import Codec as CodecName
+from fp8cfg.numerics import codecs
+from fp8cfg.numerics.codecs import BF16, FP16, FP32, NAMES, Codec, codec
+from fp8cfg.numerics.exact_float32 import largest, pow2_scale, square_root
+from fp8cfg.numerics.formats import E4M3, E5M2, Format
+from fp8cfg.numerics.stochastic_rounding import random_key, round_stochastic, uniform
+
+CPU = torch.device("cpu")
+KEY = random_key(0, "test")
+ALL = {
+    **NAMES, "fp8 e5m2": codec("fp8", fp8=E5M2), "fp8_pow2 e5m2": codec("fp8_pow2", fp8=E5M2), "root": codec("fp8_block", second_moment=True),
+    **{f"{name} stochastic": codec(name, "stochastic") for name in NAMES if name != "fp32"},
+}
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def values(c: Codec, x: torch.Tensor) -> torch.Tensor:
+    return c.decode(c.encode(x, KEY))
+
+
+def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
+
+
+def test_names_are_those_of_the_storage_keys() -> None:
+    assert set(NAMES) == set(get_args(CodecName)) - {"auto", "none"}
+
+
+def test_what_is_refused() -> None:
+    for call, words in (
+        (lambda: codec("fp9"), "codec 'fp9'; choose from fp32, bf16"),
+        (lambda: codec("fp32", "stochastic"), "codec fp32: what is float32 already is not rounded"),
+        (lambda: Codec(E4M3, "exact", block=96), "block=96: needs a scale, and a power of two"),
+        (lambda: Codec(BF16, block=128), "block=128: needs a scale"),
+        (lambda: codec("bf16", "stochastic").encode(normal(3)), "codec bf16: stochastic rounding needs a key"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+# What MS-AMP's tests state (Azure/MS-AMP, tests/): common/dtype, common/tensor/test_meta, test_cast, test_tensor.
+
+def test_msamp_largest_values() -> None:
+    assert [f.max for f in (E4M3, E5M2, FP16)] == [448.0, 57344.0, 65504.0]
+
+
+def test_msamp_scales() -> None:
+    assert pow2_scale(torch.tensor([0.0, 10.0, 10000.0]), 448.0).tolist() == [1.0, 32.0, 1 / 32]
+
+
+@pytest.mark.parametrize("top", [448.0, 57344.0, 65504.0])
+def test_pow2_scale_is_msamps_formula(top: float) -> None:
+    """Always in double precision. In float32 the logarithm of a quotient just below a power of two is rounded up to it."""
+    amax = torch.cat([torch.exp(normal(500_000, scale=16.0)), top * torch.exp2(torch.arange(-60.0, 60.0)), torch.exp2(torch.arange(-60.0, 60.0))])
+    scale = pow2_scale(amax, top)
+    assert torch.equal(scale, torch.exp2(torch.floor(torch.log2(top / amax.double()))).float())
+    exponent = torch.floor(torch.log2(top / amax))
+    in_float32 = torch.where(exponent < 0, 1 / torch.round(torch.exp2(-exponent)), torch.round(torch.exp2(exponent)))
+    assert (scale != in_float32).float().mean() < 1e-5 and ((in_float32 / scale) <= 2).all()
+
+
+def test_msamp_cast() -> None:
+    x = torch.rand(4, 4, generator=torch.Generator().manual_seed(100))
+    half = x.half().float()
+    assert torch.allclose(values(NAMES["fp8_pow2"], half), half, rtol=0, atol=0.1)
+    assert torch.allclose(values(NAMES["fp16_scaled"], x), x, rtol=0, atol=1e-3)
+
+
+MSAMP_TYPES = [NAMES["fp8_pow2"], ALL["fp8_pow2 e5m2"], NAMES["fp16_scaled"], NAMES["bf16"], NAMES["fp32"]]
+
+
+@pytest.mark.parametrize("first", MSAMP_TYPES, ids=str)
+@pytest.mark.parametrize("second", MSAMP_TYPES, ids=str)
+def test_msamp_every_pair_of_types(first: Codec, second: Codec) -> None:
+    x = normal(4, 4)
+    tolerance = 0.15 if E5M2 in (first.format, second.format) else 0.1  # half a unit of E5M2 is an eighth
+    assert torch.allclose(values(second, values(first, x)), x, rtol=tolerance, atol=tolerance)
+
+
+def test_msamp_small_values() -> None:
+    assert values(NAMES["bf16"], torch.tensor([1 / 512])).item() == 1 / 512
+    through = values(NAMES["fp8_pow2"], values(NAMES["fp16_scaled"], torch.full((4, 4), 2.0**-17)))
+    assert torch.allclose(through, torch.full((4, 4), 2.0**-17))
+
+
+def test_msamp_mul_and_div_touch_the_scale_alone() -> None:
+    for name in ("fp16_scaled", "fp8_pow2", "fp8", "fp8_block"):
+        data, scale_inv = codec(name).encode(normal(300))
+        value = codec(name).decode((data, scale_inv))
+        assert torch.equal(codec(name).decode((data, scale_inv * 2)), value * 2)
+        assert torch.equal(codec(name).decode((data, scale_inv * 0.25)), value * 0.25)
+
+
+# Extremes: the first two are traps of MS-AMP.
+
+@pytest.mark.parametrize("name", ["fp16_scaled", "fp8_pow2", "fp8", "fp8_block"])
+@pytest.mark.parametrize("amax", [1e-30, 1e-36, 1.2e-38, 1e-40, 1e-45])
+def test_trap_tiny_amax_gives_no_infinite_scale(name: str, amax: float) -> None:
+    x = torch.tensor([amax, -amax / 2, 0.0])
+    data, scale_inv = codec(name).encode(x)
+    decoded = codec(name).decode((data, scale_inv))
+    assert torch.isfinite(scale_inv).all() and (scale_inv > 0).all() and torch.isfinite(1 / scale_inv).all()
+    assert torch.allclose(decoded, x, rtol=0.07, atol=2.0**-135)
+
+
+@pytest.mark.parametrize("name", ["fp16_scaled", "fp8_pow2", "fp8"])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_trap_non_finite_values_show(name: str, bad: float) -> None:
+    """MS-AMP divides 1 by the old scale and clamps infinity to the largest value."""
+    stored = codec(name).encode(torch.tensor([1.0, bad, 2.0]))
+    assert not torch.isfinite(stored[1]) and codec(name).decode(stored).isnan().all()
+
+
+@pytest.mark.parametrize("second_moment", [False, True])
+def test_non_finite_values_are_lost_with_their_block_alone(second_moment: bool) -> None:
+    x = normal(384).abs()
+    x[130] = math.inf
+    decoded = values(codec("fp8_block", second_moment=second_moment), x)
+    assert decoded.isnan().tolist() == [False] * 128 + [True] * 128 + [False] * 128
+
+
+def test_unscaled_codecs_do_as_torch_does() -> None:
+    x = torch.tensor([math.inf, -math.inf, math.nan, 1e5, 1.0])
+    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        assert torch.equal(values(codec(name), x), x.to(dtype).float()) or torch.allclose(values(codec(name), x), x.to(dtype).float(), equal_nan=True)
+
+
+@pytest.mark.parametrize("c", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (), (1,), (3, 5), (2, 128), (129,)])
+def test_shapes_zeros_and_bytes(c: Codec, shape: tuple[int, ...]) -> None:
+    stored, fresh = c.encode(torch.zeros(shape), KEY), c.zeros(torch.Size(shape), CPU)
+    assert [s.shape for s in stored] == [s.shape for s in fresh] and [s.dtype for s in stored] == [s.dtype for s in fresh]
+    assert stored[0].shape == shape and not c.decode(stored).any() and not c.decode(fresh).any() and c.decode(fresh).shape == shape
+    assert torch.isfinite(torch.cat([s.float().view(-1) for s in stored])).all()
+    count, blocks = stored[0].numel(), math.ceil(stored[0].numel() / c.block) if c.block else int(c.per_tensor)
+    scale = 8 if c.expand else 4
+    assert sum(s.nbytes for s in stored) == count * c.format.dtype.itemsize + scale * blocks
+    assert c.bytes_per_element == {"fp32": 4, "bf16": 2, "fp16": 2}.get(c.format.name, 1) + (scale / 128 if c.block else 0)
+
+
+LARGEST_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11, "e4m3": 2.0**-4, "e5m2": 2.0**-3}
+
+
+@pytest.mark.parametrize("c", [c for c in ALL.values() if not c.expand], ids=str)
+def test_error_is_half_a_unit_or_a_whole_one(c: Codec) -> None:
+    x = normal(5, 400, scale=3.0) + 4.0 if not c.root else normal(5, 400).square() + 0.1
+    x = x.clamp(min=0.1)  # of which none is below the smallest normal number
+    bound = LARGEST_ERROR[c.format.name] * (2 if c.rounding == "stochastic" else 1) * (2.2 if c.root else 1.001)
+    assert ((values(c, x) - x).abs() / x).max() <= bound
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+def test_exact_scales_bring_the_amax_to_the_maximum(name: str) -> None:
+    x = normal(128, scale=1e-3)
+    data, _ = codec(name).encode(x)
+    assert data.float().abs().max() == 448.0 and torch.allclose(values(codec(name), x).abs().max(), x.abs().max(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", ["pow2", "exact"])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+def test_no_amax_scales_itself_beyond_the_maximum(fmt: Format, scaling: Literal["pow2", "exact"]) -> None:
+    """Nothing clamps what is rounded to nearest. Of a million float32, and the neighbours of those that scale to the maximum."""
+    anything = torch.randint(0, 0x7F800000, (1 << 20,), dtype=torch.int32).view(torch.float32)
+    edge = fmt.max * 2.0 ** torch.arange(-120, 100)
+    x = torch.cat([anything, edge, edge.nextafter(torch.tensor(math.inf)), edge.nextafter(torch.tensor(0.0))])
+    data, scale_inv = Codec(fmt, scaling, block=2).encode(torch.stack([x, -x], 1).view(-1))
+    assert data.float().abs().max() == fmt.max and scale_inv.isfinite().all()
+
+
+def test_blocks_are_torchaos() -> None:
+    quantize = pytest.importorskip("torchao.optim.subclass_fp8").quantize_fp8
+    for seed, scale in enumerate((1.0, 1e-4, 100.0)):
+        x = normal(8, 512, seed=seed, scale=scale) * torch.exp(normal(8, 512, seed=9, scale=4.0))
+        assert same(Codec(E4M3, "exact", block=256).encode(x), quantize(x, 256))
+
+
+def test_roots_keep_small_second_moments() -> None:
+    """Over 2^36 of range within a block; on a linear grid what is 2^-18 below the largest is 0."""
+    v = torch.exp2(torch.linspace(-40.0, 0.0, 128))
+    root, linear = values(ALL["root"], v), values(codec("fp8_block"), v)
+    assert (linear[v < 2.0**-19] == 0).all() and (root > 0).all()
+    assert ((root / v)[v > 2.0**-29].log2().abs() < 0.4).all()  # 2^-29 is the square of the smallest normal number, 2^-6 / 448
+    assert values(ALL["root"], torch.tensor([1.0, 1e-30, 0.0])).tolist()[1:] == [pytest.approx((2.0**-9 / 448) ** 2), 0.0]
+
+
+def test_second_moments_come_down_again_only_when_rounded_stochastically() -> None:
+    """Half of the gradients shrink by 33; beta 0.99, 750 steps: exp(-7.5) of what was there is left to forget."""
+    def ratio(c: Codec) -> torch.Tensor:
+        v, exact, generator = torch.zeros(4096), torch.zeros(4096), torch.Generator().manual_seed(0)
+        size = torch.exp(torch.randn(4096, generator=generator))
+        for step in range(1500):
+            if step == 750:
+                size[::2] /= 33
+            g = size * torch.randn(4096, generator=generator)
+            exact = 0.99 * exact + 0.01 * g * g
+            v = c.decode(c.encode(0.99 * v + 0.01 * g * g, random_key(0, step)))
+        return v / exact
+    stochastic, nearest = ratio(ALL["root"]), ratio(replace(ALL["root"], rounding="nearest"))
+    assert 0.97 < stochastic.log().mean().exp() < 1.03 and stochastic.max() < 30
+    assert nearest.log().mean().exp() > 10 and nearest.max() > 1000
+
+
+# Pieces and compilers.
+
+@pytest.mark.parametrize("c", ALL.values(), ids=ALL)
+def test_store_gives_the_bits_of_encode_whatever_the_pieces(c: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(3, 1000).abs()
+    for dtype, chunk in ((torch.float32, 1 << 16), (torch.float32, 1024), (torch.bfloat16, 256)):
+        monkeypatch.setattr(codecs, "CHUNK", chunk)
+        stored = c.zeros(x.shape, CPU)
+        c.store(x.to(dtype), stored, KEY)
+        assert same(stored, c.encode(x.to(dtype).float(), KEY))
+
+
+def test_compiled_code_gives_the_same_bits() -> None:
+    def all_of_them(x: torch.Tensor, key: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        found = []
+        for c in ALL.values():
+            stored = c.encode(x, key)
+            into = c.zeros(x.shape, x.device)
+            c.store(x, into, key)
+            found += [stored, (c.decode(stored),), into]
+        return found
+    x = (normal(40, 33) * torch.exp(normal(40, 33, seed=1, scale=6.0))).abs()
+    compiled = torch.compile(all_of_them, fullgraph=True, options={"emulate_precision_casts": True})
+    for a, b in zip(all_of_them(x, KEY), compiled(x, KEY), strict=True):
+        assert same(a, b)
+
+
+def test_square_root_is_the_nearest() -> None:
+    x = torch.exp(normal(100_000, scale=20.0))
+    assert torch.equal(square_root(x), x.double().sqrt().float())
+
+
+@pytest.mark.parametrize(("x", "amax"), [([], 0.0), ([0.0, -3.0, 2.0], 3.0), ([1.0, math.nan], math.nan), ([-math.inf, 1.0], math.inf)])
+def test_largest(x: list[float], amax: float) -> None:
+    assert largest(torch.tensor(x)).item() == pytest.approx(amax, nan_ok=True)
+
+
+def test_safetensors_round_trip(tmp_path: Path) -> None:
+    stored = {f"w.{name}.{i}": t for name, c in ALL.items() for i, t in enumerate(c.encode(normal(7, 130).abs(), KEY))}
+    save_file(stored, tmp_path / "state.safetensors")
+    read = load_file(tmp_path / "state.safetensors")
+    assert all(same((stored[k],), (read[k],)) for k in stored)
+
+
+# Stochastic rounding.
+
+def test_random_numbers_are_uniform_and_depend_on_nothing_else() -> None:
+    u = uniform(KEY, 0, 0, 1 << 18)
+    counts = torch.histc(u, 64, 0, 1)
+    assert u.min() >= 0 and u.max() < 1 and ((counts - 4096) ** 2 / 4096).sum() < 110  # chi squared, 63 degrees: p = 0.0002
+    assert torch.equal(u[1000:1500], uniform(KEY, 0, 1000, 500))
+    for other in (uniform(KEY, 1, 0, 1 << 18), uniform(random_key(0, "test", 1), 0, 0, 1 << 18), uniform(random_key(1, "test"), 0, 0, 1 << 18), u.roll(1), u.roll(128)):
+        assert abs(torch.corrcoef(torch.stack([u, other]))[0, 1]) < 0.01
+    assert torch.equal(random_key(3, "a", 2), random_key(3, "a", 2)) and not torch.equal(random_key(3, "a", 2), random_key(3, "a", 3))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=lambda f: f.name)
+def test_stochastic_rounding_keeps_the_mean_and_takes_neighbours(fmt: codecs.Format) -> None:
+    x = torch.cat([normal(50), 2.0**fmt.min_exponent * normal(50, seed=1), torch.tensor([0.0, 2.0**fmt.min_exponent, -1.0, fmt.max])])
+    x[50:100] *= fmt is not BF16  # its subnormal numbers have no normal reciprocal
+    u = uniform(KEY, 0, 0, 4096 * len(x)).view(4096, -1)
+    drawn = round_stochastic(x.expand(4096, -1).contiguous(), fmt, u)
+    assert torch.equal(drawn.to(fmt.dtype).float(), drawn)
+    unit = torch.exp2(torch.floor(torch.log2(x.abs().clamp(min=2.0**fmt.min_exponent))) - fmt.mantissa_bits)
+    assert ((drawn - x).abs() < unit).all() and ((drawn.double().mean(0) - x).abs() <= 0.04 * unit).all()
+    on_grid = x.to(fmt.dtype).float()
+    assert torch.equal(round_stochastic(on_grid, fmt, u[0]), on_grid)
+
+
+def test_stochastic_rounding_leaves_what_is_not_finite() -> None:
+    x = torch.tensor([math.inf, -math.inf, math.nan])
+    assert str(round_stochastic(x, BF16, torch.rand(3)).tolist()) == "[inf, -inf, nan]"
+
+
+@pytest.mark.parametrize(("name", "left"), [("fp16_scaled", -1.03e-4), ("fp16_scaled stochastic", -5.0e-4), ("fp32", -5.0e-4)])
+def test_trap_updates_below_half_a_unit(name: str, left: float) -> None:
+    """500 updates of -1e-6 on weights of 0.02: to nearest a fifth of it arrives."""
+    c, w = ALL[name], normal(20_000, scale=0.02)
+    stored = c.encode(w, random_key(0))
+    start = c.decode(stored)
+    for step in range(500):
+        stored = c.encode(c.decode(stored) - 1e-6, random_key(0, step))
+    assert (c.decode(stored) - start).mean().item() == pytest.approx(left, rel=0.03)
+
+
+@pytest.mark.parametrize(("spread", "update", "changed", "realised"), [(0.02, 1e-6, 0.156, 0.22), (0.1, 1e-5, 0.246, 0.30)])
+def test_trap_share_of_weights_that_change(spread: float, update: float, changed: float, realised: float) -> None:
+    w = values(NAMES["fp16_scaled"], normal(200_000, scale=spread))
+    signs = torch.where(normal(200_000, seed=1) > 0, update, -update)
+    step = values(NAMES["fp16_scaled"], w + signs) - w
+    assert (step != 0).float().mean().item() == pytest.approx(changed, abs=0.01)
+    assert (step / signs).mean().item() == pytest.approx(realised, abs=0.01)
+
+
+def test_str_says_what_the_bytes_mean() -> None:
+    assert [str(ALL[n]) for n in ("fp32", "fp16_scaled", "fp8_block", "root", "fp8 e5m2", "bf16 stochastic")] == [
+        "fp32", "fp16 pow2", "e4m3 exact 128", "e4m3 exact 128 root", "e5m2 exact", "bf16"]
+    assert NAMES["fp32"].format == FP32

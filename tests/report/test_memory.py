@@ -1,0 +1,213 @@
+"""The memory plan against measured bytes, and its parts against counts by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+import fp8cfg
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.report.memory import peak as report
+from fp8cfg.report.memory.layout import Part, parts, stage_layers, whole
+from fp8cfg.report.memory.peak import linears_of, memory, memory_table, parameters, persistent, refuse_if_too_large, step_bytes
+from fp8cfg.training.memory_measurement import BOUNDS, LiveBytes, measure
+from tests.support.small import small
+
+PRECISIONS = ["fp32", "bf16", "bf16_fp8", "bf16_fp8 fp8.params=false", "bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8",
+              "fp16 precision.loss_scale=1024", "bf16_fp8 fp8.output_layer=true", "bf16_fp8 fp8.dot_product_attention=true", "bf16_fp8 fp8.override_linear_precision.wgrad=true",
+              *(f"{p} opt_level={level}" for p in ("bf16", "bf16_fp8") for level in ("O1", "O2", "O3")), "fp32 opt_level=O2", "fp32 storage.weight_grad=bf16",
+              "fp16 storage.weight=fp32 precision.loss_scale=1024", "bf16 storage.weight=fp8", "bf16_fp8 storage.exp_avg=fp8_block storage.exp_avg_sq=fp8_block"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_planned_bytes_are_the_measured_ones(precision: str, recompute: str) -> None:
+    words = f"precision={precision}".split()
+    found = measure(small(*words, "model.num_layers=3", f"model.recompute_granularity={recompute}"))
+    off = {kind: found[kind] for kind, bound in BOUNDS.items() if abs(found[kind][0] - found[kind][1]) > bound * found[kind][1]}
+    assert not off, "kind: planned, measured"
+    assert found["peak"][1] > found["after forward"][1] > 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("words", ["precision=bf16_fp8_current", "precision=bf16_fp8_current fp8.granularity=row", "precision=bf16_mxfp8", "precision=bf16_fp8_current fp8.override_linear_precision.wgrad=true",
+                                   "precision=bf16_fp8_current precision.compute=fp32", "precision=bf16_fp8_current fp8.output_layer=true"])
+def test_torchao_keeps_inputs_and_no_quantized_weights(words: str, recompute: str) -> None:
+    pytest.importorskip("torchao", minversion="0.18")
+    recipe = tiny(*words.split(), "fp8.params=false", "backend=torchao", f"model.recompute_granularity={recompute}")
+    found = measure(recipe)
+    assert found["after forward"][0] == pytest.approx(found["after forward"][1], rel=0.05)
+    assert found["peak"][0] == pytest.approx(found["peak"][1], rel=0.1)
+    assert "FP8 copies" not in memory_table(recipe, "cpu")
+
+
+@pytest.mark.parametrize("words", ["precision=bf16_fp8 fp8.params=false", "precision=bf16_fp8_current fp8.params=false"])
+def test_a_repeated_forward_pass_quantizes_weights_beside_activations(words: str) -> None:
+    plan, here = measure(tiny(*words.split(), "model.recompute_granularity=full"))["peak"]
+    assert plan == pytest.approx(here, rel=0.03)
+
+
+def tiny(*words: str) -> Recipe:
+    return fp8cfg.compose(["recipe=llama_tiny", "data=tiny", "trainer.micro_batch_size=2", *words])
+
+
+def test_what_the_tracker_counts_of_wrappers_and_of_resized_tensors() -> None:
+    import torch
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    gathered = torch.zeros(100)
+    with LiveBytes([], resized=[gathered]) as live:
+        pair = TwoTensor(torch.zeros(10), torch.zeros(10))
+        assert live.now == 400 + 80, "a wrapper has the memory of what is inside"
+        more = pair + 1
+        assert live.now == 400 + 160
+        gathered.untyped_storage().resize_(0)
+        assert live.now == 160 and more is not pair
+        del pair, more
+        assert live.now == 0
+
+
+def test_what_the_tracker_counts() -> None:
+    import torch
+
+    known = torch.zeros(100)
+    with LiveBytes([known]) as live:
+        a = torch.zeros(10)
+        view, kept = a.view(2, 5), known[:5]
+        b = a + 1
+        del a, b
+        assert (live.now, live.peak) == (40, 80), "a lives in its view, b does not, what was known is not counted"
+        del view
+        assert live.now == 0 and kept is not None
+
+
+def test_recomputation_takes_less_and_more_tokens_take_more() -> None:
+    def working(*words: str) -> int:
+        kinds = memory(fp8cfg.compose(["precision=bf16_fp8", *words]), "cuda")
+        return kinds["activations"] + kinds["logits"] + kinds["backward"]
+
+    assert working("model.recompute_granularity=full") < working() / 2
+    assert working("trainer.micro_batch_size=8") * 1.9 < working()
+
+
+@pytest.mark.parametrize(("words", "each"), [
+    ("precision=fp32", 16), ("precision=bf16", 18), ("precision=fp16", 16), ("precision=bf16 optim.name=sgd", 14),
+    ("precision=bf16 optim.name=sgd optim.momentum=0", 10)])
+def test_bytes_of_a_parameter(words: str, each: int) -> None:
+    recipe = small(*words.split())
+    part = whole(recipe)
+    assert sum(persistent(recipe, part, linears_of(recipe, part)).values()) == each * parameters(recipe, part).total
+
+
+@pytest.mark.parametrize(("level", "linear", "other"), [("O1", 11, 16), ("O2", 6, 11), ("O3", 7, 9)])
+def test_ms_amp_leaves_all_but_linear_layers_in_float32(level: str, linear: int, other: int) -> None:
+    recipe = small("precision=bf16_fp8", "fp8.params=false", f"opt_level={level}", "fp8.output_layer=true")
+    part = whole(recipe)
+    kinds, count = persistent(recipe, part, linears_of(recipe, part)), parameters(recipe, part)
+    assert sum(kinds.values()) - kinds["FP8 copies"] == linear * count.linear + other * count.other
+
+
+def test_zero_splits_optimizer_state_over_data_parallel_ranks() -> None:
+    recipe = small("precision=bf16")
+    one, four = memory(recipe, "cpu"), {}
+    for shard in ("zero1", "zero2"):
+        recipe.storage.shard = shard  # type: ignore[assignment]
+        four[shard] = memory(recipe, "cpu", whole(recipe, 4))
+    assert four["zero1"]["moments"] * 4 == one["moments"] and four["zero1"]["gradients"] == one["gradients"]
+    assert four["zero2"]["masters"] * 4 == one["masters"] and four["zero2"]["gradients"] * 4 == one["gradients"]
+
+
+@pytest.mark.parametrize(("words", "ranks", "each"), [
+    ("", 1, 1), ("trainer.micro_batch_size=4", 1, 4), ("", 2, 1), ("storage.comm=fp32", 2, 4), ("storage.shard=zero2", 2, 1), ("trainer.micro_batch_size=2 storage.shard=zero2", 2, 4)])
+def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, each: int) -> None:
+    """A rank has them all; in float32 where a microbatch or another rank's are added to them."""
+    recipe = small("precision=bf16_fp8", "opt_level=O2", *words.split(), *(["trainer.micro_batch_size=4"] if ranks == 2 and "micro" not in words else []))
+    part = whole(recipe, ranks)
+    kinds, count = memory(recipe, "cpu", part), parameters(recipe, part)
+    assert kinds["gradients"] + kinds.get("accumulation", 0) == each * count.linear + 4 * count.other
+    assert kinds["gradients"] * (2 if "zero2" in words else 1) == count.linear + 4 * count.other
+
+
+@pytest.mark.parametrize(("words", "each"), [
+    ("opt_level=O1", 4), ("opt_level=O2", 12), ("storage.weight=bf16 storage.master_weight=fp16_scaled", 4), ("storage.exp_avg=fp8_block storage.exp_avg_sq=fp8_block", 0)])
+def test_what_a_compiled_step_keeps_of_one_tensor(words: str, each: int) -> None:
+    """The largest that is not too large: linear_qkv, 2048 x 1024."""
+    recipe = small("precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", *words.split())
+    part = whole(recipe)
+    linears = linears_of(recipe, part)
+    assert step_bytes(recipe, part, linears, compiled=True) == max(each * 2048 * 1024, step_bytes(recipe, part, linears))
+    assert step_bytes(recipe, part, linears) == 48 * 65536
+
+
+def test_the_plan_knows_the_optimizer_s_numbers() -> None:
+    from fp8cfg.numerics import codecs
+    from fp8cfg.optim.low_bit import rows, tensor_groups
+
+    assert (report.AT_ONCE, report.PIECE) == (tensor_groups.AT_ONCE, codecs.CHUNK)
+    assert (report.SMALL, report.TOGETHER) == (rows.SMALL, rows.TOGETHER)
+    assert set(report.PER_TENSOR) == {name for name, codec in codecs.NAMES.items() if codec.per_tensor}
+
+
+@pytest.mark.parametrize(("layers", "stages", "chunks", "sizes"), [
+    (80, 4, 5, [20] * 4), (126, 8, 2, [15, *[16] * 6, 15]), (6, 3, 1, [2, 2, 2]), (7, 2, 1, [4, 3]), (10, 3, 1, [3, 4, 3])])
+def test_layers_of_pipeline_stages(layers: int, stages: int, chunks: int, sizes: list[int]) -> None:
+    held = stage_layers(layers, stages, chunks)
+    assert [len(stage) for stage in held] == sizes
+    assert sorted(layer for stage in held for layer in stage) == list(range(layers))
+
+
+def laid_out(*words: str, tp: int = 1, pp: int = 1) -> Recipe:
+    recipe = fp8cfg.compose(["model.num_layers=6", "trainer.micro_batch_size=1", *words])
+    recipe.trainer.strategy.tensor_model_parallel_size, recipe.trainer.strategy.pipeline_model_parallel_size = tp, pp
+    return recipe
+
+
+def test_stages_and_tensor_ranks_hold_all_parameters_together() -> None:
+    recipe = laid_out(tp=2, pp=3)
+    found = parts(recipe, 12)
+    assert [(p.name, p.data, p.in_flight) for p in found] == [("first stage", 2, 3), ("middle stage", 2, 2), ("last stage", 2, 1)]
+    matrices = [parameters(recipe, p).total - 256 * (2 * len(p.layers) + p.output) for p in found]
+    everything = parameters(recipe, whole(recipe)).total - 256 * (2 * 6 + 1)
+    assert sum(matrices) * 2 == everything
+    tied = laid_out("model.share_embeddings_and_output_weights=true", pp=2)
+    first, last = parts(tied, 2)
+    assert parameters(tied, first).total + parameters(tied, last).total == parameters(tied, whole(tied)).total + 272 * 256
+
+
+def test_a_layout_shares_activations_too() -> None:
+    one = memory(laid_out(), "cuda")
+    first, _, last = (memory(laid_out(pp=3), "cuda", p) for p in parts(laid_out(pp=3), 3))
+    assert first["logits"] == 0 and last["logits"] == one["logits"], "logits are the last stage's"
+    assert first["activations"] > last["activations"] - one["activations"] / 3, "as many microbatches in flight as stages"
+    split = Part("", range(6), tensor=2, context=2, sequence_parallel=True)
+    assert memory(laid_out(), "cuda", split)["activations"] * 4 == pytest.approx(one["activations"], rel=0.01)
+
+
+@pytest.mark.parametrize(("world", "line"), [
+    (9, "9 GPUs: not a multiple of tensor x pipeline x context parallel = 6; nearest is 12"),
+    (18, "18 GPUs: trainer.global_batch_size=16 is not a multiple of trainer.micro_batch_size x data-parallel size = 3; nearest is 15"),
+])
+def test_a_world_that_does_not_divide(world: int, line: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        parts(laid_out(tp=2, pp=3), world)
+    assert e.value.problems == [line]
+
+
+def test_a_recipe_that_is_too_large_is_refused_with_what_fits() -> None:
+    recipe = small("precision=bf16")
+    need = sum(memory(recipe, "cpu").values())
+    refuse_if_too_large(recipe, "cpu", need)
+    with pytest.raises(fp8cfg.ConfigError, match=r"needs .*, this machine has .* free on cpu; nearest that fit: trainer\.micro_batch_size=1"):
+        refuse_if_too_large(recipe, "cpu", need - 1)
+
+
+def test_the_table() -> None:
+    assert memory_table(small("precision=fp16", "trainer.micro_batch_size=1"), "cpu") == """\
+memory per rank       size  B/param
+weights          212.6 KiB      2.0  fp16
+masters          425.2 KiB      4.0  fp32
+gradients        212.6 KiB      2.0  fp16
+moments          850.5 KiB      8.0  fp32+fp32
+activations      201.6 KiB           1 x 32 tokens, recompute none
+logits           102.0 KiB           vocab_size=272
+optimizer step   121.6 KiB           fp32 gradients
+total              2.1 MiB"""

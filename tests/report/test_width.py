@@ -1,0 +1,72 @@
+"""What a person reads is at most 80 columns wide, whatever the recipe; words that cannot be broken, such as paths, apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8cfg import compose
+from fp8cfg.__main__ import main
+from fp8cfg.backends.backend_choice import Hardware
+from fp8cfg.cli.help import choices
+from fp8cfg.report.before_run import body, head
+from fp8cfg.report.tables import table, wrapped
+
+RECIPES, PRESETS = choices("recipe"), choices("precision")
+FP8 = ["precision=bf16_fp8", "model.num_layers=16"]
+MANY = "fp8.exclude=['*.linear_fc2','layers.0.*','layers.1.*','layers.2.mlp.*','layers.*.self_attention.linear_proj']"
+VERBS = [
+    ["list"], ["list", "recipe"], ["list", "precision"], ["list", "data"], ["doctor"], ["help"], ["check", f"name={'long-name_' * 6}1", *FP8],
+    ["explain", "fp8.exclude", *FP8, MANY], ["explain", "fp8", *FP8, MANY], ["explain", "log.dir", f"log.dir={'word/' * 9}"], ["explain", "optim.betas"],
+    ["diff", *FP8, MANY, "--", "precision=fp16"], ["diff", "recipe=llama_405b", "precision=bf16_nvfp4", "--", "recipe=llama_tiny"],
+    ["plan", *FP8, MANY], ["plan", *FP8, MANY, "--tree"], ["plan", "recipe=llama_405b", "precision=fp16", "--tree"],
+    ["plan", *FP8, MANY, "--gpu", "h100"], ["plan", "recipe=llama_405b", "precision=bf16_fp8_block", "--gpu", "rtx4090"],
+    *(["plan", "precision=bf16_fp8", f"opt_level={level}", "trainer.micro_batch_size=2", "--gpus", "8", "--gpu", "h100"] for level in ("O1", "O2", "O3")),
+    ["plan", "precision=bf16_fp8", "opt_level=O2", "backend=msamp", "--gpu", "h100"],
+    ["plan", "precision=bf16_fp8_current", "fp8.params=false", "backend=torchao", "opt_level=O2", "--tree"],
+    *(["plan", f"recipe={r}", "precision=bf16_fp8_current", "--gpu", "h100"] for r in RECIPES),
+    *(["plan", f"precision={p}", "model.num_layers=32", "--gpu", gpu] for p in PRESETS for gpu in ("b200", "a100-80")),
+    *(["plan", f"precision={p}", "model.num_layers=32", "--tree"] for p in PRESETS),
+]
+
+
+@pytest.mark.parametrize("argv", VERBS, ids=" ".join)
+def test_a_verb_that_reads(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = main(argv), capsys.readouterr()
+    assert code == (2 if out.err else 0) and len(out.out.splitlines()) >= 1
+    assert [line for line in out.out.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("words", [["backend=torchao", "fp8.params=false"], ["backend=native"], ["fp8.min_coverage=0.2"]], ids=" ".join)
+def test_what_a_run_says_before_it_begins(words: list[str]) -> None:
+    recipe = compose(["precision=bf16_fp8_current", *words])
+    text = f"{head(recipe)}\n{body(recipe, Hardware('cpu'))}"
+    assert [line for line in text.splitlines() if len(line) > 80] == [] and "planned coverage: backend " in text
+
+
+def test_errors_are_one_line_each_however_long(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "precision=bf16_mxfp8", "--gpu", "b200"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) > 80 and all(line.startswith("error: ") for line in lines)
+
+
+@pytest.mark.parametrize("argv", [["explain", "data.path", "data=text"], ["diff", "data=tiny", "--", "data=text"]])
+def test_a_path_is_not_broken(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"/{'long/' * 20}file"
+    assert main([*argv, f"data.path={path}"]) == 0
+    assert path in capsys.readouterr().out
+
+
+def test_text_is_broken_at_spaces_and_after_commas() -> None:
+    assert wrapped("a" * 60 + " " + "b" * 30, "- ", "  ").splitlines() == [f"- {'a' * 60}", f"  {'b' * 30}"]
+    assert wrapped("x=[" + "aaaa," * 20 + "]").splitlines() == ["x=[" + "aaaa," * 15, "aaaa," * 5 + "]"]
+    assert wrapped(str(Path("/") / ("p" * 100))) == f"/{'p' * 100}"
+
+
+def test_the_last_column_of_a_table_goes_on_below() -> None:
+    assert table(["name", "why"], [["n" * 40, "short"], ["m", "word " * 9]]).splitlines() == [
+        "name" + " " * 38 + "why", "n" * 40 + "  short", "m" + " " * 41 + "word word word word word word word", " " * 42 + "word word"]
+    assert table(["name", "why"], [["n" * 70, "a b c d e f"]]).splitlines()[1] == "n" * 70 + "  a b c d e f", "no room to break it in"
+    assert table(["a" * 39, "b" * 40], [["c", "1"]], right=[1]).splitlines() == [f"{'a' * 39} {'b' * 40}", f"c{' ' * 78}1"]
+    assert table(["name", "why"], [["n" * 50, f"as {'w' * 29}"]]).splitlines()[1:] == ["n" * 50 + "  as", " " * 51 + "w" * 29]

@@ -1,0 +1,27 @@
+"""Functions run by real processes that talk over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before the group is made, see fp8cfg/training/distributed/world.py
+
+from fp8cfg.training.distributed.world import World
+
+
+def on_ranks(ranks: int, work: Callable[[World], Any], folder: Path) -> list[Any]:
+    """What `work`, a function at the top of a module, returns on each of so many processes: tensors, lists and dicts."""
+    torch.multiprocessing.spawn(_one, (ranks, work, str(folder)), nprocs=ranks)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def _one(rank: int, ranks: int, work: Callable[[World], Any], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    torch.save(work(World(rank, ranks)), Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()

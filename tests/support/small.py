@@ -1,0 +1,38 @@
+"""A recipe small enough to train for a few steps in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import fp8cfg
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.job import Job
+from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.train_step import Step, train_step
+
+SMALL = ("recipe=llama_tiny", "data=tiny", "model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=128",
+         "model.seq_length=32", "trainer.global_batch_size=8", "trainer.micro_batch_size=8", "trainer.max_steps=6",
+         "optim.warmup_steps=2", "trainer.val_check_interval=3", "trainer.limit_val_batches=2", "checkpoint.every_n_steps=2")
+
+
+def small(*words: str) -> Recipe:
+    """The small recipe with `words` on top."""
+    return fp8cfg.compose([*SMALL, *words])
+
+
+def steps(job: Job, count: int, first: int = 0) -> Iterator[Step]:
+    """`count` optimizer steps of `job` on its own data."""
+    batches, _ = run_data(job.recipe)
+    for step in range(first, first + count):
+        yield train_step(job, batches, step, World())
+
+
+def losses(*words: str, count: int = 4) -> list[float]:
+    """Training losses of the small recipe with `words`."""
+    return [s.loss for s in steps(fp8cfg.build(small(*words)), count)]
+
+
+def weight_bytes(job: Job) -> int:
+    """Bytes of all distinct parameters, as they are held."""
+    return sum(p.nbytes for p in job.model.parameters())

@@ -1,0 +1,35 @@
+"""Running a verb in this process, and what it loads in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8cfg.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+_LOADS = "import sys; from fp8cfg.__main__ import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What the verb prints; it ends with exit code 0."""
+    code, out = main(list(argv)), capsys.readouterr()
+    assert (code, out.err) == (0, "")
+    return out.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    """The lines that refuse the verb, with exit code 2 and nothing printed besides."""
+    code, out = main(list(argv)), capsys.readouterr()
+    assert (code, out.out) == (2, "")
+    assert all(line.startswith("error: ") for line in out.err.splitlines())
+    return [line.removeprefix("error: ") for line in out.err.splitlines()]
+
+
+def loads(*argv: str) -> set[str]:
+    """Modules that are loaded after the verb."""
+    done = subprocess.run([sys.executable, "-c", _LOADS, *argv], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stderr.split())

@@ -1,0 +1,69 @@
+"""tools/check_gpu.py on a CPU: its rows in processes of their own, and its bits over a stand-in for Transformer Engine's kernels."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import te_standin
+
+TOOL = Path(__file__).parents[2] / "tools" / "check_gpu.py"
+
+
+@pytest.mark.slow
+def test_it_runs_on_a_cpu() -> None:
+    done = subprocess.run([sys.executable, str(TOOL), "--small", "--steps", "2", "--only", "bits", "bf16", "delayed", "row"], capture_output=True,
+                          text=True, env={**os.environ, "PYTHONPATH": str(TOOL.parents[1])})
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and lines[-1] == "none failed"
+    rows = {" ".join(line[:21].split()): line[21:].split() for line in lines}
+    for model in ("tiny", "1b"):
+        base = float(rows[f"{model} bf16"][1])
+        for row in ("native delayed", "native row", "torchao row"):
+            loss_1, loss_2, share, _, _ = rows[f"{model} {row}"]
+            assert float(loss_2) == pytest.approx(base, rel=0.01) and float(loss_2) < float(loss_1) and share in ("76%", "77%")
+        assert rows[f"{model} te delayed"][:2] == rows[f"{model} msamp delayed"][:2] == ["not", "run:"]
+
+
+@pytest.mark.parametrize("row", ["te delayed", "te delayed parts", "te current parts"])
+def test_its_rows_of_te_run_over_the_stand_in(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8cfg.backends.te import decoder as te_decoder
+    from fp8cfg.backends.te import rules as te_rules
+
+    monkeypatch.setattr(te_rules, "_hardware_lacks", lambda precision, hardware: [])
+    monkeypatch.setattr(te_rules, "unavailable", lambda: "")
+    monkeypatch.setattr(te_decoder, "obstacle", te_decoder.obstacle)  # and so put back
+    tool = runpy.run_path(str(TOOL))
+    args = argparse.Namespace(device="cpu", small=True, steps=4)
+    with te_standin.transformer_engine():
+        got = tool["train"](args, "tiny", row)
+        want = tool["train"](args, "tiny", "bf16")
+        with pytest.raises(ArithmeticError, match="its layers are"):
+            other = "te.TransformerLayer" if row.endswith("parts") else "te.Linear; not te.TransformerLayer: of this test"
+            monkeypatch.setattr(te_decoder, "described", lambda model: {"layers.0": other})
+            tool["train"](args, "tiny", row)
+    assert [float(x) for x in got[:3]] == pytest.approx([float(x) for x in want[:3]], rel=0.01) and got[3] != want[3] == "0%"
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])  # block's scales lie otherwise there
+def test_bits_are_those_of_the_stand_in(scaling: str) -> None:
+    tool = runpy.run_path(str(TOOL))
+    with te_standin.transformer_engine():
+        text, = tool["bits"](argparse.Namespace(device="cpu"), "bits", scaling)
+    assert text.startswith("0 of ")
+
+
+def test_without_a_gpu_it_says_what_to_write(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = runpy.run_path(str(TOOL))
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        tool["main"]()
+    assert "there is no CUDA device here; write --small" in capsys.readouterr().err

@@ -1,0 +1,433 @@
+"""Checkpoints: bitwise there and back, and after any kill or damage the newest whole one, never a mix."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8cfg.training.checkpoint import checkpoint, tensor_file
+from fp8cfg.training.checkpoint.checkpoint import CheckpointError, load, newest, save
+from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, verify, write_manifest
+
+# Children that are killed start from a server that has torch imported: no import for each, no fork of a threaded pytest.
+children = multiprocessing.get_context("forkserver")
+children.set_forkserver_preload(["fp8cfg.training.checkpoint.checkpoint"])
+
+GROUPS = ("model", "optimizer", "fp8")
+
+
+def content(step: int) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+    """A state that says `step` in every group, so that a mix of two saves shows."""
+    return {group: {"x": torch.full((64, 64), float(step)), "n": torch.tensor(step)} for group in GROUPS}, {"step": step}
+
+
+def put(root: Path, step: int, keep: int = 2) -> Path:
+    return save(root, step, *content(step), keep=keep)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, all of whose parts must agree on it."""
+    tensors, state = load(path)
+    assert set(tensors) == set(GROUPS)
+    said = {state["step"]}
+    for named in tensors.values():
+        said |= {int(named["n"]), *named["x"].unique().int().tolist()}
+    assert len(said) == 1
+    return said.pop()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+FLOATS = ["float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "complex64"]
+INTEGERS = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+def test_bitwise(tmp_path: Path, dtype: str) -> None:
+    kind: torch.dtype = getattr(torch, dtype)
+    bits = torch.randint(0, 256, (6, 4 * kind.itemsize), dtype=torch.uint8)  # NaNs with payloads among them
+    full = bits.view(kind)
+    there = {"full": full, "scalar": full[0, 0], "empty": full[:0], "t": full.t(), "strided": full[::2, 1:3]}
+    tensors, _ = load(save(tmp_path, 1, {"g": there}, {}, keep=1))
+    assert tensors["g"].keys() == there.keys()
+    for name, tensor in there.items():
+        back = tensors["g"][name]
+        assert (back.dtype, back.shape) == (kind, tensor.shape)
+        assert torch.equal(flat_bits(back), flat_bits(tensor))
+
+
+def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def test_tied_tensors_stay_tied_and_overlapping_ones_apart(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(300, 300))
+    flat = torch.arange(8.0)
+    # Before or after what they overlap, views must neither be refused nor take each other's place.
+    views = {"head": flat[:5], "flat": flat, "tail": flat[3:], "half": flat.view(torch.bfloat16), "none": flat[4:4]}
+    path = save(tmp_path, 1, {"m": {"embed": weight, "head.weight": weight, **views}}, {}, keep=1)
+    assert (path / "m.safetensors").stat().st_size < 1.5 * weight.nbytes
+    back = load(path)[0]["m"]
+    assert back["embed"] is back["head.weight"]
+    assert torch.equal(back["embed"], weight)
+    for name, view in views.items():
+        assert torch.equal(back[name], view)
+    back["head"].fill_(9)
+    assert torch.equal(back["flat"], flat)
+
+
+def test_conjugate_view(tmp_path: Path) -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    back = load(save(tmp_path, 1, {"g": {"z": z, "conj": z.conj(), "neg": z.conj().imag}}, {}, keep=1))[0]["g"]
+    assert torch.equal(back["conj"], torch.tensor([1 - 2j, 3 + 4j]))
+    assert torch.equal(back["neg"], torch.tensor([-2.0, 4.0]))
+
+
+def test_loaded_tensors_are_their_own(tmp_path: Path) -> None:
+    path = put(tmp_path, 1)
+    tensors, _ = load(path)
+    (path / "model.safetensors").write_bytes(b"")
+    assert (tensors["model"]["x"] == 1).all()  # a mapped file would have ended the process with SIGBUS
+
+
+def test_state_comes_back_or_is_refused(tmp_path: Path) -> None:
+    state = {"a": [1, 0.1, -0.0, None, True, "é\ud800"], "b": {"c": 2**70}}
+    back = load(save(tmp_path, 1, {"g": {}}, state, keep=1))[1]
+    assert json.dumps(back) == json.dumps(state)
+    for bad in ({"a": float("nan")}, {"a": [float("inf")]}, {"a": (1, 2)}, {1: 2}, {"a": {None: 1}}):
+        with pytest.raises(ValueError):
+            save(tmp_path, 2, {"g": {}}, bad, keep=1)
+    with pytest.raises(TypeError):
+        save(tmp_path, 2, {"g": {}}, {"a": torch.tensor(1)}, keep=1)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+class Wrapped(torch.Tensor):
+    """Stands for DTensor and quantized weights, whose outer tensor has no memory."""
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"w": torch.zeros(2).as_subclass(Wrapped)},
+        {"w": torch.zeros(2, device="meta")},
+        {"w": torch.eye(2).to_sparse()},
+        {"w": torch.zeros(2, dtype=torch.complex128)},
+        {"__metadata__": torch.zeros(2)},
+        {"w": [1, 2]},
+    ],
+)
+def test_what_cannot_be_stored_is_refused_before_writing(tmp_path: Path, named: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match="g: "):
+        save(tmp_path / "root", 1, {"g": named}, {}, keep=1)
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("group", ["../g", "a/b", "", ".g", "g\n"])
+def test_group_names_are_file_names(tmp_path: Path, group: str) -> None:
+    with pytest.raises(ValueError, match="name of a file"):
+        save(tmp_path, 1, {group: {}}, {}, keep=1)
+
+
+def test_keeps_the_newest(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 100_000_000):
+        put(tmp_path, step)
+    assert names(tmp_path) == ["step-00000015", "step-100000000"]
+    assert step_of(newest(tmp_path, pytest.fail)) == 100_000_000
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2):
+        put(tmp_path, step)
+    flip(tmp_path / "step-00000002" / "fp8.safetensors")
+    put(tmp_path, 3)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+    put(tmp_path, 4)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_order_is_by_step_not_by_time(tmp_path: Path) -> None:
+    for step in (1, 2):
+        put(tmp_path, step)
+    os.utime(tmp_path / "step-00000001", (4e9, 4e9))
+    os.utime(tmp_path / "step-00000002", (0, 0))
+    assert step_of(newest(tmp_path, pytest.fail)) == 2
+
+
+def test_a_save_behind_later_steps_survives(tmp_path: Path) -> None:
+    for step in (5, 6, 3):
+        put(tmp_path, step, keep=1)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_same_step_again(tmp_path: Path) -> None:
+    first = put(tmp_path, 1)
+    put(tmp_path, 2)
+    for number in range(3):
+        tensors, state = content(2)
+        again = save(tmp_path, 2, tensors, state | {"number": number}, keep=2)
+        assert newest(tmp_path, pytest.fail) == again
+        assert load(again)[1]["number"] == number
+        assert names(tmp_path) == [first.name, again.name]
+
+
+def test_same_step_again_over_a_damaged_one(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    flip(put(tmp_path, 2) / "state.json")
+    assert newest(tmp_path, lambda _: None) == tmp_path / "step-00000001"
+    assert step_of(put(tmp_path, 2)) == 2
+    assert step_of(newest(tmp_path, pytest.fail)) == 2
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", [*(f"{group}.safetensors" for group in GROUPS), "state.json", "MANIFEST.json"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
+def test_damage_is_passed_over_by_name(tmp_path: Path, file: str, damage: str) -> None:
+    put(tmp_path, 1)
+    path = put(tmp_path, 2) / file
+    match damage:
+        case "truncate":
+            path.write_bytes(path.read_bytes()[:-9])
+        case "flip":
+            # The middle of a manifest is a digit of some sum or a name: each flip must show.
+            flip(path)
+        case "delete":
+            path.unlink()
+    lines: list[str] = []
+    found = newest(tmp_path, lines.append)
+    assert found is not None and step_of(found) == 1
+    assert len(lines) == 1 and "step-00000002" in lines[0] and "\n" not in lines[0]
+    assert file in lines[0] or file == "MANIFEST.json"
+    with pytest.raises(DamagedCheckpoint):
+        load(path.parent)
+    shutil.rmtree(found)
+    with pytest.raises(NoUsableCheckpoint):
+        newest(tmp_path, lines.append)
+
+
+def test_nothing_there_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001.tmp-abc").mkdir()
+    (tmp_path / "step-00000002").write_text("a file")
+    (tmp_path / "latest").symlink_to(tmp_path)
+    assert newest(tmp_path, pytest.fail) is None
+    assert newest(tmp_path / "none", pytest.fail) is None
+
+
+def test_renamed_folder_is_passed_over(tmp_path: Path) -> None:
+    put(tmp_path, 1).rename(tmp_path / "step-00000009")
+    lines: list[str] = []
+    with pytest.raises(NoUsableCheckpoint):
+        newest(tmp_path, lines.append)
+    assert "written for step 1" in lines[0]
+
+
+@pytest.mark.parametrize("state", ["[]", "NaN", '{"a": Infinity}', "", "[" * 100_000])
+def test_a_whole_manifest_over_a_foreign_state(tmp_path: Path, state: str) -> None:
+    path = put(tmp_path, 1)
+    (path / "state.json").write_text(state)
+    write_manifest(path, step=1)
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json"):
+        load(path)
+
+
+def test_a_pickle_is_not_read(tmp_path: Path) -> None:
+    path, marker = put(tmp_path, 1), tmp_path / "marker"
+    payload = f"cos\nsystem\n(S'touch {marker}'\ntR.".encode()
+    (path / "model.safetensors").write_bytes(payload)
+    write_manifest(path, step=1)
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors"):
+        load(path)
+    assert not marker.exists()
+
+
+def save_and_die(root: Path, step: int, failpoint: str) -> None:
+    os.environ["FP8CFG_FAILPOINT"] = failpoint
+    put(root, step)
+
+
+def run(target: Any, *arguments: Any) -> int | None:
+    child = children.Process(target=target, args=arguments)
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+POINTS = ["shard", "shard:2", "shard:3", "manifest", "rename", "renamed", "delete"]
+
+
+@pytest.mark.parametrize("failpoint", POINTS)
+@pytest.mark.parametrize("step", [2, 3])  # the step that is there already, and a new one
+def test_kill_inside_save(tmp_path: Path, failpoint: str, step: int) -> None:
+    for earlier in (1, 2):
+        put(tmp_path, earlier)
+    assert run(save_and_die, tmp_path, step, failpoint) == -signal.SIGKILL
+    new = failpoint in ("renamed", "delete")
+    found = newest(tmp_path, pytest.fail)
+    assert found is not None and step_of(found) == (step if new else 2)
+    assert (found.name in ("step-00000001", "step-00000002")) != new
+    whole = [name for name in names(tmp_path) if "tmp" not in name]
+    for name in whole:
+        verify(tmp_path / name)
+    assert len(whole) >= 2
+    put(tmp_path, 4)
+    assert not [name for name in names(tmp_path) if "tmp" in name]
+    assert step_of(newest(tmp_path, pytest.fail)) == 4
+
+
+def save_for_ever(root: Path) -> None:
+    for step in range(4, 100_000):
+        put(root, step)
+
+
+def test_kill_anywhere(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for _ in range(8):
+        child = children.Process(target=save_for_ever, args=(tmp_path,))
+        child.start()
+        deadline = time.monotonic() + 60
+        # Any whole one from 5 on: the child may have removed the fifth before it is looked for.
+        while time.monotonic() < deadline and not any(n >= "step-00000005" and "tmp" not in n for n in names(tmp_path)):
+            time.sleep(0.01)
+        time.sleep(rng.random() / 10)
+        child.kill()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+        found = newest(tmp_path, pytest.fail)
+        assert found is not None and step_of(found) >= 5
+        for name in names(tmp_path):
+            if "tmp" not in name:
+                shutil.rmtree(tmp_path / name)
+
+
+def save_with_a_limit(root: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    try:
+        put(root, 3)
+    except CheckpointError as error:
+        os._exit(0 if "File too large" in str(error) and str(root) in str(error) else 2)
+
+
+def save_as_nobody(root: Path) -> None:
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    try:
+        put(root, 3)
+    except CheckpointError as error:
+        os._exit(0 if "Permission denied" in str(error) and str(root) in str(error) else 2)
+
+
+def test_file_size_limit(tmp_path: Path) -> None:
+    put(tmp_path, 2)
+    assert run(save_with_a_limit, tmp_path) == 0
+    assert names(tmp_path) == ["step-00000002"]
+    assert step_of(newest(tmp_path, pytest.fail)) == 2
+
+
+def test_no_permission(tmp_path: Path) -> None:
+    put(tmp_path, 2)
+    tmp_path.chmod(0o555)
+    assert run(save_as_nobody, tmp_path) == 0
+    tmp_path.chmod(0o755)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("place", ["mkdir", "save_file", "write_manifest", "rename", "fsync"])
+def test_errors_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, code: int) -> None:
+    put(tmp_path, 1)
+    put(tmp_path, 2)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code), str(tmp_path))
+
+    with monkeypatch.context() as patch:
+        where = {"mkdir": Path, "rename": Path, "save_file": tensor_file}.get(place, checkpoint)
+        patch.setattr(where, place, fail)
+        with pytest.raises(CheckpointError, match=os.strerror(code)) as caught:
+            put(tmp_path, 3)
+    assert str(tmp_path) in str(caught.value) and caught.value.exit_code == 5
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert step_of(put(tmp_path, 3)) == 3
+
+
+def test_a_disk_that_gives_other_bytes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, 1, keep=1)
+    real = write_manifest
+
+    def rot(folder: Path, step: int, world_size: int) -> None:
+        real(folder, step, world_size)
+        flip(folder / "model.safetensors")
+
+    monkeypatch.setattr(checkpoint, "write_manifest", rot)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        put(tmp_path, 2, keep=1)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_space_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, 1)
+    (tmp_path / "step-00000002.tmp-left").mkdir()
+    size = sum(t.nbytes for named in content(2)[0].values() for t in named.values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 2 * size))
+    need = 2 * (size + len(json.dumps({"step": 2}, indent=1)))
+    with pytest.raises(CheckpointError, match=rf"needs {need} bytes .* {2 * size} are free"):
+        put(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_an_older_one_that_cannot_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, 1, keep=1)
+    real = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: real(path / "none", ignore_errors))
+    with pytest.raises(CheckpointError, match="step-00000002 is saved, but"):
+        put(tmp_path, 2, keep=1)
+    monkeypatch.undo()
+    assert step_of(newest(tmp_path, pytest.fail)) == 2
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "write_manifest", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        put(tmp_path, 1)
+    assert names(tmp_path) == []
+
+
+def test_a_file_that_safetensors_wrote_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, 1)
+    monkeypatch.setattr(tensor_file, "save_file", lambda named, file, metadata: file.write_bytes(b"{}"))
+    with pytest.raises(CheckpointError, match="step 2"):
+        put(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_arguments(tmp_path: Path) -> None:
+    for step, keep in ((-1, 1), (1, 0)):
+        with pytest.raises(ValueError, match="keep >= 1"):
+            save(tmp_path, step, {}, {}, keep=keep)
+
+
+def test_files_follow_the_umask(tmp_path: Path) -> None:
+    path = put(tmp_path, 1)
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1

@@ -1,0 +1,285 @@
+"""The loop: what it writes, what stops it, and the keys that act while it runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8cfg
+from fp8cfg.composition import to_yaml
+from fp8cfg.numerics import fp8_linears
+from fp8cfg.training import loop
+from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.metrics import read
+from fp8cfg.training.run_folder import RunFolder
+from fp8cfg.training.train_step import evaluate
+from tests.support.small import losses, small, steps
+
+FP8 = "precision=bf16_fp8"
+
+
+def run(tmp_path: Path, *words: str, **more: Any) -> tuple[RunFolder, loop.Result, list[str]]:
+    recipe = small(*words)
+    said: list[str] = []
+    with RunFolder.create(tmp_path, recipe.name, datetime(2026, 1, 2, 3, 4, 5), to_yaml(recipe)) as folder:
+        return folder, fp8cfg.fit(fp8cfg.build(recipe), folder, say=said.append, **more), said
+
+
+def test_a_run_leaves_a_folder_behind(tmp_path: Path) -> None:
+    folder, result, said = run(tmp_path, FP8, "name=mine")
+    assert folder.path.name == "mine-20260102-030405"
+    assert fp8cfg.from_yaml(folder.recipe) == small(FP8, "name=mine")
+    lines = read(folder.metrics)
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6]
+    assert result.steps == 6 and lines[-2]["loss"] == result.loss and lines[-1]["val_loss"] == result.val_loss
+    assert lines[-2]["tokens"] == 6 * 8 * 32
+    assert json.loads(folder.coverage.read_text())["layers_in_fp8"] == 8
+    assert any("coverage, observed in the first step (emulated)" in text for text in said)
+    assert "torch" in json.loads(folder.environment.read_text())["packages"]
+
+
+def test_loss_falls_on_real_text() -> None:
+    values = [s.loss for s in steps(fp8cfg.build(small(FP8, "optim.lr=3e-3", "trainer.max_steps=30")), 30)]
+    assert values[0] == pytest.approx(math.log(272), rel=0.05)
+    assert sum(values[-5:]) / 5 < values[0] - 1.5
+
+
+def test_checkpoint_keys(tmp_path: Path) -> None:
+    folder, _, _ = run(tmp_path / "a", "checkpoint.every_n_steps=1", "checkpoint.keep=3")
+    assert sorted(p.name for p in folder.checkpoints.iterdir()) == [f"step-0000000{i}" for i in (4, 5, 6)]
+    folder, _, _ = run(tmp_path / "b", "checkpoint.every_n_steps=0")
+    assert [p.name for p in folder.checkpoints.iterdir()] == ["step-00000006"]
+
+
+def test_evaluation_keys(tmp_path: Path) -> None:
+    folder, result, _ = run(tmp_path, "trainer.val_check_interval=0", "trainer.limit_val_batches=32")
+    assert result.val_loss is None and not any("val_loss" in line for line in read(folder.metrics))
+    recipe = small("trainer.limit_val_batches=3")
+    _, held_out = run_data(recipe)
+    assert len(list(validation_batches(recipe, held_out, World()))) == 3
+
+
+def test_log_keys(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder, _, _ = run(tmp_path, "log.tensorboard=true", "log.every_n_steps=3")
+    assert list((folder.path / "tensorboard").iterdir())
+    shown = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in shown] == ["3/6", "6/6"]
+
+
+def test_microbatches_leave_the_losses_and_scales_of_one() -> None:
+    one, four = (fp8cfg.build(small(FP8, f"trainer.micro_batch_size={m}")) for m in (8, 2))
+    got, want = [s.loss for s in steps(four, 3)], [s.loss for s in steps(one, 3)]
+    assert got == pytest.approx(want, rel=5e-3)
+    for a, b in zip(fp8_linears(four.model), fp8_linears(one.model), strict=True):
+        assert torch.allclose(a.fp8_scale, b.fp8_scale, rtol=0.1)
+    # before weights or scales could differ, the first layer sees the very same numbers
+    first, other = (next(fp8_linears(job.model)) for job in _after_one_step("fp8.params=false", 8, 2))
+    assert torch.equal(first.fp8_amax_history[-1, :2], other.fp8_amax_history[-1, :2])
+    for a, b in zip(*(fp8_linears(job.model) for job in _after_one_step("fp8.first_step=te", 8, 2)), strict=True):
+        assert torch.allclose(a.fp8_amax_history[-1], b.fp8_amax_history[-1], rtol=0.02)
+
+
+def _after_one_step(word: str, *sizes: int) -> list[Any]:
+    jobs = [fp8cfg.build(small(FP8, word, f"trainer.micro_batch_size={m}")) for m in sizes]
+    for job in jobs:
+        list(steps(job, 1))
+    return jobs
+
+
+def test_recomputation_changes_neither_losses_nor_fp8_state() -> None:
+    jobs = [fp8cfg.build(small(FP8, f"model.recompute_granularity={g}")) for g in ("none", "full")]
+    a, b = ([s.loss for s in steps(job, 4)] for job in jobs)
+    assert a == b
+    for one, other in zip(fp8_linears(jobs[0].model), fp8_linears(jobs[1].model), strict=True):
+        assert torch.equal(one.fp8_amax_history, other.fp8_amax_history) and torch.equal(one.fp8_scale, other.fp8_scale)
+
+
+def test_scales_move_every_interval_steps_and_the_history_at_each() -> None:
+    job = fp8cfg.build(small(FP8, "fp8.interval=3", "fp8.amax_history_len=8", "trainer.max_steps=20"))
+    layer = next(fp8_linears(job.model))
+    seen = []
+    for _ in steps(job, 7):
+        seen.append((layer.fp8_scale[2].item(), layer.fp8_amax_history[-1, 2].item()))
+    scales, newest = zip(*seen, strict=True)
+    assert scales[0] > 0, "a scale that was never set is set at once"
+    assert scales[0] == scales[1] and scales[2] == scales[3] == scales[4] and scales[5] == scales[6]
+    assert len(set(newest)) == 7
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_evaluation_moves_no_fp8_state(in_fp8: bool) -> None:
+    words = (FP8, f"fp8.use_autocast_during_eval={str(in_fp8).lower()}")
+    job, other = fp8cfg.build(small(*words)), fp8cfg.build(small(*words))
+    list(steps(job, 2)), list(steps(other, 2))
+    _, held_out = run_data(job.recipe)
+    before = [b.clone() for b in job.model.state_dict().values()]
+    loss = evaluate(job, validation_batches(job.recipe, held_out, World()), World())
+    assert all(torch.equal(a, b) for a, b in zip(before, job.model.state_dict().values(), strict=True))
+    assert [s.loss for s in steps(job, 2, first=2)] == [s.loss for s in steps(other, 2, first=2)]
+    reference = fp8cfg.build(small(FP8, f"fp8.use_autocast_during_eval={str(not in_fp8).lower()}"))
+    list(steps(reference, 2))
+    assert loss != evaluate(reference, validation_batches(job.recipe, held_out, World()), World()), "the key acts"
+
+
+def test_fp16_scales_the_loss_skips_overflows_and_trains() -> None:
+    job = fp8cfg.build(small("precision=fp16", "trainer.max_steps=60", "precision.hysteresis=1"))
+    taken = list(steps(job, 60))
+    assert not taken[0].stepped and job.loss_scaler.scale < 2.0**32
+    assert sum(s.stepped for s in taken) > 20 and taken[-1].loss < taken[0].loss - 0.5
+    assert job.optimizer.steps == sum(s.stepped for s in taken)
+
+
+def test_a_run_whose_gradients_are_not_finite_stops_with_its_weights(tmp_path: Path) -> None:
+    job = fp8cfg.build(small("precision=bf16"))
+    with torch.no_grad():
+        job.optimizer.masters[job.model.final_layernorm.weight].fill_(math.inf)
+        job.optimizer.write_parameters()
+    before = job.model.embedding.weight.clone()
+    with pytest.raises(loop.Diverged, match="step 1: the gradient norm is nan"):
+        fp8cfg.fit(job, say=lambda _: None)
+    assert torch.equal(before, job.model.embedding.weight)
+
+
+def test_an_overflow_that_never_ends_stops_the_run() -> None:
+    with pytest.raises(loop.Diverged, match="100 steps in a row"):
+        fp8cfg.fit(fp8cfg.build(small("precision=fp16", "precision.loss_scale=1e30", "trainer.max_steps=200",
+                                      "trainer.val_check_interval=0", "trainer.limit_val_batches=32")), say=lambda _: None)
+
+
+def test_a_signal_stops_at_a_checkpoint(tmp_path: Path) -> None:
+    recipe = small(FP8, "trainer.max_steps=50", "trainer.val_check_interval=1")
+    with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:
+        def say(text: str) -> None:
+            if text.startswith("step 2: validation"):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with pytest.raises(loop.Interrupted, match="stopped after step 2 of 50") as e:
+            fp8cfg.fit(fp8cfg.build(recipe), folder, say=say)
+        assert e.value.exit_code == 75
+        assert [p.name for p in folder.checkpoints.iterdir()] == ["step-00000002"]
+
+
+def test_a_batch_that_cannot_be_had_is_said_before_the_first_step() -> None:
+    with pytest.raises(fp8cfg.ConfigError, match=r"data=tiny: .*validation_fraction"):
+        fp8cfg.fit(fp8cfg.build(small("data.validation_fraction=0.0005")), say=lambda _: None)
+    with pytest.raises(fp8cfg.ConfigError, match=r"data=tiny: .*vocab_size"):
+        fp8cfg.fit(fp8cfg.build(small("model.vocab_size=128")), say=lambda _: None)
+
+
+def test_a_loop_of_ones_own_gives_the_same_losses() -> None:
+    job = fp8cfg.build(small(FP8))
+    batches, _ = run_data(job.recipe)
+    mine = []
+    for step in range(4):
+        tokens, targets = batches.batch(step)
+        with job.autocast():
+            loss = job.model(tokens, targets)
+            job.backward(loss)
+        job.schedule.apply(job.optimizer, step)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        mine.append(loss.item())
+    assert mine == losses(FP8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("precision=bf16",), (FP8,), (FP8, "fp8.params=false"), ("precision=bf16_fp8_current", "model.num_layers=4")])
+def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, ...]) -> None:
+    eager, compiled = (fp8cfg.build(small(*words, "trainer.micro_batch_size=4")) for _ in range(2))
+    compiled.compile_model()
+    assert compiled.compiled and not eager.compiled
+    want = [s.loss for s in steps(eager, 4)]
+    got = [s.loss for s in steps(compiled, 2)]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        _, held_out = run_data(compiled.recipe)
+        evaluate(compiled, validation_batches(compiled.recipe, held_out, World()), World())
+        got += [s.loss for s in steps(compiled, 2, first=2)]
+    assert got == pytest.approx(want, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_fit_compiles_where_the_recipe_says_so() -> None:
+    for word, compiled in (("on", True), ("off", False)):
+        job, said = fp8cfg.build(small("trainer.compile=" + word, "trainer.max_steps=2")), []
+        fp8cfg.fit(job, say=said.append)
+        assert job.compiled == compiled and any("compiling" in text for text in said) == compiled
+
+
+def test_a_parallel_layout_on_the_ranks_it_is_meant_for_is_refused_by_name() -> None:
+    job = fp8cfg.build(small("trainer.devices=2", "trainer.strategy.tensor_model_parallel_size=2"))
+    with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: not in this version"):
+        fp8cfg.fit(job, world=World(0, 2), say=lambda _: None)
+
+
+def test_when_to_compile() -> None:
+    from fp8cfg.builder import plan
+    from fp8cfg.recipes import llama_8b
+    from fp8cfg.training.compile_choice import compiles
+
+    def decision(recipe: fp8cfg.Recipe) -> bool:
+        return compiles(recipe, plan(recipe), "cpu")
+
+    assert decision(small("trainer.compile=on")) and not decision(small("trainer.compile=off"))
+    assert not decision(small()) and decision(llama_8b())
+
+
+def test_skipped_steps_do_not_use_up_the_warm_up() -> None:
+    job = fp8cfg.build(small("precision=fp16", "trainer.max_steps=40", "optim.warmup_steps=5"))
+    taken = list(steps(job, 40))
+    first = next(i for i, s in enumerate(taken) if s.stepped)
+    assert first > 3 and taken[first].lr == job.schedule.lr_at(0)
+    assert taken[-1].lr == job.schedule.lr_at(job.optimizer.steps - 1)
+
+
+def test_skips_are_said_and_a_run_of_skips_alone_is_not_done() -> None:
+    said: list[str] = []
+    fp8cfg.fit(fp8cfg.build(small("precision=fp16", "trainer.max_steps=30")), say=said.append)
+    assert any("steps before it were skipped, gradients overflowed" in text for text in said)
+    with pytest.raises(loop.Diverged, match="all 6 steps were skipped"):
+        fp8cfg.fit(fp8cfg.build(small("precision=fp16")), say=lambda _: None)
+
+
+def test_evaluation_takes_micro_batches() -> None:
+    job = fp8cfg.build(small("trainer.micro_batch_size=2"))
+    rows: list[int] = []
+    job.model.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    _, held_out = run_data(job.recipe)
+    whole = fp8cfg.build(small())
+    got, want = (evaluate(j, validation_batches(j.recipe, held_out, World()), World()) for j in (job, whole))
+    assert set(rows) == {2} and got == pytest.approx(want, rel=1e-3)
+
+
+def test_a_damaged_metrics_file_is_one_line(tmp_path: Path) -> None:
+    recipe = small()
+    with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:
+        folder.metrics.write_text("not a line\n")
+        with pytest.raises(fp8cfg.ConfigError, match="not a line of metrics"):
+            fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
+        folder.metrics.unlink()
+        folder.metrics.mkdir()
+        with pytest.raises(fp8cfg.config.errors.Fp8cfgError) as e:
+            fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
+        assert e.value.exit_code == 5
+
+
+@pytest.mark.slow
+def test_a_resumed_run_compiles_as_before_unless_the_key_changed() -> None:
+    recipe = small("trainer.max_steps=2")
+    job = fp8cfg.build(recipe)
+    list(steps(job, 1))
+    from fp8cfg.training.checkpoint import job_state
+
+    tensors, state = job_state.collect(job, run_data(recipe)[0], 1)
+    for word, compiled in (("auto", False), ("on", True)):
+        again = fp8cfg.build(fp8cfg.compose([f"trainer.compile={word}"], base=recipe))
+        fp8cfg.fit(again, start_from=(tensors, state), say=lambda _: None)
+        assert again.compiled == compiled
