@@ -14,9 +14,9 @@ ALLOWED = {  # room -> rooms that its modules may import at their top
     "config": set(), "composition": {"config"}, "numerics": set(), "models": set(), "data": set(), "optim": {"numerics"},
     "backends": {"numerics", "config"}, "job": {"backends", "config"}, "fiddle_targets": {"backends", "config", "job", "models"},
     "conversion": {"backends", "config"},
-    "builder": {"backends", "config", "job", "fiddle_targets", "models", "optim"},
-    "report": {"backends", "builder", "composition", "config", "models"}, "interop": {"config"},
-    "training": {"backends", "builder", "composition", "config", "data", "job", "numerics", "optim", "report"},
+    "layer_plan": {"backends", "config", "models"}, "builder": {"backends", "config", "fiddle_targets", "job", "layer_plan", "models", "optim"},
+    "report": {"backends", "composition", "config", "layer_plan", "models"}, "interop": {"config"},
+    "training": {"backends", "builder", "composition", "config", "data", "job", "layer_plan", "numerics", "optim", "report"},
     "cli": {"backends", "builder", "composition", "config", "interop", "job", "report", "training"},
 }
 

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.builder import plan, transformer_config
 from fp8cfg.data import Batches
+from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.models.transformer import Transformer

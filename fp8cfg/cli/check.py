@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
     recipe = unchecked(arguments.words, Library(Path(folder) if folder else None), file)
     refuse_if(refusals(recipe))
 
-    from fp8cfg.builder import plan
+    from fp8cfg.layer_plan import plan
     from fp8cfg.report import chart
     from fp8cfg.report.coverage import planned
     from fp8cfg.report.tables import wrapped

@@ -96,7 +96,7 @@ def why(key: str, ours: Values, back: Values) -> str:
 
 def output_layer(recipe: Recipe) -> list[str]:
     """Leave the output layer of `recipe` in high precision where its sizes fit no FP8; a line on that."""
-    from fp8cfg.builder import plan
+    from fp8cfg.layer_plan import plan
 
     if not recipe.fp8.output_layer:
         return []

@@ -6,12 +6,12 @@ from math import prod
 
 from fp8cfg import __version__
 from fp8cfg.backends.backend_choice import Hardware, choose
-from fp8cfg.builder import plan, transformer_config
 from fp8cfg.composition.yaml_recipe import listed
 from fp8cfg.config.errors import ConfigError, NotFP8Error
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import gathered, resolved
+from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report.coverage import planned
 from fp8cfg.report.memory.layout import ranks

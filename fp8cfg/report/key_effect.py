@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8cfg.backends.backend_choice import Hardware, choose
-from fp8cfg.builder import plan
 from fp8cfg.composition.flatten import assigned, flat
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import PLUGIN, Recipe, short
 from fp8cfg.config.storage import resolved
+from fp8cfg.layer_plan import plan
 from fp8cfg.report.schema_json import key_schema
 
 HARDWARE = (Hardware("cpu"), Hardware("cuda", (9, 0), (13, 0)), Hardware("cuda", (10, 0), (13, 0)))

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8cfg.backends.backend_choice import BLOCK_CUDA, Choice, Hardware, choose
-from fp8cfg.builder import plan
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.layer_plan import plan
 from fp8cfg.report import chart, speedups
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU

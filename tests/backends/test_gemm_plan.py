@@ -7,9 +7,9 @@ import pytest
 import fp8cfg
 from fp8cfg.backends.backend_choice import Hardware, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
-from fp8cfg.builder import plan
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import Precision
+from fp8cfg.layer_plan import plan
 from fp8cfg.recipes import llama_8b, llama_tiny
 from fp8cfg.report.coverage import planned
 from tests.support.counting import calls

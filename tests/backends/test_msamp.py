@@ -255,7 +255,7 @@ def test_clipping(anywhere: None) -> None:
 # Traps of MS-AMP's.
 
 def test_trap_frozen_weights_stay_frozen(anywhere: None) -> None:
-    from fp8cfg.builder import transformer_config
+    from fp8cfg.layer_plan import transformer_config
     from fp8cfg.models.transformer import Transformer
 
     recipe = small(*WORDS)

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.backends.protocol import BackendError
-from fp8cfg.builder import transformer_config
+from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import Region

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.builder import transformer_config
 from fp8cfg.config.recipe_registry import recipes
+from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.shapes import parameter_counts
 from fp8cfg.numerics import FP8Linear, fp8_linears
 from fp8cfg.report.coverage import coverage, planned

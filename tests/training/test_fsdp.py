@@ -18,9 +18,9 @@ from test_distributed import launch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.builder import plan
 from fp8cfg.config.storage import gathered
 from fp8cfg.job import Job
+from fp8cfg.layer_plan import plan
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data, validation_batches

@@ -221,7 +221,7 @@ def test_a_parallel_layout_on_the_ranks_it_is_meant_for_is_refused_by_name() -> 
 
 
 def test_when_to_compile() -> None:
-    from fp8cfg.builder import plan
+    from fp8cfg.layer_plan import plan
     from fp8cfg.recipes import llama_8b
     from fp8cfg.training.compile_choice import compiles
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fp8cfg.builder import plan
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.recipe_registry import recipes
+from fp8cfg.layer_plan import plan
 from fp8cfg.report.memory.layout import whole
 from fp8cfg.report.memory.peak import memory, parameters
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.builder import plan, transformer_config
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, low_bit, others, resolved
+from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.memory.activations import activations

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8cfg.builder import plan
 from fp8cfg.composition.yaml_recipe import listed
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError
@@ -16,6 +15,7 @@ from fp8cfg.config.recipe import Recipe, full, short, short_keys
 from fp8cfg.config.storage import columns_of, low_bit, others
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
+from fp8cfg.layer_plan import plan
 from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.training.checkpoint import rng
 from fp8cfg.training.checkpoint.checkpoint import Tensors

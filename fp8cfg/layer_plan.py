@@ -1,0 +1,29 @@
+"""Layer plan: the Transformer that a recipe describes, and what each of its linear layers is to do. No torch."""
+
+from __future__ import annotations
+
+from fp8cfg.backends import backend_registry
+from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.models.config import RopeScaling, TransformerConfig
+from fp8cfg.models.shapes import linear_layers
+
+
+def transformer_config(recipe: Recipe) -> TransformerConfig:
+    """The model's shape as the model room takes it."""
+    m, r = recipe.model, recipe.model.rope_scaling
+    scaling = RopeScaling(r.factor, r.low_freq_factor, r.high_freq_factor, r.original_max_position) if r.factor != 1.0 else None
+    return TransformerConfig(
+        num_layers=m.num_layers, hidden_size=m.hidden_size, ffn_hidden_size=m.ffn_hidden_size,
+        num_attention_heads=m.num_attention_heads, num_query_groups=m.num_query_groups, head_dim=m.head_dim,
+        vocab_size=m.vocab_size, seq_length=m.seq_length, rotary_base=m.rotary_base, rope_scaling=scaling,
+        layernorm_epsilon=m.layernorm_epsilon, tie_embeddings=m.share_embeddings_and_output_weights,
+        init_std=m.init_method_std)
+
+
+def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
+    """What each linear layer of `recipe` is meant to do under `backend`, by default the one it names, or native. Raises
+    ConfigError where a layer pattern matches nothing."""
+    name = backend or (recipe.backend if backend_registry.exists(recipe.backend) else "native")
+    shapes = linear_layers(transformer_config(recipe))
+    return plan_linears(shapes, recipe.fp8, layers(recipe.model.num_layers), backend_registry.rules(name).misfit)
