@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_provenance import line
 
 import fp8cfg
 from fp8cfg.composition.flatten import assigned, flat, typed
 from fp8cfg.config.recipe import Recipe, full, short
 from fp8cfg.recipes import llama_tiny
 from fp8cfg.report.key_effect import effect, refusals
+from tests.composition.test_provenance import line
 from tests.support.overrides import value
 from tests.support.verbs import ROOT, loads, refused, said
 

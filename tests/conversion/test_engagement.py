@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_anymodel import BACKENDS, recipe
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8cfg
 from fp8cfg.conversion.convert import Conversion
+from tests.conversion.test_convert import BACKENDS, recipe
 
 OUTSIDE = (r"layers\.1 \(fprop, dgrad, wgrad\): planned in FP8, ran in high precision, outside of the autocast context; layers\.2 .* "
            "and 6 more")

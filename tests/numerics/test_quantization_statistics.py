@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_distributed import launch
 from torch import nn
 
 import fp8cfg
@@ -21,6 +20,7 @@ from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
 from fp8cfg.training.run_folder import RunFolder
 from tests.support.small import small, steps
+from tests.training.test_distributed import launch
 
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 SCALINGS = {

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_tiles import matrices
 from torch import Tensor, nn
 
 from fp8cfg.numerics import E4M3, E5M2, INPUT, Format, FP8Linear, Region, Scaling, update_scales
 from fp8cfg.numerics.gemm import DGRAD, FPROP, gemm
 from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.scaling import amax_of, scale_from_amax, scale_now
+from tests.numerics.test_block_scaling import matrices
 from tests.support.te_stub import te_module
 
 POSITIVE = st.floats(2.0**-149, width=32, allow_infinity=False)  # denormals too

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load
-from test_low_bit import ROWS, build, equal, everything, normal, parameters, train
 from torch import nn
 
 from fp8cfg.numerics.codecs import Stored
 from fp8cfg.optim.low_bit import rows as rows
 from fp8cfg.optim.low_bit.optimizer import Columns, LowBitAdam, LowBitAdamW, LowBitOptimizer
 from fp8cfg.training.checkpoint import tensor_file
+from tests.optim.test_low_bit import ROWS, build, equal, everything, normal, parameters, train
 
 SHAPES = (*[(16, 128)] * 5, *[(24, 128)] * 2, (5, 77), (5, 77), (3,), (3,), ())
 pytestmark = pytest.mark.slow

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import test_every_key
-
 import fp8cfg
 from fp8cfg.backends.protocol import Hardware
+from tests.builder import test_every_key
 from tests.support.small import small
 
 Read = Callable[[Any], Any]

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_distributed import launch
 from torch import Tensor, nn
 
 import fp8cfg
@@ -30,6 +29,7 @@ from fp8cfg.training.metrics import read
 from fp8cfg.training.train_step import evaluate, prove_engagement, train_step
 from tests.support.ranks import on_ranks
 from tests.support.small import SMALL, small
+from tests.training.test_distributed import launch
 
 FSDP, PLAIN = "storage.shard=fsdp", "fp8.params=false"
 EVERYWHERE = "fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
