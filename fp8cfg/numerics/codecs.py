@@ -156,8 +156,7 @@ class Codec:
             v = torch.where(v > 0, v.clamp(min=2.0 ** (fmt.min_exponent - fmt.mantissa_bits)), v)
         u = self._uniform(v, key, lane, start)
         v = v if u is None else round_stochastic(v, fmt, u)
-        # What its own amax scales, or that of its master, rounds to at most the maximum; random numbers may take it beyond.
-        data = cast(v, fmt) if fmt.dtype.itemsize == 1 and (scale_inv is None or u is not None) else v.to(fmt.dtype)
+        data = cast(v, fmt) if fmt.dtype.itemsize == 1 else v.to(fmt.dtype)
         return self._from_rows(data, x) if self.block else data
 
     def _uniform(self, v: Tensor, key: Tensor | None, lane: int, start: int) -> Tensor | None:

@@ -14,7 +14,6 @@ to the grid, carry the values in bfloat16, multiply with float32 accumulation.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import NamedTuple
 
@@ -41,7 +40,7 @@ BY_DTYPE = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 def _saturate(v: Tensor, fmt: Format) -> Tensor:
     """Clamp that keeps NaN. Compiled it is written with `where`: the min/max instructions that inductor emits for clamp
-    corrupt a transposed float8 store beside them (triton-lang/triton#11111)."""
+    corrupt a transposed float8 store beside them. Ends with the torch whose Triton has mended triton-lang/triton#11111."""
     if torch.compiler.is_compiling():
         largest = 6.0 if fmt is E2M1 else torch.finfo(fmt.dtype).max  # constants; with dynamic shapes fmt.max would be an argument
         v = torch.where(v > largest, largest, v)
@@ -90,19 +89,6 @@ def _values(fp8: torch.dtype, dtype: torch.dtype) -> Tensor:
 def widen(q: Tensor, dtype: torch.dtype) -> Tensor:
     """`q.to(dtype)` for a float8 `q`. Eager torch decodes E4M3 on CPU one element at a time; a look-up in the table of its
     256 values is four times faster."""
-    if q.device.type != "cpu":
+    if torch.compiler.is_compiling() or q.device.type != "cpu":
         return q.to(dtype)
-    if torch.compiler.is_compiling():
-        return _from_bits(q).to(dtype) if q.dtype == E4M3.dtype else q.to(dtype)
     return _values(q.dtype, dtype).index_select(0, q.view(torch.uint8).flatten().int()).view(q.shape)
-
-
-def _from_bits(q: Tensor) -> Tensor:
-    """The float32 values of E4M3 codes, in the whole numbers that they are multiples of 2^-9 by. Half the instructions of
-    torch's vectorised conversion, and none of its branches, which data decides."""
-    code = q.view(torch.int8).int()
-    magnitude = code & 127
-    octave = ((magnitude >> 3) - 1).clamp(min=0)  # the lowest holds the subnormals too
-    v = ((magnitude - (octave << 3)) << octave).float() * 2.0**-9
-    v = torch.where(magnitude == 127, math.nan, v)
-    return torch.where(code < 0, -v, v)
