@@ -103,7 +103,8 @@ def entry() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = main()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # gloo's threads may still want the interpreter's lock while it is torn down, which aborts a rank that is done.
+        # gloo's threads may still want the interpreter's lock while it is torn down, which aborts a rank that is done. Seen with
+        # torch 2.13; ends with the torch whose gloo threads are joined before.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

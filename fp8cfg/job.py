@@ -154,7 +154,8 @@ class Job:
         import torch
 
         # Where fp16_scaled weights are read into bf16. Both passes are compiled as they first run, the backward pass outside of
-        # any call of ours, so the filters outlive this one; they are of these lines of torch's alone.
+        # any call of ours, so the filters outlive this one; they are of these lines of torch's alone. Seen with torch 2.13; it ends
+        # with the torch that warns of neither.
         warnings.filterwarnings("ignore", "bf16 and fp16 are mixed", UserWarning, r"torch\._inductor\.codegen\.cpp$")
         # Of weights that were gathered in FP8: a graph with them is not cached on disk.
         warnings.filterwarnings("ignore", "Float8TrainingTensor does not implement", UserWarning, r"torch\._functorch\.")

@@ -50,8 +50,8 @@ class NarrowWeight(nn.Module):
 
     def _prepare_gradient(self) -> None:
         """Lets a weight that is held in fewer bits have a wide gradient. Eager autograd only has to be told the dtype. Compiled
-        code ignores it and rounds the gradient to the weight's dtype in between (torch 2.13), so there a stand-in of the same
-        shape, of one element, receives the gradient and hands it over."""
+        code ignores it and rounds the gradient to the weight's dtype in between, so there a stand-in of the same shape, of one
+        element, receives the gradient and hands it over. Seen with torch 2.13; ends with the torch whose AOTAutograd heeds it."""
         if not self.held or not (weight := self.parameter).requires_grad:
             return
         if weight.grad_dtype != self.weight_grad_dtype:

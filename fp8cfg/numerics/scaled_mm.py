@@ -10,7 +10,7 @@ contracted and the last dimension must be divisible by 16, by 128 under block sc
                             the rows first in memory, a multiple of 4 of them; those of 128x128 tiles along the contracted
                             dimension, in steps of 4. (cuBLAS documentation, "1D and 128x128 2D block scaling for FP8 data
                             types") One operation to a compiler: torch's own lowering of it takes the scales the wrong way
-                            round (pytorch#161127)
+                            round (pytorch#161127), until torch has the fix that is pytorch#195751
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _maker(fp8: FP8, product: str, fp8_gather: bool = False) -> Callable[[nn.Lin
         return maker(fp8, product)
     from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
 
-    _patch_inductor_min_max_codegen()  # as torchao's own conversion does, before anything is compiled
+    _patch_inductor_min_max_codegen()  # as torchao 0.18's own conversion does, till triton#11111 is mended
     config = config_of(fp8, product, fp8_gather)
 
     def make(linear: nn.Linear) -> WatchedLinear:

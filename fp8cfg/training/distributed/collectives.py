@@ -24,7 +24,7 @@ from torch import Tensor
 from fp8cfg.report.tables import size
 
 Kind = Literal["gradients", "scales", "weights"]
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch >= 2.13 is required
 
 
 class Message(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # its functions keep the group that is there when it is imported, and so gloo's threads
+import torch.distributed.nn  # its functions keep the group that is there when it is imported, and so gloo's threads (torch 2.13)
 from torch import Tensor
 
 from fp8cfg.config.errors import ConfigError, RankLost
@@ -82,7 +82,7 @@ def world(device: str) -> Iterator[World]:
             raise RankLost("another rank has ended; it says why") from None
         raise
     else:
-        dist.barrier()  # a rank that leaves while another still talks to it aborts in gloo's threads
+        dist.barrier()  # a rank that leaves while another still talks to it aborts in gloo's threads (seen with torch 2.13)
     finally:
         dist.destroy_process_group()
 
