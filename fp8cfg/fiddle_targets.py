@@ -158,7 +158,7 @@ def _low_bit(
 ) -> LowBitTraining:
     """The low-bit Adam. The float32 originals are dropped once its state is made from them."""
     from fp8cfg.backends import stored_weights
-    from fp8cfg.optim.low_bit.adam_step import named_columns
+    from fp8cfg.optim.low_bit.columns import named_columns
     from fp8cfg.optim.low_bit.training import LowBitTrainingAdam, LowBitTrainingAdamW
     from fp8cfg.training.distributed import zero
     from fp8cfg.training.distributed.world import World, current

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fp8cfg.numerics.codecs import codec
-from fp8cfg.optim.low_bit.adam_step import named_columns
+from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
 from fp8cfg.report.tables import table
 

@@ -22,6 +22,7 @@ from fp8cfg.optim.inner_state import collect_json, collect_tensors, restore
 from fp8cfg.optim.loss_scale import LossScaler
 from fp8cfg.optim.masters import make_masters
 from fp8cfg.optim.named_state import NamedOptimizer, hyperparameters
+from fp8cfg.optim.write_guard import WriteGuard
 
 Named = Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 
@@ -72,7 +73,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self.steps = 0
         self.on_step: list[Callable[[], None]] = []
         self.on_skip: list[Callable[[], None]] = []
-        self._remember_versions()
+        self._written = WriteGuard(self.names, "their masters were made", self._narrow)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> bool:  # type: ignore[override]
@@ -84,7 +85,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         """
         if closure is not None:
             raise TypeError("MixedPrecisionOptimizer.step takes no closure: the loss may be scaled")
-        self._check_versions()
+        self._written.check()
         finite = self._prepare_gradients()
         if self.loss_scaler is not None:
             self.loss_scaler.update(found_inf=not finite)
@@ -129,7 +130,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             self.loss_scaler.load_state(json["loss_scale"])
         restore(self.names, self.masters, self.inner, tensors, json)
         self.steps = int(json["steps"])
-        self._remember_versions()
+        self._written.remember()
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**hyperparameters(group), "params": [self.masters[p] for p in group["params"]]}
@@ -160,18 +161,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             torch._foreach_copy_([*plain], [*plain.values()])
         for p, write in self.writers.items():
             write(self.masters[p])
-        self._remember_versions()
-
-    def _remember_versions(self) -> None:
-        self._versions = {p: p._version for p in self._narrow}
-
-    def _check_versions(self) -> None:
-        written = [self.names[p] for p, version in self._versions.items() if p._version != version]
-        if written:
-            raise RuntimeError(
-                f"{len(written)} parameters, {written[0]} among them, were written after their masters were made; "
-                "load weights before building the optimizer, or load the optimizer's state after them"
-            )
+        self._written.remember()
 
 
 def named_parameters(group: dict[str, Any]) -> Iterable[tuple[str, nn.Parameter]]:

@@ -172,7 +172,7 @@ def test_losses_are_those_of_ms_amps_own_python(anywhere: None, words: tuple[str
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_native_row_follows_it(anywhere: None, level: str) -> None:
     """One weight for a few steps on the same gradients: the update and the storage are those of the native row."""
-    from fp8cfg.optim.low_bit.adam_step import named_columns
+    from fp8cfg.optim.low_bit.columns import named_columns
     from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
 
     made = job(f"opt_level={level}", "trainer.gradient_clip_val=0")

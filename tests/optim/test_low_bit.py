@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8cfg.numerics import codecs
 from fp8cfg.numerics.codecs import NAMES, Codec, codec
 from fp8cfg.numerics.formats import E4M3, E5M2
-from fp8cfg.optim.low_bit import kernel as low_bit_kernel
-from fp8cfg.optim.low_bit import tensor_groups as pieces
-from fp8cfg.optim.low_bit.adam_step import named_columns
-from fp8cfg.optim.low_bit.optimizer import Columns, LowBitAdam, LowBitAdamW, LowBitOptimizer
+from fp8cfg.optim.low_bit import tensor_groups
+from fp8cfg.optim.low_bit.columns import Columns, named_columns
+from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
 
 ROWS = {
     "fp32": named_columns(),
@@ -352,21 +351,19 @@ def test_pieces_make_no_difference(row: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("row", "cls", "at_once"), [
-    ("O2", LowBitAdamW, pieces.AT_ONCE), ("O2", LowBitAdamW, 16 * 128), ("O3", LowBitAdam, pieces.AT_ONCE), ("bf16 stochastic", LowBitAdamW, 0),
-    ("block moments", LowBitAdamW, 0), ("expanded moments", LowBitAdamW, 0)])
-def test_compiled_bits_are_the_eager_ones(row: str, cls: type[LowBitOptimizer], at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five of a length: four in one call and one alone; where it is over `at_once` and waits for an amax, in two passes. Another
-    length must not compile again. O2 has copies in bf16."""
-    monkeypatch.setattr(pieces, "AT_ONCE", at_once)
+@pytest.mark.parametrize(("row", "cls"), [("O2", LowBitAdamW), ("O3", LowBitAdam), ("bf16 stochastic", LowBitAdamW),
+                                          ("block moments", LowBitAdamW), ("expanded moments", LowBitAdamW)])
+def test_compiled_bits_are_the_eager_ones(row: str, cls: type[LowBitOptimizer]) -> None:
+    """One graph a kernel: neither another length nor another step compiles again. O2 has copies in bf16."""
     found = []
     for compiled in (False, True):
-        p = parameters(ROWS[row], *[(16, 128)] * 5, (24, 128), (5, 77), (3,), dtype=torch.bfloat16 if row == "O2" else None)
+        p = parameters(ROWS[row], (16, 128), (16, 128), (24, 128), (5, 77), (3,), (), dtype=torch.bfloat16 if row == "O2" else None)
         optimizer = build(ROWS[row], p, cls, compiled=compiled)
-        train(optimizer, p, range(1))
+        tensor_groups._compiled.cache_clear()
         torch._dynamo.utils.counters.clear()
-        train(optimizer, p, range(1, 4))
-        assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        train(optimizer, p, range(4))
+        kernels = (2 if ROWS[row].per_tensor else 1) if compiled else 0
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == tensor_groups._compiled.cache_info().currsize == kernels
         found.append(everything(optimizer, p))
     assert equal(*found)
 
@@ -415,12 +412,10 @@ def test_a_step_makes_no_copy_of_a_group(row: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ["O2", "block moments"])
-def test_compiled_code_makes_no_float32_copy(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tensor over AT_ONCE, and of any where no scale waits for an amax."""
+def test_compiled_code_makes_no_float32_copy(row: str) -> None:
     from torch._inductor.utils import fresh_cache, run_and_get_code
 
-    monkeypatch.setattr(pieces, "AT_ONCE", 256 * 128 - 1)
-    low_bit_kernel.kernel.cache_clear()
+    tensor_groups._compiled.cache_clear()
     p = parameters(ROWS[row], (256, 128))
     optimizer = build(ROWS[row], p, compiled=True)
     p["p0"].grad = normal(256, 128)

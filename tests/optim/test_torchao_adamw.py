@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8cfg.numerics.codecs import Codec, codec
 from fp8cfg.numerics.formats import E4M3
-from fp8cfg.optim.low_bit.adam_step import Columns, named_columns
+from fp8cfg.optim.low_bit.columns import Columns, named_columns
 from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
 
 SHAPE = (64, 128)

@@ -127,24 +127,13 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
     assert kinds["gradients"] * (2 if "zero2" in words else 1) == count.linear + 4 * count.other
 
 
-@pytest.mark.parametrize(("words", "each"), [
-    ("opt_level=O1", 4), ("opt_level=O2", 12), ("storage.weight=bf16 storage.master_weight=fp16_scaled", 4), ("storage.exp_avg=fp8_block storage.exp_avg_sq=fp8_block", 0)])
-def test_what_a_compiled_step_keeps_of_one_tensor(words: str, each: int) -> None:
-    """The largest that is not too large: linear_qkv, 2048 x 1024."""
-    recipe = small("precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", *words.split())
-    part = whole(recipe)
-    linears = linears_of(recipe, part)
-    assert step_bytes(recipe, part, linears, compiled=True) == max(each * 2048 * 1024, step_bytes(recipe, part, linears))
-    assert step_bytes(recipe, part, linears) == 48 * 65536
-
-
-def test_the_plan_knows_the_optimizer_s_numbers() -> None:
+def test_the_plan_knows_the_optimizer_s_pieces() -> None:
     from fp8cfg.numerics import codecs
-    from fp8cfg.optim.low_bit import rows, tensor_groups
 
-    assert (report.AT_ONCE, report.PIECE) == (tensor_groups.AT_ONCE, codecs.CHUNK)
-    assert (report.SMALL, report.TOGETHER) == (rows.SMALL, rows.TOGETHER)
-    assert set(report.PER_TENSOR) == {name for name, codec in codecs.NAMES.items() if codec.per_tensor}
+    assert report.PIECE == codecs.CHUNK
+    recipe = small("precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", "opt_level=O2")
+    part = whole(recipe)
+    assert step_bytes(recipe, part, linears_of(recipe, part)) == 48 * codecs.CHUNK
 
 
 @pytest.mark.parametrize(("layers", "stages", "chunks", "sizes"), [

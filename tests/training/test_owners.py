@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8cfg.numerics.codecs import NAMES, Stored
-from fp8cfg.optim.low_bit.adam_step import named_columns
+from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
 from fp8cfg.training.distributed import quantized_allreduce
 from fp8cfg.training.distributed.collectives import Traffic

@@ -1,21 +1,18 @@
-"""The state of a low-bit optimizer: made, put together for a step, and by parameter name for safetensors and JSON."""
+"""Optimizer state of a parameter: made before its first step, and laid out for one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Codec, Stored
-from fp8cfg.optim.inner_state import Names, check_names, check_tensors
-from fp8cfg.optim.low_bit.adam_step import Columns, Slot
+from fp8cfg.optim.low_bit.adam_step import Slot
+from fp8cfg.optim.low_bit.columns import Columns
 
 STORED = ("master", "weight", "exp_avg", "exp_avg_sq")
 """What is stored for a parameter: the first two where there is a master, and where the parameter is not the weight itself."""
-
-State = Mapping[Any, dict[str, Any]]
 
 
 def check_parameter(name: str, p: nn.Parameter, columns: Columns, kept_apart: bool, written: bool) -> None:
@@ -64,33 +61,3 @@ def slot_of(p: nn.Parameter, state: dict[str, Any], grad: Stored, held: Stored |
 
 def _flat(stored: Stored) -> Stored:
     return (stored[0].view(-1), *stored[1:])
-
-
-def collect_tensors(names: Names, state: State) -> dict[str, Tensor]:
-    """Data as `<name>.exp_avg`, inverse scales as `<name>.exp_avg.scale_inv`, and so on: the tensors themselves, no copies."""
-    return {
-        f"{name}.{column}{suffix}": tensor
-        for p, name in names.items()
-        for column in STORED
-        for suffix, tensor in zip(("", ".scale_inv"), state[p].get(column, ()), strict=False)
-    }
-
-
-def check_state(
-    tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], json: Mapping[str, Any], mine: Mapping[str, Any]
-) -> None:
-    """Raise ValueError where saved state, `tensors` and `json`, does not fit an optimizer whose own is `like` and `mine`."""
-    if json.keys() != mine.keys():
-        raise ValueError(f"optimizer state: the JSON has {sorted(json)}, expected {sorted(mine)}")
-    if json["optimizer"] != mine["optimizer"]:
-        raise ValueError(f"the saved state is of {json['optimizer']}, this optimizer is {mine['optimizer']}")
-    check_names("parameters", json["state"].keys(), mine["state"].keys())
-    for name, expected in mine["state"].items():
-        saved = json["state"][name]["codecs"]
-        if saved != expected["codecs"]:
-            raise ValueError(f"optimizer state: {name} is stored as {_said(saved)}, expected {_said(expected['codecs'])}")
-    check_tensors(tensors, like)
-
-
-def _said(codecs: Mapping[str, str]) -> str:
-    return ", ".join(f"{column} {codec}" for column, codec in codecs.items())

@@ -1,107 +1,87 @@
-"""Many tensors through one step of Adam, in pieces, so that no more than a piece is ever float32; eager or compiled."""
+"""Tensors through one step of Adam so that they are never float32 as a whole: eagerly in pieces, or each in compiled code.
+
+Compiled code takes a tensor at a time, as torchao's low-bit optimizers do (torchao/optim/adam.py).
+"""
 
 from __future__ import annotations
 
-import math
+import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8cfg.numerics.codecs import spans
-from fp8cfg.optim.low_bit.adam_step import Columns, Scales, Slot, find_amaxes, scales_from, step_at_once, store_step
-from fp8cfg.optim.low_bit.kernel import kernel
+from fp8cfg.optim.low_bit.adam_step import Scales, Slot, find_amaxes, find_scales, scales_from, store_step
+from fp8cfg.optim.low_bit.columns import Columns
 
-AT_ONCE = 1 << 22
-"""Elements up to which compiled code keeps the float32 values of a tensor for its scales, 12 bytes an element, rather than compute
-them twice."""
-WORTH_A_CALL = 64
-"""Elements below which a tensor is left to eager code."""
+LEAST_COMPILED = 64
+"""Elements below which a tensor is left to eager code: torch.compile takes sizes of 0 and 1 for constants, and a size that is also
+that of `hyper` or of a key for the same one, and would compile for each anew."""
+OPTIONS: dict[str, Any] = {
+    "emulate_precision_casts": True,  # round where the code says so
+    **dict.fromkeys(("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1 << 20),
+}
+"""Inductor's options. Large thresholds: compute again rather than keep a float32 copy of a tensor."""
 
-Back = tuple[list[Tensor], list[Tensor]]
-"""Tensors, and those that are copied into them after a step."""
+_CONSTANTS: dict[str, tuple[Columns, bool]] = {}
 
 
 class Work(NamedTuple):
-    """A tensor's step: the tensor, what `hyper` gave, and the key of its random numbers where a codec rounds stochastically.
-    `back` is of rows, see rows.py."""
+    """A tensor's step: the tensor, what `hyper` gave, and the key of its random numbers where a codec rounds stochastically."""
 
     slot: Slot
     hyper: Tensor
     key: Tensor | None = None
-    back: Sequence[Back] = ()
-
-
-class _Piece(NamedTuple):
-    owner: int
-    slot: Slot
-    start: int
-    last: bool
-    fast: bool
 
 
 @torch.no_grad()
 def adam_step(columns: Columns, decoupled: bool, works: Iterable[Work], compiled: bool = False) -> None:
-    """Step every tensor of `works`, in place; rows are for compiled code. It gives the same bits on a CPU; on a GPU a compiler
-    contracts products and sums, which changes the last bit of a float32 before it is rounded."""
+    """Step every tensor of `works`, in place. Compiled code gives the same bits on a CPU; on a GPU a compiler contracts products
+    and sums, which changes the last bit of a float32 before it is rounded."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed")  # of Inductor, about kernels that are as fast
-        if compiled:
-            works = _at_once(columns, decoupled, works)
-        _in_two_passes(columns, decoupled, [work for work in works if work.slot.source[0].numel()], compiled)
+        # Inductor advises against both dtypes in one CPU kernel. Seen with torch 2.13; ends with the torch that does not.
+        warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed")
+        for work in works:
+            count = work.slot.source[0].numel()
+            if compiled and count >= LEAST_COMPILED and count % columns.block == 0:
+                _step_compiled(columns, decoupled, work)
+            elif count:
+                _step_in_pieces(columns, decoupled, work)
 
 
-def _at_once(columns: Columns, decoupled: bool, works: Iterable[Work]) -> list[Work]:
-    """Step, in compiled code, rows and tensors whose scales can wait; the others are returned."""
-    others = []
-    limit, block = AT_ONCE if columns.per_tensor else math.inf, columns.block
-    step = kernel(step_at_once, columns, decoupled)
-    for work in works:
-        count = work.slot.source[0].numel()
-        if count <= limit and _compilable(block, count):
-            step(_in_blocks(work.slot, block), work.hyper, work.key)
-            for own, new in work.back:
-                torch._foreach_copy_(own, new)
-        else:
-            others.append(work)
-    return others
-
-
-def _in_two_passes(columns: Columns, decoupled: bool, works: Sequence[Work], compiled: bool) -> None:
-    pieces = [piece for owner, work in enumerate(works) for piece in _pieces(columns, owner, work.slot, compiled)]
-    scales = _new_scales(columns, decoupled, works, pieces)
-    for owner, slot, start, last, fast in pieces:
-        inputs = (slot, works[owner].hyper, works[owner].key, scales[owner])
-        if fast:
-            kernel(store_step, columns, decoupled)(*inputs)
-        else:
-            store_step(columns, decoupled, *inputs, start, last)
-
-
-def _new_scales(columns: Columns, decoupled: bool, works: Sequence[Work], pieces: Sequence[_Piece]) -> list[Scales]:
-    """For each of `works` the new scales of whole tensors."""
-    if not works or not columns.per_tensor:
-        return [Scales()] * len(works)
-    found: list[list[Tensor]] = [[] for _ in works]
-    for owner, slot, _, _, fast in pieces:
-        inputs = (slot, works[owner].hyper)
-        find = kernel(find_amaxes, columns, decoupled)(*inputs) if fast else find_amaxes(columns, decoupled, *inputs)
-        found[owner].append(find)
-    return scales_from(columns, torch.stack([torch.stack(amaxes).amax(0) for amaxes in found]))
-
-
-def _pieces(columns: Columns, owner: int, slot: Slot, compiled: bool) -> Iterator[_Piece]:
+def _step_in_pieces(columns: Columns, decoupled: bool, work: Work) -> None:
+    slot, hyper, key = work
     count = slot.source[0].numel()
-    if compiled and _compilable(columns.block, count):
-        yield _Piece(owner, _in_blocks(slot, columns.block), 0, True, True)
-    else:
-        yield from (_Piece(owner, _part(columns, slot, a, b), a, b == count, False) for a, b in spans(count))
+    scales = Scales()
+    if columns.per_tensor:
+        amaxes = [find_amaxes(columns, decoupled, _part(columns, slot, a, b), hyper) for a, b in spans(count)]
+        scales = scales_from(columns, torch.stack(amaxes).amax(0))
+    for a, b in spans(count):
+        store_step(columns, decoupled, _part(columns, slot, a, b), hyper, key, scales, a, b == count)
 
 
-def _compilable(block: int, count: int) -> bool:
-    return count >= WORTH_A_CALL and count % block == 0
+def _step_compiled(columns: Columns, decoupled: bool, work: Work) -> None:
+    slot = _in_blocks(work.slot, columns.block)
+    scales = _compiled(find_scales, columns, decoupled)(slot, work.hyper) if columns.per_tensor else Scales()
+    _compiled(store_step, columns, decoupled)(slot, work.hyper, work.key, scales)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], columns: Columns, decoupled: bool) -> Callable[..., Any]:
+    """`function`, of adam_step.py, compiled for these columns; it takes the other arguments."""
+    name = f"{function.__name__}_{len(_CONSTANTS)}"
+    _CONSTANTS[name] = (columns, decoupled)
+
+    def run(*args: Any) -> Any:
+        return function(*_CONSTANTS[name], *args)  # Dynamo takes the numbers in a global for constants, not those in a closure
+
+    # Dynamo counts recompilations by code object and stops at eight, and these would all share one. Seen with torch 2.13, whose
+    # isolate_recompiles ends it once no older torch is supported.
+    run.__code__ = run.__code__.replace(co_name=name)
+    return torch.compile(run, fullgraph=True, dynamic=True, options=OPTIONS)
 
 
 def _part(c: Columns, slot: Slot, start: int, stop: int) -> Slot:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics.codecs import Codec, Stored, spans
 from fp8cfg.optim.loss_scale import LossScaler
+from fp8cfg.optim.low_bit.gradients import norm
 from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
 
 
@@ -50,7 +50,7 @@ class LowBitTraining(LowBitOptimizer):
         nothing else. Raises RuntimeError as that of LowBitOptimizer does."""
         if closure is not None:
             raise TypeError("step takes no closure: the loss may be scaled")
-        self._check_versions()
+        self._written.check()
         self.store_grads()
         finite = self._prepare_gradients()
         if self.loss_scaler is not None:
@@ -62,7 +62,7 @@ class LowBitTraining(LowBitOptimizer):
             hook()
         if finite:
             self.write_parameters()
-        self._spent = True
+        self.gradients.spent = True
         return finite
 
     @torch.no_grad()
@@ -71,13 +71,12 @@ class LowBitTraining(LowBitOptimizer):
         super().write_parameters()
         for hook in self.on_written:
             hook()
-        self._remember_versions()
+        self._written.remember()
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """The float32 values of the masters of parameters that are written from one; made anew."""
-        columns = self._columns()
-        return {p: columns[p].source.decode(self.state[p]["master"]) for p in self.writers if self.owns(p)}
+        return {p: self.columns[p].source.decode(self.state[p]["master"]) for p in self.writers if self.owns(p)}
 
     def state_json(self) -> dict[str, Any]:
         """The rest of the state, for JSON; step counts, loss scale and codecs among it."""
@@ -93,19 +92,11 @@ class LowBitTraining(LowBitOptimizer):
         if self.loss_scaler is not None:
             self.loss_scaler.load_state(json["loss_scale"])
 
-    def _gradients(self) -> list[tuple[nn.Parameter, Codec, Stored]]:
-        """Every gradient of this step and how it is stored."""
-        found = []
-        for p, columns in self._columns().items():
-            grad = self.stored_grads.get(p) if p.grad is None else (p.grad,)
-            if grad is not None:
-                found.append((p, columns.read, grad))
-        return found
-
     def _prepare_gradients(self) -> bool:
         """Find what unscales and clips; False where gradients are not finite."""
         self.grad_factor = 1.0 if self.loss_scaler is None else 1.0 / self.loss_scaler.scale
-        norms = [norm(codec, stored) if stored else torch.zeros((), device=p.device) for p, codec, stored in self._gradients()]
+        found = [(p, grad) for p in self.columns if (grad := self.gradients.of(p)) is not None]
+        norms = [norm(self.columns[p].read, grad) if grad else torch.zeros((), device=p.device) for p, grad in found]
         self.grad_norm = self._total(norms) * self.grad_factor
         if not math.isfinite(self.grad_norm):
             return False
@@ -118,12 +109,6 @@ class LowBitTraining(LowBitOptimizer):
             return 0.0
         each = torch.stack(norms)
         return float(torch.linalg.vector_norm(self.sum_norms(each) if self.sum_norms else each))
-
-
-def norm(codec: Codec, stored: Stored) -> Tensor:
-    """The 2-norm of a stored tensor, float32 []; a piece of it at a time is ever float32."""
-    parts = [torch.linalg.vector_norm(codec.decode(codec.part(stored, a, b))) for a, b in spans(stored[0].numel())]
-    return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), device=stored[0].device)
 
 
 class LowBitTrainingAdamW(LowBitTraining, LowBitAdamW):

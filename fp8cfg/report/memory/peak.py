@@ -25,12 +25,6 @@ from fp8cfg.report.tables import size, table
 
 PIECE, WORKING = 65536, 12 * 4
 """Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK), and the bytes that one takes in float32."""
-AT_ONCE = 1 << 22
-"""Elements up to which a compiled step keeps a tensor in float32 till its scale is known (optim/low_bit/tensor_groups.py)."""
-SMALL, TOGETHER = 1 << 16, 1 << 18
-"""Elements of small tensors, and those of which it steps at most together (optim/low_bit/rows.py)."""
-PER_TENSOR = ("fp16_scaled", "fp8", "fp8_pow2")
-"""Codecs with one scale for a tensor."""
 NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
 """Kinds that grow with tokens rather than with parameters."""
 
@@ -64,7 +58,7 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     elif (wide := before_step(recipe, part) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
     kinds |= {"activations": live.pop("kept"), **live}
-    step = step_bytes(recipe, part, linears, recipe.trainer.compile != "off")
+    step = step_bytes(recipe, part, linears)
     kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
     if fsdp:
         kinds["to start"] = max(0, 4 * parameters(recipe, part).total - sum(kinds.values()))
@@ -160,29 +154,15 @@ def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | N
         raise ConfigError(f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}{hint}")
 
 
-def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], compiled: bool = False) -> int:
+def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
     """Bytes that the optimizer's step takes for a while: float32 copies of narrower gradients; one weight on its way into FP8, in
-    float32 before and after it is cut to the range, and rounded; values of one tensor that compiled code keeps."""
+    float32 before and after it is cut to the range, and rounded. Compiled code takes no more than pieces do."""
     pieces = low_bit(recipe.precision)
     widened = 4 * parameters(recipe, part).total if gradient_bytes(recipe) < 4 and not pieces else 0
     in_fp8 = fp8_weights(recipe.precision)
     held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
     tensors = [prod(shape) for shape in parameter_shapes(transformer_config(recipe)).values()] if pieces else [0]
-    return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * min(PIECE, max(tensors)),
-               _kept(recipe) * _at_once(tensors) if compiled else 0)
-
-
-def _at_once(tensors: list[int]) -> int:
-    """The most elements that a compiled step takes at once: of one tensor, or of several small ones."""
-    together = min(TOGETHER, sum(n for n in tensors if n <= SMALL))
-    return max(together, *(n for n in tensors if n <= AT_ONCE), 0)
-
-
-def _kept(recipe: Recipe) -> int:
-    """Bytes of an element that a compiled step keeps: float32, of weight and moments what gets a scale for the whole tensor."""
-    columns = resolved(recipe.precision)
-    values = (("weight", "master_weight"), ("exp_avg",), ("exp_avg_sq",))
-    return 4 * sum(any(columns[column] in PER_TENSOR for column in value) for value in values)
+    return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * min(PIECE, max(tensors)))
 
 
 def _note(recipe: Recipe, kind: str, part: Part) -> str:

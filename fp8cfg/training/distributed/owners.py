@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fp8cfg.numerics.codecs import Codec
-    from fp8cfg.optim.low_bit.adam_step import Columns
+    from fp8cfg.optim.low_bit.columns import Columns
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -17,7 +17,7 @@ from fp8cfg.numerics import FP8Linear, fp8_linears
 from fp8cfg.numerics.codecs import Stored, codec
 from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
 from fp8cfg.numerics.scaling import WEIGHT
-from fp8cfg.optim.low_bit.adam_step import Columns
+from fp8cfg.optim.low_bit.columns import Columns
 from fp8cfg.optim.low_bit.state import STORED
 from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.training.distributed.owners import owners, sharded_bytes

@@ -1,0 +1,64 @@
+"""Storage columns: the codecs of a parameter's weight, master, gradient and moments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fp8cfg.numerics.codecs import FP32, Codec, Rounding, codec
+
+
+class Columns(NamedTuple):
+    """The codecs of one parameter, a column of the low-precision chart each. `grad` is that of gradients stored apart from
+    `.grad`; None leaves them where autograd puts them."""
+
+    weight: Codec = Codec(FP32)
+    master: Codec | None = None
+    grad: Codec | None = None
+    exp_avg: Codec = Codec(FP32)
+    exp_avg_sq: Codec = Codec(FP32)
+
+    @property
+    def source(self) -> Codec:
+        """The codec of what a step moves: the master, or the weight where there is none."""
+        return self.master or self.weight
+
+    @property
+    def read(self) -> Codec:
+        """The codec that gradients are read with."""
+        return self.grad or Codec(FP32)
+
+    @property
+    def written(self) -> tuple[Codec | None, ...]:
+        """The codecs that a step writes, in the order of `Slot`; None for the weight where it is the source."""
+        return (self.source, None if self.master is None else self.weight, self.exp_avg, self.exp_avg_sq)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a step needs random numbers."""
+        return any(codec is not None and codec.rounding == "stochastic" for codec in self.written)
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether a scale waits for the amax of a whole tensor."""
+        return any(codec is not None and codec.per_tensor for codec in self.written)
+
+    @property
+    def block(self) -> int:
+        """Elements of which a piece needs a multiple, unless it is the last."""
+        return max(codec.block or 1 for codec in (*self.written, self.read) if codec is not None)
+
+
+def named_columns(
+    weight: str = "fp32", master_weight: str = "none", weight_grad: str = "fp32", exp_avg: str = "fp32", exp_avg_sq: str = "fp32",
+    rounding: Rounding = "nearest",
+) -> Columns:  # fmt: skip
+    """The columns by the names that the storage keys take. `rounding` is that of weights and masters. Gradients without a scale
+    stay where autograd puts them. Raises ValueError for an unknown name."""
+
+    def updated(name: str) -> Codec:
+        return codec(name, "nearest" if name == "fp32" else rounding)
+
+    grad = codec(weight_grad)
+    return Columns(
+        updated(weight), None if master_weight == "none" else updated(master_weight), None if grad.scaling == "none" else grad,
+        codec(exp_avg), codec(exp_avg_sq, second_moment=True))  # fmt: skip

@@ -1,0 +1,61 @@
+"""State dict of a low-bit optimizer: its state by parameter name, tensors for safetensors and the rest for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fp8cfg.optim.inner_state import Names, check_names, check_tensors
+from fp8cfg.optim.low_bit.columns import Columns
+from fp8cfg.optim.low_bit.state import STORED
+
+State = Mapping[Any, dict[str, Any]]
+
+
+def collect_tensors(names: Names, state: State) -> dict[str, Tensor]:
+    """Data as `<name>.exp_avg`, inverse scales as `<name>.exp_avg.scale_inv`, and so on: the tensors themselves, no copies."""
+    return {
+        f"{name}.{column}{suffix}": tensor
+        for p, name in names.items()
+        for column in STORED
+        for suffix, tensor in zip(("", ".scale_inv"), state[p].get(column, ()), strict=False)
+    }
+
+
+def collect_json(names: Names, state: State) -> dict[str, Any]:
+    """The step count and the codecs of each parameter."""
+    return {name: {key: state[p][key] for key in ("step", "codecs")} for p, name in names.items()}
+
+
+def restore(
+    names: Names, state: State, columns: Mapping[nn.Parameter, Columns], tensors: Mapping[str, Tensor], json: Mapping[str, Any]
+) -> None:
+    """Copy in what `collect_tensors` and `collect_json` gave; working copies of stored weights are rewritten."""
+    for name, tensor in collect_tensors(names, state).items():
+        tensor.copy_(tensors[name])
+    for p, name in names.items():
+        state[p]["step"] = int(json[name]["step"])
+        if "weight" in state[p]:
+            p.copy_(columns[p].weight.decode(state[p]["weight"]))
+
+
+def check_state(
+    tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], json: Mapping[str, Any], mine: Mapping[str, Any]
+) -> None:
+    """Raise ValueError where saved state, `tensors` and `json`, does not fit an optimizer whose own is `like` and `mine`."""
+    if json.keys() != mine.keys():
+        raise ValueError(f"optimizer state: the JSON has {sorted(json)}, expected {sorted(mine)}")
+    if json["optimizer"] != mine["optimizer"]:
+        raise ValueError(f"the saved state is of {json['optimizer']}, this optimizer is {mine['optimizer']}")
+    check_names("parameters", json["state"].keys(), mine["state"].keys())
+    for name, expected in mine["state"].items():
+        saved = json["state"][name]["codecs"]
+        if saved != expected["codecs"]:
+            raise ValueError(f"optimizer state: {name} is stored as {_said(saved)}, expected {_said(expected['codecs'])}")
+    check_tensors(tensors, like)
+
+
+def _said(codecs: Mapping[str, str]) -> str:
+    return ", ".join(f"{column} {codec}" for column, codec in codecs.items())
