@@ -71,7 +71,7 @@ ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
         ["model.init_method_std=0.5"], lambda j: round(j.model.embedding.weight.float().std().item(), 1), 0.5),
     "model.recompute_granularity": (["model.recompute_granularity=full"], lambda j: j.model.recompute, True),
     "data.name": (["data=stdlib"], lambda j: len(run_data(j.recipe)[0].tokens) > 1_000_000, True),
-    "data.path": (["data=text", f"data.path={Path(__file__).parent}"], lambda j: run_data(j.recipe)[1].files > 10, True),
+    "data.path": (["data=text", f"data.path={Path(__file__).parents[1]}"], lambda j: run_data(j.recipe)[1].files > 10, True),
     "data.validation_fraction": (
         ["data.validation_fraction=0.25"],
         lambda j: round(len(run_data(j.recipe)[1].tokens) / (len(run_data(j.recipe)[0].tokens) + len(run_data(j.recipe)[1].tokens)), 3), 0.25),
@@ -183,7 +183,8 @@ def _readable(read: Callable[[Job], Any], words: list[str]) -> bool:
 
 @pytest.mark.parametrize("key", RUNS)
 def test_a_key_of_the_run_is_set_by_its_test(key: str) -> None:
-    text = (Path(__file__).parent / RUNS[key]).read_text(encoding="utf-8")
+    file, = Path(__file__).parents[1].rglob(RUNS[key])
+    text = file.read_text(encoding="utf-8")
     assert f"{key}=" in text or f"{key} =" in text
 
 
