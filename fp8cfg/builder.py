@@ -50,7 +50,7 @@ def lower(
         plans = plan_model(model, p.fp8, backend_registry.rules(choice.backend).misfit)
         built = fdl.Config(fiddle_targets.given, model=model, device=hardware.device)
     prepared = fdl.Config(
-        fiddle_targets.prepared_model, model=built, precision=p, plan=plans, choice=choice)
+        fiddle_targets.prepared_model, model=built, precision=p, plan=plans, choice=choice, seed=recipe.trainer.seed)
     scaler = fdl.Config(
         LossScaler, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale, min_loss_scale=p.min_loss_scale,
         loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis) if p.compute == "fp16" else None

@@ -50,7 +50,7 @@ def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
 
 
 def prepared_model(
-    model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice
+    model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, seed: int
 ) -> PreparedModel:
     """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
     originals become the optimizer's masters, so that no second copy is made.
@@ -62,12 +62,12 @@ def prepared_model(
 
     from fp8cfg.backends import backend_registry, stored_weights
     from fp8cfg.models.transformer import Transformer
-    from fp8cfg.numerics import Region
+    from fp8cfg.numerics import Region, seed_rounding
 
     region = Region()
     if precision.storage.shard == "fsdp":
         assert isinstance(model, Transformer), "builder.lower refuses others"
-        return _fully_sharded(model, precision, plan, choice, region)
+        return _fully_sharded(model, precision, plan, choice, region, seed)
     originals = {name: p.detach() for name, p in model.named_parameters()}
     columns = stored_weights.parameter_columns(model, precision, plan)
     own = choice.backend in backend_registry.OWN_OPTIMIZER  # and so holds the weights of its layers itself
@@ -77,6 +77,7 @@ def prepared_model(
     if precision.fp8.enabled:
         compute = {"compute": stored_weights.DTYPES[precision.compute]} if choice.backend == "te" else {}
         backend_registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product, **compute)
+        seed_rounding(model, seed)
     held = [p for p in plan if not (own and p.fp8) and (mixed or f"{p.name}.weight" in columns)]
     stored_weights.hold(model, precision, held, columns, region)
     stored_weights.cast_parameters(model, precision, columns)
@@ -88,16 +89,18 @@ def prepared_model(
 
 
 def _fully_sharded(
-    model: Transformer, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, region: Region
+    model: Transformer, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, region: Region, seed: int
 ) -> PreparedModel:
     """`model` with its linear layers in FP8 as planned, split over the ranks by FSDP2, which casts what it gathers."""
     from fp8cfg.backends import backend_registry, stored_weights
+    from fp8cfg.numerics import seed_rounding
     from fp8cfg.training.distributed import fsdp
 
     columns = stored_weights.parameter_columns(model, precision, plan)
     if precision.fp8.enabled:
         gather = {"fp8_gather": True} if gathered(precision, choice.backend) == "fp8" else {}
         backend_registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product, **gather)
+        seed_rounding(model, seed)
     fsdp.shard(model, precision)
     return PreparedModel(model, {}, region, next(model.parameters()).device, columns)
 

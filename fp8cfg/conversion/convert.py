@@ -83,7 +83,7 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
 
     Parameters stay the very same objects: tied ones tied, frozen ones frozen. So do hooks, dtypes, devices and training flags.
     Raises ConfigError for a recipe that cannot run here or reaches no layer, before anything is replaced."""
-    from fp8cfg.numerics import Region
+    from fp8cfg.numerics import Region, seed_rounding
 
     fp8 = _fp8_of(recipe, model)
     if _ours(model) or has_fp8_layers(model):
@@ -97,6 +97,7 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
     whole = holder if isinstance(model, nn.Linear) else model  # a root has no place of its own to be replaced in
     plan = plan_model(whole, fp8, backend_registry.rules(choice.backend).misfit)
     backend_registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
+    seed_rounding(model, recipe.trainer.seed)
     mark(whole, fp8, plan, choice)
     flops.watch(whole)
     return Conversion(holder.model, plan, choice, fp8)

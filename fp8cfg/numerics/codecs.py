@@ -60,7 +60,7 @@ class Codec:
     def __post_init__(self) -> None:
         if self.block and (self.scaling == "none" or CHUNK % self.block):
             raise ValueError(f"block={self.block}: needs a scale, and a power of two up to {CHUNK}")
-        if self.expand and (not self.block or self.format is not E4M3):
+        if self.expand and (not self.block or self.format != E4M3):
             raise ValueError("expand: needs blocks, and E4M3")
 
     def __str__(self) -> str:
@@ -201,7 +201,7 @@ def codec(name: str, rounding: Rounding = "nearest", fp8: Format = E4M3, second_
     if name not in NAMES:
         raise ValueError(f"codec {name!r}; choose from {', '.join(NAMES)}")
     found = NAMES[name]
-    if found.format is FP32 and rounding != "nearest":
+    if found.format == FP32 and rounding != "nearest":
         raise ValueError("codec fp32: what is float32 already is not rounded")
-    found = replace(found, rounding=rounding, format=fp8 if found.format is E4M3 else found.format)
+    found = replace(found, rounding=rounding, format=fp8 if found.format == E4M3 else found.format)
     return replace(found, root=not found.expand, rounding="stochastic") if second_moment and found.block else found

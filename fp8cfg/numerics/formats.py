@@ -42,7 +42,7 @@ def _saturate(v: Tensor, fmt: Format) -> Tensor:
     """Clamp that keeps NaN. Compiled it is written with `where`: the min/max instructions that inductor emits for clamp
     corrupt a transposed float8 store beside them. Ends with the torch whose Triton has mended triton-lang/triton#11111."""
     if torch.compiler.is_compiling():
-        largest = 6.0 if fmt is E2M1 else torch.finfo(fmt.dtype).max  # constants; with dynamic shapes fmt.max would be an argument
+        largest = 6.0 if fmt == E2M1 else torch.finfo(fmt.dtype).max  # constants; with dynamic shapes fmt.max would be an argument
         v = torch.where(v > largest, largest, v)
         return torch.where(v < -largest, -largest, v)
     return v.clamp(-fmt.max, fmt.max)
@@ -52,7 +52,7 @@ def cast(v: Tensor, fmt: Format) -> Tensor:
     """Round float32 `v`, any shape, to a tensor of `fmt.dtype`: nearest, ties to even, saturating, NaN kept.
 
     torch's own cast overflows to NaN or infinity, differently by version (pytorch#178817), hence saturation first."""
-    return (round_in_steps(v, fmt) if fmt is E2M1 else _saturate(v, fmt)).to(fmt.dtype)
+    return (round_in_steps(v, fmt) if fmt == E2M1 else _saturate(v, fmt)).to(fmt.dtype)
 
 
 def round_to_grid(v: Tensor, fmt: Format) -> Tensor:
@@ -70,14 +70,14 @@ def round_to_grid(v: Tensor, fmt: Format) -> Tensor:
     return torch.where(v.abs() < 2.0**fmt.min_exponent, (v + m) - m, c - (c - v))
 
 
-def round_in_steps(v: Tensor, fmt: Format, stochastic: bool = False) -> Tensor:
+def round_in_steps(v: Tensor, fmt: Format, uniform: Tensor | None = None) -> Tensor:
     """The values of `cast(v, fmt)` as float32, from the step of the grid at each value: slower than the others, and right on
-    every device. `stochastic` rounds up or down at random, so that the mean over many draws is `v` itself; it draws from
-    torch's generator of the device."""
+    every device. `uniform`, numbers in [0, 1) of the shape of `v`, rounds up or down at random instead of to nearest: the mean over
+    many draws is `v` itself."""
     v = _saturate(v, fmt)
     exponent = torch.frexp(v)[1] - 1
     step = torch.ldexp(torch.ones_like(v), exponent.clamp(min=fmt.min_exponent) - fmt.mantissa_bits)
-    steps = torch.floor(v / step + torch.rand_like(v)) if stochastic else torch.round(v / step)
+    steps = torch.round(v / step) if uniform is None else torch.floor(v / step + uniform)
     return _saturate(steps * step, fmt)  # 3 + 0.99999994 is 4 in float32
 
 

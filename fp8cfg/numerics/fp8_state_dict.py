@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 WEIGHT_BUFFERS = ("fp8_weight_scale_inv", "fp8_weight_dgrad", "fp8_weight_dgrad_scale_inv", "fp8_weight_global_scale_inv")
 """Beside a float8 weight, in the order of the fields of `Stored`."""
+ROUNDING_COUNT = "fp8_rounding_count"
+"""How many backward passes have drawn numbers to round a gradient by."""
 BUFFERS = ("fp8_scale", "fp8_amax_history", *WEIGHT_BUFFERS)
 
 
@@ -32,7 +34,7 @@ def high_precision_state_dict(state: Mapping[str, Tensor], dtype: torch.dtype = 
     plain = {}
     for name, tensor in state.items():
         prefix, dot, leaf = name.rpartition(".")
-        if leaf in BUFFERS:
+        if leaf in (*BUFFERS, ROUNDING_COUNT):
             continue
         stored = _stored(state, prefix + dot) if leaf == "weight" else None
         plain[name] = dequantize(stored, dtype) if stored else tensor
@@ -56,6 +58,11 @@ def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Ten
     if weight is None or weight.shape != layer.weight.shape:  # nn.Module says what is wrong with it
         return None
     complete_delayed(layer, state, prefix)
+    count = getattr(layer, ROUNDING_COUNT)
+    if count is None:
+        state.pop(prefix + ROUNDING_COUNT, None)
+    else:
+        state.setdefault(prefix + ROUNDING_COUNT, torch.zeros_like(count))
     own = {name: getattr(layer, name) for name in WEIGHT_BUFFERS if getattr(layer, name) is not None}
     if weight.dtype == layer.weight.dtype and _forms(state, prefix) == {k: (t.shape, t.dtype) for k, t in own.items()}:
         return None

@@ -1,13 +1,12 @@
 """Operands, the one function that multiplies them, and its record of what it multiplied.
 
 A product is either real (float8 operands, see scaled_mm.py) or emulated: the same values carried in bfloat16, which holds
-all of them exactly, multiplied with float32 accumulation, then scaled. The two differ by the order of summation and by
-rounding the product once before its scale, when the carrier is bfloat16. With a float32 carrier only float32 rounding is
-left. What nobody emulates is the shorter accumulator of Hopper's fast accumulation.
+all of them exactly, or in float32. Both accumulate in float32, scale, add the bias and round once, to the output's dtype; they
+differ by the order of summation. What nobody emulates is the shorter accumulator of Hopper's fast accumulation.
 
 Scales that vary along the contracted dimension are multiplied into the carried values. Powers of two change no mantissa,
 and nvfp4's E4M3 scales leave six significant bits: bfloat16 still holds the values exactly. Block scaling with float32
-scales needs a float32 carrier, and with it a float32 product.
+scales needs a float32 carrier.
 """
 
 from __future__ import annotations
@@ -58,15 +57,18 @@ def gemm(a: Operand, b: Operand, out: torch.dtype, ran: Tensor | None, slot: int
         ran[slot].fill_(code)
     if a.how == "high_precision":
         return F.linear(a.data, b.data, None if bias is None else bias.to(a.data.dtype)).to(out)
-    if a.data.shape[1] == 0:
-        y = torch.zeros(len(a.data), len(b.data), dtype=out, device=a.data.device)
-    elif a.how == "scaled_mm":
-        y = scaled_mm(a, b, out, fast_accumulation=slot == FPROP)
-    else:
-        y = a.data @ b.data.t()
-        if a.scale_inv is not None and b.scale_inv is not None:
-            scale = a.scale_inv * (b.scale_inv.t() if b.scale_inv.dim() == 2 else b.scale_inv)
-            # In place on CPU, which multiplies in float32 and rounds once; a GPU would round the scale to bfloat16 first.
-            y = y.mul_(scale) if y.dtype == out and y.device.type == "cpu" else y.float() * scale
-        y = y.to(out)
-    return y if bias is None else y + bias.to(out)
+    if a.how == "scaled_mm" and a.data.shape[1]:
+        return scaled_mm(a, b, out, bias, fast_accumulation=slot == FPROP)
+    y = accumulated(a.data, b.data)
+    if a.scale_inv is not None and b.scale_inv is not None:
+        y = y * (a.scale_inv * (b.scale_inv.t() if b.scale_inv.dim() == 2 else b.scale_inv))
+    return (y if bias is None else y + bias.float()).to(out)
+
+
+def accumulated(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] @ b [N, K]ᵀ of equal dtypes, as float32 sums that are not rounded to the operands' dtype."""
+    if a.shape[1] == 0:
+        return torch.zeros(len(a), len(b), device=a.device)
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    return a.float() @ b.float().t()  # torch's CPU product has no out_dtype (2.13)

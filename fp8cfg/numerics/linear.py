@@ -8,20 +8,25 @@ rolls at the end of each forward pass instead, and stashes scales for the recomp
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8cfg.numerics.autocast_region import Region
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.codecs import Stored as InCodec
-from fp8cfg.numerics.fp8_state_dict import BUFFERS, WEIGHT_BUFFERS, prepare_load
+from fp8cfg.numerics.fp8_state_dict import BUFFERS, ROUNDING_COUNT, WEIGHT_BUFFERS, prepare_load
 from fp8cfg.numerics.fp8_weights import Stored, dequantize, store
 from fp8cfg.numerics.linear_function import LinearFunction, Plan, Products, State
 from fp8cfg.numerics.low_bit_weight import NarrowWeight
-from fp8cfg.numerics.scaling import WEIGHT, Scaling, scale_now
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling, scale_now
+from fp8cfg.numerics.stochastic_rounding import Random, random_key
+
+ROUNDING_KEY = "fp8_rounding_key"
 
 
 class FP8Linear(NarrowWeight, nn.Linear):
@@ -75,6 +80,11 @@ class FP8Linear(NarrowWeight, nn.Linear):
         state = new.fresh_state() if scaling.kind == "delayed" else {}
         for name in BUFFERS:
             new.register_buffer(name, state.get(name))
+        new.register_buffer(ROUNDING_KEY, None, persistent=False)
+        new.register_buffer(ROUNDING_COUNT, None)
+        if scaling.rounds_at_random(GRAD_OUTPUT):
+            new.register_buffer(ROUNDING_COUNT, torch.zeros((), dtype=torch.int32, device=device))
+            new.seed_rounding(0)
         new.register_buffer("gemms_ran", torch.zeros(3, dtype=torch.int32, device=device), persistent=False)
         if fp8_params:
             data, *buffers = new._stored(linear.weight.detach())
@@ -114,10 +124,23 @@ class FP8Linear(NarrowWeight, nn.Linear):
         records = torch.is_grad_enabled()
         plan = Plan(self.scaling, high_precision, product, out, weight_grad, records, self.codec, trains=records and self.training)
         beside: list[Tensor | None] = [getattr(self, name) for name in WEIGHT_BUFFERS]
-        state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, self.gemms_ran])
+        of_rounding = getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)
+        state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, *of_rounding, self.gemms_ran])
         with torch.autocast(device, enabled=False):
             y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, self.bias, *state, plan)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
+
+    def seed_rounding(self, seed: int, *words: int | str) -> None:
+        """Draw what gradients are rounded by, if stochastically, from this seed and these words, such as the layer's name and the
+        rank. The count of draws, one for each backward pass, is in the state dict; the key is not, for it differs by rank."""
+        if self.scaling.rounds_at_random(GRAD_OUTPUT):
+            self.register_buffer(ROUNDING_KEY, random_key(seed, *words).to(self.weight.device), persistent=False)
+
+    def random(self, lane: int) -> Random | None:
+        """The numbers by which the next gradient is rounded for the products that contract its dimension `lane`; None where
+        it is rounded to nearest."""
+        key, count = getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)
+        return None if key is None else Random(key, count, lane)
 
     @torch.no_grad()
     def set_weight(self, master: Tensor) -> None:
@@ -174,6 +197,14 @@ class FP8Linear(NarrowWeight, nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if master is not None:
             self.set_weight(master)
+
+
+def seed_rounding(model: nn.Module, seed: int) -> None:
+    """Stochastic rounding of the FP8 layers of `model` from `seed`: each layer, and each rank, has numbers of its own."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    for name, layer in model.named_modules():
+        if isinstance(layer, FP8Linear):
+            layer.seed_rounding(seed, name, rank)
 
 
 def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:

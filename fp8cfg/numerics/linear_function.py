@@ -36,7 +36,7 @@ CONTRACTED = {
 
 class State(NamedTuple):
     """The buffers of a layer that its products read and write: the fields of `Stored` where the weight is float8, the first two
-    where it is in a codec, `scales` and `history` under delayed scaling."""
+    where it is in a codec, `scales` and `history` under delayed scaling, `rounding_*` where gradients are rounded stochastically."""
 
     stored: Tensor | None
     stored_scale_inv: Tensor | None
@@ -45,6 +45,8 @@ class State(NamedTuple):
     stored_global_scale_inv: Tensor | None
     scales: Tensor | None
     history: Tensor | None
+    rounding_key: Tensor | None
+    rounding_count: Tensor | None
     ran: Tensor
 
     @property
@@ -53,6 +55,11 @@ class State(NamedTuple):
         if self.stored is None or self.stored_scale_inv is None:
             return None
         return Stored(self.stored, self.stored_scale_inv, *self[2:5])
+
+    @property
+    def random(self) -> tuple[Tensor, Tensor] | None:
+        """What stochastic rounding draws from."""
+        return None if self.rounding_key is None or self.rounding_count is None else (self.rounding_key, self.rounding_count)
 
 
 class Plan(NamedTuple):
@@ -89,7 +96,7 @@ class Plan(NamedTuple):
             scale = scale_now(t, role, self.scaling, state.scales, state.history, self.record)
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
         if self.scaling.kind == "nvfp4":
-            return quantize_nvfp4(t, role, axis, self.scaling, self.carrier)
+            return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random)
         return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype)
 
     def weight(self, w: Tensor, state: State, high_precision: bool, axis: int) -> Operand:
@@ -141,6 +148,8 @@ class LinearFunction(torch.autograd.Function):
                 dx = gemm(gs[DGRAD], ws[DGRAD] if ws else Operand(w, w_inv, *ctx.kinds[1]), ctx.dtypes[0], state.ran, DGRAD)
             if needs_dw:
                 dw = gemm(gs[WGRAD], Operand(x, x_inv, *ctx.kinds[0]), plan.weight_grad, state.ran, WGRAD)
+            if state.rounding_count is not None:
+                state.rounding_count.add_(1)  # here, once for each backward pass: a recomputed forward pass draws nothing
             if needs_db:
                 db = g.sum(0).to(ctx.dtypes[1])
         return dx, dw, db, *(None for _ in state), None

@@ -19,6 +19,7 @@ from fp8cfg.numerics.block_scaling import first_level
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import Scaling
+from fp8cfg.numerics.stochastic_rounding import Random
 
 
 def _matrix() -> Tensor:
@@ -32,18 +33,21 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transforme
 MATRIX = _matrix()
 
 
-def quantize_nvfp4(t: Tensor, role: int, axis: int, scaling: Scaling, carrier: torch.dtype | None) -> Operand:
+def quantize_nvfp4(
+    t: Tensor, role: int, axis: int, scaling: Scaling, carrier: torch.dtype | None, random: tuple[Tensor, Tensor] | None = None
+) -> Operand:
     """The matrix `t` [R, C] for a product over its dimension `axis`, in the orientation of `t`; R completed to a multiple of 16
-    by zeros where the transform is applied. Raises ValueError without a carrier: no product takes four bits here."""
+    by zeros where the transform is applied. `random`, the key and the count of a layer's draws, is what a gradient is rounded by.
+    Raises ValueError without a carrier: no product takes four bits here."""
     if carrier is None:
         raise ValueError("nvfp4 is emulated alone")
-    stochastic = scaling.rounds_at_random(role)
+    draw = Random(*random, lane=axis) if random and scaling.rounds_at_random(role) else None
     if not scaling.transforms(role, axis):
         tile = scaling.tile(role, axis)
         assert tile is not None
-        return quantize_tiles(t, tile, scaling.format_of(role), scaling, carrier, first_level(t), stochastic)
+        return quantize_tiles(t, tile, scaling.format_of(role), scaling, carrier, first_level(t), draw)
     mixed = hadamard(t.t())
-    return quantize_tiles(mixed, (1, 16), scaling.format_of(role), scaling, carrier, first_level(mixed), stochastic).t()
+    return quantize_tiles(mixed, (1, 16), scaling.format_of(role), scaling, carrier, first_level(mixed), draw).t()
 
 
 def hadamard(t: Tensor) -> Tensor:

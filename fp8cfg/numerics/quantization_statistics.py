@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.block_scaling import Scales, first_level, tile_scales, tiled
 from fp8cfg.numerics.formats import E2M1, Format, cast, round_in_steps, widen
+from fp8cfg.numerics.fp8_state_dict import ROUNDING_COUNT
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
 from fp8cfg.numerics.linear import FP8Linear
 from fp8cfg.numerics.linear_function import CONTRACTED
 from fp8cfg.numerics.nvfp4 import hadamard
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, amax_of, scale_now
+from fp8cfg.numerics.stochastic_rounding import Random
 
 TENSORS = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -58,8 +60,7 @@ def collect(
     is called several times is measured in its first call.
 
     Weights that are held in float8 alone are compared with `masters`, what they are quantized from by parameter; those without
-    one are left out. Afterwards gradients, amax histories, the record of products and torch's random numbers are what they
-    were; other buffers that a forward pass writes are not. Raises ValueError where no FP8 layer ran: outside of its region, or
+    one are left out. Afterwards gradients, amax histories, the record of products and random numbers are what they were; other buffers that a forward pass writes are not. Raises ValueError where no FP8 layer ran: outside of its region, or
     compiled."""
     probe = _Probe(masters or {})
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FP8Linear)}
@@ -79,7 +80,8 @@ def collect(
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Puts back what a forward and a backward pass change."""
     buffers = [(name.rpartition(".")[2], buffer) for name, buffer in model.named_buffers()]
-    changing = [b for leaf, b in buffers if leaf == "gemms_ran"] + [b[0] for leaf, b in buffers if leaf == "fp8_amax_history"]
+    changing = [b for leaf, b in buffers if leaf in ("gemms_ran", ROUNDING_COUNT)]
+    changing += [b[0] for leaf, b in buffers if leaf == "fp8_amax_history"]
     parameters = list(model.parameters())
     before = [t.clone() for t in changing]
     gradients = [p.grad for p in parameters]
@@ -129,7 +131,8 @@ class _Probe:
                 t = hadamard(t.t()) if scaling.transforms(role, 0) else t.t()
             tile = scaling.tile(role, 1)
             one = scale_now(t, role, scaling, layer.fp8_scale, layer.fp8_amax_history, record=False) if tile is None else None
-            self.found[name, role] = _measured(t.contiguous(), role, scaling, one)
+            random = layer.random(CONTRACTED[role, reads[0]]) if scaling.rounds_at_random(role) else None
+            self.found[name, role] = _measured(t.contiguous(), role, scaling, one, random)
 
 
 class _Measured(NamedTuple):
@@ -148,13 +151,13 @@ class _Measured(NamedTuple):
             nonfinite=int(nonfinite), elements=n)
 
 
-def _measured(t: Tensor, role: int, scaling: Scaling, one: Tensor | None) -> _Measured:
-    """`t` [R, C], its last dimension contracted; `one` is its scale where it has one."""
+def _measured(t: Tensor, role: int, scaling: Scaling, one: Tensor | None, random: Random | None) -> _Measured:
+    """`t` [R, C], its last dimension contracted; `one` is its scale where it has one, `random` what rounds it at random."""
     fmt, tile = scaling.format_of(role), scaling.tile(role, 1)
     whole = first_level(t) if scaling.kind == "nvfp4" else None
     rows = max(1, CHUNK.get(t.device.type, 1 << 18) // t.shape[1] // 128) * 128  # no tile is higher
     scales, sums = [], []
-    for part in torch.split(t, rows):
+    for i, part in enumerate(torch.split(t, rows)):
         v = tiled(part, tile or (0, 0))
         if one is not None:
             encode, decode = one, one.reciprocal()
@@ -164,7 +167,8 @@ def _measured(t: Tensor, role: int, scaling: Scaling, one: Tensor | None) -> _Me
             scales.append(_extremes(encode, v))
         if whole is not None:
             decode = decode * whole.reciprocal()
-        sums.append(_sums(part, v, fmt, Scales(encode, decode), stochastic=scaling.rounds_at_random(role)))
+        uniform = random.uniform(i * rows * v.shape[2] * v.shape[3], v.numel()).view(v.shape) if random else None
+        sums.append(_sums(part, v, fmt, Scales(encode, decode), uniform))
     low, high = torch.stack(scales).double().unbind(1)
     first = torch.stack([amax_of(t).double(), low.amin(), high.amax()])
     return _Measured(fmt, t.numel(), torch.cat([first, torch.stack(sums).sum(0)]))
@@ -176,12 +180,12 @@ def _extremes(scales: Tensor, v: Tensor) -> Tensor:
     return torch.stack([torch.where(used, scales, torch.inf).amin(), torch.where(used, scales, 0.0).amax()])
 
 
-def _sums(part: Tensor, v: Tensor, fmt: Format, scales: Scales, stochastic: bool) -> Tensor:
+def _sums(part: Tensor, v: Tensor, fmt: Format, scales: Scales, uniform: Tensor | None) -> Tensor:
     """Over the elements of `part`, which are those of `v` without what completes its tiles: how many underflow, overflow, are
     zero, are not finite; sums of squares of errors and of values."""
     x = v.float()
     scaled = x * scales.encode
-    q = round_in_steps(scaled, fmt, stochastic) if fmt is E2M1 else widen(cast(scaled, fmt), torch.float32)
+    q = round_in_steps(scaled, fmt, uniform) if fmt == E2M1 else widen(cast(scaled, fmt), torch.float32)
     finite = x.abs() < torch.inf
     # amax x (max / amax) may be the float32 above max; that is no overflow.
     counts = [(x != 0) & (q == 0), scaled.abs() > fmt.max * (1 + 2.0**-20), part == 0, ~finite]

@@ -14,8 +14,9 @@ from fp8cfg.numerics.block_scaling import Scales, Tile, sizes, tile_scales, tile
 from fp8cfg.numerics.formats import E2M1, Format, cast, round_in_steps, round_to_grid, widen
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.scaling import BLOCK, Scaling
+from fp8cfg.numerics.stochastic_rounding import Random
 
-Part = Callable[[Tensor, Scales | None], tuple[Tensor, Tensor]]
+Part = Callable[[Tensor, Scales | None, int], tuple[Tensor, Tensor]]
 CHUNK = 1 << 17  # elements quantized at a time in eager mode: float32 temporaries stay in the cache, and none pages in anew
 
 
@@ -39,16 +40,18 @@ def quantize_tiles(
     scaling: Scaling,
     carrier: torch.dtype,
     whole: Tensor | None = None,
-    stochastic: bool = False,
+    random: Random | None = None,
 ) -> Operand:
     """Quantizes the matrix `t` [R, C] with a scale for each tile. `whole` is nvfp4's scale of the whole tensor. Scales of a
-    carried operand that vary along the contracted dimension are multiplied into its data."""
+    carried operand that vary along the contracted dimension are multiplied into its data. With `random` the format rounds
+    stochastically, by numbers that depend on the place of an element in `t` alone, not on strides or chunks."""
     fold = carrier != fmt.dtype and scaling.kind in BLOCK
 
-    def part(t: Tensor, scales: Scales | None = None) -> tuple[Tensor, Tensor]:
+    def part(t: Tensor, scales: Scales | None = None, row: int = 0) -> tuple[Tensor, Tensor]:
         v = tiled(t, tile).float()
         encode, decode = scales or tile_scales(v, fmt, scaling, whole, t.dtype)
-        q = _rounded(v * encode, fmt, carrier, stochastic)
+        uniform = random.uniform(row * v.shape[2] * v.shape[3], v.numel()).view(v.shape) if random else None
+        q = _rounded(v * encode, fmt, carrier, uniform)
         q = (q * decode.to(q.dtype) if fold else q).to(carrier)
         return untiled(q, t.shape), decode[:, 0, :, 0]
 
@@ -68,8 +71,8 @@ def _by_chunks(t: Tensor, tile: Tile, carrier: torch.dtype, part: Part, scales: 
     r = 1 if scales else sizes(t.shape, tile)[0]
     rows = max(1, CHUNK // max(1, r * t.shape[1])) * r
     found = []
-    for source, target in zip(torch.split(t, rows), torch.split(data, rows), strict=True):
-        values, decode = part(source, scales)
+    for i, (source, target) in enumerate(zip(torch.split(t, rows), torch.split(data, rows), strict=True)):
+        values, decode = part(source, scales, i * rows)
         target.copy_(values)
         found.append(decode)
     return data, found[0] if scales else torch.cat(found)
@@ -79,12 +82,12 @@ def _in_chunks(t: Tensor) -> bool:
     return t.device.type == "cpu" and t.numel() > 0 and not torch.compiler.is_compiling()
 
 
-def _rounded(v: Tensor, fmt: Format, carrier: torch.dtype, stochastic: bool = False) -> Tensor:
+def _rounded(v: Tensor, fmt: Format, carrier: torch.dtype, uniform: Tensor | None = None) -> Tensor:
     """Float32 `v` on the grid of `fmt`: as `fmt.dtype` if that is the carrier, else as the carrier or float32."""
     if carrier == fmt.dtype:
         return cast(v, fmt)
-    if fmt is E2M1:
-        return round_in_steps(v, fmt, stochastic)
+    if fmt == E2M1:
+        return round_in_steps(v, fmt, uniform)
     # A GPU has the cast in hardware, and its compiler contracts what round_to_grid relies on.
     if v.device.type == "cpu" and torch.compiler.is_compiling():
         return round_to_grid(v, fmt)

@@ -24,18 +24,22 @@ from fp8cfg.numerics.gemm_operand import Operand
 WIDTH = 128
 
 
-def scaled_mm(a: Operand, b: Operand, out: torch.dtype, fast_accumulation: bool) -> Tensor:
-    """a [M, K] @ b [N, K]ᵀ, both float8, as [M, N] of dtype `out`. Fast accumulation spares promoting partial sums to full
+def scaled_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fast_accumulation: bool) -> Tensor:
+    """a [M, K] @ b [N, K]ᵀ (+ bias [N]), both float8, as [M, N] of dtype `out`, rounded once where `out` has 16 bits and no
+    operand has tiles: other products of the hardware take no bias. Fast accumulation spares promoting partial sums to full
     float32: good enough forward, too coarse for gradients."""
     assert a.scale_inv is not None and b.scale_inv is not None, "a float8 operand has a scale"
     if a.tile and 0 not in a.tile:
-        return _block(a, b, out)
+        y = _block(a, b, out)
+        return y if bias is None else y + bias.to(out)
     x, w = _padded(a.data, 16), _padded(b.data, 16)
     rows = a.scale_inv.dim() == 2
     scales = (a.scale_inv.flatten()[:, None], b.scale_inv.flatten()[None]) if rows else (a.scale_inv, b.scale_inv)
     direct = torch.bfloat16 if rows and x.is_cuda else out
-    y = torch._scaled_mm(x, w.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=direct, use_fast_accum=fast_accumulation)
-    return y.to(out)
+    inside = bias.to(out) if bias is not None and direct == out and out.itemsize == 2 else None
+    y = torch._scaled_mm(
+        x, w.t(), scale_a=scales[0], scale_b=scales[1], bias=inside, out_dtype=direct, use_fast_accum=fast_accumulation).to(out)  # fmt: skip
+    return y if bias is None or inside is not None else y + bias.to(out)
 
 
 def _block(a: Operand, b: Operand, out: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,20 @@ def uniform(key: Tensor, lane: int, start: int, count: int) -> Tensor:
     x = _shift_xor(x ^ (key[..., :1] + _int32(lane * 0x9E3779B9)), 16) * 0x7FEB352D
     x = _shift_xor(x + key[..., 1:], 15) * _int32(0x846CA68B)
     return ((_shift_xor(x, 16) >> 8) & 0xFFFFFF).float() * 2.0**-24
+
+
+class Random(NamedTuple):
+    """A stream of random numbers: `key`, int32 [2], says whose, `draw`, an int32 scalar, how often it was drawn from, and `lane`
+    which of the tensors of one draw."""
+
+    key: Tensor
+    draw: Tensor
+    lane: int
+
+    def uniform(self, start: int, count: int) -> Tensor:
+        """As `uniform`, for this draw."""
+        steps = torch.stack([self.draw * _int32(0x9E3779B9), self.draw * _int32(0x85EBCA6B)])
+        return uniform(self.key ^ steps, self.lane, start, count)
 
 
 def round_stochastic(v: Tensor, fmt: Format, u: Tensor) -> Tensor:
