@@ -77,7 +77,7 @@ def product(a: Operand, b: Operand, state: State, name: str, factor: float = 1.0
     """a [..., M, K] @ b [..., K, N] x `factor` in float32, recorded in `state.ran` from the operands that it multiplies."""
     assert a.scale_inv is not None and b.scale_inv is not None
     state.ran[PRODUCTS.index(name)].fill_(encode(a, b))
-    return (a.data @ b.data).float().mul_(a.scale_inv * b.scale_inv * factor)
+    return (a.data.float() @ b.data.float()).mul_(a.scale_inv * b.scale_inv * factor)
 
 
 def probabilities(q: Operand, k: Operand, state: State) -> Tensor:

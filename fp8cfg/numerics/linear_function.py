@@ -36,7 +36,7 @@ CONTRACTED = {
 
 class State(NamedTuple):
     """The buffers of a layer that its products read and write: the fields of `Stored` where the weight is float8, the first two
-    where it is in a codec, `scales` and `history` under delayed scaling, `rounding_*` where gradients are rounded stochastically."""
+    where it is in a codec, `scales` and `history` under delayed scaling, `rounding_*` where gradients round stochastically."""
 
     stored: Tensor | None
     stored_scale_inv: Tensor | None

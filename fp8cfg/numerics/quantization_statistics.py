@@ -60,8 +60,8 @@ def collect(
     is called several times is measured in its first call.
 
     Weights that are held in float8 alone are compared with `masters`, what they are quantized from by parameter; those without
-    one are left out. Afterwards gradients, amax histories, the record of products and random numbers are what they were; other buffers that a forward pass writes are not. Raises ValueError where no FP8 layer ran: outside of its region, or
-    compiled."""
+    one are left out. Afterwards gradients, amax histories, the record of products and random numbers are what they were; other
+    buffers that a forward pass writes are not. Raises ValueError where no FP8 layer ran: outside of its region, or compiled."""
     probe = _Probe(masters or {})
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FP8Linear)}
     with _unchanged(model):

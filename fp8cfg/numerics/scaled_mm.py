@@ -38,7 +38,8 @@ def scaled_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fas
     direct = torch.bfloat16 if rows and x.is_cuda else out
     inside = bias.to(out) if bias is not None and direct == out and out.itemsize == 2 else None
     y = torch._scaled_mm(
-        x, w.t(), scale_a=scales[0], scale_b=scales[1], bias=inside, out_dtype=direct, use_fast_accum=fast_accumulation).to(out)  # fmt: skip
+        x, w.t(), scale_a=scales[0], scale_b=scales[1], bias=inside, out_dtype=direct, use_fast_accum=fast_accumulation)
+    y = y.to(out)
     return y if bias is None or inside is not None else y + bias.to(out)
 
 
