@@ -10,15 +10,9 @@ Importing fp8cfg loads neither torch, Hydra nor Fiddle; each name is imported wh
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
-
-_ROOT = Path(__file__).resolve().parents[1]
-if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "recipes").is_dir():
-    # In a checkout `recipes/` and `conf/` stand beside this package, in a wheel inside it; one path either way.
-    __path__.append(str(_ROOT))
 
 _PRESETS = "fp8cfg.config.presets"
 _WHERE = {

@@ -69,8 +69,8 @@ def choices(group: str) -> list[str]:
 
 
 def root(name: str) -> Path:
-    here = Path(__file__).resolve().parents[1]
-    return here / name if (here / name).is_dir() else here.parent / name
+    """The shipped folder `name`, recipes or conf; in a checkout that is a link."""
+    return (Path(__file__).parents[1] / name).resolve()
 
 
 def _stems(group: str) -> list[str]:

@@ -138,6 +138,8 @@ def _place() -> Place:
         elif not any(module == m or module.startswith(m + ".") for m in _NOT_OURS):
             if not line:
                 file, line = Path(frame.f_code.co_filename), frame.f_lineno
+                if module.startswith("fp8cfg.recipes."):
+                    file = file.resolve()  # in a checkout that package is a link
             if not frame.f_code.co_name.startswith("<"):
                 functions.append(frame.f_code.co_name)
         frame = frame.f_back

@@ -12,9 +12,8 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.foreign_names import CODE_KEYS
 
 MAX_BYTES, MAX_DEPTH, MAX_NODES, MAX_ALIASES = 256 * 1024, 32, 10_000, 64
-ROOT = Path(__file__).resolve().parents[1]
-CONF = ROOT / "conf" if (ROOT / "conf").is_dir() else ROOT.parent / "conf"
-"""The shipped `conf/`: inside the package when installed, beside it in a checkout."""
+CONF = (Path(__file__).parents[1] / "conf").resolve()
+"""The shipped `conf/`: inside the package when installed; in a checkout a link there, to the folder beside it."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,63}")
 """What a preset or recipe may be called; also keeps a group choice inside its folder."""
