@@ -29,9 +29,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Layer:
-    """One setting of one key: `kind` is "schema default", "recipe function", "preset", "recipe file" or "command line", `at`
-    says where the value stands, and `by` what applied it. A preset without a line does not have the key: choosing it put
-    the key back to its default."""
+    """One setting of one key: `kind` is "schema default", "recipe function", "preset", "recipe file", "command line" or, of a
+    Recipe that is given as it is, "recipe"; `at` says where the value stands, and `by` what applied it. A preset without a line
+    does not have the key: choosing it put the key back to its default."""
 
     kind: str
     value: Any

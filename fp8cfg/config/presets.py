@@ -5,8 +5,7 @@ The values stand in those files and nowhere else; a function returns one as a ty
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import CONF, read_yaml
@@ -39,6 +38,13 @@ FUNCTIONS = {
 """Preset function -> file under conf/precision/."""
 
 
+class PresetFunction(Protocol):
+    """A precision preset: returns its file's values as a fresh Precision, with those of `changes` replaced, nested keys by
+    mappings, as in `bf16_with_fp8_mixed(fp8={"margin": 1})`. Raises ConfigError as assignment does."""
+
+    def __call__(self, **changes: Any) -> Precision: ...
+
+
 def choices() -> list[str]:
     """The short names of the shipped presets, sorted."""
     return sorted(p.stem for p in (CONF / "precision").glob("*.yaml"))
@@ -57,7 +63,7 @@ def precision_preset(name: str) -> Precision:
     return Precision(**read_yaml(CONF / "precision" / f"{stem}.yaml"))
 
 
-def _function(name: str, stem: str) -> Callable[..., Precision]:
+def _function(name: str, stem: str) -> PresetFunction:
     def preset(**changes: Any) -> Precision:
         return precision_preset(stem).merged(changes)
 
@@ -66,5 +72,5 @@ def _function(name: str, stem: str) -> Callable[..., Precision]:
     return preset
 
 
-PRESETS: dict[str, Callable[..., Precision]] = {name: _function(name, stem) for name, stem in FUNCTIONS.items()}
+PRESETS: dict[str, PresetFunction] = {name: _function(name, stem) for name, stem in FUNCTIONS.items()}
 """Preset functions by name; each is importable from fp8cfg."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.report import chart, speedups
 from fp8cfg.report.memory.peak import memory_table
-from fp8cfg.report.plan_report import Plan
 from fp8cfg.report.tables import amount, size, table, wrapped
 
+if TYPE_CHECKING:
+    from fp8cfg.report.plan_report import Plan
 
-def text(p: Plan, built: dict[str, dict[str, Any]] | None) -> str:
-    """The sections of the plan; `built` is what will be built (graph.built), None where the recipe is refused."""
+
+def text(p: Plan) -> str:
+    """The sections of the plan."""
     sections = [_runs(p), str(p.coverage), chart.text(p.recipe, p.widest.part.data), _layout(p), _memory(p)]
     if p.recipe.fp8.enabled:
         sections.append(_gains(p))
-    if built:
-        sections.append("will be built\n" + "\n".join(_call(kind, **part) for kind, part in built.items()))
+    if p.built:
+        sections.append("will be built\n" + "\n".join(_call(kind, **part) for kind, part in p.built.items()))
     return "\n\n".join(sections)
 
 
