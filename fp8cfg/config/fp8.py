@@ -34,11 +34,11 @@ class FP8(Node):
     E8M0 scales (mxfp8), blocks of 16 (nvfp4). Default delayed (TE DelayedScaling, NeMo bf16_with_fp8_mixed)."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """hybrid: E4M3 forward, E5M2 for gradients; e4m3: E4M3 everywhere. Default hybrid (TE, NeMo)."""
-    margin: int = Field(0, ge=0, le=16)
+    margin: int = Field(default=0, ge=0, le=16)
     """Delayed scaling: scales are divided by 2^margin, as headroom. Default 0 (TE)."""
-    interval: int = Field(1, ge=1)
+    interval: int = Field(default=1, ge=1)
     """Delayed scaling: optimizer steps between two moves of the scales; the history rolls at each step. Default 1 (TE 1.x)."""
-    amax_history_len: int = Field(1024, ge=1, le=65536)
+    amax_history_len: int = Field(default=1024, ge=1, le=65536)
     """Delayed scaling: how many steps of absolute maxima are kept for each tensor. Default 1024 (TE, NeMo presets)."""
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """Delayed scaling: which amax of the history sets the scale. Default max (TE, NeMo presets)."""
@@ -67,9 +67,9 @@ class FP8(Node):
     set it (fp8_param_gather)."""
     override_linear_precision: OverrideLinearPrecision = Field(default_factory=OverrideLinearPrecision)
     """GEMMs kept in high precision in every layer."""
-    high_precision_at_start: int = Field(0, ge=0)
+    high_precision_at_start: int = Field(default=0, ge=0)
     """Transformer layers at the start that stay in high precision. Default 0 (NeMo num_layers_at_start_in_bf16)."""
-    high_precision_at_end: int = Field(0, ge=0)
+    high_precision_at_end: int = Field(default=0, ge=0)
     """Transformer layers at the end that stay in high precision. Default 0 (NeMo num_layers_at_end_in_bf16)."""
     include: tuple[str, ...] = ()
     """Glob patterns of layer names that run in FP8; empty means all. One that matches nothing is an error. Default all."""
@@ -86,7 +86,7 @@ class FP8(Node):
     """Evaluate in FP8 too; otherwise evaluation is in high precision. Default false (Accelerate)."""
     emulate: bool = False
     """Emulate on a GPU, with or without FP8 units; a CPU always emulates. Default false: a GPU without them is refused."""
-    min_coverage: float = Field(0.0, ge=0.0, le=1.0)
+    min_coverage: float = Field(default=0.0, ge=0.0, le=1.0)
     """Least share of matmul FLOPs that must run in FP8, or the run stops with exit code 3. Default 0: any share above zero."""
 
 

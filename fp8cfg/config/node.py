@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import pydantic
 
@@ -41,7 +41,7 @@ class Node(pydantic.BaseModel):
             raise ConfigError(problems(type(self), e)) from None
         _watched(self, values)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def _assign(self, name: str, value: Any) -> None:
         kind = getattr(type(self), name, None)
         if isinstance(kind, property):
             if kind.fset is None:
@@ -57,6 +57,9 @@ class Node(pydantic.BaseModel):
         except pydantic.ValidationError as e:
             raise ConfigError(problems(type(self), e)) from None
         _watched(self, (name,))
+
+    if not TYPE_CHECKING:  # to a type checker a class with __setattr__ has every attribute
+        __setattr__ = _assign
 
     def __copy__(self) -> Self:
         return _watched(super().__copy__(), (), self)

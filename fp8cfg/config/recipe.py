@@ -10,7 +10,7 @@ from pydantic import Field
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.model import Model
 from fp8cfg.config.node import Node
-from fp8cfg.config.precision import Precision, Storage
+from fp8cfg.config.precision import Backend, OptLevel, Precision, Storage
 from fp8cfg.config.training_nodes import Checkpoint, Data, Log, Optim, Trainer
 
 PLUGIN = "trainer.plugins"
@@ -24,7 +24,7 @@ class Recipe(Node):
 
     home: ClassVar[str] = ""
 
-    name: str = Field("unnamed", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    name: str = Field(default="unnamed", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     """Names the run folder: letters, digits, '_', '.' and '-'. Default unnamed; recipe functions give their own name."""
     model: Model = Field(default_factory=Model)
     """The model's shape."""
@@ -45,7 +45,7 @@ class Recipe(Node):
         return self.trainer.plugins
 
     @precision.setter
-    def precision(self, value: Precision | str) -> None:
+    def precision(self, value: Precision | str | dict[str, Any]) -> None:
         self.trainer.plugins = value  # type: ignore[assignment]
 
     @property
@@ -54,8 +54,8 @@ class Recipe(Node):
         return self.trainer.plugins.fp8
 
     @fp8.setter
-    def fp8(self, value: FP8) -> None:
-        self.trainer.plugins.fp8 = value
+    def fp8(self, value: FP8 | dict[str, Any]) -> None:
+        self.trainer.plugins.fp8 = value  # type: ignore[assignment]
 
     @property
     def storage(self) -> Storage:
@@ -63,26 +63,26 @@ class Recipe(Node):
         return self.trainer.plugins.storage
 
     @storage.setter
-    def storage(self, value: Storage) -> None:
-        self.trainer.plugins.storage = value
+    def storage(self, value: Storage | dict[str, Any]) -> None:
+        self.trainer.plugins.storage = value  # type: ignore[assignment]
 
     @property
-    def backend(self) -> str:
+    def backend(self) -> Backend:
         """`trainer.plugins.backend`, by its short name."""
         return self.trainer.plugins.backend
 
     @backend.setter
-    def backend(self, value: str) -> None:
-        self.trainer.plugins.backend = value  # type: ignore[assignment]
+    def backend(self, value: Backend) -> None:
+        self.trainer.plugins.backend = value
 
     @property
-    def opt_level(self) -> str | None:
+    def opt_level(self) -> OptLevel | None:
         """`trainer.plugins.opt_level`, by its short name."""
         return self.trainer.plugins.opt_level
 
     @opt_level.setter
-    def opt_level(self, value: str | None) -> None:
-        self.trainer.plugins.opt_level = value  # type: ignore[assignment]
+    def opt_level(self, value: OptLevel | None) -> None:
+        self.trainer.plugins.opt_level = value
 
     def __init__(self, /, **values: Any) -> None:
         short_names = {k: values.pop(k) for k in ALIASES if k in values}
