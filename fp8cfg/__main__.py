@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import time
+from contextlib import ExitStack, suppress
 
 VERBS = ("train", "sweep", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "import", "schema",
          "completion", "help")
@@ -17,6 +18,7 @@ RUNS = ("train", "sweep", "resume", "rerun")
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; `train` where none is given. Returns the exit code."""
     from fp8cfg.config.errors import Fp8cfgError, RankLost
+    from fp8cfg.config.out_of_memory import out_of_memory
 
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
@@ -33,10 +35,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.ENAMETOOLONG):
+    except (OSError, MemoryError, RuntimeError, ImportError) as e:
+        if line := out_of_memory(e):
+            e.__traceback__ = None  # what it holds of memory may be needed to say so
+            _report([line], "error: ")
+            return 1
+        if not isinstance(e, OSError) or e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
             raise
-        full = e.errno == errno.ENOSPC
+        full = e.errno != errno.ENAMETOOLONG
         _report([f"out of space: {e}" if full else f"{str(e.filename)[:40]}...: {e.strerror}"], "error: ")
         return 5 if full else 2
 
@@ -51,11 +57,15 @@ def _run(argv: list[str]) -> int:
         print(f"fp8cfg {__version__}")
         return 0
     verb = argv.pop(0) if argv and argv[0] in VERBS else "train"
-    if verb in RUNS:
-        from fp8cfg.cli.output import be_patient
+    with ExitStack() as stack:
+        if verb in RUNS:
+            from fp8cfg.cli.output import be_patient
+            from fp8cfg.training.signals import waiting_to_stop
 
-        be_patient()
-    return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
+            be_patient()
+            if verb != "sweep":  # whose runs do
+                stack.enter_context(waiting_to_stop())
+        return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
 
 
 def _help(argv: list[str]) -> int:
@@ -84,6 +94,8 @@ def _report(lines: list[str], prefix: str) -> None:
     """The lines of an error, each one line whatever a word or a file has put into it. What all ranks found is said by the
     first: torchrun ends the others as soon as that one fails. What one rank alone found is said by it, a little later.
     """
+    from fp8cfg.config.errors import printable
+
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         time.sleep(2)
@@ -93,8 +105,8 @@ def _report(lines: list[str], prefix: str) -> None:
     except OSError:  # no reader, or no space: the error is said all the same
         _silence()
     for line in lines:
-        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-        print(f"{prefix}{shown}", file=sys.stderr)
+        with suppress(OSError):  # a terminal that has gone; the exit code says it still
+            print(f"{prefix}{printable(line)}", file=sys.stderr)
 
 
 def entry() -> None:

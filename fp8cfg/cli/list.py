@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from fp8cfg.cli import help
 from fp8cfg.cli.argv import split
-from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.config.errors import ConfigError, printable, refuse_if, suggest
 from fp8cfg.report.tables import wrapped
 from fp8cfg.report.value_text import cut
 
@@ -71,8 +72,8 @@ def entries(group: str, folder: Path | None) -> list[Entry]:
     if folder:
         from fp8cfg.config.files import NAME
 
-        own = {file.stem: Entry(file.stem, _comment(file), file, str(file))
-               for file in (folder / group).glob("*.yaml") if NAME.fullmatch(file.stem)}
+        own = {file.stem: Entry(file.stem, _comment(file), file, printable(str(file)))
+               for file in (folder / group).glob("*.yaml") if NAME.fullmatch(file.stem) and file.is_file()}
     return sorted((shipped | own).values(), key=lambda e: e.name)
 
 
@@ -95,8 +96,10 @@ def _recipes() -> list[Entry]:
     found = [entry for file in help.root("recipes").glob("*.py") for entry in _functions(file)]
     if not metadata.entry_points(group="fp8cfg.recipes") and {e.name for e in found} >= set(help.choices("recipe")):
         return found
-    from fp8cfg.config.recipe_registry import recipes
+    from fp8cfg.config.recipe_registry import broken, recipes
 
+    for line in broken().values():
+        print(f"note: {printable(line)}", file=sys.stderr)
     read = {e.name: e for e in found}
     return [read.get(name) or Entry(name, _first(make.__doc__), Path(make.__code__.co_filename), make.__module__)
             for name, make in recipes().items()]
@@ -115,13 +118,15 @@ def _first(doc: str | None) -> str:
 
 def _comment(file: Path) -> str:
     """The first comment before the data of a YAML file that is for people."""
+    from fp8cfg.config.regular_file import open_regular
+
     try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for line in iter(lambda: lines.readline(500).strip(), ""):
+        with open_regular(file) as lines:
+            for line in iter(lambda: lines.readline(500).decode(errors="replace").strip(), ""):
                 if not line.startswith("#"):
                     break
                 if not line.startswith(("# @package", "# yaml-language-server")):
                     return "".join(c for c in line.lstrip("# ") if c.isprintable())  # it is shown on a terminal
-    except OSError:
+    except (OSError, ConfigError):
         pass
     return ""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.cli import sweep_results
-from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.config.errors import Fp8cfgError, printable
+from fp8cfg.config.out_of_memory import out_of_memory
 from fp8cfg.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -50,13 +51,16 @@ def _train(values: Any, folder: Path, made: list[RunFolder]) -> tuple[int, str]:
         recipe.check()
         return launch(recipe, own, None), ""
     except Fp8cfgError as e:
-        print(*(f"error: {line}" for line in str(e).splitlines()), sep="\n", file=sys.stderr)
+        print(*(f"error: {printable(line)}" for line in str(e).splitlines()), sep="\n", file=sys.stderr)
         return e.exit_code, str(e)
     except KeyboardInterrupt:
         return 130, "interrupted"
     except Exception as e:  # a bug, or no memory: the other runs go on
-        traceback.print_exc()
-        return 1, f"{type(e).__name__}: {e}"
+        if line := out_of_memory(e):
+            print(f"error: {printable(line)}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return 1, line or f"{type(e).__name__}: {e}"
     finally:
         _forget()
 

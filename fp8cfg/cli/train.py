@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.cli import hydra_flags
 from fp8cfg.cli.argv import Arguments, is_hydra, recipe_file, split, wrong_words
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +77,7 @@ def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded |
     """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given."""
     from fp8cfg.report import before_run, chart, machine
     from fp8cfg.report.memory import layout
+    from fp8cfg.training.signals import waiting_to_stop
 
     say = print if os.environ.get("RANK", "0") == "0" else _nothing
     say(before_run.head(recipe))
@@ -86,21 +87,23 @@ def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded |
     for line in chart.remarks(recipe, layout.ranks()):
         say(line, file=sys.stderr)
 
-    from fp8cfg.builder import build
-    from fp8cfg.training.distributed.world import world
-    from fp8cfg.training.loop import fit
+    with waiting_to_stop():
+        from fp8cfg.builder import build
+        from fp8cfg.training.distributed.world import world
+        from fp8cfg.training.loop import fit
 
-    with world(hardware.device) as ranks:
-        job = build(recipe)
-        run_folder = folder() if ranks.first else None
-        try:
-            result = fit(job, run_folder, start_from, ranks, say)
-            losses = {"training loss": result.loss, "validation loss": result.val_loss}
-            say(f"done: {result.steps} steps" + "".join(f", {k} {v:.4f}" for k, v in losses.items() if v is not None))
-        finally:
-            if run_folder:
-                say(f"run folder: {run_folder.path}")
-                run_folder.close()
+        with world(hardware.device) as ranks:
+            job = build(recipe)
+            run_folder = folder() if ranks.first else None
+            try:
+                result = fit(job, run_folder, start_from, ranks, say)
+                losses = {"training loss": result.loss, "validation loss": result.val_loss}
+                say(f"done: {result.steps} steps" + "".join(f", {k} {v:.4f}" for k, v in losses.items() if v is not None))
+            finally:
+                if run_folder:
+                    if run_folder.files.there:
+                        say(f"run folder: {printable(str(run_folder.path))}")
+                    run_folder.close()
     return 0
 
 

@@ -30,7 +30,7 @@ class Library:
 
     def choices(self, group: str) -> list[str]:
         """The names that `group` offers, sorted; file stems and recipe functions."""
-        names = {p.stem for root in self._roots() for p in (root / group).glob("*.yaml") if NAME.fullmatch(p.stem)}
+        names = {p.stem for root in self._roots() for p in (root / group).glob("*.yaml") if NAME.fullmatch(p.stem) and p.is_file()}
         return sorted(names | set(recipe_registry.recipes() if group == "recipe" else ()))
 
     def problem(self, group: str, name: str) -> str | None:
@@ -41,7 +41,9 @@ class Library:
             refusal = f"{group}={name}: a choice is a name of letters, digits and '_', not a path"
             return refusal + suggest(name, self.choices(group))
         spellings = [*self.choices(group), *(FUNCTIONS if group == "precision" else ())]
-        return f"{group}={name}: no such {'recipe' if group == 'recipe' else group + ' preset'}" + suggest(name, spellings)
+        line = f"{group}={name}: no such {'recipe' if group == 'recipe' else group + ' preset'}" + suggest(name, spellings)
+        broken = recipe_registry.broken().values() if group == "recipe" else ()
+        return "; ".join([line, *broken])
 
     def stem(self, group: str, name: str) -> str:
         """The choice that `name` spells: functions of NeMo and hyphens are understood for precision."""

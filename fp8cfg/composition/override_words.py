@@ -81,6 +81,8 @@ def override(word: str) -> Override:
         raise ConfigError(malformed(word)) from None
     except RecursionError:
         raise ConfigError(f"{word[:40]}...: nested too deeply") from None
+    except ValueError:  # Python's own limit (sys.set_int_max_str_digits)
+        raise ConfigError(f"{word[:40]}...: a number of more digits than any key takes") from None
     key = parsed.key_or_group.replace("/", ".")
     if not key:
         raise ConfigError(malformed(word))

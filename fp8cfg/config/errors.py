@@ -55,3 +55,8 @@ def refuse_if(problems: Sequence[str]) -> None:
     """Raise ConfigError with all `problems`, each once, in their order; do nothing where there are none."""
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def printable(text: str) -> str:
+    """`text` as one line that a terminal shows as it stands, whoever wrote it: what is no printable character is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

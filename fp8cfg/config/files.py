@@ -10,6 +10,7 @@ import yaml
 
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.foreign_names import CODE_KEYS
+from fp8cfg.config.regular_file import open_regular
 
 MAX_BYTES, MAX_DEPTH, MAX_NODES, MAX_ALIASES = 256 * 1024, 32, 10_000, 64
 CONF = (Path(__file__).parents[1] / "conf").resolve()
@@ -77,18 +78,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The text of the file `path`. Raises ConfigError, naming it, for a folder, a large file, and what is no text."""
     try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: is {'a folder' if path.is_dir() else 'no file'}; expected a file")
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB; not a configuration")
-        text = path.read_text(encoding="utf-8-sig")
+        with open_regular(path) as file:
+            return plain_text(file.read(MAX_BYTES + 1), path)
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror})") from None
+
+
+def plain_text(data: bytes, path: Path) -> str:
+    """The bytes of the file `path` as text. Raises ConfigError, naming it, where they are too many or no text."""
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB; not a configuration")
+    try:
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text") from None
     if "\0" in text:
         raise ConfigError(f"{path}: is not text")
-    return text
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:

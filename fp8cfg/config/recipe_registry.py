@@ -15,6 +15,7 @@ from fp8cfg.config.recipe import Recipe
 
 F = TypeVar("F", bound=Callable[[], Recipe])
 _RECIPES: dict[str, Callable[[], Recipe]] = {}
+_BROKEN: dict[str, str] = {}
 
 
 def recipe(fn: F) -> F:
@@ -35,7 +36,18 @@ def _load() -> None:
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
     for point in importlib.metadata.entry_points(group="fp8cfg.recipes"):
-        point.load()
+        try:
+            point.load()
+        except (Exception, SystemExit) as e:  # somebody's package: it is no reason to refuse everything else
+            said = (str(e).strip().splitlines() or ["no reason given"])[0]
+            owner = point.dist.name if point.dist else point.value
+            _BROKEN[point.name] = f"the recipes of {owner} (entry point {point.name}) cannot be loaded: {type(e).__name__}: {said}"
+
+
+def broken() -> dict[str, str]:
+    """For each entry point that cannot be loaded, by its name, a line that says why."""
+    _load()
+    return dict(_BROKEN)
 
 
 def recipes() -> dict[str, Callable[[], Recipe]]:
@@ -48,5 +60,5 @@ def named(name: str) -> Recipe:
     """The recipe `name`, freshly built. Raises ConfigError with the nearest name where there is none."""
     known = recipes()
     if name not in known:
-        raise ConfigError(f"recipe={name}: no such recipe" + suggest(name, known))
+        raise ConfigError([f"recipe={name}: no such recipe" + suggest(name, known), *_BROKEN.values()])
     return known[name]()

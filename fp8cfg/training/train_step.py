@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -29,6 +29,10 @@ class Step:
     lr: float
     grad_norm: float
     stepped: bool
+
+
+class Stopped(Exception):
+    """An evaluation was asked to end before its last batch."""
 
 
 def microbatches(job: Job, world: World) -> int:
@@ -82,8 +86,11 @@ def _loss(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World) -> float:
-    """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval. Moves no FP8 state."""
+def evaluate(
+    job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World, stop: Callable[[], bool] = lambda: False
+) -> float:
+    """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval. Moves no FP8 state. Raises
+    Stopped where `stop`, which all ranks ask before each microbatch, says so."""
     training = job.model.training
     job.model.eval()
     losses = []
@@ -92,6 +99,8 @@ def evaluate(job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World) -
             for batch in batches:
                 parts = [torch.split(t, job.recipe.trainer.micro_batch_size) for t in batch]
                 for tokens, targets in zip(*parts, strict=True):
+                    if stop():
+                        raise Stopped
                     losses.append(job.model(tokens.to(job.device), targets.to(job.device)))
     finally:
         job.model.train(training)
