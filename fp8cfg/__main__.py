@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         _flush()
         return code
     except Fp8cfgError as e:
-        _report(getattr(e, "problems", None) or str(e).splitlines(), "" if e.exit_code == 75 else "error: ")
+        _report(getattr(e, "problems", None) or [str(e)], "" if e.exit_code == 75 else "error: ")
         if isinstance(e, RankLost):
             sys.stderr.flush()
             time.sleep(5)  # torchrun ends the other ranks as soon as one fails, and the one that knows why has yet to say it

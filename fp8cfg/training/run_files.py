@@ -83,11 +83,12 @@ class RunFiles:
 
     def kind(self, name: str) -> str:
         """What `name` is: "file", "folder", "strange" (a link, a pipe, a device), or "" where it is not there."""
-        try:
-            mode = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            return ""
-        return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "strange"
+        parts, found = Path(name).parts, "folder"
+        for count in range(1, len(parts) + 1):  # a link on the way is not followed either
+            found = self._kind(Path(*parts[:count]))
+            if found != "folder":
+                return found if found == "strange" or count == len(parts) else ""
+        return found
 
     def size(self, name: str) -> int:
         """The length of the regular file `name`, in bytes."""
@@ -162,6 +163,13 @@ class RunFiles:
     def sync(self) -> None:
         """Bring the names in the folder to disk."""
         sync(self.descriptor)
+
+    def _kind(self, name: Path) -> str:
+        try:
+            mode = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "strange"
 
     def _regular(self, name: str, flags: int) -> int:
         descriptor = self._open(name, flags | os.O_NONBLOCK)

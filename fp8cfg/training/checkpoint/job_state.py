@@ -182,6 +182,8 @@ def check(tensors: Tensors, state: dict[str, Any]) -> None:
         recipe = Recipe(**state["recipe"])
         if saved.data.samples_seen != saved.step * recipe.trainer.global_batch_size:
             raise ValueError(f"{saved.data.samples_seen} samples seen are not those of {saved.step} steps")
+        if not 0 <= state["optimizer"].get("steps", 0) <= saved.step:
+            raise ValueError(f"optimizer.steps is not one of {saved.step} steps")
         name = "rng.safetensors"
         rng.check(tensors["rng"], state["rng"])
     except ValidationError as e:
