@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
         changed = [f"changed: {line}" for line in _changes(first, before, recipe, missing)]
         if not changed + missing:
             changed = ["nothing that is recorded has changed"]
-        print(*(wrapped(line, more="  ") for line in changed + missing), sep="\n", end="\n\n")
+        print(*(wrapped(printable(line), more="  ") for line in changed + missing), sep="\n", end="\n\n")
     now, made = datetime.now(), list[RunFolder]()
 
     def folder() -> RunFolder:
@@ -82,7 +82,7 @@ def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str
     from fp8cfg.training.run_folder import ENVIRONMENT
 
     keys = changes(before, recipe)
-    lines = [printable(f"{key}: {_at(before, key)} -> {_at(recipe, key)}") for key in keys]
+    lines = [f"{key}: {_at(before, key)} -> {_at(recipe, key)}" for key in keys]
     then = _compared_or(lambda: read_object(first.files, ENVIRONMENT), "versions", missing)
     lines += differences(then, environment()) if then is not None else []
     digest = _compared_or(lambda: _data_digest(first), "data", missing)

@@ -97,8 +97,8 @@ class TokenFile:
             except OSError as error:
                 raise DataError(f"{self.path}: cannot be read ({error.strerror})") from error
             if not piece:
-                raise DataError(f"{self.path}: has {os.fstat(self._descriptor).st_size} bytes now, less than {at + size}; it was cut "
-                                "short while it was read")
+                now = os.fstat(self._descriptor).st_size
+                raise DataError(f"{self.path}: has {now} bytes now, less than {at + size}; it was cut short while it was read")
             data += piece
         return np.frombuffer(data, dtype=self.dtype)
 

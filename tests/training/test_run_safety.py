@@ -158,7 +158,7 @@ def test_a_run_whose_folder_is_deleted_ends_and_makes_none(part: str, tmp_path: 
     with pytest.raises(RunFolderDeleted, match="was deleted while") as e:
         fit(tmp_path, say=say)
     assert e.value.exit_code == 5
-    assert not part and not list(tmp_path.iterdir()) or part and saved(next(tmp_path.iterdir())) == []
+    assert (not part and not list(tmp_path.iterdir())) or (part and saved(next(tmp_path.iterdir())) == [])
 
 
 # saves
