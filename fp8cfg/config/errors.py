@@ -35,6 +35,10 @@ class RankLost(Fp8cfgError):
     """Another rank of the group ended, and this one cannot go on. Exit code 1."""
 
 
+class PackageWarning(UserWarning):
+    """An entry point of an installed package that cannot be used, and is left out: one line that names the package."""
+
+
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The option most like `word`, or None where none is near. Upper and lower case are alike."""
     folded = {o.lower(): o for o in options}

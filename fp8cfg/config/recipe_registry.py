@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import pkgutil
 from collections.abc import Callable
 from typing import TypeVar
 
+from fp8cfg.config import entry_points
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import NAME
 from fp8cfg.config.recipe import Recipe
@@ -34,8 +34,8 @@ def _load() -> None:
     package = importlib.import_module("fp8cfg.recipes")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
-    for point in importlib.metadata.entry_points(group="fp8cfg.recipes"):
-        point.load()
+    for point in entry_points.offered("fp8cfg.recipes"):
+        entry_points.load(point)
 
 
 def recipes() -> dict[str, Callable[[], Recipe]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.fp8 import FP8, ONLY_UNDER
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
@@ -105,9 +106,9 @@ def _storage(recipe: Recipe) -> Iterator[str]:
             yield from _sgd(p)
         else:
             yield from storage_refusals(columns, s.rounding, o.betas, o.eps, o.lr, recipe.model.init_method_std)
-    if p.backend == "msamp" and o.name == "adam" and o.weight_decay and columns["exp_avg"] != "fp32":
-        yield (f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam MS-AMP leaves it out of the moments that it stores; "
-               "write optim.name=adamw, optim.weight_decay=0, or backend=native opt_level=O2")
+    why = capabilities(p.backend).adam_weight_decay
+    if why and o.name == "adam" and o.weight_decay and columns["exp_avg"] != "fp32":
+        yield f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam {why}"
     if p.backend != "auto" and not f.enabled:
         yield f"backend={p.backend}: has no effect, precision.compute={p.compute} runs no FP8; drop it or write precision=bf16_fp8"
 

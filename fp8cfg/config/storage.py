@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fp8cfg.config.backend_capabilities import capabilities, gathering
 from fp8cfg.config.fp8 import power_2_scales
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ two are the codec fp8_pow2, which backend=msamp has."""
 
 
 def level(precision: Precision) -> str | None:
-    """The optimization level that is in force: O2 under backend=msamp where none is given."""
-    return precision.opt_level or ("O2" if precision.backend == "msamp" else None)
+    """The optimization level that is in force: that of the backend, O2 under msamp, where none is given."""
+    return precision.opt_level or capabilities(precision.backend).level
 
 
 def of_level(precision: Precision) -> Columns:
     """What the level in force says of the columns; nothing where there is none."""
     columns = LEVELS.get(level(precision) or "", {})
-    if precision.backend != "msamp":
+    if not capabilities(precision.backend).level_pow2:
         return columns
     return {k: "fp8_pow2" if v == "fp8" and k != "weight" else v for k, v in columns.items()}
 
@@ -90,8 +91,9 @@ def fp8_weights(precision: Precision) -> bool:
 
 
 def fp8_layers_alone(precision: Precision) -> bool:
-    """Whether `resolved` is about linear layers that run in FP8 alone: where they hold float8 weights, and under MS-AMP."""
-    return fp8_weights(precision) or precision.backend == "msamp"
+    """Whether `resolved` is about linear layers that run in FP8 alone: where they hold float8 weights, and under a backend
+    that keeps their state itself, as MS-AMP does."""
+    return fp8_weights(precision) or capabilities(precision.backend).own_state
 
 
 def said_of_fp8_weights(precision: Precision) -> str:
@@ -143,6 +145,7 @@ def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
                      "storage.gather=auto")
     lines += [f"needs fp8.override_linear_precision.{gemm}=false, which reads the weight; write that, or storage.gather=auto"
               for gemm in ("fprop", "dgrad") if getattr(high, gemm)]
-    if backend != "torchao":
-        lines.append(f"backend={backend} gathers weights in {precision.compute}; write backend=torchao, or storage.gather=auto")
+    if not capabilities(backend).fp8_gather:
+        lines.append(f"backend={backend} gathers weights in {precision.compute}; write backend={gathering()}, or "
+                     "storage.gather=auto")
     return lines

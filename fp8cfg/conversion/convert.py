@@ -28,7 +28,7 @@ from fp8cfg.backends.exclusions import CONVERSION, PLANNED, converted, mark, unm
 from fp8cfg.backends.gemm_plan import PlannedLinear, not_engaged
 from fp8cfg.backends.misuse_warnings import StepWatch
 from fp8cfg.backends.module_swap import replaced
-from fp8cfg.backends.observed_gemms import beside, loaded
+from fp8cfg.backends.observed_gemms import beside
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.config.fp8 import FP8
@@ -58,7 +58,7 @@ class Conversion:
     @property
     def _rolls(self) -> bool:
         """Whether there is something for `step` to do."""
-        return self.fp8.scaling == "delayed" and self.choice.backend == "native"
+        return self.fp8.scaling == "delayed" and backend_registry.capabilities(self.choice.backend).moves_scales
 
     def step(self) -> None:
         """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales."""
@@ -89,7 +89,7 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
     if _ours(model) or has_fp8_layers(model):
         raise ConfigError("convert_model: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
     choice = choose(recipe.precision, _hardware(model))
-    if choice.backend in backend_registry.OWN_OPTIMIZER:
+    if backend_registry.capabilities(choice.backend).own_state:
         raise ConfigError(f"backend={choice.backend}: its layers are trained by its own optimizer alone; write backend=native, "
                           "or use fp8cfg.build(recipe, model=model)")
     holder = nn.Module()
@@ -117,7 +117,7 @@ def convert_back(model: nn.Module) -> nn.Module:
     dtype = wide.most_common(1)[0][0] if wide else torch.float32
     stored_weights.unhold(holder, dtype)
     for name, layer in list(holder.named_modules()):
-        for backend in loaded():
+        for backend in backend_registry.used():
             if (plain := backend.plain(layer)) is not None:
                 if isinstance(plain, nn.Linear) and plain.weight is not layer.weight:
                     plain.weight.data = plain.weight.data.to(dtype)
@@ -132,8 +132,9 @@ def convert_back(model: nn.Module) -> nn.Module:
 def has_fp8_layers(model: nn.Module) -> bool:
     """Whether any layer of `model` can multiply in FP8: ours, torchao's Float8Linear, or Transformer Engine's. A layer of ours that
     only holds its weight in fewer bits cannot."""
-    return (any(not all(getattr(layer, "high_precision", (False,))) for layer in _ours(model)) or _has(model, "torchao.float8")
-            or has_transformer_engine_layers(model))
+    modules = [module for name in backend_registry.names() for module in backend_registry.capabilities(name).layer_modules]
+    return (any(not all(getattr(layer, "high_precision", (False,))) for layer in _ours(model))
+            or any(_has(model, module) for module in modules))
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
@@ -206,7 +207,7 @@ def _hardware(model: nn.Module) -> Hardware:
 
 def _ours(model: nn.Module) -> list[nn.Module]:
     """The layers that a backend of ours has converted, or that hold their weights in a codec."""
-    return [model.get_submodule(name) for backend in loaded() for name in backend.observed(model)]
+    return [model.get_submodule(name) for backend in backend_registry.used() for name in backend.observed(model)]
 
 
 def _has(model: nn.Module, package: str) -> bool:

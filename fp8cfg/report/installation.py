@@ -18,7 +18,7 @@ from fp8cfg.backends.backend_choice import Hardware
 from fp8cfg.config.precision import Precision
 from fp8cfg.report.machine import find_hardware, free_memory
 
-BACKENDS = ("native", "te", "torchao", "msamp")
+BACKENDS = backend_registry.names()
 VARIABLES = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "current scaling has scales that are powers of two",
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "block scaling has scales that are no powers of two",
@@ -63,9 +63,10 @@ def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
     if hardware is None:
         return "torch is not installed"
     if not precision.fp8.enabled:
-        return "runs" if backend == "native" else "there is no FP8 in it, and torch multiplies whatever the backend is"
-    if not backend_registry.exists(backend):
-        return f"backend={backend}: not in this version; write backend=native"
+        other = "there is no FP8 in it, and torch multiplies whatever the backend is"
+        return "runs" if backend == backend_registry.REFERENCE else other
+    if problem := backend_registry.problem(backend):
+        return f"backend={backend}: {problem}"
     rules = backend_registry.rules(backend)
     if why := rules.unavailable() or "; ".join(rules.refusals(precision, hardware)):
         return why

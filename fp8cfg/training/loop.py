@@ -80,8 +80,9 @@ class _Fit:
         self.recipe = job.recipe
         self.batches, self.held_out = run_data(job.recipe)
         refuse_layout(self.recipe, world.size)
-        if microbatches(job, world) > 1 and job.choice.backend == "te":
-            backend_registry.backend("te").cache_weights(job.model)  # type: ignore[attr-defined]
+        self.backend = backend_registry.backend(job.choice.backend)
+        if microbatches(job, world) > 1:
+            self.backend.cache_weights(job.model)
         if self.recipe.trainer.val_check_interval:
             validation_batches(self.recipe, self.held_out, world)  # a batch that cannot be had is said before the first step
         self.val_loss: float | None = None
@@ -137,11 +138,7 @@ class _Fit:
         if self.recipe.fp8.enabled:
             self.say(f"coverage, observed in the first step ({_HOW[self.job.choice.product]})\n{seen}\n")
         if self.run:
-            record: dict[str, Any] = {"backend": asdict(self.job.choice), **seen.data()}
-            if self.job.choice.backend == "te":
-                from fp8cfg.backends.te.decoder import described
-
-                record["te_modules"] = described(self.job.model)
+            record: dict[str, Any] = {"backend": asdict(self.job.choice), **seen.data(), **self.backend.record(self.job.model)}
             self.run.coverage.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def _record(self, done: int, result: Step, seconds: float, progress: Progress | None) -> None:

@@ -25,7 +25,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     there = SimpleNamespace(te="", torchao="")
     monkeypatch.setattr(te_rules, "unavailable", lambda: there.te)
     monkeypatch.setattr(torchao_rules, "unavailable", lambda: there.torchao)
-    monkeypatch.setattr(backend_registry, "PREFERENCE", ("te", "torchao", "native"))
+    monkeypatch.setattr(backend_registry, "preference", lambda: ("te", "torchao", "native"))
     return there
 
 

@@ -60,7 +60,7 @@ def test_where_it_is_not_installed_the_same_native_row_is_named() -> None:
     ("O3", "backend=native opt_level=O3 storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2 storage.exp_avg=fp8_pow2 storage.shard=zero1"),
 ])
 def test_the_native_row_is_a_recipe(level: str, words: str) -> None:
-    assert msamp_rules.native(precision(opt_level=level)) == words
+    assert msamp_rules.instead(precision(opt_level=level)) == words
     small("precision=bf16_fp8", *words.split()).check()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,10 @@ def scaling_of(fp8: FP8) -> Scaling:
         hadamard=fp8.random_hadamard_transform, stochastic=fp8.stochastic_rounding)
 
 
-def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:
+def convert(
+    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16,
+    fp8_gather: bool = False,
+) -> None:
     """Replace, in place, the linear layers of `model` that `plan` has in FP8, and with them attention. Weights keep their
     Parameter, so tied ones stay tied; under fp8.params they become float8 Parameters, except a weight that a layer outside FP8
     shares.
@@ -79,6 +83,18 @@ def forget_observed(model: nn.Module) -> None:
     """Clear the record of what ran, so that the next step is observed afresh."""
     for layer in fp8_layers(model):
         layer.gemms_ran.zero_()
+
+
+def record(model: nn.Module) -> dict[str, Any]:
+    return {}
+
+
+def optimizer(prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_scaler: Any) -> None:
+    return None
+
+
+def cache_weights(model: nn.Module, on: bool = True) -> None:
+    """Nothing: each microbatch quantizes the weights that it reads, or fp8.params has quantized them."""
 
 
 def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import against_fp8_gather
 
 FP8_CAPABILITY = (8, 9)
 """Least CUDA compute capability with FP8 matrix products: Ada. Hopper is 9.0."""
@@ -45,6 +48,20 @@ def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
 
 def tokens_multiple(fp8: FP8, product: str) -> int:
     return 1  # numerics/scaled_mm.py completes tokens with zeros
+
+
+def against_sharding(precision: Precision) -> list[str]:
+    if precision.storage.shard == "fsdp" and precision.storage.gather == "fp8":
+        return [f"storage.gather=fp8: {why}" for why in against_fp8_gather(precision, "native")]
+    return []
+
+
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+    return []
+
+
+def instead(precision: Precision) -> str:
+    return "backend=native"
 
 
 def no_units(precision: Precision, hardware: Hardware) -> list[str]:

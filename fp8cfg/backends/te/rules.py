@@ -7,13 +7,15 @@ a GPU by the authors of this backend: see backend.py.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
 from fp8cfg.backends.protocol import Hardware
+from fp8cfg.backends.te.environment import contradictions
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import said_of_fp8_weights
+from fp8cfg.config.storage import fp8_weights, said_of_fp8_weights
 
 MINIMUM = (2, 8)
 """Least version: it has NVFP4, and in current and block scaling every field that is read back (recipe.py)."""
@@ -59,6 +61,25 @@ def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
 
 def tokens_multiple(fp8: FP8, product: str) -> int:
     return MULTIPLE[fp8.scaling]
+
+
+def against_sharding(precision: Precision) -> list[str]:
+    shard, lines = precision.storage.shard, []
+    if shard != "none" and fp8_weights(precision):
+        lines.append(f"storage.shard={shard}: Transformer Engine's FP8 weights are not handed round; write backend=native, or "
+                     "storage.weight=fp16_scaled with fp8.params=false")
+    if shard == "fsdp":
+        lines.append("storage.shard=fsdp: not in this version with Transformer Engine's layers; write backend=torchao or native, "
+                     "or storage.shard=zero2")
+    return lines
+
+
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+    return contradictions(fp8, environ)
+
+
+def instead(precision: Precision) -> str:
+    return "backend=native"
 
 
 def high_precision_backward(fp8: FP8) -> bool:

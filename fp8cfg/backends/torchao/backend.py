@@ -71,7 +71,8 @@ def config_of(fp8: FP8, product: str, fp8_gather: bool = False) -> Float8LinearC
 
 
 def convert(
-    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, fp8_gather: bool = False
+    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16,
+    fp8_gather: bool = False,
 ) -> None:
     """As every backend's. With `fp8_gather` FSDP2 is to gather weights in FP8, except one that a layer outside FP8 shares; their
     scales are those of the weights after a step, or after new ones are loaded."""
@@ -127,6 +128,18 @@ def observed(model: nn.Module) -> Observed:
 def forget_observed(model: nn.Module) -> None:
     for _, layer in _layers(model):
         layer.gemms_ran.zero_()
+
+
+def record(model: nn.Module) -> dict[str, Any]:
+    return {}
+
+
+def optimizer(prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_scaler: Any) -> None:
+    return None
+
+
+def cache_weights(model: nn.Module, on: bool = True) -> None:
+    """Nothing: torchao quantizes weights in every pass."""
 
 
 def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:

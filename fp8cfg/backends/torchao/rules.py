@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import metadata, util
 
 from fp8cfg.backends.native.rules import EMULATE, found, no_units
@@ -48,6 +49,18 @@ def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
 
 def tokens_multiple(fp8: FP8, product: str) -> int:
     return 1 if product == "emulate" and fp8.scaling != "mxfp8" else _multiple(fp8)  # wgrad contracts tokens
+
+
+def against_sharding(precision: Precision) -> list[str]:
+    return []
+
+
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+    return []
+
+
+def instead(precision: Precision) -> str:
+    return "backend=native"
 
 
 def _multiple(fp8: FP8) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from math import prod
 
+from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
@@ -71,7 +72,8 @@ def multiplying(recipe: Recipe) -> str:
     p = recipe.precision
     if p.backend != "auto" and p.fp8.enabled:
         return p.backend
-    return "torchao" if p.storage.shard == "fsdp" and p.storage.gather == "fp8" else "native"
+    in_fp8 = p.storage.shard == "fsdp" and p.storage.gather == "fp8"
+    return backend_registry.gathering() if in_fp8 else backend_registry.REFERENCE
 
 
 def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, int]:
