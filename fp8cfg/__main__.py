@@ -7,17 +7,17 @@ import importlib
 import os
 import sys
 import time
+import warnings
+from typing import Any
 
-VERBS = ("train", "sweep", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "import", "schema",
-         "completion", "help")
-RUNS = ("train", "sweep", "resume", "rerun")
-"""Verbs that train; what they print is beside the point."""
+from fp8cfg.cli import VERBS, WORDS
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; `train` where none is given. Returns the exit code."""
     from fp8cfg.config.errors import Fp8cfgError, RankLost
 
+    warnings.showwarning = _warned
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         _flush()
@@ -50,8 +50,8 @@ def _run(argv: list[str]) -> int:
 
         print(f"fp8cfg {__version__}")
         return 0
-    verb = argv.pop(0) if argv and argv[0] in VERBS else "train"
-    if verb in RUNS:
+    verb = argv.pop(0) if argv and argv[0] in WORDS else "train"
+    if VERBS[verb].trains:  # what it prints is beside the point
         from fp8cfg.cli.output import be_patient
 
         be_patient()
@@ -64,8 +64,8 @@ def _help(argv: list[str]) -> int:
     from fp8cfg.config.errors import ConfigError
 
     named = [a for a in argv if a != "help" and not a.startswith("-") and "=" not in a and not a.endswith((".yaml", ".yml"))]
-    if named and named[0] not in VERBS:
-        raise ConfigError(no_verb(named[0], VERBS))
+    if named and named[0] not in WORDS:
+        raise ConfigError(no_verb(named[0], WORDS))
     print(usage(named[0] if named else None))
     return 0
 
@@ -95,6 +95,19 @@ def _report(lines: list[str], prefix: str) -> None:
     for line in lines:
         shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
         print(f"{prefix}{shown}", file=sys.stderr)
+
+
+def _warned(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """A warning about an installed package as one line, said by the first rank; every other warning as Python prints it."""
+    from fp8cfg.config.errors import PackageWarning
+
+    if not issubclass(category, PackageWarning):
+        _PLAIN(message, category, *where, **more)
+    elif os.environ.get("RANK", "0") == "0":
+        _report([str(message)], "warning: ")
+
+
+_PLAIN = warnings.showwarning
 
 
 def entry() -> None:

@@ -7,26 +7,14 @@ import importlib
 from pathlib import Path
 
 from fp8cfg import __version__
+from fp8cfg.cli import GROUPS, VERBS
 
 _TEXT = """fp8cfg {version}: typed recipes for low-precision training
 
   fp8cfg [VERB] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
          [key=value ...] [--config-dir FOLDER]
 
-  train       train a recipe; also without a verb
-  sweep       train every combination of key=a,b; also -m
-  resume      go on with a run from its newest checkpoint that verifies
-  rerun       the same run again; what has changed, and are the losses equal
-  list        recipes and presets, with a line on each
-  explain     a key: type, bounds, meaning, effect, every layer that set it
-  diff        the keys in which two recipes or run folders differ
-  plan        formats of every GEMM, memory and FLOPs of a run, without a GPU
-  check       say what is wrong with a recipe, and run nothing
-  doctor      this machine: hardware, versions, which precisions run here
-  export      a recipe as YAML, JSON or Python, or as another project's file
-  import      a recipe from Accelerate, NeMo, Megatron-LM, torchtitan and others
-  schema      the JSON Schema of recipes, for editors
-  completion  a script that makes bash, zsh or fish complete all of this
+{verbs}
 `fp8cfg VERB --help` says more.
 
 Presets are chosen first, whatever their order, then values are set:
@@ -59,8 +47,9 @@ def usage(verb: str | None = None) -> str:
     """The help text of `verb`, its module's USAGE; or, with the names that can be chosen, that of all."""
     if verb and verb != "help":
         return str(importlib.import_module(f"fp8cfg.cli.{verb}").USAGE).strip()
-    named = {group: _wrapped(choices(group)) for group in ("recipe", "precision", "data")}
-    return _TEXT.format(version=__version__, **named).rstrip()
+    named = {group: _wrapped(choices(group)) for group in GROUPS}
+    verbs = "\n".join(f"  {name:<11} {verb.about}" for name, verb in VERBS.items())
+    return _TEXT.format(version=__version__, verbs=verbs, **named).rstrip()
 
 
 def choices(group: str) -> list[str]:

@@ -6,13 +6,12 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8cfg.cli import help
+from fp8cfg.cli import GROUPS, help
 from fp8cfg.cli.argv import split
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.report.tables import wrapped
 from fp8cfg.report.value_text import cut
 
-GROUPS = ("recipe", "precision", "data")
 USAGE = """
 fp8cfg list [recipe] [precision] [data] [--config-dir FOLDER] [--json]
 

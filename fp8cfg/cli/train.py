@@ -41,16 +41,16 @@ hydra.* and hydra/* words are for these; a recipe has none.
 
 def run(argv: list[str]) -> int:
     """Train the recipe of `argv`, or what its flags ask for instead. Returns the exit code."""
-    from fp8cfg.__main__ import VERBS
+    from fp8cfg.cli import WORDS
     from fp8cfg.composition import compose, to_yaml
 
     arguments = Arguments(words=[a for a in argv if "=" in a and not a.startswith("-")])
     try:
         if argv and argv[0] and argv[0][0] not in "-+~" and "=" not in argv[0]:
-            recipe_file(argv[:1], VERBS)  # before the options: those of a verb with a typo are nobody's
+            recipe_file(argv[:1], WORDS)  # before the options: those of a verb with a typo are nobody's
         arguments = split(hydra_flags.spelled_out(argv), hydra_flags.OPTIONS, hydra_flags.FLAGS)
         asked = hydra_flags.asked(arguments)
-        file = recipe_file(arguments.plain, VERBS)
+        file = recipe_file(arguments.plain, WORDS)
     except ConfigError as e:
         raise ConfigError(list(dict.fromkeys(e.problems + wrong_words(arguments)))) from None
     if asked == "--multirun":
