@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,24 +87,16 @@ def _whole(those: list[Entry]) -> list[str]:
 
 
 def _recipes() -> list[Entry]:
-    """The recipe functions, read from their source; imported where that does not have them all."""
+    """The recipe functions, read from their source; imported where other packages have some too."""
     from importlib import metadata
 
-    found = [entry for file in help.root("recipes").glob("*.py") for entry in _functions(file)]
-    if not metadata.entry_points(group="fp8cfg.recipes") and {e.name for e in found} >= set(help.choices("recipe")):
-        return found
+    read = {name: Entry(name, about, file) for name, (about, file) in help.shipped_recipes().items()}
+    if not metadata.entry_points(group="fp8cfg.recipes"):
+        return list(read.values())
     from fp8cfg.config.recipe_registry import recipes
 
-    read = {e.name: e for e in found}
     return [read.get(name) or Entry(name, _first(make.__doc__), Path(make.__code__.co_filename), make.__module__)
             for name, make in recipes().items()]
-
-
-def _functions(file: Path) -> list[Entry]:
-    """The functions at the top of `file` that are registered by the decorator `recipe`."""
-    functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
-    return [Entry(fn.name, _first(ast.get_docstring(fn)), file) for fn in functions
-            if {"recipe", "fp8cfg.recipe"} & set(map(ast.unparse, fn.decorator_list))]
 
 
 def _first(doc: str | None) -> str:

@@ -29,6 +29,11 @@ def recipe(fn: F) -> F:
     return fn
 
 
+def of_package(package: str) -> list[str]:
+    """The names of the recipes that the modules of `package` have registered so far."""
+    return [name for name, fn in _RECIPES.items() if fn.__module__.startswith(f"{package}.")]
+
+
 @functools.cache
 def _load() -> None:
     package = importlib.import_module("fp8cfg.recipes")
