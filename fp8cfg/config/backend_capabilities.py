@@ -99,16 +99,19 @@ def package(name: str) -> Any:
 def part(name: str, which: str) -> Any:
     """`rules` or `backend` of the package of backend `name`, imported where it is a module. Raises ConfigError where there is no
     such backend, and where it is of an installed package and cannot be loaded."""
+    if name not in names():
+        raise ConfigError(f"backend={name}: not in this version; write backend=native")
+    found = package(name)
+    if found is None:
+        raise ConfigError(f"backend={name}: {entry_points.described(offered()[name])} cannot be loaded; write backend=native")
     if (name, which) not in _PARTS:
-        found = package(name)
         try:
             _PARTS[name, which] = getattr(found, which, None) or importlib.import_module(f"{found.__name__}.{which}")
         except Exception as e:
             if name in shipped():
                 raise
-            said = f"{entry_points.described(offered()[name])} has no {which} ({entry_points.reason(e)})" if name in offered() \
-                else "not in this version"
-            raise ConfigError(f"backend={name}: {said}; write backend=native") from None
+            raise ConfigError(f"backend={name}: {entry_points.described(offered()[name])} has no {which} "
+                              f"({entry_points.reason(e)}); write backend=native") from None
     return _PARTS[name, which]
 
 

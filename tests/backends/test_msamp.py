@@ -75,7 +75,7 @@ def test_parts_that_are_missing_are_named(installed: Path, monkeypatch: pytest.M
 def test_looking_for_it_does_not_import_it(tmp_path: Path) -> None:
     (tmp_path / "msamp").mkdir()
     (tmp_path / "msamp" / "__init__.py").write_text("raise SystemExit('imported')")
-    script = ("import sys; from fp8cfg.backends import msamp_rules; assert 'installed without msamp_adamw' in msamp_rules.unavailable(); "
+    script = ("import sys; from fp8cfg.backends.msamp import rules as msamp_rules; assert 'installed without msamp_adamw' in msamp_rules.unavailable(); "
               "assert not {'torch', 'msamp'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"})
 

@@ -207,6 +207,6 @@ def test_without_its_compiled_part_it_is_not_available(monkeypatch: pytest.Monke
 
 
 def test_the_rules_load_neither_torch_nor_transformer_engine() -> None:
-    code = ("import sys; from fp8cfg.backends import te_rules, te_environment; te_rules.unavailable(); "
+    code = ("import sys; from fp8cfg.backends.te import environment, rules; rules.unavailable(); "
             "assert not {'torch', 'transformer_engine'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True)
