@@ -30,10 +30,7 @@ def run(argv: list[str]) -> int:
 def test_a_verb(tmp_path: Path) -> None:
     """The command, help of all and of one, suggestions and completion have it."""
     copy = tmp_path / "fp8cfg"
-    shutil.copytree(ROOT / "fp8cfg", copy, ignore=shutil.ignore_patterns("__pycache__", "recipes", "conf"))
-    for name in ("recipes", "conf"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "fp8cfg", copy, ignore=shutil.ignore_patterns("__pycache__"))
     table = (copy / "cli/__init__.py").read_text(encoding="utf-8")
     line = '    "schema": Verb('
     assert table.count(line) == 1
