@@ -8,10 +8,7 @@ import os
 import sys
 import time
 
-VERBS = ("train", "sweep", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "import", "schema",
-         "completion", "help")
-RUNS = ("train", "sweep", "resume", "rerun")
-"""Verbs that train; what they print is beside the point."""
+from fp8cfg.cli.verbs import RUNS, VERBS
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from fp8cfg.cli import hydra_flags
 from fp8cfg.cli.help import choices
 from fp8cfg.cli.shells import SCRIPTS
+from fp8cfg.cli.verbs import VERBS
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.report.gpus import GPUS
 
@@ -53,7 +54,6 @@ def run(argv: list[str]) -> int:
 
 def completions(words: list[str]) -> list[str]:
     """What the last of `words`, all after the command's name, can be completed to; in full, and sorted."""
-    from fp8cfg.__main__ import VERBS
 
     *before, current = words or [""]
     verb = before[0] if before and before[0] in VERBS else "train"

@@ -89,7 +89,8 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 def _package(key: str | None) -> str | None:
     """`key`, which may be short, as Hydra knows it. Raises ConfigError where there is no such node or key."""
     from fp8cfg.config import foreign_names
-    from fp8cfg.config.recipe import fields, full, short_keys
+    from fp8cfg.config.key_names import full
+    from fp8cfg.config.recipe import fields, short_keys
 
     if key is None or key == "_global_" or key.partition(".")[0] == "hydra":
         return key

@@ -37,7 +37,7 @@ def job(config: DictConfig) -> float:
 def _train(values: Any, folder: Path, made: list[RunFolder]) -> tuple[int, str]:
     """Train the recipe of `values` into `folder`, which is put into `made` once it is this job's. Returns the exit code, and the
     lines of the error."""
-    from fp8cfg.cli.train import launch
+    from fp8cfg.cli.launch import launch
     from fp8cfg.composition import to_yaml
     from fp8cfg.config.recipe import Recipe
 
