@@ -9,10 +9,11 @@ from fp8cfg.composition.yaml_recipe import listed, recipe_from
 from fp8cfg.config import recipe_registry
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import CONF, NAME, read_yaml
+from fp8cfg.config.key_names import PLUGIN
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.presets import FUNCTIONS
-from fp8cfg.config.recipe import PLUGIN, Recipe
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.training_nodes import Data
 
 LEAVES: dict[str, tuple[type[Node], str]] = {"precision": (Precision, PLUGIN), "data": (Data, "data")}

@@ -15,7 +15,8 @@ from fp8cfg.composition.yaml_lines import key_lines
 from fp8cfg.composition.yaml_recipe import choices_in, full_names
 from fp8cfg.config import recipe_registry
 from fp8cfg.config.files import CONF, default_recipe, read_yaml
-from fp8cfg.config.recipe import PLUGIN, Recipe, full
+from fp8cfg.config.key_names import PLUGIN, full
+from fp8cfg.config.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from fp8cfg.composition.override_words import one, override
 from fp8cfg.composition.yaml_recipe import listed
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import default_recipe
-from fp8cfg.config.recipe import PLUGIN, Recipe, full, short
+from fp8cfg.config.key_names import PLUGIN, full, short
+from fp8cfg.config.recipe import Recipe
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import default_recipe, dump_yaml, parse_yaml, read_yaml
+from fp8cfg.config.key_names import PLUGIN, full
 from fp8cfg.config.node import Node
-from fp8cfg.config.recipe import PLUGIN, Recipe, full
+from fp8cfg.config.recipe import Recipe
 
 if TYPE_CHECKING:
     from fp8cfg.composition.library import Library

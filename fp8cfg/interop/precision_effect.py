@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8cfg.config.fp8 import ONLY_UNDER
-from fp8cfg.config.recipe import fields, full
+from fp8cfg.config.key_names import full
+from fp8cfg.config.recipe import fields
 from fp8cfg.interop.key_table import Values
 
 _LOSS_SCALE = {f"precision.{k}" for k in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")}

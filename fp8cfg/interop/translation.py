@@ -7,8 +7,9 @@ from typing import Any
 
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.fp8 import ONLY_UNDER, power_2_scales, weights_2d
+from fp8cfg.config.key_names import PLUGIN, full, short
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.recipe import PLUGIN, Recipe, full, short
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import gathered, level, resolved
 from fp8cfg.interop import implications
 from fp8cfg.interop.key_table import SILENT, TYPO, Dialect, Read, Values, Written
