@@ -75,7 +75,7 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
 
     from fp8cfg.backends.exclusions import mark
     from fp8cfg.report.machine import find_hardware, free_memory
-    from fp8cfg.report.memory.peak import refuse_if_too_large
+    from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
 
     if model is None:
         recipe = _checked(recipe).model_copy(deep=True)

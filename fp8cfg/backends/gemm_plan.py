@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from fp8cfg.backends.native import rules as native_rules
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.config.fp8 import FP8
 
@@ -111,7 +110,7 @@ def layers(num_layers: int) -> Numbering:
 
 
 def plan_linears(
-    shapes: Shapes, fp8: FP8, number: Numbering, misfit: Misfit = native_rules.misfit,
+    shapes: Shapes, fp8: FP8, number: Numbering, misfit: Misfit,
     output: Collection[str] = ("output_layer",), odd: Mapping[str, str] | None = None,
 ) -> list[PlannedLinear]:
     """The plan of every linear layer of `shapes` (name, in_features, out_features), of which `output` are the output layers;

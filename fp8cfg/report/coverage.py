@@ -25,8 +25,6 @@ from fp8cfg.report.tables import table
 if TYPE_CHECKING:
     from torch import nn
 
-    from fp8cfg.job import Job
-
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
@@ -138,23 +136,24 @@ def of_layers(linears: Sequence[PlannedLinear], beside: Sequence[Unwatched]) -> 
     return Coverage(linears, (), 0.0, "high precision", beside)
 
 
-def ran(job: Job) -> Coverage:
-    """The coverage that was observed since the record was last cleared: what the call sites of the products recorded."""
+def ran(recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], backend: str, foreign: bool = False) -> Coverage:
+    """The coverage that was observed since the record was last cleared: what the call sites of the products recorded. `foreign`
+    says that `model` is not the Transformer of `recipe`."""
     from fp8cfg.backends import backend_registry
 
-    seen = backend_registry.backend(job.choice.backend).observed(job.model)
+    seen = backend_registry.backend(backend).observed(model)
 
     def gemms(name: str, products: Sequence[str]) -> Any:
         return tuple(seen.get(name, {}).get(g) for g in products)
 
-    if job.foreign:
+    if foreign:
         from fp8cfg.backends import flops as rows
         from fp8cfg.backends import observed_gemms
 
-        asked = of_layers([replace(p, rows=rows.multiplied(job.model.get_submodule(p.name))) for p in job.plan],
-                          observed_gemms.beside(job.model))
+        asked = of_layers([replace(p, rows=rows.multiplied(model.get_submodule(p.name))) for p in plan],
+                          observed_gemms.beside(model))
     else:
-        asked = planned(job.recipe, job.plan)
+        asked = planned(recipe, plan)
     return replace(
         asked, linears=[replace(p, gemms=gemms(p.name, GEMMS)) for p in asked.linears],
         attentions=[replace(p, gemms=gemms(p.name, ATTENTION_GEMMS)) for p in asked.attentions])

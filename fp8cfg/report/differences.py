@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8cfg.composition.flatten import flat
-from fp8cfg.config.recipe import Recipe, short
+from fp8cfg.config.key_names import short
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.tables import fits, table, wrapped
 from fp8cfg.report.value_text import shown
 

@@ -19,6 +19,11 @@ from fp8cfg.config.precision import Precision
 from fp8cfg.report.machine import find_hardware, free_memory
 
 BACKENDS = ("native", "te", "torchao", "msamp")
+PACKAGES = ["torch", "numpy", "hydra-core", "omegaconf", "fiddle", "pydantic", "safetensors", "torchao", "msamp"]
+PACKAGES += ["transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"]
+"""Packages whose versions may change results."""
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
+"""In the name of an environment variable: its value is neither printed nor kept."""
 VARIABLES = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "current scaling has scales that are powers of two",
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "block scaling has scales that are no powers of two",
@@ -43,8 +48,6 @@ VARIABLES = {
 
 def inventory(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Everything as plain data."""
-    from fp8cfg.training.environment import PACKAGES, SECRET
-
     hardware, devices = _torch()
     return {
         "fp8cfg": __version__, "python": platform.python_version(), "os": platform.platform(),

@@ -13,9 +13,10 @@ from fp8cfg.composition.library import LEAVES, Library
 from fp8cfg.composition.yaml_recipe import listed, to_yaml
 from fp8cfg.config import recipe_registry
 from fp8cfg.config.files import dump_yaml
+from fp8cfg.config.key_names import PLUGIN, short
 from fp8cfg.config.node import Node
 from fp8cfg.config.presets import FUNCTIONS
-from fp8cfg.config.recipe import PLUGIN, Recipe, short
+from fp8cfg.config.recipe import Recipe
 
 _SCALING, _COMPUTE = {f"{PLUGIN}.fp8.enabled", f"{PLUGIN}.fp8.scaling"}, f"{PLUGIN}.compute"
 _HEAD = f"Exported by fp8cfg {__version__}"

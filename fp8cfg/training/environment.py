@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg import __version__
+from fp8cfg.report.installation import PACKAGES, SECRET
 
-PACKAGES = ["torch", "numpy", "hydra-core", "omegaconf", "fiddle", "pydantic", "safetensors", "torchao", "msamp"]
-PACKAGES += ["transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"]
 VARIABLES = re.compile(r"(NVTE_|FP8CFG_|TORCH)\w*|OMP_NUM_THREADS")
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
 NO_DIFFERENCE = re.compile(r"command|host|variables\.(TORCHELASTIC_\w*|\w*_DIR)")
 """What may differ between two runs without any meaning for their results."""
 

@@ -132,7 +132,7 @@ def stored(job: Job) -> dict[str, list[Tensor]]:
 def gradients(job: Job) -> list[Tensor]:
     """The gradients of `job` as they are now, those that are stored in a codec among them."""
     plain = [p.grad for p in job.model.parameters() if p.grad is not None]
-    return [*plain, *(t for stored in stored_grads(job).values() for t in stored)]
+    return [*plain, *(t for stored in stored_grads(job.optimizer).values() for t in stored)]
 
 
 def by_kind(job: Job) -> dict[str, list[Tensor]]:

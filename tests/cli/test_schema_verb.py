@@ -16,7 +16,8 @@ import fp8cfg
 from fp8cfg.composition.flatten import flat, is_node, nested
 from fp8cfg.composition.library import Library
 from fp8cfg.config.files import dump_yaml, parse_yaml, read_yaml
-from fp8cfg.config.recipe import Recipe, fields, short
+from fp8cfg.config.key_names import short
+from fp8cfg.config.recipe import Recipe, fields
 from fp8cfg.report.schema_json import key_schema, preset_schema, recipe_schema
 from tests.support.overrides import KEYS, value
 from tests.support.verbs import ROOT, loads, refused, said

@@ -10,6 +10,16 @@ from fp8cfg.config.recipe_registry import recipes
 from fp8cfg.layer_plan import plan
 from fp8cfg.report.memory.layout import whole
 from fp8cfg.report.memory.peak import memory, parameters
+from fp8cfg.report.tables import size
+
+
+def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
+    """Raise ConfigError where the run needs more than `free` bytes, with the nearest overrides that fit."""
+    need = sum(memory(recipe, device, backend=backend).values())
+    if need > free:
+        near = list(fitting(recipe, device, free, backend))
+        hint = f"; nearest that fit: {' · '.join(near)}" if near else ""
+        raise ConfigError(f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}{hint}")
 
 
 def fitting(recipe: Recipe, device: str, free: int, backend: str | None = None) -> Iterator[str]:

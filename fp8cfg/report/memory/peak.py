@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, low_bit, others, resolved
 from fp8cfg.layer_plan import plan, transformer_config
@@ -141,17 +140,6 @@ def memory_table(recipe: Recipe, device: str, part: Part | None = None, backend:
             for kind, n in kinds.items() if n]
     rows.append(["total", size(sum(kinds.values())), "", ""])
     return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
-
-
-def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
-    """Raise ConfigError where the run needs more than `free` bytes, with the nearest overrides that fit."""
-    need = sum(memory(recipe, device, backend=backend).values())
-    if need > free:
-        from fp8cfg.report.memory.nearest_fit import fitting
-
-        near = list(fitting(recipe, device, free, backend))
-        hint = f"; nearest that fit: {' · '.join(near)}" if near else ""
-        raise ConfigError(f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}{hint}")
 
 
 def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
