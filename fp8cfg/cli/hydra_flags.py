@@ -55,8 +55,8 @@ def show(arguments: Arguments, file: Path | None) -> int:
     from fp8cfg.composition import compose
     from fp8cfg.composition.hydra_compose import application
     from fp8cfg.composition.library import Library
+    from fp8cfg.composition.resolve import recipe_from
     from fp8cfg.composition.sweep_words import read
-    from fp8cfg.composition.yaml_recipe import recipe_from
 
     words, hydra_words = hydra_split(arguments.words)
     folder = arguments.one("--config-dir")

@@ -27,8 +27,8 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
     """Check every combination, run them, print and write the results. Returns the exit code."""
     from fp8cfg.composition.hydra_compose import application
     from fp8cfg.composition.library import Library
+    from fp8cfg.composition.resolve import recipe_from
     from fp8cfg.composition.sweep_words import read
-    from fp8cfg.composition.yaml_recipe import recipe_from
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("-m: a sweep starts runs of its own, each on one rank; start it without torchrun")

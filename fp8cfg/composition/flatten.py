@@ -39,6 +39,25 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def listed(node: Node) -> dict[str, Any]:
+    """`node` as plain data: mappings, lists (for tuples) and scalars."""
+    def lists(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: lists(v) for k, v in value.items()}
+        return [lists(v) for v in value] if isinstance(value, (list, tuple)) else value
+    plain: dict[str, Any] = lists(node.model_dump())
+    return plain
+
+
+def deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it; mappings merge, everything else replaces."""
+    out = dict(base)
+    for key, value in changes.items():
+        under = out.get(key)
+        out[key] = deep_merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return out
+
+
 def assigned(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """A copy of `recipe` with `values`, by their full keys. Raises ConfigError with every value that is not valid."""
     return recipe.model_copy(update=nested(values), deep=True)

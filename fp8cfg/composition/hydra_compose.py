@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.composition.library import LEAVES
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.files import CONF, read_yaml
+from fp8cfg.config.files import primary_config
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -91,7 +91,7 @@ def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
         store.repo.pop(key, None)
     GlobalHydra.instance().clear()
     try:
-        primary = read_yaml(CONF / "config.yaml")
+        primary = primary_config()
         store.store(NAME, {**primary, "hydra": settings} if settings else primary, provider="fp8cfg")
         for group, named in nodes.items():
             package = LEAVES[group][1] if group in LEAVES else "_global_"

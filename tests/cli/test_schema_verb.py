@@ -85,9 +85,9 @@ def test_what_fp8cfg_refuses_is_not_valid(text: str) -> None:
 
 def _read(text: str) -> Recipe:
     """As `from_yaml`, without the rules between keys, which are not a schema's."""
-    from fp8cfg.composition.yaml_recipe import _build
+    from fp8cfg.composition.resolve import recipe_of
 
-    return _build(parse_yaml(text, "YAML"), Path("YAML"), Library())
+    return recipe_of(parse_yaml(text, "YAML"), Path("YAML"), Library())
 
 
 @settings(max_examples=50, deadline=None)
