@@ -12,6 +12,8 @@ from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
+from fp8cfg.report.coverage import Coverage
+from fp8cfg.report.engagement import prove_engagement
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from fp8cfg.optim.low_bit.training import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
     from fp8cfg.optim.scheduler import StepScheduler
-    from fp8cfg.report.coverage import Coverage
-
 
 @dataclass
 class Job:
@@ -130,8 +130,6 @@ class Job:
     def prove(self) -> Coverage:
         """What ran since the model was built. Raises NotFP8Error where that is not what was planned, or less than
         fp8.min_coverage: call it after the first step."""
-        from fp8cfg.report.engagement import prove_engagement
-
         return prove_engagement(self.recipe, self.model, self.plan, self.choice.backend, self.foreign)
 
     def compile_model(self) -> None:

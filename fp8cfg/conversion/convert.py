@@ -35,6 +35,10 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules_precision import changed
 from fp8cfg.config.storage import fp8_weights
+from fp8cfg.numerics import Region
+from fp8cfg.report.coverage import coverage, of_layers
+from fp8cfg.report.machine import find_hardware
+from fp8cfg.report.tables import wrapped
 
 
 @dataclass
@@ -71,9 +75,6 @@ class Conversion:
         prove(self.model, self.plan, self.choice, self.fp8)
 
     def __str__(self) -> str:
-        from fp8cfg.report.coverage import of_layers
-        from fp8cfg.report.tables import wrapped
-
         backend = wrapped(f"backend {self.choice.backend} ({self.choice.why})", more="  ")
         return f"{backend}\n{of_layers(self.plan, beside(self.model))}"
 
@@ -83,8 +84,6 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
 
     Parameters stay the very same objects: tied ones tied, frozen ones frozen. So do hooks, dtypes, devices and training flags.
     Raises ConfigError for a recipe that cannot run here or reaches no layer, before anything is replaced."""
-    from fp8cfg.numerics import Region
-
     fp8 = _fp8_of(recipe, model)
     if _ours(model) or has_fp8_layers(model):
         raise ConfigError("convert_model: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
@@ -143,8 +142,6 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 
 def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> None:
     """Raise NotFP8Error where what ran in `model` is not what was planned, or too little of it is in FP8."""
-    from fp8cfg.report.coverage import coverage
-
     lines = not_engaged(plan, backend_registry.backend(choice.backend).observed(model))
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
@@ -199,8 +196,6 @@ def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
 
 def _hardware(model: nn.Module) -> Hardware:
     """Where the parameters of `model` are."""
-    from fp8cfg.report.machine import find_hardware
-
     return find_hardware("cuda" if any(p.is_cuda for p in model.parameters()) else "cpu")
 
 

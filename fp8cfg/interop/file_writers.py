@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fp8cfg import __version__
+from fp8cfg.composition.flatten import nested as tree
 from fp8cfg.config.files import dump_yaml
 from fp8cfg.interop import shell_flags as flag_words
 from fp8cfg.interop.key_table import Written
@@ -29,8 +30,6 @@ def headed(project: str, lost: Iterable[str]) -> str:
 
 def nested(data: dict[str, Any]) -> dict[str, Any]:
     """A table by dotted keys as mappings."""
-    from fp8cfg.composition.flatten import nested as tree
-
     return tree(data)
 
 

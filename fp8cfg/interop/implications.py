@@ -13,6 +13,7 @@ from fp8cfg.config.rules_fsdp import KEPT
 from fp8cfg.config.storage import COLUMNS, of_level
 from fp8cfg.interop.key_table import Values
 from fp8cfg.interop.precision_effect import changed
+from fp8cfg.layer_plan import plan
 
 _KEPT = tuple(f"fp8.override_linear_precision.{gemm}" for gemm in ("fprop", "dgrad", "wgrad"))
 _MSAMP = {"fp8.amax_history_len": 16, "fp8.reduce_amax": False, "storage.accumulate": "stored"}
@@ -96,8 +97,6 @@ def why(key: str, ours: Values, back: Values) -> str:
 
 def output_layer(recipe: Recipe) -> list[str]:
     """Leave the output layer of `recipe` in high precision where its sizes fit no FP8; a line on that."""
-    from fp8cfg.layer_plan import plan
-
     if not recipe.fp8.output_layer:
         return []
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.config.errors import ConfigError, suggest
+from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.interop import file_writers, source_files
 from fp8cfg.interop.accelerate import handlers
@@ -84,8 +85,6 @@ def from_words(name: str, words: Sequence[str], base: Recipe | None = None) -> R
 
 def _read(found: Door, said: source_files.Said, base: Recipe | None) -> Read:
     if said.preset is not None:
-        from fp8cfg.config.presets import precision_preset
-
         recipe = (base or Recipe()).model_copy(deep=True)
         recipe.precision = precision_preset(said.preset)
         return Read(recipe, said.lost, ())

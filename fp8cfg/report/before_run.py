@@ -6,7 +6,7 @@ from math import prod
 
 from fp8cfg import __version__
 from fp8cfg.backends.backend_choice import Hardware, choose
-from fp8cfg.composition.yaml_recipe import listed
+from fp8cfg.composition.flatten import listed
 from fp8cfg.config.errors import ConfigError, NotFP8Error
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe

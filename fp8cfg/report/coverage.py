@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import (
     ATTENTION_GEMMS,
     GEMMS,
@@ -139,8 +140,6 @@ def of_layers(linears: Sequence[PlannedLinear], beside: Sequence[Unwatched]) -> 
 def ran(recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], backend: str, foreign: bool = False) -> Coverage:
     """The coverage that was observed since the record was last cleared: what the call sites of the products recorded. `foreign`
     says that `model` is not the Transformer of `recipe`."""
-    from fp8cfg.backends import backend_registry
-
     seen = backend_registry.backend(backend).observed(model)
 
     def gemms(name: str, products: Sequence[str]) -> Any:

@@ -6,7 +6,7 @@ import copy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.composition.yaml_recipe import listed
+from fp8cfg.composition.flatten import listed
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import low_bit

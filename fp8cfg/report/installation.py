@@ -15,6 +15,8 @@ from typing import Any
 from fp8cfg import __version__
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Hardware
+from fp8cfg.composition.library import Library
+from fp8cfg.composition.resolve import node
 from fp8cfg.config.precision import Precision
 from fp8cfg.report.machine import find_hardware, free_memory
 
@@ -76,10 +78,8 @@ def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
 
 
 def _presets() -> dict[str, Precision]:
-    from fp8cfg.composition.library import Library
-
     library = Library()
-    return {name: Precision(**library.node("precision", name)) for name in library.choices("precision")}
+    return {name: Precision(**node("precision", name, library)) for name in library.choices("precision")}
 
 
 def _torch() -> tuple[Hardware | None, dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8cfg.composition.yaml_recipe import listed
+from fp8cfg.composition.flatten import listed
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.key_names import full, short
