@@ -1,4 +1,4 @@
-"""Reading YAML that may come from a stranger: plain data, bounded in size, or one clear line."""
+"""Safe YAML reading and writing: plain data of bounded size, no code, no interpolation; anything else is one clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words that other projects use for our keys: never accepted, always answered with ours."""
+"""Key and value names of other projects: never accepted as input, always answered with a "did you mean"."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CODE_KEYS = frozenset({
 
 
 def meant(key: str, value: object) -> str | None:
-    """Our word for another project's `value` of our `key`; None where there is none, or it is ours already."""
+    """Our spelling of another project's `value` for our `key`; None where there is none, or where it is valid as it is."""
     ours = _VALUES.get(key, {}).get(str(value).lower())
     return None if ours == str(value).lower() else ours
 

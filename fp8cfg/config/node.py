@@ -1,4 +1,4 @@
-"""The base of every schema class: one validation, and one wording of errors, for CLI, YAML and Python."""
+"""Schema base class on pydantic: the same validation and the same error text for the CLI, YAML and Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precision presets: functions, most of them by NeMo's and Megatron-Bridge's names, for the files under `conf/precision/`.
+"""Precision presets: functions, most of them named as in NeMo and Megatron-Bridge, that read the files under `conf/precision/`.
 
 The values stand in those files and nowhere else; a function returns one as a typed object.
 """

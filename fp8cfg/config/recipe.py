@@ -1,4 +1,4 @@
-"""The recipe: one typed object that says how a model is trained."""
+"""Recipe: the typed root of the configuration tree, which describes one training run."""
 
 from __future__ import annotations
 

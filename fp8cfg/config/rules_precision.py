@@ -1,4 +1,4 @@
-"""The rules between the keys of the precision plugin: what would do nothing, and what contradicts."""
+"""Validation rules of the precision plugin: keys that would have no effect, and keys that contradict one another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the storage columns of a precision come to once `auto` is resolved, for the weights of linear layers and for the rest.
+"""Storage columns: the codec of each kind of training state once `auto` is resolved, for linear layers and for the rest.
 
 The columns are those of the low-precision chart in the MS-AMP documentation. Its levels, and everything here that has a codec of
 its own, concern linear layers; embeddings and norms stay in float32 then, as MS-AMP leaves them. Moments are the same everywhere.
@@ -39,7 +39,7 @@ def level(precision: Precision) -> str | None:
 
 
 def of_level(precision: Precision) -> Columns:
-    """What the level in force says of the columns; nothing where there is none."""
+    """The columns that the optimization level in force sets; empty where there is none."""
     columns = LEVELS.get(level(precision) or "", {})
     if precision.backend != "msamp":
         return columns
@@ -95,14 +95,14 @@ def fp8_layers_alone(precision: Precision) -> bool:
 
 
 def said_of_fp8_weights(precision: Precision) -> str:
-    """The word of `precision` that has weights held in FP8."""
+    """The setting of `precision` that makes weights be stored in FP8, as the user writes it."""
     if precision.storage.weight != "auto":
         return f"storage.weight={precision.storage.weight}"
     return f"opt_level={level(precision)}" if level(precision) else "fp8.params=True"
 
 
 def as_held(precision: Precision) -> Precision:
-    """`precision` with fp8.params as it is in force: what a backend is asked to do."""
+    """A copy of `precision` with fp8.params as it applies after resolution, which is what a backend is given."""
     return precision.model_copy(update={"fp8": precision.fp8.model_copy(update={"params": fp8_weights(precision)})})
 
 
@@ -124,7 +124,7 @@ def low_bit(precision: Precision) -> bool:
 
 
 def gathered(precision: Precision, backend: str) -> str:
-    """In what `backend` has weights on the wire under shard=fsdp, as storage.gather is in force."""
+    """The codec of FSDP's weight all-gather under shard=fsdp with `backend`, with storage.gather resolved."""
     if precision.storage.gather != "auto":
         return precision.storage.gather
     return precision.compute if against_fp8_gather(precision, backend) else "fp8"

@@ -1,4 +1,4 @@
-"""The nodes beside the model: data, optim, trainer, checkpoint, log."""
+"""Schema nodes of a training run: data, optim, trainer, checkpoint and log."""
 
 from __future__ import annotations
 
