@@ -1,4 +1,4 @@
-"""How it is said: words of the command line, YAML files and Python calls become one equal Recipe."""
+"""Recipe composition: command-line words, YAML files and Python calls give one and the same Recipe."""
 
 from __future__ import annotations
 

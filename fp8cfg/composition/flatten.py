@@ -1,4 +1,4 @@
-"""A recipe as a table: the value of every key that is no node, by its full name."""
+"""Flat view of a recipe: a table from the full name of each key to its value, and back to nested mappings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8cfg.config.recipe import Recipe, fields
 
 
 def flat(node: Node, at: str = "") -> dict[str, Any]:
-    """The values below `node`, whose own key is `at`; an empty `at` is the recipe."""
+    """Full key -> value of every leaf below `node`, whose own key is `at`; an empty `at` is the recipe."""
     out: dict[str, Any] = {}
     for name in type(node).model_fields:
         value, key = getattr(node, name), f"{at}.{name}" if at else name
@@ -28,7 +28,7 @@ def flat_data(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The mappings of which `values` is the table: {"a.b": 1} is {"a": {"b": 1}}."""
+    """Nested mappings from a table of dotted keys: {"a.b": 1} gives {"a": {"b": 1}}."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         *path, leaf = key.split(".")

@@ -1,4 +1,4 @@
-"""Hydra composes: a complete recipe node, preset nodes laid over it, then values in their order.
+"""Hydra composition: a complete recipe node, preset nodes merged over it, then the overrides in their order.
 
 The nodes are stored for as long as Hydra works with them and taken out again, so that fp8cfg can be used inside a Hydra
 application and leaves nothing behind. Hydra reads no file here: every file has been read, bounded and checked before.
@@ -51,8 +51,8 @@ def merge(nodes: dict[str, dict[str, Any]], chosen: dict[str, str], values: list
 
 @contextlib.contextmanager
 def application(nodes: Nodes, settings: dict[str, Any] | None = None) -> Iterator[Hydra]:
-    """Hydra with `nodes` to choose from, and `settings` as the `hydra` node of the primary config. Its errors, those of the
-    body included, are raised as ConfigError."""
+    """A Hydra session with `nodes` to choose from, and `settings` as the `hydra` node of the primary config. Its errors, and
+    those of the body, are raised as ConfigError."""
     from hydra import initialize
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException

@@ -1,4 +1,4 @@
-"""Words of the command line, checked against the schema before anything is composed, all problems at once."""
+"""Command-line overrides, checked against the schema before anything is composed; all problems are reported at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where every value of a recipe comes from: the layers that set it, in the order in which they were applied."""
+"""Provenance of values: every layer (schema default, recipe function, preset, file, word) that set a key, in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp8cfg.config.recipe import Recipe
 
 @dataclass(frozen=True)
 class Origin:
-    """Where something is said: a line of a file, with the functions that it runs in; or a word."""
+    """The place of a setting: a line of a file, with the functions that it runs in; or a command-line word."""
 
     file: Path | None = None
     line: int | None = None
@@ -53,7 +53,7 @@ class Trace:
 
 
 def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path | None = None) -> Trace:
-    """Compose as `compose` does, and note where each value comes from. Raises ConfigError for what cannot be composed."""
+    """Compose as `compose` does, recording where each value comes from. Raises ConfigError for what cannot be composed."""
     at_import()  # before anything else imports the recipes
     library = Library(Path(config_dir) if config_dir else None)
     recipe = unchecked(words, library, file)
@@ -81,7 +81,7 @@ def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path
 
 
 class _Tracer:
-    """Goes the way that composition went, and notes each layer."""
+    """Repeats the composition step by step and records the layer that sets each key."""
 
     def __init__(self, library: Library) -> None:
         self.offered = library

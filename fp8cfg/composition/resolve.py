@@ -1,4 +1,4 @@
-"""Composition of a recipe: what a library has read, laid over one another. The rules between keys are not checked here.
+"""Recipe resolution: a base recipe, presets and values are merged in that order. Rules between keys are not checked here.
 
 Words of the command line are merged by Hydra; a recipe's file is merged key by key onto the recipe that it builds on.
 """

@@ -1,4 +1,4 @@
-"""Words of a sweep: every value and every combination of them checked before anything runs."""
+"""Sweep overrides: every value, and every combination of values, is checked before any job runs."""
 
 from __future__ import annotations
 

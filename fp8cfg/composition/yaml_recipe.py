@@ -1,4 +1,4 @@
-"""Recipe YAML: the presets that a recipe's file chooses and the values that it sets; and a recipe written out.
+"""Recipe YAML: the presets that a recipe file chooses and the values that it sets; and writing a recipe as YAML.
 
     recipe: llama_8b          # what it builds on; Hydra's `defaults: [llama_8b]` says the same
     precision: bf16_fp8       # presets, by the names that the command line knows
@@ -26,7 +26,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """The preset that a file chooses for a group, and the key that names it, as `lines.key_lines` has it."""
+    """The preset that a file chooses for a group, and the key that names it, as `yaml_lines.key_lines` has it."""
 
     name: str
     key: str
