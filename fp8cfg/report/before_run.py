@@ -1,4 +1,4 @@
-"""What is said before a run: the composed precision, the planned coverage, memory; and the last refusals."""
+"""Run header: the composed precision, planned coverage and memory that are printed before a run; and the last refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The low-precision chart of the MS-AMP documentation: in what a recipe multiplies, sends and stores, beside the named rows."""
+"""Low-precision chart, as in the MS-AMP documentation: the dtypes in which a recipe computes, communicates and stores."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def text(recipe: Recipe, ranks: int = 1) -> str:
 
 
 def remarks(recipe: Recipe, ranks: int) -> list[str]:
-    """What is allowed and may not be meant, on so many data-parallel ranks: a line each."""
+    """Warnings about settings that are allowed but may be unintended, on so many data-parallel ranks: a line each."""
     p, o = recipe.precision, recipe.optim
     found = [] if o.name == "sgd" else [*slow_averages(resolved(p), o.betas), *lost_averages(resolved(p))]
     if o.name != "sgd" and o.lr_decay_style != "constant":

@@ -1,4 +1,4 @@
-"""Coverage: which layers run which GEMMs in which format, why the others do not, and their share of the FLOPs."""
+"""FP8 coverage: which layers run which GEMMs in which format, why the others do not, and their share of the matmul FLOPs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Coverage:
 
     FLOPs are those of one token, forward and backward, 2 for a multiplication and an addition; attention is counted for
     the causal half of the sequence, `attention_flops` for all layers together; of someone else's model they are not known, and 0.
-    There each layer is weighed by the rows that it multiplied; one that nobody saw, as most of `beside`, what multiplies outside of
-    linear layers, by the most rows that any did.
+    There the FLOPs of a layer are its weights times the rows of the inputs that it was observed to multiply. A layer that was
+    not observed, as are most of `beside` (weights that are multiplied outside of linear layers), counts with the largest number
+    of rows of any layer.
     """
 
     linears: Sequence[PlannedLinear]

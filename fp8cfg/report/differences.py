@@ -1,4 +1,4 @@
-"""How two recipes differ, and the machines that two runs ran on."""
+"""Recipe differences: the keys in which two recipes differ, and what differs between the machines of two runs."""
 
 from __future__ import annotations
 

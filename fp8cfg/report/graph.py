@@ -1,4 +1,4 @@
-"""The Fiddle graph of a recipe as text: what will be built, with which arguments. Loads Fiddle, and no torch."""
+"""Fiddle graph as text: what will be built, with which arguments. Loads Fiddle, and no torch."""
 
 from __future__ import annotations
 

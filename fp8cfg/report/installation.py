@@ -1,4 +1,4 @@
-"""What this machine has that matters to low-precision training, without importing TE or MS-AMP; torch is asked where it is."""
+"""Installation report: packages, hardware and environment variables that matter to low-precision training, without TE or MS-AMP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a key does under a recipe: the rules are asked, by changing the key on a copy."""
+"""Effect of a key under a recipe: the validation rules are run with the key changed on a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan for a person, at most 80 columns wide."""
+"""Plan as text: the output of `plan`, at most 80 columns wide."""
 
 from __future__ import annotations
 

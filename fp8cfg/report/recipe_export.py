@@ -1,4 +1,4 @@
-"""A recipe written out to be kept: as values on top of what is shipped, or whole; as YAML, JSON or Python."""
+"""Recipe export: YAML, JSON or Python, as values on top of shipped recipes and presets, or whole."""
 
 from __future__ import annotations
 

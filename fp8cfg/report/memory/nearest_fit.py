@@ -1,4 +1,4 @@
-"""The nearest recipes that fit into a given memory."""
+"""Out-of-memory check before a run, and the nearest recipes that fit into a given memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | N
 
 
 def fitting(recipe: Recipe, device: str, free: int, backend: str | None = None) -> Iterator[str]:
-    """Words that make `recipe` fit into `free` bytes of `device`: the same model held more leanly, else with fewer layers; and
+    """Overrides that make `recipe` fit into `free` bytes of `device`: the same model with less memory, else with fewer layers; and
     the largest recipe that fits."""
 
     def fits(r: Recipe) -> bool:

@@ -1,4 +1,4 @@
-"""Bytes of one element, by who holds it: the codecs of storage, and the operands of the native backend's products."""
+"""Bytes per element: of the storage codecs, and of the quantized operands of the native backend's GEMMs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a recipe's run takes on one rank, by kind, from shapes alone.
+"""Peak memory of a training run on one rank, by kind, computed from shapes alone.
 
 Weights, masters, gradients and moments are sums over parameters; activations follow the model's code, run eagerly
 (report/memory/activations.py). The kinds add up to the peak of a step that accumulates microbatches, whose last backward pass finds
@@ -143,7 +143,7 @@ def memory_table(recipe: Recipe, device: str, part: Part | None = None, backend:
 
 
 def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
-    """Bytes that the optimizer's step takes for a while: float32 copies of narrower gradients; one weight on its way into FP8, in
+    """Temporary bytes of the optimizer's step: float32 copies of narrower gradients; one weight on its way into FP8, in
     float32 before and after it is cut to the range, and rounded. Compiled code takes no more than pieces do."""
     pieces = low_bit(recipe.precision)
     widened = 4 * parameters(recipe, part).total if gradient_bytes(recipe) < 4 and not pieces else 0

@@ -1,4 +1,4 @@
-"""Bytes of torchao's linear layers, which keep input and weight as they came and quantize both again in the backward pass.
+"""Memory of torchao's linear layers, which keep input and weight unquantized and quantize both again in the backward pass.
 
 From torchao's code, run eagerly (float8/float8_linear.py, prototype/moe_training/mxfp8_linear.py). G is the gradient of the output,
 W the weight, X the input, in elements:
