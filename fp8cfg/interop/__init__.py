@@ -1,4 +1,4 @@
-"""Recipes from and to other projects: Accelerate, DeepSpeed, NeMo, Megatron-Bridge, Megatron-LM, torchtitan, torchao and
+"""Recipe import and export: Accelerate, DeepSpeed, NeMo, Megatron-Bridge, Megatron-LM, torchtitan, torchao and
 Transformer Engine. What one side says and the other cannot is returned, line by line."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recipes as the text of other projects' files."""
+"""File writers: a recipe as the text of another project's configuration file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from another project's keys though none says it: what its library of FP8 does, and the GPUs that it takes."""
+"""Implied settings of another project: what its FP8 library does although no key says so, and the GPUs that it requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another project can say about precision: a table of its keys, each with the values of ours that it means."""
+"""Key table of another project: each of its precision keys with the values of ours that it means, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would do nothing in the recipe that another project's keys make: taken out, and said where somebody wrote it."""
+"""Imported keys without effect: removed from the recipe, and reported where somebody wrote them."""
 
 from __future__ import annotations
 

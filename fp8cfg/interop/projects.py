@@ -1,4 +1,4 @@
-"""Every project's way in and out: which files and words it has, and how a recipe is written for it."""
+"""Projects that recipes are imported from and exported to: the files and arguments that each is read from, and its writer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fp8cfg.interop.translation import read, where, write
 
 @dataclass(frozen=True)
 class Door:
-    """One project: its table, how its files and words are read (as text, or as keys and values), and how its text is written.
+    """One project: its key table, how its files and arguments are read (as text, or as keys and values), and how it is written.
     `call` reads Python with one call in it; `remarks` says whether the text has comments, for what it cannot say."""
 
     dialect: Dialect

@@ -1,4 +1,4 @@
-"""torchtitan's TOML: the sections of FP8 and MXFP8 linear layers under each of the names that they have had."""
+"""torchtitan TOML: the sections of FP8 and MXFP8 linear layers under each of the names that they have had."""
 
 from __future__ import annotations
 

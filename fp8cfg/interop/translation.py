@@ -1,4 +1,4 @@
-"""Recipes read from, and written by, the table of another project."""
+"""Translation of recipes through the key table of another project, in both directions."""
 
 from __future__ import annotations
 

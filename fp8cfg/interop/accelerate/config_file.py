@@ -1,4 +1,4 @@
-"""Accelerate's configuration file, in every spelling that is about: the wizard's, the launcher's, the documentation's."""
+"""Accelerate configuration file, in every spelling in use: the wizard's, the launcher's and the documentation's."""
 
 from __future__ import annotations
 

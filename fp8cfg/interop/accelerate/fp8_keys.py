@@ -1,4 +1,4 @@
-"""What Accelerate says about FP8: the keys of fp8_config in its configuration file, and the fields of its handler objects."""
+"""Accelerate FP8 keys: fp8_config in its configuration file, and the fields of its handler objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields in which Megatron Core, NeMo and Megatron-Bridge say what is in low precision."""
+"""Megatron Core precision fields, which NeMo and Megatron-Bridge share."""
 
 from __future__ import annotations
 

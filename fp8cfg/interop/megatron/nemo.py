@@ -1,4 +1,4 @@
-"""NeMo's MegatronMixedPrecision plugin and Megatron-Bridge's MixedPrecisionConfig: fields, and presets by name."""
+"""NeMo MegatronMixedPrecision plugin and Megatron-Bridge MixedPrecisionConfig: fields, and presets by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags on precision, the dtypes of its precision-aware optimizer among them."""
+"""Megatron-LM flags of precision, including the dtypes of its precision-aware optimizer."""
 
 from __future__ import annotations
 

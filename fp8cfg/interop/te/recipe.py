@@ -1,4 +1,4 @@
-"""Transformer Engine's recipe classes, field by field."""
+"""Transformer Engine recipe classes, field by field."""
 
 from __future__ import annotations
 

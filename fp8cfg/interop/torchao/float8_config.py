@@ -1,4 +1,4 @@
-"""torchao's Float8LinearConfig: how its fields say which scales and formats each of the three products has."""
+"""torchao Float8LinearConfig: how its fields give the scaling and the format of each of the three GEMMs."""
 
 from __future__ import annotations
 
