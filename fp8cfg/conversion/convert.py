@@ -1,4 +1,4 @@
-"""FP8 for a model of one's own, in a loop of one's own. autowrap.py has what Accelerate's users know.
+"""Model conversion: nn.Linear to FP8 layers and back, in place, for a model and a training loop of your own.
 
     fp8 = fp8cfg.convert_model(model, recipe)   # in place; print(fp8) says what was converted and what was not, and why
     with fp8.autocast():
@@ -43,8 +43,8 @@ from fp8cfg.report.tables import wrapped
 
 @dataclass
 class Conversion:
-    """What `convert_model` did. `model` is the model that was given, or its replacement where that was itself an nn.Linear;
-    `plan` says of each linear layer what it multiplies in which format, and why not where it does not."""
+    """Result of `convert_model`. `model` is the model that was given, or its replacement where that was itself an nn.Linear;
+    `plan` has for each linear layer the format of each GEMM, and the reason where one stays in high precision."""
 
     model: nn.Module
     plan: Sequence[PlannedLinear]
@@ -136,7 +136,7 @@ def has_fp8_layers(model: nn.Module) -> bool:
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether any layer of `model` is Transformer Engine's. Whether it multiplies in FP8 is not said by that: see `coverage`."""
+    """Whether any layer of `model` is Transformer Engine's. That does not say whether it runs in FP8: see `coverage`."""
     return _has(model, "transformer_engine") or _has(model, "fp8cfg.backends.te.layers")
 
 
@@ -163,7 +163,7 @@ def checked(recipe: Recipe, model: nn.Module) -> Recipe:
 
 
 def strangers(recipe: Recipe, model: nn.Module) -> list[str]:
-    """A line for each of the two that is something else."""
+    """A line for each argument of the wrong type."""
     wanted = {"Recipe": (recipe, Recipe, "; compose(['precision=bf16_fp8']) gives one"), "torch.nn.Module": (model, nn.Module, "")}
     return [f"expected a {name}, got {type(given).__name__}{more}" for name, (given, cls, more) in wanted.items()
             if not isinstance(given, cls)]
