@@ -1,4 +1,4 @@
-"""Recipe -> Fiddle graph -> Job. `lower` makes the graph without torch; `build` checks everything first, then builds it."""
+"""Builder: a recipe is lowered to a Fiddle graph, without torch, and the graph is built into a Job once everything is checked."""
 
 from __future__ import annotations
 

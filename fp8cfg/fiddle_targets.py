@@ -1,4 +1,4 @@
-"""What a lowered graph calls. Each function imports torch when it is called, so that a graph can be made without it."""
+"""Fiddle targets: the functions that a lowered graph calls. Each imports torch when it is called, so that lowering needs none."""
 
 from __future__ import annotations
 

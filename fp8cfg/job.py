@@ -1,4 +1,4 @@
-"""What a recipe becomes: a model, its optimizer and schedule, the autocast context, and what a loop of one's own needs."""
+"""Job: a built recipe, with its model, optimizer, schedule and autocast context, for `fit` or a training loop of your own."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return self.prepared.device
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
