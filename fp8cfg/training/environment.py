@@ -1,4 +1,4 @@
-"""What a result may depend on besides the recipe: versions, machine, code, environment variables."""
+"""Environment record: versions, machine, code and environment variables that a result may depend on besides the recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a run folder that grow with its steps: metrics, statistics of FP8 tensors, TensorBoard events."""
+"""Run logs: the files of a run folder that grow step by step, with metrics, statistics of FP8 tensors and TensorBoard events."""
 
 from __future__ import annotations
 

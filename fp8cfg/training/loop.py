@@ -1,4 +1,4 @@
-"""The loop: steps, evaluation, checkpoints and a stop on request, with a run folder left behind."""
+"""Training loop: steps, evaluation, checkpoints and a stop on request, with a run folder left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned and measured bytes of a training step, by kind.
+"""Memory measurement: planned and measured bytes of a training step, by kind.
 
 Measured are live tensor bytes, counted by a dispatch mode that sees every tensor made and, by a weak reference, when its
 storage dies: saved tensors are among them, memory that the allocator keeps is not. The pass that is measured is the last of a

@@ -1,4 +1,4 @@
-"""One optimizer step and one evaluation."""
+"""Training step: one optimizer step over its microbatches, and one evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a job holds, and how a job takes it back."""
+"""Job state: what a checkpoint of a job contains, and how it is restored."""
 
 from __future__ import annotations
 

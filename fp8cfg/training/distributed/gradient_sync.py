@@ -1,4 +1,4 @@
-"""The gradients of a step summed over the ranks, each in the codec of its comm column; under ZeRO-2 on the rank that owns it."""
+"""Gradient synchronization: gradients summed over the ranks, each in its storage.comm codec; under ZeRO-2 on its owner alone."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def stores_early(prepared: PreparedModel, world: World) -> bool:
-    """Whether gradients that are stored in a codec can be so before they are summed: with one rank, or where the same bytes go
-    over the wire."""
+    """Whether gradients can be encoded into their storage codec before they are summed: with one rank, or where the same bytes
+    are communicated."""
     return world.size == 1 or all(columns["comm"] == columns["weight_grad"] or columns["weight_grad"] not in SCALED
                                   for columns in prepared.columns.values())
 
