@@ -1,1 +1,1 @@
-"""The command line, one small file for each verb."""
+"""Command line: one small file for each verb."""

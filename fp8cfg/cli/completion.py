@@ -1,4 +1,4 @@
-"""`completion`: a script that makes a shell complete fp8cfg's words, and the words themselves.
+"""`completion`: shell completion, the script for a shell and the words themselves.
 
 The words come without the schema, whose import alone takes a tenth of a second: classes and options are read from the
 source files of `config/`.

@@ -1,4 +1,4 @@
-"""The flags that Hydra's users know: --cfg, --info, --package, --resolve, --hydra-help; and -m, which `sweep` answers."""
+"""Hydra flags: --cfg, --info, --package, --resolve and --hydra-help; -m is multirun's."""
 
 from __future__ import annotations
 

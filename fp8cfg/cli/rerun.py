@@ -1,4 +1,4 @@
-"""`rerun`: the same run again into a new run folder, with what has changed since, and whether its losses are the same."""
+"""`rerun`: repeats a run in a new run folder, lists what has changed since, and compares the losses."""
 
 from __future__ import annotations
 

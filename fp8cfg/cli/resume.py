@@ -1,4 +1,4 @@
-"""`resume`: go on with a run from its newest checkpoint that verifies."""
+"""`resume`: continues a run from its newest checkpoint that verifies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of a sweep, as a Hydra launcher calls it: in the sweep's process, or in another on another machine."""
+"""Sweep job: one run of a sweep as a Hydra launcher calls it, in the sweep's process or on another machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a sweep: what each job leaves in its folder, and all of them in a table and in results.json."""
+"""Sweep results: what each job writes into its folder, and the table and results.json of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train`: compose, say what will run and what it takes, refuse or train; and the ways of Hydra to look or to sweep."""
+"""`train`: composes, prints the plan of the run, refuses or trains; and dispatches to Hydra's ways of inspecting and sweeping."""
 
 from __future__ import annotations
 
