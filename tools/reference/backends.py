@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import fp8cfg
 from fp8cfg.backends.backend_choice import against
 from fp8cfg.backends.backend_registry import rules
 from fp8cfg.backends.protocol import Hardware
+from fp8cfg.config.presets import precision_preset
 from tools.reference.markdown import table
 
 HARDWARE = {"CPU": Hardware("cpu"), "H100": Hardware("cuda", (9, 0), (12, 9)), "B200": Hardware("cuda", (10, 0), (13, 0))}
 PRESETS = {"delayed": "bf16_fp8", "current": "bf16_fp8_current", "block": "bf16_fp8_block", "mxfp8": "bf16_mxfp8", "nvfp4": "bf16_nvfp4"}
-WORDS = {"native": (), "torchao": ("fp8.params=false",), "te": (),
-         "msamp": ("fp8.params=false", "fp8.amax_history_len=16", "fp8.reduce_amax=false", "storage.accumulate=stored")}
-"""Backends, each with the words that make the presets of a scaling ones that it takes."""
-LEGEND = ("ran: trained by the tests, FP8 emulated with the same values. not run: the backend takes the recipe there, and nobody has run it "
-          "yet. emulation: taken there with `fp8.emulate=true` alone, not run. refused: exit code 2, with the reason.")
+BACKENDS = ("native", "torchao", "te", "msamp")
 
 
 def support_table() -> str:
     """A row a backend and device, a column a scaling."""
     rows = [[backend, device, *(_cell(backend, scaling, hardware) for scaling in PRESETS)]
-            for backend in WORDS for device, hardware in HARDWARE.items()]
+            for backend in BACKENDS for device, hardware in HARDWARE.items()]
     rows = [row for row in rows if any(cell != "-" for cell in row[2:])]
     return table(["backend", "on", *PRESETS], rows)
 
@@ -33,12 +29,13 @@ def _cell(backend: str, scaling: str, hardware: Hardware) -> str:
 
 
 def _takes(backend: str, scaling: str, hardware: Hardware, emulate: bool) -> str:
-    """How the backend multiplies there; empty where it refuses."""
-    words = [*WORDS[backend], f"precision={PRESETS[scaling]}", f"backend={backend}", f"fp8.emulate={str(emulate).lower()}"]
-    try:
-        precision = fp8cfg.compose([word for word in words if scaling == "delayed" or not word.startswith(("fp8.amax", "fp8.reduce"))]).precision
-    except fp8cfg.ConfigError:
-        return ""
+    """How the backend multiplies there, with the keys beside the preset's that it wants; empty where it refuses."""
+    precision = precision_preset(PRESETS[scaling])
+    precision.backend, precision.fp8.emulate = backend, emulate  # type: ignore[assignment]
+    if backend in ("torchao", "msamp"):
+        precision.fp8.params = False
+    if backend == "msamp" and scaling == "delayed":
+        precision.fp8.amax_history_len, precision.fp8.reduce_amax, precision.storage.accumulate = 16, False, "stored"
     return "" if against(backend, precision, hardware, here=False) else rules(backend).product(precision, hardware)[0]
 
 
@@ -53,7 +50,7 @@ def support_page() -> str:
 
 
 def page() -> str:
-    from tests.support.backend_table import BACKENDS, markdown
+    from tests.support.backend_table import markdown
 
     return "\n\n".join([
         "# Backends by key", f"What {', '.join(BACKENDS)} do with each key of precision: applied, and where a test reads that back, or refused, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 from fp8cfg.config.errors import Fp8cfgError
@@ -11,6 +12,8 @@ from fp8cfg.report.installation import VARIABLES
 from tools.reference.markdown import code, plain, table
 
 ROOT = Path(__file__).resolve().parents[2]
+DEFINES = re.compile(r"^class \w+\(\w*(Error|Checkpoint|Folder)\w*(, \w+)*\):", re.MULTILINE)
+"""Modules that define errors."""
 OWN = {
     "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE": "set by torchrun: which rank this is, of how many; without them there is one",
     "FP8CFG_FAILPOINT": "tests alone: the process kills itself at a named point of saving a checkpoint",
@@ -37,7 +40,7 @@ def exit_codes() -> str:
 
 def _errors() -> list[type[Fp8cfgError]]:
     for path in sorted((ROOT / "fp8cfg").rglob("*.py")):
-        if "exit_code" in path.read_text(encoding="utf-8") and path.name != "__main__.py":
+        if DEFINES.search(path.read_text(encoding="utf-8")) and path.name != "__main__.py":
             importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     found, queue = [], [Fp8cfgError]
     while queue:
