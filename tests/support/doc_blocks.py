@@ -18,6 +18,11 @@ from fp8cfg.config import recipe_registry
 from tests.support.verbs import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OWN_TESTS = {
+    "docs/extending/scaling.md": "tests/numerics/test_extending_scaling.py", "docs/extending/backend.md": "tests/extending/test_backend.py",
+    "docs/extending/model_size.md": "tests/extending/test_model_size.py", "docs/extending/cli_verb.md": "tests/extending/test_cli_verb.py",
+    "docs/extending/preset.md": "tests/extending/test_preset.py"}
+"""Checklists, whose blocks a test of their own puts into a package."""
 INFOS = ("python", "console", "yaml", "text")
 RUN = "runs/llama_tiny-20260102-030405"
 """The run folder that pages name; where one does, it is there."""
@@ -47,11 +52,13 @@ class Command:
 
 
 def blocks(page: Path) -> list[Block]:
+    """The blocks of `page`, in its order."""
     text = page.read_text(encoding="utf-8")
     return [Block(page, text.count("\n", 0, found.start(2)) + 1, found[1], found[2]) for found in _FENCE.finditer(text)]
 
 
 def commands(block: Block) -> list[Command]:
+    """The commands of a console block. Raises AssertionError where it does not begin with one."""
     parts = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
     assert not parts[0].strip(), f"{block}: text before the first command"
     return [Command(shlex.split(line), shown) for line, _, shown in (part.partition("\n") for part in parts[1:])]
