@@ -23,17 +23,17 @@ NESTED = {"training.distributed"}
 """Folders inside a room that are rooms by themselves."""
 
 TOP = {  # room -> rooms that its modules may import at their top
-    "models": set(), "data": set(), "config": set(), "numerics": set(),
+    "models": set(), "data": set(), "scalings": set(), "config": {"scalings"}, "numerics": {"scalings"},
     "optim": {"numerics"},
     "composition": {"config"},
-    "backends": {"config", "numerics"},
+    "backends": {"config", "numerics", "scalings"},
     "layer_plan": {"backends", "config", "models"},
-    "report": {"backends", "composition", "config", "layer_plan", "models"},
-    "interop": {"composition", "config", "layer_plan"},
+    "report": {"backends", "composition", "config", "layer_plan", "models", "scalings"},
+    "interop": {"composition", "config", "layer_plan", "scalings"},
     "training.distributed": {"backends", "config", "numerics", "optim", "report"},
     "job": {"backends", "report"},
     "fiddle_targets": {"backends", "config", "models"},
-    "conversion": {"backends", "config", "numerics", "report"},
+    "conversion": {"backends", "config", "numerics", "report", "scalings"},
     "builder": {"backends", "config", "fiddle_targets", "job", "layer_plan", "models", "optim"},
     "run_plan": {"builder", "config", "report"},
     "training": {"backends", "builder", "composition", "config", "data", "job", "layer_plan", "numerics", "optim", "report",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from fp8cfg.config.errors import nearest
+from fp8cfg.scalings import SCALINGS
 
 _BELONGS = {
     "fp8_margin": "fp8.margin", "fp8_interval": "fp8.interval", "fp8_format": "fp8.format",
@@ -42,9 +43,7 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
 }
 _VALUES = {  # of our keys: their word -> ours
-    "fp8.scaling": {
-        "tensorwise": "current", "per_tensor": "current", "blockwise": "block", "subchannel": "block",
-        "delayed": "delayed", "current": "current", "block": "block", "mxfp8": "mxfp8", "nvfp4": "nvfp4"},
+    "fp8.scaling": {word: name for name, scaling in SCALINGS.items() for word in (*scaling.spellings, name)},
     "storage.shard": {"zero3": "fsdp", "fsdp2": "fsdp", "full_shard": "fsdp"},
     "precision": {
         "no": "fp32", "fp32": "fp32", "32": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fp8cfg.config.fp8 import power_2_scales
+from fp8cfg.config.fp8 import per_row, power_2_scales
+from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
     from fp8cfg.config.precision import Precision
@@ -136,9 +137,14 @@ def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
     fp8, high = precision.fp8, precision.fp8.override_linear_precision
     if not fp8.enabled:
         return [f"precision.compute={precision.compute} runs no FP8; write precision=bf16_fp8_current, or drop it"]
-    lines = [f"needs fp8.{key}={want}, not {getattr(fp8, key)}; write that, or storage.gather=auto"
-             for key, want in (("scaling", "current"), ("granularity", "tensor")) if getattr(fp8, key) != want]
-    if fp8.scaling == "current" and power_2_scales(fp8):
+    takes = SCALINGS[fp8.scaling].fp8_gather
+    lines = []
+    if not takes:
+        those = " or ".join(name for name, scaling in SCALINGS.items() if scaling.fp8_gather)
+        lines.append(f"needs fp8.scaling={those}, not {fp8.scaling}; write that, or storage.gather=auto")
+    if per_row(fp8):
+        lines.append(f"needs fp8.granularity=tensor, not {fp8.granularity}; write that, or storage.gather=auto")
+    if takes and power_2_scales(fp8):
         lines.append("torchao does not round the scales of weights that it gathers; write fp8.use_power_2_scales=false, or "
                      "storage.gather=auto")
     lines += [f"needs fp8.override_linear_precision.{gemm}=false, which reads the weight; write that, or storage.gather=auto"

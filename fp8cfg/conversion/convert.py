@@ -39,6 +39,7 @@ from fp8cfg.numerics import Region
 from fp8cfg.report.coverage import coverage, of_layers
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.report.tables import wrapped
+from fp8cfg.scalings import SCALINGS
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Conversion:
     @property
     def _rolls(self) -> bool:
         """Whether there is something for `step` to do."""
-        return self.fp8.scaling == "delayed" and self.choice.backend == "native"
+        return SCALINGS[self.fp8.scaling].history and self.choice.backend == "native"
 
     def step(self) -> None:
         """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales."""

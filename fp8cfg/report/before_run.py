@@ -18,6 +18,7 @@ from fp8cfg.report.memory.layout import ranks
 from fp8cfg.report.memory.peak import memory_table
 from fp8cfg.report.plan_text import passed_over
 from fp8cfg.report.tables import amount, wrapped
+from fp8cfg.scalings import SCALINGS
 
 
 def head(recipe: Recipe) -> str:
@@ -44,7 +45,7 @@ def _fp8(recipe: Recipe) -> dict[str, object]:
     if not f.enabled:
         return {"enabled": False}
     leading = ["enabled", "scaling", "format", "params"]
-    if f.scaling == "delayed":
+    if SCALINGS[f.scaling].history:
         leading[3:3] = ["margin", "amax_history_len", "amax_compute_algo"]
     values, defaults = listed(f), listed(FP8())
     return {k: values[k] for k in [*leading, *(k for k in values if k not in leading and values[k] != defaults[k])]}

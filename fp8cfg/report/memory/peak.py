@@ -21,6 +21,7 @@ from fp8cfg.report.memory.fsdp_gather import gathered_bytes
 from fp8cfg.report.memory.layout import Part, ranks, whole
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.tables import size, table
+from fp8cfg.scalings import SCALINGS
 
 PIECE, WORKING = 65536, 12 * 4
 """Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK), and the bytes that one takes in float32."""
@@ -83,7 +84,7 @@ def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict
              "fsdp": ("weights", "masters", "moments", "gradients")}
     for kind in split[recipe.storage.shard]:
         kinds[kind] //= part.data
-    state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if recipe.fp8.scaling == "delayed" else 0
+    state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if SCALINGS[recipe.fp8.scaling].history else 0
     held = counts.linear if fp8_weights(recipe.precision) else 0
     return {**kinds, "FP8 copies": state + int(held * held_beside(recipe))}
 
@@ -156,7 +157,7 @@ def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
 def _note(recipe: Recipe, kind: str, part: Part) -> str:
     columns, rest = chart.row(recipe), others(recipe.precision)
     layers = "FP8 layers" if fp8_weights(recipe.precision) else "linear layers"
-    state = "scales, amax histories" if recipe.fp8.scaling == "delayed" else "for dgrad, and scales"
+    state = "scales, amax histories" if SCALINGS[recipe.fp8.scaling].history else "for dgrad, and scales"
     tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
     widens = gradient_bytes(recipe) < 4 and not low_bit(recipe.precision)
     return {
