@@ -24,16 +24,14 @@ CONSOLE = re.findall(r"^\$ fp8cfg (.*)\nerror: (.*)$", PAGE, re.MULTILINE)
 LAYOUT = """
 import fp8cfg
 from fp8cfg.interop.projects import DOORS, to_text
-from fp8cfg.report import plan_report
-from fp8cfg.report.gpus import GPUS
 
 def planned(scaling, gpu, *words):
     recipe = fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8_block", f"fp8.scaling={scaling}", *words])
-    data = plan_report.data(plan_report.make(recipe, 8, gpu))
+    data = fp8cfg.plan(recipe, gpu=gpu, gpus=8).data()
     assert data["runs"]["backend"] == "native", data["runs"]
     return {key: data[key] for key in ("coverage", "chart", "ranks", "recompute", "too_small")}
 
-for gpu in (None, GPUS["h100"]):
+for gpu in (None, "h100"):
     for words in ((), ("fp8.params=true",), ("fp8.enable_2d_quantization=false",), ("fp8.use_power_2_scales=false",)):
         block, copy = (planned(name, gpu, "backend=native", *words) for name in ("block", "block_copy"))
         assert copy == block
@@ -78,7 +76,7 @@ def run(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_added_scaling_is_the_one_it_copies(copied: Path, script: str) -> None:
     where = f"import fp8cfg; assert fp8cfg.__file__.startswith({str(copied)!r}), fp8cfg.__file__\n"
     done = run(copied, "-c", where + script)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(("words", "line"), CONSOLE, ids=[words.split()[0] + words.split()[-1] for words, _ in CONSOLE])
