@@ -1,4 +1,4 @@
-"""The command line: `python -m fp8cfg`, and the console script `fp8cfg`. Imports what the verb at hand needs, no more."""
+"""Command line: `python -m fp8cfg`, and the console script `fp8cfg`. Imports what the verb at hand needs, no more."""
 
 from __future__ import annotations
 

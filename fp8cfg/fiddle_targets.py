@@ -1,4 +1,4 @@
-"""What a lowered graph calls. Each function imports torch when it is called, so that a graph can be made without it."""
+"""Fiddle targets: the functions that a lowered graph calls. Each imports torch when it is called, so that lowering needs none."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import Columns, as_held, foreign_others, gathered, low_bit, others
 from fp8cfg.config.training_nodes import Optim
-from fp8cfg.job import PreparedModel
 from fp8cfg.models.config import TransformerConfig
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fp8cfg.backends.gemm_plan import Kinds, PlannedLinear
+    from fp8cfg.backends.prepared_model import PreparedModel
     from fp8cfg.config.training_nodes import Optim
-    from fp8cfg.job import PreparedModel
     from fp8cfg.numerics import Region
     from fp8cfg.optim import LossScaler
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer

@@ -1,4 +1,4 @@
-"""`completion`: a script that makes a shell complete fp8cfg's words, and the words themselves.
+"""`completion`: shell completion, the script for a shell and the words themselves.
 
 The words come without the schema, whose import alone takes a tenth of a second: classes and options are read from the
 source files of `config/`.
@@ -108,7 +108,8 @@ def _keys_below(start: str) -> list[str]:
 @functools.cache
 def keys() -> dict[str, tuple[str, ...]]:
     """Every key by its short name, with the words that its value can be where they are few: options, true, false, null."""
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (Path(__file__).parents[1] / "config").glob("*.py")]
+    package = Path(__file__).parents[1]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (*(package / "config").glob("*.py"), package / "scalings.py")]
     classes = {c.name: (home, c) for tree in trees for c in tree.body
                if isinstance(c, ast.ClassDef) and (home := _home(c)) is not None and c.name != "Node"}
     named = {t.id: s.value for tree in trees for s in tree.body if isinstance(s, ast.Assign)

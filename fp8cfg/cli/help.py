@@ -1,4 +1,4 @@
-"""`--help`, without loading anything that is slow to load."""
+"""`--help`: usage texts, without loading anything that is slow to load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`list`: recipes and presets by name, with a line on each. Reads files; imports recipes only where files do not say it all."""
+"""`list`: recipes and presets by name, with a line on each. Reads files; imports recipes only where files do not suffice."""
 
 from __future__ import annotations
 

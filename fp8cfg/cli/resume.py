@@ -1,4 +1,4 @@
-"""`resume`: go on with a run from its newest checkpoint that verifies."""
+"""`resume`: continues a run from its newest checkpoint that verifies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
     first = os.environ.get("RANK", "0") == "0"
     folder = RunFolder.open(Path(arguments.plain[0]), lock=first)
 
-    from fp8cfg.cli.train import launch  # these load torch: a folder that is none is said first
+    from fp8cfg.cli.launch import launch  # these load torch: a folder that is none is said first
     from fp8cfg.composition import compose, from_yaml, to_yaml
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.training.checkpoint import checkpoint, job_state

@@ -1,4 +1,4 @@
-"""Errors that a person reads: one line a problem, with the key, the reason and the nearest valid thing."""
+"""Error types: one line for each problem, with the key, the reason and the nearest valid value; and their exit codes."""
 
 from __future__ import annotations
 

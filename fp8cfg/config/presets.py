@@ -1,4 +1,4 @@
-"""Precision presets: functions, most of them by NeMo's and Megatron-Bridge's names, for the files under `conf/precision/`.
+"""Precision presets: functions, most of them named as in NeMo and Megatron-Bridge, that read the files under `conf/precision/`.
 
 Values and names stand in those files and nowhere else; a function returns one as a typed object.
 """
@@ -45,17 +45,21 @@ def choices() -> list[str]:
     return sorted(p.stem for p in (CONF / "precision").glob("*.yaml"))
 
 
+def stem(name: str) -> str:
+    """The file under conf/precision/ that a preset function, or NeMo's hyphenated spelling of one, names; `name` itself else."""
+    spelled = name.replace("-", "_").lower()
+    return FUNCTIONS.get(spelled, spelled)
+
+
 def precision_preset(name: str) -> Precision:
     """The preset `name` as a fresh object: a file's short name, a function's name, or NeMo's hyphenated spelling.
 
     Raises ConfigError with the nearest name where there is none.
     """
     known = choices()
-    spelled = name.replace("-", "_").lower()
-    stem = FUNCTIONS.get(spelled, spelled)
-    if stem not in known:
+    if stem(name) not in known:
         raise ConfigError(f"precision={name}: no such precision preset" + suggest(name, [*known, *FUNCTIONS]))
-    return Precision(**read_yaml(CONF / "precision" / f"{stem}.yaml"))
+    return Precision(**read_yaml(CONF / "precision" / f"{stem(name)}.yaml"))
 
 
 def _function(name: str, stem: str) -> PresetFunction:

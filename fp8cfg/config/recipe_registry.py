@@ -1,4 +1,4 @@
-"""Recipes by name: the shipped ones, and those of installed packages under the entry point group `fp8cfg.recipes`."""
+"""Recipe registry: shipped recipe functions, and those of installed packages under the entry point group `fp8cfg.recipes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot stand beside storage.shard=fsdp, and storage.gather without it."""
+"""Validation rules of storage.shard=fsdp, and of storage.gather, which only FSDP has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether to compile: a rule of the recipe and the machine's compiler alone, so that a resumed run decides alike."""
+"""Choice of torch.compile: a rule of the recipe and the machine's compiler alone, so that a resumed run decides alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result may depend on besides the recipe: versions, machine, code, environment variables."""
+"""Environment record: versions, machine, code and environment variables that a result may depend on besides the recipe."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg import __version__
-from fp8cfg.config.backend_capabilities import capabilities, names
+from fp8cfg.report.installation import PACKAGES, SECRET
 
-PACKAGES = ["torch", "numpy", "hydra-core", "omegaconf", "fiddle", "pydantic", "safetensors", "torchao", "msamp"]
-PACKAGES += ["transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"]
-PACKAGES += [package for name in names() for package in capabilities(name).distributions if package not in PACKAGES]
 VARIABLES = re.compile(r"(NVTE_|FP8CFG_|TORCH)\w*|OMP_NUM_THREADS")
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
 NO_DIFFERENCE = re.compile(r"command|host|variables\.(TORCHELASTIC_\w*|\w*_DIR)")
 """What may differ between two runs without any meaning for their results."""
 

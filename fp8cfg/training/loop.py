@@ -1,4 +1,4 @@
-"""The loop: steps, evaluation, checkpoints and a stop on request, with a run folder left behind."""
+"""Training loop: steps, evaluation, checkpoints and a stop on request, with a run folder left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fp8cfg.training.logs import RunLogs
 from fp8cfg.training.metrics import Progress, Value
 from fp8cfg.training.run_folder import RunFolder, RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
-from fp8cfg.training.train_step import Step, evaluate, microbatches, prove_engagement, train_step
+from fp8cfg.training.train_step import Step, evaluate, microbatches, train_step
 
 _HOW = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
 SKIPS = 100
@@ -134,7 +134,7 @@ class _Fit:
 
     def _prove(self) -> None:
         """After the first step: what ran must be what was planned, or the run stops here."""
-        seen = prove_engagement(self.job)
+        seen = self.job.prove()
         if self.recipe.fp8.enabled:
             self.say(f"coverage, observed in the first step ({_HOW[self.job.choice.product]})\n{seen}\n")
         if self.run:

@@ -1,4 +1,4 @@
-"""Signals ask for a stop; the loop stops at a safe point of its own choosing.
+"""Signal handling: SIGTERM, SIGINT and SIGUSR1 request a stop, and the loop stops at the next safe point.
 
 SIGTERM (a scheduler), SIGINT (a person) and SIGUSR1 (Slurm's warning before the limit) set a flag. The loop reads it between
 optimizer steps, writes a checkpoint and ends with exit code 75. A second signal does not wait: 128 + its number, at once.

@@ -33,7 +33,7 @@ from fp8cfg.numerics import Region
 
 if TYPE_CHECKING:
     from fp8cfg.backends.msamp.optimizer import MSAMPOptimizer
-    from fp8cfg.job import PreparedModel
+    from fp8cfg.backends.prepared_model import PreparedModel
     from fp8cfg.optim import LossScaler
 
 _WANTED = {"weight": ("kFloat16", 1), "input": ("kFloat8E4M3", 16), "wgrad": ("kFloat8E4M3", 1), "ograd": ("kFloat8E5M2", 16)}

@@ -20,6 +20,7 @@ LIBRARY = Path("/usr/local/lib/libmsamp_dist.so")
 PARTS = ("msamp_adamw", "msamp_arithmetic", "msamp_quantize", "transformer_engine_extensions", "deepspeed", "colorlog")
 """What `import msamp` imports: its own compiled parts, that of Transformer Engine before 1.9, and two packages."""
 H100 = (9, 0)
+SCALINGS = ("delayed",)
 _KEYS: dict[str, tuple[object, str]] = {
     "format": ("hybrid", "quantizes to E4M3 forward, and gradients to E5M2"),
     "margin": (0, "has no margin"),
@@ -78,7 +79,7 @@ def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
 
 def _keys(f: FP8) -> list[str]:
     """A line for each key that MS-AMP has another value of."""
-    if f.scaling != "delayed":
+    if f.scaling not in SCALINGS:
         return [f"fp8.scaling={f.scaling}: MS-AMP has delayed scaling alone; write fp8.scaling=delayed, or backend=native"]
     lines = [f"fp8.{key}={value}: MS-AMP {why}; write fp8.{key}={str(want).lower()}, or backend=native"
              for key, (want, why) in _KEYS.items() if (value := getattr(f, key)) not in (want, "auto")]

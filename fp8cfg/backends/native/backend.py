@@ -18,13 +18,16 @@ from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
 from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
 from fp8cfg.numerics.attention import FP8Attention
 from fp8cfg.numerics.scale_update import FP8Layer, discard_amax, fp8_layers, update_scales
+from fp8cfg.scalings import SCALINGS
+
+_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1)}
 
 
 def scaling_of(fp8: FP8) -> Scaling:
     """The arithmetic that the `fp8` node asks for."""
-    forward = E2M1 if fp8.scaling == "nvfp4" else E4M3
+    forward, backward = (_FORMATS[name] for name in SCALINGS[fp8.scaling].operands(fp8.format))
     return Scaling(
-        kind=fp8.scaling, forward=forward, backward=E5M2 if fp8.format == "hybrid" else forward, margin=fp8.margin,
+        kind=fp8.scaling, forward=forward, backward=backward, margin=fp8.margin,
         interval=fp8.interval, amax_history_len=fp8.amax_history_len, amax_compute_algo=fp8.amax_compute_algo,
         first_step="te" if fp8.first_step == "te" else "in_time", granularity=fp8.granularity,
         power_2_scales=power_2_scales(fp8), weights_2d=weights_2d(fp8),

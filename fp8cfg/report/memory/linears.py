@@ -1,4 +1,4 @@
-"""Sizes that all layers share, and the bytes that a linear layer keeps and takes while it multiplies."""
+"""Linear layer memory: sizes that all layers share, the bytes that a layer keeps, and those that it needs while it multiplies."""
 
 from __future__ import annotations
 
