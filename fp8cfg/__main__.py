@@ -1,4 +1,4 @@
-"""The command line: `python -m fp8cfg`, and the console script `fp8cfg`. Imports what the verb at hand needs, no more."""
+"""Command line: `python -m fp8cfg`, and the console script `fp8cfg`. Imports what the verb at hand needs, no more."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import importlib
 import os
 import sys
 import time
+import warnings
 from contextlib import ExitStack, suppress
+from typing import Any
 
-VERBS = ("train", "sweep", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "import", "schema",
-         "completion", "help")
-RUNS = ("train", "sweep", "resume", "rerun")
-"""Verbs that train; what they print is beside the point."""
+from fp8cfg.cli import VERBS, WORDS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,6 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     from fp8cfg.config.errors import Fp8cfgError, RankLost
     from fp8cfg.config.out_of_memory import out_of_memory
 
+    warnings.showwarning = _warned
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         _flush()
@@ -56,11 +56,12 @@ def _run(argv: list[str]) -> int:
 
         print(f"fp8cfg {__version__}")
         return 0
-    verb = argv.pop(0) if argv and argv[0] in VERBS else "train"
+    verb = argv.pop(0) if argv and argv[0] in WORDS else "train"
     with ExitStack() as stack:
-        if verb in RUNS:
+        if VERBS[verb].trains:  # what it prints is beside the point
             from fp8cfg.cli.output import be_patient
             from fp8cfg.training.signals import waiting_to_stop
+
 
             be_patient()
             if verb != "sweep":  # whose runs do
@@ -74,8 +75,8 @@ def _help(argv: list[str]) -> int:
     from fp8cfg.config.errors import ConfigError
 
     named = [a for a in argv if a != "help" and not a.startswith("-") and "=" not in a and not a.endswith((".yaml", ".yml"))]
-    if named and named[0] not in VERBS:
-        raise ConfigError(no_verb(named[0], VERBS))
+    if named and named[0] not in WORDS:
+        raise ConfigError(no_verb(named[0], WORDS))
     print(usage(named[0] if named else None))
     return 0
 
@@ -107,6 +108,19 @@ def _report(lines: list[str], prefix: str) -> None:
     for line in lines:
         with suppress(OSError):  # a terminal that has gone; the exit code says it still
             print(f"{prefix}{printable(line)}", file=sys.stderr)
+
+
+def _warned(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """A warning about an installed package as one line, said by the first rank; every other warning as Python prints it."""
+    from fp8cfg.config.errors import PackageWarning
+
+    if not issubclass(category, PackageWarning):
+        _PLAIN(message, category, *where, **more)
+    elif os.environ.get("RANK", "0") == "0":
+        _report([str(message)], "warning: ")
+
+
+_PLAIN = warnings.showwarning
 
 
 def entry() -> None:

@@ -1,19 +1,16 @@
-"""`list`: recipes and presets by name, with a line on each. Reads files; imports recipes only where files do not say it all."""
+"""`list`: recipes and presets by name, with a line on each. Reads files; imports recipes only where files do not suffice."""
 
 from __future__ import annotations
 
-import ast
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8cfg.cli import help
+from fp8cfg.cli import GROUPS, help
 from fp8cfg.cli.argv import split
 from fp8cfg.config.errors import ConfigError, printable, refuse_if, suggest
 from fp8cfg.report.tables import wrapped
 from fp8cfg.report.value_text import cut
 
-GROUPS = ("recipe", "precision", "data")
 USAGE = """
 fp8cfg list [recipe] [precision] [data] [--config-dir FOLDER] [--json]
 
@@ -90,26 +87,16 @@ def _whole(those: list[Entry]) -> list[str]:
 
 
 def _recipes() -> list[Entry]:
-    """The recipe functions, read from their source; imported where that does not have them all."""
+    """The recipe functions, read from their source; imported where other packages have some too."""
     from importlib import metadata
 
-    found = [entry for file in help.root("recipes").glob("*.py") for entry in _functions(file)]
-    if not metadata.entry_points(group="fp8cfg.recipes") and {e.name for e in found} >= set(help.choices("recipe")):
-        return found
-    from fp8cfg.config.recipe_registry import broken, recipes
+    read = {name: Entry(name, about, file) for name, (about, file) in help.shipped_recipes().items()}
+    if not metadata.entry_points(group="fp8cfg.recipes"):
+        return list(read.values())
+    from fp8cfg.config.recipe_registry import recipes
 
-    for line in broken().values():
-        print(f"note: {printable(line)}", file=sys.stderr)
-    read = {e.name: e for e in found}
     return [read.get(name) or Entry(name, _first(make.__doc__), Path(make.__code__.co_filename), make.__module__)
             for name, make in recipes().items()]
-
-
-def _functions(file: Path) -> list[Entry]:
-    """The functions at the top of `file` that are registered by the decorator `recipe`."""
-    functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
-    return [Entry(fn.name, _first(ast.get_docstring(fn)), file) for fn in functions
-            if {"recipe", "fp8cfg.recipe"} & set(map(ast.unparse, fn.decorator_list))]
 
 
 def _first(doc: str | None) -> str:

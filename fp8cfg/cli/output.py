@@ -1,4 +1,4 @@
-"""Standard output of a verb that does more than print."""
+"""Standard output that may close: a run goes on once its pager has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan`: what a recipe multiplies, stores, takes and can gain, before there is a GPU."""
+"""`plan`: the GEMM formats, memory and possible speedup of a recipe, for GPUs not at hand."""
 
 from __future__ import annotations
 

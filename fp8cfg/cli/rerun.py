@@ -1,4 +1,4 @@
-"""`rerun`: the same run again into a new run folder, with what has changed since, and whether its losses are the same."""
+"""`rerun`: repeats a run in a new run folder, lists what has changed since, and compares the losses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ recipe.yaml alone: what else is missing or damaged is named, and not compared.
 
 def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.train import launch
+    from fp8cfg.cli.launch import launch
     from fp8cfg.composition import compose, to_yaml
     from fp8cfg.training.run_folder import RECIPE, RunFolder
 

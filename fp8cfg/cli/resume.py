@@ -1,4 +1,4 @@
-"""`resume`: go on with a run from its newest checkpoint that verifies."""
+"""`resume`: continues a run from its newest checkpoint that verifies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
 def _go_on(arguments: Arguments, folder: RunFolder, name: str, loaded: Loaded | None, say: Callable[[str], None]) -> int:
     """Go on from the checkpoint `name`, or from the start. Raises DamagedCheckpoint, before the first step, where its contents are
     not those of its recipe."""
-    from fp8cfg.cli.train import launch
+    from fp8cfg.cli.launch import launch
     from fp8cfg.composition import compose, to_yaml
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.training.checkpoint import job_state

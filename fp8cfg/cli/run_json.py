@@ -1,4 +1,4 @@
-"""JSON that a run folder holds, which may be damaged, or a stranger's."""
+"""JSON of a run folder, which may be damaged or come from somebody else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of a sweep, as a Hydra launcher calls it: in the sweep's process, or in another on another machine."""
+"""Sweep job: one run of a sweep as a Hydra launcher calls it, in the sweep's process or on another machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def job(config: DictConfig) -> float:
 def _train(values: Any, folder: Path, made: list[RunFolder]) -> tuple[int, str]:
     """Train the recipe of `values` into `folder`, which is put into `made` once it is this job's. Returns the exit code, and the
     lines of the error."""
-    from fp8cfg.cli.train import launch
+    from fp8cfg.cli.launch import launch
     from fp8cfg.composition import to_yaml
     from fp8cfg.config.recipe import Recipe
 

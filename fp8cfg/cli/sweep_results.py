@@ -1,4 +1,4 @@
-"""The results of a sweep: what each job leaves in its folder, and all of them in a table and in results.json."""
+"""Sweep results: what each job writes into its folder, and the table and results.json of all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Result = dict[str, Any]
 
 def write(folder: Path, number: int, overrides: list[str], code: int, error: str, ran: bool) -> Result:
     """Write and return the result of the job in `folder`: how it ended, and what its run folder says where it `ran`."""
-    from fp8cfg.config.recipe import short
+    from fp8cfg.config.key_names import short
 
     files = RunFiles.at(folder)
     words = {short(key): value for key, _, value in (o.partition("=") for o in overrides)}

@@ -1,4 +1,4 @@
-"""Words of the command line, checked against the schema before anything is composed, all problems at once."""
+"""Command-line overrides, checked against the schema before anything is composed; all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from fp8cfg.composition.library import GROUPS, Library
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 from fp8cfg.config.files import plain
+from fp8cfg.config.key_names import PLUGIN, full, short
 from fp8cfg.config.node import Node
-from fp8cfg.config.recipe import PLUGIN, Recipe, fields, full, short, short_keys
+from fp8cfg.config.recipe import Recipe, fields, short_keys
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -1,4 +1,4 @@
-"""Which statement set each key of a recipe that Python made: nodes are watched while recipe functions run."""
+"""Provenance in Python: the statement that set each key, found by watching the nodes while recipe functions run."""
 
 from __future__ import annotations
 

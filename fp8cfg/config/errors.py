@@ -1,4 +1,4 @@
-"""Errors that a person reads: one line a problem, with the key, the reason and the nearest valid thing."""
+"""Error types: one line for each problem, with the key, the reason and the nearest valid value; and their exit codes."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class NotFP8Error(Fp8cfgError):
 
 class RankLost(Fp8cfgError):
     """Another rank of the group ended, and this one cannot go on. Exit code 1."""
+
+
+class PackageWarning(UserWarning):
+    """An entry point of an installed package that cannot be used, and is left out: one line that names the package."""
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:

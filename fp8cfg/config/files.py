@@ -1,7 +1,8 @@
-"""Reading YAML that may come from a stranger: plain data, bounded in size, or one clear line."""
+"""Safe YAML reading and writing: plain data of bounded size, no code, no interpolation; anything else is one clear error."""
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,13 @@ def dump_yaml(data: dict[str, Any]) -> str:
 
 def default_recipe() -> str:
     """The recipe that conf/config.yaml composes where none is chosen."""
-    return next(str(entry["recipe"]) for entry in read_yaml(CONF / "config.yaml")["defaults"] if "recipe" in entry)
+    return next(str(entry["recipe"]) for entry in primary_config()["defaults"] if "recipe" in entry)
+
+
+@functools.cache
+def primary_config() -> dict[str, Any]:
+    """conf/config.yaml, which is shipped: read once, and not to be changed."""
+    return read_yaml(CONF / "config.yaml")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from fp8cfg.config.node import Node
+from fp8cfg.scalings import SCALINGS, ScalingName
 
 
 class OverrideLinearPrecision(Node):
@@ -29,7 +30,7 @@ class FP8(Node):
 
     enabled: bool = False
     """Whether linear layers multiply in FP8. Default false; the FP8 presets set it."""
-    scaling: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "delayed"
+    scaling: ScalingName = "delayed"
     """Where scales come from: past amaxes (delayed), the tensor itself (current), 128-wide blocks (block), blocks of 32 with
     E8M0 scales (mxfp8), blocks of 16 (nvfp4). Default delayed (TE DelayedScaling, NeMo bf16_with_fp8_mixed)."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
@@ -91,19 +92,27 @@ class FP8(Node):
 
 
 ONLY_UNDER = {
-    **dict.fromkeys(("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax", "first_step"), ("delayed",)),
-    "granularity": ("current",), "use_power_2_scales": ("current", "block"),
-    "enable_2d_quantization": ("block", "mxfp8", "nvfp4"),
-    "random_hadamard_transform": ("nvfp4",), "stochastic_rounding": ("nvfp4",),
+    key: tuple(name for name, other in SCALINGS.items() if key in other.keys)
+    for scaling in SCALINGS.values() for key in scaling.keys
 }
 """Keys of `fp8` that mean something under some scalings alone."""
 
 
 def power_2_scales(fp8: FP8) -> bool:
     """`fp8.use_power_2_scales` with null resolved."""
-    return fp8.scaling == "block" if fp8.use_power_2_scales is None else fp8.use_power_2_scales
+    return SCALINGS[fp8.scaling].power_2_scales if fp8.use_power_2_scales is None else fp8.use_power_2_scales
 
 
 def weights_2d(fp8: FP8) -> bool:
     """`fp8.enable_2d_quantization` with null resolved."""
-    return fp8.scaling in ("block", "nvfp4") if fp8.enable_2d_quantization is None else fp8.enable_2d_quantization
+    return SCALINGS[fp8.scaling].weights_2d if fp8.enable_2d_quantization is None else fp8.enable_2d_quantization
+
+
+def transforms(fp8: FP8) -> bool:
+    """Whether operands of wgrad go through the random Hadamard transform."""
+    return fp8.random_hadamard_transform and "random_hadamard_transform" in SCALINGS[fp8.scaling].keys
+
+
+def per_row(fp8: FP8) -> bool:
+    """Whether each row of a tensor has a scale of its own."""
+    return fp8.granularity == "row"

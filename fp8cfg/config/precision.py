@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from fp8cfg.config.backend_capabilities import names
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.node import Node
 
 Codec = Literal["auto", "none", "fp32", "bf16", "fp16", "fp16_scaled", "fp8", "fp8_pow2", "fp8_block", "fp8_expand"]
-Backend = Literal["auto", "native", "te", "torchao", "msamp"]
 OptLevel = Literal["O1", "O2", "O3"]
+if TYPE_CHECKING:
+    Backend = str
+else:
+    Backend = Literal[("auto", *names())]  # those of installed packages among them
 
 
 class Storage(Node):

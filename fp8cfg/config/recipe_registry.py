@@ -1,21 +1,20 @@
-"""Recipes by name: the shipped ones, and those of installed packages under the entry point group `fp8cfg.recipes`."""
+"""Recipe registry: shipped recipe functions, and those of installed packages under the entry point group `fp8cfg.recipes`."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import pkgutil
 from collections.abc import Callable
 from typing import TypeVar
 
+from fp8cfg.config import entry_points
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import NAME
 from fp8cfg.config.recipe import Recipe
 
 F = TypeVar("F", bound=Callable[[], Recipe])
 _RECIPES: dict[str, Callable[[], Recipe]] = {}
-_BROKEN: dict[str, str] = {}
 
 
 def recipe(fn: F) -> F:
@@ -30,24 +29,18 @@ def recipe(fn: F) -> F:
     return fn
 
 
+def of_package(package: str) -> list[str]:
+    """The names of the recipes that the modules of `package` have registered so far."""
+    return [name for name, fn in _RECIPES.items() if fn.__module__.startswith(f"{package}.")]
+
+
 @functools.cache
 def _load() -> None:
     package = importlib.import_module("fp8cfg.recipes")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
-    for point in importlib.metadata.entry_points(group="fp8cfg.recipes"):
-        try:
-            point.load()
-        except (Exception, SystemExit) as e:  # somebody's package: it is no reason to refuse everything else
-            said = (str(e).strip().splitlines() or ["no reason given"])[0]
-            owner = point.dist.name if point.dist else point.value
-            _BROKEN[point.name] = f"the recipes of {owner} (entry point {point.name}) cannot be loaded: {type(e).__name__}: {said}"
-
-
-def broken() -> dict[str, str]:
-    """For each entry point that cannot be loaded, by its name, a line that says why."""
-    _load()
-    return dict(_BROKEN)
+    for point in entry_points.offered("fp8cfg.recipes"):
+        entry_points.load(point)
 
 
 def recipes() -> dict[str, Callable[[], Recipe]]:
@@ -60,5 +53,5 @@ def named(name: str) -> Recipe:
     """The recipe `name`, freshly built. Raises ConfigError with the nearest name where there is none."""
     known = recipes()
     if name not in known:
-        raise ConfigError([f"recipe={name}: no such recipe" + suggest(name, known), *_BROKEN.values()])
+        raise ConfigError(f"recipe={name}: no such recipe" + suggest(name, known))
     return known[name]()

@@ -1,4 +1,4 @@
-"""The nodes beside the model: data, optim, trainer, checkpoint, log."""
+"""Schema nodes of a training run: data, optim, trainer, checkpoint and log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import Field
 
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.presets import precision_preset
 
 
 class Data(Node):
@@ -114,8 +115,6 @@ class Trainer(Node):
     @pydantic.field_validator("plugins", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
-        from fp8cfg.config.presets import precision_preset
-
         return precision_preset(value) if isinstance(value, str) else value
 
 

@@ -1,4 +1,4 @@
-"""From a row of tokens to the batches of a run, addressed by one integer.
+"""Batches of a training run: windows of a token array, addressed by one integer.
 
 The cursor counts samples since the start of the run. Sample k belongs to epoch k // n and is window permute(k % n) of
 that epoch, where n = (tokens - 1) // seq_length. The row is read as a ring, cut into windows from another place in each
@@ -91,7 +91,7 @@ class Batches:
         }
 
     def resume(self, state: Mapping[str, Any]) -> int:
-        """The step to go on with. DataError when the state speaks of other data, or falls inside a global batch."""
+        """The step to go on with. DataError when the state belongs to other data, or falls inside a global batch."""
         for key, mine in self.state(0).items():
             if key != "samples_seen" and state.get(key) != mine:
                 raise DataError(f"cannot resume: {key} is {mine!r}, the checkpoint has {state.get(key)!r}; restore it")

@@ -1,4 +1,4 @@
-"""The names under which a recipe asks for a corpus."""
+"""Corpus names: stdlib, tiny, text and tokens, as a recipe's data.name has them."""
 
 from __future__ import annotations
 

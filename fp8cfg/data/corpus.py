@@ -1,4 +1,4 @@
-"""A corpus is one long row of token ids; documents are joined by an end token.
+"""Corpus: one long array of token ids, documents joined by an end token.
 
 Bytes are the default tokens: no tokenizer to download, nothing that can differ between machines. The vocabulary is the
 256 byte values and one end-of-document token, padded to a multiple of 16 because FP8 matrix products want every

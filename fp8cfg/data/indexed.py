@@ -1,4 +1,4 @@
-"""Megatron's indexed token files: `name.bin` holds token ids, `name.idx` says where sequences and documents begin.
+"""Megatron .bin/.idx reader: `name.bin` holds token ids, `name.idx` says where sequences and documents begin.
 
     idx: "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences n | u64 document entries d
          | i32 lengths [n] | i64 byte pointers [n] | i64 document indices [d] | i8 modes [n], multimodal only

@@ -151,7 +151,7 @@ class _Measured(NamedTuple):
 def _measured(t: Tensor, role: int, scaling: Scaling, one: Tensor | None) -> _Measured:
     """`t` [R, C], its last dimension contracted; `one` is its scale where it has one."""
     fmt, tile = scaling.format_of(role), scaling.tile(role, 1)
-    whole = first_level(t) if scaling.kind == "nvfp4" else None
+    whole = first_level(t) if scaling.layout.two_levels else None
     rows = max(1, CHUNK.get(t.device.type, 1 << 18) // t.shape[1] // 128) * 128  # no tile is higher
     scales, sums = [], []
     for part in torch.split(t, rows):

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8cfg.numerics.block_scaling import Scales, Tile, sizes, tile_scales, tiled, untiled
 from fp8cfg.numerics.formats import E2M1, Format, cast, round_in_steps, round_to_grid, widen
 from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.scaling import BLOCK, Scaling
+from fp8cfg.numerics.scaling import Scaling
 
 Part = Callable[[Tensor, Scales | None], tuple[Tensor, Tensor]]
 CHUNK = 1 << 17  # elements quantized at a time in eager mode: float32 temporaries stay in the cache, and none pages in anew
@@ -43,7 +43,7 @@ def quantize_tiles(
 ) -> Operand:
     """Quantizes the matrix `t` [R, C] with a scale for each tile. `whole` is nvfp4's scale of the whole tensor. Scales of a
     carried operand that vary along the contracted dimension are multiplied into its data."""
-    fold = carrier != fmt.dtype and scaling.kind in BLOCK
+    fold = carrier != fmt.dtype and scaling.layout.block > 0
 
     def part(t: Tensor, scales: Scales | None = None) -> tuple[Tensor, Tensor]:
         v = tiled(t, tile).float()

@@ -1,4 +1,4 @@
-"""GPUs by name: memory, compute capability and dense peaks, for plans on machines that are not at hand."""
+"""GPU specifications by name: memory, compute capability and dense peak throughput, for plans on machines not at hand."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from fp8cfg.composition.flatten import flat, is_node
 from fp8cfg.composition.provenance import Layer, Origin, Trace, trace
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.recipe import Recipe, fields, full, short, short_keys
+from fp8cfg.config.key_names import full, short
+from fp8cfg.config.recipe import Recipe, fields, short_keys
 from fp8cfg.report.key_effect import effect
 from fp8cfg.report.schema_json import key_schema
 from fp8cfg.report.tables import WIDTH, table, wrapped

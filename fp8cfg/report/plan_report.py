@@ -1,4 +1,4 @@
-"""The plan of a recipe, before there is a GPU: who multiplies what in which format, and what each rank holds."""
+"""Plan of a recipe for GPUs not at hand: which GEMMs run in which format on which backend, and the memory of each rank."""
 
 from __future__ import annotations
 

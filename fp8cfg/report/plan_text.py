@@ -1,4 +1,4 @@
-"""A plan for a person, at most 80 columns wide."""
+"""Plan as text: the output of `plan`, at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.report import chart, speedups
 from fp8cfg.report.memory.peak import memory_table
 from fp8cfg.report.tables import amount, size, table, wrapped
+from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
     from fp8cfg.report.plan_report import Plan
@@ -77,7 +78,7 @@ def _gains(p: Plan) -> str:
     if not found:
         lines.append(f"  none at hand for fp8.scaling={p.recipe.fp8.scaling}")
     lines.append(wrapped(f"sizes here: {speedups.sizes(p.recipe, p.widest.part)}", more="  "))
-    if p.recipe.fp8.scaling != "nvfp4":  # whose products have another peak
+    if SCALINGS[p.recipe.fp8.scaling].bits == 8:  # not of four, whose products have another peak
         bound = 1 / (1 - p.coverage.share * (1 - gpu.bf16 / gpu.fp8))
         lines.append(f"all matrix products at the peaks of {gpu.name}: at most {bound:.2f}x")
     small = ", ".join(f"{name} {k} -> {n}" for name, (k, n) in p.too_small().items())

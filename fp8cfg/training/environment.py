@@ -1,4 +1,4 @@
-"""What a result may depend on besides the recipe: versions, machine, code, environment variables."""
+"""Environment record: versions, machine, code and environment variables that a result may depend on besides the recipe."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg import __version__
+from fp8cfg.report.installation import PACKAGES
 from fp8cfg.report.installation import VARIABLES as CHANGES_RESULTS
 
-PACKAGES = ["torch", "numpy", "hydra-core", "omegaconf", "fiddle", "pydantic", "safetensors", "torchao", "msamp"]
-PACKAGES += ["transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"]
 VARIABLES = {
     *CHANGES_RESULTS, "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "FP8CFG_FAILPOINT", "NCCL_ALGO", "NCCL_PROTO",
     "NVTE_APPLY_QK_LAYER_SCALING", "NVTE_BIAS_DROPOUT_FUSION", "NVTE_BIAS_GELU_NVFUSION", "NVTE_DEBUG_LEVEL",
@@ -28,7 +27,6 @@ VARIABLES = {
     "TORCHINDUCTOR_FREEZING", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCH_COMPILE_DEBUG", "TORCH_LOGS",
 }
 """Environment variables that are kept, by name: switches, numbers, a folder. A prefix would let in what others call alike."""
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
 NO_DIFFERENCE = re.compile(r"command|host|variables\.(TORCHELASTIC_\w*|\w*_DIR)")
 """What may differ between two runs without any meaning for their results."""
 

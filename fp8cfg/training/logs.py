@@ -1,4 +1,4 @@
-"""The files of a run folder that grow with its steps: metrics, statistics of FP8 tensors, TensorBoard events."""
+"""Run logs: the files of a run folder that grow step by step, with metrics, statistics of FP8 tensors and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
+from fp8cfg.numerics import fp8_linears
+from fp8cfg.numerics.quantization_statistics import collect
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.metrics import MetricsLog, TensorBoardLog, Value
 from fp8cfg.training.run_files import RunFiles
@@ -31,8 +33,6 @@ class RunLogs:
             self._opened = opened.pop_all()
 
     def _open(self, run: RunFolder, done: int, opened: ExitStack) -> None:
-        from fp8cfg.numerics import fp8_linears
-
         if self._every and not any(fp8_linears(self.job.model)):
             raise ConfigError(f"log.fp8_stats_every_n_steps={self._every}: backend {self.job.choice.backend} has no such "
                               "statistics; write backend=native or drop it")
@@ -61,8 +61,6 @@ class RunLogs:
         being 0, which is about to begin. They take an eager forward and backward pass and change nothing."""
         if not self._every or (step + 1) % self._every or self._statistics is None:
             return
-        from fp8cfg.numerics.quantization_statistics import collect
-
         job, count = self.job, microbatches(self.job, world)
         tokens, targets = batches.batch(step, world.rank, world.size, 0, count)
 

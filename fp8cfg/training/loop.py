@@ -1,4 +1,4 @@
-"""The loop: steps, evaluation, checkpoints and a stop on request, with a run folder left behind."""
+"""Training loop: steps, evaluation, checkpoints and a stop on request, with a run folder left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fp8cfg.training.logs import RunLogs
 from fp8cfg.training.metrics import Progress, Value
 from fp8cfg.training.run_folder import COVERAGE, RunFolder, RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
-from fp8cfg.training.train_step import Step, Stopped, evaluate, microbatches, prove_engagement, train_step
+from fp8cfg.training.train_step import Step, Stopped, evaluate, microbatches, train_step
 
 _HOW = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
 SKIPS = 100
@@ -77,8 +77,9 @@ class _Fit:
         self.recipe = job.recipe
         self.batches, self.held_out = run_data(job.recipe)
         refuse_layout(self.recipe, world.size)
-        if microbatches(job, world) > 1 and job.choice.backend == "te":
-            backend_registry.backend("te").cache_weights(job.model)  # type: ignore[attr-defined]
+        self.backend = backend_registry.backend(job.choice.backend)
+        if microbatches(job, world) > 1:
+            self.backend.cache_weights(job.model)
         if self.recipe.trainer.val_check_interval:
             validation_batches(self.recipe, self.held_out, world)  # a batch that cannot be had is said before the first step
         self.val_loss: float | None = None
@@ -144,15 +145,11 @@ class _Fit:
 
     def _prove(self) -> None:
         """After the first step: what ran must be what was planned, or the run stops here."""
-        seen = prove_engagement(self.job)
+        seen = self.job.prove()
         if self.recipe.fp8.enabled:
             self.say(f"coverage, observed in the first step ({_HOW[self.job.choice.product]})\n{seen}\n")
         if self.run:
-            record: dict[str, Any] = {"backend": asdict(self.job.choice), **seen.data()}
-            if self.job.choice.backend == "te":
-                from fp8cfg.backends.te.decoder import described
-
-                record["te_modules"] = described(self.job.model)
+            record: dict[str, Any] = {"backend": asdict(self.job.choice), **seen.data(), **self.backend.record(self.job.model)}
             self.run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
 
     def _record(self, done: int, result: Step, seconds: float, progress: Progress | None) -> None:

@@ -1,4 +1,4 @@
-"""What a run reports while it runs: metrics.jsonl for programs, a line for people, TensorBoard on request."""
+"""Training metrics: metrics.jsonl for programs, a progress line for people, TensorBoard on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of one run: its recipe, the machine it ran on, its checkpoints and metrics, and a lock against a second run."""
+"""Run folder: the recipe, environment, checkpoints and metrics of one run, with a lock against a second process."""
 
 from __future__ import annotations
 

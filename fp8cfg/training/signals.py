@@ -1,4 +1,4 @@
-"""Signals ask for a stop; the loop stops at a safe point of its own choosing.
+"""Signal handling: SIGTERM, SIGINT and SIGUSR1 request a stop, and the loop stops at the next safe point.
 
 SIGTERM (a scheduler), SIGINT (a person), SIGUSR1 (Slurm's warning before the limit) and SIGHUP (a terminal that closes; under
 nohup it is left alone) set a flag. The loop reads it before the first step, between steps and between the batches of an

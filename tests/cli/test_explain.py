@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import fp8cfg
 from fp8cfg.composition.flatten import assigned, flat, typed
-from fp8cfg.config.recipe import Recipe, full, short
+from fp8cfg.config.key_names import full, short
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.recipes import llama_tiny
 from fp8cfg.report.key_effect import effect, refusals
 from tests.composition.test_provenance import line

@@ -17,7 +17,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.cli import train
+from fp8cfg.cli import launch, train
 from fp8cfg.config import recipe_registry
 from tests.support.small import SMALL, small
 
@@ -30,20 +30,20 @@ ROOT = Path(__file__).parents[2]
     RuntimeError("can't start new thread"), ImportError("libtorch_cpu.so: failed to map segment from shared object"),
 ], ids=str)
 def test_no_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def launch(*_: Any) -> int:
+    def fails(*_: Any) -> int:
         raise error
 
-    monkeypatch.setattr(train, "launch", launch)
+    monkeypatch.setattr(train, "launch", fails)
     assert main([*SMALL]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: out of memory") and err.count("\n") == 1 and "frame" not in err
 
 
 def test_other_errors_are_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(*_: Any) -> int:
+    def fails(*_: Any) -> int:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(train, "launch", launch)
+    monkeypatch.setattr(train, "launch", fails)
     with pytest.raises(RuntimeError, match="shapes"):
         main([*SMALL])
 
@@ -80,7 +80,7 @@ def test_a_number_of_many_digits_is_one_line(word: str, capsys: pytest.CaptureFi
 
 
 class Broken:
-    name, value, dist = "theirs", "other.package:recipes", SimpleNamespace(name="other-package")
+    name, group, value, dist = "theirs", "fp8cfg.recipes", "other.package:recipes", SimpleNamespace(name="other-package")
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -89,22 +89,21 @@ class Broken:
         raise self.error
 
 
+@pytest.mark.filterwarnings("always::fp8cfg.config.errors.PackageWarning")
 @pytest.mark.parametrize("error", [ImportError("No module named 'gone'\nmore"), SystemExit(3), RuntimeError()], ids=repr)
 def test_a_broken_entry_point_of_another_package_breaks_nothing(error: BaseException, monkeypatch: pytest.MonkeyPatch,
                                                                 capsys: pytest.CaptureFixture[str]) -> None:
     real = importlib.metadata.entry_points
     monkeypatch.setattr(importlib.metadata, "entry_points",
                         lambda **of: (Broken(error),) if of == {"group": "fp8cfg.recipes"} else real(**of))
-    monkeypatch.setattr(recipe_registry, "_BROKEN", {})
     recipe_registry._load.cache_clear()
     try:
         assert main(["list", "recipe"]) == 0
         out, err = capsys.readouterr()
-        assert "llama_8b" in out and err.startswith("note: the recipes of other-package (entry point theirs) cannot be loaded: ") and err.count("\n") == 1
+        assert "llama_8b" in out and err.startswith("warning: package other-package: its entry point theirs of fp8cfg.recipes cannot be loaded (") and err.count("\n") == 1
         assert main(["check", "recipe=llama_tiny"]) == 0
         assert main(["check", "recipe=theirs"]) == 2
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1 and "no such recipe" in err and "the recipes of other-package" in err
+        assert "no such recipe" in capsys.readouterr().err
     finally:
         recipe_registry._load.cache_clear()
 
@@ -117,13 +116,13 @@ def test_a_folder_for_runs_is_printed_escaped(tmp_path: Path, monkeypatch: pytes
     hostile = f"{tmp_path}/\x1b]0;owned\x07\nrm"
     recipe = small(f"log.dir={tmp_path}")
     recipe.log.dir = hostile
-    assert train.launch(recipe, lambda: _folder(recipe), None) == 0
+    assert launch.launch(recipe, lambda: _folder(recipe), None) == 0
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err and "\x07" not in out + err and "\\x1b]0;owned\\x07\\nrm" in out
     (run,) = Path(hostile).iterdir()
     assert main(["rerun", str(run), f"log.dir={tmp_path}"]) == 0
     out, err = capsys.readouterr()
-    assert "changed: log.dir: " in out and "owned" in out
+    assert "changed: log.dir: " in " ".join(out.split()) and "owned" in out
     assert "\x1b" not in out + err
 
 

@@ -225,7 +225,7 @@ def test_no_checkpoint_goes_while_steps_are_skipped(tmp_path: Path, monkeypatch:
         return Step(1.0, 0.1, 1.0 if stepped else float("inf"), stepped)
 
     monkeypatch.setattr(loop, "train_step", train_step)
-    monkeypatch.setattr(loop, "prove_engagement", lambda _: type("Seen", (), {"data": lambda self: {}})())
+    monkeypatch.setattr(fp8cfg.Job, "prove", lambda _: type("Seen", (), {"data": lambda self: {}})())
     seen = dict[int, list[str]]()
     recipe = small(*WORDS, "precision=fp16", "trainer.max_steps=8", "checkpoint.every_n_steps=1", "trainer.val_check_interval=1")
     with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:

@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file per group of tensors, state.json for the rest, under a manifest with sha256 sums.
+"""Checkpoint directory: one safetensors file per group of tensors, state.json for the rest, under a manifest with sha256 sums.
 
 A save writes into `step-00000123.tmp-<random>`, brings each file to disk, writes the manifest last, verifies what it wrote,
 and only then renames the folder to `step-00000123`. So a visible folder was complete, whatever killed the process, and

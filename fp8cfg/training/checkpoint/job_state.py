@@ -1,4 +1,4 @@
-"""What a checkpoint of a job holds, and how a job takes it back."""
+"""Job state: what a checkpoint of a job contains, and how it is restored."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8cfg.composition.yaml_recipe import listed
+from fp8cfg.composition.flatten import listed
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.key_names import full, short
 from fp8cfg.config.node import Node
-from fp8cfg.config.recipe import Recipe, full, short, short_keys
+from fp8cfg.config.recipe import Recipe, short_keys
 from fp8cfg.config.storage import columns_of, low_bit, others
 from fp8cfg.data import Batches
 from fp8cfg.job import Job

@@ -1,4 +1,4 @@
-"""MANIFEST.json: which files a checkpoint has, how long each is, and the sha256 of each.
+"""Checkpoint manifest (MANIFEST.json): the files of a checkpoint, with the length and sha256 of each.
 
 safetensors, torch.save and DCP all load a file with one flipped byte without a word; this is what notices. The manifest is
 written last, so a folder that has one was complete. It is read as untrusted input: of bounded size, typed field by field,

@@ -1,4 +1,4 @@
-"""The states of the random number generators of python, numpy and torch, as tensors and plain JSON values.
+"""RNG state of python, numpy and torch, as tensors and plain JSON values.
 
 A generator's bulk (625 words of python's Mersenne Twister, numpy's key, torch's own blob) is a uint8 tensor; the few numbers
 beside it are JSON, whose floats come back bit for bit. Sources: random.getstate, numpy.random.get_state,

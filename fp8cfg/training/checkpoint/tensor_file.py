@@ -1,4 +1,4 @@
-"""One group of tensors as one safetensors file, whatever shares memory with what."""
+"""Tensor file: a group of tensors as one safetensors file, with tensors that share memory stored once."""
 
 from __future__ import annotations
 
