@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 ARGS ?= recipe=llama_tiny precision=bf16_fp8
 
-.PHONY: train test check clean
+.PHONY: train test check docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fp8cfg $(ARGS)
@@ -15,6 +15,13 @@ test: $(VENV)/.tested-with
 check: $(VENV)/.tested-with
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# A site from the Markdown files, README.md its first page; not part of the gate.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	rm -rf build/pages && mkdir -p build/pages
+	cp -r README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples conf build/pages
+	$(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
 
 # torch is installed first and alone, at its exact version: any other request would pull gigabytes of CUDA packages.
 $(VENV)/.installed: constraints.txt pyproject.toml

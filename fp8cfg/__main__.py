@@ -1,4 +1,4 @@
-"""The command line: `python -m fp8cfg`, and the console script `fp8cfg`. Imports what the verb at hand needs, no more."""
+"""Command line: `python -m fp8cfg`, and the console script `fp8cfg`. Imports what the verb at hand needs, no more."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import importlib
 import os
 import sys
 import time
+import warnings
+from contextlib import ExitStack, suppress
+from typing import Any
 
-VERBS = ("train", "sweep", "resume", "rerun", "list", "explain", "diff", "plan", "check", "doctor", "export", "import", "schema",
-         "completion", "help")
-RUNS = ("train", "sweep", "resume", "rerun")
-"""Verbs that train; what they print is beside the point."""
+from fp8cfg.cli import VERBS, WORDS
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; `train` where none is given. Returns the exit code."""
     from fp8cfg.config.errors import Fp8cfgError, RankLost
+    from fp8cfg.config.out_of_memory import out_of_memory
 
+    warnings.showwarning = _warned
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         _flush()
         return code
     except Fp8cfgError as e:
-        _report(getattr(e, "problems", None) or str(e).splitlines(), "" if e.exit_code == 75 else "error: ")
+        _report(getattr(e, "problems", None) or [str(e)], "" if e.exit_code == 75 else "error: ")
         if isinstance(e, RankLost):
             sys.stderr.flush()
             time.sleep(5)  # torchrun ends the other ranks as soon as one fails, and the one that knows why has yet to say it
@@ -33,10 +35,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.ENAMETOOLONG):
+    except (OSError, MemoryError, RuntimeError, ImportError) as e:
+        if line := out_of_memory(e):
+            e.__traceback__ = None  # what it holds of memory may be needed to say so
+            _report([line], "error: ")
+            return 1
+        if not isinstance(e, OSError) or e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
             raise
-        full = e.errno == errno.ENOSPC
+        full = e.errno != errno.ENAMETOOLONG
         _report([f"out of space: {e}" if full else f"{str(e.filename)[:40]}...: {e.strerror}"], "error: ")
         return 5 if full else 2
 
@@ -50,12 +56,17 @@ def _run(argv: list[str]) -> int:
 
         print(f"fp8cfg {__version__}")
         return 0
-    verb = argv.pop(0) if argv and argv[0] in VERBS else "train"
-    if verb in RUNS:
-        from fp8cfg.cli.output import be_patient
+    verb = argv.pop(0) if argv and argv[0] in WORDS else "train"
+    with ExitStack() as stack:
+        if VERBS[verb].trains:  # what it prints is beside the point
+            from fp8cfg.cli.output import be_patient
+            from fp8cfg.training.signals import waiting_to_stop
 
-        be_patient()
-    return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
+
+            be_patient()
+            if verb != "sweep":  # whose runs do
+                stack.enter_context(waiting_to_stop())
+        return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
 
 
 def _help(argv: list[str]) -> int:
@@ -64,8 +75,8 @@ def _help(argv: list[str]) -> int:
     from fp8cfg.config.errors import ConfigError
 
     named = [a for a in argv if a != "help" and not a.startswith("-") and "=" not in a and not a.endswith((".yaml", ".yml"))]
-    if named and named[0] not in VERBS:
-        raise ConfigError(no_verb(named[0], VERBS))
+    if named and named[0] not in WORDS:
+        raise ConfigError(no_verb(named[0], WORDS))
     print(usage(named[0] if named else None))
     return 0
 
@@ -84,6 +95,8 @@ def _report(lines: list[str], prefix: str) -> None:
     """The lines of an error, each one line whatever a word or a file has put into it. What all ranks found is said by the
     first: torchrun ends the others as soon as that one fails. What one rank alone found is said by it, a little later.
     """
+    from fp8cfg.config.errors import printable
+
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         time.sleep(2)
@@ -93,8 +106,21 @@ def _report(lines: list[str], prefix: str) -> None:
     except OSError:  # no reader, or no space: the error is said all the same
         _silence()
     for line in lines:
-        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-        print(f"{prefix}{shown}", file=sys.stderr)
+        with suppress(OSError):  # a terminal that has gone; the exit code says it still
+            print(f"{prefix}{printable(line)}", file=sys.stderr)
+
+
+def _warned(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """A warning about an installed package as one line, said by the first rank; every other warning as Python prints it."""
+    from fp8cfg.config.errors import PackageWarning
+
+    if not issubclass(category, PackageWarning):
+        _PLAIN(message, category, *where, **more)
+    elif os.environ.get("RANK", "0") == "0":
+        _report([str(message)], "warning: ")
+
+
+_PLAIN = warnings.showwarning
 
 
 def entry() -> None:

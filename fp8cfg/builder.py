@@ -1,4 +1,4 @@
-"""Recipe -> Fiddle graph -> Job. `lower` makes the graph without torch; `build` checks everything first, then builds it."""
+"""Builder: a recipe is lowered to a Fiddle graph, without torch, and the graph is built into a Job once everything is checked."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
 
     from fp8cfg.backends.exclusions import mark
     from fp8cfg.report.machine import find_hardware, free_memory
-    from fp8cfg.report.memory.peak import refuse_if_too_large
+    from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
 
     if model is None:
         recipe = _checked(recipe).model_copy(deep=True)

@@ -1,4 +1,4 @@
-"""What a lowered graph calls. Each function imports torch when it is called, so that a graph can be made without it."""
+"""Fiddle targets: the functions that a lowered graph calls. Each imports torch when it is called, so that lowering needs none."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import Columns, as_held, foreign_others, gathered, low_bit, others
 from fp8cfg.config.training_nodes import Optim
-from fp8cfg.job import PreparedModel
 from fp8cfg.models.config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ def prepared_model(
         return _fully_sharded(model, precision, plan, choice, region, seed)
     originals = {name: p.detach() for name, p in model.named_parameters()}
     columns = stored_weights.parameter_columns(model, precision, plan)
-    own = choice.backend in backend_registry.OWN_OPTIMIZER  # and so holds the weights of its layers itself
+    own = backend_registry.capabilities(choice.backend).own_state
     mixed = own or isinstance(model, Transformer)
     if not mixed:
         columns = _in_compute_dtype(model, precision, plan, columns)
     if precision.fp8.enabled:
-        compute = {"compute": stored_weights.DTYPES[precision.compute]} if choice.backend == "te" else {}
-        backend_registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product, **compute)
+        backend_registry.backend(choice.backend).convert(
+            model, as_held(precision).fp8, plan, region, choice.product, compute=stored_weights.DTYPES[precision.compute])
         seed_rounding(model, seed)
     held = [p for p in plan if not (own and p.fp8) and (mixed or f"{p.name}.weight" in columns)]
     stored_weights.hold(model, precision, held, columns, region)
@@ -98,8 +98,9 @@ def _fully_sharded(
 
     columns = stored_weights.parameter_columns(model, precision, plan)
     if precision.fp8.enabled:
-        gather = {"fp8_gather": True} if gathered(precision, choice.backend) == "fp8" else {}
-        backend_registry.backend(choice.backend).convert(model, as_held(precision).fp8, plan, region, choice.product, **gather)
+        backend_registry.backend(choice.backend).convert(
+            model, as_held(precision).fp8, plan, region, choice.product, compute=stored_weights.DTYPES[precision.compute],
+            fp8_gather=gathered(precision, choice.backend) == "fp8")
         seed_rounding(model, seed)
     fsdp.shard(model, precision)
     return PreparedModel(model, {}, region, next(model.parameters()).device, columns)
@@ -128,9 +129,8 @@ def optimizer(
 
     model, backend = prepared.model, backend_registry.backend(choice.backend)
     built: MixedPrecisionOptimizer | LowBitTraining
-    if choice.backend in backend_registry.OWN_OPTIMIZER:
-        built = backend.optimizer(prepared, precision, optim, clip_grad, loss_scaler)  # type: ignore[attr-defined]
-        return built
+    if (own := backend.optimizer(prepared, precision, optim, clip_grad, loss_scaler)) is not None:
+        return own
     groups = param_groups(model, optim.weight_decay)
     writers: dict[Any, Any] = {p: layer.set_weight for p, layer in stored_weights.held(model).items()}
     if precision.fp8.enabled:

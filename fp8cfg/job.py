@@ -1,4 +1,4 @@
-"""What a recipe becomes: a model, its optimizer and schedule, the autocast context, and what a loop of one's own needs."""
+"""Job: a built recipe, with its model, optimizer, schedule and autocast context, for `fit` or a training loop of your own."""
 
 from __future__ import annotations
 
@@ -11,32 +11,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.prepared_model import PreparedModel
+from fp8cfg.report.coverage import Coverage
+from fp8cfg.report.engagement import prove_engagement
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from fp8cfg.config.recipe import Recipe
-    from fp8cfg.numerics import Region
     from fp8cfg.optim import LossScaler, Schedule
     from fp8cfg.optim.low_bit.training import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
     from fp8cfg.optim.scheduler import StepScheduler
-    from fp8cfg.report.coverage import Coverage
-
-
-@dataclass
-class PreparedModel:
-    """A model in the recipe's precision, the float32 masters of its parameters by name, the region of its FP8 layers, and the
-    storage columns of its parameters by name. `owner` is the rank that keeps the state of each, where that is sharded."""
-
-    model: torch.nn.Module
-    masters: dict[str, Tensor]
-    region: Region
-    device: torch.device
-    columns: dict[str, dict[str, str]] = field(default_factory=dict)
-    owner: dict[str, int] = field(default_factory=dict)
-
 
 @dataclass
 class Job:
@@ -86,7 +73,7 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return self.prepared.device
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
@@ -128,7 +115,7 @@ class Job:
         if self.summed:
             raise RuntimeError("the gradients of this step were summed already; call job.sum_gradients() after its last microbatch")
         world = current()
-        sum_gradients(self, world)
+        sum_gradients(self.prepared, self.optimizer, self.recipe.storage.shard, world)
         self.summed = world.size > 1
 
     def scheduler(self) -> StepScheduler:
@@ -143,9 +130,7 @@ class Job:
     def prove(self) -> Coverage:
         """What ran since the model was built. Raises NotFP8Error where that is not what was planned, or less than
         fp8.min_coverage: call it after the first step."""
-        from fp8cfg.training.train_step import prove_engagement
-
-        return prove_engagement(self)
+        return prove_engagement(self.recipe, self.model, self.plan, self.choice.backend, self.foreign)
 
     def compile_model(self) -> None:
         """Let `forward` be the compiled model, and the step of a low-bit optimizer be compiled; a graph break is an error."""

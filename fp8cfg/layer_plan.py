@@ -24,6 +24,6 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
 def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
     """What each linear layer of `recipe` is meant to do under `backend`, by default the one it names, or native. Raises
     ConfigError where a layer pattern matches nothing."""
-    name = backend or (recipe.backend if backend_registry.exists(recipe.backend) else "native")
+    name = backend or (recipe.backend if backend_registry.exists(recipe.backend) else backend_registry.REFERENCE)
     shapes = linear_layers(transformer_config(recipe))
     return plan_linears(shapes, recipe.fp8, layers(recipe.model.num_layers), backend_registry.rules(name).misfit)

@@ -2,28 +2,11 @@
 
     from fp8cfg.recipes import llama_8b
     recipe = llama_8b()
+
+A module of this folder is a family; every function that it registers is here by name. A new family needs its line below.
 """
 
-from fp8cfg.recipes.llama import (
-    llama2_7b,
-    llama2_13b,
-    llama2_70b,
-    llama3_8b,
-    llama3_70b,
-    llama31_8b,
-    llama31_70b,
-    llama31_405b,
-    llama32_1b,
-    llama32_3b,
-    llama_1b,
-    llama_3b,
-    llama_8b,
-    llama_70b,
-    llama_405b,
-    llama_tiny,
-)
+from fp8cfg.config import recipe_registry
+from fp8cfg.recipes.llama import *  # noqa: F403
 
-__all__ = [
-    "llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b", "llama3_70b", "llama31_8b", "llama31_70b", "llama31_405b",
-    "llama32_1b", "llama32_3b", "llama_1b", "llama_3b", "llama_8b", "llama_70b", "llama_405b", "llama_tiny",
-]
+__all__ = recipe_registry.of_package(__name__)

@@ -7,6 +7,9 @@ and llama3_70b's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from fp8cfg.config.model import Model, RopeScaling
 from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
@@ -17,27 +20,16 @@ LLAMA2 = Model(vocab_size=32000, seq_length=4096)
 LLAMA3 = Model(vocab_size=128256, seq_length=8192, rotary_base=5e5)
 LLAMA31 = LLAMA3.model_copy(update={"rope_scaling": RopeScaling(factor=8)})
 LLAMA32 = LLAMA3.model_copy(update={"rope_scaling": RopeScaling(factor=32), "share_embeddings_and_output_weights": True})
-
-#                  generation, layers, hidden,   ffn, heads, groups, init std
-SHAPES = {
-    "llama2_7b":    (LLAMA2,      32,   4096, 11008,    32,     32, 0.02),
-    "llama2_13b":   (LLAMA2,      40,   5120, 13824,    40,     40, 0.02),
-    "llama2_70b":   (LLAMA2,      80,   8192, 28672,    64,      8, 0.02),
-    "llama3_8b":    (LLAMA3,      32,   4096, 14336,    32,      8, 0.01),
-    "llama3_70b":   (LLAMA3,      80,   8192, 28672,    64,      8, 0.008944),
-    "llama31_8b":   (LLAMA31,     32,   4096, 14336,    32,      8, 0.02),
-    "llama31_70b":  (LLAMA31,     80,   8192, 28672,    64,      8, 0.02),
-    "llama31_405b": (LLAMA31,    126,  16384, 53248,   128,      8, 0.02),
-    "llama32_1b":   (LLAMA32,     16,   2048,  8192,    32,      8, 0.02),
-    "llama32_3b":   (LLAMA32,     28,   3072,  8192,    24,      8, 0.02),
-}
+FOUR_NODES = {"nodes": 4, "tp": 4, "pp": 4, "vp": 5, "cp": 2, "sp": True}
+SIXTY_FOUR_NODES = {"nodes": 64, "tp": 8, "pp": 8, "vp": 2, "cp": 4, "sp": True}
 
 
 def _pretrain(
-    name: str, nodes: int = 1, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, sp: bool = False
+    name: str, generation: Model, shape: tuple[int, int, int, int, int, float],
+    nodes: int = 1, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, sp: bool = False,
 ) -> Recipe:
-    """The shape `name` with NeMo's pre-training defaults: 512 sequences a step, AdamW with cosine decay, BF16."""
-    generation, layers, hidden, ffn, heads, groups, std = SHAPES[name]
+    """A size with NeMo's pre-training defaults: 512 sequences a step, AdamW with cosine decay, BF16."""
+    layers, hidden, ffn, heads, groups, std = shape
     model = generation.model_copy(deep=True, update={
         "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads,
         "num_query_groups": groups, "init_method_std": std})
@@ -52,64 +44,37 @@ def _pretrain(
         checkpoint=Checkpoint(every_n_steps=2000))
 
 
-@recipe
-def llama2_7b() -> Recipe:
-    """Llama 2 7B, one node, tensor parallel 2."""
-    return _pretrain("llama2_7b", tp=2)
+def size(
+    name: str, generation: Model, shape: tuple[int, int, int, int, int, float], about: str, **layout: Any
+) -> Callable[[], Recipe]:
+    """The recipe `name`: a function that returns a size of `generation`, whose first line of documentation is `about`. `shape` is
+    layers, hidden size, FFN size, attention heads, query groups and standard deviation of the first weights; `layout` has the
+    nodes and parallel sizes of `_pretrain`, 1 where nothing is said."""
+
+    def make() -> Recipe:
+        return _pretrain(name, generation, shape, **layout)
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = about
+    make.__code__ = make.__code__.replace(co_name=name, co_qualname=name)  # fp8cfg explain names the frame
+    return recipe(make)
 
 
-@recipe
-def llama2_13b() -> Recipe:
-    """Llama 2 13B, one node, tensor parallel 2."""
-    return _pretrain("llama2_13b", tp=2)
-
-
-@recipe
-def llama2_70b() -> Recipe:
-    """Llama 2 70B, four nodes, tensor parallel 4, pipeline parallel 4."""
-    return _pretrain("llama2_70b", nodes=4, tp=4, pp=4, vp=5, cp=2, sp=True)
-
-
-@recipe
-def llama3_8b() -> Recipe:
-    """Llama 3 8B, one node, context parallel 2."""
-    return _pretrain("llama3_8b", cp=2)
-
-
-@recipe
-def llama3_70b() -> Recipe:
-    """Llama 3 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2."""
-    return _pretrain("llama3_70b", nodes=4, tp=4, pp=4, vp=5, cp=2, sp=True)
-
-
-@recipe
-def llama31_8b() -> Recipe:
-    """Llama 3.1 8B, one node, context parallel 2."""
-    return _pretrain("llama31_8b", cp=2)
-
-
-@recipe
-def llama31_70b() -> Recipe:
-    """Llama 3.1 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2."""
-    return _pretrain("llama31_70b", nodes=4, tp=4, pp=4, vp=5, cp=2, sp=True)
-
-
-@recipe
-def llama31_405b() -> Recipe:
-    """Llama 3.1 405B, 64 nodes, tensor parallel 8, pipeline parallel 8, context parallel 4."""
-    return _pretrain("llama31_405b", nodes=64, tp=8, pp=8, vp=2, cp=4, sp=True)
-
-
-@recipe
-def llama32_1b() -> Recipe:
-    """Llama 3.2 1B, one node, tied embeddings."""
-    return _pretrain("llama32_1b")
-
-
-@recipe
-def llama32_3b() -> Recipe:
-    """Llama 3.2 3B, one node, tied embeddings."""
-    return _pretrain("llama32_3b")
+# A size is one line: its shape is layers, hidden, ffn, heads, groups, init std.
+llama2_7b = size("llama2_7b", LLAMA2, (32, 4096, 11008, 32, 32, 0.02), "Llama 2 7B, one node, tensor parallel 2.", tp=2)
+llama2_13b = size("llama2_13b", LLAMA2, (40, 5120, 13824, 40, 40, 0.02), "Llama 2 13B, one node, tensor parallel 2.", tp=2)
+llama2_70b = size("llama2_70b", LLAMA2, (80, 8192, 28672, 64, 8, 0.02),
+    "Llama 2 70B, four nodes, tensor parallel 4, pipeline parallel 4.", **FOUR_NODES)
+llama3_8b = size("llama3_8b", LLAMA3, (32, 4096, 14336, 32, 8, 0.01), "Llama 3 8B, one node, context parallel 2.", cp=2)
+llama3_70b = size("llama3_70b", LLAMA3, (80, 8192, 28672, 64, 8, 0.008944),
+    "Llama 3 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2.", **FOUR_NODES)
+llama31_8b = size("llama31_8b", LLAMA31, (32, 4096, 14336, 32, 8, 0.02), "Llama 3.1 8B, one node, context parallel 2.", cp=2)
+llama31_70b = size("llama31_70b", LLAMA31, (80, 8192, 28672, 64, 8, 0.02),
+    "Llama 3.1 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2.", **FOUR_NODES)
+llama31_405b = size("llama31_405b", LLAMA31, (126, 16384, 53248, 128, 8, 0.02),
+    "Llama 3.1 405B, 64 nodes, tensor parallel 8, pipeline parallel 8, context parallel 4.", **SIXTY_FOUR_NODES)
+llama32_1b = size("llama32_1b", LLAMA32, (16, 2048, 8192, 32, 8, 0.02), "Llama 3.2 1B, one node, tied embeddings.")
+llama32_3b = size("llama32_3b", LLAMA32, (28, 3072, 8192, 24, 8, 0.02), "Llama 3.2 3B, one node, tied embeddings.")
 
 
 def _renamed(base: Recipe, name: str) -> Recipe:

@@ -1,61 +1,183 @@
-"""Who may import whom, and what importing loads."""
+"""Who may import whom, what importing loads, and which files import one another in a circle.
+
+A room is a folder or a module of fp8cfg/; training/distributed is one by itself, for it stands below the job. Modules that are
+imported by name at run time (a verb's, a backend's, a recipe's) are not among these arrows.
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[1] / "fp8cfg"
-ALLOWED = {  # room -> rooms that its modules may import at their top
-    "config": set(), "composition": {"config"}, "numerics": set(), "models": set(), "data": set(), "optim": {"numerics"},
-    "backends": {"numerics", "config"}, "job": {"backends", "config"}, "fiddle_targets": {"backends", "config", "job", "models"},
-    "conversion": {"backends", "config"},
-    "layer_plan": {"backends", "config", "models"}, "builder": {"backends", "config", "fiddle_targets", "job", "layer_plan", "models", "optim"},
-    "report": {"backends", "composition", "config", "layer_plan", "models"}, "interop": {"config"},
-    "training": {"backends", "builder", "composition", "config", "data", "job", "layer_plan", "numerics", "optim", "report"},
-    "cli": {"backends", "builder", "composition", "config", "interop", "job", "report", "training"},
+NESTED = {"training.distributed"}
+"""Folders inside a room that are rooms by themselves."""
+
+TOP = {  # room -> rooms that its modules may import at their top
+    "models": set(), "data": set(), "scalings": set(), "config": {"scalings"}, "numerics": {"scalings"},
+    "optim": {"numerics"},
+    "composition": {"config"},
+    "backends": {"config", "numerics", "scalings"},
+    "layer_plan": {"backends", "config", "models"},
+    "report": {"backends", "composition", "config", "layer_plan", "models", "scalings"},
+    "interop": {"composition", "config", "layer_plan", "scalings"},
+    "training.distributed": {"backends", "config", "numerics", "optim", "report"},
+    "job": {"backends", "report"},
+    "fiddle_targets": {"backends", "config", "models"},
+    "conversion": {"backends", "config", "numerics", "report", "scalings"},
+    "builder": {"backends", "config", "fiddle_targets", "job", "layer_plan", "models", "optim"},
+    "run_plan": {"builder", "config", "report"},
+    "training": {"backends", "builder", "composition", "config", "data", "job", "layer_plan", "numerics", "optim", "report",
+                 "training.distributed"},
+    "cli": {"backends", "config", "report", "training"},
+    "__main__": {"cli"},
+}
+TORCH = "its modules import torch, and this one is imported without"
+"""Why most imports stand inside functions: what stands left of `build` loads no torch."""
+INSIDE = {  # room -> rooms that its functions may import, and why not at the top
+    "backends": {
+        "models": "TE builds its own modules in the place of our Transformer's layers, and only where a model has these",
+        "optim": "MS-AMP's optimizer checks saved state as the low-bit ones do, and only where it loads one"},
+    "report": {"backends": TORCH, "config": "`list` prints the text of values, no places, and is quick"},
+    "job": {"backends": TORCH, "optim": TORCH, "training.distributed": TORCH},
+    "fiddle_targets": {"backends": TORCH, "models": TORCH, "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
+    "builder": {"backends": TORCH, "conversion": TORCH, "training.distributed": TORCH,
+                "report": "`lower` makes the graph alone; the machine and its memory are looked at by `build`"},
+    "training": {
+        "composition": "readers of a run folder that want no recipe from it load no YAML",
+        "training.distributed": "FSDP2 is loaded where storage.shard=fsdp asks for it"},
+    "cli": dict.fromkeys(("builder", "composition", "config", "interop", "layer_plan", "report", "run_plan", "training",
+                          "training.distributed"), "a verb loads what it needs when it runs: help and completion read its module without"),
+    "__main__": {"cli": "what the verb at hand does not need is not loaded", "config": "as above: errors alone need it",
+                 "training": "signals are heeded from the start of a verb that trains"},
+}
+TYPES = {  # room -> rooms of which it names types alone, under TYPE_CHECKING
+    "job": {"config"},
+    "training.distributed": {"models"},
+}
+CIRCLES = {  # files that import one another, and why
+    frozenset({"numerics.attention", "numerics.fp8_state_dict", "numerics.linear"}):
+        "types alone: loading completes the state of the layers that call it",
+    frozenset({"report.plan_report", "report.plan_text"}): "str(plan) is its text, which is made from its fields",
+    frozenset({"backends.te.engine", "backends.te.layers"}): "types alone: each layer knows its engine, and the engine its layers",
+    frozenset({"config.recipe", "config.rules", "config.rules_fsdp", "config.rules_precision"}):
+        "Recipe.check() runs the rules, and names them when it does; of it they take the type alone",
 }
 
 
-def room(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+class Import(NamedTuple):
+    """`module` imports `target` at its "top", "inside" a function, or for "types" alone."""
+
+    module: str
+    target: str
+    where: str
 
 
-def top_imports(path: Path) -> set[str]:
-    """Modules imported when `path` is: not those inside functions or under TYPE_CHECKING."""
-    found: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{a.name}" for a in node.names if node.module == "fp8cfg"}
-        elif isinstance(node, ast.Import):
-            found |= {a.name for a in node.names}
-    return found
-
-
-FILES = [p for p in sorted(ROOT.rglob("*.py")) if p.name not in ("__main__.py",) and p != ROOT / "__init__.py"]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_rooms_import_only_what_stands_below_them(path: Path) -> None:
-    mine = room(path)
-    for module in top_imports(path):
-        parts = module.split(".")
-        if parts[0] == "fp8cfg" and len(parts) > 1 and parts[1] not in ("__version__", mine):
-            assert parts[1] in ALLOWED[mine], f"{path.name} imports {module}"
-
-
-@pytest.mark.parametrize("rooms", ["config", "composition", "data", "models", "job", "fiddle_targets", "builder", "report", "interop"])
-def test_what_is_left_of_build_loads_no_torch(rooms: str) -> None:
-    names = [m for p in FILES if room(p) == rooms and (m := _module(p)) not in LATE]
-    subprocess.run([sys.executable, "-c", f"import sys, {', '.join(names)}; assert 'torch' not in sys.modules"], check=True, cwd=ROOT.parent)
-
-
-LATE = {"fp8cfg.models.transformer", "fp8cfg.models.layers", "fp8cfg.models.rotary", "fp8cfg.models.hf"}
+def room(module: str) -> str:
+    """The room of the module fp8cfg.ROOM..."""
+    _, *parts = module.split(".")
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in NESTED else parts[0]
 
 
 def _module(path: Path) -> str:
     return ".".join(["fp8cfg", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+
+
+FILES = {_module(p): p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"}
+ROOMS = sorted({room(m) for m in FILES})
+
+
+@cache
+def imports() -> list[Import]:
+    """Every import of a module of fp8cfg by another."""
+    return [Import(m, t, where) for m, p in FILES.items() for t, where in _imports(ast.parse(p.read_text(encoding="utf-8")), "top")
+            if t in FILES and t != m]
+
+
+def _imports(tree: ast.AST, where: str) -> Iterator[tuple[str, str]]:
+    """The modules that `tree` imports, and where."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield (name if name in FILES else node.module), where
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, where) for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from _imports(ast.Module(node.body, []), "types")
+            yield from _imports(ast.Module(node.orelse, []), where)
+        else:
+            inside = where == "top" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _imports(node, "inside" if inside else where)
+
+
+def arrows(where: str) -> dict[str, set[str]]:
+    """Room -> other rooms that it imports there."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for i in imports():
+        if i.where == where and room(i.module) != room(i.target):
+            found[room(i.module)].add(room(i.target))
+    return found
+
+
+@pytest.mark.parametrize("mine", ROOMS)
+def test_rooms_import_only_what_stands_below_them(mine: str) -> None:
+    """The tables hold what is imported, no more: an arrow that is gone leaves them too."""
+    above, inside = TOP.get(mine, set()), set(INSIDE.get(mine, {}))
+    assert arrows("top")[mine] == above
+    assert arrows("inside")[mine] == inside
+    assert arrows("types")[mine] - above - inside == TYPES.get(mine, set())
+
+
+def test_no_rooms_import_one_another_in_a_circle() -> None:
+    TopologicalSorter({r: TOP.get(r, set()) | set(INSIDE.get(r, {})) | TYPES.get(r, set()) for r in ROOMS}).prepare()
+
+
+def test_files_that_import_one_another_in_a_circle_say_why() -> None:
+    """Imports inside functions and under TYPE_CHECKING are counted."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for i in imports():
+        graph[i.module].add(i.target)
+    assert {frozenset(m.removeprefix("fp8cfg.") for m in c) for c in circles(graph)} == set(CIRCLES)
+
+
+def circles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
+    """The sets of two or more nodes that reach one another."""
+    reach = {node: _reached(graph, node) for node in graph}
+    return {c for node in graph if len(c := frozenset(n for n in reach[node] if node in reach.get(n, ()))) > 1}
+
+
+def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    found, left = set[str](), [start]
+    while left:
+        new = graph.get(left.pop(), set()) - found
+        found |= new
+        left += new
+    return found
+
+
+def test_circles_are_found_wherever_the_import_stands() -> None:
+    text = ("import a\nif TYPE_CHECKING:\n    from fp8cfg.job import Job\nelse:\n    import b\n"
+            "def f():\n    if x:\n        from fp8cfg.report import chart\nclass C:\n    def g(self):\n        import c\n    import d\n")
+    assert list(_imports(ast.parse(text), "top")) == [
+        ("a", "top"), ("fp8cfg.job", "types"), ("b", "top"), ("fp8cfg.report.chart", "inside"), ("c", "inside"), ("d", "top")]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"d"}}) == {frozenset("bc")}
+
+
+@pytest.mark.parametrize("rooms", ["config", "composition", "data", "models", "layer_plan", "job", "fiddle_targets", "builder", "report", "run_plan",
+                                   "interop"])
+def test_what_is_left_of_build_loads_no_torch(rooms: str) -> None:
+    names = [m for m in FILES if room(m) == rooms and m not in LATE]
+    subprocess.run([sys.executable, "-c", f"import sys, {', '.join(names)}; assert 'torch' not in sys.modules"], check=True, cwd=ROOT.parent)
+
+
+LATE = {"fp8cfg.models.transformer", "fp8cfg.models.layers", "fp8cfg.models.rotary", "fp8cfg.models.hf"}

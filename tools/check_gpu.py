@@ -44,7 +44,7 @@ from fp8cfg.report.machine import find_hardware
 from fp8cfg.report.tables import wrapped
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import prove_engagement, train_step
+from fp8cfg.training.train_step import train_step
 
 SECONDS = 120
 """What one row may take."""
@@ -92,7 +92,7 @@ def train(args: argparse.Namespace, model: str, row: str) -> list[str]:
         losses.append(train_step(job, batches, step, World()).loss)  # which waits for the GPU
         times.append(time.perf_counter() - began)
         if not step:
-            share = prove_engagement(job).share
+            share = job.prove().share
     if not all(map(math.isfinite, losses)):
         raise ArithmeticError(f"losses {losses}")
     peak = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}" if args.device == "cuda" else "-"

@@ -60,7 +60,7 @@ def train(words: list[str]) -> Run:
     from fp8cfg.training.data import run_data, validation_batches
     from fp8cfg.training.distributed.world import World
     from fp8cfg.training.memory_measurement import by_kind
-    from fp8cfg.training.train_step import evaluate, prove_engagement, train_step
+    from fp8cfg.training.train_step import evaluate, train_step
 
     torch.set_num_threads(1)
     began, recipe = time.perf_counter(), fp8cfg.compose(words)
@@ -72,7 +72,7 @@ def train(words: list[str]) -> Run:
     for step in range(recipe.trainer.max_steps):
         losses.append(train_step(job, batches, step, world).loss)
         if step == 0:
-            prove_engagement(job)
+            job.prove()
     val_loss = evaluate(job, validation_batches(recipe, held_out, world), world)
     each = sum(t.nbytes for tensors in by_kind(job).values() for t in tensors) / sum(p.numel() for p in job.model.parameters())
     return {"words": words, "losses": losses, "val_loss": val_loss, "bytes": each, "seconds": time.perf_counter() - began}

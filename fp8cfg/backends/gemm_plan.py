@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from fp8cfg.backends.native import rules as native_rules
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.config.fp8 import FP8
+from fp8cfg.scalings import SCALINGS
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 ATTENTION_GEMMS = ("p", "o", "ds", "dv", "dq", "dk")
@@ -111,7 +111,7 @@ def layers(num_layers: int) -> Numbering:
 
 
 def plan_linears(
-    shapes: Shapes, fp8: FP8, number: Numbering, misfit: Misfit = native_rules.misfit,
+    shapes: Shapes, fp8: FP8, number: Numbering, misfit: Misfit,
     output: Collection[str] = ("output_layer",), odd: Mapping[str, str] | None = None,
 ) -> list[PlannedLinear]:
     """The plan of every linear layer of `shapes` (name, in_features, out_features), of which `output` are the output layers;
@@ -134,10 +134,8 @@ def plan_linears(
 
 def formats(fp8: FP8) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]]:
     """Kinds of the operands of fprop (x, w), dgrad (dy, w) and wgrad (dy, x)."""
-    if fp8.scaling == "nvfp4":
-        return (("e2m1", "e2m1"),) * 3
-    gradient = "e5m2" if fp8.format == "hybrid" else "e4m3"
-    return ("e4m3", "e4m3"), (gradient, "e4m3"), (gradient, "e4m3")
+    forward, gradient = SCALINGS[fp8.scaling].operands(fp8.format)
+    return (forward, forward), (gradient, forward), (gradient, forward)
 
 
 def _plan(shape: tuple[str, int, int], fp8: FP8, reason: str) -> PlannedLinear:

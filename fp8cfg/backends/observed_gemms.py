@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-
 from torch import nn
 
 from fp8cfg.backends import backend_registry, flops
 from fp8cfg.backends.exclusions import REASON
 from fp8cfg.backends.gemm_plan import ATTENTION_GEMMS, GEMMS, PlannedAttention, PlannedLinear, Unwatched
-from fp8cfg.backends.protocol import Backend, Observed
+from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.unconverted_modules import unwatched
-
-
-def loaded() -> Iterator[Backend]:
-    """The backends that this process has used: no model has layers of another one."""
-    return (backend_registry.backend(name) for name in backend_registry.PREFERENCE if f"fp8cfg.backends.{name}" in sys.modules)
 
 
 def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttention]]:
     """What each linear layer of `model` multiplied, and each attention that is converted, with the reason where none of it was in
     FP8."""
     seen: Observed = {}
-    for backend in loaded():
+    for backend in backend_registry.used():
         seen |= backend.observed(model)
     linears, attentions = [], []
     for name, module in model.named_modules():
@@ -39,7 +31,7 @@ def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttenti
 
 def beside(model: nn.Module) -> list[Unwatched]:
     """What multiplies in `model` beside its linear layers."""
-    watched = {model.get_submodule(name) for backend in loaded() for name in backend.observed(model)}
+    watched = {model.get_submodule(name) for backend in backend_registry.used() for name in backend.observed(model)}
     return unwatched(model, watched)
 
 

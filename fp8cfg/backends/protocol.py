@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fp8cfg.config.errors import NotFP8Error
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import Precision
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch import Tensor, nn
 
     from fp8cfg.backends.gemm_plan import Kinds, PlannedLinear
+    from fp8cfg.backends.prepared_model import PreparedModel
+    from fp8cfg.config.training_nodes import Optim
     from fp8cfg.numerics import Region
+    from fp8cfg.optim import LossScaler
+    from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
 Observed = dict[str, dict[str, "Kinds"]]
 """What ran: layer name -> product -> kinds of its two operands, HIGH_PRECISION, or None where it did not run."""
@@ -71,6 +76,15 @@ class Rules(Protocol):
     def tokens_multiple(self, fp8: FP8, product: str) -> int:
         """What the tokens of a forward pass must be a multiple of."""
 
+    def against_sharding(self, precision: Precision) -> list[str]:
+        """A line for each thing of storage.shard and storage.gather that the backend does not have for `precision`."""
+
+    def against_environment(self, fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+        """A line for each variable of `environ` with which the library would do something else than `fp8` says."""
+
+    def instead(self, precision: Precision) -> str:
+        """The words that run `precision` where the backend is not installed, such as "backend=native"."""
+
 
 class Backend(Protocol):
     """The code that multiplies. Converted models are found by their layers: nothing is kept beside a model.
@@ -78,12 +92,16 @@ class Backend(Protocol):
     State is the model's `state_dict`: plain tensors alone, FP8 scales and histories under names whose last part begins with
     `fp8_`; `load_state_dict` takes it back. Names of parameters stay what they were.
 
-    A backend of `registry.OWN_OPTIMIZER` has one function more, optimizer(prepared, precision, optim, clip_grad, loss_scaler),
-    which gives what trains its layers and all other parameters, with the attributes of `MixedPrecisionOptimizer`.
+    What a library does by itself, and what it has nothing for, is a function that does nothing: the callers ask all backends
+    alike. `fp8cfg.config.backend_capabilities.Capabilities` says the rest.
     """
 
-    def convert(self, model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:
-        """Replace, in place, the linear layers of `model` (none of them its root) that `plan` has in FP8.
+    def convert(
+        self, model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str,
+        compute: torch.dtype = ..., fp8_gather: bool = False,
+    ) -> None:
+        """Replace, in place, the linear layers of `model` (none of them its root) that `plan` has in FP8. `compute` is the dtype
+        of activations, bfloat16 by default; `fp8_gather` lets FSDP2 gather weights in FP8, where capabilities have that.
 
         Each new layer has the Parameters of the old one, so that tied weights stay tied and frozen ones frozen, its training
         flag and its hooks; FP8 is on while `region` is, or in the backend's own context. The library's object that says how
@@ -99,6 +117,19 @@ class Backend(Protocol):
 
     def forget_observed(self, model: nn.Module) -> None:
         """Clear that record."""
+
+    def record(self, model: nn.Module) -> dict[str, Any]:
+        """What a run folder's coverage.json says of the converted `model` besides its products, as JSON values by key."""
+
+    def optimizer(
+        self, prepared: PreparedModel, precision: Precision, optim: Optim, clip_grad: float, loss_scaler: LossScaler | None
+    ) -> MixedPrecisionOptimizer | None:
+        """What trains the layers and all other parameters, with the attributes of `MixedPrecisionOptimizer`, where capabilities
+        have `own_state`; else None, and any optimizer trains them."""
+
+    def cache_weights(self, model: nn.Module, on: bool = True) -> None:
+        """Quantize each weight once for an optimizer step, in its first microbatch, where the library quantizes it in every one.
+        For a loop that calls `after_step`; off until this is called."""
 
     def writers(self, model: nn.Module) -> Mapping[nn.Parameter, Callable[[Tensor], None]]:
         """For each weight that is held in FP8 alone, the function that stores a float32 master in it."""

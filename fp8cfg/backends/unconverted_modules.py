@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
+from fp8cfg.backends import backend_registry
 from fp8cfg.backends.flops import multiplied
 from fp8cfg.backends.gemm_plan import Unwatched
 
@@ -29,7 +30,7 @@ def unwatched(model: nn.Module, watched: Collection[nn.Module]) -> list[Unwatche
         matrices = [p for p in _matrices(module) if id(p) not in seen]
         seen |= {id(p) for p in matrices}
         if matrices:
-            reason = "is not watched" if _of_transformer_engine(module) else "is no linear layer"
+            reason = "is not watched" if _of_a_library(module) else "is no linear layer"
             weights, reason = sum(p.numel() for p in matrices), f"{type(module).__name__} {reason}"
             found.append(Unwatched(name or "the model itself", weights, reason, multiplied(module)))
     return found
@@ -41,6 +42,7 @@ def _matrices(module: nn.Module) -> Iterator[Tensor]:
     return (p for p in held if p.is_floating_point() and sum(size > 1 for size in p.shape) > 1)
 
 
-def _of_transformer_engine(module: nn.Module) -> bool:
-    """Whether it can multiply in FP8, unseen."""
-    return any(base.__module__.startswith("transformer_engine.") for base in type(module).__mro__)
+def _of_a_library(module: nn.Module) -> bool:
+    """Whether it is a layer of a backend's library, and can multiply in FP8, unseen."""
+    known = [f"{at}." for name in backend_registry.names() for at in backend_registry.capabilities(name).layer_modules]
+    return any(f"{base.__module__}.".startswith(tuple(known)) for base in type(module).__mro__)

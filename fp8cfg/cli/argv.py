@@ -1,4 +1,4 @@
-"""The command line split into options, a file and words."""
+"""Command-line arguments: split into options, a recipe file and key=value words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`check`: whether a recipe can be, on whatever hardware, without running it."""
+"""`check`: validates a recipe, for whatever hardware, without running it."""
 
 from __future__ import annotations
 

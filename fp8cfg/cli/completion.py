@@ -1,4 +1,4 @@
-"""`completion`: a script that makes a shell complete fp8cfg's words, and the words themselves.
+"""`completion`: shell completion, the script for a shell and the words themselves.
 
 The words come without the schema, whose import alone takes a tenth of a second: classes and options are read from the
 source files of `config/`.
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from fp8cfg.cli import hydra_flags
+from fp8cfg.backends import SHIPPED
+from fp8cfg.cli import GROUPS, VERBS, WORDS, hydra_flags
 from fp8cfg.cli.help import choices
 from fp8cfg.cli.shells import SCRIPTS
 from fp8cfg.config.errors import ConfigError, suggest
@@ -29,14 +30,10 @@ values of fp8cfg. To install it, add to ~/.bashrc, ~/.zshrc (after compinit) or
   zsh    source <(fp8cfg completion zsh)
   fish   fp8cfg completion fish | source
 """
-GROUPS = ("recipe", "precision", "data")
 SHORT = {"precision.backend": "backend", "precision.opt_level": "opt_level"}
 """Keys whose short name is not that of their node with their own."""
 NEXT = {**hydra_flags.CHOICES, "--package": (), "--allow": (), "--gpu": tuple(GPUS)}
 """Options with a value of a few, or, where empty, with a key."""
-PLAIN = {"completion": tuple(SCRIPTS), "list": GROUPS, "doctor": (), "schema": ()}
-"""Verbs that take no keys, and what they take."""
-FOLDER_FIRST = ("resume", "rerun")
 
 
 def run(argv: list[str]) -> int:
@@ -53,26 +50,25 @@ def run(argv: list[str]) -> int:
 
 def completions(words: list[str]) -> list[str]:
     """What the last of `words`, all after the command's name, can be completed to; in full, and sorted."""
-    from fp8cfg.__main__ import VERBS
-
     *before, current = words or [""]
-    verb = before[0] if before and before[0] in VERBS else "train"
+    named = before[0] if before and before[0] in WORDS else "train"
+    verb = VERBS.get(named)  # help is none
     found: Iterable[str]
     option = hydra_flags.SHORT.get(before[-1], before[-1]) if before else ""
-    if option == "--config-dir" or (verb in FOLDER_FIRST and len(before) == 1):
+    if option == "--config-dir" or (verb and verb.path and len(before) == 1):
         found = ()  # the shell completes files
     elif option in NEXT:
         found = NEXT[option] or keys()
     elif "=" in current:
         found = _valued(current, before)
     elif current.startswith("-"):
-        found = options(verb)
-    elif verb in PLAIN:
-        found = PLAIN[verb]
-    elif verb == "help":
-        found = VERBS
+        found = options(named)
+    elif verb is None:
+        found = WORDS
+    elif verb.words is not None:
+        found = verb.words
     else:
-        found = [*(() if before else VERBS), *_keys_below(current)]
+        found = [*(() if before else WORDS), *_keys_below(current)]
         if before == ["explain"]:  # a key alone
             found = [key.rstrip("=") for key in found]
     return sorted({f for f in found if f.startswith(current)})
@@ -93,7 +89,11 @@ def _valued(word: str, before: list[str]) -> list[str]:
     ready = f"{key}={value[:value.rfind(',') + 1]}"
     folders = [Path(folder, key) for option, folder in pairwise(before) if option == "--config-dir"]
     own = [file.stem for folder in folders for file in folder.glob("*.yaml")]
-    return [ready + found for found in ([*choices(key), *own] if key in GROUPS else keys().get(key, ()))]
+    if key == SHORT["precision.backend"]:
+        from fp8cfg.config.backend_capabilities import offered  # not above: looking through the installed packages takes a while
+
+        own += offered()
+    return [ready + found for found in [*(choices(key) if key in GROUPS else keys().get(key, ())), *own]]
 
 
 def _keys_below(start: str) -> list[str]:
@@ -108,7 +108,8 @@ def _keys_below(start: str) -> list[str]:
 @functools.cache
 def keys() -> dict[str, tuple[str, ...]]:
     """Every key by its short name, with the words that its value can be where they are few: options, true, false, null."""
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (Path(__file__).parents[1] / "config").glob("*.py")]
+    package = Path(__file__).parents[1]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (*(package / "config").glob("*.py"), package / "scalings.py")]
     classes = {c.name: (home, c) for tree in trees for c in tree.body
                if isinstance(c, ast.ClassDef) and (home := _home(c)) is not None and c.name != "Node"}
     named = {t.id: s.value for tree in trees for s in tree.body if isinstance(s, ast.Assign)
@@ -133,6 +134,8 @@ def _home(c: ast.ClassDef) -> str | None:
 
 def _options(annotation: ast.expr, named: Mapping[str, ast.expr]) -> tuple[str, ...]:
     if isinstance(annotation, ast.Name):
+        if annotation.id == "Backend":
+            return ("auto", *SHIPPED)
         return ("true", "false") if annotation.id == "bool" else \
             _options(named[annotation.id], named) if annotation.id in named else ()
     if isinstance(annotation, ast.BinOp):

@@ -87,7 +87,8 @@ def _side(half: Arguments, config_dir: str | None) -> _Side:
     given = Path(half.plain[0]) if half.plain else None
     if given is None or not given.is_dir():
         return _Side(name, compose(half.words, config_dir, given), None)
-    from fp8cfg.training.run_folder import RunFolder
+    from fp8cfg.training.run_folder import ENVIRONMENT, RunFolder
 
     run = RunFolder.open(given, lock=False)
-    return _Side(name, compose(half.words, config_dir, run.recipe), read_object(run.environment))
+    recipe = compose(half.words, config_dir, base=run.read_recipe(config_dir))
+    return _Side(name, recipe, read_object(run.files, ENVIRONMENT))

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine is, and which precision runs on it through which backend."""
+"""`doctor`: reports the installation, and which precision runs on this machine through which backend."""
 
 from __future__ import annotations
 

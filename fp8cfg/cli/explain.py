@@ -26,13 +26,14 @@ last layer is the value. A node, such as fp8, lists its keys.
 def run(argv: list[str]) -> int:
     """Explain the key of `argv`. Returns the exit code."""
     from fp8cfg.composition.provenance import trace
+    from fp8cfg.report.key_explanation import explained, known
 
     arguments = split(argv, ("--config-dir",), ("--json",))
     files = [arg for arg in arguments.plain if arg.endswith((".yaml", ".yml"))]
     keys = [arg for arg in arguments.plain if arg not in files]
     problems: list[str] = [] if len(keys) == 1 else ["explain: needs one key, as in: fp8cfg explain fp8.margin"]
     try:
-        full_key = _known(keys[0]) if not problems else ""
+        full_key = known(keys[0]) if not problems else ""
     except ConfigError as e:
         problems += e.problems
     try:
@@ -41,24 +42,6 @@ def run(argv: list[str]) -> int:
         problems += e.problems
     refuse_if(problems)
 
-    from fp8cfg.composition.flatten import is_node
-    from fp8cfg.report import key_explanation
-
-    node = is_node(full_key)
-    if "--json" in arguments.flags:
-        print(json.dumps((key_explanation.node_data if node else key_explanation.key_data)(traced, full_key), indent=1))
-    else:
-        print((key_explanation.node_text if node else key_explanation.key_text)(traced, full_key))
+    explanation = explained(traced, full_key)
+    print(json.dumps(explanation.data(), indent=1) if "--json" in arguments.flags else explanation)
     return 0
-
-
-def _known(key: str) -> str:
-    """The full name of `key`. Raises ConfigError where there is no such key."""
-    from fp8cfg.config import foreign_names
-    from fp8cfg.config.recipe import fields, full, short, short_keys
-
-    if key == "recipe":
-        raise ConfigError("recipe: is chosen by name, it is not a key; `fp8cfg list recipe` shows the names")
-    if full(key) not in fields():
-        raise ConfigError(foreign_names.unknown(short(full(key)), short_keys()))
-    return full(key)

@@ -1,4 +1,4 @@
-"""`export`: a recipe as YAML, JSON or Python to keep and to edit."""
+"""`export`: writes a recipe as YAML, JSON or Python, to keep and to edit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--help`, without loading anything that is slow to load."""
+"""`--help`: usage texts, without loading anything that is slow to load."""
 
 from __future__ import annotations
 
@@ -7,26 +7,14 @@ import importlib
 from pathlib import Path
 
 from fp8cfg import __version__
+from fp8cfg.cli import GROUPS, VERBS
 
 _TEXT = """fp8cfg {version}: typed recipes for low-precision training
 
   fp8cfg [VERB] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
          [key=value ...] [--config-dir FOLDER]
 
-  train       train a recipe; also without a verb
-  sweep       train every combination of key=a,b; also -m
-  resume      go on with a run from its newest checkpoint that verifies
-  rerun       the same run again; what has changed, and are the losses equal
-  list        recipes and presets, with a line on each
-  explain     a key: type, bounds, meaning, effect, every layer that set it
-  diff        the keys in which two recipes or run folders differ
-  plan        formats of every GEMM, memory and FLOPs of a run, without a GPU
-  check       say what is wrong with a recipe, and run nothing
-  doctor      this machine: hardware, versions, which precisions run here
-  export      a recipe as YAML, JSON or Python, or as another project's file
-  import      a recipe from Accelerate, NeMo, Megatron-LM, torchtitan and others
-  schema      the JSON Schema of recipes, for editors
-  completion  a script that makes bash, zsh or fish complete all of this
+{verbs}
 `fp8cfg VERB --help` says more.
 
 Presets are chosen first, whatever their order, then values are set:
@@ -59,30 +47,43 @@ def usage(verb: str | None = None) -> str:
     """The help text of `verb`, its module's USAGE; or, with the names that can be chosen, that of all."""
     if verb and verb != "help":
         return str(importlib.import_module(f"fp8cfg.cli.{verb}").USAGE).strip()
-    named = {group: _wrapped(choices(group)) for group in ("recipe", "precision", "data")}
-    return _TEXT.format(version=__version__, **named).rstrip()
+    named = {group: _wrapped(choices(group)) for group in GROUPS}
+    verbs = "\n".join(f"  {name:<11} {verb.about}" for name, verb in VERBS.items())
+    return _TEXT.format(version=__version__, verbs=verbs, **named).rstrip()
 
 
 def choices(group: str) -> list[str]:
     """The shipped choices of `group`, sorted."""
-    return _recipes() if group == "recipe" else _stems(group)
+    return sorted(shipped_recipes()) if group == "recipe" else _stems(group)
 
 
 def root(name: str) -> Path:
-    here = Path(__file__).resolve().parents[1]
-    return here / name if (here / name).is_dir() else here.parent / name
+    """The shipped folder `name`, recipes or conf; in a checkout that is a link."""
+    return (Path(__file__).parents[1] / name).resolve()
 
 
 def _stems(group: str) -> list[str]:
     return sorted(p.stem for p in (root("conf") / group).glob("*.yaml"))
 
 
-def _recipes() -> list[str]:
-    """Names of the shipped recipes, read from `__all__` rather than imported: the schema takes a tenth of a second."""
-    for node in ast.parse((root("recipes") / "__init__.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            return sorted(ast.literal_eval(node.value))
-    return []
+def shipped_recipes() -> dict[str, tuple[str, Path]]:
+    """The shipped recipes by name, with the first line on each and its file. They are read from the source of `recipes/`, which
+    is not imported: the schema takes a tenth of a second."""
+    return {name: (about, file) for file in root("recipes").glob("*.py") for name, about in recipes_in(file).items()}
+
+
+def recipes_in(file: Path) -> dict[str, str]:
+    """The recipes that the top of `file` registers, with the first line on each: functions under the decorator `recipe`, and sizes
+    of a family, such as `llama_8b = size("llama_8b", ..., "Llama 3.1 8B.")`."""
+    found = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and {"recipe", "fp8cfg.recipe"} & set(map(ast.unparse, node.decorator_list)):
+            found[node.name] = (ast.get_docstring(node) or "").strip().partition("\n")[0]
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
+            words = [arg.value for arg in node.value.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            if words[:1] == [node.targets[0].id]:
+                found[words[0]] = words[1] if len(words) > 1 else ""
+    return found
 
 
 def _wrapped(names: list[str], width: int = 66) -> str:

@@ -1,4 +1,4 @@
-"""The flags that Hydra's users know: --cfg, --info, --package, --resolve, --hydra-help; and -m, which `sweep` answers."""
+"""Hydra flags: --cfg, --info, --package, --resolve and --hydra-help; -m is multirun's."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def show(arguments: Arguments, file: Path | None) -> int:
     from fp8cfg.composition import compose
     from fp8cfg.composition.hydra_compose import application
     from fp8cfg.composition.library import Library
+    from fp8cfg.composition.resolve import recipe_from
     from fp8cfg.composition.sweep_words import read
-    from fp8cfg.composition.yaml_recipe import recipe_from
 
     words, hydra_words = hydra_split(arguments.words)
     folder = arguments.one("--config-dir")
@@ -89,7 +89,8 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 def _package(key: str | None) -> str | None:
     """`key`, which may be short, as Hydra knows it. Raises ConfigError where there is no such node or key."""
     from fp8cfg.config import foreign_names
-    from fp8cfg.config.recipe import fields, full, short_keys
+    from fp8cfg.config.key_names import full
+    from fp8cfg.config.recipe import fields, short_keys
 
     if key is None or key == "_global_" or key.partition(".")[0] == "hydra":
         return key

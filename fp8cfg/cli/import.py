@@ -1,4 +1,4 @@
-"""`import`: a recipe from what another project says about precision. Found by its name alone, which no statement can import."""
+"""`import`: a recipe from another project's precision settings. Loaded by name, since no statement can import `import`."""
 
 from __future__ import annotations
 

@@ -1,18 +1,16 @@
-"""`list`: recipes and presets by name, with a line on each. Reads files; imports recipes only where files do not say it all."""
+"""`list`: recipes and presets by name, with a line on each. Reads files; imports recipes only where files do not suffice."""
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8cfg.cli import help
+from fp8cfg.cli import GROUPS, help
 from fp8cfg.cli.argv import split
-from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.config.errors import ConfigError, printable, refuse_if, suggest
 from fp8cfg.report.tables import wrapped
 from fp8cfg.report.value_text import cut
 
-GROUPS = ("recipe", "precision", "data")
 USAGE = """
 fp8cfg list [recipe] [precision] [data] [--config-dir FOLDER] [--json]
 
@@ -71,8 +69,8 @@ def entries(group: str, folder: Path | None) -> list[Entry]:
     if folder:
         from fp8cfg.config.files import NAME
 
-        own = {file.stem: Entry(file.stem, _comment(file), file, str(file))
-               for file in (folder / group).glob("*.yaml") if NAME.fullmatch(file.stem)}
+        own = {file.stem: Entry(file.stem, _comment(file), file, printable(str(file)))
+               for file in (folder / group).glob("*.yaml") if NAME.fullmatch(file.stem) and file.is_file()}
     return sorted((shipped | own).values(), key=lambda e: e.name)
 
 
@@ -89,24 +87,16 @@ def _whole(those: list[Entry]) -> list[str]:
 
 
 def _recipes() -> list[Entry]:
-    """The recipe functions, read from their source; imported where that does not have them all."""
+    """The recipe functions, read from their source; imported where other packages have some too."""
     from importlib import metadata
 
-    found = [entry for file in help.root("recipes").glob("*.py") for entry in _functions(file)]
-    if not metadata.entry_points(group="fp8cfg.recipes") and {e.name for e in found} >= set(help.choices("recipe")):
-        return found
+    read = {name: Entry(name, about, file) for name, (about, file) in help.shipped_recipes().items()}
+    if not metadata.entry_points(group="fp8cfg.recipes"):
+        return list(read.values())
     from fp8cfg.config.recipe_registry import recipes
 
-    read = {e.name: e for e in found}
     return [read.get(name) or Entry(name, _first(make.__doc__), Path(make.__code__.co_filename), make.__module__)
             for name, make in recipes().items()]
-
-
-def _functions(file: Path) -> list[Entry]:
-    """The functions at the top of `file` that are registered by the decorator `recipe`."""
-    functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
-    return [Entry(fn.name, _first(ast.get_docstring(fn)), file) for fn in functions
-            if {"recipe", "fp8cfg.recipe"} & set(map(ast.unparse, fn.decorator_list))]
 
 
 def _first(doc: str | None) -> str:
@@ -115,13 +105,15 @@ def _first(doc: str | None) -> str:
 
 def _comment(file: Path) -> str:
     """The first comment before the data of a YAML file that is for people."""
+    from fp8cfg.config.regular_file import open_regular
+
     try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for line in iter(lambda: lines.readline(500).strip(), ""):
+        with open_regular(file) as lines:
+            for line in iter(lambda: lines.readline(500).decode(errors="replace").strip(), ""):
                 if not line.startswith("#"):
                     break
                 if not line.startswith(("# @package", "# yaml-language-server")):
                     return "".join(c for c in line.lstrip("# ") if c.isprintable())  # it is shown on a terminal
-    except OSError:
+    except (OSError, ConfigError):
         pass
     return ""

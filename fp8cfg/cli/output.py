@@ -1,14 +1,18 @@
-"""Standard output of a verb that does more than print."""
+"""Standard output that may close: a run goes on once its pager has ended."""
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Any
 
+GONE = (errno.EPIPE, errno.EIO)
+"""A pager that has ended, a terminal that was closed."""
+
 
 class Patient:
-    """A stream that goes on in silence once nobody reads it any more: a run does not end because its pager did."""
+    """A stream that goes on in silence once nobody reads it any more: a run does not end because its pager or terminal did."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -17,7 +21,9 @@ class Patient:
         """As that of the stream."""
         try:
             return int(self._stream.write(text))
-        except BrokenPipeError:
+        except OSError as e:
+            if e.errno not in GONE:
+                raise
             self._give_up()
             return len(text)
 
@@ -25,7 +31,9 @@ class Patient:
         """As that of the stream."""
         try:
             self._stream.flush()
-        except BrokenPipeError:
+        except OSError as e:
+            if e.errno not in GONE:
+                raise
             self._give_up()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`plan`: what a recipe multiplies, stores, takes and can gain, before there is a GPU."""
+"""`plan`: the GEMM formats, memory and possible speedup of a recipe, for GPUs not at hand."""
 
 from __future__ import annotations
 
@@ -53,20 +53,17 @@ def run(argv: list[str]) -> int:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
 
     from fp8cfg.composition import compose
-    from fp8cfg.report import plan_report
+    from fp8cfg.run_plan import machines, planned, refuse_hardware
 
     try:
         recipe = compose(arguments.words, folder, file)
     except ConfigError:  # a layout for more GPUs than the recipe has, which --gpus may name
         if ranks is None:
             raise
-        recipe = compose([*arguments.words, *_world(ranks)], folder, file)
-    t = recipe.trainer
-    if gpu and t.accelerator == "cpu":
-        raise ConfigError(f"--gpu {name}: trainer.accelerator=cpu runs on none; drop one of the two")
-    if t.accelerator == "cuda" and not gpu:
-        raise ConfigError(f"trainer.accelerator=cuda: name the GPU, as in --gpu h100; there are {', '.join(GPUS)}")
-    plan = plan_report.make(recipe, ranks or t.num_nodes * t.devices, gpu)
+        nodes, devices = machines(ranks)
+        recipe = compose([*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"], folder, file)
+    refuse_hardware(recipe, name, "--gpu ")
+    plan = planned(recipe, ranks, gpu)
     print(_shown(plan, *arguments.flags))
     refuse_if(plan.refusals)
     if "--measure" in arguments.flags:
@@ -77,27 +74,17 @@ def run(argv: list[str]) -> int:
 
 
 def _shown(plan: Plan, output: str = "") -> str:
-    from fp8cfg.builder import lower
-    from fp8cfg.report import graph, plan_report, plan_text
-
-    if plan.choice is None:
-        if output in ("--tree", "--dot"):  # there is no graph of what is not built
-            raise ConfigError(plan.refusals)
-        built = None
-    else:
-        lowered = lower(plan.recipe, plan.hardware, choice=plan.choice)
-        if output in ("--tree", "--dot"):
-            return graph.tree(lowered) if output == "--tree" else graph.dot(lowered)
-        built = graph.built(lowered)
     if output == "--json":
-        return json.dumps({**plan_report.data(plan), "built": built}, indent=1)
-    return plan_text.text(plan, built)
+        return json.dumps(plan.data(), indent=1)
+    if not output or output == "--measure":
+        return str(plan)
+    if plan.choice is None:  # there is no graph of what is not built
+        raise ConfigError(plan.refusals)
+    from fp8cfg.builder import lower
+    from fp8cfg.report import graph
 
-
-def _world(ranks: int) -> list[str]:
-    """Words that put `ranks` GPUs on nodes of eight, or as many below that as divide them."""
-    devices = next(n for n in range(8, 0, -1) if ranks % n == 0)
-    return [f"trainer.num_nodes={ranks // devices}", f"trainer.devices={devices}"]
+    lowered = lower(plan.recipe, plan.hardware, choice=plan.choice)
+    return graph.tree(lowered) if output == "--tree" else graph.dot(lowered)
 
 
 def _count(text: str | None) -> int | None:

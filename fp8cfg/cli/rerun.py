@@ -1,4 +1,4 @@
-"""`rerun`: the same run again into a new run folder, with what has changed since, and whether its losses are the same."""
+"""`rerun`: repeats a run in a new run folder, lists what has changed since, and compares the losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fp8cfg.cli.argv import split
 from fp8cfg.cli.run_json import read_object
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, printable
 from fp8cfg.report.tables import wrapped
 
 if TYPE_CHECKING:
@@ -33,26 +33,26 @@ recipe.yaml alone: what else is missing or damaged is named, and not compared.
 
 def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.train import launch
-    from fp8cfg.composition import compose, from_yaml, to_yaml
-    from fp8cfg.training.run_folder import RunFolder
+    from fp8cfg.cli.launch import launch
+    from fp8cfg.composition import compose, to_yaml
+    from fp8cfg.training.run_folder import RECIPE, RunFolder
 
     arguments = split(argv, ("--config-dir",))
     if len(arguments.plain) != 1:
         raise ConfigError("rerun: needs one run folder, as in: fp8cfg rerun runs/NAME")
-    first = RunFolder(Path(arguments.plain[0]))
-    if not first.recipe.exists():
+    first = RunFolder.reading(Path(arguments.plain[0]))
+    if not first.files.kind(RECIPE):
         RunFolder.open(first.path, lock=False)  # says what is missing
-    before = from_yaml(first.recipe)
+    before = first.read_recipe()
     recipe = compose(arguments.words, arguments.one("--config-dir"), base=before)
     missing = list[str]()
     then = _compared_or(lambda: _losses(first), "losses", missing)
     if os.environ.get("RANK", "0") == "0":
-        print(f"rerun of {first.path}")
+        print(f"rerun of {printable(str(first.path))}")
         changed = [f"changed: {line}" for line in _changes(first, before, recipe, missing)]
         if not changed + missing:
             changed = ["nothing that is recorded has changed"]
-        print(*(wrapped(line, more="  ") for line in changed + missing), sep="\n", end="\n\n")
+        print(*(wrapped(printable(line), more="  ") for line in changed + missing), sep="\n", end="\n\n")
     now, made = datetime.now(), list[RunFolder]()
 
     def folder() -> RunFolder:
@@ -79,10 +79,11 @@ def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str
     from fp8cfg.training.checkpoint.job_state import changes
     from fp8cfg.training.data import run_data
     from fp8cfg.training.environment import differences, environment
+    from fp8cfg.training.run_folder import ENVIRONMENT
 
     keys = changes(before, recipe)
     lines = [f"{key}: {_at(before, key)} -> {_at(recipe, key)}" for key in keys]
-    then = _compared_or(lambda: read_object(first.environment), "versions", missing)
+    then = _compared_or(lambda: read_object(first.files, ENVIRONMENT), "versions", missing)
     lines += differences(then, environment()) if then is not None else []
     digest = _compared_or(lambda: _data_digest(first), "data", missing)
     if digest and not any(key.startswith("data.") for key in keys) and run_data(recipe)[0].sha256 != digest:
@@ -100,13 +101,17 @@ def _at(recipe: Recipe, key: str) -> Any:
 def _data_digest(first: RunFolder) -> str:
     """sha256 of the data that the first run trained on, from the state of its newest checkpoint. Raises ConfigError where it is
     not recorded."""
-    states = sorted(p for p in first.checkpoints.glob("step-*/state.json") if ".tmp-" not in p.parent.name)
-    if not states:
+    from fp8cfg.training.checkpoint import checkpoint
+    from fp8cfg.training.run_folder import CHECKPOINTS
+
+    root = first.files.folder(CHECKPOINTS) if first.files.kind(CHECKPOINTS) == "folder" else None
+    states = [name for _, name in checkpoint.steps(root) if root.folder(name).kind(checkpoint.STATE)] if root else []
+    if not root or not states:
         raise ConfigError("the first run has no checkpoint")
-    data = read_object(states[-1]).get("data")
+    data = read_object(root.folder(states[0]), checkpoint.STATE).get("data")
     found = data.get("corpus_sha256") if isinstance(data, dict) else None
     if not isinstance(found, str):
-        raise ConfigError(f"{states[-1]}: does not have data.corpus_sha256")
+        raise ConfigError(f"{root.path / states[0] / checkpoint.STATE}: does not have data.corpus_sha256")
     return found
 
 
@@ -116,14 +121,16 @@ Losses = dict[str, dict[int, float]]
 
 def _losses(folder: RunFolder) -> Losses:
     from fp8cfg.training import metrics
+    from fp8cfg.training.run_files import StrangeFile
+    from fp8cfg.training.run_folder import METRICS
 
-    if not folder.metrics.is_file():  # a pipe would be waited for
-        raise ConfigError(f"{folder.metrics}: {'is no file' if folder.metrics.exists() else 'is not there'}")
-    if folder.metrics.stat().st_size > MAX_METRICS:
-        raise ConfigError(f"{folder.metrics}: larger than {MAX_METRICS >> 20} MB")
     try:
-        rows: list[Any] = metrics.read(folder.metrics)
-    except (OSError, ValueError) as e:
+        if folder.files.size(METRICS) > MAX_METRICS:
+            raise ConfigError(f"{folder.metrics}: larger than {MAX_METRICS >> 20} MB")
+        rows: list[Any] = metrics.read(folder.files, METRICS)
+    except FileNotFoundError:
+        raise ConfigError(f"{folder.metrics}: is not there") from None
+    except (OSError, StrangeFile, ValueError) as e:
         raise ConfigError(str(e)) from None
     return {name: {r["step"]: r[key] for r in rows if isinstance(r.get(key), float)}
             for name, key in (("training loss", "loss"), ("validation loss", "val_loss"))}

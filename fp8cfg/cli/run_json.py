@@ -1,27 +1,29 @@
-"""JSON that a run folder holds, which may be damaged, or a stranger's."""
+"""JSON of a run folder, which may be damaged or come from somebody else."""
 
 from __future__ import annotations
 
+import errno
 import json
-from pathlib import Path
 from typing import Any
 
 from fp8cfg.config.errors import ConfigError
-
-MAX_BYTES = 1 << 20
-"""A larger file is not one of ours."""
+from fp8cfg.training.run_files import MAX_BYTES, RunFiles, StrangeFile
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ConfigError where there is none."""
-    if not path.is_file():  # a pipe would be waited for
-        raise ConfigError(f"{path}: {'is no file' if path.exists() else 'is not there'}")
+def read_object(folder: RunFiles, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` of a run folder. Raises ConfigError where there is none."""
+    path = folder.path / name
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise e if isinstance(e, ConfigError) else ConfigError(f"{path}: cannot be read ({e})") from None
+        data = json.loads(folder.read(name))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: is not there") from None
+    except StrangeFile as e:
+        raise ConfigError(str(e)) from None
+    except OSError as e:
+        what = f"larger than {MAX_BYTES // 1024} KB" if e.errno == errno.EFBIG else f"cannot be read ({e.strerror})"
+        raise ConfigError(f"{path}: {what}") from None
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{path}: cannot be read ({e})") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: not a JSON object")
     return data

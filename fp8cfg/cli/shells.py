@@ -1,4 +1,4 @@
-"""The scripts that make a shell ask `fp8cfg completion --words` what a word can be completed to."""
+"""Shell completion scripts, which ask `fp8cfg completion --words` for the completions of a word."""
 
 from __future__ import annotations
 

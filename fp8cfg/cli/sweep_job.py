@@ -1,4 +1,4 @@
-"""One run of a sweep, as a Hydra launcher calls it: in the sweep's process, or in another on another machine."""
+"""Sweep job: one run of a sweep as a Hydra launcher calls it, in the sweep's process or on another machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.cli import sweep_results
-from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.config.errors import Fp8cfgError, printable
+from fp8cfg.config.out_of_memory import out_of_memory
 from fp8cfg.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def job(config: DictConfig) -> float:
 def _train(values: Any, folder: Path, made: list[RunFolder]) -> tuple[int, str]:
     """Train the recipe of `values` into `folder`, which is put into `made` once it is this job's. Returns the exit code, and the
     lines of the error."""
-    from fp8cfg.cli.train import launch
+    from fp8cfg.cli.launch import launch
     from fp8cfg.composition import to_yaml
     from fp8cfg.config.recipe import Recipe
 
@@ -50,13 +51,16 @@ def _train(values: Any, folder: Path, made: list[RunFolder]) -> tuple[int, str]:
         recipe.check()
         return launch(recipe, own, None), ""
     except Fp8cfgError as e:
-        print(*(f"error: {line}" for line in str(e).splitlines()), sep="\n", file=sys.stderr)
+        print(*(f"error: {printable(line)}" for line in str(e).splitlines()), sep="\n", file=sys.stderr)
         return e.exit_code, str(e)
     except KeyboardInterrupt:
         return 130, "interrupted"
     except Exception as e:  # a bug, or no memory: the other runs go on
-        traceback.print_exc()
-        return 1, f"{type(e).__name__}: {e}"
+        if line := out_of_memory(e):
+            print(f"error: {printable(line)}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return 1, line or f"{type(e).__name__}: {e}"
     finally:
         _forget()
 

@@ -1,4 +1,4 @@
-"""The results of a sweep: what each job leaves in its folder, and all of them in a table and in results.json."""
+"""Sweep results: what each job writes into its folder, and the table and results.json of all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.cli.run_json import read_object
+from fp8cfg.config.errors import ConfigError, printable
 from fp8cfg.report.tables import fits, table, wrapped
+from fp8cfg.training.run_files import RunFiles
+from fp8cfg.training.run_folder import COVERAGE, METRICS
 
 JOB, ALL = "job-{number}.json", "results.json"
 """Of one job, by its number: jobs that are sent to one folder do not overwrite each other's."""
@@ -20,13 +23,13 @@ Result = dict[str, Any]
 
 def write(folder: Path, number: int, overrides: list[str], code: int, error: str, ran: bool) -> Result:
     """Write and return the result of the job in `folder`: how it ended, and what its run folder says where it `ran`."""
-    from fp8cfg.config.recipe import short
+    from fp8cfg.config.key_names import short
 
+    files = RunFiles.at(folder)
     words = {short(key): value for key, _, value in (o.partition("=") for o in overrides)}
     result = {"job": number, "overrides": words, "exit_code": code, "error": error or None,
-              **_metrics(folder / "metrics.jsonl" if ran else None), "fp8_share": _share(folder / "coverage.json") if ran else None,
-              "run_folder": str(folder)}
-    (folder / JOB.format(number=number)).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+              **_metrics(files if ran else None), "fp8_share": _share(files) if ran else None, "run_folder": str(folder)}
+    files.replace(JOB.format(number=number), (json.dumps(result, indent=1) + "\n").encode())
     return result
 
 
@@ -40,14 +43,14 @@ def report(folder: Path, ended: str) -> int:
     """Print the table of the sweep in `folder`, and why it `ended` early where it did, and write results.json. Returns the
     largest exit code."""
     results = read(folder)
-    (folder / ALL).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(f"\nsweep folder: {folder}\n{_table(folder, results)}")
+    RunFiles.at(folder).replace(ALL, (json.dumps(results, indent=1) + "\n").encode())
+    print(f"\nsweep folder: {printable(str(folder))}\n{_table(folder, results)}")
     for r in results:
         for line in (r["error"] or "").splitlines():
-            print(f"{_name(folder, r)} {'refused' if r['exit_code'] == ConfigError.exit_code else 'failed'}: {line}")
+            print(f"{_name(folder, r)} {'refused' if r['exit_code'] == ConfigError.exit_code else 'failed'}: {printable(line)}")
     if ended:
         sys.stdout.flush()
-        print(f"error: {ended}", file=sys.stderr)
+        print(f"error: {printable(ended)}", file=sys.stderr)
     return max([1 if ended else 0, *(int(r["exit_code"]) for r in results)])
 
 
@@ -69,18 +72,18 @@ def _table(folder: Path, results: list[Result]) -> str:
 
 
 def _name(folder: Path, result: Result) -> str:
-    return os.path.relpath(result["run_folder"], folder)
+    return printable(os.path.relpath(result["run_folder"], folder))
 
 
 def _number(value: float | str | None, form: str) -> str:
     return "" if value is None else value if isinstance(value, str) else format(value, form)
 
 
-def _metrics(file: Path | None) -> Result:
+def _metrics(files: RunFiles | None) -> Result:
     """The last losses, and the median of tokens per second after the first step, which warms up."""
     from fp8cfg.training import metrics
 
-    rows: list[Any] = metrics.read(file) if file and file.exists() else []
+    rows: list[Any] = metrics.read(files, METRICS) if files and files.kind(METRICS) else []
     steps = [r for r in rows if "seconds" in r]
     pace = [r["tokens"] / r["step"] / r["seconds"] for r in steps[1:] or steps]
     last = {name: next((r[name] for r in reversed(rows) if name in r), None) for name in ("loss", "val_loss")}
@@ -93,8 +96,8 @@ def _json(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def _share(file: Path) -> float | None:
-    if not file.exists():
+def _share(files: RunFiles) -> float | None:
+    if not files.kind(COVERAGE):
         return None
-    share: float = json.loads(file.read_text(encoding="utf-8"))["share_of_matmul_flops"]
+    share: float = read_object(files, COVERAGE)["share_of_matmul_flops"]
     return share

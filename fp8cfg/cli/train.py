@@ -1,22 +1,17 @@
-"""`train`: compose, say what will run and what it takes, refuse or train; and the ways of Hydra to look or to sweep."""
+"""`train`: composes, prints the plan of the run, refuses or trains; and dispatches to Hydra's ways of inspecting and sweeping."""
 
 from __future__ import annotations
 
-import os
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli import hydra_flags
 from fp8cfg.cli.argv import Arguments, is_hydra, recipe_file, split, wrong_words
+from fp8cfg.cli.launch import launch
 from fp8cfg.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fp8cfg.config.recipe import Recipe
-    from fp8cfg.training.loop import Loaded
     from fp8cfg.training.run_folder import RunFolder
 
 USAGE = """
@@ -41,22 +36,22 @@ hydra.* and hydra/* words are for these; a recipe has none.
 
 def run(argv: list[str]) -> int:
     """Train the recipe of `argv`, or what its flags ask for instead. Returns the exit code."""
-    from fp8cfg.__main__ import VERBS
+    from fp8cfg.cli import WORDS
     from fp8cfg.composition import compose, to_yaml
 
     arguments = Arguments(words=[a for a in argv if "=" in a and not a.startswith("-")])
     try:
         if argv and argv[0] and argv[0][0] not in "-+~" and "=" not in argv[0]:
-            recipe_file(argv[:1], VERBS)  # before the options: those of a verb with a typo are nobody's
+            recipe_file(argv[:1], WORDS)  # before the options: those of a verb with a typo are nobody's
         arguments = split(hydra_flags.spelled_out(argv), hydra_flags.OPTIONS, hydra_flags.FLAGS)
         asked = hydra_flags.asked(arguments)
-        file = recipe_file(arguments.plain, VERBS)
+        file = recipe_file(arguments.plain, WORDS)
     except ConfigError as e:
         raise ConfigError(list(dict.fromkeys(e.problems + wrong_words(arguments)))) from None
     if asked == "--multirun":
-        from fp8cfg.cli.sweep import sweep
+        from fp8cfg.cli.multirun import multirun
 
-        return sweep(arguments, file)
+        return multirun(arguments, file)
     if asked:
         return hydra_flags.show(arguments, file)
     idle = [f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in arguments.words if is_hydra(w)]
@@ -71,38 +66,3 @@ def run(argv: list[str]) -> int:
         return RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe))
 
     return launch(recipe, folder, None)
-
-
-def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded | None) -> int:
-    """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given."""
-    from fp8cfg.report import before_run, chart, machine
-    from fp8cfg.report.memory import layout
-
-    say = print if os.environ.get("RANK", "0") == "0" else _nothing
-    say(before_run.head(recipe))
-    hardware = machine.find_hardware(recipe.trainer.accelerator)
-    say(before_run.body(recipe, hardware))
-    before_run.refuse_layout(recipe, layout.ranks())
-    for line in chart.remarks(recipe, layout.ranks()):
-        say(line, file=sys.stderr)
-
-    from fp8cfg.builder import build
-    from fp8cfg.training.distributed.world import world
-    from fp8cfg.training.loop import fit
-
-    with world(hardware.device) as ranks:
-        job = build(recipe)
-        run_folder = folder() if ranks.first else None
-        try:
-            result = fit(job, run_folder, start_from, ranks, say)
-            losses = {"training loss": result.loss, "validation loss": result.val_loss}
-            say(f"done: {result.steps} steps" + "".join(f", {k} {v:.4f}" for k, v in losses.items() if v is not None))
-        finally:
-            if run_folder:
-                say(f"run folder: {run_folder.path}")
-                run_folder.close()
-    return 0
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """What ranks other than the first print."""

@@ -1,4 +1,4 @@
-"""How it is said: words of the command line, YAML files and Python calls become one equal Recipe."""
+"""Recipe composition: command-line words, YAML files and Python calls give one and the same Recipe."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fp8cfg.composition.library import Library
-from fp8cfg.composition.yaml_recipe import from_yaml, to_yaml
+from fp8cfg.composition.resolve import recipe_from, recipe_of, unchecked
+from fp8cfg.composition.yaml_recipe import to_yaml
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.files import parse_yaml
 from fp8cfg.config.recipe import Recipe
 
 __all__ = ["compose", "from_yaml", "to_yaml"]
@@ -22,12 +24,21 @@ def compose(overrides: Iterable[str] = (), config_dir: str | Path | None = None,
     `data/` YAML files of one's own. `file`, a recipe's YAML file, or `base`, a recipe, stands in place of `recipe=`. Raises
     ConfigError with every problem found.
     """
-    from fp8cfg.composition.resolve import unchecked
-
     words = [] if overrides is None else list(overrides)
     if isinstance(overrides, str) or not all(isinstance(word, str) for word in words):
         raise ConfigError("compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])")
     library = Library(Path(config_dir) if config_dir else None)
     recipe = unchecked(words, library, Path(file) if file else None, base)
+    recipe.check()
+    return recipe
+
+
+def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) -> Recipe:
+    """The checked Recipe of a YAML file (a Path) or of YAML text (a str). Raises ConfigError with every problem."""
+    library = Library(Path(config_dir) if config_dir else None)
+    if isinstance(text_or_path, Path):
+        recipe = recipe_from(text_or_path, library)
+    else:
+        recipe = recipe_of(parse_yaml(text_or_path, "YAML"), Path("YAML"), library)
     recipe.check()
     return recipe

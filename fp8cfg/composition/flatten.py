@@ -1,4 +1,4 @@
-"""A recipe as a table: the value of every key that is no node, by its full name."""
+"""Flat view of a recipe: a table from the full name of each key to its value, and back to nested mappings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8cfg.config.recipe import Recipe, fields
 
 
 def flat(node: Node, at: str = "") -> dict[str, Any]:
-    """The values below `node`, whose own key is `at`; an empty `at` is the recipe."""
+    """Full key -> value of every leaf below `node`, whose own key is `at`; an empty `at` is the recipe."""
     out: dict[str, Any] = {}
     for name in type(node).model_fields:
         value, key = getattr(node, name), f"{at}.{name}" if at else name
@@ -28,7 +28,7 @@ def flat_data(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The mappings of which `values` is the table: {"a.b": 1} is {"a": {"b": 1}}."""
+    """Nested mappings from a table of dotted keys: {"a.b": 1} gives {"a": {"b": 1}}."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         *path, leaf = key.split(".")
@@ -36,6 +36,25 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for name in path:
             node = node.setdefault(name, {})
         node[leaf] = value
+    return out
+
+
+def listed(node: Node) -> dict[str, Any]:
+    """`node` as plain data: mappings, lists (for tuples) and scalars."""
+    def lists(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: lists(v) for k, v in value.items()}
+        return [lists(v) for v in value] if isinstance(value, (list, tuple)) else value
+    plain: dict[str, Any] = lists(node.model_dump())
+    return plain
+
+
+def deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it; mappings merge, everything else replaces."""
+    out = dict(base)
+    for key, value in changes.items():
+        under = out.get(key)
+        out[key] = deep_merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
     return out
 
 

@@ -1,4 +1,4 @@
-"""Hydra composes: a complete recipe node, preset nodes laid over it, then values in their order.
+"""Hydra composition: a complete recipe node, preset nodes merged over it, then the overrides in their order.
 
 The nodes are stored for as long as Hydra works with them and taken out again, so that fp8cfg can be used inside a Hydra
 application and leaves nothing behind. Hydra reads no file here: every file has been read, bounded and checked before.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.composition.library import LEAVES
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.files import CONF, read_yaml
+from fp8cfg.config.files import primary_config
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -51,8 +51,8 @@ def merge(nodes: dict[str, dict[str, Any]], chosen: dict[str, str], values: list
 
 @contextlib.contextmanager
 def application(nodes: Nodes, settings: dict[str, Any] | None = None) -> Iterator[Hydra]:
-    """Hydra with `nodes` to choose from, and `settings` as the `hydra` node of the primary config. Its errors, those of the
-    body included, are raised as ConfigError."""
+    """A Hydra session with `nodes` to choose from, and `settings` as the `hydra` node of the primary config. Its errors, and
+    those of the body, are raised as ConfigError."""
     from hydra import initialize
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -91,7 +91,7 @@ def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
         store.repo.pop(key, None)
     GlobalHydra.instance().clear()
     try:
-        primary = read_yaml(CONF / "config.yaml")
+        primary = primary_config()
         store.store(NAME, {**primary, "hydra": settings} if settings else primary, provider="fp8cfg")
         for group, named in nodes.items():
             package = LEAVES[group][1] if group in LEAVES else "_global_"

@@ -1,18 +1,20 @@
-"""What can be chosen by name: recipes, precision presets and data presets, shipped and from a folder of one's own."""
+"""Library of choices: recipes, precision presets and data presets that can be chosen by name, shipped or from a given folder.
+
+A library lists each folder and reads each file once, however many words and files name it; what is composed of them is
+resolve.py's. Make another to see what has changed on disk.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.composition.yaml_recipe import listed, recipe_from
-from fp8cfg.config import recipe_registry
+from fp8cfg.config import presets, recipe_registry
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import CONF, NAME, read_yaml
+from fp8cfg.config.key_names import PLUGIN
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.presets import FUNCTIONS
-from fp8cfg.config.recipe import PLUGIN, Recipe
 from fp8cfg.config.training_nodes import Data
 
 LEAVES: dict[str, tuple[type[Node], str]] = {"precision": (Precision, PLUGIN), "data": (Data, "data")}
@@ -27,49 +29,30 @@ class Library:
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"--config-dir {folder}: no such folder")
         self.folder = folder.resolve() if folder else None
+        self._choices: dict[str, list[str]] = {}
+        self._data: dict[Path, dict[str, Any]] = {}
 
     def choices(self, group: str) -> list[str]:
         """The names that `group` offers, sorted; file stems and recipe functions."""
-        names = {p.stem for root in self._roots() for p in (root / group).glob("*.yaml") if NAME.fullmatch(p.stem)}
-        return sorted(names | set(recipe_registry.recipes() if group == "recipe" else ()))
+        if group not in self._choices:
+            files = (p for root in self._roots() for p in (root / group).glob("*.yaml"))
+            names = {p.stem for p in files if NAME.fullmatch(p.stem) and p.is_file()}
+            self._choices[group] = sorted(names | set(recipe_registry.recipes() if group == "recipe" else ()))
+        return self._choices[group]
 
     def problem(self, group: str, name: str) -> str | None:
         """The line that refuses `group=name`, or None where it can be chosen."""
-        if self.stem(group, name) in self.choices(group):
+        stem, known = self.stem(group, name), self.choices(group)
+        if stem in known:
             return None
-        if not NAME.fullmatch(self.stem(group, name)):
-            refusal = f"{group}={name}: a choice is a name of letters, digits and '_', not a path"
-            return refusal + suggest(name, self.choices(group))
-        spellings = [*self.choices(group), *(FUNCTIONS if group == "precision" else ())]
+        if not NAME.fullmatch(stem):
+            return f"{group}={name}: a choice is a name of letters, digits and '_', not a path" + suggest(name, known)
+        spellings = [*known, *(presets.FUNCTIONS if group == "precision" else ())]
         return f"{group}={name}: no such {'recipe' if group == 'recipe' else group + ' preset'}" + suggest(name, spellings)
 
     def stem(self, group: str, name: str) -> str:
         """The choice that `name` spells: functions of NeMo and hyphens are understood for precision."""
-        if group != "precision" or name in self.choices(group):
-            return name
-        spelled = name.replace("-", "_").lower()
-        return FUNCTIONS.get(spelled, spelled)
-
-    def node(self, group: str, name: str) -> dict[str, Any]:
-        """The complete node of `group=name` as plain data. Raises ConfigError, naming the file where one is at fault."""
-        problem = self.problem(group, name)
-        if problem:
-            raise ConfigError(problem)
-        path = self.file(group, self.stem(group, name))
-        if group == "recipe":
-            return listed(recipe_from(path, self) if path else recipe_registry.named(name))
-        assert path is not None  # problem() has seen it
-        return listed(in_file(path, lambda: LEAVES[group][0](**read_yaml(path))))
-
-    def base(self, name: str, inside: Path, above: tuple[Path, ...]) -> Recipe:
-        """The recipe `name` that the file `inside` builds on; a file of the same name builds on the shipped recipe."""
-        path = self.file("recipe", name)
-        if path is None or path == inside.resolve():
-            return recipe_registry.named(name)
-        return recipe_from(path, self, (*above, inside.resolve()))
-
-    def _roots(self) -> list[Path]:
-        return [*([self.folder] if self.folder else []), CONF]
+        return name if group != "precision" or name in self.choices(group) else presets.stem(name)
 
     def file(self, group: str, stem: str) -> Path | None:
         """The file of a choice, one's own before a shipped one; None where there is none."""
@@ -81,10 +64,11 @@ class Library:
                 return path.resolve()
         return None
 
+    def data(self, path: Path) -> dict[str, Any]:
+        """The keys and values of the file `path`, which are not to be changed. Raises ConfigError as `read_yaml` does."""
+        if path not in self._data:
+            self._data[path] = read_yaml(path)
+        return self._data[path]
 
-def in_file(path: Path, build: Any) -> Any:
-    """`build()`, with the file's name before each line of a ConfigError."""
-    try:
-        return build()
-    except ConfigError as e:
-        raise ConfigError([p if p.startswith(str(path)) else f"{path}: {p}" for p in e.problems]) from None
+    def _roots(self) -> list[Path]:
+        return [*([self.folder] if self.folder else []), CONF]

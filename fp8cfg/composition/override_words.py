@@ -1,4 +1,4 @@
-"""Words of the command line, checked against the schema before anything is composed, all problems at once."""
+"""Command-line overrides, checked against the schema before anything is composed; all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from fp8cfg.composition.library import GROUPS, Library
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 from fp8cfg.config.files import plain
+from fp8cfg.config.key_names import PLUGIN, full, short
 from fp8cfg.config.node import Node
-from fp8cfg.config.recipe import PLUGIN, Recipe, fields, full, short, short_keys
+from fp8cfg.config.recipe import Recipe, fields, short_keys
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -81,6 +82,8 @@ def override(word: str) -> Override:
         raise ConfigError(malformed(word)) from None
     except RecursionError:
         raise ConfigError(f"{word[:40]}...: nested too deeply") from None
+    except ValueError:  # Python's own limit (sys.set_int_max_str_digits)
+        raise ConfigError(f"{word[:40]}...: a number of more digits than any key takes") from None
     key = parsed.key_or_group.replace("/", ".")
     if not key:
         raise ConfigError(malformed(word))

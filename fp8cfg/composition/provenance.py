@@ -1,4 +1,4 @@
-"""Where every value of a recipe comes from: the layers that set it, in the order in which they were applied."""
+"""Provenance of values: every layer (schema default, recipe function, preset, file, word) that set a key, in order."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 
 from fp8cfg.composition.flatten import flat, settings
 from fp8cfg.composition.library import LEAVES, Library
+from fp8cfg.composition.override_words import one, parsed
 from fp8cfg.composition.python_provenance import Event, Recorder, at_import
 from fp8cfg.composition.resolve import unchecked
 from fp8cfg.composition.yaml_lines import key_lines
 from fp8cfg.composition.yaml_recipe import choices_in, full_names
-from fp8cfg.config import recipe_registry
-from fp8cfg.config.files import CONF, default_recipe, read_yaml
-from fp8cfg.config.recipe import PLUGIN, Recipe, full
+from fp8cfg.config import presets, recipe_registry
+from fp8cfg.config.files import CONF, default_recipe
+from fp8cfg.config.key_names import PLUGIN, full
+from fp8cfg.config.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where something is said: a line of a file, with the functions that it runs in; or a word."""
+    """The place of a setting: a line of a file, with the functions that it runs in; or a command-line word."""
 
     file: Path | None = None
     line: int | None = None
@@ -29,9 +31,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Layer:
-    """One setting of one key: `kind` is "schema default", "recipe function", "preset", "recipe file" or "command line", `at`
-    says where the value stands, and `by` what applied it. A preset without a line does not have the key: choosing it put
-    the key back to its default."""
+    """One setting of one key: `kind` is "schema default", "recipe function", "preset", "recipe file", "command line" or, of a
+    Recipe that is given as it is, "recipe"; `at` says where the value stands, and `by` what applied it. A preset without a line
+    does not have the key: choosing it put the key back to its default."""
 
     kind: str
     value: Any
@@ -51,9 +53,7 @@ class Trace:
 
 
 def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path | None = None) -> Trace:
-    """Compose as `compose` does, and note where each value comes from. Raises ConfigError for what cannot be composed."""
-    from fp8cfg.composition.override_words import one, parsed
-
+    """Compose as `compose` does, recording where each value comes from. Raises ConfigError for what cannot be composed."""
     at_import()  # before anything else imports the recipes
     library = Library(Path(config_dir) if config_dir else None)
     recipe = unchecked(words, library, file)
@@ -81,7 +81,7 @@ def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path
 
 
 class _Tracer:
-    """Goes the way that composition went, and notes each layer."""
+    """Repeats the composition step by step and records the layer that sets each key."""
 
     def __init__(self, library: Library) -> None:
         self.offered = library
@@ -104,7 +104,7 @@ class _Tracer:
                 self.add(key, _of_event(event, key, by))
 
     def file(self, path: Path, by: Origin) -> None:
-        data, lines = dict(read_yaml(path)), key_lines(path)
+        data, lines = dict(self.offered.data(path)), key_lines(path)
         chosen = {group: (choice.name, Origin(path, lines[choice.key])) for group, choice in choices_in(data).items()}
         self.recipe(*chosen.get("recipe", (default_recipe(), Origin())), inside=path.resolve())
         for group in LEAVES:
@@ -121,7 +121,7 @@ class _Tracer:
         if path.is_relative_to(CONF):
             self.named[group] = path.stem
         (cls, home), lines = LEAVES[group], key_lines(path)
-        for key, value in flat(cls(**read_yaml(path)), home).items():
+        for key, value in flat(cls(**self.offered.data(path)), home).items():
             line = lines.get(key.removeprefix(f"{home}."))
             if line or len(self.layers[key]) > 1:
                 self.add(key, Layer("preset", value, Origin(path, line), by))
@@ -133,5 +133,5 @@ def _of_event(event: Event, key: str, by: Origin) -> Layer:
     at = Origin(place.file, place.line, " > ".join(place.functions))
     if not place.preset:
         return Layer("recipe function", event.value, at, by)
-    path = CONF / "precision" / f"{Library().stem('precision', place.preset)}.yaml"
+    path = CONF / "precision" / f"{presets.stem(place.preset)}.yaml"
     return Layer("preset", event.value, Origin(path, key_lines(path)[key.removeprefix(f"{PLUGIN}.")]), at)

@@ -1,4 +1,4 @@
-"""Which statement set each key of a recipe that Python made: nodes are watched while recipe functions run."""
+"""Provenance in Python: the statement that set each key, found by watching the nodes while recipe functions run."""
 
 from __future__ import annotations
 
@@ -138,6 +138,8 @@ def _place() -> Place:
         elif not any(module == m or module.startswith(m + ".") for m in _NOT_OURS):
             if not line:
                 file, line = Path(frame.f_code.co_filename), frame.f_lineno
+                if module.startswith("fp8cfg.recipes."):
+                    file = file.resolve()  # in a checkout that package is a link
             if not frame.f_code.co_name.startswith("<"):
                 functions.append(frame.f_code.co_name)
         frame = frame.f_back

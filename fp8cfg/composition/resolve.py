@@ -1,27 +1,89 @@
-"""Composition alone: what `compose` checks, before it is checked."""
+"""Recipe resolution: a base recipe, presets and values are merged in that order. Rules between keys are not checked here.
+
+Words of the command line are merged by Hydra; a recipe's file is merged key by key onto the recipe that it builds on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
-from fp8cfg.composition.library import Library
-from fp8cfg.composition.yaml_recipe import listed, recipe_from
+from fp8cfg.composition.flatten import deep_merge, listed, nested
+from fp8cfg.composition.hydra_compose import merge
+from fp8cfg.composition.library import LEAVES, Library
+from fp8cfg.composition.override_words import parse
+from fp8cfg.composition.yaml_recipe import choices_in, full_names
+from fp8cfg.config import recipe_registry
+from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import default_recipe
 from fp8cfg.config.recipe import Recipe
+
+T = TypeVar("T")
+_MAX_BASES = 16
 
 
 def unchecked(words: Sequence[str], library: Library, file: Path | None = None, base: Recipe | None = None) -> Recipe:
     """The Recipe of `words`, as `compose` takes them; its rules between keys are not checked. Raises ConfigError with every
     problem of a word or a file."""
-    from fp8cfg.composition.hydra_compose import merge
-    from fp8cfg.composition.override_words import parse
-
     given = recipe_from(file, library) if file else base
     chosen, values = parse(words, library, given is not None)
-    if given is None:
-        chosen.setdefault("recipe", default_recipe())
-    nodes = {group: library.node(group, name) for group, name in chosen.items()}
+    if given is None and "recipe" not in chosen:
+        chosen["recipe"] = default_recipe()
+    nodes = {group: node(group, stem, library) for group, stem in chosen.items()}
     if given is not None:
         nodes["recipe"] = listed(given)
     return Recipe(**merge(nodes, chosen, values))
+
+
+def node(group: str, stem: str, library: Library) -> dict[str, Any]:
+    """The complete node of the choice `stem` of `group`, which `library.problem` does not refuse, as plain data. Raises
+    ConfigError, naming the file where one is at fault."""
+    path = library.file(group, stem)
+    if group == "recipe":
+        return listed(recipe_from(path, library) if path else recipe_registry.named(stem))
+    assert path is not None, f"{group}={stem} is no choice"
+    data = library.data(path)
+    return listed(_in_file(path, lambda: LEAVES[group][0](**data)))
+
+
+def recipe_from(path: Path, library: Library, above: tuple[Path, ...] = ()) -> Recipe:
+    """The recipe in the file `path`; `above` are the files that build on it."""
+    data = library.data(path)
+    return _in_file(path, lambda: recipe_of(data, path, library, above))
+
+
+def recipe_of(data: dict[str, Any], path: Path, library: Library, above: tuple[Path, ...] = ()) -> Recipe:
+    """The recipe that the file `path` with the content `data` says; `above` are the files that build on it."""
+    data = dict(data)
+    chosen = {group: choice.name for group, choice in choices_in(data).items()}
+    problems = [p for group, name in chosen.items() if (p := library.problem(group, name))]
+    if problems:  # all at once: what is wrong with the values does not depend on the recipe that they change
+        try:
+            Recipe(**deep_merge(listed(Recipe()), full_names(data)))
+        except ConfigError as e:
+            problems += e.problems
+    refuse_if(problems)
+    if path in above or len(above) >= _MAX_BASES:
+        raise ConfigError("recipe: recipes build on one another in a circle")
+    values = listed(_base(chosen.get("recipe") or default_recipe(), path, library, above))
+    for group, (_, home) in LEAVES.items():
+        if group in chosen:
+            values = deep_merge(values, nested({home: node(group, library.stem(group, chosen[group]), library)}))
+    return Recipe(**deep_merge(values, full_names(data)))
+
+
+def _base(name: str, inside: Path, library: Library, above: tuple[Path, ...]) -> Recipe:
+    """The recipe `name` that the file `inside` builds on; a file of the same name builds on the shipped recipe."""
+    path = library.file("recipe", name)
+    if path is None or path == inside.resolve():
+        return recipe_registry.named(name)
+    return recipe_from(path, library, (*above, inside.resolve()))
+
+
+def _in_file(path: Path, build: Callable[[], T]) -> T:
+    """`build()`, with the file's name before each line of a ConfigError."""
+    try:
+        return build()
+    except ConfigError as e:
+        raise ConfigError([p if p.startswith(str(path)) else f"{path}: {p}" for p in e.problems]) from None

@@ -1,4 +1,4 @@
-"""Words of a sweep: every value and every combination of them checked before anything runs."""
+"""Sweep overrides: every value, and every combination of values, is checked before any job runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from itertools import chain, islice, product
 from math import prod
 from typing import TYPE_CHECKING
 
+from fp8cfg.composition.flatten import listed
 from fp8cfg.composition.hydra_compose import GIVEN, Nodes
 from fp8cfg.composition.library import GROUPS, Library
 from fp8cfg.composition.override_words import one, override
-from fp8cfg.composition.yaml_recipe import listed
+from fp8cfg.composition.resolve import node
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import default_recipe
-from fp8cfg.config.recipe import PLUGIN, Recipe, full, short
+from fp8cfg.config.key_names import PLUGIN, full, short
+from fp8cfg.config.recipe import Recipe
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -127,5 +129,5 @@ def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> 
     names = {key: text.split(",") for key, _, text in (o.partition("=") for o in overrides) if key in GROUPS}
     if given is None:
         names.setdefault("recipe", [default_recipe()])
-    nodes = {group: {name: library.node(group, name) for name in of if name != "null"} for group, of in names.items()}
+    nodes = {group: {name: node(group, name, library) for name in of if name != "null"} for group, of in names.items()}
     return nodes if given is None else {**nodes, "recipe": {GIVEN: listed(given)}}

@@ -1,4 +1,4 @@
-"""Where the keys of a YAML file stand."""
+"""YAML line numbers: the line of each key in a file."""
 
 from __future__ import annotations
 

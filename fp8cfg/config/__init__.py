@@ -1,1 +1,1 @@
-"""What can be said: the schema, its rules, presets and recipes by name, and errors. No torch, no Hydra."""
+"""Configuration schema: typed nodes, rules between keys, presets and recipes by name, errors. Loads no torch and no Hydra."""

@@ -1,4 +1,4 @@
-"""Errors that a person reads: one line a problem, with the key, the reason and the nearest valid thing."""
+"""Error types: one line for each problem, with the key, the reason and the nearest valid value; and their exit codes."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ class RankLost(Fp8cfgError):
     """Another rank of the group ended, and this one cannot go on. Exit code 1."""
 
 
+class PackageWarning(UserWarning):
+    """An entry point of an installed package that cannot be used, and is left out: one line that names the package."""
+
+
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The option most like `word`, or None where none is near. Upper and lower case are alike."""
     folded = {o.lower(): o for o in options}
@@ -55,3 +59,8 @@ def refuse_if(problems: Sequence[str]) -> None:
     """Raise ConfigError with all `problems`, each once, in their order; do nothing where there are none."""
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def printable(text: str) -> str:
+    """`text` as one line that a terminal shows as it stands, whoever wrote it: what is no printable character is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

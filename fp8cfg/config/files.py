@@ -1,7 +1,8 @@
-"""Reading YAML that may come from a stranger: plain data, bounded in size, or one clear line."""
+"""Safe YAML reading and writing: plain data of bounded size, no code, no interpolation; anything else is one clear error."""
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import yaml
 
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.foreign_names import CODE_KEYS
+from fp8cfg.config.regular_file import open_regular
 
 MAX_BYTES, MAX_DEPTH, MAX_NODES, MAX_ALIASES = 256 * 1024, 32, 10_000, 64
-ROOT = Path(__file__).resolve().parents[1]
-CONF = ROOT / "conf" if (ROOT / "conf").is_dir() else ROOT.parent / "conf"
-"""The shipped `conf/`: inside the package when installed, beside it in a checkout."""
+CONF = (Path(__file__).parents[1] / "conf").resolve()
+"""The shipped `conf/`: inside the package when installed; in a checkout a link there, to the folder beside it."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,63}")
 """What a preset or recipe may be called; also keeps a group choice inside its folder."""
@@ -67,7 +68,13 @@ def dump_yaml(data: dict[str, Any]) -> str:
 
 def default_recipe() -> str:
     """The recipe that conf/config.yaml composes where none is chosen."""
-    return next(str(entry["recipe"]) for entry in read_yaml(CONF / "config.yaml")["defaults"] if "recipe" in entry)
+    return next(str(entry["recipe"]) for entry in primary_config()["defaults"] if "recipe" in entry)
+
+
+@functools.cache
+def primary_config() -> dict[str, Any]:
+    """conf/config.yaml, which is shipped: read once, and not to be changed."""
+    return read_yaml(CONF / "config.yaml")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -78,18 +85,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The text of the file `path`. Raises ConfigError, naming it, for a folder, a large file, and what is no text."""
     try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: is {'a folder' if path.is_dir() else 'no file'}; expected a file")
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB; not a configuration")
-        text = path.read_text(encoding="utf-8-sig")
+        with open_regular(path) as file:
+            return plain_text(file.read(MAX_BYTES + 1), path)
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror})") from None
+
+
+def plain_text(data: bytes, path: Path) -> str:
+    """The bytes of the file `path` as text. Raises ConfigError, naming it, where they are too many or no text."""
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB; not a configuration")
+    try:
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text") from None
     if "\0" in text:
         raise ConfigError(f"{path}: is not text")
-    return text
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:

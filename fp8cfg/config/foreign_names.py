@@ -1,4 +1,4 @@
-"""Words that other projects use for our keys: never accepted, always answered with ours."""
+"""Key and value names of other projects: never accepted as input, always answered with a "did you mean"."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from fp8cfg.config.errors import nearest
+from fp8cfg.scalings import SCALINGS
 
 _BELONGS = {
     "fp8_margin": "fp8.margin", "fp8_interval": "fp8.interval", "fp8_format": "fp8.format",
@@ -42,9 +43,7 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
 }
 _VALUES = {  # of our keys: their word -> ours
-    "fp8.scaling": {
-        "tensorwise": "current", "per_tensor": "current", "blockwise": "block", "subchannel": "block",
-        "delayed": "delayed", "current": "current", "block": "block", "mxfp8": "mxfp8", "nvfp4": "nvfp4"},
+    "fp8.scaling": {word: name for name, scaling in SCALINGS.items() for word in (*scaling.spellings, name)},
     "storage.shard": {"zero3": "fsdp", "fsdp2": "fsdp", "full_shard": "fsdp"},
     "precision": {
         "no": "fp32", "fp32": "fp32", "32": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16",
@@ -67,7 +66,7 @@ CODE_KEYS = frozenset({
 
 
 def meant(key: str, value: object) -> str | None:
-    """Our word for another project's `value` of our `key`; None where there is none, or it is ours already."""
+    """Our spelling of another project's `value` for our `key`; None where there is none, or where it is valid as it is."""
     ours = _VALUES.get(key, {}).get(str(value).lower())
     return None if ours == str(value).lower() else ours
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from fp8cfg.config.node import Node
+from fp8cfg.scalings import SCALINGS, ScalingName
 
 
 class OverrideLinearPrecision(Node):
@@ -29,16 +30,16 @@ class FP8(Node):
 
     enabled: bool = False
     """Whether linear layers multiply in FP8. Default false; the FP8 presets set it."""
-    scaling: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "delayed"
+    scaling: ScalingName = "delayed"
     """Where scales come from: past amaxes (delayed), the tensor itself (current), 128-wide blocks (block), blocks of 32 with
     E8M0 scales (mxfp8), blocks of 16 (nvfp4). Default delayed (TE DelayedScaling, NeMo bf16_with_fp8_mixed)."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """hybrid: E4M3 forward, E5M2 for gradients; e4m3: E4M3 everywhere. Default hybrid (TE, NeMo)."""
-    margin: int = Field(0, ge=0, le=16)
+    margin: int = Field(default=0, ge=0, le=16)
     """Delayed scaling: scales are divided by 2^margin, as headroom. Default 0 (TE)."""
-    interval: int = Field(1, ge=1)
+    interval: int = Field(default=1, ge=1)
     """Delayed scaling: optimizer steps between two moves of the scales; the history rolls at each step. Default 1 (TE 1.x)."""
-    amax_history_len: int = Field(1024, ge=1, le=65536)
+    amax_history_len: int = Field(default=1024, ge=1, le=65536)
     """Delayed scaling: how many steps of absolute maxima are kept for each tensor. Default 1024 (TE, NeMo presets)."""
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """Delayed scaling: which amax of the history sets the scale. Default max (TE, NeMo presets)."""
@@ -67,9 +68,9 @@ class FP8(Node):
     set it (fp8_param_gather)."""
     override_linear_precision: OverrideLinearPrecision = Field(default_factory=OverrideLinearPrecision)
     """GEMMs kept in high precision in every layer."""
-    high_precision_at_start: int = Field(0, ge=0)
+    high_precision_at_start: int = Field(default=0, ge=0)
     """Transformer layers at the start that stay in high precision. Default 0 (NeMo num_layers_at_start_in_bf16)."""
-    high_precision_at_end: int = Field(0, ge=0)
+    high_precision_at_end: int = Field(default=0, ge=0)
     """Transformer layers at the end that stay in high precision. Default 0 (NeMo num_layers_at_end_in_bf16)."""
     include: tuple[str, ...] = ()
     """Glob patterns of layer names that run in FP8; empty means all. One that matches nothing is an error. Default all."""
@@ -86,24 +87,32 @@ class FP8(Node):
     """Evaluate in FP8 too; otherwise evaluation is in high precision. Default false (Accelerate)."""
     emulate: bool = False
     """Emulate on a GPU, with or without FP8 units; a CPU always emulates. Default false: a GPU without them is refused."""
-    min_coverage: float = Field(0.0, ge=0.0, le=1.0)
+    min_coverage: float = Field(default=0.0, ge=0.0, le=1.0)
     """Least share of matmul FLOPs that must run in FP8, or the run stops with exit code 3. Default 0: any share above zero."""
 
 
 ONLY_UNDER = {
-    **dict.fromkeys(("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax", "first_step"), ("delayed",)),
-    "granularity": ("current",), "use_power_2_scales": ("current", "block"),
-    "enable_2d_quantization": ("block", "mxfp8", "nvfp4"),
-    "random_hadamard_transform": ("nvfp4",), "stochastic_rounding": ("nvfp4",),
+    key: tuple(name for name, other in SCALINGS.items() if key in other.keys)
+    for scaling in SCALINGS.values() for key in scaling.keys
 }
 """Keys of `fp8` that mean something under some scalings alone."""
 
 
 def power_2_scales(fp8: FP8) -> bool:
     """`fp8.use_power_2_scales` with null resolved."""
-    return fp8.scaling == "block" if fp8.use_power_2_scales is None else fp8.use_power_2_scales
+    return SCALINGS[fp8.scaling].power_2_scales if fp8.use_power_2_scales is None else fp8.use_power_2_scales
 
 
 def weights_2d(fp8: FP8) -> bool:
     """`fp8.enable_2d_quantization` with null resolved."""
-    return fp8.scaling in ("block", "nvfp4") if fp8.enable_2d_quantization is None else fp8.enable_2d_quantization
+    return SCALINGS[fp8.scaling].weights_2d if fp8.enable_2d_quantization is None else fp8.enable_2d_quantization
+
+
+def transforms(fp8: FP8) -> bool:
+    """Whether operands of wgrad go through the random Hadamard transform."""
+    return fp8.random_hadamard_transform and "random_hadamard_transform" in SCALINGS[fp8.scaling].keys
+
+
+def per_row(fp8: FP8) -> bool:
+    """Whether each row of a tensor has a scale of its own."""
+    return fp8.granularity == "row"

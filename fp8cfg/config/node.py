@@ -1,16 +1,18 @@
-"""The base of every schema class: one validation, and one wording of errors, for CLI, YAML and Python."""
+"""Schema base class on pydantic: the same validation and the same error text for the CLI, YAML and Python."""
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import pydantic
+from pydantic.fields import FieldInfo
 
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.config.key_names import full, short
 
 N = TypeVar("N", bound="Node")
 _EXPECTED = {
@@ -33,6 +35,8 @@ class Node(pydantic.BaseModel):
         allow_inf_nan=False, protected_namespaces=())
     home: ClassVar[str] = ""
     """Where the node stands in the recipe, by its short name."""
+    root: ClassVar[type[Node] | None] = None
+    """The class at the top of the tree, once it is defined: Recipe."""
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -41,7 +45,7 @@ class Node(pydantic.BaseModel):
             raise ConfigError(problems(type(self), e)) from None
         _watched(self, values)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def _assign(self, name: str, value: Any) -> None:
         kind = getattr(type(self), name, None)
         if isinstance(kind, property):
             if kind.fset is None:
@@ -57,6 +61,9 @@ class Node(pydantic.BaseModel):
         except pydantic.ValidationError as e:
             raise ConfigError(problems(type(self), e)) from None
         _watched(self, (name,))
+
+    if not TYPE_CHECKING:  # to a type checker a class with __setattr__ has every attribute
+        __setattr__ = _assign
 
     def __copy__(self) -> Self:
         return _watched(super().__copy__(), (), self)
@@ -93,9 +100,15 @@ class Node(pydantic.BaseModel):
     @classmethod
     def key(cls, field: str) -> str:
         """The dotted key of `field`, by its short name: `fp8.margin`, `opt_level`."""
-        from fp8cfg.config.recipe import full, short
-
         return short(full(f"{cls.home}.{field}" if cls.home else field))
+
+
+def walk(cls: type[Node], at: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key below the node class `cls`, nodes included, by its full name from there, with pydantic's FieldInfo."""
+    for name, info in cls.model_fields.items():
+        yield at + name, info
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Node):
+            yield from walk(info.annotation, f"{at}{name}.")
 
 
 def _watched(node: N, given: Iterable[str], copied: Node | None = None) -> N:
@@ -145,9 +158,8 @@ def _line(cls: type[Node], e: Any) -> str:
 
 
 def _unknown(cls: type[Node], field: str) -> str:
-    from fp8cfg.config.recipe import short_keys  # the whole tree, so that a key in the wrong node finds its own
-
-    return foreign_names.unknown(cls.key(field), short_keys())
+    known = frozenset(short(key) for key, _ in walk(Node.root or cls))  # the whole tree: a key in the wrong node finds its own
+    return foreign_names.unknown(cls.key(field), known)
 
 
 def _shown(value: Any) -> str:

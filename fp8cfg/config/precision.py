@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from fp8cfg.config.backend_capabilities import names
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.node import Node
 
 Codec = Literal["auto", "none", "fp32", "bf16", "fp16", "fp16_scaled", "fp8", "fp8_pow2", "fp8_block", "fp8_expand"]
+OptLevel = Literal["O1", "O2", "O3"]
+if TYPE_CHECKING:
+    Backend = str
+else:
+    Backend = Literal[("auto", *names())]  # those of installed packages among them
 
 
 class Storage(Node):
@@ -56,18 +62,18 @@ class Precision(Node):
     """How linear layers multiply in FP8; off by default."""
     storage: Storage = Field(default_factory=Storage)
     """How weights, gradients and optimizer states are stored and sent."""
-    loss_scale: float | None = Field(None, gt=0)
+    loss_scale: float | None = Field(default=None, gt=0)
     """Constant loss scale under compute=fp16; null scales dynamically. Default null (NeMo fp16_loss_scale)."""
-    initial_loss_scale: float = Field(2.0**32, gt=0)
+    initial_loss_scale: float = Field(default=2.0**32, gt=0)
     """First dynamic loss scale. Default 2^32 (NeMo fp16_initial_loss_scale)."""
-    min_loss_scale: float = Field(1.0, gt=0)
+    min_loss_scale: float = Field(default=1.0, gt=0)
     """Dynamic scaling goes no lower. Default 1 (NeMo fp16_min_loss_scale)."""
-    loss_scale_window: int = Field(1000, ge=1)
+    loss_scale_window: int = Field(default=1000, ge=1)
     """Good optimizer steps in a row before the scale doubles. Default 1000 (NeMo fp16_loss_scale_window)."""
-    hysteresis: int = Field(2, ge=1)
+    hysteresis: int = Field(default=2, ge=1)
     """Overflowing steps before the scale halves. Default 2 (NeMo fp16_hysteresis)."""
-    backend: Literal["auto", "native", "te", "torchao", "msamp"] = "auto"
+    backend: Backend = "auto"
     """Who multiplies. Default auto: the best that can run this recipe here; the choice is printed and recorded."""
-    opt_level: Literal["O1", "O2", "O3"] | None = None
+    opt_level: OptLevel | None = None
     """MS-AMP's optimization level, which resolves the storage columns left on auto, and goes before fp8.params where it holds
     weights in another codec. Default null (O2 under backend=msamp, as in Accelerate)."""

@@ -1,47 +1,54 @@
-"""Precision presets: functions, most of them by NeMo's and Megatron-Bridge's names, for the files under `conf/precision/`.
+"""Precision presets: functions, most of them named as in NeMo and Megatron-Bridge, that read the files under `conf/precision/`.
 
-The values stand in those files and nowhere else; a function returns one as a typed object.
+Values and names stand in those files and nowhere else; a function returns one as a typed object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, Protocol
 
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import CONF, read_yaml
 from fp8cfg.config.precision import Precision
 
-FUNCTIONS = {
-    "bf16_mixed": "bf16",
-    "fp16_mixed": "fp16",
-    "bf16_with_fp8_mixed": "bf16_fp8",
-    "fp16_with_fp8_mixed": "fp16_fp8",
-    "bf16_with_fp8_delayed_scaling_mixed": "bf16_fp8",
-    "fp16_with_fp8_delayed_scaling_mixed": "fp16_fp8",
-    "bf16_with_fp8_current_scaling_mixed": "bf16_fp8_current",
-    "fp16_with_fp8_current_scaling_mixed": "fp16_fp8_current",
-    "bf16_with_fp8_subchannel_scaling_mixed": "bf16_fp8_block",
-    "fp16_with_fp8_subchannel_scaling_mixed": "fp16_fp8_block",
-    "bf16_with_mxfp8_mixed": "bf16_mxfp8",
-    "fp16_with_mxfp8_mixed": "fp16_mxfp8",
-    "nemotron_h_bf16_with_fp8_current_scaling_mixed": "nemotron_h_bf16_fp8_current",
-    "nanov2_bf16_with_fp8_current_scaling_mixed": "nanov2_bf16_fp8_block",
-    "bf16_with_nvfp4_mixed": "bf16_nvfp4",
-    "nemotron_3_super_bf16_with_nvfp4_mixed": "nemotron_3_super_bf16_nvfp4",
-    "bf16_precision_aware_mixed": "bf16_precision_aware",
-    "bf16_with_fp8_te_fused_adam_mixed": "bf16_fp8_te_fused_adam",
-    "bf16_with_fp8_block_deepseek_v3_mixed": "bf16_fp8_block_deepseek_v3",
-    "bf16_adamw_fp8_mixed": "bf16_adamw_fp8",
-    "bf16_with_fp8_current_coat_mixed": "bf16_fp8_current_coat",
-    "fp32": "fp32",
-}
-"""Preset function -> file under conf/precision/."""
+_HEADER = re.compile(r"^# Python: (.+)$", re.MULTILINE)
+
+
+def functions(folder: Path) -> dict[str, str]:
+    """The preset functions that the files of `folder` name, each in a line `# Python: NAME, NAME`: function -> file, without its
+    ending. Raises ConfigError where two files have one."""
+    found: dict[str, str] = {}
+    for file in sorted(folder.glob("*.yaml")):
+        header = _HEADER.search(file.read_text(encoding="utf-8"))
+        for name in header[1].split(", ") if header else ():
+            if other := found.get(name):
+                raise ConfigError(f"{file}: {name} is the name of {other}.yaml already")
+            found[name] = file.stem
+    return found
+
+
+FUNCTIONS = functions(CONF / "precision")
+"""Preset function -> file under conf/precision/; of a file with several the first is the one that an export writes."""
+
+
+class PresetFunction(Protocol):
+    """A precision preset: returns its file's values as a fresh Precision, with those of `changes` replaced, nested keys by
+    mappings, as in `bf16_with_fp8_mixed(fp8={"margin": 1})`. Raises ConfigError as assignment does."""
+
+    def __call__(self, **changes: Any) -> Precision: ...
 
 
 def choices() -> list[str]:
     """The short names of the shipped presets, sorted."""
     return sorted(p.stem for p in (CONF / "precision").glob("*.yaml"))
+
+
+def stem(name: str) -> str:
+    """The file under conf/precision/ that a preset function, or NeMo's hyphenated spelling of one, names; `name` itself else."""
+    spelled = name.replace("-", "_").lower()
+    return FUNCTIONS.get(spelled, spelled)
 
 
 def precision_preset(name: str) -> Precision:
@@ -50,14 +57,12 @@ def precision_preset(name: str) -> Precision:
     Raises ConfigError with the nearest name where there is none.
     """
     known = choices()
-    spelled = name.replace("-", "_").lower()
-    stem = FUNCTIONS.get(spelled, spelled)
-    if stem not in known:
+    if stem(name) not in known:
         raise ConfigError(f"precision={name}: no such precision preset" + suggest(name, [*known, *FUNCTIONS]))
-    return Precision(**read_yaml(CONF / "precision" / f"{stem}.yaml"))
+    return Precision(**read_yaml(CONF / "precision" / f"{stem(name)}.yaml"))
 
 
-def _function(name: str, stem: str) -> Callable[..., Precision]:
+def _function(name: str, stem: str) -> PresetFunction:
     def preset(**changes: Any) -> Precision:
         return precision_preset(stem).merged(changes)
 
@@ -66,5 +71,5 @@ def _function(name: str, stem: str) -> Callable[..., Precision]:
     return preset
 
 
-PRESETS: dict[str, Callable[..., Precision]] = {name: _function(name, stem) for name, stem in FUNCTIONS.items()}
+PRESETS: dict[str, PresetFunction] = {name: _function(name, stem) for name, stem in FUNCTIONS.items()}
 """Preset functions by name; each is importable from fp8cfg."""

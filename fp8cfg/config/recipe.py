@@ -1,4 +1,4 @@
-"""The recipe: one typed object that says how a model is trained."""
+"""Recipe: the typed root of the configuration tree, which describes one training run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.key_names import ALIASES, short
 from fp8cfg.config.model import Model
-from fp8cfg.config.node import Node
-from fp8cfg.config.precision import Precision, Storage
+from fp8cfg.config.node import Node, walk
+from fp8cfg.config.precision import Backend, OptLevel, Precision, Storage
 from fp8cfg.config.training_nodes import Checkpoint, Data, Log, Optim, Trainer
-
-PLUGIN = "trainer.plugins"
-ALIASES = {"precision": PLUGIN, "fp8": f"{PLUGIN}.fp8", "storage": f"{PLUGIN}.storage", "backend": f"{PLUGIN}.backend",
-           "opt_level": f"{PLUGIN}.opt_level"}
-"""Short names, at every door, of nodes and keys of the precision plugin."""
 
 
 class Recipe(Node):
@@ -24,7 +20,7 @@ class Recipe(Node):
 
     home: ClassVar[str] = ""
 
-    name: str = Field("unnamed", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    name: str = Field(default="unnamed", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     """Names the run folder: letters, digits, '_', '.' and '-'. Default unnamed; recipe functions give their own name."""
     model: Model = Field(default_factory=Model)
     """The model's shape."""
@@ -45,7 +41,7 @@ class Recipe(Node):
         return self.trainer.plugins
 
     @precision.setter
-    def precision(self, value: Precision | str) -> None:
+    def precision(self, value: Precision | str | dict[str, Any]) -> None:
         self.trainer.plugins = value  # type: ignore[assignment]
 
     @property
@@ -54,8 +50,8 @@ class Recipe(Node):
         return self.trainer.plugins.fp8
 
     @fp8.setter
-    def fp8(self, value: FP8) -> None:
-        self.trainer.plugins.fp8 = value
+    def fp8(self, value: FP8 | dict[str, Any]) -> None:
+        self.trainer.plugins.fp8 = value  # type: ignore[assignment]
 
     @property
     def storage(self) -> Storage:
@@ -63,26 +59,26 @@ class Recipe(Node):
         return self.trainer.plugins.storage
 
     @storage.setter
-    def storage(self, value: Storage) -> None:
-        self.trainer.plugins.storage = value
+    def storage(self, value: Storage | dict[str, Any]) -> None:
+        self.trainer.plugins.storage = value  # type: ignore[assignment]
 
     @property
-    def backend(self) -> str:
+    def backend(self) -> Backend:
         """`trainer.plugins.backend`, by its short name."""
         return self.trainer.plugins.backend
 
     @backend.setter
-    def backend(self, value: str) -> None:
-        self.trainer.plugins.backend = value  # type: ignore[assignment]
+    def backend(self, value: Backend) -> None:
+        self.trainer.plugins.backend = value
 
     @property
-    def opt_level(self) -> str | None:
+    def opt_level(self) -> OptLevel | None:
         """`trainer.plugins.opt_level`, by its short name."""
         return self.trainer.plugins.opt_level
 
     @opt_level.setter
-    def opt_level(self, value: str | None) -> None:
-        self.trainer.plugins.opt_level = value  # type: ignore[assignment]
+    def opt_level(self, value: OptLevel | None) -> None:
+        self.trainer.plugins.opt_level = value
 
     def __init__(self, /, **values: Any) -> None:
         short_names = {k: values.pop(k) for k in ALIASES if k in values}
@@ -97,24 +93,10 @@ class Recipe(Node):
         rules.check(self)
 
 
-def short(key: str) -> str:
-    """The short name of a full key: `trainer.plugins.fp8.margin` is `fp8.margin`."""
-    for alias, full in sorted(ALIASES.items(), key=lambda item: -len(item[1])):
-        if key == full or key.startswith(full + "."):
-            return alias + key[len(full):]
-    return key
-
-
-def full(key: str) -> str:
-    """The full name of a key that may be short: `fp8.margin` is `trainer.plugins.fp8.margin`."""
-    head, dot, rest = key.partition(".")
-    return ALIASES.get(head, head) + dot + rest
-
-
 @functools.cache
 def fields() -> dict[str, Any]:
     """Every key of the schema by its full name, nodes included, with its pydantic FieldInfo."""
-    return dict(_walk(Recipe, ""))
+    return dict(walk(Recipe))
 
 
 @functools.cache
@@ -123,8 +105,4 @@ def short_keys() -> frozenset[str]:
     return frozenset(short(k) for k in fields())
 
 
-def _walk(cls: type[Node], at: str) -> Any:
-    for name, info in cls.model_fields.items():
-        yield at + name, info
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Node):
-            yield from _walk(info.annotation, f"{at}{name}.")
+Node.root = Recipe

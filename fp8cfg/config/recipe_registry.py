@@ -1,14 +1,14 @@
-"""Recipes by name: the shipped ones, and those of installed packages under the entry point group `fp8cfg.recipes`."""
+"""Recipe registry: shipped recipe functions, and those of installed packages under the entry point group `fp8cfg.recipes`."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import pkgutil
 from collections.abc import Callable
 from typing import TypeVar
 
+from fp8cfg.config import entry_points
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import NAME
 from fp8cfg.config.recipe import Recipe
@@ -29,13 +29,18 @@ def recipe(fn: F) -> F:
     return fn
 
 
+def of_package(package: str) -> list[str]:
+    """The names of the recipes that the modules of `package` have registered so far."""
+    return [name for name, fn in _RECIPES.items() if fn.__module__.startswith(f"{package}.")]
+
+
 @functools.cache
 def _load() -> None:
     package = importlib.import_module("fp8cfg.recipes")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
-    for point in importlib.metadata.entry_points(group="fp8cfg.recipes"):
-        point.load()
+    for point in entry_points.offered("fp8cfg.recipes"):
+        entry_points.load(point)
 
 
 def recipes() -> dict[str, Callable[[], Recipe]]:

@@ -1,4 +1,4 @@
-"""The rules between keys. Each rule yields lines that name the keys, what is wrong, and what to write instead."""
+"""Validation rules between keys. Each rule yields lines that name the keys, what is wrong, and what to write instead."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What cannot stand beside storage.shard=fsdp, and storage.gather without it."""
+"""Validation rules of storage.shard=fsdp, and of storage.gather, which only FSDP has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from fp8cfg.config.backend_capabilities import gathering
 from fp8cfg.config.storage import against_fp8_gather, level, resolved
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
                    "or write storage.shard=fsdp")
         return
     if level(p):
-        said = f"opt_level={p.opt_level}" if p.opt_level else "backend=msamp"
+        said = f"opt_level={p.opt_level}" if p.opt_level else f"backend={p.backend}"
         yield f"{said}: storage.shard=fsdp keeps float32 weights and moments; drop it, {_INSTEAD}"
     elif p.fp8.enabled and p.fp8.params:
         yield f"fp8.params=True: storage.shard=fsdp keeps float32 weights; write fp8.params=false, {_INSTEAD}"
@@ -38,7 +39,7 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
         yield (f"log.fp8_stats_every_n_steps={recipe.log.fp8_stats_every_n_steps}: one rank measures, and under storage.shard=fsdp "
                f"none has whole weights; drop it, {_INSTEAD}")
     if s.gather == "fp8":
-        backend = "torchao" if p.backend == "auto" else p.backend
+        backend = gathering() if p.backend == "auto" else p.backend
         yield from (f"storage.gather=fp8: {why}" for why in against_fp8_gather(p, backend))
     elif s.gather not in ("auto", p.compute):
         yield f"storage.gather={s.gather}: FSDP2 gathers weights in precision.compute={p.compute}; write auto, or fp8"

@@ -1,16 +1,18 @@
-"""The rules between the keys of the precision plugin: what would do nothing, and what contradicts."""
+"""Validation rules of the precision plugin: keys that would have no effect, and keys that contradict one another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fp8cfg.config.fp8 import FP8, ONLY_UNDER
+from fp8cfg.config.backend_capabilities import capabilities
+from fp8cfg.config.fp8 import FP8, ONLY_UNDER, per_row
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.rules_fsdp import fsdp_rules
 from fp8cfg.config.rules_storage import storage_refusals
 from fp8cfg.config.storage import FP8_CODECS, fp8_weights, level, low_bit, resolved
+from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -39,24 +41,24 @@ def precision_rules(recipe: Recipe) -> Iterator[str]:
 
 def _fp8_off(p: Precision) -> Iterator[str]:
     base = {"fp16": "fp16_fp8"}.get(p.compute, "bf16_fp8")
-    from_preset = p.fp8.params or p.fp8.scaling != "delayed"  # an FP8 preset with fp8.enabled=false over it
+    from_preset = p.fp8.params or changed(p.fp8, "scaling")  # an FP8 preset with fp8.enabled=false over it
     cure = f"precision={p.compute}" if from_preset else f"precision={base} or fp8.enabled=true"
     for key in changed(p.fp8):
         yield f"{key}: has no effect, precision.compute={p.compute} runs no FP8; write {cure}"
 
 
 def _fp8_on(recipe: Recipe) -> Iterator[str]:
-    f, layers = recipe.fp8, recipe.model.num_layers
+    f, layers, scaling = recipe.fp8, recipe.model.num_layers, SCALINGS[recipe.fp8.scaling]
     for name, scalings in ONLY_UNDER.items():
         for key in changed(f, name) if f.scaling not in scalings else ():
             yield (f"{key}: has no effect under fp8.scaling={f.scaling}, only under {' and '.join(scalings)}; "
                    f"drop it or write fp8.scaling={scalings[0]}")
-    if f.scaling == "delayed" and f.amax_history_len == 1:
+    if scaling.history and f.amax_history_len == 1:
         for key in changed(f, "amax_compute_algo"):
             yield f"{key}: has no effect with fp8.amax_history_len=1; drop one of the two"
-    if f.scaling in ("mxfp8", "nvfp4") and f.format != "e4m3":
-        yield (f"fp8.format={f.format}: fp8.scaling={f.scaling} needs e4m3; E5M2 gradients under fine-grained scales make "
-               "training diverge")
+    if f.format not in scaling.formats:
+        yield (f"fp8.format={f.format}: fp8.scaling={f.scaling} needs {scaling.formats[0]}; E5M2 gradients under fine-grained "
+               "scales make training diverge")
     if f.high_precision_at_start + f.high_precision_at_end >= layers:
         yield (f"fp8.high_precision_at_start={f.high_precision_at_start} and fp8.high_precision_at_end={f.high_precision_at_end}: "
                f"leave no layer of model.num_layers={layers} in FP8; nearest is at most {max(0, layers - 1)} together")
@@ -69,12 +71,14 @@ def _fp8_on(recipe: Recipe) -> Iterator[str]:
 def _attention(f: FP8) -> Iterator[str]:
     if f.multi_head_attention and not f.dot_product_attention:
         yield "fp8.multi_head_attention=True: needs fp8.dot_product_attention=true"
-    if f.multi_head_attention and f.scaling != "delayed":
-        yield f"fp8.multi_head_attention=True: needs fp8.scaling=delayed, not {f.scaling} (Megatron)"
-    if f.dot_product_attention and f.scaling in ("block", "nvfp4"):
-        recipe = "Float8BlockScaling" if f.scaling == "block" else "NVFP4BlockScaling"
-        yield f"fp8.dot_product_attention=True: {f.scaling} scaling has no FP8 attention (TE {recipe})"
-    if f.dot_product_attention and f.granularity == "row":
+    scaling = SCALINGS[f.scaling]
+    if f.multi_head_attention and "multi_head_attention" not in scaling.attention:
+        those = " or ".join(name for name, other in SCALINGS.items() if "multi_head_attention" in other.attention)
+        yield f"fp8.multi_head_attention=True: needs fp8.scaling={those}, not {f.scaling} (Megatron)"
+    if f.dot_product_attention and "dot_product_attention" not in scaling.attention:
+        source = f" (TE {scaling.te})" if scaling.te else ""
+        yield f"fp8.dot_product_attention=True: {f.scaling} scaling has no FP8 attention{source}"
+    if f.dot_product_attention and per_row(f):
         yield "fp8.dot_product_attention=True: needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)"
 
 
@@ -105,9 +109,9 @@ def _storage(recipe: Recipe) -> Iterator[str]:
             yield from _sgd(p)
         else:
             yield from storage_refusals(columns, s.rounding, o.betas, o.eps, o.lr, recipe.model.init_method_std)
-    if p.backend == "msamp" and o.name == "adam" and o.weight_decay and columns["exp_avg"] != "fp32":
-        yield (f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam MS-AMP leaves it out of the moments that it stores; "
-               "write optim.name=adamw, optim.weight_decay=0, or backend=native opt_level=O2")
+    why = capabilities(p.backend).adam_weight_decay
+    if why and o.name == "adam" and o.weight_decay and columns["exp_avg"] != "fp32":
+        yield f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam {why}"
     if p.backend != "auto" and not f.enabled:
         yield f"backend={p.backend}: has no effect, precision.compute={p.compute} runs no FP8; drop it or write precision=bf16_fp8"
 

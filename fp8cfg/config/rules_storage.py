@@ -1,4 +1,4 @@
-"""Which codecs Adam can keep its state in: rules over plain values, the resolved `storage` columns among them.
+"""Validation rules of low-bit Adam state: which codecs can hold moments and masters without the average getting stuck.
 
 Rounding to nearest loses what is less than half the distance to the neighbour. With m bits of mantissa that is at least 2^-(m+2)
 of a value, so an average of rate beta with 1 - beta below it never moves; at most it is 1 / (2^(m+1) + 2), above which none stops.
@@ -47,7 +47,7 @@ def second_moment(codec: str, beta: float, eps: float) -> Iterator[str]:
 
 
 def frozen_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Iterator[str]:
-    """Averages that cannot come down any more, wherever they stand between two powers of two."""
+    """Moving averages that rounding keeps from decaying at all, wherever they lie between two powers of two."""
     for column, which in ADAM.items():
         codec, beta = columns[column], betas[which]
         bits = MANTISSA_BITS.get(codec)
@@ -78,7 +78,7 @@ def lost_averages(columns: Mapping[str, str]) -> Iterator[str]:
 
 
 def no_masters(weight: str, master: str) -> Iterator[str]:
-    """Weights that a step moves in FP8: hardly an update is as large as half a unit of it."""
+    """FP8 weights without master weights: almost every update is smaller than half the distance between two FP8 values."""
     if weight in FP8_CODECS and master == "none":
         yield f"storage.master_weight=none: storage.weight={weight} needs masters; write fp16_scaled or fp32"
     elif master in FP8_CODECS:
@@ -86,7 +86,7 @@ def no_masters(weight: str, master: str) -> Iterator[str]:
 
 
 def lost_updates(weight: str, master: str, rounding: str, lr: float, weight_size: float) -> Iterator[str]:
-    """Learning rates, which are the size of Adam's updates, below half a unit of what a step moves."""
+    """Learning rates (the size of Adam's updates) below half the rounding step of the weights that are updated."""
     column, codec = _moved(weight, master)
     if lr < (half := _lost_below(codec, rounding, weight_size)):
         yield (
@@ -96,7 +96,7 @@ def lost_updates(weight: str, master: str, rounding: str, lr: float, weight_size
 
 
 def late_updates(columns: Mapping[str, str], rounding: str, lr: float, end_lr: float, weight_size: float) -> Iterator[str]:
-    """Remarks, not refusals: learning rates that come below it as the schedule goes down."""
+    """Remarks, not refusals: learning rates that fall below it later in the schedule."""
     column, codec = _moved(columns["weight"], columns["master_weight"])
     if end_lr < (half := _lost_below(codec, rounding, weight_size)) <= lr:
         yield (

@@ -1,4 +1,4 @@
-"""What the storage columns of a precision come to once `auto` is resolved, for the weights of linear layers and for the rest.
+"""Storage columns: the codec of each kind of training state once `auto` is resolved, for linear layers and for the rest.
 
 The columns are those of the low-precision chart in the MS-AMP documentation. Its levels, and everything here that has a codec of
 its own, concern linear layers; embeddings and norms stay in float32 then, as MS-AMP leaves them. Moments are the same everywhere.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fp8cfg.config.fp8 import power_2_scales
+from fp8cfg.config.backend_capabilities import capabilities, gathering
+from fp8cfg.config.fp8 import per_row, power_2_scales
+from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
     from fp8cfg.config.precision import Precision
@@ -34,14 +36,14 @@ two are the codec fp8_pow2, which backend=msamp has."""
 
 
 def level(precision: Precision) -> str | None:
-    """The optimization level that is in force: O2 under backend=msamp where none is given."""
-    return precision.opt_level or ("O2" if precision.backend == "msamp" else None)
+    """The optimization level that is in force: that of the backend, O2 under msamp, where none is given."""
+    return precision.opt_level or capabilities(precision.backend).level
 
 
 def of_level(precision: Precision) -> Columns:
-    """What the level in force says of the columns; nothing where there is none."""
+    """The columns that the optimization level in force sets; empty where there is none."""
     columns = LEVELS.get(level(precision) or "", {})
-    if precision.backend != "msamp":
+    if not capabilities(precision.backend).level_pow2:
         return columns
     return {k: "fp8_pow2" if v == "fp8" and k != "weight" else v for k, v in columns.items()}
 
@@ -90,19 +92,20 @@ def fp8_weights(precision: Precision) -> bool:
 
 
 def fp8_layers_alone(precision: Precision) -> bool:
-    """Whether `resolved` is about linear layers that run in FP8 alone: where they hold float8 weights, and under MS-AMP."""
-    return fp8_weights(precision) or precision.backend == "msamp"
+    """Whether `resolved` is about linear layers that run in FP8 alone: where they hold float8 weights, and under a backend
+    that keeps their state itself, as MS-AMP does."""
+    return fp8_weights(precision) or capabilities(precision.backend).own_state
 
 
 def said_of_fp8_weights(precision: Precision) -> str:
-    """The word of `precision` that has weights held in FP8."""
+    """The setting of `precision` that makes weights be stored in FP8, as the user writes it."""
     if precision.storage.weight != "auto":
         return f"storage.weight={precision.storage.weight}"
     return f"opt_level={level(precision)}" if level(precision) else "fp8.params=True"
 
 
 def as_held(precision: Precision) -> Precision:
-    """`precision` with fp8.params as it is in force: what a backend is asked to do."""
+    """A copy of `precision` with fp8.params as it applies after resolution, which is what a backend is given."""
     return precision.model_copy(update={"fp8": precision.fp8.model_copy(update={"params": fp8_weights(precision)})})
 
 
@@ -124,7 +127,7 @@ def low_bit(precision: Precision) -> bool:
 
 
 def gathered(precision: Precision, backend: str) -> str:
-    """In what `backend` has weights on the wire under shard=fsdp, as storage.gather is in force."""
+    """The codec of FSDP's weight all-gather under shard=fsdp with `backend`, with storage.gather resolved."""
     if precision.storage.gather != "auto":
         return precision.storage.gather
     return precision.compute if against_fp8_gather(precision, backend) else "fp8"
@@ -136,13 +139,19 @@ def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
     fp8, high = precision.fp8, precision.fp8.override_linear_precision
     if not fp8.enabled:
         return [f"precision.compute={precision.compute} runs no FP8; write precision=bf16_fp8_current, or drop it"]
-    lines = [f"needs fp8.{key}={want}, not {getattr(fp8, key)}; write that, or storage.gather=auto"
-             for key, want in (("scaling", "current"), ("granularity", "tensor")) if getattr(fp8, key) != want]
-    if fp8.scaling == "current" and power_2_scales(fp8):
+    takes = SCALINGS[fp8.scaling].fp8_gather
+    lines = []
+    if not takes:
+        those = " or ".join(name for name, scaling in SCALINGS.items() if scaling.fp8_gather)
+        lines.append(f"needs fp8.scaling={those}, not {fp8.scaling}; write that, or storage.gather=auto")
+    if per_row(fp8):
+        lines.append(f"needs fp8.granularity=tensor, not {fp8.granularity}; write that, or storage.gather=auto")
+    if takes and power_2_scales(fp8):
         lines.append("torchao does not round the scales of weights that it gathers; write fp8.use_power_2_scales=false, or "
                      "storage.gather=auto")
     lines += [f"needs fp8.override_linear_precision.{gemm}=false, which reads the weight; write that, or storage.gather=auto"
               for gemm in ("fprop", "dgrad") if getattr(high, gemm)]
-    if backend != "torchao":
-        lines.append(f"backend={backend} gathers weights in {precision.compute}; write backend=torchao, or storage.gather=auto")
+    if not capabilities(backend).fp8_gather:
+        lines.append(f"backend={backend} gathers weights in {precision.compute}; write backend={gathering()}, or "
+                     "storage.gather=auto")
     return lines

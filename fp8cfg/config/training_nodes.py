@@ -1,4 +1,4 @@
-"""The nodes beside the model: data, optim, trainer, checkpoint, log."""
+"""Schema nodes of a training run: data, optim, trainer, checkpoint and log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import Field
 
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.presets import precision_preset
 
 
 class Data(Node):
@@ -21,7 +22,7 @@ class Data(Node):
     bytes; tokens: Megatron's .bin/.idx at data.path. Default stdlib: real text without a download."""
     path: str | None = None
     """Folder or file for text, prefix or .idx for tokens. Default null."""
-    validation_fraction: float = Field(0.05, gt=0, lt=0.5)
+    validation_fraction: float = Field(default=0.05, gt=0, lt=0.5)
     """Share of the corpus, at its end, that is held out. Default 0.05."""
 
 
@@ -32,23 +33,23 @@ class Optim(Node):
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """adamw: decoupled weight decay (arXiv 1711.05101); adam: L2; sgd: with momentum. Default adamw (NeMo)."""
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0)
     """Highest learning rate. Default 3e-4 (NeMo)."""
-    min_lr: float | None = Field(None, ge=0)
+    min_lr: float | None = Field(default=None, ge=0)
     """Learning rate at the end of the decay; null is 0.1 x lr. Default null (NeMo)."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of Adam's two moments, each in [0, 1). Default 0.9, 0.95 (NeMo)."""
-    eps: float = Field(1e-5, gt=0)
+    eps: float = Field(default=1e-5, gt=0)
     """Added to Adam's denominator. Default 1e-5 (NeMo)."""
-    momentum: float = Field(0.9, ge=0, lt=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
     """Momentum of sgd. Default 0.9."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Decay of matrices; norms and biases have none (Megatron). Default 0.1 (NeMo)."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the decay to min_lr at trainer.max_steps. Default cosine (NeMo)."""
-    warmup_steps: int = Field(2000, ge=0)
+    warmup_steps: int = Field(default=2000, ge=0)
     """Optimizer steps of linear warm-up. Default 2000 (NeMo)."""
-    constant_steps: int = Field(0, ge=0)
+    constant_steps: int = Field(default=0, ge=0)
     """Optimizer steps at min_lr at the end. Default 0 (NeMo)."""
 
     @property
@@ -62,13 +63,13 @@ class Strategy(Node):
 
     home: ClassVar[str] = "trainer.strategy"
 
-    tensor_model_parallel_size: int = Field(1, ge=1)
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
     """GPUs that share each layer. Default 1."""
-    pipeline_model_parallel_size: int = Field(1, ge=1)
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
     """GPUs that hold consecutive layers. Default 1."""
-    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=1)
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
     """Model chunks of each pipeline stage. Default null (none)."""
-    context_parallel_size: int = Field(1, ge=1)
+    context_parallel_size: int = Field(default=1, ge=1)
     """GPUs that share each sequence. Default 1."""
     sequence_parallel: bool = False
     """Split norms over the tensor-parallel GPUs. Default false."""
@@ -88,25 +89,25 @@ class Trainer(Node):
     """The precision plugin: a preset object, or a preset's name such as bf16-mixed."""
     strategy: Strategy = Field(default_factory=Strategy)
     """The parallel layout."""
-    num_nodes: int = Field(1, ge=1)
+    num_nodes: int = Field(default=1, ge=1)
     """Machines that the recipe is meant for. Default 1."""
-    devices: int = Field(1, ge=1)
+    devices: int = Field(default=1, ge=1)
     """GPUs of each machine that the recipe is meant for; a run takes what it is launched on. Default 1."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. Default auto: cuda where there is one, else cpu."""
-    max_steps: int = Field(300_000, ge=1)
+    max_steps: int = Field(default=300_000, ge=1)
     """Optimizer steps. Default 300000 (Megatron-Bridge)."""
-    global_batch_size: int = Field(16, ge=1)
+    global_batch_size: int = Field(default=16, ge=1)
     """Samples of one optimizer step, over all ranks and microbatches. Default 16."""
-    micro_batch_size: int = Field(16, ge=1)
+    micro_batch_size: int = Field(default=16, ge=1)
     """Samples of one forward and backward on one rank; the rest is accumulated. Default 16."""
-    gradient_clip_val: float = Field(1.0, ge=0)
+    gradient_clip_val: float = Field(default=1.0, ge=0)
     """Largest norm of all gradients together; 0 is off. Default 1.0 (NeMo)."""
-    val_check_interval: int = Field(100, ge=0)
+    val_check_interval: int = Field(default=100, ge=0)
     """Optimizer steps between evaluations; 0 is never. Default 100."""
-    limit_val_batches: int = Field(32, ge=1)
+    limit_val_batches: int = Field(default=32, ge=1)
     """Global batches of one evaluation. Default 32 (NeMo)."""
-    seed: int = Field(1234, ge=0, le=2**31 - 1)
+    seed: int = Field(default=1234, ge=0, le=2**31 - 1)
     """Seeds weights and sample order. Default 1234 (Megatron)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile the model. Default auto: where a compiler is present and the run is long enough to pay for it."""
@@ -114,8 +115,6 @@ class Trainer(Node):
     @pydantic.field_validator("plugins", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
-        from fp8cfg.config.presets import precision_preset
-
         return precision_preset(value) if isinstance(value, str) else value
 
 
@@ -124,9 +123,9 @@ class Checkpoint(Node):
 
     home: ClassVar[str] = "checkpoint"
 
-    every_n_steps: int = Field(100, ge=0)
+    every_n_steps: int = Field(default=100, ge=0)
     """Optimizer steps between checkpoints; 0 saves at the end alone. Default 100."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept. Default 2: one to fall back on."""
 
 
@@ -135,12 +134,12 @@ class Log(Node):
 
     home: ClassVar[str] = "log"
 
-    dir: str = Field("runs", min_length=1)
+    dir: str = Field(default="runs", min_length=1)
     """Folder that run folders are created in. Default runs."""
-    every_n_steps: int = Field(10, ge=1)
+    every_n_steps: int = Field(default=10, ge=1)
     """Optimizer steps between two printed lines; metrics.jsonl has every step. Default 10 (NeMo)."""
     tensorboard: bool = False
     """Write TensorBoard events too. Default false."""
-    fp8_stats_every_n_steps: int = Field(0, ge=0)
+    fp8_stats_every_n_steps: int = Field(default=0, ge=0)
     """Optimizer steps between statistics of the FP8 tensors (amax, scales, underflow, overflow, quantization error), written to
     fp8_stats.jsonl; each takes a forward and backward pass more, and the first rank's own tensors. Default 0: never."""

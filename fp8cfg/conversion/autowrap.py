@@ -1,4 +1,4 @@
-"""A model whose forward enters FP8 by itself, through functions that Accelerate's users know by these names.
+"""FP8 autowrap: a model whose forward enters FP8 by itself, through functions named as in Accelerate.
 
     fp8cfg.convert_model(model, recipe)
     fp8cfg.apply_fp8_autowrap(model, recipe)    # and then any loop, a Trainer's or Accelerate's

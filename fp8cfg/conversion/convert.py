@@ -1,4 +1,4 @@
-"""FP8 for a model of one's own, in a loop of one's own. autowrap.py has what Accelerate's users know.
+"""Model conversion: nn.Linear to FP8 layers and back, in place, for a model and a training loop of your own.
 
     fp8 = fp8cfg.convert_model(model, recipe)   # in place; print(fp8) says what was converted and what was not, and why
     with fp8.autocast():
@@ -28,19 +28,24 @@ from fp8cfg.backends.exclusions import CONVERSION, PLANNED, converted, mark, unm
 from fp8cfg.backends.gemm_plan import PlannedLinear, not_engaged
 from fp8cfg.backends.misuse_warnings import StepWatch
 from fp8cfg.backends.module_swap import replaced
-from fp8cfg.backends.observed_gemms import beside, loaded
+from fp8cfg.backends.observed_gemms import beside
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules_precision import changed
 from fp8cfg.config.storage import fp8_weights
+from fp8cfg.numerics import Region, seed_rounding
+from fp8cfg.report.coverage import coverage, of_layers
+from fp8cfg.report.machine import find_hardware
+from fp8cfg.report.tables import wrapped
+from fp8cfg.scalings import SCALINGS
 
 
 @dataclass
 class Conversion:
-    """What `convert_model` did. `model` is the model that was given, or its replacement where that was itself an nn.Linear;
-    `plan` says of each linear layer what it multiplies in which format, and why not where it does not."""
+    """Result of `convert_model`. `model` is the model that was given, or its replacement where that was itself an nn.Linear;
+    `plan` has for each linear layer the format of each GEMM, and the reason where one stays in high precision."""
 
     model: nn.Module
     plan: Sequence[PlannedLinear]
@@ -58,7 +63,7 @@ class Conversion:
     @property
     def _rolls(self) -> bool:
         """Whether there is something for `step` to do."""
-        return self.fp8.scaling == "delayed" and self.choice.backend == "native"
+        return SCALINGS[self.fp8.scaling].history and backend_registry.capabilities(self.choice.backend).moves_scales
 
     def step(self) -> None:
         """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales."""
@@ -71,9 +76,6 @@ class Conversion:
         prove(self.model, self.plan, self.choice, self.fp8)
 
     def __str__(self) -> str:
-        from fp8cfg.report.coverage import of_layers
-        from fp8cfg.report.tables import wrapped
-
         backend = wrapped(f"backend {self.choice.backend} ({self.choice.why})", more="  ")
         return f"{backend}\n{of_layers(self.plan, beside(self.model))}"
 
@@ -83,13 +85,11 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
 
     Parameters stay the very same objects: tied ones tied, frozen ones frozen. So do hooks, dtypes, devices and training flags.
     Raises ConfigError for a recipe that cannot run here or reaches no layer, before anything is replaced."""
-    from fp8cfg.numerics import Region, seed_rounding
-
     fp8 = _fp8_of(recipe, model)
     if _ours(model) or has_fp8_layers(model):
         raise ConfigError("convert_model: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
     choice = choose(recipe.precision, _hardware(model))
-    if choice.backend in backend_registry.OWN_OPTIMIZER:
+    if backend_registry.capabilities(choice.backend).own_state:
         raise ConfigError(f"backend={choice.backend}: its layers are trained by its own optimizer alone; write backend=native, "
                           "or use fp8cfg.build(recipe, model=model)")
     holder = nn.Module()
@@ -118,7 +118,7 @@ def convert_back(model: nn.Module) -> nn.Module:
     dtype = wide.most_common(1)[0][0] if wide else torch.float32
     stored_weights.unhold(holder, dtype)
     for name, layer in list(holder.named_modules()):
-        for backend in loaded():
+        for backend in backend_registry.used():
             if (plain := backend.plain(layer)) is not None:
                 if isinstance(plain, nn.Linear) and plain.weight is not layer.weight:
                     plain.weight.data = plain.weight.data.to(dtype)
@@ -133,19 +133,18 @@ def convert_back(model: nn.Module) -> nn.Module:
 def has_fp8_layers(model: nn.Module) -> bool:
     """Whether any layer of `model` can multiply in FP8: ours, torchao's Float8Linear, or Transformer Engine's. A layer of ours that
     only holds its weight in fewer bits cannot."""
-    return (any(not all(getattr(layer, "high_precision", (False,))) for layer in _ours(model)) or _has(model, "torchao.float8")
-            or has_transformer_engine_layers(model))
+    modules = [module for name in backend_registry.names() for module in backend_registry.capabilities(name).layer_modules]
+    return (any(not all(getattr(layer, "high_precision", (False,))) for layer in _ours(model))
+            or any(_has(model, module) for module in modules))
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether any layer of `model` is Transformer Engine's. Whether it multiplies in FP8 is not said by that: see `coverage`."""
+    """Whether any layer of `model` is Transformer Engine's. That does not say whether it runs in FP8: see `coverage`."""
     return _has(model, "transformer_engine") or _has(model, "fp8cfg.backends.te.layers")
 
 
 def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> None:
     """Raise NotFP8Error where what ran in `model` is not what was planned, or too little of it is in FP8."""
-    from fp8cfg.report.coverage import coverage
-
     lines = not_engaged(plan, backend_registry.backend(choice.backend).observed(model))
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
@@ -167,7 +166,7 @@ def checked(recipe: Recipe, model: nn.Module) -> Recipe:
 
 
 def strangers(recipe: Recipe, model: nn.Module) -> list[str]:
-    """A line for each of the two that is something else."""
+    """A line for each argument of the wrong type."""
     wanted = {"Recipe": (recipe, Recipe, "; compose(['precision=bf16_fp8']) gives one"), "torch.nn.Module": (model, nn.Module, "")}
     return [f"expected a {name}, got {type(given).__name__}{more}" for name, (given, cls, more) in wanted.items()
             if not isinstance(given, cls)]
@@ -200,14 +199,12 @@ def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
 
 def _hardware(model: nn.Module) -> Hardware:
     """Where the parameters of `model` are."""
-    from fp8cfg.report.machine import find_hardware
-
     return find_hardware("cuda" if any(p.is_cuda for p in model.parameters()) else "cpu")
 
 
 def _ours(model: nn.Module) -> list[nn.Module]:
     """The layers that a backend of ours has converted, or that hold their weights in a codec."""
-    return [model.get_submodule(name) for backend in loaded() for name in backend.observed(model)]
+    return [model.get_submodule(name) for backend in backend_registry.used() for name in backend.observed(model)]
 
 
 def _has(model: nn.Module, package: str) -> bool:

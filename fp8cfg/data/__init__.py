@@ -1,4 +1,4 @@
-"""Data: corpora, their token files, the order of samples and the batches of a run. NumPy only; torch in the last step."""
+"""Training data: corpora, token files, sample order and batches. NumPy only; torch in the last step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a row of tokens to the batches of a run, addressed by one integer.
+"""Batches of a training run: windows of a token array, addressed by one integer.
 
 The cursor counts samples since the start of the run. Sample k belongs to epoch k // n and is window permute(k % n) of
 that epoch, where n = (tokens - 1) // seq_length. The row is read as a ring, cut into windows from another place in each
@@ -22,6 +22,7 @@ import numpy as np
 from fp8cfg.data.corpus import fingerprint
 from fp8cfg.data.errors import DataError
 from fp8cfg.data.order import offset, permute
+from fp8cfg.data.token_file import Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 class Batches:
     """The training samples of a run; no state, so any batch can be asked for at any time."""
 
-    tokens: np.ndarray
+    tokens: Tokens
     seq_length: int
     seed: int
     global_batch_size: int
@@ -90,7 +91,7 @@ class Batches:
         }
 
     def resume(self, state: Mapping[str, Any]) -> int:
-        """The step to go on with. DataError when the state speaks of other data, or falls inside a global batch."""
+        """The step to go on with. DataError when the state belongs to other data, or falls inside a global batch."""
         for key, mine in self.state(0).items():
             if key != "samples_seen" and state.get(key) != mine:
                 raise DataError(f"cannot resume: {key} is {mine!r}, the checkpoint has {state.get(key)!r}; restore it")
@@ -107,7 +108,7 @@ class Batches:
 
 
 def eval_batches(
-    tokens: np.ndarray, seq_length: int, batch_size: int, limit: int, vocab_size: int, rank: int = 0, world: int = 1
+    tokens: Tokens, seq_length: int, batch_size: int, limit: int, vocab_size: int, rank: int = 0, world: int = 1
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """At most `limit` batches of windows that do not overlap, spread evenly over `tokens`; always the same ones.
 
@@ -131,7 +132,7 @@ def eval_batches(
     return (_windows(tokens, mine, seq_length, vocab_size) for mine in starts[:, rank])
 
 
-def _windows(tokens: np.ndarray, starts: np.ndarray, seq_length: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _windows(tokens: Tokens, starts: np.ndarray, seq_length: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     positions = (starts[:, None] + np.arange(seq_length + 1)) % len(tokens)
@@ -152,7 +153,7 @@ def _positive(**values: int) -> None:
             raise DataError(f"{name}={value} must be at least 1")
 
 
-def _one_window(tokens: np.ndarray, seq_length: int) -> None:
+def _one_window(tokens: Tokens, seq_length: int) -> None:
     if len(tokens) < seq_length + 1:
         raise DataError(
             f"{len(tokens)} tokens are less than one window of seq_length + 1 = {seq_length + 1}: "

@@ -1,4 +1,4 @@
-"""The names under which a recipe asks for a corpus."""
+"""Corpus names: stdlib, tiny, text and tokens, as a recipe's data.name has them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WITH_PATH = {"text": "a text file or a folder of them", "tokens": "the common n
 def load_corpus(name: str, path: str | os.PathLike[str] | None = None, vocab_size: int | None = None) -> Corpus:
     """The corpus called `name`.
 
-    stdlib, tiny: bytes, no path. text: bytes of `path`. tokens: token ids of `path`.bin, memory-mapped.
+    stdlib, tiny: bytes, no path. text: bytes of `path`. tokens: token ids of `path`.bin, read as they are asked for.
     vocab_size: of the model; bytes need 257 and take 272 when it is None, token files cannot do without.
     DataError for an unknown name, a path that is missing or that would be ignored, or a vocabulary that cannot hold it.
     """

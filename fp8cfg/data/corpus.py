@@ -1,4 +1,4 @@
-"""A corpus is one long row of token ids; documents are joined by an end token.
+"""Corpus: one long array of token ids, documents joined by an end token.
 
 Bytes are the default tokens: no tokenizer to download, nothing that can differ between machines. The vocabulary is the
 256 byte values and one end-of-document token, padded to a multiple of 16 because FP8 matrix products want every
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp8cfg.data.errors import DataError
+from fp8cfg.data.token_file import Tokens
 
 EOS = 256
 BYTE_VOCAB = 272
@@ -27,14 +28,14 @@ _BLOCKS = 1_024
 class Corpus:
     """Token ids with what a run has to record about them.
 
-    tokens: 1-D integer array, read-only, possibly memory-mapped.
-    vocab_size: every token is meant to be below it; memory-mapped tokens are checked as they are read.
+    tokens: 1-D integer array, read-only, or a row in a file.
+    vocab_size: every token is meant to be below it; those in a file are checked as they are read.
     sha256: `fingerprint(tokens)`.
     files: how many files the tokens came from.
     """
 
     name: str
-    tokens: np.ndarray
+    tokens: Tokens
     vocab_size: int
     sha256: str
     description: str
@@ -55,11 +56,11 @@ def from_documents(name: str, documents: Sequence[bytes], description: str, file
     return Corpus(name, tokens, BYTE_VOCAB, fingerprint(tokens), description, files)
 
 
-def fingerprint(tokens: np.ndarray) -> str:
+def fingerprint(tokens: Tokens) -> str:
     """sha256 (hex) over type, length and values of `tokens`.
 
-    Of more than 33.5 million tokens only 1024 evenly spread blocks of 32768 are read, so that opening a memory-mapped
-    corpus of a terabyte takes a moment; it tells corpora apart and is no proof against a small edit in a large one.
+    Of more than 33.5 million tokens only 1024 evenly spread blocks of 32768 are read, so that opening a
+    corpus of a terabyte in a file takes a moment; it tells corpora apart and is no proof against a small edit in a large one.
     """
     if len(tokens) <= _BLOCK * _BLOCKS:
         starts = np.arange(0, len(tokens), _BLOCK)

@@ -1,4 +1,4 @@
-"""The one error of this package, and the hint for a path that is not there."""
+"""Data error: the one exception of this package, and the suggestion for a path that does not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's indexed token files: `name.bin` holds token ids, `name.idx` says where sequences and documents begin.
+"""Megatron .bin/.idx reader: `name.bin` holds token ids, `name.idx` says where sequences and documents begin.
 
     idx: "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences n | u64 document entries d
          | i32 lengths [n] | i64 byte pointers [n] | i64 document indices [d] | i8 modes [n], multimodal only
@@ -11,7 +11,6 @@ held against the size of the files before anything is read by it.
 from __future__ import annotations
 
 import os
-import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from fp8cfg.data.errors import DataError, require
+from fp8cfg.data.token_file import TokenFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -31,24 +31,24 @@ _FLOATS = (6, 7)  # codes for float64 and float32, which no token file can mean
 class Indexed:
     """A checked pair of files.
 
-    tokens: the whole .bin as one memory-mapped 1-D array.
+    tokens: the whole .bin as one row, read as it is asked for.
     starts, lengths: where each sequence lies in `tokens`, counted in tokens, int64 and int32 [n].
     documents: document k is sequences documents[k] to documents[k + 1], int64 [d].
     """
 
     path: Path
-    tokens: np.ndarray
+    tokens: TokenFile
     starts: np.ndarray
     lengths: np.ndarray
     documents: np.ndarray
 
-    def sequence(self, index: int) -> np.ndarray:
-        """The tokens of one sequence, a view of the file."""
+    def sequence(self, index: int) -> TokenFile:
+        """The tokens of one sequence, a part of the file."""
         start = int(self.starts[index])
         return self.tokens[start : start + int(self.lengths[index])]
 
-    def stream(self) -> np.ndarray:
-        """All sequences as one 1-D view, in file order. DataError where they do not lie one after the other."""
+    def stream(self) -> TokenFile:
+        """All sequences as one row, in file order. DataError where they do not lie one after the other."""
         gaps = self.starts[1:] != self.starts[:-1] + self.lengths[:-1]
         if gaps.any():
             raise DataError(
@@ -68,10 +68,11 @@ def read_indexed(path: str | os.PathLike[str]) -> Indexed:
     if os.path.isdir(prefix):
         names = " ".join(sorted(file.stem for file in prefix.glob("*.idx"))) or "none"
         raise DataError(f"{prefix}: a folder; add the common name of a .bin/.idx pair in it (there is: {names})")
-    idx, raw = _map(prefix, ".idx"), _map(prefix, ".bin")
-    dtype, sequences, entries = _header(idx, Path(f"{prefix}.idx"))
-    lengths, pointers, documents = _tables(idx, sequences, entries)
     file = f"{prefix}.idx"
+    table, raw = _open(prefix, ".idx"), _open(prefix, ".bin")
+    dtype, sequences, entries = _header(table)
+    idx = np.asarray(table)  # all of it, now that its length is the one that its header says
+    lengths, pointers, documents = _tables(idx, sequences, entries)
     _check_sequences(file, lengths, pointers, dtype.itemsize, len(raw))
     _check_documents(file, documents, sequences)
     if len(raw) % dtype.itemsize:
@@ -85,28 +86,21 @@ def prefix_of(path: str | os.PathLike[str]) -> Path:
     return Path(text[:-4] if text.endswith((".bin", ".idx")) else text)
 
 
-def _map(prefix: Path, ending: str) -> np.ndarray:
+def _open(prefix: Path, ending: str) -> TokenFile:
     path = Path(f"{prefix}{ending}")
-    # The kind of file comes first: opening a pipe would wait for ever.
-    if not stat.S_ISREG(require(path, _pairs_beside(prefix, ending)).st_mode):
-        raise DataError(f"{path}: not a regular file")
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise DataError(f"{path}: the file is empty")
-            return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    require(path, _pairs_beside(prefix, ending))
+    return TokenFile.opened(path)
 
 
 def _pairs_beside(prefix: Path, ending: str) -> list[str]:
     return sorted(f"{file.stem}{ending}" for file in prefix.parent.glob("*.idx") if file.stem != prefix.name)
 
 
-def _header(idx: np.ndarray, path: Path) -> tuple[np.dtype, int, int]:
+def _header(idx: TokenFile) -> tuple[np.dtype, int, int]:
+    path = idx.path
     if len(idx) < HEADER.size:
         raise DataError(f"{path}: {len(idx)} bytes are less than a header of {HEADER.size}; it was cut short")
-    magic, version, code, sequences, entries = HEADER.unpack(idx[: HEADER.size].tobytes())
+    magic, version, code, sequences, entries = HEADER.unpack(np.asarray(idx[: HEADER.size]).tobytes())
     if magic != MAGIC:
         raise DataError(f"{path}: not a Megatron index (begins with {magic!r} instead of {MAGIC!r})")
     if version != VERSION:

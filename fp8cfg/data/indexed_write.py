@@ -1,4 +1,4 @@
-"""Writes Megatron's .bin/.idx pair: one sequence a document, as Megatron's `preprocess_data.py` does by default."""
+"""Megatron .bin/.idx writer: one sequence per document, as Megatron's `preprocess_data.py` writes by default."""
 
 from __future__ import annotations
 

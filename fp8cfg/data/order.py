@@ -1,4 +1,4 @@
-"""The order of samples as a pure function of (seed, epoch, index).
+"""Sample order (shuffling) as a pure function of seed, epoch and index.
 
 Nothing is shuffled and nothing is stored: sample i of an epoch is a keyed permutation of i. A run then resumes from one
 integer, and the order cannot depend on how many workers or ranks read it.
@@ -22,7 +22,7 @@ _MOST = 1 << 62
 
 
 def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where `index` goes in the permutation of range(n) that `seed` and `epoch` name.
+    """The image of `index` under the permutation of range(n) that `seed` and `epoch` select.
 
     index: integers in [0, n), any shape. Returns int64 of that shape. The values are equal on every platform.
     """
@@ -42,7 +42,7 @@ def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarra
 
 
 def offset(n: int, seed: int, epoch: int) -> int:
-    """A number in [0, n) that `seed` and `epoch` name: where an epoch starts to cut the corpus into windows."""
+    """The offset in [0, n), selected by `seed` and `epoch`, at which an epoch begins to cut the corpus into windows."""
     return int.from_bytes(_digest("offset", seed, epoch), "little") % n
 
 

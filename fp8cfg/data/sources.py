@@ -1,4 +1,4 @@
-"""Where bytes to train on come from without a download: the standard library, a folder of yours, a shipped text."""
+"""Corpora without a download: the standard library's source, a folder of text files, a shipped text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes from and to other projects: Accelerate, DeepSpeed, NeMo, Megatron-Bridge, Megatron-LM, torchtitan, torchao and
+"""Recipe import and export: Accelerate, DeepSpeed, NeMo, Megatron-Bridge, Megatron-LM, torchtitan, torchao and
 Transformer Engine. What one side says and the other cannot is returned, line by line."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fp8cfg.composition.flatten import nested
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.interop.accelerate import handlers
@@ -50,8 +51,6 @@ def from_mapping(project: str, data: Mapping[str, Any], base: Recipe | None = No
 
 def to_mapping(project: str, recipe: Recipe) -> Written:
     """`recipe` as keys and values of `project`, nested as its files are. Raises ConfigError for one that cannot be written."""
-    from fp8cfg.composition.flatten import nested
-
     written = write(door(project).dialect, recipe)
     return written._replace(value=nested(written.value))
 

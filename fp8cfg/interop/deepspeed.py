@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: ZeRO, bf16 state, and the section that MS-AMP reads."""
+"""DeepSpeed JSON configuration: ZeRO, bf16 state, and the section that MS-AMP reads."""
 
 from __future__ import annotations
 

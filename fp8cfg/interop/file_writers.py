@@ -1,4 +1,4 @@
-"""Recipes as the text of other projects' files."""
+"""File writers: a recipe as the text of another project's configuration file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fp8cfg import __version__
+from fp8cfg.composition.flatten import nested as tree
 from fp8cfg.config.files import dump_yaml
 from fp8cfg.interop import shell_flags as flag_words
 from fp8cfg.interop.key_table import Written
@@ -29,8 +30,6 @@ def headed(project: str, lost: Iterable[str]) -> str:
 
 def nested(data: dict[str, Any]) -> dict[str, Any]:
     """A table by dotted keys as mappings."""
-    from fp8cfg.composition.flatten import nested as tree
-
     return tree(data)
 
 

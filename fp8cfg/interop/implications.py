@@ -1,4 +1,4 @@
-"""What follows from another project's keys though none says it: what its library of FP8 does, and the GPUs that it takes."""
+"""Implied settings of another project: what its FP8 library does although no key says so, and the GPUs that it requires."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from fp8cfg.config.rules_fsdp import KEPT
 from fp8cfg.config.storage import COLUMNS, of_level
 from fp8cfg.interop.key_table import Values
 from fp8cfg.interop.precision_effect import changed
+from fp8cfg.layer_plan import plan
+from fp8cfg.scalings import SCALINGS
 
 _KEPT = tuple(f"fp8.override_linear_precision.{gemm}" for gemm in ("fprop", "dgrad", "wgrad"))
 _MSAMP = {"fp8.amax_history_len": 16, "fp8.reduce_amax": False, "storage.accumulate": "stored"}
@@ -50,7 +52,7 @@ def _under_fsdp(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
 
 
 def _under_te(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
-    delayed = ours.get("fp8.scaling", "delayed") == "delayed"
+    delayed = SCALINGS[ours.get("fp8.scaling", "delayed")].history
     kept = [key for key in _KEPT if ours.get(key)]
     both = not delayed and kept == [*_KEPT[1:]]  # its backward_override
     lacking = [key for key in ("fp8.interval", "fp8.multi_head_attention", *(() if both else kept)) if key in changed(ours)]
@@ -96,8 +98,6 @@ def why(key: str, ours: Values, back: Values) -> str:
 
 def output_layer(recipe: Recipe) -> list[str]:
     """Leave the output layer of `recipe` in high precision where its sizes fit no FP8; a line on that."""
-    from fp8cfg.layer_plan import plan
-
     if not recipe.fp8.output_layer:
         return []
     try:

@@ -1,4 +1,4 @@
-"""What another project can say about precision: a table of its keys, each with the values of ours that it means."""
+"""Key table of another project: each of its precision keys with the values of ours that it means, and back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fp8cfg.config.errors import ConfigError, nearest
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.scalings import SCALINGS
 
 Values = Mapping[str, Any]
 """Our values by short keys, or theirs by their keys."""
@@ -29,7 +30,7 @@ def runs_fp8(ours: Values) -> bool:
 
 def delayed(ours: Values) -> bool:
     """Of recipes that run FP8 under delayed scaling."""
-    return runs_fp8(ours) and ours["fp8.scaling"] == "delayed"
+    return runs_fp8(ours) and SCALINGS[ours["fp8.scaling"]].history
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What would do nothing in the recipe that another project's keys make: taken out, and said where somebody wrote it."""
+"""Imported keys without effect: removed from the recipe, and reported where somebody wrote them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8cfg.config.fp8 import ONLY_UNDER
-from fp8cfg.config.recipe import fields, full
+from fp8cfg.config.key_names import full
+from fp8cfg.config.recipe import fields
 from fp8cfg.interop.key_table import Values
+from fp8cfg.scalings import SCALINGS
 
 _LOSS_SCALE = {f"precision.{k}" for k in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")}
 
@@ -22,8 +24,9 @@ def without_effect(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]
             value = ours.pop(key)
             if key in origin and (value != default(key) or why == _FINE):
                 lines.append(f"{origin[key]}: {why}")
-    if ours.get("fp8.enabled") and ours.get("fp8.scaling") in ("mxfp8", "nvfp4"):
-        ours["fp8.format"] = "e4m3"
+    formats = SCALINGS[ours.get("fp8.scaling", "delayed")].formats
+    if ours.get("fp8.enabled") and len(formats) == 1:
+        ours["fp8.format"] = formats[0]
     return list(dict.fromkeys(lines))
 
 
@@ -37,7 +40,7 @@ def _idle(key: str, ours: Values) -> str | None:
         return "has no effect, nothing there turns FP8 on"
     if key.startswith("fp8.") and scaling not in ONLY_UNDER.get(key.removeprefix("fp8."), (scaling,)):
         return f"has no effect under {scaling} scaling"
-    if key == "fp8.format" and scaling in ("mxfp8", "nvfp4") and ours[key] != "e4m3":
+    if key == "fp8.format" and ours[key] not in SCALINGS[scaling].formats:
         return _FINE
     if key == "fp8.amax_compute_algo" and ours.get("fp8.amax_history_len") == 1:
         return "has no effect with a history of one"

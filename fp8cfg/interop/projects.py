@@ -1,4 +1,4 @@
-"""Every project's way in and out: which files and words it has, and how a recipe is written for it."""
+"""Projects that recipes are imported from and exported to: the files and arguments that each is read from, and its writer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.config.errors import ConfigError, suggest
+from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.interop import file_writers, source_files
 from fp8cfg.interop.accelerate import handlers
@@ -24,7 +25,7 @@ from fp8cfg.interop.translation import read, where, write
 
 @dataclass(frozen=True)
 class Door:
-    """One project: its table, how its files and words are read (as text, or as keys and values), and how its text is written.
+    """One project: its key table, how its files and arguments are read (as text, or as keys and values), and how it is written.
     `call` reads Python with one call in it; `remarks` says whether the text has comments, for what it cannot say."""
 
     dialect: Dialect
@@ -84,8 +85,6 @@ def from_words(name: str, words: Sequence[str], base: Recipe | None = None) -> R
 
 def _read(found: Door, said: source_files.Said, base: Recipe | None) -> Read:
     if said.preset is not None:
-        from fp8cfg.config.presets import precision_preset
-
         recipe = (base or Recipe()).model_copy(deep=True)
         recipe.precision = precision_preset(said.preset)
         return Read(recipe, said.lost, ())

@@ -1,4 +1,4 @@
-"""A call in Python text, read as data: nothing of the text is run."""
+"""Python calls read as data: the arguments of one call in source text, of which nothing is executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of a command line: found in a shell script, and written as one."""
+"""Command-line flags: read from a shell script, and written as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and words of other projects, read as data: nothing in them is run, and all of them are bounded in size."""
+"""Source files of other projects, read as data of bounded size: nothing in them is executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchtitan's TOML: the sections of FP8 and MXFP8 linear layers under each of the names that they have had."""
+"""torchtitan TOML: the sections of FP8 and MXFP8 linear layers under each of the names that they have had."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fp8cfg.config.errors import refuse_if, suggest
 from fp8cfg.interop.key_table import SILENT, Dialect, Entry, Unsaid, Values, runs_fp8
 from fp8cfg.interop.torchao.float8_config import gather, gathers
 from fp8cfg.interop.value_spellings import boolean, is_on, one_of, option, read_only, same, shown, write_only
+from fp8cfg.scalings import SCALINGS
 
 _GW = "fp8.override_linear_precision.wgrad"
 _ROW = {"fp8.granularity": "row", "fp8.format": "e4m3", "fp8.use_power_2_scales": True}
@@ -20,16 +21,17 @@ LAYERS = {
 """Our patterns of linear layers, and torchtitan's names of the layers that they are."""
 _CONVERTERS = {"float8": "float8", "quantize.linear.float8": "float8", "quantize.dense.float8": "float8",
                "mx": "mx", "quantize.linear.mx": "mx", "quantize.dense.mx": "mx"}
+_SCALINGS = {scaling.torchao: name for name, scaling in SCALINGS.items() if scaling.torchao}
 _FLOAT8, _MX = "quantize.linear.float8", "quantize.linear.mx"
 _GATHER = f"{_FLOAT8}.enable_fsdp_float8_all_gather"
 
 
 def _float8(ours: Values) -> bool:
-    return runs_fp8(ours) and ours["fp8.scaling"] == "current"
+    return runs_fp8(ours) and SCALINGS[ours["fp8.scaling"]].torchao == "float8"
 
 
 def _mx(ours: Values) -> bool:
-    return runs_fp8(ours) and ours["fp8.scaling"] == "mxfp8"
+    return runs_fp8(ours) and SCALINGS[ours["fp8.scaling"]].torchao == "mx"
 
 
 def _recipe(ours: Values) -> str:
@@ -98,12 +100,12 @@ def _strange(theirs: Values) -> list[str]:
 
 def _refuse(ours: Values) -> list[str]:
     if runs_fp8(ours) and not _float8(ours) and not _mx(ours):
-        return [f"fp8.scaling={ours['fp8.scaling']}: torchtitan has no such scaling; it has current and mxfp8"]
+        return [f"fp8.scaling={ours['fp8.scaling']}: torchtitan has no such scaling; it has {' and '.join(_SCALINGS.values())}"]
     return []
 
 
 def _on(kind: Any) -> dict[str, Any]:
-    return {"fp8.enabled": True, "backend": "torchao", "fp8.scaling": "current" if kind == "float8" else "mxfp8"}
+    return {"fp8.enabled": True, "backend": "torchao", "fp8.scaling": _SCALINGS[kind]}
 
 
 _WHOLE = {"storage.weight": "bf16", "storage.master_weight": "none", "storage.weight_grad": "bf16", "storage.exp_avg": "bf16",

@@ -1,14 +1,16 @@
-"""Recipes read from, and written by, the table of another project."""
+"""Translation of recipes through the key table of another project, in both directions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from fp8cfg.composition.flatten import assigned, flat
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.fp8 import ONLY_UNDER, power_2_scales, weights_2d
+from fp8cfg.config.key_names import PLUGIN, full, short
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.recipe import PLUGIN, Recipe, full, short
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import gathered, level, resolved
 from fp8cfg.interop import implications
 from fp8cfg.interop.key_table import SILENT, TYPO, Dialect, Read, Values, Written
@@ -19,8 +21,6 @@ from fp8cfg.interop.value_spellings import printable, shown
 def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) -> Read:
     """The recipe that `data` means, by the names that `dialect` knows, on top of `base`, whose precision it replaces. It is not
     yet checked as a whole. Raises ConfigError with a line for each value that cannot be, and then for each unknown key too."""
-    from fp8cfg.composition.flatten import assigned
-
     theirs, spelled, problems = _named(dialect, data)
     remarks, vague, unknown = list[str](), list[str](), dialect.strange(theirs)
     try:
@@ -64,8 +64,6 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
 def write(dialect: Dialect, recipe: Recipe) -> Written:
     """`recipe` by the names of `dialect`, as a flat table. What it cannot say is what reading it back does not give. Raises
     ConfigError where the recipe breaks a rule, or is one that cannot be written there."""
-    from fp8cfg.composition.flatten import flat
-
     recipe.check()
     ours = table(recipe)
     refuse_if(dialect.refuse(ours))
@@ -82,8 +80,6 @@ def write(dialect: Dialect, recipe: Recipe) -> Written:
 
 def table(recipe: Recipe) -> dict[str, Any]:
     """Every value of `recipe` by its short key, with what `auto` and null come to: two recipes with equal tables train alike."""
-    from fp8cfg.composition.flatten import flat
-
     p = recipe.precision
     found = {short(k): v for k, v in flat(recipe).items()}
     found |= {f"storage.{column}": codec for column, codec in resolved(p).items()}

@@ -1,4 +1,4 @@
-"""Entries of the usual kinds, and what the values of other projects may look like."""
+"""Value parsers for the tables of other projects: booleans, numbers and options in the spellings that they are found in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One decoder-only Transformer that every model family configures.
+"""Decoder-only Transformer: one implementation that every model family configures.
 
 The package itself loads no torch, so the planner can count parameters on a machine without it. The model is in
 `fp8cfg.models.transformer`, and Hugging Face weights in `fp8cfg.models.hf`.

@@ -1,4 +1,4 @@
-"""What a Transformer is: plain numbers under Megatron's names, without torch."""
+"""Transformer configuration: layer count, widths, heads and vocabulary under Megatron's names, without torch."""
 
 from __future__ import annotations
 

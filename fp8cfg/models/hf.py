@@ -1,4 +1,4 @@
-"""Llama weights from and to Hugging Face's names and layout.
+"""Hugging Face Llama weights: conversion from and to their names and layout.
 
 Hugging Face keeps q, k, v and gate, up apart; here they are fused:
 

@@ -1,4 +1,4 @@
-"""The parts of a Transformer layer, under Megatron's module names.
+"""Transformer layer: RMSNorm, attention and MLP, under Megatron's module names.
 
 Every product is that of an `nn.Linear` or of `CoreAttention`, so that a module with FP8 products can take its place. Shape
 letters: B batch, T tokens, D hidden_size, G key-value heads.

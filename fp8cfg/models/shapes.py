@@ -1,4 +1,4 @@
-"""Every parameter and every linear layer of the Transformer, by arithmetic alone.
+"""Parameter shapes and counts, and the linear layers of the Transformer, computed without torch.
 
 The model is tested to have exactly these names and shapes, and the counts to equal the published ones.
 """

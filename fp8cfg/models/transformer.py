@@ -1,4 +1,4 @@
-"""The decoder-only Transformer: tokens in, loss or logits out.
+"""Decoder-only Transformer model: token ids in, loss or logits out.
 
 Build it without memory, then give it some:
 

@@ -139,12 +139,12 @@ class FP8Attention(nn.Module):
     def __init__(self, scaling: Scaling, region: Region, device: torch.device | None = None) -> None:
         """Raises ValueError for a scaling with more than one scale a tensor."""
         super().__init__()
-        if scaling.kind not in ("delayed", "current") or scaling.granularity != "tensor":
+        if scaling.tile(INPUT, 1) is not None:
             raise ValueError(f"FP8 attention has delayed or current scaling by one scale a tensor, not {scaling.kind} "
                              f"by {scaling.granularity}")  # fmt: skip
         self.scaling, self.region = scaling, region
         self.register_buffer("gemms_ran", torch.zeros(len(PRODUCTS), dtype=torch.int32, device=device), persistent=False)
-        state = self.fresh_state() if scaling.kind == "delayed" else {}
+        state = self.fresh_state() if scaling.layout.history else {}
         for name in ("fp8_scale", "fp8_amax_history"):
             self.register_buffer(name, state.get(name))
 

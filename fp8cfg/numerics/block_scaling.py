@@ -93,12 +93,15 @@ def _written_out(scales: Tensor) -> Tensor:
 
 
 def _tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype) -> Scales:
-    amax = tile_amax(v, keep_nan=scaling.kind in ("mxfp8", "nvfp4"))
-    if scaling.kind == "mxfp8":
+    """The one choice between scalings of many scales: by the dtype of these."""
+    kind = scaling.layout.scale
+    amax = tile_amax(v, keep_nan=kind != "float32")
+    if kind == "e8m0":
         return _e8m0(amax, fmt)
-    if whole is not None:
+    if kind == "e4m3":
+        assert whole is not None, "E4M3 scales stand under one of the whole tensor"
         return _two_levels(amax, whole)
-    largest = min(torch.finfo(dtype).max, FLT_MAX) if scaling.kind == "block" else FLT_MAX
+    largest = min(torch.finfo(dtype).max, FLT_MAX) if scaling.layout.block else FLT_MAX
     scale = scale_from_amax(amax, fmt, largest=largest)
     if scaling.power_2_scales:
         scale = floor_to_power_of_2(scale)

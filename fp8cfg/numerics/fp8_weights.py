@@ -7,6 +7,7 @@ takes as many bytes as bfloat16 would. Scales are stored in their own size: E8M0
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from fp8cfg.numerics.block_scaling import Tile, first_level, spread, tiled, unti
 from fp8cfg.numerics.formats import cast, widen
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.quantize import quantize_tiles
-from fp8cfg.numerics.scaling import BLOCK, WEIGHT, Scaling
+from fp8cfg.numerics.scaling import WEIGHT, Scaling
+from fp8cfg.scalings import SCALINGS
 
 
 class Stored(NamedTuple):
@@ -35,7 +37,7 @@ def store(master: Tensor, scaling: Scaling, scale: Tensor | None = None) -> Stor
     fmt = scaling.forward
     if scale is not None:
         return Stored(cast(master.float() * scale, fmt), scale.reciprocal())
-    whole = first_level(master) if scaling.kind == "nvfp4" else None
+    whole = first_level(master) if scaling.layout.two_levels else None
 
     def along(axis: int) -> tuple[Tensor, Tensor]:
         tile = scaling.tile(WEIGHT, axis)
@@ -58,7 +60,7 @@ def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | 
     if tile is None:
         return Operand(widen(data, carrier) if carrier else data, scale_inv, fmt)
     decode = unpack(scale_inv)
-    if carrier is None or scaling.kind not in BLOCK:
+    if carrier is None or not scaling.layout.block:
         return Operand(widen(data, carrier) if carrier else data, decode, fmt, tile)
     v = tiled(widen(data, carrier), tile) * decode.to(carrier)[:, None, :, None]
     return Operand(untiled(v, data.shape), stored.global_scale_inv, fmt, tile)
@@ -77,9 +79,14 @@ def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
 
 def pack(decode: Tensor, scaling: Scaling) -> Tensor:
     """Float32 scales in the size that the scaling gives them: E8M0 bytes, E4M3, or float32."""
-    if scaling.kind == "mxfp8":  # the exponent's bits; a NaN has all of them
-        return (decode.view(torch.int32) >> 23).to(torch.uint8)
-    return decode.to(torch.float8_e4m3fn) if scaling.kind == "nvfp4" else decode
+    return _PACKED[scaling.layout.scale](decode)
+
+
+_PACKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "float32": lambda decode: decode, "e4m3": lambda decode: decode.to(torch.float8_e4m3fn),
+    "e8m0": lambda decode: (decode.view(torch.int32) >> 23).to(torch.uint8),  # the exponent's bits; a NaN has all of them
+}
+_SIZES = sorted({1, *(scaling.block for scaling in SCALINGS.values() if scaling.block)})
 
 
 def unpack(scale_inv: Tensor) -> Tensor:
@@ -95,7 +102,7 @@ def _tile(shape: torch.Size, scales: torch.Size) -> Tile:
     that is one."""
 
     def size(n: int, count: int) -> int:
-        return next((k for k in (1, 16, 32, 128) if -(-n // k) == count), 0)
+        return next((k for k in _SIZES if -(-n // k) == count), 0)
 
     return size(shape[0], scales[0]), size(shape[1], scales[1])
 

@@ -67,7 +67,7 @@ class FP8Linear(NarrowWeight, nn.Linear):
         n, k = linear.weight.shape
         if product not in ("emulate", "scaled_mm"):
             raise ValueError(f"product={product!r}; choose one of emulate, scaled_mm")
-        if product == "scaled_mm" and scaling.kind in ("mxfp8", "nvfp4"):
+        if product == "scaled_mm" and scaling.layout.least is None:
             raise ValueError(f"{scaling.kind} is emulated alone, not multiplied by scaled_mm")
         if product == "scaled_mm" and (n % 16 or k % 16):
             shape = f"in_features={k} and out_features={n}"
@@ -77,7 +77,7 @@ class FP8Linear(NarrowWeight, nn.Linear):
         new.train(linear.training)
         new.scaling, new.region, new.high_precision, new.product = scaling, region, high_precision, product
         new.weight_grad_dtype, device, new.codec = linear.weight.dtype, linear.weight.device, None
-        state = new.fresh_state() if scaling.kind == "delayed" else {}
+        state = new.fresh_state() if scaling.layout.history else {}
         for name in BUFFERS:
             new.register_buffer(name, state.get(name))
         new.register_buffer(ROUNDING_KEY, None, persistent=False)
@@ -115,7 +115,7 @@ class FP8Linear(NarrowWeight, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        exact = self.scaling.kind != "block" or self.scaling.power_2_scales
+        exact = self.scaling.layout.exact_in_bfloat16(self.scaling.power_2_scales)
         carrier = torch.bfloat16 if out == torch.bfloat16 and exact else torch.float32
         high_precision = self.high_precision if self.region.applies() else (True, True, True)
         weight, stored = self.receiver_and_stored() if self.held else (self.weight, None)

@@ -95,7 +95,7 @@ class Plan(NamedTuple):
         if tile is None:
             scale = scale_now(t, role, self.scaling, state.scales, state.history, self.record)
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
-        if self.scaling.kind == "nvfp4":
+        if self.scaling.layout.two_levels:
             return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random)
         return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype)
 

@@ -154,7 +154,7 @@ class _Measured(NamedTuple):
 def _measured(t: Tensor, role: int, scaling: Scaling, one: Tensor | None, random: Random | None) -> _Measured:
     """`t` [R, C], its last dimension contracted; `one` is its scale where it has one, `random` what rounds it at random."""
     fmt, tile = scaling.format_of(role), scaling.tile(role, 1)
-    whole = first_level(t) if scaling.kind == "nvfp4" else None
+    whole = first_level(t) if scaling.layout.two_levels else None
     rows = max(1, CHUNK.get(t.device.type, 1 << 18) // t.shape[1] // 128) * 128  # no tile is higher
     scales, sums = [], []
     for i, part in enumerate(torch.split(t, rows)):

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8cfg.numerics.block_scaling import Scales, Tile, sizes, tile_scales, tiled, untiled
 from fp8cfg.numerics.formats import E2M1, Format, cast, round_in_steps, round_to_grid, widen
 from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.scaling import BLOCK, Scaling
+from fp8cfg.numerics.scaling import Scaling
 from fp8cfg.numerics.stochastic_rounding import Random
 
 Part = Callable[[Tensor, Scales | None, int], tuple[Tensor, Tensor]]
@@ -45,7 +45,7 @@ def quantize_tiles(
     """Quantizes the matrix `t` [R, C] with a scale for each tile. `whole` is nvfp4's scale of the whole tensor. Scales of a
     carried operand that vary along the contracted dimension are multiplied into its data. With `random` the format rounds
     stochastically, by numbers that depend on the place of an element in `t` alone, not on strides or chunks."""
-    fold = carrier != fmt.dtype and scaling.kind in BLOCK
+    fold = carrier != fmt.dtype and scaling.layout.block > 0
 
     def part(t: Tensor, scales: Scales | None = None, row: int = 0) -> tuple[Tensor, Tensor]:
         v = tiled(t, tile).float()

@@ -31,7 +31,7 @@ def update_scales(layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = 
     One all-reduce (MAX) for all layers together; all ranks must name the same layers in the same order. `group` None reduces
     nothing. `step` counts optimizer steps from 1; with an interval of k scales move at steps k, 2k, ..., except one that was
     never set, which is set as soon as its amax is known. Raises ValueError where an interval above 1 lacks `step`."""
-    delayed = [layer for layer in layers if layer.scaling.kind == "delayed"]
+    delayed = [layer for layer in layers if layer.scaling.layout.history]
     if not delayed:
         return
     kinds = [(layer.scaling, _roles(layer)) for layer in delayed]

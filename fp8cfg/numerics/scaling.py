@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics.formats import E4M3, E5M2, Format
+from fp8cfg.scalings import SCALINGS, Descriptor, ScalingName
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2  # columns of a layer's scales and amax history, in Transformer Engine's order
 FLT_MAX = torch.finfo(torch.float32).max
 
 
-BLOCK = {"block": 128, "mxfp8": 32, "nvfp4": 16}
-"""Scalings with a scale for every few elements, and how many."""
 _FIELDS = {
-    "kind": ("delayed", "current", *BLOCK), "granularity": ("tensor", "row"), "amax_compute_algo": ("max", "most_recent"),
+    "kind": tuple(SCALINGS), "granularity": ("tensor", "row"), "amax_compute_algo": ("max", "most_recent"),
     "first_step": ("in_time", "te")}  # fmt: skip
 
 
@@ -46,7 +45,7 @@ class Scaling:
     squares, 128x128 under block, 32x32 under mxfp8, 16x16 under nvfp4, which serve fprop and dgrad alike. `hadamard` and
     `stochastic` are nvfp4's transform of both operands of wgrad and its rounding of gradients."""
 
-    kind: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "delayed"
+    kind: ScalingName = "delayed"
     forward: Format = E4M3
     backward: Format = E5M2
     margin: int = 0
@@ -67,24 +66,26 @@ class Scaling:
         if self.interval < 1 or self.amax_history_len < 1:
             raise ValueError(f"Scaling: interval={self.interval} and amax_history_len={self.amax_history_len} must be at least 1")
 
+    @property
+    def layout(self) -> Descriptor:
+        """The row of the table of scalings."""
+        return SCALINGS[self.kind]
+
     def format_of(self, role: int) -> Format:
         return self.backward if role == GRAD_OUTPUT else self.forward
 
     def tile(self, role: int, axis: int) -> tuple[int, int] | None:
         """Rows and columns of a matrix that share a scale, where the product contracts its dimension `axis`; 0 stands for
         all. None is one scale for the matrix, whatever is contracted."""
-        if self.kind in BLOCK:
-            size = BLOCK[self.kind]
-            return (size, size) if role == WEIGHT and self.weights_2d else (1, size) if axis == 1 else (size, 1)
-        return None if self.granularity == "tensor" else (1, 0) if axis == 1 else (0, 1)
+        return self.layout.tile(axis, self.granularity, square=role == WEIGHT and self.weights_2d)
 
     def transforms(self, role: int, axis: int) -> bool:
         """Whether a tensor of `role` goes through the Hadamard transform for a product that contracts its dimension `axis`."""
-        return self.kind == "nvfp4" and self.hadamard and role != WEIGHT and axis == 0
+        return self.hadamard and role != WEIGHT and axis == 0 and "random_hadamard_transform" in self.layout.keys
 
     def rounds_at_random(self, role: int) -> bool:
         """Whether a tensor of `role` is rounded stochastically."""
-        return self.kind == "nvfp4" and self.stochastic and role == GRAD_OUTPUT
+        return self.stochastic and role == GRAD_OUTPUT and "stochastic_rounding" in self.layout.keys
 
     def directional(self, role: int) -> bool:
         """Whether a tensor of `role` is quantized once for each of its two dimensions."""

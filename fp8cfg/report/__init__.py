@@ -1,1 +1,1 @@
-"""What a person reads: coverage, memory, the machine. No torch at import."""
+"""Reports: coverage, memory, the machine, plans and explanations of keys. Loads no torch on import."""

@@ -1,4 +1,4 @@
-"""What is said before a run: the composed precision, the planned coverage, memory; and the last refusals."""
+"""Run header: the composed precision, planned coverage and memory that are printed before a run; and the last refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from math import prod
 
 from fp8cfg import __version__
 from fp8cfg.backends.backend_choice import Hardware, choose
-from fp8cfg.composition.yaml_recipe import listed
+from fp8cfg.composition.flatten import listed
 from fp8cfg.config.errors import ConfigError, NotFP8Error
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
@@ -18,6 +18,7 @@ from fp8cfg.report.memory.layout import ranks
 from fp8cfg.report.memory.peak import memory_table
 from fp8cfg.report.plan_text import passed_over
 from fp8cfg.report.tables import amount, wrapped
+from fp8cfg.scalings import SCALINGS
 
 
 def head(recipe: Recipe) -> str:
@@ -44,7 +45,7 @@ def _fp8(recipe: Recipe) -> dict[str, object]:
     if not f.enabled:
         return {"enabled": False}
     leading = ["enabled", "scaling", "format", "params"]
-    if f.scaling == "delayed":
+    if SCALINGS[f.scaling].history:
         leading[3:3] = ["margin", "amax_history_len", "amax_compute_algo"]
     values, defaults = listed(f), listed(FP8())
     return {k: values[k] for k in [*leading, *(k for k in values if k not in leading and values[k] != defaults[k])]}

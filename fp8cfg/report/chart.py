@@ -1,4 +1,4 @@
-"""The low-precision chart of the MS-AMP documentation: in what a recipe multiplies, sends and stores, beside the named rows."""
+"""Low-precision chart, as in the MS-AMP documentation: the dtypes in which a recipe computes, communicates and stores."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fp8cfg.config.rules_storage import late_updates, lost_averages, slow_averag
 from fp8cfg.config.storage import level, resolved
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.tables import table
+from fp8cfg.scalings import SCALINGS
 
 COLUMNS = ("gemm", "comm", "weight", "master_weight", "weight_grad", "exp_avg", "exp_avg_sq")
 _STATE = ("master_weight", "exp_avg", "exp_avg_sq")
@@ -36,7 +37,7 @@ scale."""
 def row(recipe: Recipe) -> Row:
     """The chart's columns for a linear layer that runs in FP8, where any does."""
     p = recipe.precision
-    multiplies = p.compute if not p.fp8.enabled else "fp4" if p.fp8.scaling == "nvfp4" else "fp8"
+    multiplies = p.compute if not p.fp8.enabled else f"fp{SCALINGS[p.fp8.scaling].bits}"
     columns = resolved(p)
     if recipe.optim.name == "sgd":
         columns |= {"exp_avg_sq": "none"} | ({} if recipe.optim.momentum else {"exp_avg": "none"})
@@ -71,7 +72,7 @@ def text(recipe: Recipe, ranks: int = 1) -> str:
 
 
 def remarks(recipe: Recipe, ranks: int) -> list[str]:
-    """What is allowed and may not be meant, on so many data-parallel ranks: a line each."""
+    """Warnings about settings that are allowed but may be unintended, on so many data-parallel ranks: a line each."""
     p, o = recipe.precision, recipe.optim
     found = [] if o.name == "sgd" else [*slow_averages(resolved(p), o.betas), *lost_averages(resolved(p))]
     if o.name != "sgd" and o.lr_decay_style != "constant":

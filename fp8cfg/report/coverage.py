@@ -1,4 +1,4 @@
-"""Coverage: which layers run which GEMMs in which format, why the others do not, and their share of the FLOPs."""
+"""FP8 coverage: which layers run which GEMMs in which format, why the others do not, and their share of the matmul FLOPs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import (
     ATTENTION_GEMMS,
     GEMMS,
@@ -25,8 +26,6 @@ from fp8cfg.report.tables import table
 if TYPE_CHECKING:
     from torch import nn
 
-    from fp8cfg.job import Job
-
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
@@ -36,8 +35,9 @@ class Coverage:
 
     FLOPs are those of one token, forward and backward, 2 for a multiplication and an addition; attention is counted for
     the causal half of the sequence, `attention_flops` for all layers together; of someone else's model they are not known, and 0.
-    There each layer is weighed by the rows that it multiplied; one that nobody saw, as most of `beside`, what multiplies outside of
-    linear layers, by the most rows that any did.
+    There the FLOPs of a layer are its weights times the rows of the inputs that it was observed to multiply. A layer that was
+    not observed, as are most of `beside` (weights that are multiplied outside of linear layers), counts with the largest number
+    of rows of any layer.
     """
 
     linears: Sequence[PlannedLinear]
@@ -138,23 +138,22 @@ def of_layers(linears: Sequence[PlannedLinear], beside: Sequence[Unwatched]) -> 
     return Coverage(linears, (), 0.0, "high precision", beside)
 
 
-def ran(job: Job) -> Coverage:
-    """The coverage that was observed since the record was last cleared: what the call sites of the products recorded."""
-    from fp8cfg.backends import backend_registry
-
-    seen = backend_registry.backend(job.choice.backend).observed(job.model)
+def ran(recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], backend: str, foreign: bool = False) -> Coverage:
+    """The coverage that was observed since the record was last cleared: what the call sites of the products recorded. `foreign`
+    says that `model` is not the Transformer of `recipe`."""
+    seen = backend_registry.backend(backend).observed(model)
 
     def gemms(name: str, products: Sequence[str]) -> Any:
         return tuple(seen.get(name, {}).get(g) for g in products)
 
-    if job.foreign:
+    if foreign:
         from fp8cfg.backends import flops as rows
         from fp8cfg.backends import observed_gemms
 
-        asked = of_layers([replace(p, rows=rows.multiplied(job.model.get_submodule(p.name))) for p in job.plan],
-                          observed_gemms.beside(job.model))
+        asked = of_layers([replace(p, rows=rows.multiplied(model.get_submodule(p.name))) for p in plan],
+                          observed_gemms.beside(model))
     else:
-        asked = planned(job.recipe, job.plan)
+        asked = planned(recipe, plan)
     return replace(
         asked, linears=[replace(p, gemms=gemms(p.name, GEMMS)) for p in asked.linears],
         attentions=[replace(p, gemms=gemms(p.name, ATTENTION_GEMMS)) for p in asked.attentions])

@@ -1,4 +1,4 @@
-"""How two recipes differ, and the machines that two runs ran on."""
+"""Recipe differences: the keys in which two recipes differ, and what differs between the machines of two runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8cfg.composition.flatten import flat
-from fp8cfg.config.recipe import Recipe, short
+from fp8cfg.config.key_names import short
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.tables import fits, table, wrapped
 from fp8cfg.report.value_text import shown
 

@@ -1,4 +1,4 @@
-"""GPUs by name: memory, compute capability and dense peaks, for plans on machines that are not at hand."""
+"""GPU specifications by name: memory, compute capability and dense peak throughput, for plans on machines not at hand."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ GPUS = {gpu.name: gpu for gpu in (
 """Datasheets give most peaks with sparsity; these are half of those."""
 
 
-def named(name: str) -> GPU:
-    """The GPU called `name`, whatever its case. Raises ConfigError with the nearest name."""
+def named(name: str, option: str = "--gpu ") -> GPU:
+    """The GPU called `name`, whatever its case. Raises ConfigError with the nearest name; `option` is what named it."""
     gpu = GPUS.get(name.lower().replace("_", "-"))
     if gpu is None:
         near = [known for known in GPUS if known.startswith(name.lower())]
         hint = f"; did you mean {' or '.join(near)}?" if near else suggest(name, GPUS)
-        raise ConfigError(f"--gpu {name}: no such GPU in the table{hint}")
+        raise ConfigError(f"{option}{name}: no such GPU in the table{hint}")
     return gpu

@@ -1,4 +1,4 @@
-"""The Fiddle graph of a recipe as text: what will be built, with which arguments. Loads Fiddle, and no torch."""
+"""Fiddle graph as text: what will be built, with which arguments. Loads Fiddle, and no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.composition.yaml_recipe import listed
+from fp8cfg.composition.flatten import listed
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import low_bit
@@ -15,13 +15,11 @@ from fp8cfg.report.tables import wrapped
 if TYPE_CHECKING:
     import fiddle as fdl
 
-    from fp8cfg.job import Job
-
 _OPTIM = {"adamw": ("lr", "betas", "eps", "weight_decay"), "adam": ("lr", "betas", "eps", "weight_decay"),
           "sgd": ("lr", "momentum", "weight_decay")}
 
 
-def built(graph: fdl.Config[Job]) -> dict[str, dict[str, Any]]:
+def built(graph: fdl.Config[Any]) -> dict[str, dict[str, Any]]:
     """The autocast context, the optimizer, the schedule and the loss scaler of `graph`: each "name" and its arguments."""
     prepared, optimizer = graph.prepared, graph.optimizer
     precision, optim = prepared.precision, optimizer.optim
@@ -39,7 +37,7 @@ def built(graph: fdl.Config[Job]) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def tree(graph: fdl.Config[Job]) -> str:
+def tree(graph: fdl.Config[Any]) -> str:
     """Every path of `graph` and its value, one a line (fiddle.printing). A part that two parents share is shown once; where it
     comes again its path stands."""
     from fiddle import printing
@@ -48,14 +46,14 @@ def tree(graph: fdl.Config[Job]) -> str:
     return "\n".join(wrapped(line, more="    ") for line in lines)
 
 
-def dot(graph: fdl.Config[Job]) -> str:
+def dot(graph: fdl.Config[Any]) -> str:
     """`graph` as text for Graphviz."""
     from fiddle import graphviz
 
     return str(graphviz.render(_readable(graph, paths=False), max_str_length=40).source).rstrip()
 
 
-def _readable(graph: fdl.Config[Job], paths: bool = True) -> fdl.Config[Job]:
+def _readable(graph: fdl.Config[Any], paths: bool = True) -> fdl.Config[Any]:
     """A copy of `graph` whose leaves fit on a line: nodes of the recipe and the backend's choice taken apart, the plan as a
     count."""
     shown = copy.deepcopy(graph)

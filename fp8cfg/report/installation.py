@@ -1,4 +1,4 @@
-"""What this machine has that matters to low-precision training, without importing TE or MS-AMP; torch is asked where it is."""
+"""Installation report: packages, hardware and environment variables that matter to low-precision training, without TE or MS-AMP."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ from typing import Any
 from fp8cfg import __version__
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Hardware
+from fp8cfg.composition.library import Library
+from fp8cfg.composition.resolve import node
+from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.precision import Precision
 from fp8cfg.report.machine import find_hardware, free_memory
 
-BACKENDS = ("native", "te", "torchao", "msamp")
+BACKENDS = backend_registry.names()
+PACKAGES = ["torch", "numpy", "hydra-core", "omegaconf", "fiddle", "pydantic", "safetensors", "torchao", "msamp"]
+PACKAGES += ["transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"]
+PACKAGES += [package for name in BACKENDS for package in capabilities(name).distributions if package not in PACKAGES]
+"""Packages whose versions may change results."""
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
+"""In the name of an environment variable: its value is neither printed nor kept."""
 VARIABLES = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "current scaling has scales that are powers of two",
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "block scaling has scales that are no powers of two",
@@ -43,8 +52,6 @@ VARIABLES = {
 
 def inventory(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Everything as plain data."""
-    from fp8cfg.training.environment import PACKAGES, SECRET
-
     hardware, devices = _torch()
     return {
         "fp8cfg": __version__, "python": platform.python_version(), "os": platform.platform(),
@@ -63,9 +70,10 @@ def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
     if hardware is None:
         return "torch is not installed"
     if not precision.fp8.enabled:
-        return "runs" if backend == "native" else "there is no FP8 in it, and torch multiplies whatever the backend is"
-    if not backend_registry.exists(backend):
-        return f"backend={backend}: not in this version; write backend=native"
+        other = "there is no FP8 in it, and torch multiplies whatever the backend is"
+        return "runs" if backend == backend_registry.REFERENCE else other
+    if problem := backend_registry.problem(backend):
+        return f"backend={backend}: {problem}"
     rules = backend_registry.rules(backend)
     if why := rules.unavailable() or "; ".join(rules.refusals(precision, hardware)):
         return why
@@ -73,10 +81,8 @@ def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
 
 
 def _presets() -> dict[str, Precision]:
-    from fp8cfg.composition.library import Library
-
     library = Library()
-    return {name: Precision(**library.node("precision", name)) for name in library.choices("precision")}
+    return {name: Precision(**node("precision", name, library)) for name in library.choices("precision")}
 
 
 def _torch() -> tuple[Hardware | None, dict[str, Any]]:

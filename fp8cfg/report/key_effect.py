@@ -1,4 +1,4 @@
-"""What a key does under a recipe: the rules are asked, by changing the key on a copy."""
+"""Effect of a key under a recipe: the validation rules are run with the key changed on a copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from fp8cfg.backends.backend_choice import Hardware, choose
 from fp8cfg.composition.flatten import assigned, flat
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.recipe import PLUGIN, Recipe, short
+from fp8cfg.config.key_names import PLUGIN, short
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import resolved
 from fp8cfg.layer_plan import plan
 from fp8cfg.report.schema_json import key_schema

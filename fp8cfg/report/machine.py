@@ -1,4 +1,4 @@
-"""The machine at hand: its device and the memory that a run could take."""
+"""Local hardware: the device of this machine, and the memory that is free on it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The plan of a recipe, before there is a GPU: who multiplies what in which format, and what each rank holds."""
+"""Plan of a recipe for GPUs not at hand: which GEMMs run in which format on which backend, and the memory of each rank."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from fp8cfg.backends.backend_choice import BLOCK_CUDA, Choice, Hardware, choose
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import plan
-from fp8cfg.report import chart, speedups
+from fp8cfg.report import chart, plan_text, speedups
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU
 from fp8cfg.report.memory.layout import Part, parts
@@ -18,11 +19,14 @@ from fp8cfg.report.memory.peak import linears_of, memory, parameters
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank's part of the model, how many parameters that are, and its memory by kind."""
+    """A rank that differs from others in what it holds."""
 
     part: Part
+    """Part of the model that it holds: layers, and ways in which they are split."""
     parameters: int
+    """Parameters of that part."""
     memory: dict[str, int]
+    """Bytes by kind: weights, masters, gradients, moments, activations, and others."""
 
     @property
     def total(self) -> int:
@@ -32,17 +36,27 @@ class Rank:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe on `world` ranks, each with `gpu`, or with a CPU where that is None. `choice` is who multiplies there; where it
-    is None `refusals` say why nobody does. `ranks` are those that differ."""
+    """Plan of a recipe's run: what multiplies in which format, and what each rank holds. `str()` is what `fp8cfg plan` prints."""
 
     recipe: Recipe
+    """What is planned."""
     world: int
+    """Ranks, each with one GPU."""
     gpu: GPU | None
+    """GPU of each rank; None is a CPU, which emulates FP8."""
     hardware: Hardware
+    """That GPU or CPU as backends see it."""
     choice: Choice | None
-    refusals: list[str]
+    """Who multiplies, and why; None where nobody does."""
+    refusals: Sequence[str]
+    """Why nobody multiplies; empty where somebody does."""
     coverage: Coverage
-    ranks: list[Rank]
+    """Formats of every linear layer's three GEMMs, and their share of the FLOPs."""
+    ranks: Sequence[Rank]
+    """Ranks that differ, one of each kind."""
+    built: Mapping[str, Mapping[str, Any]] | None = None
+    """Autocast context, optimizer, schedule and loss scaler that will be built, each "name" and its arguments; None where
+    nobody multiplies."""
 
     @property
     def backend(self) -> str | None:
@@ -66,6 +80,29 @@ class Plan:
         part = self.widest.part
         return speedups.too_small(self.recipe, linears_of(self.recipe, part), part)
 
+    def data(self) -> dict[str, Any]:
+        """All of the plan as plain data, in an order that stays, as `fp8cfg plan --json` prints it."""
+        row, fits = chart.row(self.recipe), self.gpu and self.widest.total <= self.gpu.memory
+        each = chart.bytes_per_parameter(row, self.recipe.storage.shard, self.widest.part.data)
+        published = speedups.published(self.recipe, self.hardware.capability)
+        return {
+            "recipe": self.recipe.name, "gpu": asdict(self.gpu) if self.gpu else None, "gpus": self.world,
+            "runs": asdict(self.choice) if self.choice else None, "refusals": self.refusals,
+            "coverage": self.coverage.data(),
+            "chart": {"name": chart.name(self.recipe), **row, "bytes_per_parameter": each},
+            "ranks": [{"name": rank.part.name, "layers": len(rank.part.layers), "tensor": rank.part.tensor,
+                       "context": rank.part.context, "data": rank.part.data, "parameters": rank.parameters,
+                       "memory": rank.memory, "total": rank.total} for rank in self.ranks],
+            "widest": self.widest.part.name, "fits": fits,
+            "recompute": {granularity: self.recomputing(granularity) for granularity in ("none", "full")},
+            "published": [asdict(g) for g in published], "measured_here": False,
+            "too_small": [{"name": name, "in": k, "out": n} for name, (k, n) in self.too_small().items()],
+            "built": self.built,
+        }
+
+    def __str__(self) -> str:
+        return plan_text.text(self)
+
 
 def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
     """The plan of `recipe`, on a GPU with a CUDA that is new enough for whatever the GPU can do. Raises ConfigError for layer
@@ -82,21 +119,3 @@ def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
     coverage = planned(recipe, plan(recipe, backend))
     return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks)
 
-
-def data(p: Plan) -> dict[str, Any]:
-    """All of the plan as plain data, in an order that stays."""
-    row, fits = chart.row(p.recipe), p.gpu and p.widest.total <= p.gpu.memory
-    each = chart.bytes_per_parameter(row, p.recipe.storage.shard, p.widest.part.data)
-    return {
-        "recipe": p.recipe.name, "gpu": asdict(p.gpu) if p.gpu else None, "gpus": p.world,
-        "runs": asdict(p.choice) if p.choice else None, "refusals": p.refusals,
-        "coverage": p.coverage.data(),
-        "chart": {"name": chart.name(p.recipe), **row, "bytes_per_parameter": each},
-        "ranks": [{"name": rank.part.name, "layers": len(rank.part.layers), "tensor": rank.part.tensor,
-                   "context": rank.part.context, "data": rank.part.data, "parameters": rank.parameters,
-                   "memory": rank.memory, "total": rank.total} for rank in p.ranks],
-        "widest": p.widest.part.name, "fits": fits,
-        "recompute": {granularity: p.recomputing(granularity) for granularity in ("none", "full")},
-        "published": [asdict(g) for g in speedups.published(p.recipe, p.hardware.capability)], "measured_here": False,
-        "too_small": [{"name": name, "in": k, "out": n} for name, (k, n) in p.too_small().items()],
-    }

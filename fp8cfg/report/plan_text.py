@@ -1,23 +1,26 @@
-"""A plan for a person, at most 80 columns wide."""
+"""Plan as text: the output of `plan`, at most 80 columns wide."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.report import chart, speedups
 from fp8cfg.report.memory.peak import memory_table
-from fp8cfg.report.plan_report import Plan
 from fp8cfg.report.tables import amount, size, table, wrapped
+from fp8cfg.scalings import SCALINGS
+
+if TYPE_CHECKING:
+    from fp8cfg.report.plan_report import Plan
 
 
-def text(p: Plan, built: dict[str, dict[str, Any]] | None) -> str:
-    """The sections of the plan; `built` is what will be built (graph.built), None where the recipe is refused."""
+def text(p: Plan) -> str:
+    """The sections of the plan."""
     sections = [_runs(p), str(p.coverage), chart.text(p.recipe, p.widest.part.data), _layout(p), _memory(p)]
     if p.recipe.fp8.enabled:
         sections.append(_gains(p))
-    if built:
-        sections.append("will be built\n" + "\n".join(_call(kind, **part) for kind, part in built.items()))
+    if p.built:
+        sections.append("will be built\n" + "\n".join(_call(kind, **part) for kind, part in p.built.items()))
     return "\n\n".join(sections)
 
 
@@ -75,7 +78,7 @@ def _gains(p: Plan) -> str:
     if not found:
         lines.append(f"  none at hand for fp8.scaling={p.recipe.fp8.scaling}")
     lines.append(wrapped(f"sizes here: {speedups.sizes(p.recipe, p.widest.part)}", more="  "))
-    if p.recipe.fp8.scaling != "nvfp4":  # whose products have another peak
+    if SCALINGS[p.recipe.fp8.scaling].bits == 8:  # not of four, whose products have another peak
         bound = 1 / (1 - p.coverage.share * (1 - gpu.bf16 / gpu.fp8))
         lines.append(f"all matrix products at the peaks of {gpu.name}: at most {bound:.2f}x")
     small = ", ".join(f"{name} {k} -> {n}" for name, (k, n) in p.too_small().items())

@@ -1,4 +1,4 @@
-"""A recipe written out to be kept: as values on top of what is shipped, or whole; as YAML, JSON or Python."""
+"""Recipe export: YAML, JSON or Python, as values on top of shipped recipes and presets, or whole."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8cfg import __version__
-from fp8cfg.composition.flatten import flat, nested
+from fp8cfg.composition.flatten import flat, listed, nested
 from fp8cfg.composition.library import LEAVES, Library
-from fp8cfg.composition.yaml_recipe import listed, to_yaml
+from fp8cfg.composition.resolve import node
+from fp8cfg.composition.yaml_recipe import to_yaml
 from fp8cfg.config import recipe_registry
 from fp8cfg.config.files import dump_yaml
+from fp8cfg.config.key_names import PLUGIN, short
 from fp8cfg.config.node import Node
 from fp8cfg.config.presets import FUNCTIONS
-from fp8cfg.config.recipe import PLUGIN, Recipe, short
+from fp8cfg.config.recipe import Recipe
 
 _SCALING, _COMPUTE = {f"{PLUGIN}.fp8.enabled", f"{PLUGIN}.fp8.scaling"}, f"{PLUGIN}.compute"
 _HEAD = f"Exported by fp8cfg {__version__}"
@@ -62,7 +64,7 @@ def _apart(values: Mapping[str, Any], want: Mapping[str, Any]) -> tuple[bool, bo
 def _shipped(group: str, only: str | None) -> dict[str, dict[str, Any]]:
     """The tables of the shipped presets of `group`, or of one of them."""
     (cls, home), library = LEAVES[group], Library()
-    return {name: flat(cls(**library.node(group, name)), home) for name in ([only] if only else library.choices(group))}
+    return {name: flat(cls(**node(group, name, library)), home) for name in ([only] if only else library.choices(group))}
 
 
 def as_data(recipe: Recipe, named: Mapping[str, str]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from pydantic.json_schema import GenerateJsonSchema
 from fp8cfg.composition.flatten import owner
 from fp8cfg.composition.library import LEAVES, Library
 from fp8cfg.config.files import NAME
+from fp8cfg.config.key_names import ALIASES
 from fp8cfg.config.node import Node
 from fp8cfg.config.presets import FUNCTIONS
-from fp8cfg.config.recipe import ALIASES, Recipe, fields
+from fp8cfg.config.recipe import Recipe, fields
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _DEFAULTS = "What this builds on, in Hydra's way: a recipe's name, or group: name. `recipe`, `precision` and `data` say the same."

@@ -1,4 +1,4 @@
-"""What others have measured for FP8 over BF16 at such sizes, and which layers are too small to win. Nothing is measured here."""
+"""FP8 speedups over BF16 that others have published for such sizes, and the layers too small to gain. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.memory.layout import Part
+from fp8cfg.scalings import SCALINGS
 
 TE = "nvidia.github.io/TransformerEngine, GEMM Speedups Across Precisions"
 TORCHAO = "github.com/pytorch/ao, torchao/float8/README.md"
@@ -72,7 +73,7 @@ def too_small(recipe: Recipe, linears: Sequence[PlannedLinear], part: Part) -> d
     for p in linears:
         leaf, split = p.name.rpartition(".")[2], part.tensor
         k, n = (p.in_features, p.out_features // split) if leaf in _COLUMNS else (p.in_features // split, p.out_features)
-        per_tensor = recipe.fp8.scaling in ("delayed", "current")
+        per_tensor = not SCALINGS[recipe.fp8.scaling].block
         small = (k <= 4096 and n <= 1024) if per_tensor else (n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048))
         if p.fp8 and small:
             found[f"layers.*.{p.name.split('.', 2)[2]}" if p.name.startswith("layers.") else p.name] = (k, n)

@@ -1,4 +1,4 @@
-"""Plain tables and sizes: aligned columns that read well at 80 columns, in a pipe and under grep."""
+"""Text tables and byte sizes: aligned columns, readable at 80 columns, in a pipe and under grep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values, types and places as a person reads them."""
+"""Values, types and file locations as text."""
 
 from __future__ import annotations
 

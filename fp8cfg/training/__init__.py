@@ -1,1 +1,1 @@
-"""The loop and what surrounds it: ranks, checkpoints, run folders, metrics, signals."""
+"""Training: the loop, ranks, checkpoints, run folders, metrics and signals."""

@@ -1,4 +1,4 @@
-"""Whether to compile: a rule of the recipe and the machine's compiler alone, so that a resumed run decides alike."""
+"""Choice of torch.compile: a rule of the recipe and the machine's compiler alone, so that a resumed run decides alike."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 from collections.abc import Sequence
 
+from fp8cfg.backends import REFERENCE, backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
@@ -15,10 +16,10 @@ WORTH_FLOPS = {"cpu": 4e13, "cuda": 1e17}
 """Matmul FLOPs of a run from which compiling pays for itself: a few minutes of a core, or of a GPU."""
 
 
-def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend: str = "native") -> bool:
+def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend: str = REFERENCE) -> bool:
     """Whether this run is compiled. Raises ConfigError where trainer.compile=on and it cannot be."""
     wanted = recipe.trainer.compile
-    if backend in ("te", "msamp"):
+    if not backend_registry.capabilities(backend).compiles:
         if wanted == "on":
             raise ConfigError(f"trainer.compile=on: layers of backend={backend} are not compiled; write off")
         return False

@@ -1,4 +1,4 @@
-"""What a recipe trains and validates on, with the data room's errors in the recipe's words."""
+"""Training and validation data of a recipe; errors of the data package name the recipe's keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result may depend on besides the recipe: versions, machine, code, environment variables."""
+"""Environment record: versions, machine, code and environment variables that a result may depend on besides the recipe."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg import __version__
+from fp8cfg.report.installation import PACKAGES
+from fp8cfg.report.installation import VARIABLES as CHANGES_RESULTS
 
-PACKAGES = ["torch", "numpy", "hydra-core", "omegaconf", "fiddle", "pydantic", "safetensors", "torchao", "msamp"]
-PACKAGES += ["transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"]
-VARIABLES = re.compile(r"(NVTE_|FP8CFG_|TORCH)\w*|OMP_NUM_THREADS")
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
+VARIABLES = {
+    *CHANGES_RESULTS, "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "FP8CFG_FAILPOINT", "NCCL_ALGO", "NCCL_PROTO",
+    "NVTE_APPLY_QK_LAYER_SCALING", "NVTE_BIAS_DROPOUT_FUSION", "NVTE_BIAS_GELU_NVFUSION", "NVTE_DEBUG_LEVEL",
+    "NVTE_DPA_FP8CS_REDUCE_AMAX", "NVTE_DPA_FP8DS_AMAX_ALGO", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_DPA_FP8DS_REDUCE_AMAX",
+    "NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION", "NVTE_FRAMEWORK", "NVTE_FUSED_ATTN_BACKEND", "NVTE_NORM_BWD_USE_CUDNN",
+    "NVTE_NORM_FWD_USE_CUDNN", "NVTE_NVFP4_4OVER6", "NVTE_NVFP4_ROW_SCALED_ACTIVATION", "NVTE_USE_FAST_MATH",
+    "TORCHDYNAMO_DISABLE", "TORCHELASTIC_RESTART_COUNT", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_FREEZING", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCH_COMPILE_DEBUG", "TORCH_LOGS",
+}
+"""Environment variables that are kept, by name: switches, numbers, a folder. A prefix would let in what others call alike."""
 NO_DIFFERENCE = re.compile(r"command|host|variables\.(TORCHELASTIC_\w*|\w*_DIR)")
 """What may differ between two runs without any meaning for their results."""
 
@@ -26,7 +34,7 @@ NO_DIFFERENCE = re.compile(r"command|host|variables\.(TORCHELASTIC_\w*|\w*_DIR)"
 def environment() -> dict[str, Any]:
     """The environment of this process; JSON values only.
 
-    Of the environment only NVTE_*, FP8CFG_*, TORCH* and OMP_NUM_THREADS are kept, and of these none that sounds secret.
+    Of the environment only VARIABLES are kept.
     """
     import torch  # inside: readers of run folders do not need it
 
@@ -44,7 +52,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "code": _code(),
-        "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.fullmatch(k) and not SECRET.search(k)},
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES},
     }
 
 

@@ -1,16 +1,18 @@
-"""The files of a run folder that grow with its steps: metrics, statistics of FP8 tensors, TensorBoard events."""
+"""Run logs: the files of a run folder that grow step by step, with metrics, statistics of FP8 tensors and TensorBoard events."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
+from fp8cfg.numerics import fp8_linears
+from fp8cfg.numerics.quantization_statistics import collect
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.metrics import MetricsLog, TensorBoardLog, Value
-from fp8cfg.training.run_folder import RunFolder
+from fp8cfg.training.run_files import RunFiles
+from fp8cfg.training.run_folder import FP8_STATS, METRICS, RunFolder
 from fp8cfg.training.train_step import microbatches
 
 
@@ -31,17 +33,15 @@ class RunLogs:
             self._opened = opened.pop_all()
 
     def _open(self, run: RunFolder, done: int, opened: ExitStack) -> None:
-        from fp8cfg.numerics import fp8_linears
-
         if self._every and not any(fp8_linears(self.job.model)):
             raise ConfigError(f"log.fp8_stats_every_n_steps={self._every}: backend {self.job.choice.backend} has no such "
                               "statistics; write backend=native or drop it")
-        self._metrics = _log(run.metrics, done, opened)
-        if self._every or run.fp8_stats.exists():
-            self._statistics = _log(run.fp8_stats, done, opened)
+        self._metrics = _log(run.files, METRICS, done, opened)
+        if self._every or run.files.kind(FP8_STATS):
+            self._statistics = _log(run.files, FP8_STATS, done, opened)
         if self.job.recipe.log.tensorboard:
             try:
-                self._board = TensorBoardLog(run.path / "tensorboard")
+                self._board = TensorBoardLog(run.files.folder("tensorboard", make=True).path)
             except ImportError as e:
                 raise ConfigError(f"log.tensorboard=True: {e}") from None
             opened.callback(self._board.close)
@@ -52,13 +52,15 @@ class RunLogs:
             if log:
                 log.write(done, values)
 
+    def evaluated(self, done: int) -> bool:
+        """Whether the file that was found has a validation loss of step `done`."""
+        return self._metrics is None or self._metrics.last.get("val_loss") == done
+
     def statistics(self, batches: Batches, step: int, world: World) -> None:
         """Where they are due, the statistics of the FP8 tensors in the first microbatch of optimizer step `step`, the first
         being 0, which is about to begin. They take an eager forward and backward pass and change nothing."""
         if not self._every or (step + 1) % self._every or self._statistics is None:
             return
-        from fp8cfg.numerics.quantization_statistics import collect
-
         job, count = self.job, microbatches(self.job, world)
         tokens, targets = batches.batch(step, world.rank, world.size, 0, count)
 
@@ -81,10 +83,8 @@ class RunLogs:
         self._opened.close()
 
 
-def _log(path: Path, done: int, opened: ExitStack) -> MetricsLog:
-    log = opened.enter_context(MetricsLog(path))
+def _log(files: RunFiles, name: str, done: int, opened: ExitStack) -> MetricsLog:
     try:
-        log.truncate_after(done)
+        return opened.enter_context(MetricsLog(files, name, done))
     except ValueError as e:
         raise ConfigError(str(e)) from None
-    return log

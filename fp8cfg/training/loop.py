@@ -1,4 +1,4 @@
-"""The loop: steps, evaluation, checkpoints and a stop on request, with a run folder left behind."""
+"""Training loop: steps, evaluation, checkpoints and a stop on request, with a run folder left behind."""
 
 from __future__ import annotations
 
@@ -17,26 +17,23 @@ from fp8cfg.data import DataError
 from fp8cfg.job import Job
 from fp8cfg.report.before_run import refuse_layout
 from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.checkpoint.saver import Diverged, Saver
 from fp8cfg.training.compile_choice import compiles
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.logs import RunLogs
 from fp8cfg.training.metrics import Progress, Value
-from fp8cfg.training.run_folder import RunFolder, RunFolderNotWritable
+from fp8cfg.training.run_folder import COVERAGE, RunFolder, RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
-from fp8cfg.training.train_step import Step, evaluate, microbatches, prove_engagement, train_step
+from fp8cfg.training.train_step import Step, Stopped, evaluate, microbatches, train_step
 
 _HOW = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
 SKIPS = 100
 """Skipped steps in a row after which a run is not training and stops."""
 
 
-class Diverged(Fp8cfgError):
-    """Gradients are not finite, and nothing in the recipe can make them so. Exit code 1; checkpoints are intact."""
-
-
 class Interrupted(Fp8cfgError):
-    """The run was asked to stop and has saved a checkpoint. Exit code 75: run it again to go on."""
+    """The run was asked to stop, and what it had done is saved. Exit code 75: run it again to go on."""
 
     exit_code = 75
 
@@ -80,25 +77,34 @@ class _Fit:
         self.recipe = job.recipe
         self.batches, self.held_out = run_data(job.recipe)
         refuse_layout(self.recipe, world.size)
-        if microbatches(job, world) > 1 and job.choice.backend == "te":
-            backend_registry.backend("te").cache_weights(job.model)  # type: ignore[attr-defined]
+        self.backend = backend_registry.backend(job.choice.backend)
+        if microbatches(job, world) > 1:
+            self.backend.cache_weights(job.model)
         if self.recipe.trainer.val_check_interval:
             validation_batches(self.recipe, self.held_out, world)  # a batch that cannot be had is said before the first step
         self.val_loss: float | None = None
-        self.saves = world.any(run is not None)
-        self.saved_at, self.traffic_said = -1, False
+        self.saver = Saver(job, run, world, self.batches, self.say)
+        self.traffic_said = False
         self.skipped = 0
 
     def run_all(self, start_from: Loaded | None) -> Result:
+        if start_from:
+            job_state.check(*start_from)
         self._compile(start_from)
         first, last = self._load(start_from), self.recipe.trainer.max_steps
-        if first >= last:
-            self.say(f"nothing left to do: {first} steps of trainer.max_steps={last} are done")
-            return Result(first, None, None)
         loss = None
         with ExitStack() as stack:
             self.logs = stack.enter_context(RunLogs(self.job, self.run, first))
-            stop = stack.enter_context(StopSignals(self.world.any if self.world.size > 1 else None)) if _main_thread() else None
+            agree = self.world.any if self.world.size > 1 else None
+            self.stop = stack.enter_context(StopSignals(agree)) if _main_thread() else None
+            if first and self._evaluates(first) and self.world.any(not self.logs.evaluated(first)):
+                self._evaluate(first)  # the run was stopped there
+            if first >= last:
+                self.say(f"nothing left to do: {first} steps of trainer.max_steps={last} are done")
+                return Result(first, None, self.val_loss)
+            self.saver.check_room()
+            if self._asked():
+                raise Interrupted(f"stopped before step {first + 1} of {last}; resume goes on from there")
             progress = stack.enter_context(Progress(last, self.recipe.log.every_n_steps)) if self.world.first else None
             for step in range(first, last):
                 self.logs.statistics(self.batches, step, self.world)
@@ -111,13 +117,19 @@ class _Fit:
                 loss = result.loss
                 self._record(step + 1, result, seconds, progress)
                 self._after(step + 1)
-                if stop and step + 1 < last and stop.stop_requested():
-                    self._save(step + 1)
-                    raise Interrupted(f"stopped after step {step + 1} of {last}; resume goes on from there")
+                if step + 1 < last and self._asked():
+                    self._interrupt(step + 1)
         if self.job.optimizer.steps == 0:
             raise Diverged(f"all {last} steps were skipped, gradients overflowed; raise trainer.max_steps or lower "
                            "precision.initial_loss_scale")
         return Result(last, loss, self.val_loss)
+
+    def _asked(self) -> bool:
+        return self.stop is not None and self.stop.stop_requested()
+
+    def _interrupt(self, done: int) -> None:
+        self.saver.save(done, self.skipped > 0, last=True)
+        raise Interrupted(f"stopped after step {done} of {self.recipe.trainer.max_steps}; resume goes on from there")
 
     def _compile(self, start_from: Loaded | None) -> None:
         """As trainer.compile says; a resumed run as it was before, since compiled sums round differently."""
@@ -133,16 +145,12 @@ class _Fit:
 
     def _prove(self) -> None:
         """After the first step: what ran must be what was planned, or the run stops here."""
-        seen = prove_engagement(self.job)
+        seen = self.job.prove()
         if self.recipe.fp8.enabled:
             self.say(f"coverage, observed in the first step ({_HOW[self.job.choice.product]})\n{seen}\n")
         if self.run:
-            record: dict[str, Any] = {"backend": asdict(self.job.choice), **seen.data()}
-            if self.job.choice.backend == "te":
-                from fp8cfg.backends.te.decoder import described
-
-                record["te_modules"] = described(self.job.model)
-            self.run.coverage.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            record: dict[str, Any] = {"backend": asdict(self.job.choice), **seen.data(), **self.backend.record(self.job.model)}
+            self.run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
 
     def _record(self, done: int, result: Step, seconds: float, progress: Progress | None) -> None:
         t, scaler = self.recipe.trainer, self.job.loss_scaler
@@ -167,6 +175,8 @@ class _Fit:
         return sum(self.world.traffic.bytes.values())
 
     def _watch(self, done: int, result: Step) -> None:
+        if self.run:
+            self.run.check_there()
         if result.stepped and self.skipped:
             scale = self.job.loss_scaler.scale if self.job.loss_scaler else 1.0
             self.say(f"step {done}: {self.skipped} steps before it were skipped, gradients overflowed; loss scale {scale:g}")
@@ -177,30 +187,24 @@ class _Fit:
                            "of the step before, lower optim.lr or resume from an earlier checkpoint")
 
     def _after(self, done: int) -> None:
-        t, every = self.recipe.trainer, self.recipe.checkpoint.every_n_steps
-        last = done == t.max_steps
-        if t.val_check_interval and (last or done % t.val_check_interval == 0):
-            self.val_loss = evaluate(self.job, validation_batches(self.recipe, self.held_out, self.world), self.world)
-            self.logs.write(done, {"val_loss": self.val_loss})
-            self.say(f"step {done}: validation loss {self.val_loss:.4f}")
+        every, last = self.recipe.checkpoint.every_n_steps, done == self.recipe.trainer.max_steps
+        if self._evaluates(done):
+            self._evaluate(done)
         if last or (every and done % every == 0):
-            self._save(done)
+            self.saver.save(done, self.skipped > 0, last)
 
-    def _save(self, done: int) -> None:
-        """A checkpoint by the first rank; where it fails every rank stops."""
-        if not self.saves or done == self.saved_at:
-            return
-        self.saved_at = done
-        problem: checkpoint.CheckpointError | None = None
-        optimizer, model = job_state.optimizer_tensors(self.job, self.world), job_state.model_tensors(self.job, self.world)
-        if self.run:
-            try:
-                tensors, state = job_state.collect(self.job, self.batches, done, optimizer, model)
-                checkpoint.save(self.run.checkpoints, done, tensors, state, self.recipe.checkpoint.keep, self.world.size)
-            except checkpoint.CheckpointError as e:
-                problem = e
-        if self.world.any(problem is not None):
-            raise problem or checkpoint.CheckpointError(f"the first rank could not save step {done}")
+    def _evaluates(self, done: int) -> bool:
+        every = self.recipe.trainer.val_check_interval
+        return bool(every) and (done == self.recipe.trainer.max_steps or done % every == 0)
+
+    def _evaluate(self, done: int) -> None:
+        batches = validation_batches(self.recipe, self.held_out, self.world)
+        try:
+            self.val_loss = evaluate(self.job, batches, self.world, self._asked)
+        except Stopped:
+            self._interrupt(done)
+        self.logs.write(done, {"val_loss": self.val_loss})
+        self.say(f"step {done}: validation loss {self.val_loss:.4f}")
 
 
 def _main_thread() -> bool:

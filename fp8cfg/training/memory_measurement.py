@@ -1,4 +1,4 @@
-"""Planned and measured bytes of a training step, by kind.
+"""Memory measurement: planned and measured bytes of a training step, by kind.
 
 Measured are live tensor bytes, counted by a dispatch mode that sees every tensor made and, by a weak reference, when its
 storage dies: saved tensors are among them, memory that the allocator keeps is not. The pass that is measured is the last of a
@@ -132,7 +132,7 @@ def stored(job: Job) -> dict[str, list[Tensor]]:
 def gradients(job: Job) -> list[Tensor]:
     """The gradients of `job` as they are now, those that are stored in a codec among them."""
     plain = [p.grad for p in job.model.parameters() if p.grad is not None]
-    return [*plain, *(t for stored in stored_grads(job).values() for t in stored)]
+    return [*plain, *(t for stored in stored_grads(job.optimizer).values() for t in stored)]
 
 
 def by_kind(job: Job) -> dict[str, list[Tensor]]:

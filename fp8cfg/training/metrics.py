@@ -1,12 +1,14 @@
-"""What a run reports while it runs: metrics.jsonl for programs, a line for people, TensorBoard on request."""
+"""Training metrics: metrics.jsonl for programs, a progress line for people, TensorBoard on request."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +16,57 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from fp8cfg.training.run_files import RunFiles, write_all
+
 Value = float | int | str | bool | None
 # JSON has no such numbers; they are written as these strings and read back as floats.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsLog:
-    """Appends to a file of one JSON object a line, flushed at each, so that a kill loses at most a half-written last line.
+    """Appends to a file of one JSON object a line, written at each, so that a kill loses at most a half-written last line.
 
-    Such a line is cut off when the file is opened. Floats are written with the digits that give the same bits back.
+    Opening it makes the file anew from the lines of the one that is there: a half line, and what it says of steps after `done`,
+    which a run that resumes there writes again, are dropped. Floats are written with the digits that give the same bits back.
+    Lines that find no space wait for the next one.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        if self.path.exists():
-            _cut_half_line(self.path)
-        self._file = open(self.path, "ab")  # noqa: SIM115, closed by close()
+    def __init__(self, folder: RunFiles, name: str, done: int | None = None) -> None:
+        """Opens `name` in `folder`. Raises OSError, StrangeFile, and ValueError as read() does."""
+        path = folder.path / name
+        self.last: dict[str, int] = {}
+        """The step of the last line that was found of each value, where `done` is given."""
+        self._waiting = bytearray()
+        with ExitStack() as stack:
+            there = stack.enter_context(folder.open(name)) if folder.kind(name) else ()
+            with folder.replacing(name) as new:
+                for line in _whole(there):
+                    if done is not None:
+                        values = _parse(path, line)
+                        if values["step"] > done:
+                            continue
+                        self.last |= dict.fromkeys(values, values["step"])
+                    write_all(new, line)
+                self._file = open(os.dup(new.fileno()), "ab", buffering=0)  # noqa: SIM115, closed by close()
 
-    def write(self, step: int, values: dict[str, Value]) -> None:
-        """Append one line, `step` and then `values`. TypeError for a value JSON has no word for, such as a tensor."""
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        """Append one line, `step` and then `values`. TypeError for a value JSON has no word for, such as a tensor; OSError, but
+        not for want of space."""
         line = json.dumps({"step": step} | {k: _writable(v) for k, v in values.items() if k != "step"}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines of steps after `step`: a run that resumes there writes them again. Raises as read() does."""
-        kept = [line for line in _lines(self.path) if _parse(self.path, line)["step"] <= step]
-        self._file.close()
-        swap = self.path.with_name(self.path.name + ".tmp")
-        with open(swap, "wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        swap.replace(self.path)
-        self._file = open(self.path, "ab")  # noqa: SIM115
+        self._waiting += line.encode() + b"\n"
+        try:
+            self._flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def close(self) -> None:
-        """Close the file; writing after it raises ValueError."""
-        self._file.close()
+        """Close the file; writing after it raises ValueError. Raises OSError where lines are still waiting for space."""
+        try:
+            if not self._file.closed:
+                self._flush()
+        finally:
+            self._file.close()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -59,13 +74,21 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _flush(self) -> None:
+        while self._waiting:
+            del self._waiting[: self._file.write(self._waiting)]
 
-def read(path: Path) -> list[dict[str, Value]]:
-    """The lines of a metrics.jsonl, floats bit for bit (a NaN as the canonical one). A half-written last line is left out.
 
-    Raises OSError, and ValueError for any other line that is not a JSON object with a step.
+def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
+    """The lines of the metrics.jsonl at `path`, or of the file `name` in a run folder, floats bit for bit (a NaN as the canonical
+    one). A half-written last line is left out.
+
+    Raises OSError, StrangeFile, and ValueError for any other line that is not a JSON object with a step.
     """
-    return [_parse(Path(path), line) for line in _lines(Path(path))]
+    folder = RunFiles.at(path if isinstance(path, RunFiles) else Path(path).parent)
+    name = name or Path(path).name  # type: ignore[arg-type]
+    with folder.open(name) as file:
+        return [_parse(folder.path / name, line) for line in _whole(file)]
 
 
 class TensorBoardLog:
@@ -152,12 +175,5 @@ def _parse(path: Path, line: bytes) -> dict[str, Any]:
     return {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in raw.items()}
 
 
-def _lines(path: Path) -> Iterable[bytes]:
-    with open(path, "rb") as file:
-        yield from (line for line in file if line.endswith(b"\n"))
-
-
-def _cut_half_line(path: Path) -> None:
-    with open(path, "rb+") as file:
-        end = sum(map(len, (line for line in file if line.endswith(b"\n"))))
-        file.truncate(end)
+def _whole(lines: Iterable[bytes]) -> Iterable[bytes]:
+    return (line for line in lines if line.endswith(b"\n"))

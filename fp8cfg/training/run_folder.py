@@ -1,4 +1,4 @@
-"""The folder of one run: its recipe, the machine it ran on, its checkpoints and metrics, and a lock against a second run."""
+"""Run folder: the recipe, environment, checkpoints and metrics of one run, with a lock against a second process."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from io import FileIO
 from itertools import count
 from pathlib import Path
-from typing import IO
+from typing import TYPE_CHECKING
 
-from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.config.errors import ConfigError, Fp8cfgError
+from fp8cfg.config.files import plain_text
 from fp8cfg.training.environment import environment
+from fp8cfg.training.run_files import RunFiles
+
+if TYPE_CHECKING:
+    from fp8cfg.config.recipe import Recipe
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+RECIPE, ENVIRONMENT, CHECKPOINTS = "recipe.yaml", "environment.json", "checkpoints"
+METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.json"
 
 
 class RunFolderError(Fp8cfgError):
@@ -35,6 +42,12 @@ class RunFolderNotWritable(RunFolderError):
     exit_code = 5
 
 
+class RunFolderDeleted(RunFolderError):
+    """The run folder was deleted while it was used. Exit code 5."""
+
+    exit_code = 5
+
+
 class RunFolderInUse(RunFolderError):
     """Another process holds the lock of the run folder. Exit code 6."""
 
@@ -43,10 +56,13 @@ class RunFolderInUse(RunFolderError):
 
 @dataclass
 class RunFolder:
-    """A run folder, held locked until close() or the end of the process, and usable as a context manager."""
+    """A run folder, held locked until close() or the end of the process, and usable as a context manager.
 
-    path: Path
-    _lock: IO[str] | None = None
+    `files` reads and writes in it; it stays with the folder where that is renamed. The paths are for people and for readers.
+    """
+
+    files: RunFiles
+    _lock: FileIO | None = None
 
     @classmethod
     def create(
@@ -56,22 +72,24 @@ class RunFolder:
 
         Writes `recipe`, the text of recipe.yaml, and environment.json, after a check that the folder is writable and that
         its disk has `need_bytes` free. Raises RunFolderError for a name that is not plain or a `folder` that has a run in it,
-        RunFolderInUse, RunFolderNotWritable.
+        RunFolderInUse, RunFolderNotWritable, StrangeFile.
         """
         if not NAME.fullmatch(name):
             raise RunFolderError(f"run name {name!r}: letters, digits, '.', '_' and '-' only, at most 100 of them")
         with _writable(folder or root):
             path = Path(folder) if folder else _new_folder(Path(root), f"{name}-{now:%Y%m%d-%H%M%S}")
             path.mkdir(parents=True, exist_ok=True)
-            if (path / "recipe.yaml").exists():
+            files = RunFiles.at(path)
+            if files.kind(RECIPE):
                 raise RunFolderError(f"{path} already holds a run; resume it, or choose another folder")
-            run = cls(path, _lock(path))
+            run = cls(files, _lock(files))
             try:
-                preflight(path, need_bytes)
-                run.checkpoints.mkdir(exist_ok=True)
-                run.environment.write_text(json.dumps(environment(), indent=1) + "\n", encoding="utf-8")
+                preflight(files, need_bytes)
+                files.folder(CHECKPOINTS, make=True)
+                files.replace(ENVIRONMENT, (json.dumps(environment(), indent=1) + "\n").encode(), mode=0o600)
                 # Last: a folder with a recipe is a whole run folder.
-                run.recipe.write_text(recipe, encoding="utf-8")
+                run.write_recipe(recipe)
+                files.sync()
             except BaseException:
                 run.close()
                 raise
@@ -81,52 +99,92 @@ class RunFolder:
     def open(cls, path: Path, lock: bool = True) -> RunFolder:
         """An existing run folder, locked unless `lock` is False (readers, and ranks other than the one that locked it).
 
-        Raises RunFolderError naming what is missing, RunFolderInUse, RunFolderNotWritable.
+        Raises RunFolderError naming what is missing, StrangeFile, RunFolderInUse, RunFolderNotWritable.
         """
-        run = cls(Path(path))
-        parts = (run.path, run.recipe, run.environment, run.checkpoints)
-        missing = [str(part) for part in parts if not part.exists()]
+        run = cls.reading(path)
+        missing = [str(run.path / part) for part in (RECIPE, ENVIRONMENT, CHECKPOINTS) if not run.files.kind(part)]
         if missing:
             raise RunFolderError(f"{path} is not a run folder: there is no {missing[0]}")
         if lock:
-            with _writable(run.path):
-                run._lock = _lock(run.path)
+            run.lock()
         return run
+
+    @classmethod
+    def reading(cls, path: Path) -> RunFolder:
+        """The folder at `path`, whatever is in it, to read. Raises RunFolderError where there is none."""
+        try:
+            return cls(RunFiles.at(Path(path)))
+        except (OSError, ValueError) as e:
+            missing = isinstance(e, FileNotFoundError | NotADirectoryError)
+            raise RunFolderError(f"{path} is not a run folder: " + (f"there is no {path}" if missing else str(e))) from None
+
+    @property
+    def path(self) -> Path:
+        """Where the folder is now."""
+        return self.files.path
 
     @property
     def recipe(self) -> Path:
         """The recipe the run was started with, as YAML."""
-        return self.path / "recipe.yaml"
+        return self.path / RECIPE
 
     @property
     def environment(self) -> Path:
         """What environment() found when the run was created, as JSON."""
-        return self.path / "environment.json"
+        return self.path / ENVIRONMENT
 
     @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def metrics(self) -> Path:
         """One JSON object a line, by step."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def fp8_stats(self) -> Path:
         """One JSON object a line, by step, layer and tensor; there where log.fp8_stats_every_n_steps asks for it."""
-        return self.path / "fp8_stats.jsonl"
+        return self.path / FP8_STATS
 
     @property
     def coverage(self) -> Path:
         """Which GEMMs ran in what, as JSON."""
-        return self.path / "coverage.json"
+        return self.path / COVERAGE
+
+    def read_recipe(self, config_dir: str | None = None) -> Recipe:
+        """The checked recipe of recipe.yaml. Raises ConfigError, naming the file, and StrangeFile."""
+        from fp8cfg.composition import from_yaml
+
+        try:
+            return from_yaml(plain_text(self.files.read(RECIPE), self.recipe), config_dir)
+        except OSError as e:
+            raise RunFolderError(f"{self.recipe}: cannot be read ({e.strerror})") from None
+        except ConfigError as e:
+            lines = [p.removeprefix("YAML: ").removeprefix(f"{self.recipe}: ") for p in e.problems]
+            raise ConfigError([f"{self.recipe}: {line}" for line in lines]) from None
+
+    def write_recipe(self, text: str) -> None:
+        """Put `text` in the place of recipe.yaml. Raises RunFolderNotWritable."""
+        with _writable(self.path):
+            self.files.replace(RECIPE, text.encode())
+
+    def check_there(self) -> None:
+        """Raise RunFolderDeleted where the folder, or the recipe in it, is no more: nothing that is written could be resumed."""
+        if not self.files.there or not self.files.kind(RECIPE):
+            raise RunFolderDeleted(f"{self.path}: was deleted while the run used it; nothing can be saved any more")
+
+    def lock(self) -> None:
+        """Take the lock, if it is not held. Raises RunFolderInUse, RunFolderNotWritable, StrangeFile."""
+        with _writable(self.path):
+            self._lock = self._lock or _lock(self.files)
 
     def close(self) -> None:
         """Release the lock; safe to call again."""
         if self._lock:
             self._lock.close()
+        self._lock = None
 
     def __enter__(self) -> RunFolder:
         return self
@@ -135,16 +193,16 @@ class RunFolder:
         self.close()
 
 
-def preflight(folder: Path, need_bytes: int = 0) -> None:
+def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
     """Raise RunFolderNotWritable unless a file can be written to `folder` and its disk has `need_bytes` free."""
-    probe = folder / f".probe-{os.getpid()}"
-    with _writable(folder):
+    shown = folder.path if isinstance(folder, RunFiles) else folder
+    with _writable(shown):
+        files = RunFiles.at(folder)
         # By doing it: permission bits say nothing on a full disk, a read-only mount, or to root.
-        probe.write_bytes(b"\0" * 4096)
-        probe.unlink()
-    free = shutil.disk_usage(folder).free
+        files.probe()
+        free = files.free()
     if free < need_bytes:
-        raise RunFolderNotWritable(f"{folder}: not enough space: needs {need_bytes} bytes, {free} are free")
+        raise RunFolderNotWritable(f"{shown}: not enough space: needs {need_bytes} bytes, {free} are free")
 
 
 @contextmanager
@@ -167,21 +225,19 @@ def _new_folder(root: Path, name: str) -> Path:
     raise AssertionError("unreachable")
 
 
-def _lock(folder: Path) -> IO[str]:
+def _lock(files: RunFiles) -> FileIO:
     """Lock run.lock, which the kernel undoes when the process ends, however it ends; what it says is for people."""
-    file = open(folder / "run.lock", "a+", encoding="utf-8")  # noqa: SIM115, held open as long as the run
+    file = open(files.shared("run.lock"), "rb+", buffering=0)  # noqa: SIM115, held open as long as the run
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.seek(0)
-        holder = file.read(200).strip()
+        holder = (file.read(200) or b"").decode(errors="replace").strip()
         file.close()
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise RunFolderInUse(f"{folder} is in use by {holder or 'another process'}") from error
+            raise RunFolderInUse(f"{files.path} is in use by {holder or 'another process'}") from error
         raise
     file.truncate(0)
-    file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
     # A forked data worker that outlives its parent would hold the lock with its copy of the handle.
     os.register_at_fork(after_in_child=file.close)
     return file

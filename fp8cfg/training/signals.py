@@ -1,28 +1,33 @@
-"""Signals ask for a stop; the loop stops at a safe point of its own choosing.
+"""Signal handling: SIGTERM, SIGINT and SIGUSR1 request a stop, and the loop stops at the next safe point.
 
-SIGTERM (a scheduler), SIGINT (a person) and SIGUSR1 (Slurm's warning before the limit) set a flag. The loop reads it between
-optimizer steps, writes a checkpoint and ends with exit code 75. A second signal does not wait: 128 + its number, at once.
+SIGTERM (a scheduler), SIGINT (a person), SIGUSR1 (Slurm's warning before the limit) and SIGHUP (a terminal that closes; under
+nohup it is left alone) set a flag. The loop reads it before the first step, between steps and between the batches of an
+evaluation, writes a checkpoint and ends with exit code 75. A second signal does not wait: 128 + its number, at once.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopSignals:
-    """Catches the signals while it is entered, and puts the former handlers back after. Main thread only.
+    """Catches `signals` while it is entered, and puts the former handlers back after. Main thread only. Where another one is
+    entered already, what that one has received counts here too.
 
     `agree` makes one decision of the ranks' own: it is given this rank's flag and returns whether any rank's is set (an
     all-reduce with MAX). Each rank must then call stop_requested() at the same steps.
     """
 
-    def __init__(self, agree: Callable[[bool], bool] | None = None) -> None:
+    def __init__(self, agree: Callable[[bool], bool] | None = None, signals: Iterable[signal.Signals] = SIGNALS) -> None:
+        self._signals = signals
         self.received: signal.Signals | None = None
         self._agree = agree
         self._former: dict[signal.Signals, Any] = {}
@@ -33,17 +38,36 @@ class StopSignals:
         return self._agree(own) if self._agree else own
 
     def __enter__(self) -> StopSignals:
-        self._former = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        for number in self._signals:
+            former = signal.getsignal(number)
+            if number is signal.SIGHUP and former is signal.SIG_IGN:
+                continue
+            self._former[number] = signal.signal(number, self._receive)
+            outer = getattr(former, "__self__", None)
+            if isinstance(outer, StopSignals):
+                self.received = self.received or outer.received
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
             # None: the handler was not installed from Python and cannot be put back from it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._former = {}
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self.received is not None:
             os._exit(128 + number)
         self.received = signal.Signals(number)
         # os.write: print() in a handler may interrupt a print() and fail as reentrant.
-        os.write(2, f"{self.received.name}: stopping after this step; once more to exit at once\n".encode())
+        with suppress(OSError):  # the terminal may be what has gone
+            os.write(2, f"{self.received.name}: stopping as soon as all is saved; once more to exit at once\n".encode())
+
+
+@contextmanager
+def waiting_to_stop() -> Iterator[None]:
+    """Until a run catches signals itself, remember for it those of a scheduler; a person's SIGINT ends what has not begun."""
+    if threading.current_thread() is threading.main_thread():
+        with StopSignals(signals=[number for number in SIGNALS if number is not signal.SIGINT]):
+            yield
+    else:
+        yield

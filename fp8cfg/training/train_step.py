@@ -1,21 +1,18 @@
-"""One optimizer step, one evaluation, and the proof that the step ran in FP8."""
+"""Training step: one optimizer step over its microbatches, and one evaluation."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp8cfg.backends import backend_registry
-from fp8cfg.backends.gemm_plan import differences, not_engaged, plan_attention
-from fp8cfg.config.errors import ConfigError, NotFP8Error
+from fp8cfg.config.errors import ConfigError
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
-from fp8cfg.report.coverage import Coverage, ran
 from fp8cfg.training.distributed.gradient_sync import stores_early, sum_gradients
 from fp8cfg.training.distributed.world import World
 
@@ -29,6 +26,10 @@ class Step:
     lr: float
     grad_norm: float
     stepped: bool
+
+
+class Stopped(Exception):
+    """An evaluation was asked to end before its last batch."""
 
 
 def microbatches(job: Job, world: World) -> int:
@@ -50,12 +51,12 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     job.optimizer.zero_grad()
     for i in range(count):
         tokens, targets = batches.batch(step, world.rank, world.size, i, count)
-        stores = not again and i + 1 == count and stores_early(job, world)
+        stores = not again and i + 1 == count and stores_early(job.prepared, world)
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
             loss = _loss(job, tokens, targets)
             job.backward(loss, parts=count * world.size)
         total += loss.detach()
-    sum_gradients(job, world)
+    sum_gradients(job.prepared, job.optimizer, job.recipe.storage.shard, world)
     job.summed = True
     lr = job.schedule.apply(job.optimizer, job.optimizer.steps)  # a skipped step does not move it (Megatron's training.py)
     stepped = job.optimizer.step()
@@ -82,8 +83,11 @@ def _loss(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World) -> float:
-    """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval. Moves no FP8 state."""
+def evaluate(
+    job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World, stop: Callable[[], bool] = lambda: False
+) -> float:
+    """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval. Moves no FP8 state. Raises
+    Stopped where `stop`, which all ranks ask before each microbatch, says so."""
     training = job.model.training
     job.model.eval()
     losses = []
@@ -92,6 +96,8 @@ def evaluate(job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World) -
             for batch in batches:
                 parts = [torch.split(t, job.recipe.trainer.micro_batch_size) for t in batch]
                 for tokens, targets in zip(*parts, strict=True):
+                    if stop():
+                        raise Stopped
                     losses.append(job.model(tokens.to(job.device), targets.to(job.device)))
     finally:
         job.model.train(training)
@@ -101,18 +107,3 @@ def evaluate(job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World) -
             let_go(job.model)
     mean = torch.stack(losses).mean() / world.size
     return world.sum(mean).item()
-
-
-def prove_engagement(job: Job) -> Coverage:
-    """The coverage of the step that just ran. Raises NotFP8Error where it is not what was planned, or less than
-    fp8.min_coverage."""
-    seen = ran(job)
-    observed = backend_registry.backend(job.choice.backend).observed(job.model)
-    attention = plan_attention(job.recipe.fp8, job.recipe.model.num_layers)
-    wrong = not_engaged(job.plan, observed) if job.foreign else differences([*job.plan, *attention], observed)
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")
-    if job.recipe.fp8.enabled and seen.share < job.recipe.fp8.min_coverage:
-        raise NotFP8Error(f"fp8.min_coverage={job.recipe.fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8")
-    return seen

@@ -27,7 +27,7 @@ from fp8cfg.report.machine import find_hardware
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed import gradient_sync
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import evaluate, prove_engagement, train_step
+from fp8cfg.training.train_step import evaluate, train_step
 from tests.support import msamp_standin, te_standin, te_table
 from tests.support.backend_cells import ALL, BASE, PLAIN, WHERE, Applied, Refused, refusal
 from tests.support.backend_table import BACKENDS, keys, lines, markdown, text
@@ -125,7 +125,7 @@ class Built:
         with mock.patch.object(gradient_sync, "sum_over_ranks") as sums:
             for p in self.job.model.parameters():
                 p.grad_dtype, p.grad = None, p.detach()
-            gradient_sync.sum_gradients(self.job, World(0, 2))
+            gradient_sync.sum_gradients(self.job.prepared, self.job.optimizer, self.job.recipe.storage.shard, World(0, 2))
         return {call.args[1] for call in sums.call_args_list}
 
     @property
@@ -153,7 +153,7 @@ class Built:
     def proof(self) -> str:
         self.step()
         with pytest.raises(fp8cfg.NotFP8Error) as e:
-            prove_engagement(self.job)
+            self.job.prove()
         return str(e.value)
 
 

@@ -19,7 +19,6 @@ from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.backends.msamp import rules as msamp_rules
 from fp8cfg.backends.protocol import BackendError
 from fp8cfg.config.precision import Precision
-from fp8cfg.training.train_step import prove_engagement
 from tests.support import msamp_standin
 from tests.support.small import small, steps
 
@@ -60,7 +59,7 @@ def test_where_it_is_not_installed_the_same_native_row_is_named() -> None:
     ("O3", "backend=native opt_level=O3 storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2 storage.exp_avg=fp8_pow2 storage.shard=zero1"),
 ])
 def test_the_native_row_is_a_recipe(level: str, words: str) -> None:
-    assert msamp_rules.native(precision(opt_level=level)) == words
+    assert msamp_rules.instead(precision(opt_level=level)) == words
     small("precision=bf16_fp8", *words.split()).check()
 
 
@@ -75,7 +74,7 @@ def test_parts_that_are_missing_are_named(installed: Path, monkeypatch: pytest.M
 def test_looking_for_it_does_not_import_it(tmp_path: Path) -> None:
     (tmp_path / "msamp").mkdir()
     (tmp_path / "msamp" / "__init__.py").write_text("raise SystemExit('imported')")
-    script = ("import sys; from fp8cfg.backends import msamp_rules; assert 'installed without msamp_adamw' in msamp_rules.unavailable(); "
+    script = ("import sys; from fp8cfg.backends.msamp import rules as msamp_rules; assert 'installed without msamp_adamw' in msamp_rules.unavailable(); "
               "assert not {'torch', 'msamp'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"})
 
@@ -151,7 +150,7 @@ def test_a_job_trains_and_proves_it(anywhere: None) -> None:
     made = job("fp8.output_layer=true")
     seen = [step.loss for step in steps(made, 6)]
     assert seen[-1] < seen[0] - 0.5 and all(map(math.isfinite, seen))
-    assert prove_engagement(made).share > 0.8 and made.choice == Choice("msamp", "scaled_mm", "asked for; MS-AMP's products on the GPU")
+    assert made.prove().share > 0.8 and made.choice == Choice("msamp", "scaled_mm", "asked for; MS-AMP's products on the GPU")
     layer = made.model.get_submodule("layers.0.mlp.linear_fc1")
     assert layer.ran == {"fprop": ("e4m3", "e4m3"), "dgrad": ("e5m2", "e4m3"), "wgrad": ("e5m2", "e4m3")}
     assert {p.dtype for p in made.model.parameters() if isinstance(p, torch.Tensor)} == {torch.float32}  # the others are MS-AMP's
@@ -308,7 +307,7 @@ def test_coverage_sees_products_that_are_not_fp8(anywhere: None, monkeypatch: py
     monkeypatch.setattr(msamp_standin.Device, "supported", False)
     list(steps(made, 1))
     with pytest.raises(fp8cfg.NotFP8Error, match="planned e4m3 x e4m3, ran high precision"):
-        prove_engagement(made)
+        made.prove()
 
 
 def test_converting_alone_is_refused(anywhere: None) -> None:

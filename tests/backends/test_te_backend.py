@@ -20,7 +20,7 @@ from fp8cfg.training.checkpoint import job_state
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.loop import fit
-from fp8cfg.training.train_step import evaluate, prove_engagement, train_step
+from fp8cfg.training.train_step import evaluate, train_step
 from tests.support import te_standin, te_tex
 from tests.support.small import small, steps
 from tests.support.te_small import converted, planned, tokens, transformer
@@ -74,7 +74,7 @@ def test_a_job_trains_as_planned_and_is_observed(case: str, te: Any) -> None:
     assert job.choice.backend == "te"
     losses = [s.loss for s in steps(job, 4)]
     assert losses[-1] < losses[0] - 0.05
-    seen = prove_engagement(job)
+    seen = job.prove()
     assert seen.layers_in_fp8 == 8
     ran = {call.split(" ", 1)[1] for call in te_tex.CALLS}
     kinds = {"e2m1 x e2m1"} if "nvfp4" in case else {"e4m3 x e4m3"} | ({"e5m2 x e4m3"} if job.recipe.fp8.format == "hybrid" else set())
@@ -307,7 +307,7 @@ def test_recomputed_activations_change_nothing(case: str, te: Any) -> None:
         te.FP8GlobalStateManager.reset()
         job = fp8cfg.build(small(*CASES[case], f"model.recompute_granularity={how}"))
         found.append([s.loss for s in steps(job, 3)])
-        prove_engagement(job)
+        job.prove()
     assert found[0] == found[1]
 
 

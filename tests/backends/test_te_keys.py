@@ -16,6 +16,7 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
 from fp8cfg.numerics import Region
+from fp8cfg.scalings import SCALINGS
 from tests.support import te_standin
 from tests.support.te_small import converted, planned, transformer
 from tests.support.te_table import APPLIED, ELSEWHERE, REFUSED, Applied, Refused, node
@@ -108,11 +109,11 @@ def test_defaults_that_variables_moved_before_the_import_do_not_reach_the_recipe
 )
 def test_a_library_that_drops_a_field_is_found(given: dict[str, Any], field: str, line: str) -> None:
     from fp8cfg.backends.protocol import BackendError
-    from fp8cfg.backends.te.recipe import CLASSES, recipe_of
+    from fp8cfg.backends.te.recipe import recipe_of
 
     fp8 = node(given)
     with te_standin.transformer_engine(), pytest.MonkeyPatch.context() as patch:
-        cls = getattr(sys.modules["transformer_engine.common.recipe"], CLASSES[fp8.scaling])
+        cls = getattr(sys.modules["transformer_engine.common.recipe"], SCALINGS[fp8.scaling].te)
         plain = cls.__init__
         patch.setattr(cls, "__init__", lambda self, **given: (plain(self, **given), setattr(self, field, 7))[0])
         with pytest.raises(BackendError, match="the library has 7") as e:
@@ -207,6 +208,6 @@ def test_without_its_compiled_part_it_is_not_available(monkeypatch: pytest.Monke
 
 
 def test_the_rules_load_neither_torch_nor_transformer_engine() -> None:
-    code = ("import sys; from fp8cfg.backends import te_rules, te_environment; te_rules.unavailable(); "
+    code = ("import sys; from fp8cfg.backends.te import environment, rules; rules.unavailable(); "
             "assert not {'torch', 'transformer_engine'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,7 +16,7 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.numerics import Region
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import evaluate, prove_engagement
+from fp8cfg.training.train_step import evaluate
 from tests.support.small import small, steps
 
 pytest.importorskip("torchao", minversion="0.18")
@@ -97,7 +97,7 @@ def test_a_run_equals_a_loop_written_by_hand(name: str, device: str) -> None:
     words = (*words, f"trainer.accelerator={device}")
     job, losses = ours(words)
     assert job.choice.backend == "torchao" and job.choice.product == ("emulate" if device == "cpu" else "scaled_mm")
-    prove_engagement(job)
+    job.prove()
     assert losses == by_hand(words, lambda model: convert_to_float8_training(model, module_filter_fn=in_layers, config=on(device, config)))
 
 
@@ -120,7 +120,7 @@ def test_mxfp8_equals_torchaos_own_layer() -> None:
 
     words = ("precision=bf16_mxfp8", *HERE)
     job, losses = ours(words)
-    prove_engagement(job)
+    job.prove()
     assert losses == by_hand(words, swap)
 
 
@@ -134,7 +134,7 @@ def test_a_level_keeps_its_bytes_and_resumes(level: str, each: int) -> None:
     job, losses = ours(words := (*TORCHAO, f"opt_level={level}"))
     counts = parameters(job.recipe, whole(job.recipe))
     held = sum(t.nbytes for tensors in by_kind(job).values() for t in tensors if t.dim())
-    assert held == each * counts.linear + (each + 5) * counts.other and prove_engagement(job).layers_in_fp8 == 8
+    assert held == each * counts.linear + (each + 5) * counts.other and job.prove().layers_in_fp8 == 8
     first = fp8cfg.build(small(*words))
     list(steps(first, 2))
     batches, _ = run_data(first.recipe)
@@ -146,7 +146,7 @@ def test_a_level_keeps_its_bytes_and_resumes(level: str, each: int) -> None:
 @pytest.mark.parametrize("words", [TORCHAO, (*TORCHAO, "opt_level=O2"), ("precision=bf16_mxfp8", *HERE)], ids=["current", "O2", "mxfp8"])
 def test_recomputed_activations_change_nothing(words: tuple[str, ...]) -> None:
     job, losses = ours((*words, "model.recompute_granularity=full"))
-    prove_engagement(job)
+    job.prove()
     assert losses == ours(words)[1]
 
 
@@ -242,7 +242,7 @@ def test_compiled_it_runs_what_was_planned() -> None:
     job = fp8cfg.build(small(*TORCHAO))
     job.compile_model()
     compiled = [s.loss for s in steps(job, 2)]
-    prove_engagement(job)
+    job.prove()
     assert compiled == pytest.approx(ours(TORCHAO)[1][:2], rel=1e-3)
 
 

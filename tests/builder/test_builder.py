@@ -126,34 +126,31 @@ def test_outside_of_the_autocast_context_nothing_runs_in_fp8() -> None:
     ("precision=bf16_fp8", "fp8.override_linear_precision.wgrad=true", "fp8.exclude=['*.linear_fc2']"),
     ("precision=bf16_fp8", "model.recompute_granularity=full")])
 def test_what_ran_is_what_was_planned(words: tuple[str, ...], compiled: bool) -> None:
-    from fp8cfg.training.train_step import prove_engagement
 
     job = fp8cfg.build(small(*words))
     if compiled:
         job.compile_model()
     list(steps(job, 1))
-    assert prove_engagement(job).data() == planned(job.recipe, job.plan).data()
+    assert job.prove().data() == planned(job.recipe, job.plan).data()
 
 
 def test_a_run_that_is_not_what_was_planned_is_stopped() -> None:
-    from fp8cfg.training.train_step import prove_engagement
 
     job = fp8cfg.build(small("precision=bf16_fp8"))
     job.prepared.region.entered = lambda enabled=True: torch.no_grad().__class__()  # a context that enters no FP8 region
     tokens = torch.randint(0, 256, (2, 32))
     job.backward(job.model(tokens, tokens))
     with pytest.raises(fp8cfg.NotFP8Error, match=r"linear_qkv fprop: planned e4m3 x e4m3, ran high precision") as e:
-        prove_engagement(job)
+        job.prove()
     assert e.value.exit_code == 3
 
 
 def test_too_little_coverage_stops_the_run() -> None:
-    from fp8cfg.training.train_step import prove_engagement
 
     job = fp8cfg.build(small("precision=bf16_fp8", "fp8.min_coverage=0.99"))
     list(steps(job, 1))
     with pytest.raises(fp8cfg.NotFP8Error, match=r"fp8\.min_coverage=0\.99: \d+\.\d% of matmul FLOPs ran in FP8"):
-        prove_engagement(job)
+        job.prove()
 
 
 def test_an_impossible_recipe_is_refused_before_memory_is_taken() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import fp8cfg
+from fp8cfg.config.key_names import short
 from fp8cfg.config.node import Node
-from fp8cfg.config.recipe import fields, short
+from fp8cfg.config.recipe import fields
 from fp8cfg.job import Job
 from fp8cfg.numerics import WEIGHT, fp8_linears
 from fp8cfg.training.data import run_data

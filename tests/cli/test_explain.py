@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import fp8cfg
 from fp8cfg.composition.flatten import assigned, flat, typed
-from fp8cfg.config.recipe import Recipe, full, short
+from fp8cfg.config.key_names import full, short
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.recipes import llama_tiny
 from fp8cfg.report.key_effect import effect, refusals
 from tests.composition.test_provenance import line
@@ -110,13 +111,13 @@ def test_any_value_of_a_key_without_effect_is_refused_by_the_rules(words: list[s
 
 def test_every_key_is_explained_in_80_columns(capsys: Out) -> None:
     from fp8cfg.composition.provenance import trace
-    from fp8cfg.report.key_explanation import key_text, node_text
+    from fp8cfg.report.key_explanation import explained
 
     traced = trace(["recipe=llama_70b", "precision=bf16_fp8"])
     for key in traced.layers:
-        assert max(map(len, key_text(traced, key).splitlines())) <= 80, key
+        assert max(map(len, str(explained(traced, key)).splitlines())) <= 80, key
     for node in ("model", "trainer", "trainer.plugins", "trainer.plugins.fp8", "trainer.strategy", "model.rope_scaling"):
-        assert max(map(len, node_text(traced, node).splitlines())) <= 80, node
+        assert max(map(len, str(explained(traced, node)).splitlines())) <= 80, node
 
 
 def test_a_node_lists_its_keys(capsys: Out) -> None:

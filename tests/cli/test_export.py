@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fp8cfg
 from fp8cfg.composition.flatten import assigned, flat
 from fp8cfg.composition.library import Library
-from fp8cfg.composition.yaml_recipe import recipe_from
+from fp8cfg.composition.resolve import node, recipe_from
 from fp8cfg.config import presets, recipe_registry
 from fp8cfg.config.files import parse_yaml
 from fp8cfg.config.recipe import Recipe
@@ -108,7 +108,7 @@ def test_every_form_reads_back_equal(named: dict[str, str], keys: dict[str, None
     if "precision" in named:
         recipe.precision = named["precision"]
     if "data" in named:
-        recipe.data = fp8cfg.Data(**library.node("data", named["data"]))
+        recipe.data = fp8cfg.Data(**node("data", named["data"], library))
     recipe = assigned(recipe, {key: data.draw(value(key), label=key) for key in keys})
     said_names = data.draw(st.sampled_from([named, {}]))
     for full in (False, True):

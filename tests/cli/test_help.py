@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8cfg.__main__ import VERBS, main
+from fp8cfg.__main__ import main
+from fp8cfg.cli import WORDS as VERBS
 from fp8cfg.cli import help
 from fp8cfg.config import recipe_registry
 from fp8cfg.config.presets import choices

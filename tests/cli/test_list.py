@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8cfg.cli import help
 from fp8cfg.cli import list as verb
 from fp8cfg.composition.library import GROUPS, Library
 from fp8cfg.config.recipe_registry import recipes
@@ -23,7 +24,7 @@ def test_every_name_stands_in_the_list_once_with_a_line() -> None:
 
 
 def test_recipes_read_from_source_are_those_that_are_registered() -> None:
-    read = {e.name: e.about for file in (ROOT / "recipes").glob("*.py") for e in verb._functions(file)}
+    read = {name: about for file in (ROOT / "recipes").glob("*.py") for name, about in help.recipes_in(file).items()}
     assert read == {name: (make.__doc__ or "").strip().partition("\n")[0] for name, make in recipes().items()}
 
 

@@ -19,7 +19,7 @@ from tests.support.counting import calls
 @pytest.fixture(autouse=True)
 def only_native(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans for a GPU are those of an environment without other libraries."""
-    monkeypatch.setattr(backend_registry, "PREFERENCE", ("te", "torchao", "native"))
+    monkeypatch.setattr(backend_registry, "preference", lambda: ("te", "torchao", "native"))
     for rules in (te_rules, torchao_rules):
         monkeypatch.setattr(rules, "unavailable", lambda: "it is not installed")
 

@@ -87,7 +87,7 @@ DAMAGED = [
 def test_what_is_missing_or_damaged_is_named_and_the_recipe_runs(file: str, text: str | None, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp8cfg.cli.train.launch", lambda recipe, folder, start: print("runs", recipe.name) or 0)
+    monkeypatch.setattr("fp8cfg.cli.launch.launch", lambda recipe, folder, start: print("runs", recipe.name) or 0)
     monkeypatch.setattr("fp8cfg.training.data.run_data", lambda recipe: (SimpleNamespace(sha256="one"),))
     state = json.dumps({"data": {"corpus_sha256": "one"}})
     files = {"recipe.yaml": "recipe: llama_tiny\n", "environment.json": json.dumps(environment()), "metrics.jsonl": "", "checkpoints/step-00000001/state.json": state}
@@ -121,9 +121,9 @@ def test_a_run_without_a_checkpoint_has_no_digest_of_its_data(tmp_path: Path) ->
     (tmp_path / "checkpoints" / "step-00000002.tmp-1").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000002.tmp-1" / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match="the first run has no checkpoint"):
-        _data_digest(RunFolder(tmp_path))
+        _data_digest(RunFolder.reading(tmp_path))
     for step, digest in ((1, "one"), (10, "ten")):
         folder = tmp_path / "checkpoints" / f"step-{step:08d}"
         folder.mkdir()
         (folder / "state.json").write_text(json.dumps({"data": {"corpus_sha256": digest}}))
-    assert _data_digest(RunFolder(tmp_path)) == "ten"
+    assert _data_digest(RunFolder.reading(tmp_path)) == "ten"

@@ -16,7 +16,8 @@ import fp8cfg
 from fp8cfg.composition.flatten import flat, is_node, nested
 from fp8cfg.composition.library import Library
 from fp8cfg.config.files import dump_yaml, parse_yaml, read_yaml
-from fp8cfg.config.recipe import Recipe, fields, short
+from fp8cfg.config.key_names import short
+from fp8cfg.config.recipe import Recipe, fields
 from fp8cfg.report.schema_json import key_schema, preset_schema, recipe_schema
 from tests.support.overrides import KEYS, value
 from tests.support.verbs import ROOT, loads, refused, said
@@ -84,9 +85,9 @@ def test_what_fp8cfg_refuses_is_not_valid(text: str) -> None:
 
 def _read(text: str) -> Recipe:
     """As `from_yaml`, without the rules between keys, which are not a schema's."""
-    from fp8cfg.composition.yaml_recipe import _build
+    from fp8cfg.composition.resolve import recipe_of
 
-    return _build(parse_yaml(text, "YAML"), Path("YAML"), Library())
+    return recipe_of(parse_yaml(text, "YAML"), Path("YAML"), Library())
 
 
 @settings(max_examples=50, deadline=None)

@@ -14,8 +14,9 @@ from fp8cfg.composition.flatten import assigned, flat, flat_data, nested, typed
 from fp8cfg.composition.provenance import Layer, Trace, trace
 from fp8cfg.composition.python_provenance import Recorder, at_import
 from fp8cfg.config import presets
+from fp8cfg.config.key_names import PLUGIN, full
 from fp8cfg.config.node import WATCH
-from fp8cfg.config.recipe import PLUGIN, Recipe, full
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.recipe_registry import recipes
 from fp8cfg.recipes import llama_8b, llama_tiny
 from tests.support.overrides import KEYS, value, value_words

@@ -52,7 +52,7 @@ def test_values(name: str, compute: str, scaling: str | None, format: str | None
 
 
 def test_the_table_and_the_public_names_are_complete() -> None:
-    assert {row[0] for row in TABLE} == set(FUNCTIONS) == set(PRESETS) == set(fp8cfg._PRESET_NAMES)
+    assert {row[0] for row in TABLE} == set(FUNCTIONS) == set(PRESETS) == set(fp8cfg._PRESETS)
     assert set(FUNCTIONS.values()) == set(choices())
 
 

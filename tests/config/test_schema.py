@@ -7,8 +7,9 @@ import typing
 import pytest
 
 import fp8cfg
+from fp8cfg.config.key_names import full, short
 from fp8cfg.config.node import Node
-from fp8cfg.config.recipe import Recipe, fields, full, short
+from fp8cfg.config.recipe import Recipe, fields
 from fp8cfg.recipes import llama_tiny
 
 

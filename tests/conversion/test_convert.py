@@ -19,7 +19,6 @@ import fp8cfg
 from fp8cfg.backends import backend_registry
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.numerics import FP8Linear, fp8_linears
-from fp8cfg.training.train_step import prove_engagement
 
 BACKENDS = ["native", pytest.param("torchao", marks=pytest.mark.skipif(bool(backend_registry.rules("torchao").unavailable()), reason="torchao is not installed"))]
 WORDS = ("precision=bf16_fp8_current", "fp8.params=false", "fp8.high_precision_at_start=0", "fp8.high_precision_at_end=0",
@@ -421,7 +420,7 @@ def test_a_job_around_a_model_of_ones_own(backend: str, compute: str) -> None:
     assert losses[-1] < losses[0] and model.lm_head.weight is model.embedding.weight
     frozen = f"{model.name}.1.up.weight"
     assert torch.equal(dict(model.named_parameters())[frozen].float(), weights[frozen])
-    seen = prove_engagement(job)
+    seen = job.prove()
     assert {p.name: p.reason for p in seen.linears if not p.fp8} == REASONS and "FLOPs of all weights" in str(seen)
 
 
@@ -541,8 +540,8 @@ def test_a_job_that_does_not_run_in_fp8_is_found_out() -> None:
     job = fp8cfg.build(recipe(), model=Model())
     job.backward(job.model(TOKENS, TOKENS))
     with pytest.raises(fp8cfg.NotFP8Error, match="no layer multiplied in FP8"):
-        prove_engagement(job)
-    prove_engagement(fp8cfg.build(fp8cfg.compose(["precision=bf16"]), model=Model()))
+        job.prove()
+    fp8cfg.build(fp8cfg.compose(["precision=bf16"]), model=Model()).prove()
     assert isinstance(fp8cfg.build(recipe(), model=nn.Linear(64, 64)).model[0], FP8Linear)
 
 

@@ -46,15 +46,42 @@ def test_what_is_written_is_read(pair: Path) -> None:
     assert sequences(pair) == DOCUMENTS
     assert indexed.stream().tolist() == [*chain(*DOCUMENTS)]
     assert indexed.documents.tolist() == [0, 1, 2, 3, 4]
-    assert indexed.tokens.dtype == np.uint16 and not indexed.tokens.flags.writeable
+    assert indexed.tokens.dtype == np.uint16
     assert sequences(f"{pair}.idx") == sequences(f"{pair}.bin") == DOCUMENTS
 
 
-def test_tokens_are_mapped_not_copied(pair: Path) -> None:
+def test_tokens_are_read_as_they_are_asked_for(pair: Path) -> None:
     stream = read_indexed(pair).stream()
     with open(f"{pair}.bin", "r+b") as file:
         file.write(struct.pack("<H", 77))
     assert stream[0] == 77
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_one_line(pair: Path) -> None:
+    """Mapped, it was a SIGBUS."""
+    stream = read_indexed(pair).stream()
+    positions = np.array([[7, 8, 0], [1, 2, 4]])
+    assert stream[positions].tolist() == [[8, 9, 1], [2, 3, 5]]
+    os.truncate(f"{pair}.bin", 6)
+    assert stream[:3].tolist() == [1, 2, 3]
+    with pytest.raises(DataError, match=r"corpus\.bin: has 6 bytes now, less than 18; it was cut short while it was read$"):
+        stream[positions]
+
+
+def test_a_row_in_a_file_is_cut_and_indexed_as_an_array(pair: Path) -> None:
+    row, whole = read_indexed(pair).stream(), np.array([*chain(*DOCUMENTS)])
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        a, b, c, d = rng.integers(-12, 12, 4).tolist()
+        part, same = row[a:b][c:d], whole[a:b][c:d]
+        assert len(part) == len(same) and part.tolist() == same.tolist()
+        if len(same):
+            at = rng.integers(0, len(same), (2, 3))
+            assert np.array_equal(part[at], same[at])
+    assert row[np.array([], dtype=int)].shape == (0,)
+    for index in (slice(0, 9, 2), np.array([9]), np.array([-1])):
+        with pytest.raises(IndexError):
+            row[index]
 
 
 def test_the_bytes_are_those_of_megatron(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from fp8cfg.numerics import E4M3, E5M2, Format, FP8Linear, Region, Scaling, amax
 from fp8cfg.numerics.quantization_statistics import Statistics, collect
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.training.data import run_data
-from fp8cfg.training.train_step import prove_engagement
 from tests.support.small import small, steps, weight_bytes
 
 pytestmark = pytest.mark.gpu
@@ -72,7 +71,7 @@ def test_training_runs_as_planned_and_follows_the_cpu(name: str, compiled: bool)
     if compiled:
         job.compile_model()
     got = [s.loss for s in steps(job, 6)]
-    prove_engagement(job)
+    job.prove()
     want = [s.loss for s in steps(fp8cfg.build(small(*words, "trainer.accelerator=cpu")), 6)]
     assert got == pytest.approx(want, rel=0.02)
 

@@ -13,7 +13,6 @@ from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.training.checkpoint import job_state
 from fp8cfg.training.data import run_data
-from fp8cfg.training.train_step import prove_engagement
 from tests.support.small import small, steps
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +40,7 @@ def job(words: tuple[str, ...], backend: str = "te") -> fp8cfg.Job:
 def test_a_job_trains_as_planned_and_follows_native(case: str) -> None:
     mine = job(CASES[case])
     got = [s.loss for s in steps(mine, 6)]
-    assert prove_engagement(mine).layers_in_fp8 == 16
+    assert mine.prove().layers_in_fp8 == 16
     emulated = ("fp8.emulate=true",) if "fp4" in case or "mxfp8" in case else ()  # native multiplies these by emulation alone
     want = [s.loss for s in steps(job((*CASES[case], *emulated), "native"), 6)]
     assert got == pytest.approx(want, rel=0.03)
@@ -109,7 +108,7 @@ def test_attention_in_fp8(scaling: str) -> None:
     heads = ("model.num_attention_heads=2", "model.num_query_groups=1", "model.kv_channels=128")  # Hopper trains these alone
     made = job((*SCALINGS[scaling], *heads, "fp8.dot_product_attention=true"))
     got = [s.loss for s in steps(made, 4)]
-    prove_engagement(made)
+    made.prove()
     want = [s.loss for s in steps(job((*SCALINGS[scaling], *heads), "native"), 4)]
     assert got == pytest.approx(want, rel=0.03)
 
@@ -117,7 +116,7 @@ def test_attention_in_fp8(scaling: str) -> None:
 def test_a_backward_pass_in_high_precision() -> None:
     made = job((*SCALINGS["current"], "fp8.override_linear_precision={dgrad: true, wgrad: true}"))
     list(steps(made, 1))
-    prove_engagement(made)
+    made.prove()
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "current"])

@@ -17,8 +17,9 @@ from fp8cfg import interop
 from fp8cfg.backends.backend_choice import Hardware, against
 from fp8cfg.composition.flatten import assigned, flat
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.key_names import PLUGIN, full
 from fp8cfg.config.presets import choices, precision_preset
-from fp8cfg.config.recipe import PLUGIN, Recipe, full
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.interop.projects import DOORS
 from fp8cfg.interop.translation import table
 from tests.support.overrides import value

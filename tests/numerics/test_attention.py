@@ -34,7 +34,6 @@ from fp8cfg.report.coverage import coverage, planned
 from fp8cfg.training.checkpoint import checkpoint as checkpoints
 from fp8cfg.training.checkpoint import job_state
 from fp8cfg.training.data import run_data
-from fp8cfg.training.train_step import prove_engagement
 from tests.support.small import losses, small, steps
 
 FP8_RUN, ATTENTION = "precision=bf16_fp8", "fp8.dot_product_attention=true"
@@ -339,7 +338,7 @@ def test_what_ran_is_what_was_planned(words: tuple[str, ...], compiled: bool) ->
     if compiled:
         job.compile_model()
     list(steps(job, 1))
-    assert prove_engagement(job).data() == planned(job.recipe, job.plan).data()
+    assert job.prove().data() == planned(job.recipe, job.plan).data()
     found = {name: kinds for name, kinds in coverage(job.model).products.items() if name.endswith("core_attention")}
     assert len(found) == sum(p.fp8_share for p in gemm_plan.plan_attention(job.recipe.fp8, job.recipe.model.num_layers)) > 0
     assert all(list(kinds) == list(PRODUCTS) for kinds in found.values())
@@ -350,7 +349,7 @@ def test_attention_that_does_not_run_in_fp8_stops_the_run() -> None:
     job.model.get_submodule("layers.0.self_attention").core_attention = CoreAttention()
     list(steps(job, 1))
     with pytest.raises(fp8cfg.NotFP8Error, match=f"{NAME} p: planned e4m3 x e4m3, ran high precision.* and 3 more"):
-        prove_engagement(job)
+        job.prove()
 
 
 def test_scales_of_attention_move_with_the_optimizer() -> None:

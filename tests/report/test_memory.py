@@ -8,7 +8,8 @@ import fp8cfg
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.memory import peak as report
 from fp8cfg.report.memory.layout import Part, parts, stage_layers, whole
-from fp8cfg.report.memory.peak import linears_of, memory, memory_table, parameters, persistent, refuse_if_too_large, step_bytes
+from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
+from fp8cfg.report.memory.peak import linears_of, memory, memory_table, parameters, persistent, step_bytes
 from fp8cfg.training.memory_measurement import BOUNDS, LiveBytes, measure
 from tests.support.small import small
 

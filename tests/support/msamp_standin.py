@@ -20,10 +20,10 @@ from torch import nn
 
 FLOAT8 = {"kFloat8E4M3": (torch.float8_e4m3fn, 448.0), "kFloat8E5M2": (torch.float8_e5m2, 57344.0), "kFloat16": (torch.float16, 65504.0)}
 PACKAGE = {
-    "msamp/__init__.py": "", "msamp/nn/__init__.py": "from msamp_standin import FP8Linear, LinearReplacer, ScalingParameter, clip_grad_norm_, model_state",
-    "msamp/optim/__init__.py": "from msamp_standin import LBAdam, LBAdamW", "msamp/common/__init__.py": "", "msamp/operators/__init__.py": "",
-    "msamp/common/dtype/__init__.py": "from msamp_standin import Dtypes", "msamp/common/tensor/__init__.py": "from msamp_standin import ScalingMeta, ScalingTensor",
-    "msamp/common/utils/__init__.py": "from msamp_standin import Device", "msamp/operators/gemm/__init__.py": "from msamp_standin import Gemm",
+    "msamp/__init__.py": "", "msamp/nn/__init__.py": "from tests.support.msamp_standin import FP8Linear, LinearReplacer, ScalingParameter, clip_grad_norm_, model_state",
+    "msamp/optim/__init__.py": "from tests.support.msamp_standin import LBAdam, LBAdamW", "msamp/common/__init__.py": "", "msamp/operators/__init__.py": "",
+    "msamp/common/dtype/__init__.py": "from tests.support.msamp_standin import Dtypes", "msamp/common/tensor/__init__.py": "from tests.support.msamp_standin import ScalingMeta, ScalingTensor",
+    "msamp/common/utils/__init__.py": "from tests.support.msamp_standin import Device", "msamp/operators/gemm/__init__.py": "from tests.support.msamp_standin import Gemm",
     **{f"{name}.py": "" for name in ("msamp_adamw", "msamp_arithmetic", "msamp_quantize", "transformer_engine_extensions", "deepspeed", "colorlog")},
     "libmsamp_dist.so": "",
 }  # fmt: skip

@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fp8cfg.composition.flatten import flat
-from fp8cfg.config.recipe import Recipe, short
+from fp8cfg.config.key_names import short
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.schema_json import key_schema
 
 KEYS = sorted(flat(Recipe()))

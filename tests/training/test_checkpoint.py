@@ -20,6 +20,7 @@ import torch
 from fp8cfg.training.checkpoint import checkpoint, tensor_file
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, load, newest, save
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, verify, write_manifest
+from fp8cfg.training.run_files import RunFiles
 
 # Children that are killed start from a server that has torch imported: no import for each, no fork of a threaded pytest.
 children = multiprocessing.get_context("forkserver")
@@ -351,16 +352,19 @@ def test_no_permission(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize("place", ["mkdir", "save_file", "write_manifest", "rename", "fsync"])
+@pytest.mark.parametrize("place", ["mkdir", "save_file", "write_manifest", "rename", "fsync", "replace"])
 def test_errors_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, code: int) -> None:
     put(tmp_path, 1)
     put(tmp_path, 2)
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*arguments: Any, **__: Any) -> None:
+        if place == "rename" and not arguments[1].startswith("step-"):  # of the folder, the last thing that is done
+            return real(*arguments)
         raise OSError(code, os.strerror(code), str(tmp_path))
 
     with monkeypatch.context() as patch:
-        where = {"mkdir": Path, "rename": Path, "save_file": tensor_file}.get(place, checkpoint)
+        where: Any = {"mkdir": os, "fsync": os, "rename": RunFiles, "replace": RunFiles, "save_file": tensor_file}.get(place, checkpoint)
+        real = getattr(where, place)
         patch.setattr(where, place, fail)
         with pytest.raises(CheckpointError, match=os.strerror(code)) as caught:
             put(tmp_path, 3)
@@ -373,9 +377,9 @@ def test_a_disk_that_gives_other_bytes_back(tmp_path: Path, monkeypatch: pytest.
     put(tmp_path, 1, keep=1)
     real = write_manifest
 
-    def rot(folder: Path, step: int, world_size: int) -> None:
+    def rot(folder: RunFiles, step: int, world_size: int) -> None:
         real(folder, step, world_size)
-        flip(folder / "model.safetensors")
+        flip(folder.path / "model.safetensors")
 
     monkeypatch.setattr(checkpoint, "write_manifest", rot)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
@@ -387,17 +391,27 @@ def test_space_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     put(tmp_path, 1)
     (tmp_path / "step-00000002.tmp-left").mkdir()
     size = sum(t.nbytes for named in content(2)[0].values() for t in named.values())
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 2 * size))
-    need = 2 * (size + len(json.dumps({"step": 2}, indent=1)))
-    with pytest.raises(CheckpointError, match=rf"needs {need} bytes .* {2 * size} are free"):
+    free = [size]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, free[0]))
+    with pytest.raises(CheckpointError, match=rf"needs \d+ bytes, {size} are free"):
         put(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"]
+    free[0] = round(1.1 * size) + checkpoint.RESERVE  # far less than twice its size is enough
+    put(tmp_path, 2)
+
+
+def test_what_a_save_takes_is_what_it_asks_for(tmp_path: Path) -> None:
+    weight = torch.zeros(300, 300)
+    groups = {"m": {"embed": weight, "head": weight, "other": torch.zeros(100)}}
+    path = save(tmp_path, 1, groups, {}, keep=1)
+    taken = sum(file.stat().st_size for file in path.iterdir())
+    assert taken <= checkpoint.room_for(groups.values(), 2) <= taken + checkpoint.RESERVE
 
 
 def test_an_older_one_that_cannot_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, 1, keep=1)
     real = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: real(path / "none", ignore_errors))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False, dir_fd=None: real(f"{path}/none", ignore_errors, dir_fd=dir_fd))
     with pytest.raises(CheckpointError, match="step-00000002 is saved, but"):
         put(tmp_path, 2, keep=1)
     monkeypatch.undo()

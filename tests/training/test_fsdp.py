@@ -26,7 +26,7 @@ from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed import fsdp
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.metrics import read
-from fp8cfg.training.train_step import evaluate, prove_engagement, train_step
+from fp8cfg.training.train_step import evaluate, train_step
 from tests.support.ranks import on_ranks
 from tests.support.small import SMALL, small
 from tests.training.test_distributed import launch
@@ -120,7 +120,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
             losses += run(job, world, 2, 3)
         sent = dict(SENT.bytes)
         if job.recipe.fp8.enabled:
-            prove_engagement(job)
+            job.prove()
         validation = held_out(job, world)
         losses += run(job, world, 3, 4)
         kept = {kind: nbytes(tensors) for kind, tensors in (*memory_measurement.stored(job).items(), ("gradients", memory_measurement.gradients(job)))}
@@ -348,7 +348,7 @@ def test_layers_are_compiled_one_by_one() -> None:
     job, eager = (job_of(TORCHAO, FSDP, "model.num_layers=1 trainer.micro_batch_size=8") for _ in range(2))
     job.compile_model()
     losses = [loss for loss, _ in run(job, World(), 0, 3)]
-    prove_engagement(job)
+    job.prove()
     assert losses == pytest.approx([loss for loss, _ in run(eager, World(), 0, 3)], abs=1e-3)
     assert job.compiled and [*job.model.state_dict()] == [*eager.model.state_dict()]
 
@@ -430,7 +430,8 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
     from fp8cfg.report import plan_report as planned
     from fp8cfg.report.gpus import named
     from fp8cfg.report.memory.layout import parts
-    from fp8cfg.report.memory.peak import memory, memory_table, refuse_if_too_large
+    from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
+    from fp8cfg.report.memory.peak import memory, memory_table
 
     recipe = fp8cfg.compose(["recipe=llama_8b", "precision=bf16", FSDP])
     one = memory(recipe, "cuda")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fp8cfg.training.metrics import MetricsLog, Progress, TensorBoardLog, read
+from fp8cfg.training.run_files import RunFiles
 
 
 def bits(value: float) -> bytes:
@@ -27,7 +28,7 @@ def bits(value: float) -> bytes:
 def test_floats_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
     path = tmp_path_factory.getbasetemp() / "floats.jsonl"
     path.unlink(missing_ok=True)
-    with MetricsLog(path) as log:
+    with MetricsLog(RunFiles.at(path.parent), path.name) as log:
         log.write(1, {"loss": value})
     (line,) = read(path)
     assert isinstance(line["loss"], float) and bits(line["loss"]) == bits(value)
@@ -35,7 +36,7 @@ def test_floats_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, 
 
 def test_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
+    with MetricsLog(RunFiles.at(path.parent), path.name) as log:
         log.write(1, {"loss": 2.5, "n": 2**60, "note": "é\n", "ok": True, "none": None})
         assert len(read(path)) == 1  # there before close
         log.write(2, {"loss": math.nan, "up": math.inf, "down": -math.inf})
@@ -46,7 +47,7 @@ def test_lines(tmp_path: Path) -> None:
 
 
 def test_a_tensor_is_refused_and_writes_nothing(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path / "m") as log:
+    with MetricsLog(RunFiles.at(tmp_path), "m") as log:
         with pytest.raises(TypeError):
             log.write(1, {"loss": torch.tensor(1.0)})
         log.write(2, {})
@@ -56,28 +57,29 @@ def test_a_tensor_is_refused_and_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("half", [b'{"step": 3, "lo', b"{", b"\0\0\0", b'{"step": 3}', b"\xff"])
 def test_half_a_line(tmp_path: Path, half: bytes) -> None:
     path = tmp_path / "m"
-    with MetricsLog(path) as log:
+    with MetricsLog(RunFiles.at(path.parent), path.name) as log:
         log.write(1, {})
         log.write(2, {})
     with open(path, "ab") as file:
         file.write(half)
     assert [line["step"] for line in read(path)] == [1, 2]
-    with MetricsLog(path) as log:
+    with MetricsLog(RunFiles.at(path.parent), path.name) as log:
         log.write(3, {"loss": 1.0})
     assert [line["step"] for line in read(path)] == [1, 2, 3]
 
 
-def test_truncate_after(tmp_path: Path) -> None:
+def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "m"
-    with MetricsLog(path) as log:
+    with MetricsLog(RunFiles.at(tmp_path), "m") as log:
         for step in (1, 2, 2, 3, 4):
             log.write(step, {"loss": 0.1 * step})
-        kept = path.read_bytes().splitlines()[:3]
-        log.truncate_after(2)
-        log.truncate_after(9)
+    kept = path.read_bytes().splitlines()[:3]
+    with MetricsLog(RunFiles.at(tmp_path), "m", 2) as log:
+        assert log.last == {"step": 2, "loss": 2}
         assert path.read_bytes().splitlines() == kept
         log.write(3, {"loss": 9.0})
-    assert [line["step"] for line in read(path)] == [1, 2, 2, 3]
+    with MetricsLog(RunFiles.at(tmp_path), "m", 9):
+        assert [line["step"] for line in read(path)] == [1, 2, 2, 3]
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -91,8 +93,10 @@ def test_other_damage_is_told(tmp_path: Path, line: bytes) -> None:
 
 KILLED = """
 import os, signal, sys
+from pathlib import Path
 from fp8cfg.training.metrics import MetricsLog
-log = MetricsLog(sys.argv[1])
+from fp8cfg.training.run_files import RunFiles
+log = MetricsLog(RunFiles.at(Path(sys.argv[1]).parent), "m")
 for step in range(1, 6):
     log.write(step, {"loss": 1 / step})
 os.kill(os.getpid(), signal.SIGKILL)

@@ -161,16 +161,16 @@ def test_space(tmp_path: Path) -> None:
 
 
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NVTE_FRAMEWORK", "FP8CFG_X", "TORCH_LOGS", "TORCHINDUCTOR_Y", "OMP_NUM_THREADS"):
+    shown = {"NVTE_FRAMEWORK", "NVTE_FLASH_ATTN", "TORCH_LOGS", "TORCHINDUCTOR_MAX_AUTOTUNE", "OMP_NUM_THREADS"}
+    for name in shown:
         monkeypatch.setenv(name, "shown")
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "FP8CFG_API_KEY", "MY_NVTE_X", "OMP_NUM_THREADS_X"):
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "FP8CFG_DSN", "TORCH_AUTH", "TORCHX_PASS", "NVTE_X", "OMP_NUM_THREADS_X"):
         monkeypatch.setenv(name, "hidden")
     monkeypatch.setattr(environment, "_code", lambda: {"commit": "abc", "dirty": True})
     with create(tmp_path) as run:
         said = json.loads(run.environment.read_text())
-    assert {name for name, value in said["variables"].items() if value == "shown"} == {
-        "NVTE_FRAMEWORK", "FP8CFG_X", "TORCH_LOGS", "TORCHINDUCTOR_Y", "OMP_NUM_THREADS",
-    }  # fmt: skip
+    assert {name for name, value in said["variables"].items() if value == "shown"} == shown
+    assert run.environment.stat().st_mode & 0o777 == 0o600
     assert "hidden" not in json.dumps(said)
     assert {"torch", "numpy", "safetensors"} <= said["packages"].keys()
     assert said["python"] and said["cpu"] and said["os"] and said["command"] and said["code"]["commit"] == "abc"

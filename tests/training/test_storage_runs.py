@@ -20,7 +20,7 @@ from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import Step, prove_engagement, train_step
+from fp8cfg.training.train_step import Step, train_step
 from tests.support.ranks import on_ranks
 from tests.support.small import small, steps
 
@@ -91,7 +91,7 @@ def everything(job: Job) -> dict[str, Tensor]:
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_trains_beside_float32(row: str) -> None:
     job, done = trained(row)
-    assert all(s.stepped for s in done) and prove_engagement(job)
+    assert all(s.stepped for s in done) and job.prove()
     assert [s.loss for s in done] == pytest.approx(float32_losses(), abs=0.02 if "nvfp4" in row else 0.005)
     assert isinstance(job.optimizer, LowBitTraining) == (row not in ("FP16 AMP", "TE", "FP8 weights outside of FP8"))
 

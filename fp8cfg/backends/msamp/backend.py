@@ -33,14 +33,17 @@ from fp8cfg.numerics import Region
 
 if TYPE_CHECKING:
     from fp8cfg.backends.msamp.optimizer import MSAMPOptimizer
-    from fp8cfg.job import PreparedModel
+    from fp8cfg.backends.prepared_model import PreparedModel
     from fp8cfg.optim import LossScaler
 
 _WANTED = {"weight": ("kFloat16", 1), "input": ("kFloat8E4M3", 16), "wgrad": ("kFloat8E4M3", 1), "ograd": ("kFloat8E5M2", 16)}
 """Format and window of each meta of a layer; the recipe says the same, or `msamp_rules` has refused it."""
 
 
-def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:
+def convert(
+    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16,
+    fp8_gather: bool = False,
+) -> None:
     """See `protocol.Backend`; weights become MS-AMP's own parameters. Raises ConfigError for tied weights, which MS-AMP would
     untie, for several ranks, and on a GPU that MS-AMP does not take for an H100."""
     names = [planned.name for planned in plan if planned.fp8]
@@ -103,6 +106,14 @@ def observed(model: nn.Module) -> Observed:
 def forget_observed(model: nn.Module) -> None:
     for _, layer in _layers(model):
         layer.ran.update(dict.fromkeys(layer.ran))
+
+
+def record(model: nn.Module) -> dict[str, Any]:
+    return {}
+
+
+def cache_weights(model: nn.Module, on: bool = True) -> None:
+    """Nothing: weights stay in MS-AMP's own parameters, and each pass quantizes what it reads."""
 
 
 def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:

@@ -6,6 +6,7 @@ backend: see backend.py. Importing it patches torch, so it is looked for and not
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,7 @@ LIBRARY = Path("/usr/local/lib/libmsamp_dist.so")
 PARTS = ("msamp_adamw", "msamp_arithmetic", "msamp_quantize", "transformer_engine_extensions", "deepspeed", "colorlog")
 """What `import msamp` imports: its own compiled parts, that of Transformer Engine before 1.9, and two packages."""
 H100 = (9, 0)
+SCALINGS = ("delayed",)
 _KEYS: dict[str, tuple[object, str]] = {
     "format": ("hybrid", "quantizes to E4M3 forward, and gradients to E5M2"),
     "margin": (0, "has no margin"),
@@ -41,7 +43,7 @@ def unavailable() -> str:
     return f"msamp is installed without {', '.join(missing)}, which it loads" if missing else ""
 
 
-def native(precision: Precision) -> str:
+def instead(precision: Precision) -> str:
     """The words for the native backend with the storage that MS-AMP has, its powers of two among them."""
     own = precision.model_copy(update={"backend": "msamp"})
     pow2 = [f"storage.{column}=fp8_pow2" for column, codec in of_level(own).items() if codec == "fp8_pow2"]
@@ -67,9 +69,17 @@ def tokens_multiple(fp8: FP8, product: str) -> int:
     return 1
 
 
+def against_sharding(precision: Precision) -> list[str]:
+    return []  # _storage refuses all of it
+
+
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+    return []
+
+
 def _keys(f: FP8) -> list[str]:
     """A line for each key that MS-AMP has another value of."""
-    if f.scaling != "delayed":
+    if f.scaling not in SCALINGS:
         return [f"fp8.scaling={f.scaling}: MS-AMP has delayed scaling alone; write fp8.scaling=delayed, or backend=native"]
     lines = [f"fp8.{key}={value}: MS-AMP {why}; write fp8.{key}={str(want).lower()}, or backend=native"
              for key, (want, why) in _KEYS.items() if (value := getattr(f, key)) not in (want, "auto")]
@@ -83,29 +93,29 @@ def _storage(p: Precision) -> list[str]:
     has, s = of_level(p.model_copy(update={"backend": "msamp"})), p.storage
     export = "through DeepSpeed alone, whose JSON `fp8cfg export deepspeed` writes"
     if level(p) == "O3":
-        return [f"opt_level=O3: MS-AMP has it {export}; write opt_level=O2, or {native(p)}"]
-    instead = f"backend=native opt_level={level(p)}"
+        return [f"opt_level=O3: MS-AMP has it {export}; write opt_level=O2, or {instead(p)}"]
+    words = f"backend=native opt_level={level(p)}"
     # Where the backend is not named, columns left on auto are the native backend's, and it is these that the recipe says.
     said = resolved(p) if p.backend == "auto" else {column: getattr(s, column) for column in COLUMNS}
     cure = "write that" if p.backend == "auto" else "drop it"
     why = f"MS-AMP's {level(p)} has"
-    lines = [f"storage.{column}={said[column]}: {why} {has[column]} there; {cure}, or write {instead}" for column in COLUMNS
+    lines = [f"storage.{column}={said[column]}: {why} {has[column]} there; {cure}, or write {words}" for column in COLUMNS
              if said[column] not in ("auto", has[column])]
     if s.accumulate != "stored":
         lines.append(f"storage.accumulate={s.accumulate}: MS-AMP adds each microbatch to gradients that are stored in FP8; write "
-                     f"storage.accumulate=stored, or {instead}")
+                     f"storage.accumulate=stored, or {words}")
     if s.rounding != "nearest":
-        lines.append(f"storage.rounding={s.rounding}: MS-AMP rounds to nearest; drop it, or write {instead}")
+        lines.append(f"storage.rounding={s.rounding}: MS-AMP rounds to nearest; drop it, or write {words}")
     if s.shard != "none":
-        lines.append(f"storage.shard={s.shard}: MS-AMP shards {export}; drop it, or write {instead}")
+        lines.append(f"storage.shard={s.shard}: MS-AMP shards {export}; drop it, or write {words}")
     return lines
 
 
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
     if hardware.device != "cuda":
-        return [f"backend=msamp: MS-AMP runs on CUDA alone, this is a CPU; write {native(p)}"]
+        return [f"backend=msamp: MS-AMP runs on CUDA alone, this is a CPU; write {instead(p)}"]
     if hardware.capability != H100:
         has = ".".join(map(str, hardware.capability or ("unknown",)))
         return [f"backend=msamp: this GPU has compute capability {has}, MS-AMP multiplies in FP8 on an H100 alone; write "
-                f"{native(p)}"]
+                f"{instead(p)}"]
     return []

@@ -1,1 +1,5 @@
 """The native backend: FP8 arithmetic in plain torch, emulated or through torch's scaled matrix products."""
+
+from fp8cfg.config.backend_capabilities import Capabilities
+
+CAPABILITIES = Capabilities(priority=10, statistics=True, moves_scales=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +18,26 @@ from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
 from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
 from fp8cfg.numerics.attention import FP8Attention
 from fp8cfg.numerics.scale_update import FP8Layer, discard_amax, fp8_layers, update_scales
+from fp8cfg.scalings import SCALINGS
+
+_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1)}
 
 
 def scaling_of(fp8: FP8) -> Scaling:
     """The arithmetic that the `fp8` node asks for."""
-    forward = E2M1 if fp8.scaling == "nvfp4" else E4M3
+    forward, backward = (_FORMATS[name] for name in SCALINGS[fp8.scaling].operands(fp8.format))
     return Scaling(
-        kind=fp8.scaling, forward=forward, backward=E5M2 if fp8.format == "hybrid" else forward, margin=fp8.margin,
+        kind=fp8.scaling, forward=forward, backward=backward, margin=fp8.margin,
         interval=fp8.interval, amax_history_len=fp8.amax_history_len, amax_compute_algo=fp8.amax_compute_algo,
         first_step="te" if fp8.first_step == "te" else "in_time", granularity=fp8.granularity,
         power_2_scales=power_2_scales(fp8), weights_2d=weights_2d(fp8),
         hadamard=fp8.random_hadamard_transform, stochastic=fp8.stochastic_rounding)
 
 
-def convert(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str) -> None:
+def convert(
+    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16,
+    fp8_gather: bool = False,
+) -> None:
     """Replace, in place, the linear layers of `model` that `plan` has in FP8, and with them attention. Weights keep their
     Parameter, so tied ones stay tied; under fp8.params they become float8 Parameters, except a weight that a layer outside FP8
     shares.
@@ -79,6 +86,18 @@ def forget_observed(model: nn.Module) -> None:
     """Clear the record of what ran, so that the next step is observed afresh."""
     for layer in fp8_layers(model):
         layer.gemms_ran.zero_()
+
+
+def record(model: nn.Module) -> dict[str, Any]:
+    return {}
+
+
+def optimizer(prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_scaler: Any) -> None:
+    return None
+
+
+def cache_weights(model: nn.Module, on: bool = True) -> None:
+    """Nothing: each microbatch quantizes the weights that it reads, or fp8.params has quantized them."""
 
 
 def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:

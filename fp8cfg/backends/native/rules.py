@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import against_fp8_gather
+from fp8cfg.scalings import SCALINGS, needed
 
 FP8_CAPABILITY = (8, 9)
 """Least CUDA compute capability with FP8 matrix products: Ada. Hopper is 9.0."""
-BLOCK_CUDA = (12, 9)
+BLOCK_CUDA = max(scaling.cuda for scaling in SCALINGS.values())
 """Least CUDA version whose cuBLAS multiplies with scales of blocks, on Hopper."""
 ALIGNMENT = 16
 """Scaled matrix products want every contracted and every last dimension divisible by this (cuBLASLt, TE section 3.4)."""
@@ -19,10 +23,10 @@ def unavailable() -> str:
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[str]:
-    f, lines = precision.fp8, []
-    if f.dot_product_attention and f.scaling == "mxfp8":
-        lines.append("fp8.dot_product_attention=True: the native backend has none under fp8.scaling=mxfp8, where cuDNN quantizes "
-                     "the softmax by rules of its own; drop it, or write fp8.scaling=current")
+    f, lines, scaling = precision.fp8, [], SCALINGS[precision.fp8.scaling]
+    if f.dot_product_attention and scaling.block and "dot_product_attention" in scaling.attention:
+        lines.append(f"fp8.dot_product_attention=True: the native backend has none under fp8.scaling={f.scaling}, where cuDNN "
+                     "quantizes the softmax by rules of its own; drop it, or write fp8.scaling=current")
     if f.multi_head_attention:
         lines.append("fp8.multi_head_attention=True: needs FP8 outputs of the projections: backend=te; drop it")
     return lines or ([] if product(precision, hardware)[0] == "emulate" else _hardware_lacks(precision, hardware))
@@ -47,6 +51,20 @@ def tokens_multiple(fp8: FP8, product: str) -> int:
     return 1  # numerics/scaled_mm.py completes tokens with zeros
 
 
+def against_sharding(precision: Precision) -> list[str]:
+    if precision.storage.shard == "fsdp" and precision.storage.gather == "fp8":
+        return [f"storage.gather=fp8: {why}" for why in against_fp8_gather(precision, "native")]
+    return []
+
+
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+    return []
+
+
+def instead(precision: Precision) -> str:
+    return "backend=native"
+
+
 def no_units(precision: Precision, hardware: Hardware) -> list[str]:
     """The line that says that the GPU has no FP8 units, if it has none."""
     if (hardware.capability or (0, 0)) >= FP8_CAPABILITY:
@@ -64,18 +82,19 @@ EMULATE = "write fp8.emulate=true to emulate"
 
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
     """The line that says what the GPU cannot multiply, and what it can, if there is anything."""
-    capability, scaling = hardware.capability or (0, 0), p.fp8.scaling
+    capability, name, scaling = hardware.capability or (0, 0), p.fp8.scaling, SCALINGS[p.fp8.scaling]
     preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
     if lines := no_units(p, hardware):
         return lines
-    if scaling in ("mxfp8", "nvfp4"):
-        return [f"fp8.scaling={scaling}: the native backend multiplies it by emulation alone, and {found(hardware)}; {EMULATE}, "
+    if scaling.least is None:
+        return [f"fp8.scaling={name}: the native backend multiplies it by emulation alone, and {found(hardware)}; {EMULATE}, "
                 f"or precision={preset}"]
-    if scaling == "block" and capability[0] != 9:
-        return [f"fp8.scaling=block: {found(hardware)}, block scaling needs 9.0 (Hopper); {EMULATE}, or precision={preset}"]
-    if scaling == "block" and (hardware.cuda or (0, 0)) < BLOCK_CUDA:
-        version = ".".join(map(str, hardware.cuda or ("unknown",)))
-        return [f"fp8.scaling=block: torch has CUDA {version}, block scaling needs 12.9; {EMULATE}, or precision={preset}"]
+    if capability < scaling.least or (scaling.below and capability >= scaling.below):
+        return [f"fp8.scaling={name}: {found(hardware)}, {name} scaling needs {needed(scaling.least)}; {EMULATE}, or "
+                f"precision={preset}"]
+    if (hardware.cuda or (0, 0)) < scaling.cuda:
+        version, needs = (".".join(map(str, of)) for of in (hardware.cuda or ("unknown",), scaling.cuda))
+        return [f"fp8.scaling={name}: torch has CUDA {version}, {name} scaling needs {needs}; {EMULATE}, or precision={preset}"]
     if p.fp8.dot_product_attention:
         return [f"fp8.dot_product_attention=True: the native backend has it by emulation alone; {EMULATE}, or drop it"]
     return []

@@ -1,1 +1,5 @@
 """The Transformer Engine backend."""
+
+from fp8cfg.config.backend_capabilities import Capabilities
+
+CAPABILITIES = Capabilities(priority=30, compiles=False, layer_modules=("transformer_engine", "fp8cfg.backends.te.layers"))

@@ -30,7 +30,7 @@ from fp8cfg.backends.te import attention as te_attention
 from fp8cfg.backends.te import fusion as te_fusion
 from fp8cfg.backends.te.attention import TEAttention
 from fp8cfg.backends.te.build import Maker, check
-from fp8cfg.backends.te.decoder import TEDecoderLayer
+from fp8cfg.backends.te.decoder import TEDecoderLayer, described
 from fp8cfg.backends.te.engine import Engine, entered
 from fp8cfg.backends.te.environment import contradictions
 from fp8cfg.backends.te.layers import TEMLP, TELinear, TENorm
@@ -41,7 +41,8 @@ from fp8cfg.numerics import Region
 
 
 def convert(
-    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16
+    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16,
+    fp8_gather: bool = False,
 ) -> None:
     """See `protocol.Backend`. Norms become Transformer Engine's too, and layers of this project's Transformer are fused. Weights
     that are held in FP8 stand for weights in `compute`, the dtype of the activations. Raises ConfigError for NVTE_* variables that
@@ -126,6 +127,14 @@ def observed(model: nn.Module) -> Observed:
 def forget_observed(model: nn.Module) -> None:
     for layer in _watched(model).values():
         layer.ran.update(dict.fromkeys(layer.ran))
+
+
+def record(model: nn.Module) -> dict[str, Any]:
+    return {"te_modules": described(model)}
+
+
+def optimizer(prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_scaler: Any) -> None:
+    return None
 
 
 def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:

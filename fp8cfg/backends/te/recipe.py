@@ -10,11 +10,8 @@ from typing import Any
 from fp8cfg.backends.protocol import same
 from fp8cfg.backends.te.rules import high_precision_backward
 from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
+from fp8cfg.scalings import SCALINGS
 
-CLASSES = {
-    "delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling",
-    "nvfp4": "NVFP4BlockScaling",
-}
 TENSORS = ("fwd_inp", "fwd_weight", "bwd_grad")
 """Transformer Engine's names of the three tensors that a linear layer quantizes."""
 Fields = dict[str, Any]
@@ -23,7 +20,7 @@ Fields = dict[str, Any]
 def recipe_of(fp8: FP8) -> Any:
     """The recipe that `fp8` asks for. Raises BackendError where the object that came out says anything else."""
     te = importlib.import_module("transformer_engine.common.recipe")
-    cls = getattr(te, CLASSES[fp8.scaling])
+    cls = getattr(te, SCALINGS[fp8.scaling].te)
     wanted = {name: value for name, value in fields(fp8).items() if hasattr(cls, name) or LATER.get(name, ...) != value}
     given = {name: value for name, value in wanted.items() if not name.startswith(("fp8_quant", "fp4_quant"))}
     built = cls(**{name: _made(te, name, value) for name, value in given.items()})

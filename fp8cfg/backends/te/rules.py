@@ -7,23 +7,45 @@ a GPU by the authors of this backend: see backend.py.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from fp8cfg.backends.protocol import Hardware
-from fp8cfg.config.fp8 import FP8
+from fp8cfg.backends.te.environment import contradictions
+from fp8cfg.config.fp8 import FP8, per_row, transforms
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import said_of_fp8_weights
+from fp8cfg.config.storage import fp8_weights, said_of_fp8_weights
+from fp8cfg.scalings import SCALINGS, needed
 
 MINIMUM = (2, 8)
 """Least version: it has NVFP4, and in current and block scaling every field that is read back (recipe.py)."""
 FP8_CAPABILITY, ADA_CUDA, ADA_CUBLASLT = (8, 9), (12, 1), (12, 1, 3)
-BLOCK_CAPABILITY, BLOCK_CUDA = (9, 0), (12, 9)
-MXFP8_CAPABILITY, MXFP8_BELOW = (10, 0), (12, 0)
-NVFP4_CAPABILITY = (10, 0)
-ATTENTION_CAPABILITY, CURRENT_ATTENTION_CAPABILITY = (9, 0), (10, 0)
-MULTIPLE = {"delayed": 16, "current": 16, "block": 16, "mxfp8": 32, "nvfp4": 32}
-"""What tokens and both sizes of a layer must be multiples of. Each is the contracted dimension of one product."""
+HOPPER, BLACKWELL, ATTENTION_BELOW = (9, 0), (10, 0), (12, 0)
+
+
+@dataclass(frozen=True)
+class Has:
+    """What Transformer Engine has of a scaling. `multiple` is what tokens and both sizes of a layer must be multiples of: each is
+    the contracted dimension of one product. `least` and `below` bound the compute capability, `cuda` is the least version,
+    `attention` the least capability of cuDNN's FP8 attention, and `as_mxfp8` the first that multiplies it as MXFP8."""
+
+    multiple: int = 16
+    least: tuple[int, int] = FP8_CAPABILITY
+    below: tuple[int, int] | None = None
+    cuda: tuple[int, int] = (0, 0)
+    attention: tuple[int, int] = HOPPER
+    as_mxfp8: tuple[int, int] | None = None
+    backward_override: bool = True
+
+
+HAS = {
+    "delayed": Has(backward_override=False), "current": Has(attention=BLACKWELL),
+    "block": Has(least=HOPPER, cuda=(12, 9), as_mxfp8=BLACKWELL), "mxfp8": Has(32, least=BLACKWELL, below=(12, 0)),
+    "nvfp4": Has(32, least=BLACKWELL),
+}
+"""By the name of the scaling; what is not here is refused."""
 
 
 def unavailable() -> str:
@@ -42,6 +64,8 @@ def unavailable() -> str:
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[str]:
+    if precision.fp8.scaling not in HAS:
+        return [f"fp8.scaling={precision.fp8.scaling}: Transformer Engine has {', '.join(HAS)} alone; write backend=native"]
     return [*_keys(precision), *_hardware_lacks(precision, hardware)]
 
 
@@ -50,7 +74,7 @@ def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
 
 
 def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
-    multiple = MULTIPLE[fp8.scaling]
+    multiple = tokens_multiple(fp8, "scaled_mm")
     for what, size in (("in", in_features), ("out", out_features)):
         if size % multiple:
             return f"{what}_features={size} is not a multiple of {multiple}"
@@ -58,7 +82,26 @@ def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
 
 
 def tokens_multiple(fp8: FP8, product: str) -> int:
-    return MULTIPLE[fp8.scaling]
+    return HAS.get(fp8.scaling, Has()).multiple
+
+
+def against_sharding(precision: Precision) -> list[str]:
+    shard, lines = precision.storage.shard, []
+    if shard != "none" and fp8_weights(precision):
+        lines.append(f"storage.shard={shard}: Transformer Engine's FP8 weights are not handed round; write backend=native, or "
+                     "storage.weight=fp16_scaled with fp8.params=false")
+    if shard == "fsdp":
+        lines.append("storage.shard=fsdp: not in this version with Transformer Engine's layers; write backend=torchao or native, "
+                     "or storage.shard=zero2")
+    return lines
+
+
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+    return contradictions(fp8, environ)
+
+
+def instead(precision: Precision) -> str:
+    return "backend=native"
 
 
 def high_precision_backward(fp8: FP8) -> bool:
@@ -69,31 +112,31 @@ def high_precision_backward(fp8: FP8) -> bool:
 
 def _keys(p: Precision) -> list[str]:
     """A line for each key that Transformer Engine has nothing for."""
-    f, o, lines = p.fp8, p.fp8.override_linear_precision, []
-    if f.scaling == "delayed" and f.interval != 1:
+    f, o, lines, scaling = p.fp8, p.fp8.override_linear_precision, [], SCALINGS[p.fp8.scaling]
+    if scaling.history and f.interval != 1:
         lines.append(f"fp8.interval={f.interval}: Transformer Engine moves scales in every step, since 2.3 its recipe has no "
                      "interval; write 1, or backend=native")
-    if f.scaling == "delayed" and f.first_step == "in_time":
+    if scaling.history and f.first_step == "in_time":
         lines.append(f"fp8.first_step={f.first_step}: Transformer Engine begins with scale 1; write fp8.first_step=te, or "
                      "backend=native")
-    if f.granularity != "tensor":
+    if per_row(f):
         lines.append(f"fp8.granularity={f.granularity}: Transformer Engine has one scale for a tensor under fp8.scaling=current; "
                      "write tensor, fp8.scaling=block, or backend=torchao")
     kept = [g for g in ("fprop", "dgrad", "wgrad") if getattr(o, g)]
     if kept and not high_precision_backward(f):
         lines.append(f"fp8.override_linear_precision.{kept[0]}=True: since 2.0 Transformer Engine keeps dgrad and wgrad in high "
                      "precision together or neither, and fprop never; set dgrad and wgrad, or write backend=native")
-    if high_precision_backward(f) and f.scaling == "delayed":
+    if high_precision_backward(f) and not HAS[f.scaling].backward_override:
         lines.append("fp8.override_linear_precision.dgrad=True: Transformer Engine has no backward_override under "
-                     "fp8.scaling=delayed; write fp8.scaling=current, or backend=native")
+                     f"fp8.scaling={f.scaling}; write fp8.scaling=current, or backend=native")
     if f.multi_head_attention:
         lines.append("fp8.multi_head_attention=True: rotary positions stand between the projections and attention, and Transformer "
                      "Engine turns them in high precision; drop it and keep fp8.dot_product_attention=true")
     if f.emulate:
         lines.append("fp8.emulate=True: Transformer Engine multiplies on the GPU's FP8 units alone; write backend=native")
-    if f.scaling == "nvfp4" and p.compute != "bf16" and f.random_hadamard_transform:
-        lines.append(f"precision.compute={p.compute}: under fp8.scaling=nvfp4 Transformer Engine's Hadamard transform takes bf16 "
-                     "alone; write precision=bf16_nvfp4, fp8.random_hadamard_transform=false, or backend=native")
+    if transforms(f) and p.compute != "bf16":
+        lines.append(f"precision.compute={p.compute}: under fp8.scaling={f.scaling} Transformer Engine's Hadamard transform takes "
+                     "bf16 alone; write precision=bf16_nvfp4, fp8.random_hadamard_transform=false, or backend=native")
     if f.params and p.compute == "fp32":
         lines.append(f"{said_of_fp8_weights(p)}: Transformer Engine's FP8 weights would pass for float32 ones, which get no master "
                      "copy; write fp8.params=false, precision.compute=bf16, or backend=native")
@@ -102,30 +145,29 @@ def _keys(p: Precision) -> list[str]:
 
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
     """What Transformer Engine asks of the GPU, of CUDA and of cuBLASLt."""
-    scaling, capability, cuda = p.fp8.scaling, hardware.capability or (0, 0), hardware.cuda or (0, 0)
+    scaling, needs = p.fp8.scaling, HAS[p.fp8.scaling]
+    capability, cuda = hardware.capability or (0, 0), hardware.cuda or (0, 0)
     if hardware.device != "cuda":
         return ["backend=te: Transformer Engine runs on CUDA alone, this is a CPU; write backend=native"]
     has = f"this GPU has compute capability {_dotted(hardware.capability)}"
     if capability < FP8_CAPABILITY:
         return [f"fp8.enabled=True: {has}, Transformer Engine needs 8.9 (Ada) for FP8; write precision=bf16"]
     lines = []
-    if capability < BLOCK_CAPABILITY and cuda < ADA_CUDA:
+    if capability < HOPPER and cuda < ADA_CUDA:
         lines.append(f"fp8.enabled=True: torch has CUDA {_dotted(hardware.cuda)}, Transformer Engine needs 12.1 on Ada")
-    if capability < BLOCK_CAPABILITY and hardware.cublaslt and hardware.cublaslt < ADA_CUBLASLT:
+    if capability < HOPPER and hardware.cublaslt and hardware.cublaslt < ADA_CUBLASLT:
         lines.append(f"fp8.enabled=True: cuBLASLt is {_dotted(hardware.cublaslt)}, Transformer Engine needs 12.1.3 on Ada")
-    if scaling == "block" and capability < BLOCK_CAPABILITY:
-        lines.append(f"fp8.scaling=block: {has}, Transformer Engine needs 9.0 (Hopper); write fp8.scaling=current")
-    if scaling == "block" and cuda < BLOCK_CUDA:
-        lines.append(f"fp8.scaling=block: torch has CUDA {_dotted(hardware.cuda)}, Transformer Engine needs 12.9; write "
-                     "fp8.scaling=current")
-    if scaling == "block" and capability >= MXFP8_CAPABILITY and p.fp8.use_power_2_scales is False:
-        lines.append(f"fp8.use_power_2_scales=False: {has}, where Transformer Engine multiplies block scaling as MXFP8, whose "
+    if capability < needs.least or (needs.below and capability >= needs.below):
+        least = needed(needs.least)
+        if needs.below:
+            least = least.replace(" ", f" to below {_dotted(needs.below)} ")
+        lines.append(f"fp8.scaling={scaling}: {has}, Transformer Engine needs {least}; write fp8.scaling=current")
+    if cuda < needs.cuda:
+        lines.append(f"fp8.scaling={scaling}: torch has CUDA {_dotted(hardware.cuda)}, Transformer Engine needs "
+                     f"{_dotted(needs.cuda)}; write fp8.scaling=current")
+    if needs.as_mxfp8 and capability >= needs.as_mxfp8 and p.fp8.use_power_2_scales is False:
+        lines.append(f"fp8.use_power_2_scales=False: {has}, where Transformer Engine multiplies {scaling} scaling as MXFP8, whose "
                      "scales are powers of two; write true or null")
-    if scaling == "mxfp8" and not MXFP8_CAPABILITY <= capability < MXFP8_BELOW:
-        lines.append(f"fp8.scaling=mxfp8: {has}, Transformer Engine needs 10.0 to below 12.0 (Blackwell); write "
-                     "fp8.scaling=current")
-    if scaling == "nvfp4" and capability < NVFP4_CAPABILITY:
-        lines.append(f"fp8.scaling=nvfp4: {has}, Transformer Engine needs 10.0 (Blackwell); write fp8.scaling=current")
     if p.fp8.dot_product_attention:
         lines += _attention_lacks(scaling, capability, has)
     return lines
@@ -134,19 +176,20 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
 def _attention_lacks(scaling: str, capability: tuple[int, int], has: str) -> list[str]:
     """What FP8 attention asks of the GPU (pytorch/attention/dot_product_attention/utils.py); nothing takes its place there."""
     key = f"fp8.dot_product_attention=True: {has}, cuDNN's FP8 attention"
-    if capability < ATTENTION_CAPABILITY:
+    least = HAS[scaling].attention
+    if capability < HOPPER:
         return [f"{key} needs 9.0 (Hopper); drop it"]
-    if capability >= MXFP8_BELOW:
+    if capability >= ATTENTION_BELOW:
         return [f"{key} needs one below 12.0; drop it"]
-    if scaling == "current" and capability < CURRENT_ATTENTION_CAPABILITY:
-        return [f"{key} needs 10.0 (Blackwell) under fp8.scaling=current; write fp8.scaling=delayed, or drop it"]
+    if capability < least:
+        return [f"{key} needs {needed(least)} under fp8.scaling={scaling}; write fp8.scaling=delayed, or drop it"]
     return []
 
 
 def attention_misfit(head_dim: int, capability: tuple[int, int]) -> str:
     """Why FP8 attention does not train heads of `head_dim` channels on such a GPU (common/fused_attn/fused_attn.cpp); empty where
     it does."""
-    if capability < CURRENT_ATTENTION_CAPABILITY:
+    if capability < BLACKWELL:
         fits, wants = head_dim == 128, "128 below 10.0 (Blackwell)"
     else:
         fits, wants = head_dim <= 128 and head_dim % 16 == 0, "multiples of 16 up to 128"

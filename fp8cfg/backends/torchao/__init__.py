@@ -1,1 +1,5 @@
 """The torchao backend."""
+
+from fp8cfg.config.backend_capabilities import Capabilities
+
+CAPABILITIES = Capabilities(priority=20, fp8_gather=True, requantizes=True, layer_modules=("torchao.float8",))

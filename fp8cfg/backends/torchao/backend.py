@@ -20,7 +20,8 @@ from fp8cfg.backends.module_swap import linear_with, replaced
 from fp8cfg.backends.protocol import Observed, same
 from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.backends.torchao.recording import WatchedLinear, decode, watched
-from fp8cfg.config.fp8 import FP8, power_2_scales
+from fp8cfg.backends.torchao.rules import blocks
+from fp8cfg.config.fp8 import FP8, per_row, power_2_scales
 from fp8cfg.numerics import Region
 
 _matmul = watched(matmul_with_hp_or_float8_args)
@@ -45,7 +46,7 @@ def config_of(fp8: FP8, product: str, fp8_gather: bool = False) -> Float8LinearC
 
     With rows and wgrad in high precision it is torchao's recipe rowwise_with_gw_hp, whose dgrad reads the weight with one
     scale. Accumulation is fast forward and exact backward, as in torchao's own recipes."""
-    rows = fp8.granularity == "row"
+    rows = per_row(fp8)
     high = fp8.override_linear_precision
     gradient = torch.float8_e5m2 if fp8.format == "hybrid" else torch.float8_e4m3fn
 
@@ -71,7 +72,8 @@ def config_of(fp8: FP8, product: str, fp8_gather: bool = False) -> Float8LinearC
 
 
 def convert(
-    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, fp8_gather: bool = False
+    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16,
+    fp8_gather: bool = False,
 ) -> None:
     """As every backend's. With `fp8_gather` FSDP2 is to gather weights in FP8, except one that a layer outside FP8 shares; their
     scales are those of the weights after a step, or after new ones are loaded."""
@@ -90,7 +92,7 @@ def convert(
 
 
 def _maker(fp8: FP8, product: str, fp8_gather: bool = False) -> Callable[[nn.Linear], WatchedLinear]:
-    if fp8.scaling == "mxfp8":
+    if blocks(fp8):
         from fp8cfg.backends.torchao.mxfp8 import maker
 
         return maker(fp8, product)
@@ -127,6 +129,18 @@ def observed(model: nn.Module) -> Observed:
 def forget_observed(model: nn.Module) -> None:
     for _, layer in _layers(model):
         layer.gemms_ran.zero_()
+
+
+def record(model: nn.Module) -> dict[str, Any]:
+    return {}
+
+
+def optimizer(prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_scaler: Any) -> None:
+    return None
+
+
+def cache_weights(model: nn.Module, on: bool = True) -> None:
+    """Nothing: torchao quantizes weights in every pass."""
 
 
 def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import metadata, util
 
 from fp8cfg.backends.native.rules import EMULATE, found, no_units
 from fp8cfg.backends.protocol import Hardware
-from fp8cfg.config.fp8 import FP8, weights_2d
+from fp8cfg.config.fp8 import FP8, per_row, weights_2d
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import level, said_of_fp8_weights
+from fp8cfg.scalings import SCALINGS
 
 LEAST = (0, 18)
 """The oldest torchao whose float8 and mxfp8 training this backend knows."""
 MX_CAPABILITY = (10, 0)
 """Least CUDA compute capability with MXFP8 products: Blackwell. Those of 12.0 and above have other instructions."""
+
+
+def blocks(fp8: FP8) -> bool:
+    """Whether it is MXFP8Linear that multiplies, and not Float8Linear."""
+    return SCALINGS[fp8.scaling].torchao == "mx"
 
 
 def unavailable() -> str:
@@ -25,7 +32,7 @@ def unavailable() -> str:
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[str]:
-    lines = [*_not_there(precision), *(_mxfp8(precision.fp8) if precision.fp8.scaling == "mxfp8" else ())]
+    lines = [*_not_there(precision), *(_mxfp8(precision.fp8) if blocks(precision.fp8) else ())]
     emulates = product(precision, hardware)[0] == "emulate"
     return lines or ([] if emulates else no_units(precision, hardware) or _hardware_lacks(precision, hardware))
 
@@ -47,18 +54,31 @@ def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
 
 
 def tokens_multiple(fp8: FP8, product: str) -> int:
-    return 1 if product == "emulate" and fp8.scaling != "mxfp8" else _multiple(fp8)  # wgrad contracts tokens
+    return 1 if product == "emulate" and not blocks(fp8) else _multiple(fp8)  # wgrad contracts tokens
+
+
+def against_sharding(precision: Precision) -> list[str]:
+    return []
+
+
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+    return []
+
+
+def instead(precision: Precision) -> str:
+    return "backend=native"
 
 
 def _multiple(fp8: FP8) -> int:
-    return 32 if fp8.scaling == "mxfp8" else 16
+    return 32 if blocks(fp8) else 16
 
 
 def _not_there(p: Precision) -> list[str]:
     f, lines = p.fp8, []
     preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
-    if f.scaling not in ("current", "mxfp8"):
-        lines.append(f"fp8.scaling={f.scaling}: torchao has current and mxfp8 alone; write backend=native, or precision={preset}")
+    if not SCALINGS[f.scaling].torchao:
+        those = " and ".join(name for name, scaling in SCALINGS.items() if scaling.torchao)
+        lines.append(f"fp8.scaling={f.scaling}: torchao has {those} alone; write backend=native, or precision={preset}")
     if f.params:
         said = said_of_fp8_weights(p)
         cure = "fp8.params=false" if said == "fp8.params=True" else "opt_level=O2" if level(p) else "storage.weight=fp16_scaled"
@@ -79,10 +99,10 @@ def _mxfp8(f: FP8) -> list[str]:
 
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
     capability = hardware.capability or (0, 0)
-    if p.fp8.scaling == "mxfp8" and not MX_CAPABILITY <= capability < (12, 0):
-        return [f"fp8.scaling=mxfp8: {found(hardware)}, torchao's MXFP8 needs 10.0 (Blackwell); {EMULATE}, or precision="
+    if blocks(p.fp8) and not MX_CAPABILITY <= capability < (12, 0):
+        return [f"fp8.scaling={p.fp8.scaling}: {found(hardware)}, torchao's MXFP8 needs 10.0 (Blackwell); {EMULATE}, or precision="
                 f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"]
-    if p.fp8.granularity == "row" and p.compute != "bf16":
+    if per_row(p.fp8) and p.compute != "bf16":
         return [f"fp8.granularity=row: torch's product with scales of rows gives bf16, not precision.compute={p.compute}; write "
                 "backend=native, or precision.compute=bf16"]
     return []

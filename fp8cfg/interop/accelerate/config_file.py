@@ -1,4 +1,4 @@
-"""Accelerate's configuration file, in every spelling that is about: the wizard's, the launcher's, the documentation's."""
+"""Accelerate configuration file, in every spelling in use: the wizard's, the launcher's and the documentation's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from fp8cfg.interop.accelerate.fp8_keys import (
     held_otherwise,
     without_effect,
 )
-from fp8cfg.interop.key_table import SILENT, Dialect, Entry, Unsaid, Values, runs_fp8
+from fp8cfg.interop.key_table import SILENT, Dialect, Entry, Unsaid, Values, delayed, runs_fp8
 from fp8cfg.interop.value_spellings import boolean, is_on, number, one_of, read_only, shown, write_only
+from fp8cfg.scalings import SCALINGS
 
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "fp8": {"precision.compute": "bf16", "fp8.enabled": True}, "no": {"precision.compute": "fp32"},
@@ -167,10 +168,11 @@ def _differs(ours: Values) -> list[str]:
 
 def _refuse(ours: Values) -> list[str]:
     scaling = ours["fp8.scaling"]
-    if engine(ours) == "MSAMP" and scaling != "delayed":
+    if engine(ours) == "MSAMP" and not delayed(ours):
         return [f"fp8.scaling={scaling}: MS-AMP has delayed scaling alone; drop opt_level, or write fp8.scaling=delayed"]
-    if runs_fp8(ours) and scaling not in ("delayed", "current", "mxfp8"):
-        return [f"fp8.scaling={scaling}: Accelerate has no such scaling; it has delayed and mxfp8 (TE) and current (torchao)"]
+    if runs_fp8(ours) and not SCALINGS[scaling].accelerate:
+        te, ao = (" and ".join(n for n, s in SCALINGS.items() if s.accelerate == engine) for engine in ("TE", "AO"))
+        return [f"fp8.scaling={scaling}: Accelerate has no such scaling; it has {te} (TE) and {ao} (torchao)"]
     return []
 
 

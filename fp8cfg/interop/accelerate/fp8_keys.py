@@ -1,4 +1,4 @@
-"""What Accelerate says about FP8: the keys of fp8_config in its configuration file, and the fields of its handler objects."""
+"""Accelerate FP8 keys: fp8_config in its configuration file, and the fields of its handler objects."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from fp8cfg.interop.key_table import SILENT, Entry, Values, delayed, runs_fp8
 from fp8cfg.interop.value_spellings import boolean, integer, one_of, option, same, shown
+from fp8cfg.scalings import SCALINGS
 
 _OUTPUT = {"fp8.output_layer": True}
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -26,7 +27,7 @@ def engine(ours: Values) -> str:
         return ""
     if ours["backend"] == "msamp" or (ours["backend"] == "auto" and ours["opt_level"]):
         return "MSAMP"
-    return "AO" if ours["fp8.scaling"] == "current" else "TE"
+    return SCALINGS[ours["fp8.scaling"]].accelerate or "TE"
 
 
 def te(ours: Values) -> bool:

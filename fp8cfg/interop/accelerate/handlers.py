@@ -1,4 +1,4 @@
-"""Accelerate's handler objects: TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs and the older FP8RecipeKwargs."""
+"""Accelerate handler objects: TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs and the older FP8RecipeKwargs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Megatron-LM's flags, and the precision fields of Megatron Core, NeMo and Megatron-Bridge."""
+"""Megatron: flags of Megatron-LM, and the precision fields of Megatron Core, NeMo and Megatron-Bridge."""

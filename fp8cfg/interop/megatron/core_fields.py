@@ -1,4 +1,4 @@
-"""The fields in which Megatron Core, NeMo and Megatron-Bridge say what is in low precision."""
+"""Megatron Core precision fields, which NeMo and Megatron-Bridge share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.interop.key_table import SILENT, Entry, Unsaid, Values, delayed, runs_fp8
 from fp8cfg.interop.value_spellings import boolean, integer, inverse, is_on, number, one_of, option, same, shown, write_only
+from fp8cfg.scalings import SCALINGS
 
-SCALINGS = {"delayed": "delayed", "tensorwise": "current", "blockwise": "block", "mxfp8": "mxfp8"}
+_FP8 = {scaling.megatron: name for name, scaling in SCALINGS.items() if scaling.megatron and scaling.bits == 8}
+"""Their fp8_recipe, and our scaling."""
 OFF = (None, False, "", "none", "None", "null")
 
 
@@ -21,7 +23,15 @@ def fp8(ours: Values) -> bool:
 
 def fp4(ours: Values) -> bool:
     """Of recipes that Megatron calls FP4."""
-    return runs_fp8(ours) and ours["fp8.scaling"] == "nvfp4"
+    return runs_fp8(ours) and SCALINGS[ours["fp8.scaling"]].bits == 4
+
+
+def refuse(ours: Values) -> list[str]:
+    """The line on a scaling that Megatron has not."""
+    if not runs_fp8(ours) or SCALINGS[ours["fp8.scaling"]].megatron:
+        return []
+    those = ", ".join(name for name, scaling in SCALINGS.items() if scaling.megatron)
+    return [f"fp8.scaling={ours['fp8.scaling']}: Megatron has no such scaling; it has {those}"]
 
 
 def fp16(ours: Values) -> bool:
@@ -50,7 +60,7 @@ def fields(fp8_field: str = "fp8", fp4_field: str = "fp4") -> tuple[Entry, ...]:
     """The fields that all of them share, where FP8's format and FP4's have these names."""
     return (
         Entry(fp8_field, _on, lambda ours: ours["fp8.format"], fp8),
-        option("fp8_recipe", "fp8.scaling", SCALINGS, fp8),
+        option("fp8_recipe", "fp8.scaling", _FP8, fp8),
         Entry(fp4_field, _fp4_on, lambda ours: "e2m1", fp4),
         Entry("fp4_recipe", lambda value: one_of(value, {"nvfp4": {}}), lambda ours: "nvfp4", fp4),
         same("fp8_margin", "fp8.margin", integer, delayed),

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags on the model, the optimizer and the batch, as far as a recipe here has keys for them."""
+"""Megatron-LM flags of the model, the optimizer and the batch, as far as a recipe has keys for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NeMo's MegatronMixedPrecision plugin and Megatron-Bridge's MixedPrecisionConfig: fields, and presets by name."""
+"""NeMo MegatronMixedPrecision plugin and Megatron-Bridge MixedPrecisionConfig: fields, and presets by name."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fp8cfg.interop.megatron.core_fields import (
     fields,
     loss_scaling,
     reduction,
+    refuse,
     refuse_both,
     what_is_on,
 )
@@ -59,7 +60,8 @@ NEMO = Dialect(
     (*(read_only(e.theirs, e.read) for e in _SWITCHES),
      Entry("precision", lambda value: {} if value in OFF else {"precision.compute": one_of(value, _PRECISIONS)},
            lambda ours: _WORDS[ours["precision.compute"]]), *_SHARED, *loss_scaling("fp16_")),
-    {**_SPELLINGS, **{k: f"fp16_{k}" for k in ("loss_scale", *DYNAMIC)}}, _DEFAULTS, UNSAID, _prepare, why=WHY, doubts=DOUBTS)
+    {**_SPELLINGS, **{k: f"fp16_{k}" for k in ("loss_scale", *DYNAMIC)}}, _DEFAULTS, UNSAID, _prepare, refuse, why=WHY,
+    doubts=DOUBTS)
 BRIDGE = Dialect(
     "Megatron-Bridge", (*_SWITCHES, *_SHARED, *loss_scaling()), _SPELLINGS, {**_DEFAULTS, "fp8_recipe": "tensorwise"}, UNSAID,
-    _prepare, why=WHY, doubts=DOUBTS)
+    _prepare, refuse, why=WHY, doubts=DOUBTS)

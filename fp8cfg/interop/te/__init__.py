@@ -1,1 +1,1 @@
-"""Transformer Engine's recipes: classes, objects and printed text."""
+"""Transformer Engine recipes: classes, objects and printed text."""

@@ -1,4 +1,4 @@
-"""Transformer Engine's recipes as objects, as Python text, and as they print themselves."""
+"""Transformer Engine recipe objects, recipes as Python text, and the text that a recipe prints of itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe of Transformer Engine says in the parameters of its quantizers and products, which its layers read; and the line
+"""Transformer Engine quantizer parameters (QParams, MMParams), which its layers read instead of the recipe's fields; and the line
 that a recipe prints of itself, which shows them."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transformer Engine's recipe classes, field by field."""
+"""Transformer Engine recipe classes, field by field."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from fp8cfg.interop.accelerate.fp8_keys import override
 from fp8cfg.interop.key_table import SILENT, Dialect, Entry, Unsaid, Values, delayed
 from fp8cfg.interop.te.quantizer_params import SWITCHES
 from fp8cfg.interop.value_spellings import boolean, integer, inverse, one_of, read_only, same
+from fp8cfg.scalings import SCALINGS
 
-CLASSES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling",
-           "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
+CLASSES = {name: scaling.te for name, scaling in SCALINGS.items() if scaling.te}
+_ATTENTION = tuple(name for name in CLASSES if "dot_product_attention" in SCALINGS[name].attention)
+_OVERRIDES = tuple(name for name in CLASSES if not SCALINGS[name].history)
 _BACK = {name.lower(): scaling for scaling, name in CLASSES.items()}
 _KEPT = "fp8.override_linear_precision."
 _BACKWARD = {"high_precision": {f"{_KEPT}dgrad": True, f"{_KEPT}wgrad": True}, "none": {}}
@@ -57,6 +59,8 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
 
 
 def _refuse(ours: Values) -> list[str]:
+    if ours["fp8.enabled"] and ours["fp8.scaling"] not in CLASSES:
+        return [f"fp8.scaling={ours['fp8.scaling']}: Transformer Engine has no such scaling; it has {', '.join(CLASSES)}"]
     return [] if ours["fp8.enabled"] else ["fp8.enabled=False: a recipe of Transformer Engine is for FP8; write precision=bf16_fp8"]
 
 
@@ -74,8 +78,8 @@ TE = Dialect(
      same("margin", "fp8.margin", integer, delayed), same("amax_history_len", "fp8.amax_history_len", integer, delayed),
      Entry("amax_compute_algo", _algo, lambda ours: ours["fp8.amax_compute_algo"], delayed),
      same("reduce_amax", "fp8.reduce_amax", boolean, delayed),
-     same("fp8_dpa", "fp8.dot_product_attention", boolean, _under("delayed", "current", "mxfp8")),
-     same("fp8_mha", "fp8.multi_head_attention", boolean, _under("delayed", "current", "mxfp8")),
+     same("fp8_dpa", "fp8.dot_product_attention", boolean, _under(*_ATTENTION)),
+     same("fp8_mha", "fp8.multi_head_attention", boolean, _under(*_ATTENTION)),
      same("use_power_2_scales", "fp8.use_power_2_scales", boolean, _under("current")),
      inverse("use_f32_scales", "fp8.use_power_2_scales", _under("block")),
      same("enable_2d_quantization", "fp8.enable_2d_quantization", boolean, _under("mxfp8")),
@@ -84,7 +88,7 @@ TE = Dialect(
      inverse("disable_2d_quantization", "fp8.enable_2d_quantization", _under("nvfp4")),
      inverse("disable_rht", "fp8.random_hadamard_transform", _under("nvfp4")),
      inverse("disable_stochastic_rounding", "fp8.stochastic_rounding", _under("nvfp4")),
-     Entry("backward_override", lambda value: one_of(value, _BACKWARD), _backward, _under("current", "block", "mxfp8", "nvfp4")),
+     Entry("backward_override", lambda value: one_of(value, _BACKWARD), _backward, _under(*_OVERRIDES)),
      read_only("interval", lambda value: {"fp8.interval": integer(value)}), read_only("override_linear_precision", override)),
     {"recipe_type": "class", "format": "fp8_format"},
     unsaid={**dict.fromkeys(("x_block_scaling_dim", "grad_block_scaling_dim"), _TILES),

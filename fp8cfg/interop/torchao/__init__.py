@@ -1,1 +1,1 @@
-"""torchao's Float8LinearConfig."""
+"""torchao: its Float8LinearConfig."""

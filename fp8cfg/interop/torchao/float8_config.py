@@ -1,4 +1,4 @@
-"""torchao's Float8LinearConfig: how its fields say which scales and formats each of the three products has."""
+"""torchao Float8LinearConfig: how its fields give the scaling and the format of each of the three GEMMs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.interop.key_table import Dialect, Entry, NotHere, Unsaid, Values, Written
 from fp8cfg.interop.value_spellings import boolean, one_of, option, same, write_only
+from fp8cfg.scalings import SCALINGS
 
 _GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight_for_grad_input"),
           "wgrad": ("input_for_grad_weight", "grad_output_for_grad_weight")}
@@ -58,7 +59,7 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
 
 
 def _refuse(ours: Values) -> list[str]:
-    if ours["fp8.enabled"] and ours["fp8.scaling"] != "current":
+    if ours["fp8.enabled"] and SCALINGS[ours["fp8.scaling"]].torchao != "float8":
         return [f"fp8.scaling={ours['fp8.scaling']}: torchao's Float8Linear has current scaling alone; MXFP8 is another class"]
     return [] if ours["fp8.enabled"] else ["fp8.enabled=False: a Float8LinearConfig is for FP8; write precision=bf16_fp8_current"]
 

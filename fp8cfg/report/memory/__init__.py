@@ -1,1 +1,1 @@
-"""Memory plan: bytes of a run on one rank, by kind, from shapes alone."""
+"""Memory estimate: bytes of a run on one rank, by kind, computed from shapes alone."""

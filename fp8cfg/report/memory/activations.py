@@ -1,4 +1,4 @@
-"""Bytes of activations on one rank, from the model's code: what the forward pass keeps, and what the backward pass adds.
+"""Activation memory on one rank, from the model's code: what the forward pass keeps, and what the backward pass adds.
 
 Letters are bytes or sizes for one token on this rank:
 

@@ -1,4 +1,4 @@
-"""Bytes of what is whole for a while where storage.shard=fsdp splits a model."""
+"""FSDP all-gather memory: parameters and gradients that are temporarily whole under storage.shard=fsdp."""
 
 from __future__ import annotations
 

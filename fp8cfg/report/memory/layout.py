@@ -1,4 +1,4 @@
-"""What one rank holds of a model under trainer.strategy: its layers, its share of each matrix, its part of the sequence."""
+"""Parallel layout: the layers, the share of each matrix and the part of the sequence that one rank has under trainer.strategy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Sizes that all layers share, and the bytes that a linear layer keeps and takes while it multiplies."""
+"""Linear layer memory: sizes that all layers share, the bytes that a layer keeps, and those that it needs while it multiplies."""
 
 from __future__ import annotations
 
+from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights
@@ -15,7 +16,7 @@ class LinearBytes:
 
     def __init__(self, recipe: Recipe, device: str, part: Part, grads: float, backend: str) -> None:
         m, tp = recipe.model, part.tensor
-        self.requantizes = backend == "torchao"
+        self.requantizes = backend_registry.capabilities(backend).requantizes
         self.recipe, self.device, self.grads, self.tp = recipe, device, grads, tp
         self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
         self.d = m.hidden_size / (tp if part.sequence_parallel else 1)

@@ -1,4 +1,4 @@
-"""The nearest recipes that fit into a given memory."""
+"""Out-of-memory check before a run, and the nearest recipes that fit into a given memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ from fp8cfg.config.recipe_registry import recipes
 from fp8cfg.layer_plan import plan
 from fp8cfg.report.memory.layout import whole
 from fp8cfg.report.memory.peak import memory, parameters
+from fp8cfg.report.tables import size
+
+
+def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
+    """Raise ConfigError where the run needs more than `free` bytes, with the nearest overrides that fit."""
+    need = sum(memory(recipe, device, backend=backend).values())
+    if need > free:
+        near = list(fitting(recipe, device, free, backend))
+        hint = f"; nearest that fit: {' · '.join(near)}" if near else ""
+        raise ConfigError(f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}{hint}")
 
 
 def fitting(recipe: Recipe, device: str, free: int, backend: str | None = None) -> Iterator[str]:
-    """Words that make `recipe` fit into `free` bytes of `device`: the same model held more leanly, else with fewer layers; and
+    """Overrides that make `recipe` fit into `free` bytes of `device`: the same model with less memory, else with fewer layers; and
     the largest recipe that fits."""
 
     def fits(r: Recipe) -> bool:

@@ -1,17 +1,16 @@
-"""Bytes of one element, by who holds it: the codecs of storage, and the operands of the native backend's products."""
+"""Bytes per element: of the storage codecs, and of the quantized operands of the native backend's GEMMs."""
 
 from __future__ import annotations
 
-from fp8cfg.config.fp8 import power_2_scales, weights_2d
+from fp8cfg.config.fp8 import FP8, power_2_scales, transforms, weights_2d
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.scalings import SCALINGS, Tile
 
 CODEC: dict[str, float] = {
     "none": 0, "fp32": 4, "bf16": 2, "fp16": 2, "fp16_scaled": 2, "fp8": 1,
     "fp8_pow2": 1, "fp8_block": 1 + 4 / 128,
          "fp8_expand": 1 + 8 / 128}
 """One element in each codec of `storage`, with its share of a block's scale; one for a whole tensor is left out."""
-_TILES = {"block": (128, 4), "mxfp8": (32, 1), "nvfp4": (16, 1)}
-"""Scalings with many scales: how many elements in a row share one, and its bytes where it is stored."""
 
 
 def emulated(recipe: Recipe, device: str) -> bool:
@@ -21,27 +20,32 @@ def emulated(recipe: Recipe, device: str) -> bool:
 
 def operand(recipe: Recipe, device: str) -> float:
     """An element of a quantized activation, or of a weight quantized for one pass. Emulated it is the carrier's: bfloat16 under
-    bf16, unless its scale is multiplied in and is no power of two, and else float32. On hardware a byte, and under block
-    scaling its share of a float32 scale."""
+    bf16, unless its scale is multiplied in and is no power of two, and else float32. On hardware a byte, and its
+    share of a block's scale; nobody's where the scaling is emulated alone."""
     if emulated(recipe, device):
-        exact = recipe.fp8.scaling != "block" or power_2_scales(recipe.fp8)
+        exact = SCALINGS[recipe.fp8.scaling].exact_in_bfloat16(power_2_scales(recipe.fp8))
         return CODEC["bf16"] if recipe.precision.compute == "bf16" and exact else CODEC["fp32"]
-    return CODEC["fp8"] + (4 / 128 if recipe.fp8.scaling == "block" else 0)
+    scaling = SCALINGS[recipe.fp8.scaling]
+    return CODEC["fp8"] + (scaling.scale_share(_tile(recipe.fp8)) if scaling.least else 0)
+
+
+def _tile(fp8: FP8, weight: bool = False) -> Tile | None:
+    """What shares a scale of an activation, or of a weight, as fprop reads it."""
+    return SCALINGS[fp8.scaling].tile(1, fp8.granularity, square=weight and weights_2d(fp8))
 
 
 def directions(recipe: Recipe) -> int:
     """How often an activation or a gradient is quantized: twice where scales lie along the contracted dimension, since
     products contract both."""
-    return 2 if recipe.fp8.scaling in _TILES or recipe.fp8.granularity == "row" else 1
+    return 2 if _tile(recipe.fp8) else 1
 
 
 def held_beside(recipe: Recipe) -> float:
     """What an element of a weight held in FP8 alone takes beside its byte: its share of scales; and where these lie along rows,
     another byte and scales along columns, for dgrad."""
-    f = recipe.fp8
-    elements, scale = _TILES.get(f.scaling, (1, 0))
-    square = weights_2d(f) if f.scaling in _TILES else f.granularity == "tensor"
-    return scale / elements**2 if square else 1 + 2 * scale / elements
+    tile = _tile(recipe.fp8, weight=True)
+    share = SCALINGS[recipe.fp8.scaling].scale_share(tile)
+    return share if tile is None or tile[0] == tile[1] else 1 + 2 * share
 
 
 def decoded(recipe: Recipe, device: str) -> float:
@@ -59,7 +63,8 @@ def product(recipe: Recipe, device: str, out: float) -> float:
     if not emulated(recipe, device):
         return out
     carrier = operand(recipe, device)
-    if recipe.fp8.scaling in ("block", "mxfp8"):
+    scaling = SCALINGS[recipe.fp8.scaling]
+    if scaling.block and not scaling.two_levels:
         return carrier + (out if carrier != out else 0)
     return carrier if device == "cpu" and carrier == out else 10
 
@@ -68,9 +73,8 @@ def quantizing(recipe: Recipe, device: str, elements: float) -> float:
     """The most that quantizing a matrix of `elements` takes, its result among it. A CPU does so in chunks (numerics/quantize.py,
     CHUNK): float32 scaled and cut to the range, its codes, their indices, the result; a GPU the whole matrix, eagerly. nvfp4
     has a copy of the matrix and its Hadamard transform beside it; scales of columns need all rows, in float32, twice."""
-    mixes = recipe.fp8.scaling == "nvfp4" and recipe.fp8.random_hadamard_transform
-    mixed = 2 * CODEC[recipe.precision.compute] * elements if mixes else 0
+    mixed = 2 * CODEC[recipe.precision.compute] * elements if transforms(recipe.fp8) else 0
     if device == "cuda":
         return mixed + (4 + 4 + 1) * elements
     result = operand(recipe, device) * elements + 11 * min(1 << 17, elements)
-    return max(mixed + result, 8 * elements if recipe.fp8.granularity == "row" else 0)
+    return max(mixed + result, 8 * elements if 0 in (_tile(recipe.fp8) or ()) else 0)

@@ -1,4 +1,4 @@
-"""How much memory a recipe's run takes on one rank, by kind, from shapes alone.
+"""Peak memory of a training run on one rank, by kind, computed from shapes alone.
 
 Weights, masters, gradients and moments are sums over parameters; activations follow the model's code, run eagerly
 (report/memory/activations.py). The kinds add up to the peak of a step that accumulates microbatches, whose last backward pass finds
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from math import prod
 
+from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, low_bit, others, resolved
 from fp8cfg.layer_plan import plan, transformer_config
@@ -22,6 +22,7 @@ from fp8cfg.report.memory.fsdp_gather import gathered_bytes
 from fp8cfg.report.memory.layout import Part, ranks, whole
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.tables import size, table
+from fp8cfg.scalings import SCALINGS
 
 PIECE, WORKING = 65536, 12 * 4
 """Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK), and the bytes that one takes in float32."""
@@ -71,7 +72,8 @@ def multiplying(recipe: Recipe) -> str:
     p = recipe.precision
     if p.backend != "auto" and p.fp8.enabled:
         return p.backend
-    return "torchao" if p.storage.shard == "fsdp" and p.storage.gather == "fp8" else "native"
+    in_fp8 = p.storage.shard == "fsdp" and p.storage.gather == "fp8"
+    return backend_registry.gathering() if in_fp8 else backend_registry.REFERENCE
 
 
 def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, int]:
@@ -84,7 +86,7 @@ def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict
              "fsdp": ("weights", "masters", "moments", "gradients")}
     for kind in split[recipe.storage.shard]:
         kinds[kind] //= part.data
-    state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if recipe.fp8.scaling == "delayed" else 0
+    state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if SCALINGS[recipe.fp8.scaling].history else 0
     held = counts.linear if fp8_weights(recipe.precision) else 0
     return {**kinds, "FP8 copies": state + int(held * held_beside(recipe))}
 
@@ -143,19 +145,8 @@ def memory_table(recipe: Recipe, device: str, part: Part | None = None, backend:
     return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
 
 
-def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
-    """Raise ConfigError where the run needs more than `free` bytes, with the nearest overrides that fit."""
-    need = sum(memory(recipe, device, backend=backend).values())
-    if need > free:
-        from fp8cfg.report.memory.nearest_fit import fitting
-
-        near = list(fitting(recipe, device, free, backend))
-        hint = f"; nearest that fit: {' · '.join(near)}" if near else ""
-        raise ConfigError(f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}{hint}")
-
-
 def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
-    """Bytes that the optimizer's step takes for a while: float32 copies of narrower gradients; one weight on its way into FP8, in
+    """Temporary bytes of the optimizer's step: float32 copies of narrower gradients; one weight on its way into FP8, in
     float32 before and after it is cut to the range, and rounded. Compiled code takes no more than pieces do."""
     pieces = low_bit(recipe.precision)
     widened = 4 * parameters(recipe, part).total if gradient_bytes(recipe) < 4 and not pieces else 0
@@ -168,7 +159,7 @@ def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
 def _note(recipe: Recipe, kind: str, part: Part) -> str:
     columns, rest = chart.row(recipe), others(recipe.precision)
     layers = "FP8 layers" if fp8_weights(recipe.precision) else "linear layers"
-    state = "scales, amax histories" if recipe.fp8.scaling == "delayed" else "for dgrad, and scales"
+    state = "scales, amax histories" if SCALINGS[recipe.fp8.scaling].history else "for dgrad, and scales"
     tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
     widens = gradient_bytes(recipe) < 4 and not low_bit(recipe.precision)
     return {

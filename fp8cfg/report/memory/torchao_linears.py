@@ -1,4 +1,4 @@
-"""Bytes of torchao's linear layers, which keep input and weight as they came and quantize both again in the backward pass.
+"""Memory of torchao's linear layers, which keep input and weight unquantized and quantize both again in the backward pass.
 
 From torchao's code, run eagerly (float8/float8_linear.py, prototype/moe_training/mxfp8_linear.py). G is the gradient of the output,
 W the weight, X the input, in elements:
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.torchao.rules import blocks
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.memory.operands import CODEC, emulated
 
@@ -25,28 +26,28 @@ def backward(recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: fl
 
 
 def _moments(recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: float, x: float) -> Iterator[float]:
-    c, blocks = CODEC[recipe.precision.compute], recipe.fp8.scaling == "mxfp8"
-    e = BLOCKS if blocks else QUANTIZED
+    c, has_blocks = CODEC[recipe.precision.compute], blocks(recipe.fp8)
+    e = BLOCKS if has_blocks else QUANTIZED
     making, multiplying = _making(recipe, device), _emulated if emulated(recipe, device) else _multiplied
     _, dgrad, wgrad = linear.gemms
     beside = 0.0
     if dgrad:
         yield making * g
         yield e * g + making * w
-        yield e * (g + w) + multiplying(c, blocks, g, w, x)
+        yield e * (g + w) + multiplying(c, has_blocks, g, w, x)
         beside = e * (g + w)
     beside += c * x
     if wgrad:
         yield beside + making * g
         yield beside + e * g + making * x
-        yield beside + e * (g + x) + multiplying(c, blocks, g, x, w)
+        yield beside + e * (g + x) + multiplying(c, has_blocks, g, x, w)
     yield beside + c * w
 
 
 def _making(recipe: Recipe, device: str) -> float:
     """Bytes of an element while it is quantized, its float8 among them: scaled and cut to the range in float32; in blocks by
     torch where products are emulated, its amaxes, quotients and a transposed copy among them, and else by one kernel."""
-    if recipe.fp8.scaling != "mxfp8":
+    if not blocks(recipe.fp8):
         return 4 + 4 + QUANTIZED
     return (14 if CODEC[recipe.precision.compute] == 2 else 12) + 13 / 32 if emulated(recipe, device) else BLOCKS
 

@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file per group of tensors, state.json for the rest, under a manifest with sha256 sums.
+"""Checkpoint directory: one safetensors file per group of tensors, state.json for the rest, under a manifest with sha256 sums.
 
 A save writes into `step-00000123.tmp-<random>`, brings each file to disk, writes the manifest last, verifies what it wrote,
 and only then renames the folder to `step-00000123`. So a visible folder was complete, whatever killed the process, and
@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,15 @@ from torch import Tensor
 
 from fp8cfg.config.errors import Fp8cfgError
 from fp8cfg.training.checkpoint import tensor_file
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, fsync, read_manifest, verify, write_manifest
+from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, verify, write_manifest
+from fp8cfg.training.run_files import RunFiles, StrangeFile
 
 Tensors = dict[str, dict[str, Tensor]]
 STATE = "state.json"
+MAX_STATE = 1 << 30
+RESERVE = 1 << 16
+"""Bytes for the manifest and for what the file system rounds up."""
+SUFFIX = ".safetensors"
 # "step-00000123", or "step-00000123.2" for a second save of the same step, which must not touch the first.
 FOLDER = re.compile(r"step-([0-9]{8,})(?:\.([0-9]+))?")
 
@@ -38,8 +42,15 @@ class CheckpointError(Fp8cfgError):
     exit_code = 5
 
 
-def save(root: Path, step: int, tensors: Tensors, state: dict[str, Any], keep: int, world_size: int = 1) -> Path:
-    """Write a checkpoint of `step` under `root` and return its folder; keep the newest `keep` (>= 1) that verify.
+class OldCheckpointStays(CheckpointError):
+    """A checkpoint was written, and an older one could not be removed."""
+
+
+def save(
+    root: Path | RunFiles, step: int, tensors: Tensors, state: dict[str, Any], keep: int | None, world_size: int = 1
+) -> Path:
+    """Write a checkpoint of `step` under `root`, which is there, and return its folder; keep the newest `keep` (>= 1) that
+    verify, or all of them where it is None.
 
     `tensors` maps group to name to tensor; each group becomes `<group>.safetensors`. Any dense dtype safetensors knows, any
     device, strided or not, comes back bitwise, contiguous and on the CPU. A tensor that stands under two names (tied
@@ -53,55 +64,48 @@ def save(root: Path, step: int, tensors: Tensors, state: dict[str, Any], keep: i
     Raises CheckpointError (no space, not writable, a disk that returns other bytes), leaving older checkpoints as they
     were; ValueError or TypeError, before anything is written, for what cannot be stored.
     """
-    if step < 0 or keep < 1:
+    if step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"step must be >= 0 and keep >= 1, not {step} and {keep}")
     for group, named in tensors.items():
         tensor_file.refuse_unstorable(group, named)
     text = _strict_json(state)
-    root = Path(root)
-    staged = root / f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
+    staged = f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
     try:
-        _make_room(root, sum(t.nbytes for named in tensors.values() for t in named.values()) + len(text))
-        staged.mkdir()
-        _write_files(staged, tensors, text)
-        failpoint("manifest")
-        write_manifest(staged, step, world_size)
-        verify(staged)
-        failpoint("rename")
-        final = staged.rename(_free_name(root, step))
-        fsync(root)
-    except BaseException as error:
-        shutil.rmtree(staged, ignore_errors=True)
-        if isinstance(error, (OSError, SafetensorError, DamagedCheckpoint)):
-            raise CheckpointError(f"cannot save step {step} in {root}: {error}") from error
-        raise
+        files = RunFiles.at(root)
+        _make_room(files, room_for(tensors.values(), len(text)))
+        try:
+            inside = files.folder(staged, make=True)
+            _write_files(inside, tensors, text)
+            failpoint("manifest")
+            write_manifest(inside, step, world_size)
+            verify(inside)
+            failpoint("rename")
+            final = _free_name(files, step)
+            files.rename(staged, final)
+            files.sync()
+        except BaseException:
+            files.remove(staged, ignore_errors=True)
+            raise
+    except (OSError, SafetensorError, DamagedCheckpoint, StrangeFile) as error:
+        shown = root.path if isinstance(root, RunFiles) else root
+        reason = re.sub(r"/proc/self/fd/\d+/", "", str(error))
+        raise CheckpointError(f"cannot save step {step} in {shown}: {reason}") from error
     failpoint("renamed")
     try:
-        _remove_old(root, final, keep)
+        if keep is not None:
+            _remove_old(files, final, keep)
     except OSError as error:
-        raise CheckpointError(f"{final} is saved, but an older checkpoint cannot be removed: {error}") from error
-    return final
+        raise OldCheckpointStays(f"{files.path / final} is saved, but an older checkpoint cannot be removed: {error}") from error
+    return files.path / final
 
 
-def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
+def load(path: Path | RunFiles) -> tuple[Tensors, dict[str, Any]]:
     """Verify the checkpoint at `path`, then read it: the tensors by group and name, on the CPU, and the state.
 
     Raises DamagedCheckpoint, naming the file.
     """
-    path = Path(path)
     verify(path)
-    tensors = {}
-    file = path / STATE
-    try:
-        state = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-        for file in sorted(path.glob("*.safetensors")):
-            tensors[file.stem] = tensor_file.read(file)
-    # The sums hold and yet it cannot be read: not written by save(). KeyError: an alias of a tensor that is not there.
-    except (OSError, ValueError, RecursionError, KeyError, SafetensorError) as error:
-        raise DamagedCheckpoint(f"{path}: {file.name}: cannot be read ({error})") from error
-    if not isinstance(state, dict):
-        raise DamagedCheckpoint(f"{path}: {STATE}: not a JSON object")
-    return tensors, state
+    return _read(RunFiles.at(path))
 
 
 def newest(root: Path, log: Callable[[str], None]) -> Path | None:
@@ -110,15 +114,49 @@ def newest(root: Path, log: Callable[[str], None]) -> Path | None:
     Each one passed over is logged in a line that names the file and the reason. Raises NoUsableCheckpoint where there are
     checkpoints and none verifies: to start anew would then be a silent loss.
     """
-    candidates = _newest_first(Path(root))
-    for step, _, path in candidates:
-        problem = _damage(path, step)
+    if not root.is_dir():
+        return None
+    files = RunFiles.at(root)
+    for step, name in steps(files):
+        problem = _damage(files, name, step)
         if problem is None:
-            return path
-        log(f"checkpoint passed over: {problem}")
-    if candidates:
-        raise NoUsableCheckpoint(f"none of the {len(candidates)} checkpoints in {root} verifies")
+            return files.path / name
+        log(passed_over(problem))
+    if steps(files):
+        raise none_usable(files)
     return None
+
+
+def steps(root: RunFiles) -> list[tuple[int, str]]:
+    """Step and folder name of each checkpoint under `root`, whole or not, by falling step, the later save first where a step was
+    saved twice."""
+    return [(step, name) for step, _, name in _newest_first(root)]
+
+
+def load_named(root: RunFiles, name: str) -> tuple[Tensors, dict[str, Any]]:
+    """`load` of the folder `name`, which also says the step that it was written for."""
+    match = FOLDER.fullmatch(name)
+    problem = _damage(root, name, int(match[1]) if match else -1)
+    if problem:
+        raise DamagedCheckpoint(problem)
+    return _read(root.folder(name))
+
+
+def passed_over(problem: object) -> str:
+    """The line for a checkpoint that is not used."""
+    return f"checkpoint passed over: {problem}"
+
+
+def none_usable(root: RunFiles) -> NoUsableCheckpoint:
+    """The error where there are checkpoints under `root` and none of them can be used."""
+    return NoUsableCheckpoint(f"none of the {len(steps(root))} checkpoints in {root.path} can be used")
+
+
+def room_for(groups: Iterable[Mapping[str, Tensor]], text: int = 0) -> int:
+    """Bytes that a save of `groups` of tensors and `text` bytes of state takes on the disk, headers and a small reserve included.
+    Tensors that are one and the same count once."""
+    found = [tensor_file.distinct(named) for named in groups]
+    return sum(t.nbytes + 256 for each in found for t in each) + text + RESERVE
 
 
 def failpoint(name: str) -> None:
@@ -148,60 +186,72 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _make_room(root: Path, estimate: int) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    fsync(root.parent)
-    for left in root.glob("step-*.tmp-*"):  # of a process that was killed: this root has one writer
-        shutil.rmtree(left, ignore_errors=True)
-    free = shutil.disk_usage(root).free
-    if free < 2 * estimate:
-        raise OSError(f"not enough space: needs {2 * estimate} bytes (twice its size), {free} are free")
+def _read(files: RunFiles) -> tuple[Tensors, dict[str, Any]]:
+    tensors, name = {}, STATE
+    try:
+        state = json.loads(files.read(STATE, MAX_STATE), parse_constant=_refuse_constant)
+        for name in files.names():
+            if name.endswith(SUFFIX) and files.kind(name) == "file":
+                tensors[name.removesuffix(SUFFIX)] = tensor_file.read(files.reached / name)
+    # The sums hold and yet it cannot be read: not written by save(). KeyError: an alias of a tensor that is not there.
+    except (OSError, ValueError, RecursionError, KeyError, SafetensorError, StrangeFile) as error:
+        raise DamagedCheckpoint(f"{files.path}: {name}: cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(f"{files.path}: {STATE}: not a JSON object")
+    return tensors, state
 
 
-def _write_files(folder: Path, tensors: Tensors, text: str) -> None:
-    (folder / STATE).write_text(text, encoding="utf-8")
+def _make_room(root: RunFiles, needed: int) -> None:
+    for left in root.names():
+        if re.fullmatch(r"step-.*\.tmp-.*", left):  # of a process that was killed: this root has one writer
+            root.remove(left, ignore_errors=True)
+    if (free := root.free()) < needed:
+        raise OSError(f"not enough space: needs {needed} bytes, {free} are free")
+
+
+def _write_files(folder: RunFiles, tensors: Tensors, text: str) -> None:
+    folder.replace(STATE, text.encode())
+    with folder.open(STATE) as file:
+        mode = os.fstat(file.fileno()).st_mode
     for group, named in tensors.items():
-        file = folder / f"{group}.safetensors"
-        tensor_file.write(file, named)
-        # safetensors makes files that only their owner can read; this one gets what the umask grants.
-        file.chmod((folder / STATE).stat().st_mode)
+        tensor_file.write(folder.reached / f"{group}{SUFFIX}", named)
+        with folder.open(f"{group}{SUFFIX}") as file:
+            # safetensors makes files that only their owner can read; this one gets what the umask grants.
+            os.fchmod(file.fileno(), mode)
         failpoint("shard")
 
 
-def _newest_first(root: Path) -> list[tuple[int, int, Path]]:
-    """Step, attempt and folder of each checkpoint, by falling step, the later save first where a step was saved twice."""
-    found = [(path, FOLDER.fullmatch(path.name)) for path in root.iterdir()] if root.is_dir() else []
-    return sorted(
-        ((int(m[1]), int(m[2] or 1), path) for path, m in found if m and path.is_dir() and not path.is_symlink()),
-        reverse=True,
-    )
+def _newest_first(root: RunFiles) -> list[tuple[int, int, str]]:
+    """Step, attempt and name of each checkpoint, by falling step."""
+    found = [(name, FOLDER.fullmatch(name)) for name in root.names()]
+    return sorted(((int(m[1]), int(m[2] or 1), name) for name, m in found if m and root.kind(name) == "folder"), reverse=True)
 
 
-def _damage(path: Path, step: int) -> str | None:
-    """Why the checkpoint at `path`, named after `step`, cannot be used, or None."""
+def _damage(root: RunFiles, name: str, step: int) -> str | None:
+    """Why the checkpoint `name`, of `step`, cannot be used, or None."""
     try:
-        verify(path)
-        found = read_manifest(path).step
-    except DamagedCheckpoint as error:
+        found = verify(root.folder(name)).step
+    except (DamagedCheckpoint, StrangeFile, OSError) as error:
         return str(error)
-    return None if found == step else f"{path}: MANIFEST.json: written for step {found}"
+    return None if found == step else f"{root.path / name}: MANIFEST.json: written for step {found}"
 
 
-def _free_name(root: Path, step: int) -> Path:
+def _free_name(root: RunFiles, step: int) -> str:
     attempt = max((attempt for other, attempt, _ in _newest_first(root) if other == step), default=0) + 1
-    return root / (f"step-{step:08d}" + (f".{attempt}" if attempt > 1 else ""))
+    return f"step-{step:08d}" + (f".{attempt}" if attempt > 1 else "")
 
 
-def _remove_old(root: Path, new: Path, keep: int) -> None:
-    candidates = _newest_first(root)
-    kept = {step for step, _, path in candidates if path == new}
-    for step, _, path in candidates:
-        if path == new:
+def _remove_old(root: RunFiles, new: str, keep: int) -> None:
+    candidates = steps(root)
+    kept = {step for step, name in candidates if name == new}
+    for step, name in candidates:
+        if name == new:
             continue
         if step in kept or len(kept) >= keep:
             # Renamed first, so that a kill half-way leaves rubbish to collect and not a damaged checkpoint.
-            gone = path.rename(root / f"{path.name}.tmp-{uuid.uuid4().hex[:12]}")
+            gone = f"{name}.tmp-{uuid.uuid4().hex[:12]}"
+            root.rename(name, gone)
             failpoint("delete")
-            shutil.rmtree(gone)
-        elif _damage(path, step) is None:
+            root.remove(gone)
+        elif _damage(root, name, step) is None:
             kept.add(step)

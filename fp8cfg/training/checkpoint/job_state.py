@@ -1,24 +1,30 @@
-"""What a checkpoint of a job holds, and how a job takes it back."""
+"""Job state: what a checkpoint of a job contains, and how it is restored."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8cfg.composition.yaml_recipe import listed
+from fp8cfg.composition.flatten import listed
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.key_names import full, short
 from fp8cfg.config.node import Node
-from fp8cfg.config.recipe import Recipe, full, short, short_keys
+from fp8cfg.config.recipe import Recipe, short_keys
 from fp8cfg.config.storage import columns_of, low_bit, others
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
 from fp8cfg.layer_plan import plan
 from fp8cfg.optim.low_bit.training import LowBitTraining
+from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 from fp8cfg.training.checkpoint import rng
 from fp8cfg.training.checkpoint.checkpoint import Tensors
+from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.distributed.zero import full_state
 
@@ -38,6 +44,30 @@ STATE = (
     "fp8.output_layer", "fp8.high_precision_at_start", "fp8.high_precision_at_end",
 )  # fmt: skip
 """Keys that it cannot change either where the optimizer would keep other state: see `_kept`."""
+
+
+WRONG_CONTENTS = (KeyError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError)
+"""What reading a state raises that is not one of ours."""
+
+
+class SavedData(BaseModel):
+    """A place in the data, as `Batches.state` gives it."""
+
+    seed: int
+    seq_length: int
+    samples_seen: int = Field(ge=0)
+    corpus_sha256: str
+
+
+class SavedState(BaseModel):
+    """The JSON state of a checkpoint. What the optimizer and the generators keep is checked where they take it back."""
+
+    step: int = Field(ge=0)
+    data: SavedData
+    optimizer: dict[str, Any]
+    rng: dict[str, Any]
+    recipe: dict[str, Any]
+    compiled: bool
 
 
 def model_tensors(job: Job, world: World) -> dict[str, Tensor]:
@@ -121,10 +151,10 @@ def _instead(saved: Recipe, wanted: Recipe, key: str) -> str:
 
 def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches) -> int:
     """Put a checkpoint into `job`; returns the number of steps done. The losses that follow are those of the run without the
-    interruption, bit for bit. Raises ConfigError where the tensors do not fit the recipe.
+    interruption, bit for bit. Raises DamagedCheckpoint, and ConfigError where the recipe is another and the tensors do not fit it.
     """
-    same = not any(_matches(k, ["fp8", "storage.weight"]) for k in changes(Recipe(**state["recipe"]), job.recipe)
-                   if not _matches(k, FREE))
+    check(tensors, state)
+    changed = [k for k in changes(Recipe(**state["recipe"]), job.recipe) if not _matches(k, FREE)]
     optimizer = tensors.get("optimizer", {})  # none before a step where parameters are their own masters, nor of plain SGD
     try:
         saved = {**tensors["model"], **_of_this_rank(tensors.get("fp8", {}))}
@@ -132,15 +162,62 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
             from fp8cfg.training.distributed import fsdp
 
             saved, optimizer = fsdp.parts(saved, job.model), fsdp.parts(optimizer, job.model)
-        if same:
+        if not any(_matches(k, ["fp8", "storage.weight"]) for k in changed):
             job.model.load_state_dict(saved)
             job.optimizer.load_state(optimizer, state["optimizer"])
         else:
             _restore_other_precision(job, saved, optimizer, state["optimizer"])
-    except (KeyError, RuntimeError, ValueError) as e:
-        raise ConfigError(f"the checkpoint does not fit this recipe: {str(e).splitlines()[0]}") from None
+    except WRONG_CONTENTS as e:
+        if changed or job.foreign:
+            raise ConfigError(f"the checkpoint does not fit this recipe: {_one_line(e)}") from None
+        raise DamagedCheckpoint(f"step {state['step']}: its contents are not those of its recipe: {_one_line(e)}") from None
     rng.restore(tensors["rng"], state["rng"])
     return batches.resume(state["data"])
+
+
+def check(tensors: Tensors, state: dict[str, Any]) -> None:
+    """Raise DamagedCheckpoint where `state`, or a generator's, is not what `collect` gives: right sums say nothing of contents."""
+    name = "state.json"
+    try:
+        saved = SavedState.model_validate(state, strict=True)
+        recipe = Recipe(**state["recipe"])
+        if saved.data.samples_seen != saved.step * recipe.trainer.global_batch_size:
+            raise ValueError(f"{saved.data.samples_seen} samples seen are not those of {saved.step} steps")
+        if not 0 <= state["optimizer"].get("steps", 0) <= saved.step:
+            raise ValueError(f"optimizer.steps is not one of {saved.step} steps")
+        name = "rng.safetensors"
+        rng.check(tensors["rng"], state["rng"])
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise DamagedCheckpoint(f"{name}: {'.'.join(map(str, first['loc'])) or 'state'}: {first['msg']}") from None
+    except WRONG_CONTENTS as e:
+        raise DamagedCheckpoint(f"{name}: {_one_line(e)}") from None
+
+
+def checkpoint_bytes(job: Job, world: World) -> int:
+    """Bytes of the tensors of a checkpoint, at least; before the first step too, when moments are not there yet. All ranks call
+    it."""
+    model = {id(t): t for t in job.model.state_dict(keep_vars=True).values()}
+    state = sum(map(_bytes, job.optimizer.state_tensors().values()))
+    if isinstance(job.optimizer, MixedPrecisionOptimizer) and not job.optimizer.inner.state:
+        optim = job.recipe.optim
+        state += sum(map(_bytes, job.optimizer.masters.values())) * (2 if optim.name != "sgd" else int(optim.momentum > 0))
+    if job.prepared.owner:  # each rank has the state of its own parameters
+        state = int(world.sum(torch.tensor(float(state), dtype=torch.float64, device=job.device)).item())
+    return sum(map(_bytes, model.values())) + state
+
+
+def _bytes(t: Tensor) -> int:
+    """Bytes of all parts of a split tensor; of one that is stored in FP8 and says otherwise, those of the FP8 numbers."""
+    split = hasattr(t, "to_local")
+    return t.numel() * (1 if is_traceable_wrapper_subclass(t) and not split else t.element_size())
+
+
+def _one_line(error: Exception) -> str:
+    """All that `error` says, a long list cut; torch begins a line for each kind of key that is wrong."""
+    text = str(error) if not isinstance(error, KeyError) else f"has no {error}"
+    line = " ".join(text.split()) or type(error).__name__
+    return line if len(line) <= 300 else f"{line[:297]}..."
 
 
 def _restore_other_precision(job: Job, saved: dict[str, Tensor], tensors: dict[str, Tensor], json: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""MANIFEST.json: which files a checkpoint has, how long each is, and the sha256 of each.
+"""Checkpoint manifest (MANIFEST.json): the files of a checkpoint, with the length and sha256 of each.
 
 safetensors, torch.save and DCP all load a file with one flipped byte without a word; this is what notices. The manifest is
 written last, so a folder that has one was complete. It is read as untrusted input: of bounded size, typed field by field,
@@ -7,22 +7,22 @@ and a name in it is opened only if it is a plain path of a regular file found in
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import re
-import stat
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.training.run_files import RunFiles, StrangeFile
 
 SCHEMA = 1
 MANIFEST = "MANIFEST.json"
 MAX_BYTES = 1 << 20
+MAX_NAME = 255
 # No part may begin with a dot: this rules out "..", absolute paths and anything a terminal or a log would misread.
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -56,109 +56,90 @@ class Manifest:
     created: str
 
 
-def write_manifest(folder: Path, step: int, world_size: int = 1) -> Manifest:
+def write_manifest(folder: Path | RunFiles, step: int, world_size: int = 1) -> Manifest:
     """Bring every file below `folder` to disk, then describe them in its MANIFEST.json, itself brought to disk.
 
     Raises OSError, and DamagedCheckpoint where the folder holds what a manifest cannot name (a link, a strange name).
     """
-    files, folders = _walk(folder)
-    for name in sorted(files):
-        _check_name(folder, name)
-        fsync(folder / name)
-    entries = {name: FileEntry((folder / name).stat().st_size, sha256(folder / name)) for name in sorted(files)}
+    files = RunFiles.at(folder)
+    names, folders = _walk(files)
+    entries = {}
+    for name in sorted(names):
+        _check_name(files.path, name)
+        with files.open(name) as file:
+            os.fsync(file.fileno())
+            size = os.fstat(file.fileno()).st_size
+            entries[name] = FileEntry(size, hashlib.file_digest(file, "sha256").hexdigest())
     manifest = Manifest(step, world_size, entries, datetime.now(UTC).isoformat(timespec="seconds"))
-    (folder / MANIFEST).write_text(json.dumps({"schema": SCHEMA, **asdict(manifest)}, indent=1) + "\n", encoding="utf-8")
-    fsync(folder / MANIFEST)
-    for each in reversed(folders):
-        fsync(each)
+    files.replace(MANIFEST, (json.dumps({"schema": SCHEMA, **asdict(manifest)}, indent=1) + "\n").encode())
+    for name in reversed(folders):
+        files.folder(name).sync()
+    files.sync()
     return manifest
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path | RunFiles) -> Manifest:
     """The manifest of `folder`, its fields checked, its files not. Raises DamagedCheckpoint and nothing else."""
+    path = folder.path if isinstance(folder, RunFiles) else folder
     try:
-        raw = json.loads(_read_bounded(folder))
-    except OSError as error:
-        raise _damaged(folder, MANIFEST, _reason(error)) from error
+        raw = json.loads(RunFiles.at(folder).read(MANIFEST, MAX_BYTES))
+    except (OSError, StrangeFile) as error:
+        raise _damaged(path, MANIFEST, _reason(error)) from error
     # RecursionError: the parser's answer to brackets nested some thousand deep.
     except (ValueError, RecursionError) as error:
-        raise _damaged(folder, MANIFEST, f"not JSON ({error})") from error
+        raise _damaged(path, MANIFEST, f"not JSON ({error})") from error
     problem = _problem(raw)
     if problem:
-        raise _damaged(folder, MANIFEST, problem)
+        raise _damaged(path, MANIFEST, problem)
     files = {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in raw["files"].items()}
     for name in files:
-        _check_name(folder, name)
+        _check_name(path, name)
     return Manifest(raw["step"], raw["world_size"], files, raw["created"])
 
 
-def verify(folder: Path) -> None:
-    """Compare every file of `folder` with its manifest: names, then sizes, then sha256 (some 1.3 GB/s on one core).
+def verify(folder: Path | RunFiles) -> Manifest:
+    """Compare every file of `folder` with its manifest, which is returned: names, then sizes, then sha256 (some 1.3 GB/s on one
+    core).
 
     Raises DamagedCheckpoint, whose message names the first file that differs and how, and nothing else.
     """
-    listed = read_manifest(folder).files
-    name = MANIFEST
+    manifest, name = read_manifest(folder), MANIFEST
+    listed, path = manifest.files, folder.path if isinstance(folder, RunFiles) else folder
     try:
-        found, _ = _walk(folder)
+        files = RunFiles.at(folder)
+        found, _ = _walk(files)
         for name in sorted(listed.keys() ^ found):
-            raise _damaged(folder, name, "missing" if name in listed else "not listed in the manifest")
+            raise _damaged(path, name, "missing" if name in listed else "not listed in the manifest")
         for name, entry in listed.items():
-            size = (folder / name).stat().st_size
+            size = files.size(name)
             if size != entry.size:
-                raise _damaged(folder, name, f"{size} bytes, the manifest says {entry.size}")
+                raise _damaged(path, name, f"{size} bytes, the manifest says {entry.size}")
         for name, entry in listed.items():
-            if sha256(folder / name) != entry.sha256:
-                raise _damaged(folder, name, "its sha256 is not the one in the manifest")
-    except OSError as error:
-        raise _damaged(folder, name, _reason(error)) from error
+            with files.open(name) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                    raise _damaged(path, name, "its sha256 is not the one in the manifest")
+    except (OSError, StrangeFile) as error:
+        raise _damaged(path, name, _reason(error)) from error
+    return manifest
 
 
-def sha256(path: Path) -> str:
-    """Lower-case hex sha256 of a file, read in chunks. Raises OSError."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fsync(path: Path) -> None:
-    """Bring a file's bytes, or a folder's names, to disk. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        # Some network file systems cannot sync a folder and say so with EINVAL; their renames are durable by themselves.
-        if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(handle).st_mode):
-            raise
-    finally:
-        os.close(handle)
-
-
-def _walk(folder: Path) -> tuple[set[str], list[Path]]:
-    """Relative paths of all files but the manifest, and all folders. Links and devices are refused."""
-    files: set[str] = set()
-    folders = [folder]
-    for each in folders:  # grows as it is walked: a deep tree must not end in a RecursionError
-        with os.scandir(each) as entries:
-            for entry in entries:
-                name = Path(entry.path).relative_to(folder).as_posix()
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(Path(entry.path))
-                elif not entry.is_file(follow_symlinks=False):
-                    raise _damaged(folder, name, "neither a regular file nor a folder (a link or a device)")
-                elif name != MANIFEST:
-                    files.add(name)
-    return files, folders
-
-
-def _read_bounded(folder: Path) -> str:
-    path = folder / MANIFEST
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise _damaged(folder, MANIFEST, "not a regular file")
-    with open(path, "rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise _damaged(folder, MANIFEST, f"longer than {MAX_BYTES} bytes")
-    return data.decode("utf-8")
+def _walk(files: RunFiles) -> tuple[set[str], list[str]]:
+    """Relative paths of all files but the manifest, and of all folders below. Links and devices are refused."""
+    found: set[str] = set()
+    folders = [""]
+    for above in folders:  # grows as it is walked: a deep tree must not end in a RecursionError
+        inside = files.folder(above) if above else files
+        for entry in inside.names():
+            name, kind = f"{above}/{entry}" if above else entry, inside.kind(entry)
+            if len(name) > MAX_NAME:
+                raise _damaged(files.path, name[:80], "not a plain path inside the folder")
+            if kind == "folder":
+                folders.append(name)
+            elif kind != "file":
+                raise _damaged(files.path, name, "neither a regular file nor a folder (a link or a device)")
+            elif name != MANIFEST:
+                found.add(name)
+    return found, folders[1:]
 
 
 def _problem(raw: Any) -> str | None:
@@ -189,11 +170,13 @@ def _is_int(value: Any, least: int) -> bool:
 
 
 def _check_name(folder: Path, name: str) -> None:
-    if name == MANIFEST or len(name) > 255 or not PLAIN.fullmatch(name):
+    if name == MANIFEST or len(name) > MAX_NAME or not PLAIN.fullmatch(name):
         raise _damaged(folder, MANIFEST, f"{name[:80]!r} is not a plain path inside the folder")
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: OSError | StrangeFile) -> str:
+    if isinstance(error, StrangeFile):
+        return "not a regular file"
     return "missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror or error})"
 
 

@@ -1,4 +1,4 @@
-"""The states of the random number generators of python, numpy and torch, as tensors and plain JSON values.
+"""RNG state of python, numpy and torch, as tensors and plain JSON values.
 
 A generator's bulk (625 words of python's Mersenne Twister, numpy's key, torch's own blob) is a uint8 tensor; the few numbers
 beside it are JSON, whose floats come back bit for bit. Sources: random.getstate, numpy.random.get_state,
@@ -38,21 +38,35 @@ def restore(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> list[str
     """Put back what capture() returned; the next draws are then the same bit for bit.
 
     Returns what had no place to go: CUDA devices that this machine lacks, or has and the capture lacks, by name. Raises
-    KeyError or ValueError where the parts do not belong together.
+    KeyError, ValueError, TypeError or RuntimeError where the parts do not belong together.
     """
-    python = state["python"]
-    words = tuple(_words(tensors["python"]).tolist())
-    random.setstate((python["version"], words, python["gauss"]))
-    drawn = {**state["numpy"], "state": dict(state["numpy"]["state"])}
-    if "numpy" in tensors:
-        drawn["state"]["key"] = _words(tensors["numpy"])
-    np.random.set_state(drawn)
+    random.setstate(_python(tensors, state))
+    np.random.set_state(_numpy(tensors, state))
     torch.set_rng_state(tensors["torch"].cpu())
     there = {name for name in tensors if name.startswith("cuda.")}
     here = {f"cuda.{device}" for device in range(torch.cuda.device_count())}
     for name in there & here:
         torch.cuda.set_rng_state(tensors[name].cpu(), int(name.removeprefix("cuda.")))
     return sorted(there ^ here)
+
+
+def check(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Raise as restore() would, and change nothing."""
+    random.Random().setstate(_python(tensors, state))
+    np.random.RandomState().set_state(_numpy(tensors, state))
+    torch.Generator().set_state(tensors["torch"].cpu())
+
+
+def _python(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[Any, ...]:
+    python = state["python"]
+    return python["version"], tuple(_words(tensors["python"]).tolist()), python["gauss"]
+
+
+def _numpy(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
+    drawn = {**state["numpy"], "state": dict(state["numpy"]["state"])}
+    if "numpy" in tensors:
+        drawn["state"]["key"] = _words(tensors["numpy"])
+    return drawn
 
 
 def _bytes(words: np.ndarray) -> Tensor:

@@ -1,4 +1,4 @@
-"""One group of tensors as one safetensors file, whatever shares memory with what."""
+"""Tensor file: a group of tensors as one safetensors file, with tensors that share memory stored once."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ def read(file: Path) -> dict[str, Tensor]:
         return named | {name: named[kept] for name, kept in (opened.metadata() or {}).items()}
 
 
+def distinct(named: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors of a group that are stored, each once."""
+    return list({_view(t) if t.numel() else (name,): t for name, t in named.items()}.values())
+
+
 def _packed(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """What safetensors accepts of a group, contiguous and without shared memory, and its aliases: name to stored name."""
     stored: dict[str, Tensor] = {}
@@ -57,7 +62,7 @@ def _packed(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     first: dict[Any, str] = {}
     taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for name, tensor in named.items():
-        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        view = _view(tensor)
         if tensor.numel() and first.setdefault(view, name) != name:
             aliases[name] = first[view]
             continue
@@ -69,3 +74,8 @@ def _packed(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
         areas.append((start, stop))
         stored[name] = tensor
     return stored, aliases
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors that are one and the same have in common."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()

@@ -1,4 +1,4 @@
-"""What a rank does to sum gradients or to hand weights round, as conversations; quantized_allreduce.py says what for.
+"""Steps of the quantized all-reduce and of the weight gather on one rank, as generators; quantized_allreduce.py has the algorithm.
 
 Stored tensors are worked on flat, and by shares. Sums are float32 and go in the order of the ranks, and a rank's own part is
 rounded like any other: who sums what changes no bit.

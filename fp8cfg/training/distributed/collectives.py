@@ -1,4 +1,4 @@
-"""The four collectives that ranks talk in, by real processes or by ranks simulated in this one, and what they cost.
+"""Collectives (max, sum, exchange, gather) run by real processes or by ranks simulated in one, with the bytes that they send.
 
 What a rank does is a conversation: a generator that yields what it sends and is given what comes back. The same conversation
 runs over torch.distributed and, for a list of ranks, in one process; on the wire are bytes, whatever they mean, since gloo

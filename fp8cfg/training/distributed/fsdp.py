@@ -1,4 +1,4 @@
-"""Weights, gradients and moments split over data-parallel ranks by torch's FSDP2: each rank keeps a part of every tensor.
+"""FSDP2 sharding: weights, gradients and moments split over data-parallel ranks, each of which keeps a part of every tensor.
 
     forward     a layer's weights are gathered before it runs, in the codec of storage.gather, and let go of after it
     backward    they are gathered again; gradients are summed into the parts, in storage.comm, after each microbatch
@@ -60,7 +60,7 @@ def _count(message: Message) -> None:
 
 
 def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: str) -> None:
-    """Raise ConfigError where torchao would gather parts of different sizes in FP8, which nothing makes equal."""
+    """Raise ConfigError where torchao's FP8 all-gather would get shards of different sizes, which nothing pads."""
     ranks = current().size
     uneven = [p for p in plan if p.fp8 and p.out_features % ranks]
     if uneven and gathered(precision, backend) == "fp8":
@@ -93,7 +93,7 @@ def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
 
 
 def let_go(model: nn.Module) -> None:
-    """Free what a forward pass gathered and no backward pass is going to read."""
+    """Free weights that a forward pass gathered and no backward pass will read, as after an evaluation."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,4 +1,4 @@
-"""Which rank holds the optimizer state of which parameter, and steps it (ZeRO, arXiv 1910.02054): whole tensors, as in MS-AMP."""
+"""ZeRO owners: which rank holds the optimizer state of which parameter (arXiv 1910.02054), whole tensors, as in MS-AMP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients summed over the ranks, and weights handed round, with the bytes of a codec on the wire and float32 sums.
+"""Two-hop quantized all-reduce of gradients, and gather of weights: encoded values are sent, sums are taken in float32.
 
 An FP8 sum over all ranks takes two hops:
 

@@ -1,4 +1,4 @@
-"""Which elements of a list of tensors each rank adds up or holds, cut into messages of bounded size."""
+"""Shards of flat tensors: the elements that each rank sums or holds, cut into messages of bounded size."""
 
 from __future__ import annotations
 

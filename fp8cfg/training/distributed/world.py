@@ -1,4 +1,4 @@
-"""Data parallelism under torchrun, or one process: the same code, where a group of one has nothing to send."""
+"""Data-parallel world under torchrun, or a single process: the same code, where a group of one sends nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer state split over data-parallel ranks: ZeRO-1 and ZeRO-2 (arXiv 1910.02054), whole tensors to one owner each.
+"""ZeRO-1 and ZeRO-2 (arXiv 1910.02054): optimizer state split over data-parallel ranks, each tensor whole on one owner.
 
     zero1   every rank has all gradients, steps its own parameters, and hands round the weights as they are stored
     zero2   a gradient is summed on the rank that owns its parameter, and there alone
@@ -33,7 +33,7 @@ def owner_of(names: Mapping[str, tuple[int, Columns, str]], shard: str, ranks: i
 
 
 def attach(optimizer: LowBitTraining, model: nn.Module, owner: Mapping[str, int], shard: str, world: World) -> None:
-    """Let each step of `optimizer` end with the weights of all ranks, and its norm be that of all gradients."""
+    """Hook ZeRO into `optimizer`: each step ends by gathering all weights from their owners, and its norm is the global one."""
     layers = {layer.weight: layer for layer in fp8_linears(model) if isinstance(layer.weight, nn.Parameter)}
 
     @torch.no_grad()

@@ -1,0 +1,25 @@
+"""Prepared model: a model in the recipe's precision, and what its optimizer and its ranks need to know of its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fp8cfg.numerics import Region
+
+
+@dataclass
+class PreparedModel:
+    """A model in the recipe's precision, the float32 masters of its parameters by name, the region of its FP8 layers, and the
+    storage columns of its parameters by name. `owner` is the rank that keeps the state of each, where that is sharded."""
+
+    model: torch.nn.Module
+    masters: dict[str, Tensor]
+    region: Region
+    device: torch.device
+    columns: dict[str, dict[str, str]] = field(default_factory=dict)
+    owner: dict[str, int] = field(default_factory=dict)

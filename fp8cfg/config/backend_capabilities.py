@@ -1,0 +1,137 @@
+"""Backends by name, shipped and from installed packages, and what each has, as plain data that rules and reports ask for.
+
+A backend is a package with CAPABILITIES, a module or object `rules` (backends/protocol.py: Rules) and one `backend` (Backend). The
+shipped ones are the folders of fp8cfg/backends; those of other packages are entry points of the group `fp8cfg.backends`, by the
+backend's name. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from fp8cfg.config import entry_points
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.files import NAME
+
+GROUP = "fp8cfg.backends"
+_PARTS: dict[tuple[str, str], Any] = {}
+"""What was loaded: (backend, `rules` or `backend`) -> the object."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend has, besides what its `rules` decide from a recipe and from hardware. The defaults are those of one that
+    multiplies linear layers and does nothing else."""
+
+    priority: int = 0
+    """backend=auto tries those above 0, the highest first; one at 0 multiplies where it is named alone."""
+    own_state: bool = False
+    """Whether it holds the weights of its FP8 layers itself and steps them too: `Backend.optimizer` gives the optimizer, and
+    storage columns concern those layers alone."""
+    level: str | None = None
+    """The opt_level that is in force where none is written."""
+    level_pow2: bool = False
+    """Whether the FP8 state of its levels is scaled by powers of two: the codec fp8_pow2."""
+    adam_weight_decay: str = ""
+    """Why optim.name=adam takes no weight decay where moments are not float32, and what to write; empty where it does."""
+    compiles: bool = True
+    """Whether torch.compile takes its layers."""
+    statistics: bool = False
+    """Whether it has log.fp8_stats_every_n_steps."""
+    moves_scales: bool = False
+    """Whether `Backend.after_step` is what rolls delayed scaling's histories and moves its scales."""
+    fp8_gather: bool = False
+    """Whether FSDP2 can gather its weights in FP8: storage.gather=fp8."""
+    requantizes: bool = False
+    """Whether its layers keep input and weight as they came, and quantize both again in the backward pass."""
+    layer_modules: tuple[str, ...] = ()
+    """Modules, or packages of them, whose nn.Modules can multiply in FP8."""
+    distributions: tuple[str, ...] = ()
+    """Distributions whose versions a run records, besides those that every run does."""
+
+
+@functools.cache
+def shipped() -> tuple[str, ...]:
+    """The names of the backends of this version, in the order in which they are listed."""
+    return tuple(importlib.import_module(GROUP).SHIPPED)
+
+
+@functools.cache
+def offered() -> dict[str, EntryPoint]:
+    """The backends of installed packages: name -> entry point. One that cannot be a name, or has another's, is left out with a
+    PackageWarning."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points.offered(GROUP):
+        if not NAME.fullmatch(point.name):
+            entry_points.warn(point, "is no name of letters, digits and '_'")
+        elif point.name in ("auto", *shipped(), *found):
+            entry_points.warn(point, "has a name that is taken")
+        else:
+            found[point.name] = point
+    return found
+
+
+def names() -> tuple[str, ...]:
+    """The name of every backend, the shipped ones first. No package is loaded."""
+    return (*shipped(), *offered())
+
+
+@functools.cache
+def package(name: str) -> Any:
+    """The package of backend `name`; None where there is none, or where that of an installed package cannot be loaded, with a
+    PackageWarning."""
+    if name in shipped():
+        return importlib.import_module(f"{GROUP}.{name}")
+    if name not in offered():
+        return None
+    found = entry_points.load(offered()[name])
+    if found is not None and not isinstance(getattr(found, "CAPABILITIES", None), Capabilities):
+        entry_points.warn(offered()[name], "has no CAPABILITIES, an object of fp8cfg.config.backend_capabilities.Capabilities")
+        return None
+    return found
+
+
+def part(name: str, which: str) -> Any:
+    """`rules` or `backend` of the package of backend `name`, imported where it is a module. Raises ConfigError where there is no
+    such backend, and where it is of an installed package and cannot be loaded."""
+    if name not in names():
+        raise ConfigError(f"backend={name}: not in this version; write backend=native")
+    found = package(name)
+    if found is None:
+        raise ConfigError(f"backend={name}: {entry_points.described(offered()[name])} cannot be loaded; write backend=native")
+    if (name, which) not in _PARTS:
+        try:
+            _PARTS[name, which] = getattr(found, which, None) or importlib.import_module(f"{found.__name__}.{which}")
+        except Exception as e:
+            if name in shipped():
+                raise
+            raise ConfigError(f"backend={name}: {entry_points.described(offered()[name])} has no {which} "
+                              f"({entry_points.reason(e)}); write backend=native") from None
+    return _PARTS[name, which]
+
+
+def loaded(name: str) -> bool:
+    """Whether the code of backend `name` was imported."""
+    home = f"{GROUP}.{name}" if name in shipped() else offered()[name].value
+    return (name, "backend") in _PARTS or f"{home}.backend" in sys.modules
+
+
+def capabilities(name: str) -> Capabilities:
+    """What backend `name` has. `auto`, and a backend that cannot be loaded, has nothing."""
+    found = package(name)
+    return found.CAPABILITIES if found is not None else Capabilities()
+
+
+def ordered() -> tuple[str, ...]:
+    """The order in which backend=auto tries backends."""
+    return tuple(sorted((n for n in names() if capabilities(n).priority > 0), key=lambda n: -capabilities(n).priority))
+
+
+def gathering() -> str:
+    """The first of them whose weights FSDP2 can gather in FP8."""
+    return next(name for name in ordered() if capabilities(name).fp8_gather)

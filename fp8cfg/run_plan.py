@@ -1,0 +1,62 @@
+"""Plan of a run before there is a GPU: from a recipe, a GPU's name and a number of ranks to what runs, fits and gains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fp8cfg.builder import lower
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.report import graph, plan_report
+from fp8cfg.report.gpus import GPU, GPUS, named
+from fp8cfg.report.plan_report import Plan
+
+MOST = 9_999_999
+"""Ranks that can be planned for."""
+
+
+def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Plan:
+    """Plan of `recipe` on `gpus` ranks, by default trainer.num_nodes x trainer.devices, each with the GPU called `gpu`, such as
+    "h100"; without a name on a CPU, which emulates FP8. Loads no torch. Where no backend can run the recipe on that GPU the plan's
+    `refusals` say why.
+
+    Raises ConfigError for a recipe that breaks its rules, a GPU that is not in the table, and ranks that do not divide.
+    """
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"plan: expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b']) gives one")
+    if gpu is not None and not isinstance(gpu, str):
+        raise ConfigError(f"gpu={gpu!r}: expected a name; there are {', '.join(GPUS)}")
+    if gpus is not None and (type(gpus) is not int or not 1 <= gpus <= MOST):
+        raise ConfigError(f"gpus={gpus!r}: expected a number of GPUs, 1 to {MOST}")
+    found = named(gpu, "gpu=") if gpu else None
+    try:
+        recipe.check()
+    except ConfigError:  # a layout for more GPUs than the recipe has, which `gpus` may name
+        if gpus is None:
+            raise
+        nodes, devices = machines(gpus)
+        recipe = recipe.model_copy(update={"trainer": {"num_nodes": nodes, "devices": devices}})
+        recipe.check()
+    refuse_hardware(recipe, gpu, "gpu=")
+    return planned(recipe.model_copy(deep=True), gpus, found)
+
+
+def planned(recipe: Recipe, ranks: int | None, gpu: GPU | None) -> Plan:
+    """Plan of a checked `recipe`, with what will be built."""
+    found = plan_report.make(recipe, ranks or recipe.trainer.num_nodes * recipe.trainer.devices, gpu)
+    return replace(found, built=graph.built(lower(recipe, found.hardware, choice=found.choice))) if found.choice else found
+
+
+def refuse_hardware(recipe: Recipe, gpu: str | None, option: str) -> None:
+    """Raise ConfigError where trainer.accelerator and the name `gpu` contradict each other; `option` is what names one."""
+    accelerator = recipe.trainer.accelerator
+    if gpu and accelerator == "cpu":
+        raise ConfigError(f"{option}{gpu}: trainer.accelerator=cpu runs on none; drop one of the two")
+    if accelerator == "cuda" and not gpu:
+        raise ConfigError(f"trainer.accelerator=cuda: name the GPU, as in {option}h100; there are {', '.join(GPUS)}")
+
+
+def machines(ranks: int) -> tuple[int, int]:
+    """Nodes, and GPUs of each: eight, or as many below that as divide `ranks`."""
+    devices = next(n for n in range(8, 0, -1) if ranks % n == 0)
+    return ranks // devices, devices

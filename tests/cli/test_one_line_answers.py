@@ -1,0 +1,135 @@
+"""What used to be a traceback, a hang or raw bytes on a terminal is one line."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fp8cfg
+from fp8cfg.__main__ import main
+from fp8cfg.cli import launch, train
+from fp8cfg.config import recipe_registry
+from tests.support.small import SMALL, small
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.\nframe #0"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("std::bad_alloc"),
+    RuntimeError("can't start new thread"), ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+], ids=str)
+def test_no_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(*_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(train, "launch", fails)
+    assert main([*SMALL]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: out of memory") and err.count("\n") == 1 and "frame" not in err
+
+
+def test_other_errors_are_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> int:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(train, "launch", fails)
+    with pytest.raises(RuntimeError, match="shapes"):
+        main([*SMALL])
+
+
+@pytest.mark.slow
+def test_a_limit_on_memory_is_one_line(tmp_path: Path) -> None:
+    limit = 5 << 30
+    words = [*SMALL, "precision=bf16", "model.hidden_size=2048", "model.ffn_hidden_size=8192", "model.num_layers=6", f"log.dir={tmp_path}"]
+    done = subprocess.run([sys.executable, "-m", "fp8cfg", *words], cwd=ROOT, capture_output=True, text=True, timeout=300,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: out of memory") and "Traceback" not in done.stderr
+
+
+def test_a_pipe_in_a_folder_of_presets_is_no_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for group in ("recipe", "precision", "data"):
+        (tmp_path / group).mkdir()
+        os.mkfifo(tmp_path / group / "pipe.yaml")
+    (tmp_path / "recipe" / "mine.yaml").write_text("# of mine\nrecipe: llama_tiny\n")
+    assert main(["list", "--config-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "  mine" in out and "  pipe" not in out
+    assert main(["check", "precision=pipe", "--config-dir", str(tmp_path)]) == 2
+    os.mkfifo(tmp_path / "given.yaml")
+    assert main(["check", str(tmp_path / "given.yaml")]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "precision=pipe: no such precision preset" in first and "given.yaml: is no file; expected a file" in second
+
+
+@pytest.mark.parametrize("word", ["trainer.max_steps={}", "optim.lr={}", "name={}", "trainer={{max_steps: {}}}", "fp8.exclude=[{}]"])
+def test_a_number_of_many_digits_is_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", word.format("9" * 5000)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and len(err) < 200
+
+
+class Broken:
+    name, group, value, dist = "theirs", "fp8cfg.recipes", "other.package:recipes", SimpleNamespace(name="other-package")
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def load(self) -> None:
+        raise self.error
+
+
+@pytest.mark.filterwarnings("always::fp8cfg.config.errors.PackageWarning")
+@pytest.mark.parametrize("error", [ImportError("No module named 'gone'\nmore"), SystemExit(3), RuntimeError()], ids=repr)
+def test_a_broken_entry_point_of_another_package_breaks_nothing(error: BaseException, monkeypatch: pytest.MonkeyPatch,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    real = importlib.metadata.entry_points
+    monkeypatch.setattr(importlib.metadata, "entry_points",
+                        lambda **of: (Broken(error),) if of == {"group": "fp8cfg.recipes"} else real(**of))
+    recipe_registry._load.cache_clear()
+    try:
+        assert main(["list", "recipe"]) == 0
+        out, err = capsys.readouterr()
+        assert "llama_8b" in out and err.startswith("warning: package other-package: its entry point theirs of fp8cfg.recipes cannot be loaded (") and err.count("\n") == 1
+        assert main(["check", "recipe=llama_tiny"]) == 0
+        assert main(["check", "recipe=theirs"]) == 2
+        assert "no such recipe" in capsys.readouterr().err
+    finally:
+        recipe_registry._load.cache_clear()
+
+
+def test_a_folder_for_runs_is_printed_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """At its run; and where a stranger's recipe has it and it differs from mine."""
+    from fp8cfg.training import loop
+
+    monkeypatch.setattr(loop, "fit", lambda *_: loop.Result(1, None, None))
+    hostile = f"{tmp_path}/\x1b]0;owned\x07\nrm"
+    recipe = small(f"log.dir={tmp_path}")
+    recipe.log.dir = hostile
+    assert launch.launch(recipe, lambda: _folder(recipe), None) == 0
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err and "\x07" not in out + err and "\\x1b]0;owned\\x07\\nrm" in out
+    (run,) = Path(hostile).iterdir()
+    assert main(["rerun", str(run), f"log.dir={tmp_path}"]) == 0
+    out, err = capsys.readouterr()
+    assert "changed: log.dir: " in " ".join(out.split()) and "owned" in out
+    assert "\x1b" not in out + err
+
+
+def _folder(recipe: fp8cfg.Recipe) -> Any:
+    from datetime import datetime
+
+    from fp8cfg.composition import to_yaml
+    from fp8cfg.training.run_folder import RunFolder
+
+    return RunFolder.create(Path(recipe.log.dir), recipe.name, datetime.now(), to_yaml(recipe))

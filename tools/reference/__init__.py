@@ -1,0 +1,1 @@
+"""Pages of docs/reference as text, one module a subject."""

@@ -1,0 +1,31 @@
+"""Recipes, precision presets and data presets: what can be chosen by name, with what each file says and sets."""
+
+from __future__ import annotations
+
+from fp8cfg.cli.list import entries
+from fp8cfg.composition.flatten import flat
+from fp8cfg.config.presets import FUNCTIONS, precision_preset
+from fp8cfg.config.recipe import Recipe, short
+from fp8cfg.report.value_text import shown
+from tools.reference.markdown import code, table
+
+
+def page() -> str:
+    return "\n\n".join([
+        "# Recipes and presets",
+        "What `recipe=`, `precision=` and `data=` choose from; `fp8cfg list` prints the same, and `--config-dir FOLDER` adds files of "
+        "yours. A precision preset replaces everything about precision; its Python function has the name that NeMo or "
+        "Megatron-Bridge gives it, where they have one.",
+        "## recipe", table(["name", "what it is"], [[code(e.name), e.about] for e in entries("recipe", None)]),
+        "## precision", table(["name", "Python", "what it is", "sets"], [_precision(e.name, e.about) for e in entries("precision", None)]),
+        "## data", table(["name", "what it is"], [[code(e.name), e.about] for e in entries("data", None)]),
+    ])
+
+
+def _precision(name: str, about: str) -> list[str]:
+    functions = ", ".join(code(f) for f, preset in FUNCTIONS.items() if preset == name and f != name) or code(name)
+    recipe = Recipe()
+    before = flat(recipe)
+    recipe.precision = precision_preset(name)
+    said = [f"{short(k)}={shown(v)}" for k, v in flat(recipe).items() if v != before[k]]
+    return [code(name), functions, about, ", ".join(map(code, said)) or "the defaults"]

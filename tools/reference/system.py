@@ -1,0 +1,64 @@
+"""Exit codes, from the classes of errors that have them, and the environment variables that are read or change results."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.report.installation import VARIABLES
+from tools.reference.markdown import code, plain, table
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFINES = re.compile(r"^class \w+\(\w*(Error|Checkpoint|Folder)\w*(, \w+)*\):", re.MULTILINE)
+"""Modules that define errors."""
+OWN = {
+    "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE": "set by torchrun: which rank this is, of how many; without them there is one",
+    "FP8CFG_FAILPOINT": "tests alone: the process kills itself at a named point of saving a checkpoint",
+}
+"""Variables that fp8cfg itself reads; no key of a recipe is taken from the environment."""
+FIXED = {0: ["done"], 1: ["a bug: a traceback is printed"], 2: ["an unknown word, key or file"], 5: ["a disk is full"],
+         130: ["interrupted from the keyboard"]}
+"""Codes, or cases of one, that no class of errors has."""
+
+
+def exit_codes() -> str:
+    found: dict[int, list[str]] = {k: list(v) for k, v in FIXED.items()}
+    for cls in _errors():
+        if cls is not Fp8cfgError:
+            said = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+            found.setdefault(cls.exit_code, []).append(f"`{cls.__name__}`: {plain(_without_code(said))}")
+    rows = [[str(number), "<br>".join(lines)] for number, lines in sorted(found.items())]
+    return "\n\n".join([
+        "# Exit codes", "What `fp8cfg` ends with. Errors are lines on standard error, each with the key, what is wrong and the nearest "
+        "valid thing, without a traceback.", table(["code", "when"], rows),
+        "torchrun ends with 1 whatever its ranks ended with; the lines above its own report say what it was. A sweep ends with the "
+        "largest code of its runs. 75 is EX_TEMPFAIL: a scheduler may requeue the command."])
+
+
+def _errors() -> list[type[Fp8cfgError]]:
+    for path in sorted((ROOT / "fp8cfg").rglob("*.py")):
+        if DEFINES.search(path.read_text(encoding="utf-8")) and path.name != "__main__.py":
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    found, queue = [], [Fp8cfgError]
+    while queue:
+        cls = queue.pop(0)
+        found.append(cls)
+        queue += [c for c in sorted(cls.__subclasses__(), key=lambda c: c.__name__) if c.__module__.startswith("fp8cfg.")]
+    return found
+
+
+def _without_code(text: str) -> str:
+    return ". ".join(part for part in text.rstrip(".").split(". ") if not part.startswith("Exit code"))
+
+
+def environment() -> str:
+    return "\n\n".join([
+        "# Environment variables", "No value of a recipe is taken from the environment.",
+        "## Read by fp8cfg", table(["variable", "what for"], [[code(k), v] for k, v in OWN.items()]),
+        "## Of libraries, and what they change", "`fp8cfg doctor` prints those that are set. A run records every `NVTE_*`, `FP8CFG_*` and "
+        "`TORCH*` variable and `OMP_NUM_THREADS` in `environment.json`, save those whose names sound secret. Under `backend=te` an `NVTE_*` "
+        "variable that contradicts the recipe is refused.",
+        table(["variable", "effect"], [[code(k), v] for k, v in VARIABLES.items()])])
