@@ -184,8 +184,7 @@ def _readable(read: Callable[[Job], Any], words: list[str]) -> bool:
 
 @pytest.mark.parametrize("key", RUNS)
 def test_a_key_of_the_run_is_set_by_its_test(key: str) -> None:
-    file, = Path(__file__).parents[1].rglob(RUNS[key])
-    text = file.read_text(encoding="utf-8")
+    text = next(Path(__file__).parents[1].rglob(RUNS[key])).read_text(encoding="utf-8")
     assert f"{key}=" in text or f"{key} =" in text
 
 
