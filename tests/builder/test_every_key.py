@@ -191,7 +191,8 @@ def _read(read: Callable[[Job], Any], job: Job) -> Any:
 
 @pytest.mark.parametrize("key", RUNS)
 def test_a_key_of_the_run_is_set_by_its_test(key: str) -> None:
-    text = next(Path(__file__).parents[1].rglob(RUNS[key])).read_text(encoding="utf-8")
+    file, = Path(__file__).parents[1].rglob(RUNS[key])
+    text = file.read_text(encoding="utf-8")
     assert f"{key}=" in text or f"{key} =" in text
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_convert import BACKENDS, recipe
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -21,7 +21,6 @@ from fp8cfg.training.metrics import read
 from fp8cfg.training.run_folder import RunFolder
 from tests.support.ranks import launch
 from tests.support.small import small, steps
-from tests.training.test_distributed import launch
 
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 SCALINGS = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_block_scaling import matrices
 from torch import Tensor, nn
 
 from fp8cfg.numerics import E4M3, E5M2, INPUT, Format, FP8Linear, Region, Scaling, update_scales
