@@ -105,9 +105,9 @@ def measure(folder: Path, tests: list[str], quick: bool, workers: int) -> None:
     (folder / "start").mkdir(parents=True, exist_ok=True)
     (folder / "start/sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n", encoding="utf-8")
     (folder / "coveragerc").write_text(RC.format(folder=folder), encoding="utf-8")
-    env = environment(quick, ROOT, folder / "start", ROOT / "tools") | {
+    env = environment(quick, folder / "start", ROOT) | {
         "COVERAGE_TESTS_FOLDER": str(folder), "COVERAGE_TEST": "", "COVERAGE_PROCESS_START": str(folder / "coveragerc")}
-    command = [sys.executable, "-m", "pytest", "-p", "coverage_contexts", "-n", str(workers), "--dist", "worksteal", *tests]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.coverage_contexts", "-n", str(workers), "--dist", "worksteal", *tests]
     done = subprocess.run([*command, *(["-m", "not slow"] if quick else [])], cwd=ROOT, env=env)
     if done.returncode not in (0, 1):
         raise Mistake(f"pytest ended with exit code {done.returncode}")
