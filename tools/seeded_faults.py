@@ -148,9 +148,9 @@ def environment(quick: bool, *path: Path) -> dict[str, str]:
 def copy_tree(to: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in listed.stdout.split("\0"):
-        if name and (ROOT / name).is_file():
+        if name and ((ROOT / name).is_symlink() or (ROOT / name).is_file()):
             (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
+            shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
 
 
 def write(file: Path, text: str) -> None:
