@@ -4,13 +4,18 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 ARGS ?= recipe=llama_tiny precision=bf16_fp8
 
-.PHONY: train test check docs clean
+.PHONY: train test test-all check docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fp8cfg $(ARGS)
 
 test: $(VENV)/.tested-with
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(TESTS)
+
+# The same with every example of the property tests, and then what it leaves out (tests/slow.toml, and tests marked slow).
+test-all: export FP8CFG_ALL_EXAMPLES = 1
+test-all: test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(TESTS)
 
 check: $(VENV)/.tested-with
 	$(BIN)/ruff check .

@@ -1,15 +1,32 @@
-"""One thread, so that results do not depend on the machine's cores; GPU tests are skipped without a GPU."""
+"""What holds for all tests: one thread, the quick and the slow ones, compiled code that is kept on disk, a clean process after each."""
 
 from __future__ import annotations
 
 import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # results do not depend on the machine's cores
 
+import hypothesis
 import pytest
 
+SLOW = Path(__file__).with_name("slow.toml")
+FEWER = 5
+"""One of so many of a property's examples is drawn where FP8CFG_ALL_EXAMPLES is not set."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Compiled graphs, kept by their source from one test, worker and run to the next.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "inductor"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_slow(config, items)
+    if not os.environ.get("FP8CFG_ALL_EXAMPLES"):
+        _draw_fewer(items)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -20,30 +37,49 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what slow.toml lists. Raises UsageError for a case to keep that a test, collected as a whole, does not have."""
+    listed = {f"tests/{file}::{test}": set(kept) for file, tests in tomllib.loads(SLOW.read_text()).items() for test, kept in tests.items()}
+    found: dict[str, set[str]] = {}
+    for item in items:
+        test, bracket, case = item.nodeid.partition("[")
+        if test in listed:
+            found.setdefault(test, set()).add(case.removesuffix("]"))
+            if not bracket or case.removesuffix("]") not in listed[test]:
+                item.add_marker("slow")
+    if not any("::" in arg or arg == "--deselect" for arg in config.invocation_params.args):
+        files = {item.nodeid.partition("::")[0] for item in items}
+        wrong = [f"{test}: {sorted(kept - found.get(test, set()))}" for test, kept in listed.items()
+                 if test.partition("::")[0] in files and (test not in found or kept - found[test])]
+        if wrong:
+            raise pytest.UsageError(f"{SLOW.name} lists what there is not: {'; '.join(wrong)}")
+
+
+def _draw_fewer(items: list[pytest.Item]) -> None:
+    for test in {getattr(item, "obj", None): None for item in items}:
+        given = getattr(test, "_hypothesis_internal_use_settings", None)
+        if given is not None and given.max_examples > FEWER:
+            test._hypothesis_internal_use_settings = hypothesis.settings(given, max_examples=max(FEWER, given.max_examples // FEWER))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Weights that a test leaves to chance are the same in every run, whichever test went before."""
-    import sys
-
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> object:
+def fresh_dynamo() -> Iterator[None]:
     """Tests build many configurations of one class in one process; dynamo would stop compiling after eight."""
-    import sys
-
     yield
-    if "torch._dynamo" in sys.modules:
+    if "torch._dynamo.convert_frame" in sys.modules and sys.modules["torch._dynamo.convert_frame"].FRAME_COUNTER:
         sys.modules["torch"]._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
-def no_process_group_left() -> object:
+def no_process_group_left() -> Iterator[None]:
     """A job whose weights are split has a process group, of one rank in a test; the next test is to find none."""
-    import sys
-
     yield
     dist = sys.modules.get("torch.distributed")
     if dist and dist.is_initialized():

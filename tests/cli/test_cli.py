@@ -52,7 +52,6 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does() -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-@pytest.mark.slow
 def test_the_main_job_end_to_end(tmp_path: Path) -> None:
     done = fp8cfg(*SMALL, "precision=bf16_fp8", "fp8.margin=1", f"log.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
@@ -65,7 +64,6 @@ def test_the_main_job_end_to_end(tmp_path: Path) -> None:
     assert recorded["backend"] == "native" and recorded["passed_over"] == ["msamp, te, torchao: native goes first where FP8 is emulated"]
 
 
-@pytest.mark.slow
 def test_min_coverage_ends_with_exit_code_3(tmp_path: Path) -> None:
     done = fp8cfg(*SMALL, "precision=bf16_fp8", "fp8.min_coverage=0.99", f"log.dir={tmp_path}")
     assert done.returncode == 3

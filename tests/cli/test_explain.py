@@ -16,9 +16,8 @@ from fp8cfg.config.key_names import full, short
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.recipes import llama_tiny
 from fp8cfg.report.key_effect import effect, refusals
-from tests.composition.test_provenance import line
 from tests.support.overrides import value
-from tests.support.verbs import ROOT, loads, refused, said
+from tests.support.verbs import ROOT, line, loads, refused, said
 
 Out = pytest.CaptureFixture[str]
 

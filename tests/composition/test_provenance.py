@@ -20,15 +20,10 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.recipe_registry import recipes
 from fp8cfg.recipes import llama_8b, llama_tiny
 from tests.support.overrides import KEYS, value, value_words
+from tests.support.verbs import ROOT, line
 
-ROOT = Path(__file__).parents[2]
 MARGIN, INTERVAL = f"{PLUGIN}.fp8.margin", f"{PLUGIN}.fp8.interval"
 CHOICES = st.sampled_from([f"recipe={r}" for r in sorted(recipes())] + [f"precision={p}" for p in presets.choices()] + ["data=tiny", "data=text"])
-
-
-def line(file: str | Path, part: str) -> int:
-    """The line of `file` that has `part`."""
-    return next(i for i, text in enumerate((ROOT / file).read_text(encoding="utf-8").splitlines(), 1) if part in text)
 
 
 def layers(key: str, *words: str, **more: Any) -> list[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from fp8cfg.numerics.block_scaling import first_level, spread, tile_scales, tile
 from fp8cfg.numerics.fp8_weights import pack, unpack
 from fp8cfg.numerics.nvfp4 import hadamard
 from fp8cfg.numerics.quantize import quantize_tiles
+from tests.support.pairs import pairwise
 from tests.support.te_stub import te_module
 
 INF, NAN = math.inf, math.nan
@@ -171,10 +172,10 @@ def test_every_tile_is_scaled_by_its_own_amax(shape: tuple[int, int], tile: tupl
     assert spread(scales, x.shape, tile).shape == x.shape
 
 
-@pytest.mark.parametrize("scaling", [BLOCK, BLOCK_FP32, MX, NVFP4, Scaling("current", granularity="row")], ids=lambda s: f"{s.kind}-{s.power_2_scales}")
-@pytest.mark.parametrize("role", [INPUT, WEIGHT, GRAD_OUTPUT])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("scaling", "role", "axis", "dtype"),
+    pairwise([BLOCK, BLOCK_FP32, MX, NVFP4, Scaling("current", granularity="row")], [INPUT, WEIGHT, GRAD_OUTPUT], [0, 1], [torch.float32, torch.bfloat16]),
+    ids=lambda v: f"{v.kind}-{v.power_2_scales}" if isinstance(v, Scaling) else str(v).removeprefix("torch."))
 def test_compiled_and_in_chunks_as_in_one_piece(scaling: Scaling, role: int, axis: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     x = (torch.randn(300, 200, generator=torch.Generator().manual_seed(role)) * 1e-3).to(dtype)

@@ -19,8 +19,8 @@ from fp8cfg.numerics.quantization_statistics import Statistics, collect
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
 from fp8cfg.training.run_folder import RunFolder
+from tests.support.ranks import launch
 from tests.support.small import small, steps
-from tests.training.test_distributed import launch
 
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 SCALINGS = {

@@ -350,7 +350,6 @@ def test_pieces_make_no_difference(row: str, monkeypatch: pytest.MonkeyPatch) ->
     assert equal(found[0], found[1]) and equal(found[0], found[2])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("row", "cls"), [("O2", LowBitAdamW), ("O3", LowBitAdam), ("bf16 stochastic", LowBitAdamW),
                                           ("block moments", LowBitAdamW), ("expanded moments", LowBitAdamW)])
 def test_compiled_bits_are_the_eager_ones(row: str, cls: type[LowBitOptimizer]) -> None:

@@ -1,7 +1,10 @@
-"""Functions run by real processes that talk over gloo."""
+"""Functions run by real processes that talk over gloo, and commands run by torchrun."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,13 @@ def on_ranks(ranks: int, work: Callable[[World], Any], folder: Path) -> list[Any
     """What `work`, a function at the top of a module, returns on each of so many processes: tensors, lists and dicts."""
     torch.multiprocessing.spawn(_one, (ranks, work, str(folder)), nprocs=ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def launch(ranks: int, *argv: str) -> subprocess.CompletedProcess[str]:
+    """`fp8cfg` with `argv`, on several ranks under torchrun."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    start = [sys.executable, "-m"] + (["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else [])
+    return subprocess.run([*start, "fp8cfg", *argv], cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, timeout=180)
 
 
 def _one(rank: int, ranks: int, work: Callable[[World], Any], folder: str) -> None:

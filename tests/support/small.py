@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import fp8cfg
@@ -17,7 +18,12 @@ SMALL = ("recipe=llama_tiny", "data=tiny", "model.num_layers=2", "model.hidden_s
 
 
 def small(*words: str) -> Recipe:
-    """The small recipe with `words` on top."""
+    """The small recipe with `words` on top; composed once, and a copy for each caller."""
+    return _composed(*words).model_copy(deep=True)
+
+
+@functools.cache
+def _composed(*words: str) -> Recipe:
     return fp8cfg.compose([*SMALL, *words])
 
 

@@ -29,6 +29,11 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
     return [line.removeprefix("error: ") for line in out.err.splitlines()]
 
 
+def line(file: str | Path, part: str) -> int:
+    """The line of `file`, below the root of the checkout, that has `part`."""
+    return next(i for i, text in enumerate((ROOT / file).read_text(encoding="utf-8").splitlines(), 1) if part in text)
+
+
 def loads(*argv: str) -> set[str]:
     """Modules that are loaded after the verb."""
     done = subprocess.run([sys.executable, "-c", _LOADS, *argv], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,16 +11,11 @@ import torch
 import fp8cfg
 from fp8cfg.training.checkpoint import checkpoint
 from fp8cfg.training.metrics import read
+from tests.support.ranks import launch
 from tests.support.small import SMALL, small
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
-
-
-def launch(ranks: int, *argv: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    start = [sys.executable, "-m"] + (["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else [])
-    return subprocess.run([*start, "fp8cfg", *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
 
 
 def run(ranks: int, root: Path, *words: str, micro: int = 4) -> Path:

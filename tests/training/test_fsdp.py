@@ -27,9 +27,8 @@ from fp8cfg.training.distributed import fsdp
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.metrics import read
 from fp8cfg.training.train_step import evaluate, train_step
-from tests.support.ranks import on_ranks
+from tests.support.ranks import launch, on_ranks
 from tests.support.small import SMALL, small
-from tests.training.test_distributed import launch
 
 FSDP, PLAIN = "storage.shard=fsdp", "fp8.params=false"
 EVERYWHERE = "fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"

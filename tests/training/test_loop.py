@@ -191,7 +191,6 @@ def test_a_loop_of_ones_own_gives_the_same_losses() -> None:
     assert mine == losses(FP8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [("precision=bf16",), (FP8,), (FP8, "fp8.params=false"), ("precision=bf16_fp8_current", "model.num_layers=4")])
 def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, ...]) -> None:
     eager, compiled = (fp8cfg.build(small(*words, "trainer.micro_batch_size=4")) for _ in range(2))

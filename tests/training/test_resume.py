@@ -155,7 +155,6 @@ def metrics(folder: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("failpoint", ["shard:2", "manifest:2", "rename:3", "renamed:2", "delete:1"])
 def test_kill_9_inside_a_save_and_resume(failpoint: str, whole: list[dict[str, object]], tmp_path: Path) -> None:
     killed = command(*WORDS, f"log.dir={tmp_path}", FP8CFG_FAILPOINT=failpoint)
@@ -212,7 +211,6 @@ def test_a_key_that_cannot_be_allowed_is_answered() -> None:
         job_state.refuse_changes(small(FP8), small(FP8, "trainer.global_batch_size=16"), ["trainer.global_batch_size"])
 
 
-@pytest.mark.slow
 def test_the_run_folder_says_what_runs_after_a_change(tmp_path: Path) -> None:
     assert command(*WORDS, f"log.dir={tmp_path}").returncode == 0
     folder = next(tmp_path.iterdir())
