@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.backends.torchao.rules import blocks
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.memory.operands import CODEC, emulated
+from fp8cfg.scalings import SCALINGS
 
 QUANTIZED, BLOCKS = 1.0, 1 + 1 / 32
 """Bytes of an element in float8: with one scale, or one for each row; and with one for each block of 32."""
@@ -26,7 +26,7 @@ def backward(recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: fl
 
 
 def _moments(recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: float, x: float) -> Iterator[float]:
-    c, has_blocks = CODEC[recipe.precision.compute], blocks(recipe.fp8)
+    c, has_blocks = CODEC[recipe.precision.compute], SCALINGS[recipe.fp8.scaling].layout.block > 0
     e = BLOCKS if has_blocks else QUANTIZED
     making, multiplying = _making(recipe, device), _emulated if emulated(recipe, device) else _multiplied
     _, dgrad, wgrad = linear.gemms
@@ -47,7 +47,7 @@ def _moments(recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: fl
 def _making(recipe: Recipe, device: str) -> float:
     """Bytes of an element while it is quantized, its float8 among them: scaled and cut to the range in float32; in blocks by
     torch where products are emulated, its amaxes, quotients and a transposed copy among them, and else by one kernel."""
-    if not blocks(recipe.fp8):
+    if not SCALINGS[recipe.fp8.scaling].layout.block > 0:
         return 4 + 4 + QUANTIZED
     return (14 if CODEC[recipe.precision.compute] == 2 else 12) + 13 / 32 if emulated(recipe, device) else BLOCKS
 
