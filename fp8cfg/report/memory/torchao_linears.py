@@ -26,7 +26,7 @@ def backward(recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: fl
 
 
 def _moments(recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: float, x: float) -> Iterator[float]:
-    c, has_blocks = CODEC[recipe.precision.compute], SCALINGS[recipe.fp8.scaling].layout.block > 0
+    c, has_blocks = CODEC[recipe.precision.compute], SCALINGS[recipe.fp8.scaling].torchao == "mx"
     e = BLOCKS if has_blocks else QUANTIZED
     making, multiplying = _making(recipe, device), _emulated if emulated(recipe, device) else _multiplied
     _, dgrad, wgrad = linear.gemms
@@ -47,7 +47,7 @@ def _moments(recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: fl
 def _making(recipe: Recipe, device: str) -> float:
     """Bytes of an element while it is quantized, its float8 among them: scaled and cut to the range in float32; in blocks by
     torch where products are emulated, its amaxes, quotients and a transposed copy among them, and else by one kernel."""
-    if not SCALINGS[recipe.fp8.scaling].layout.block > 0:
+    if SCALINGS[recipe.fp8.scaling].torchao != "mx":
         return 4 + 4 + QUANTIZED
     return (14 if CODEC[recipe.precision.compute] == 2 else 12) + 13 / 32 if emulated(recipe, device) else BLOCKS
 
