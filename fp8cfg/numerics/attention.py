@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from fp8cfg.numerics.autocast_region import Region
 from fp8cfg.numerics.fp8_state_dict import complete_delayed
 from fp8cfg.numerics.gemm import encode
-from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.gemm_operand import Operand, in_dtype
 from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, Scaling, amax_of, floor_to_power_of_2, scale_from_amax, scale_now
 
@@ -194,4 +194,4 @@ def _t(operand: Operand) -> Operand:
 def _values(operand: Operand, dtype: torch.dtype) -> Tensor:
     """What a quantized tensor says, in `dtype`, rounded once."""
     assert operand.scale_inv is not None
-    return (operand.data.float() * operand.scale_inv).to(dtype)
+    return in_dtype(operand.data.float() * operand.scale_inv, dtype)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Codec, Stored
+from fp8cfg.numerics.gemm_operand import in_dtype
 from fp8cfg.numerics.low_bit_weight import NarrowWeight
 
 SCALE = "fp8_weight_scale_inv"
@@ -22,7 +23,7 @@ SCALE = "fp8_weight_scale_inv"
 class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, receiver: Tensor, data: Tensor, scale_inv: Tensor | None, codec: Codec, dtype: torch.dtype) -> Tensor:
-        return codec.decode((data,) if scale_inv is None else (data, scale_inv)).to(dtype)
+        return in_dtype(codec.decode((data,) if scale_inv is None else (data, scale_inv)), dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

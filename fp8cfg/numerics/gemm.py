@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.gemm_operand import Operand, in_dtype
 from fp8cfg.numerics.scaled_mm import scaled_mm
 
 FPROP, DGRAD, WGRAD = 0, 1, 2  # slots of a layer's record
@@ -56,13 +56,13 @@ def gemm(a: Operand, b: Operand, out: torch.dtype, ran: Tensor | None, slot: int
     if ran is not None:
         ran[slot].fill_(code)
     if a.how == "high_precision":
-        return F.linear(a.data, b.data, None if bias is None else bias.to(a.data.dtype)).to(out)
+        return in_dtype(F.linear(a.data, b.data, None if bias is None else bias.to(a.data.dtype)), out)
     if a.how == "scaled_mm" and a.data.shape[1]:
         return scaled_mm(a, b, out, bias, fast_accumulation=slot == FPROP)
     y = accumulated(a.data, b.data)
     if a.scale_inv is not None and b.scale_inv is not None:
         y = y * (a.scale_inv * (b.scale_inv.t() if b.scale_inv.dim() == 2 else b.scale_inv))
-    return (y if bias is None else y + bias.float()).to(out)
+    return in_dtype(y if bias is None else y + bias.float(), out)
 
 
 def accumulated(a: Tensor, b: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fp8cfg.numerics.formats import BY_DTYPE, Format
@@ -33,3 +34,10 @@ class Operand(NamedTuple):
     def kind(self) -> str:
         fmt = BY_DTYPE.get(self.data.dtype, self.fmt)
         return fmt.name if fmt else str(self.data.dtype).removeprefix("torch.")
+
+
+def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """`y` in `dtype`, as `y.to(dtype)`, for the results of autograd functions: where that call changes nothing, Dynamo of torch
+    2.11 takes what such a function returns for a tensor that it did not make, and every gradient of it is 0 under torch.compile.
+    It goes when pyproject.toml asks for torch 2.13, which is right."""
+    return y if y.dtype == dtype else y.to(dtype)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.gemm_operand import Operand, in_dtype
 
 WIDTH = 128
 
@@ -39,7 +39,7 @@ def scaled_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fas
     inside = bias.to(out) if bias is not None and direct == out and out.itemsize == 2 else None
     y = torch._scaled_mm(
         x, w.t(), scale_a=scales[0], scale_b=scales[1], bias=inside, out_dtype=direct, use_fast_accum=fast_accumulation)
-    y = y.to(out)
+    y = in_dtype(y, out)
     return y if bias is None or inside is not None else y + bias.to(out)
 
 
