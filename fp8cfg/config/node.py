@@ -27,7 +27,8 @@ its original."""
 class Node(pydantic.BaseModel):
     """A node of the recipe tree. Unknown keys, wrong types and values out of bounds raise ConfigError at once,
     at construction and at assignment alike. Numbers and strings are not converted into one another; options are
-    matched without case, a whole float is an integer, and a list is a tuple.
+    matched without case, a whole float is an integer, NumPy's numbers are Python's, and a list is a tuple. A node that is
+    given becomes a copy: no two recipes share one.
     """
 
     model_config = pydantic.ConfigDict(
@@ -39,6 +40,7 @@ class Node(pydantic.BaseModel):
     """The class at the top of the tree, once it is defined: Recipe."""
 
     def __init__(self, /, **values: Any) -> None:
+        values = {name: _own(value) for name, value in values.items()}
         try:
             super().__init__(**values)
         except pydantic.ValidationError as e:
@@ -57,10 +59,19 @@ class Node(pydantic.BaseModel):
         if name not in type(self).model_fields:  # pydantic would take a name that begins with an underscore
             raise ConfigError(_unknown(type(self), name))
         try:
-            super().__setattr__(name, value)
+            super().__setattr__(name, _own(value))
         except pydantic.ValidationError as e:
             raise ConfigError(problems(type(self), e)) from None
         _watched(self, (name,))
+
+    def __delattr__(self, name: str) -> None:
+        field = type(self).model_fields.get(name)
+        if field is None:
+            raise ConfigError(_unknown(type(self), name))
+        default = field.get_default(call_default_factory=True)
+        plain = not (field.is_required() or isinstance(default, Node))
+        write = f"; write {self.key(name)}={_shown(default)}, its default" if plain else ""
+        raise ConfigError(f"{self.key(name)}: a key always has a value and cannot be deleted{write}")
 
     if not TYPE_CHECKING:  # to a type checker a class with __setattr__ has every attribute
         __setattr__ = _assign
@@ -91,6 +102,8 @@ class Node(pydantic.BaseModel):
     @classmethod
     def _lenient(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         annotation = cls.model_fields[info.field_name or ""].annotation
+        if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+            value = value.item()
         if isinstance(value, str):
             return {o.lower(): o for o in options(annotation)}.get(value.lower(), value)
         if isinstance(value, float) and value.is_integer() and int in (annotation, *typing.get_args(annotation)):
@@ -109,6 +122,11 @@ def walk(cls: type[Node], at: str = "") -> Iterator[tuple[str, FieldInfo]]:
         yield at + name, info
         if isinstance(info.annotation, type) and issubclass(info.annotation, Node):
             yield from walk(info.annotation, f"{at}{name}.")
+
+
+def _own(value: Any) -> Any:
+    """A copy of a node, anything else itself."""
+    return value.model_copy(deep=True) if isinstance(value, Node) else value
 
 
 def _watched(node: N, given: Iterable[str], copied: Node | None = None) -> N:

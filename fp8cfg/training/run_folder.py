@@ -115,6 +115,8 @@ class RunFolder:
         try:
             return cls(RunFiles.at(Path(path)))
         except (OSError, ValueError) as e:
+            if isinstance(e, OSError) and e.errno == errno.ENAMETOOLONG:
+                raise  # said with as much of the name as helps
             missing = isinstance(e, FileNotFoundError | NotADirectoryError)
             raise RunFolderError(f"{path} is not a run folder: " + (f"there is no {path}" if missing else str(e))) from None
 

@@ -1,0 +1,50 @@
+"""Assignment to nodes: copies, deletion, NumPy's numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fp8cfg
+from fp8cfg.recipes import llama_tiny
+
+
+def test_recipes_share_no_node() -> None:
+    preset, recipes = fp8cfg.bf16_with_fp8_mixed(), [llama_tiny() for _ in range(3)]
+    for margin, recipe in enumerate(recipes):
+        recipe.trainer.plugins = preset
+        recipe.fp8.margin = margin
+    assert [r.fp8.margin for r in recipes] == [0, 1, 2] and preset.fp8.margin == 0
+    first, second = recipes[:2]
+    second.model = first.model
+    second.model.hidden_size = 512
+    assert first.model.hidden_size == llama_tiny().model.hidden_size
+    assert first.precision is first.trainer.plugins
+
+
+def test_a_recipe_made_of_nodes_has_its_own() -> None:
+    model = llama_tiny().model
+    one, other = fp8cfg.Recipe(model=model), fp8cfg.Recipe(model=model)
+    one.model.num_layers = 2
+    assert (other.model.num_layers, model.num_layers) == (4, 4)
+
+
+@pytest.mark.parametrize(("delete", "line"), [
+    ("fp8.margin", "fp8.margin: a key always has a value and cannot be deleted; write fp8.margin=0, its default"),
+    ("model", "model: a key always has a value and cannot be deleted"),
+    ("fp8.margn", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
+])
+def test_a_key_cannot_be_deleted(delete: str, line: str) -> None:
+    recipe = llama_tiny()
+    with pytest.raises(fp8cfg.ConfigError) as refused:
+        exec(f"del recipe.{delete}")
+    assert refused.value.problems == [line] and recipe.fp8.margin == 0
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    recipe = llama_tiny()
+    recipe.trainer.max_steps, recipe.optim.lr, recipe.fp8.enabled = np.int64(55), np.float64(1e-3), np.bool_(True)
+    assert (recipe.trainer.max_steps, recipe.optim.lr, recipe.fp8.enabled) == (55, 1e-3, True)
+    assert type(recipe.trainer.max_steps) is int and type(recipe.fp8.enabled) is bool
+    with pytest.raises(fp8cfg.ConfigError, match=r"trainer\.max_steps=-1: must be at least"):
+        recipe.trainer.max_steps = np.int32(-1)
