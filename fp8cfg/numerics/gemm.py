@@ -60,7 +60,7 @@ def gemm(a: Operand, b: Operand, out: torch.dtype, ran: Tensor | None, slot: int
     if a.how == "scaled_mm" and a.data.shape[1]:
         return scaled_mm(a, b, out, bias, fast_accumulation=slot == FPROP)
     y = accumulated(a.data, b.data)
-    if a.scale_inv is not None and b.scale_inv is not None:
+    if a.scale_inv is not None and b.scale_inv is not None and a.data.shape[1]:  # tiles of no elements have no scales
         y = y * (a.scale_inv * (b.scale_inv.t() if b.scale_inv.dim() == 2 else b.scale_inv))
     return in_dtype(y if bias is None else y + bias.float(), out)
 

@@ -80,7 +80,7 @@ def test_microbatches_leave_the_losses_and_scales_of_one() -> None:
     got, want = [s.loss for s in steps(four, 3)], [s.loss for s in steps(one, 3)]
     assert got == pytest.approx(want, rel=5e-3)
     for a, b in zip(fp8_linears(four.model), fp8_linears(one.model), strict=True):
-        assert torch.allclose(a.fp8_scale, b.fp8_scale, rtol=0.1)
+        assert torch.allclose(a.fp8_scale, b.fp8_scale, rtol=0.15)  # .02 to .13 over ten seeds; a microbatch left out is .5 and more
     # before weights or scales could differ, the first layer sees the very same numbers
     first, other = (next(fp8_linears(job.model)) for job in _after_one_step("fp8.params=false", 8, 2))
     assert torch.equal(first.fp8_amax_history[-1, :2], other.fp8_amax_history[-1, :2])
