@@ -1,5 +1,4 @@
-"""Observed FLOPs: the number of rows (tokens) each linear layer of a user model has multiplied, which weights its share of the
-total.
+"""Observed FLOPs: rows (tokens) that each linear layer of a user model has multiplied, the weight of its share of the total.
 
 Counted in Python, from shapes alone, in eager training passes. Recomputation inside a backward pass (activation checkpointing) is
 not counted again. A compiled pass is not counted: a counter that changes would recompile with each call.
@@ -51,7 +50,7 @@ def count(module: nn.Module, x: Tensor) -> None:
 def _add(module: nn.Module, shape: Any) -> None:
     if torch.compiler.is_compiling() or not (module.training or torch.is_grad_enabled()):
         return
-    if torch._C._current_graph_task_id() == -1:
+    if torch._C._current_graph_task_id() == -1:  # not in a backward pass: a recomputation there was counted before
         vars(module)[_ROWS] = vars(module).get(_ROWS, 0) + math.prod(shape)
 
 

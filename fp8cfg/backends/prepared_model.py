@@ -1,5 +1,4 @@
-"""Prepared model: a model in the precision of the recipe, with the state that its optimizer and its ranks need of its parameters.
-"""
+"""Prepared model: a model in the precision of the recipe, and what its optimizer and its ranks need to know of its parameters."""
 
 from __future__ import annotations
 

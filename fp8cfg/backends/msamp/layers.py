@@ -90,7 +90,7 @@ def watch_products(gemm: Any, device: Any) -> None:
     MS-AMP finds no FP8 on `device`, it multiplies in high precision, and the products are recorded as such.
     """
     multiply = gemm.fp8_gemm
-    if hasattr(multiply, "records"):
+    if hasattr(multiply, "records"):  # patched by an earlier conversion: the function is one for the whole process
         return
 
     def fp8_gemm(mat_a: Any, mat_b: Any, *args: Any, **kwargs: Any) -> Any:

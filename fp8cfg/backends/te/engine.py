@@ -82,7 +82,7 @@ def _output(made: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def listened(module: nn.Module) -> bool:
-    """Whether the inputs and outputs of `module` are observed: by hooks, or by a `forward` that replaces its own."""
+    """Whether the inputs and outputs of `module` are observed, which fusion would skip: hooks, or a replaced `forward`."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or own_forward(module)
 

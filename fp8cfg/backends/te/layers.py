@@ -140,7 +140,7 @@ class TENorm(nn.Module):
 
     @property
     def read_by_product(self) -> bool:
-        """Whether the product that follows reads the weight of this norm, and needs it in its own dtype."""
+        """Whether the product that follows reads the weight of this norm, and needs it in the dtype of the product."""
         return self._beside[1] is None
 
     @property
