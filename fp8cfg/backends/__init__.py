@@ -1,4 +1,6 @@
-"""Who multiplies: which backend runs a recipe here, and what each linear layer will do. No torch in the package itself."""
+"""Backends: the libraries that execute FP8 GEMMs, the choice among them, and the plan for each linear layer. The package itself
+loads no torch.
+"""
 
 SHIPPED = ("native", "te", "torchao", "msamp")
 """The backends of this version, each a folder, in the order in which they are listed."""

@@ -1,4 +1,4 @@
-"""Which backend runs a recipe on given hardware, and the lines that refuse where none does."""
+"""Backend choice: the backend that runs a recipe on given hardware, or a refusal with every reason."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ __all__ = ["BLOCK_CUDA", "FP8_CAPABILITY", "Choice", "Hardware", "against", "cho
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that runs the recipe, how it multiplies ("emulate", "scaled_mm" or "none"), and why it was chosen;
-    `passed_over` has a line for each backend that auto would rather have had."""
+    """The backend that runs the recipe, its product ("emulate", "scaled_mm" or "none"), and the reason for the choice.
+    `passed_over` has a line for each backend that auto would have preferred.
+    """
 
     backend: str
     product: str
@@ -57,7 +58,7 @@ def choose(precision: Precision, hardware: Hardware, *, statistics: int = 0, her
 
 
 def against(name: str, precision: Precision, hardware: Hardware, statistics: int = 0, here: bool = True) -> list[str]:
-    """Every reason against backend `name` for `precision`, where FP8 is enabled: a line each."""
+    """Every reason against running `precision` on backend `name`, where FP8 is enabled: one line each."""
     if problem := backend_registry.problem(name):
         return [f"backend={name}: {problem}"]
     rules = backend_registry.rules(name)

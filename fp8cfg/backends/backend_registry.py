@@ -1,4 +1,4 @@
-"""The backends by name, shipped and from installed packages; the rules and the code of each are imported when first asked for."""
+"""Backend registry: shipped and installed backends by name; each one's rules and code are imported on first use."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["REFERENCE", "backend", "capabilities", "exists", "gathering", "names
 
 
 def preference() -> tuple[str, ...]:
-    """The order in which backend=auto tries them. One of an installed package that cannot be loaded is left out."""
+    """The order in which backend=auto tries the backends. Backends of installed packages that cannot be loaded are left out."""
     return tuple(name for name in backend_capabilities.ordered() if exists(name))
 
 
 def exists(name: str) -> bool:
-    """Whether there is a backend `name`, and its rules can be loaded."""
+    """Whether there is a backend `name` whose rules can be loaded."""
     return not problem(name)
 
 
 def problem(name: str) -> str:
-    """Why there is no backend `name`: a line without the word that names it; empty where there is one."""
+    """The reason why backend `name` cannot be used, without the leading `backend=name`; empty where it can."""
     try:
         rules(name)
     except ConfigError as e:
@@ -36,7 +36,7 @@ def problem(name: str) -> str:
 
 
 def rules(name: str) -> Rules:
-    """What backend `name` can do; loads no torch. Raises ConfigError where that of an installed package cannot be loaded."""
+    """The rules of backend `name`; loads no torch. Raises ConfigError where an installed package's rules cannot be loaded."""
     found: Rules = backend_capabilities.part(name, "rules")
     return found
 
@@ -48,5 +48,5 @@ def backend(name: str) -> Backend:
 
 
 def used() -> Iterator[Backend]:
-    """The backends whose code this process has loaded: no model has layers of another one."""
+    """The backends whose code this process has loaded; no model can have layers of any other."""
     return (backend(name) for name in names() if backend_capabilities.loaded(name))

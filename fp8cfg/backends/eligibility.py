@@ -1,4 +1,4 @@
-"""Models that are not ours: which of their linear layers can be replaced, where they stand, and what is planned for them."""
+"""Eligibility of nn.Linear layers in a user model: which can be replaced by FP8 layers, where they are, and their plan."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _NUMBER = re.compile(r"(?<![^.])(\d+)(?=\.)")
 
 
 def plan_model(model: nn.Module, fp8: FP8, misfit: Misfit) -> list[PlannedLinear]:
-    """What each linear layer of `model` is meant to do, by its name. Raises ConfigError as `plan_linears` does, and where a key
-    asks for what only our own Transformer has."""
+    """The GEMM plan of each linear layer of `model`, by name. Raises ConfigError as `plan_linears` does, and for a key that only
+    the Transformer of this project supports.
+    """
     if fp8.dot_product_attention:
         raise ConfigError("fp8.dot_product_attention=True: has no effect on a model of your own, whose attention stays as it is")
     found = dict(linears(model))
@@ -36,12 +37,12 @@ def plan_model(model: nn.Module, fp8: FP8, misfit: Misfit) -> list[PlannedLinear
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Every nn.Linear of `model`, subclasses among them, once and by its first name."""
+    """All nn.Linear modules of `model`, subclasses included, each once under its first name."""
     return ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear))
 
 
 def layer_lists(model: nn.Module) -> dict[str, int]:
-    """The outermost lists of like modules, which Transformer layers are in whatever they are called: name -> how many."""
+    """The outermost lists of like modules, which hold the Transformer layers whatever they are called: name -> length."""
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and not any(_inside(name, other) for other in found):
@@ -67,7 +68,7 @@ def _inside(name: str, at: str) -> bool:
 
 
 def _outputs(model: nn.Module, found: dict[str, nn.Linear]) -> list[str]:
-    """Names of the output layers: the usual ones, and what transformers' get_output_embeddings gives."""
+    """Names of the output layers: the usual names, and the result of transformers' get_output_embeddings."""
     ask = getattr(model, "get_output_embeddings", None)
     own = ask() if callable(ask) else None
     return [name for name, m in found.items() if m is own or name.rpartition(".")[2] in OUTPUT]

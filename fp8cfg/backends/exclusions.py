@@ -1,6 +1,6 @@
-"""What is left with a model that was converted: the reasons of layers in high precision, and what the converted ones share.
+"""Exclusion reasons and shared conversion state, stored on the layers of a converted model.
 
-It stands with the layers, not beside the model, so that copies and wrappers of a model have it too.
+They are attributes of the layers, not of the model, so that copies and wrappers of the model have them too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ CONVERSION = "fp8_conversion"
 
 @dataclass
 class Converted:
-    """The backend of converted layers, their `fp8` node, the steps that were rolled. `own_optimizer` says that a job's optimizer
-    rolls them; `forward_passes` counts those of training, and `proved` that the first of them ran in FP8."""
+    """State that all converted layers of a model share: their backend, their `fp8` node, and the number of steps whose histories
+    were rolled. `own_optimizer` says that a job's optimizer rolls them; `forward_passes` counts those of training, and `proved`
+    says that the first of them ran in FP8.
+    """
 
     choice: Choice
     fp8: FP8
@@ -41,7 +43,7 @@ class Converted:
 
     @property
     def backend(self) -> Backend:
-        """The code of the backend."""
+        """The code of the backend that converted the layers."""
         return backend_registry.backend(self.choice.backend)
 
     def step(self, model: nn.Module) -> None:
@@ -52,7 +54,7 @@ class Converted:
 
 
 def mark(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], choice: Choice, own_optimizer: bool = False) -> None:
-    """Leave with each layer of `plan` what it is to remember."""
+    """Store the exclusion reason, and for converted layers plan and shared state, on each layer of `plan`."""
     shared = Converted(choice, fp8.model_copy(deep=True), own_optimizer)
     for planned in plan:
         layer = model.get_submodule(planned.name)
@@ -63,19 +65,19 @@ def mark(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], choice: Choi
 
 
 def plan_of(model: nn.Module) -> list[PlannedLinear]:
-    """What was planned for each converted layer of `model`, under its name there: a wrapper's differ from those of the model."""
+    """The plan of each converted layer of `model`, under its name there: names in a wrapper differ from the model's own."""
     return [replace(vars(layer)[PLANNED], name=name) for name, layer in model.named_modules() if PLANNED in vars(layer)]
 
 
 def unmark(model: nn.Module) -> None:
-    """Take back what `mark` left with layers that were not converted, and what was counted."""
+    """Remove the marks of layers that were not converted, and the row counts."""
     unwatch(model)
     for layer in model.modules():
         vars(layer).pop(REASON, None)
 
 
 def converted(model: nn.Module) -> Converted:
-    """What the converted layers of `model` share. Raises ConfigError where it has none."""
+    """The state that the converted layers of `model` share. Raises ConfigError where no layer is converted."""
     for layer in model.modules():
         if isinstance(found := vars(layer).get(CONVERSION), Converted):
             return found

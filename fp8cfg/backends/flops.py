@@ -1,7 +1,7 @@
-"""How many rows the layers of a given model have multiplied: what their shares of its FLOPs are weighed by.
+"""Observed FLOPs: rows (tokens) that each linear layer of a user model has multiplied, the weight of its share of the total.
 
-Counted in Python, from shapes alone, in eager passes of training. A recomputation inside of a backward pass is the same product
-again. A compiled pass is not counted: a counter that moves would be compiled anew with each call.
+Counted in Python, from shapes alone, in eager training passes. Recomputation inside a backward pass (activation checkpointing) is
+not counted again. A compiled pass is not counted: a counter that changes would recompile with each call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _ROWS = "rows_multiplied"
 
 
 def watch(model: nn.Module) -> None:
-    """Count the rows of each linear layer of `model`, converted or not, and the places that each convolution computes."""
+    """Count the rows that each linear layer of `model`, converted or not, multiplies, and the positions that each convolution
+    computes.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(_count_input, with_kwargs=True)
@@ -26,7 +28,7 @@ def watch(model: nn.Module) -> None:
 
 
 def unwatch(model: nn.Module) -> None:
-    """Take back what `watch` did, and what was counted."""
+    """Remove the hooks of `watch` and the counts."""
     for module in model.modules():
         vars(module).pop(_ROWS, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -36,19 +38,19 @@ def unwatch(model: nn.Module) -> None:
 
 
 def multiplied(module: nn.Module) -> int | None:
-    """How many rows `module` has multiplied, None where that was not seen."""
+    """The number of rows that `module` has multiplied; None where none was counted."""
     return vars(module).get(_ROWS)
 
 
 def count(module: nn.Module, x: Tensor) -> None:
-    """Add the rows of `x` [..., in], which `module` multiplies now."""
+    """Add the rows of `x` [..., in], which `module` is about to multiply, to its count."""
     _add(module, x.shape[:-1])
 
 
 def _add(module: nn.Module, shape: Any) -> None:
     if torch.compiler.is_compiling() or not (module.training or torch.is_grad_enabled()):
         return
-    if torch._C._current_graph_task_id() == -1:
+    if torch._C._current_graph_task_id() == -1:  # not in a backward pass: a recomputation there was counted before
         vars(module)[_ROWS] = vars(module).get(_ROWS, 0) + math.prod(shape)
 
 
@@ -59,7 +61,7 @@ def _count_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _count_places(module: _ConvNd, args: tuple[Any, ...], y: Tensor) -> None:
-    """A kernel is multiplied once for each place of the output, a transposed one for each of the input."""
+    """A kernel is multiplied once for each position of the output, a transposed one for each of the input."""
     at = args[0] if isinstance(module, _ConvTransposeNd) and args else y
     spatial = at.shape[-(len(module.kernel_size)) :]
     batch = at.shape[: -(len(module.kernel_size) + 1)]

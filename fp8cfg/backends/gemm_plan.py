@@ -1,4 +1,4 @@
-"""Which GEMMs of which linear layers will run in FP8, and why the others will not: decided from names and shapes alone."""
+"""GEMM plan: which GEMMs of which linear layers will run in FP8, and why the others will not, from names and shapes alone."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ Numbering = Callable[[str], tuple[int, int] | None]
 
 @dataclass(frozen=True)
 class PlannedLinear:
-    """One linear layer. `gemms` holds, for fprop, dgrad and wgrad, the kinds of the two operands, such as (e4m3, e4m3), or
-    None where the product stays in high precision; `reason` says why where any does. `rows` is how many rows it was seen to
-    multiply, None where nobody looked."""
+    """The plan of one linear layer. `gemms` holds, for fprop, dgrad and wgrad, the kinds of the two operands, such as (e4m3,
+    e4m3), or None where the product stays in high precision; `reason` says why where any does. `rows` is the observed number of
+    rows that it multiplied, None where it was not observed.
+    """
 
     name: str
     in_features: int
@@ -62,7 +63,9 @@ class PlannedLinear:
 
 @dataclass(frozen=True)
 class PlannedAttention:
-    """The attention of one Transformer layer, `gemms` and `reason` as in PlannedLinear: first two products, then four backward."""
+    """The plan of the attention of one Transformer layer; `gemms` and `reason` as in PlannedLinear, two forward and four backward
+    products.
+    """
 
     name: str
     gemms: tuple[Kinds, ...]
@@ -81,8 +84,9 @@ class PlannedAttention:
 
 @dataclass(frozen=True)
 class Unwatched:
-    """Parameters of a given model that multiply, or may, outside of linear layers: the module that holds them, how many elements
-    they have, why they are in high precision, and `rows` as in PlannedLinear."""
+    """Parameters of a user model that are, or may be, multiplied outside of linear layers: the module that holds them, their
+    number of elements, the reason why they stay in high precision, and `rows` as in PlannedLinear.
+    """
 
     name: str
     weights: int
@@ -91,7 +95,7 @@ class Unwatched:
 
 
 def plan_attention(fp8: FP8, num_layers: int) -> list[PlannedAttention]:
-    """The plan of every layer's attention."""
+    """The plan of the attention of every Transformer layer."""
     forward, backward, _ = formats(fp8)
     asked = fp8.enabled and fp8.dot_product_attention
     reasons = [_outside(n, fp8, num_layers) if asked else "scaled dot product" for n in range(num_layers)]
@@ -101,7 +105,7 @@ def plan_attention(fp8: FP8, num_layers: int) -> list[PlannedAttention]:
 
 
 def layers(num_layers: int) -> Numbering:
-    """The numbering of a model whose `num_layers` Transformer layers are called `layers.N`."""
+    """The layer numbering of a model whose `num_layers` Transformer layers are named `layers.N`."""
 
     def number(name: str) -> tuple[int, int] | None:
         found = _LAYER.search(name)
@@ -174,7 +178,7 @@ def _outside(layer: int, fp8: FP8, num_layers: int) -> str:
 
 
 def differences(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]) -> list[str]:
-    """One line for each product that did not run as planned; an empty list where all did."""
+    """One line for each product that did not run as planned; empty where all did."""
     lines = []
     for planned in plan:
         for gemm, want in planned.products.items():
@@ -185,8 +189,10 @@ def differences(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[
 
 
 def not_engaged(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]) -> list[str]:
-    """Why a step of someone else's model is not what was planned, a line each. A model may leave layers out of a step, and a
-    layer may have no use for a gradient: what did not run is no difference where anything did, what ran in high precision is."""
+    """The differences between a step of a user model and its plan, one line each. A model may leave layers out of a step, and a
+    layer may have no use for a gradient: a product that did not run is no difference as long as any product ran; a product that
+    ran in high precision is one.
+    """
     asked = not plan or any(p.fp8_share for p in plan)
     if asked and not any(any(gemms.values()) for gemms in seen.values()):
         return ["no layer multiplied in FP8; run the model inside of its autocast context"]

@@ -1,4 +1,4 @@
-"""Calls that a loop of one's own can leave out without an error, and what is said where it does."""
+"""Warnings for custom training loops: calls that can be omitted without an error, such as `fp8.step()` and gradient reduction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _SUMMING = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEng
 
 
 class StepWatch:
-    """Whether weights were updated, and `fp8.step()` never called: then delayed scaling has the scales of its first pass for ever.
+    """Detects that weights are updated while `fp8.step()` is never called, which leaves delayed scaling with the scales of its
+    first pass.
 
     An update shows in a weight's version, or, with torch's fused optimizers, which leave that as it is, in a gradient that was
     there and is gone. Microbatches leave both."""
@@ -26,7 +27,7 @@ class StepWatch:
         self.done = not self.weights
 
     def entered(self, steps: int) -> None:
-        """Called where a pass of training begins, after `steps` calls of `fp8.step()`. Warns once."""
+        """Called where a training pass begins, after `steps` calls of `fp8.step()`. Warns once."""
         if self.done or steps:
             self.done = True
         elif self.first is None:
@@ -46,7 +47,7 @@ class StepWatch:
 
 
 def warn_of_sums(model: nn.Module) -> None:
-    """Warn where several ranks step `model` with gradients that nobody summed."""
+    """Warn where several ranks step `model` with gradients that were not reduced over the ranks."""
     import torch.distributed as dist
 
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -56,8 +57,9 @@ def warn_of_sums(model: nn.Module) -> None:
 
 
 def _is_summed(model: nn.Module) -> bool:
-    """Whether a wrapper of others around `model`, or one of its layers, sums gradients. A wrapper is not known to what it wraps, so
-    all objects of the process are asked, once."""
+    """Whether a wrapper around `model`, or around one of its layers, reduces gradients. A module does not know its wrappers, so
+    all objects of the process are searched, once.
+    """
     import gc
 
     from torch import nn

@@ -1,4 +1,4 @@
-"""Putting one linear layer in the place of another, with all that a module carries beside its parameters."""
+"""Module swap: nn.Linear to FP8Linear and back, with hooks, training flag and user attributes carried over."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put `new` where the module `name` of `model` is, under every name that it has there, with its training flag, its hooks
-    and attributes of the user's own. A linear layer that an FP8 one replaces raises NotFP8Error where it is called still."""
+    """Put `new` in the place of the module `name` of `model`, under every name it has there, with its training flag, hooks and the
+    user's own attributes. A linear layer replaced by an FP8 one raises NotFP8Error if it is still called.
+    """
     old = model.get_submodule(name)
     carried = vars(old).get(_CARRIED, [key for key in vars(old) if key not in vars(new)])
     for key, value in vars(old).items():
@@ -43,14 +44,14 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _follow(hooks: Iterable[Any], new: nn.Module) -> None:
-    """Let hooks that want their module have `new`; torch keeps a weak reference of it in them."""
+    """Point hooks that were registered with their module to `new`; torch keeps a weak reference to it in them."""
     for hook in hooks:
         if getattr(hook, "with_module", False):
             hook.module = weakref.ref(new)
 
 
 def linear_with(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """An nn.Linear that holds these very Parameters."""
+    """An nn.Linear that holds exactly these Parameters."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
     linear.weight, linear.bias = weight, bias  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What ran in a model, asked of its layers alone: whoever converted it, and whatever loop it runs in."""
+"""Observed GEMMs: the operand kinds that each layer of a model multiplied, read from its layers, in any training loop."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from fp8cfg.backends.unconverted_modules import unwatched
 
 
 def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttention]]:
-    """What each linear layer of `model` multiplied, and each attention that is converted, with the reason where none of it was in
-    FP8."""
+    """The products that each linear layer of `model`, and each converted attention, ran, with the reason where none of them was in
+    FP8.
+    """
     seen: Observed = {}
     for backend in backend_registry.used():
         seen |= backend.observed(model)
@@ -30,7 +31,7 @@ def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttenti
 
 
 def beside(model: nn.Module) -> list[Unwatched]:
-    """What multiplies in `model` beside its linear layers."""
+    """The parameters of `model` that are multiplied outside of its linear layers."""
     watched = {model.get_submodule(name) for backend in backend_registry.used() for name in backend.observed(model)}
     return unwatched(model, watched)
 

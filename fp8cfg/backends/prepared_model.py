@@ -1,4 +1,4 @@
-"""Prepared model: a model in the recipe's precision, and what its optimizer and its ranks need to know of its parameters."""
+"""Prepared model: a model in the precision of the recipe, and what its optimizer and its ranks need to know of its parameters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class PreparedModel:
-    """A model in the recipe's precision, the float32 masters of its parameters by name, the region of its FP8 layers, and the
-    storage columns of its parameters by name. `owner` is the rank that keeps the state of each, where that is sharded."""
+    """A model in the recipe's precision, the float32 masters of its parameters by name, the autocast region of its FP8 layers, and
+    the storage columns of its parameters by name. `owner` gives the rank that keeps the state of each parameter, where that is
+    sharded.
+    """
 
     model: torch.nn.Module
     masters: dict[str, Tensor]

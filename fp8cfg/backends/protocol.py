@@ -1,7 +1,8 @@
-"""What every backend is: rules that need no torch, asked on any machine about any other, and the code that multiplies.
+"""Backend protocol: rules that need no torch and are asked on any machine about any other, and the code that multiplies.
 
-A backend NAME is two modules beside this one, found by `registry`: `NAME_rules` has the functions of `Rules` and imports no
-torch and none of its library; `NAME` has those of `Backend`, and is imported where a model is converted.
+A backend is a package, a folder here or of another project by entry point (fp8cfg/config/backend_capabilities.py). Its `rules` has
+the functions of `Rules` and imports neither torch nor its library; its `backend` has those of `Backend`, and is imported where a
+model is converted.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class BackendError(NotFP8Error):
 
 
 def same(what: str, wanted: Mapping[str, object], built: Mapping[str, object]) -> None:
-    """Raise BackendError where `built`, the fields read back from the library's object `what`, are not those that were
-    `wanted`; a line for each, those that only one side has among them."""
+    """Raise BackendError where `built`, the fields read back from the library's object `what`, differ from `wanted`; one line for
+    each field, including those that only one side has.
+    """
     missing = "nothing"
     lines = [f"{what}.{k}: the recipe says {wanted.get(k, missing)}, the library has {built.get(k, missing)}"
              for k in {**wanted, **built} if (k in wanted) != (k in built) or wanted[k] != built[k]]
@@ -47,8 +49,9 @@ def same(what: str, wanted: Mapping[str, object], built: Mapping[str, object]) -
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where a recipe is to run: `device` is "cpu" or "cuda", `capability` the compute capability of a CUDA device, `cuda` the
-    version of CUDA that torch was built with, `cublaslt` that of cuBLASLt where it is known."""
+    """The hardware that a recipe is to run on: `device` is "cpu" or "cuda", `capability` the compute capability of a CUDA device,
+    `cuda` the CUDA version that torch was built with, `cublaslt` the version of cuBLASLt where it is known.
+    """
 
     device: str
     capability: tuple[int, int] | None = None
@@ -57,37 +60,39 @@ class Hardware:
 
 
 class Rules(Protocol):
-    """What a backend can do, decided from the recipe and from hardware that need not be at hand."""
+    """The capabilities of a backend, decided from the recipe and a description of the hardware, which need not be at hand."""
 
     def unavailable(self) -> str:
-        """Why the backend cannot be used in this environment, such as "torchao is not installed"; empty where it can. Looks
-        for packages and their versions, and imports none."""
+        """The reason why the backend cannot be used in this environment, such as "torchao is not installed"; empty where it can.
+        Looks up packages and their versions, and imports none.
+        """
 
     def refusals(self, precision: Precision, hardware: Hardware) -> list[str]:
-        """A line for each thing of `precision`, where FP8 is enabled, that the backend cannot do on `hardware`: the key, the
-        reason, the nearest valid thing. Says nothing of the environment, nor of storage."""
+        """One line for each setting of `precision`, where FP8 is enabled, that the backend cannot run on `hardware`: the key, the
+        reason, the nearest valid value. Covers neither the environment nor storage.
+        """
 
     def product(self, precision: Precision, hardware: Hardware) -> tuple[str, str]:
-        """How it multiplies what it does not refuse, "emulate" or "scaled_mm" (the hardware's FP8 products), and why."""
+        """How the backend multiplies what it does not refuse, "emulate" or "scaled_mm" (the hardware's FP8 products), and why."""
 
     def misfit(self, fp8: FP8, in_features: int, out_features: int) -> str:
-        """Why a linear layer of that shape stays in high precision; empty where it can multiply in FP8."""
+        """The reason why a linear layer of that shape stays in high precision; empty where it can multiply in FP8."""
 
     def tokens_multiple(self, fp8: FP8, product: str) -> int:
-        """What the tokens of a forward pass must be a multiple of."""
+        """The number that the tokens of a forward pass must be a multiple of."""
 
     def against_sharding(self, precision: Precision) -> list[str]:
-        """A line for each thing of storage.shard and storage.gather that the backend does not have for `precision`."""
+        """One line for each setting of storage.shard and storage.gather that the backend does not support for `precision`."""
 
     def against_environment(self, fp8: FP8, environ: Mapping[str, str]) -> list[str]:
-        """A line for each variable of `environ` with which the library would do something else than `fp8` says."""
+        """One line for each variable of `environ` that makes the library deviate from `fp8`."""
 
     def instead(self, precision: Precision) -> str:
-        """The words that run `precision` where the backend is not installed, such as "backend=native"."""
+        """The override words that run `precision` where the backend is not installed, such as "backend=native"."""
 
 
 class Backend(Protocol):
-    """The code that multiplies. Converted models are found by their layers: nothing is kept beside a model.
+    """The code of a backend. Converted models are found by their layers: a backend keeps no state outside of them.
 
     State is the model's `state_dict`: plain tensors alone, FP8 scales and histories under names whose last part begins with
     `fp8_`; `load_state_dict` takes it back. Names of parameters stay what they were.
@@ -111,28 +116,31 @@ class Backend(Protocol):
         """A context inside which the converted layers of `model` multiply in FP8, or, not enabled, in high precision."""
 
     def observed(self, model: nn.Module) -> Observed:
-        """For each converted layer by name, what its products really multiplied since they were forgotten: recorded where
-        they are multiplied, so that a layer that was swapped and never ran in FP8 shows. An evaluation in high precision leaves
-        the record as it is: what is recorded as high precision was a pass of training."""
+        """The operand kinds of each product, for each converted layer by name, since the record was last cleared. They are
+        recorded where the product is made, so that a layer that was swapped but never ran in FP8 shows. An evaluation in high
+        precision leaves the record unchanged: a product recorded as high precision ran in a training pass.
+        """
 
     def forget_observed(self, model: nn.Module) -> None:
         """Clear that record."""
 
     def record(self, model: nn.Module) -> dict[str, Any]:
-        """What a run folder's coverage.json says of the converted `model` besides its products, as JSON values by key."""
+        """The entries that a run adds to coverage.json for the converted `model` besides its products, as JSON values by key."""
 
     def optimizer(
         self, prepared: PreparedModel, precision: Precision, optim: Optim, clip_grad: float, loss_scaler: LossScaler | None
     ) -> MixedPrecisionOptimizer | None:
-        """What trains the layers and all other parameters, with the attributes of `MixedPrecisionOptimizer`, where capabilities
-        have `own_state`; else None, and any optimizer trains them."""
+        """The optimizer of the layers and of all other parameters, with the attributes of `MixedPrecisionOptimizer`, where
+        capabilities have `own_state`; else None, and any optimizer trains them.
+        """
 
     def cache_weights(self, model: nn.Module, on: bool = True) -> None:
-        """Quantize each weight once for an optimizer step, in its first microbatch, where the library quantizes it in every one.
-        For a loop that calls `after_step`; off until this is called."""
+        """Quantize each weight once per optimizer step, in its first microbatch, where the library would quantize it in every one.
+        For a loop that calls `after_step`; off until this is called.
+        """
 
     def writers(self, model: nn.Module) -> Mapping[nn.Parameter, Callable[[Tensor], None]]:
-        """For each weight that is held in FP8 alone, the function that stores a float32 master in it."""
+        """For each weight that is stored in FP8 only, the function that stores a float32 master in it."""
 
     def after_step(self, model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
         """Called after optimizer step `step` (from 1) and before weights are written: rolls histories and moves scales, with
@@ -142,5 +150,6 @@ class Backend(Protocol):
         """Called instead where the step was skipped because gradients were not finite."""
 
     def plain(self, layer: nn.Module) -> nn.Module | None:
-        """The module whose place a converted `layer` took: an nn.Linear with its own Parameters, or with a new one in float32
-        for a weight that is held in FP8. None for any other module."""
+        """The module that a converted `layer` replaced: an nn.Linear with its own Parameters, or with a new one in float32 for a
+        weight that is stored in FP8. None for any other module.
+        """

@@ -1,7 +1,7 @@
-"""Weights held in the codec of `storage.weight`, whoever multiplies them: each pass decodes what it reads.
+"""Weight storage in a low-bit codec (`storage.weight`), with any backend: each pass decodes the weights that it reads.
 
-What is decoded lives from a layer's forward pass to its product, or until its backward pass where the layer is not ours. What
-stays from step to step are the stored bytes.
+A decoded weight lives from the forward pass of its layer to the product, or until the backward pass where the layer belongs to a
+library. Only the stored bytes persist from step to step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parameter_columns(model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear]) -> dict[str, Columns]:
-    """The storage columns of every parameter by name. A weight that a linear layer shares with another module is none of a
-    linear layer's."""
+    """The storage columns of every parameter by name. A weight that a linear layer shares with another module gets the columns of
+    a parameter outside of linear layers.
+    """
     shared = shared_weights(model)
     runs_fp8 = {f"{planned.name}.weight": planned.fp8 for planned in plan}
     return {name: columns_of(precision, name in runs_fp8 and p not in shared, runs_fp8.get(name, False))
@@ -60,8 +61,9 @@ def hold(
 
 
 def unhold(model: nn.Module, dtype: torch.dtype) -> None:
-    """Take back, in place, what `hold` and `embed_in` did: weights in a codec come back decoded, in `dtype`. A weight whose codec
-    has no scale stays the same Parameter, so that tied ones stay tied."""
+    """Undo, in place, `hold` and `embed_in`: weights in a codec come back decoded, in `dtype`. A weight whose codec has no scale
+    stays the same Parameter, so that tied weights stay tied.
+    """
     for name, layer in list(model.named_modules()):
         if isinstance(layer, HeldWeight):
             held_weight.unhold(layer, _decoded(layer, dtype))
@@ -81,7 +83,7 @@ def _decoded(layer: FP8Linear | HeldWeight, dtype: torch.dtype) -> nn.Parameter:
 
 
 def embed_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let embeddings that are stored in float32 come out in `dtype`, which all activations then have."""
+    """Let embeddings that are stored in float32 output `dtype`, the dtype of all activations."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(partial(_cast_output, dtype))
@@ -92,7 +94,9 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, out: Tensor) 
 
 
 def cast_parameters(model: nn.Module, precision: Precision, columns: Mapping[str, Columns]) -> None:
-    """Parameters that no layer holds in a codec, in the dtype of their weight column, and gradients in that of theirs."""
+    """Cast parameters that no layer holds in a codec to the dtype of their weight column, and set the `grad_dtype` of each to that
+    of its gradient column.
+    """
     layers = {layer.parameter: layer for layer in model.modules() if isinstance(layer, NarrowWeight) and layer.held}
     for name, p in model.named_parameters():
         gradient = DTYPES["fp32" if columns[name]["weight_grad"] in SCALED else columns[name]["weight_grad"]]
@@ -106,12 +110,12 @@ def cast_parameters(model: nn.Module, precision: Precision, columns: Mapping[str
 
 
 def held(model: nn.Module) -> dict[nn.Parameter, FP8Linear | HeldWeight]:
-    """The layer of each weight that is held in a codec with a scale; `in_codec` has the tensors."""
+    """For each weight in a codec with a scale, the layer that holds it; `in_codec` has the tensors."""
     return {layer.parameter: layer for layer in in_codec(model) if len(layer.in_codec) > 1}
 
 
 def in_codec(model: nn.Module) -> list[FP8Linear | HeldWeight]:
-    """The layers that hold their weight in a codec."""
+    """The layers that store their weight in a codec."""
     return [layer for layer in model.modules() if isinstance(layer, (FP8Linear, HeldWeight)) and layer.codec]
 
 

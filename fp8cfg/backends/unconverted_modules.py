@@ -1,4 +1,4 @@
-"""What multiplies in a model beside its linear layers, as far as parameters show it: all of that is in high precision."""
+"""Unconverted modules: parameters that a model multiplies outside of its linear layers, all of them in high precision."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _ELEMENTWISE = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU)
 
 
 def unwatched(model: nn.Module, watched: Collection[nn.Module]) -> list[Unwatched]:
-    """Every module of `model` with matrices of its own that none of the linear layers has, neither those of `watched` nor a
-    plain one. What holds a linear layer's weight in parts, such as a parametrization, stands inside of it, and is that layer's."""
+    """Every module of `model` with matrices of its own that belong to no linear layer, neither to those of `watched` nor to a
+    plain nn.Linear. A module that holds part of a linear layer's weight, such as a parametrization, is inside of the layer and
+    counted as the layer's.
+    """
     layers = [m for m in model.modules() if m in watched or isinstance(m, (nn.Linear, *_TABLES))]
     inside = {part for layer in layers for part in layer.modules()}
     seen = {id(p) for part in inside for p in part._parameters.values()}
@@ -43,6 +45,6 @@ def _matrices(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _of_a_library(module: nn.Module) -> bool:
-    """Whether it is a layer of a backend's library, and can multiply in FP8, unseen."""
+    """Whether it is a layer of a backend's library that may multiply in FP8 without being recorded."""
     known = [f"{at}." for name in backend_registry.names() for at in backend_registry.capabilities(name).layer_modules]
     return any(f"{base.__module__}.".startswith(tuple(known)) for base in type(module).__mro__)

@@ -1,4 +1,5 @@
-"""FP8 training arithmetic in plain torch. Read formats, scaling, tiles, quantize, operand, gemm, function, linear, update.
+"""FP8 arithmetic in plain torch: formats, scalings, quantization, GEMMs and the FP8 linear layer. Read formats, scaling,
+block_scaling, quantize, gemm_operand, gemm, linear_function, linear, scale_update.
 
 A linear layer y = x Wᵀ multiplies three times in one training step:
 

@@ -1,4 +1,4 @@
-"""Causal attention with FP8 products, emulated.
+"""Attention in FP8: causal scaled-dot-product attention with quantized operands, emulated in plain torch.
 
     P  = Q Kᵀ / √D       dS = dO Vᵀ        dQ = dP K / √D
     S  = softmax(P)      dV = Sᵀ dO        dK = dPᵀ Q / √D
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     record: bool
 
     def scale(self, column: int, state: State, *tensors: Tensor) -> Tensor:
-        """The scale that `tensors`, which stand in one column, have together."""
+        """The scale that all `tensors`, which share one column of the state, are quantized with."""
         role = ROLES[column]
         t = tensors[0] if len(tensors) == 1 else torch.stack([amax_of(t) for t in tensors])
         if state.scales is None or state.history is None:
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
         return scale_now(t, role, self.scaling, state.scales[first:], state.history[:, first:], self.record)
 
     def quantize(self, column: int, t: Tensor, scale: Tensor) -> Operand:
-        """`t` [..., C] as an operand of the format that its column has."""
+        """`t` [..., C] as an operand in the format of its column."""
         made = quantize(t.reshape(-1, t.shape[-1]), scale, self.scaling.format_of(ROLES[column]), self.carrier)
         return made._replace(data=made.data.view(t.shape))
 
@@ -149,7 +149,7 @@ class FP8Attention(nn.Module):
             self.register_buffer(name, state.get(name))
 
     def fresh_state(self) -> dict[str, Tensor]:
-        """Scales and history of attention that has seen nothing: scale 0 stands for "not set yet"."""
+        """Scales and amax history before the first pass: a scale of 0 stands for "not set yet"."""
         first, device = torch.ones if self.scaling.first_step == "te" else torch.zeros, self.gemms_ran.device
         history = torch.zeros(self.scaling.amax_history_len, len(ROLES), device=device)
         return {"fp8_scale": first(len(ROLES), device=device), "fp8_amax_history": history}
@@ -192,6 +192,6 @@ def _t(operand: Operand) -> Operand:
 
 
 def _values(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """What a quantized tensor says, in `dtype`, rounded once."""
+    """The dequantized values of a tensor in `dtype`, rounded once."""
     assert operand.scale_inv is not None
     return in_dtype(operand.data.float() * operand.scale_inv, dtype)

@@ -1,4 +1,4 @@
-"""Where FP8 is on: one small object for each model, instead of a process-wide switch."""
+"""Autocast region: whether the FP8 layers of one model multiply in FP8 now. One object per model, no process-wide switch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 
 
 class Region:
-    """Says whether the layers that share it multiply in FP8 now. One for each converted model; a deep copy of the model has
-    its own.
+    """The state of FP8 autocast that all converted layers of one model share; a deep copy of the model has its own.
 
     Activation checkpointing runs forward passes again inside the backward pass, after the region is usually left. Such a
     pass repeats what the last one outside of a backward pass did. A *compiled* layer cannot look: where a compiled block is
@@ -23,7 +22,7 @@ class Region:
 
     @contextmanager
     def entered(self, active: bool = True) -> Iterator[None]:
-        """Switches FP8 on, or off, for the length of a `with` block."""
+        """Context manager that turns FP8 on or off for its duration."""
         before, self.active = self.active, active
         try:
             yield
@@ -31,7 +30,7 @@ class Region:
             self.active = before
 
     def applies(self) -> bool:
-        """What a layer asks in its forward pass."""
+        """Whether the forward pass under way multiplies in FP8; each layer asks once per call."""
         if torch.compiler.is_compiling():  # the compiler guards on the attribute
             return self.active
         if torch._C._current_graph_task_id() == -1:  # as torch.utils.checkpoint asks whether a backward pass is under way

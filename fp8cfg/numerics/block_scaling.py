@@ -1,4 +1,4 @@
-"""Many scales a tensor: every tile of a matrix is brought to the top of the format's range by itself.
+"""Block scaling: a scale for each tile of a matrix, which maps the tile's own amax to the largest value of the format.
 
 One outlier sets the scale of all elements that share it, and pushes the smallest of them off the grid. So the fewer
 share one, the less is lost; what is paid is that a product can no longer be scaled afterwards, and hardware multiplies
@@ -31,8 +31,9 @@ Tile = tuple[int, int]
 
 
 class Scales(NamedTuple):
-    """The scales of the tiles of a matrix, each float32: what its elements are multiplied by before rounding, and what the
-    rounded ones are multiplied by to be read."""
+    """The scales of the tiles of a matrix, float32: `encode` multiplies the elements before rounding, `decode` dequantizes the
+    rounded ones.
+    """
 
     encode: Tensor
     decode: Tensor

@@ -1,4 +1,4 @@
-"""Storage codecs: how weights, gradients and moments are kept in fewer than 32 bits.
+"""Storage codecs: weights, gradients and optimizer moments in fewer than 32 bits.
 
 A stored tensor is a tuple of plain tensors, `(data,)` or `(data, scale_inv)`; its value is data x scale_inv. A codec is a
 format, a rule for the scale, and a rounding:
@@ -64,14 +64,14 @@ class Codec:
             raise ValueError("expand: needs blocks, and E4M3")
 
     def __str__(self) -> str:
-        """What the stored bytes mean, as in `e4m3 exact 128 root`; how they were rounded is no part of it."""
+        """The meaning of the stored bytes, as in `e4m3 exact 128 root`; the rounding is not part of it."""
         power = "root" if self.root else "expand" if self.expand else ""
         words = (self.format.name, self.scaling != "none" and self.scaling, self.block, power)
         return " ".join(str(word) for word in words if word)
 
     @property
     def per_tensor(self) -> bool:
-        """Whether the scale waits for the amax of the whole tensor."""
+        """Whether the scale is computed from the amax of the whole tensor."""
         return self.scaling != "none" and not self.block
 
     @property

@@ -1,4 +1,4 @@
-"""Layers of other libraries whose weight is held in a codec: they read `layer.weight`, and get it decoded.
+"""Weight decoded on access: layers of other libraries read `layer.weight`, which is stored in a codec, as a high-precision tensor.
 
 The Parameter named `weight` is the stored tensor; its scale is the buffer `fp8_weight_scale_inv`. Reading the attribute decodes
 it, and its gradient, in `weight_grad_dtype`, goes back to the Parameter. Names, hooks, `state_dict` and what the library's class
@@ -31,7 +31,7 @@ class _Decode(torch.autograd.Function):
 
 
 class HeldWeight(NarrowWeight):
-    """What `hold` adds to the class of a layer."""
+    """The properties and methods that `hold` adds to a layer's class."""
 
     kept = (SCALE,)
     held = True
@@ -72,7 +72,7 @@ def _class(base: type[nn.Module]) -> type[HeldWeight]:
 
 
 def _blank(base: type[nn.Module]) -> HeldWeight:
-    """A layer of that class without anything in it, for copying and unpickling."""
+    """An empty layer of that class, for copying and unpickling."""
     cls = _class(base)  # type: ignore[arg-type]  # mypy: Module has no hash of its class
     return cls.__new__(cls)
 

@@ -1,4 +1,4 @@
-"""Float32 arithmetic that has one right answer, in eager and in compiled code alike."""
+"""Exact float32 arithmetic: operations with one correct result, the same bits in eager and in compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two FP8 formats, the FP4 one, and how a float32 lands on their grids.
+"""FP8 and FP4 formats (E4M3, E5M2, E2M1): ranges, grids, and rounding of float32 values to them.
 
     E4M3  sign, 4 exponent bits, 3 mantissa bits   up to 448     no infinity, one NaN pattern: range bought with codes
     E5M2  sign, 5 exponent bits, 2 mantissa bits   up to 57344   an IEEE float16 cut to eight bits

@@ -1,4 +1,4 @@
-"""State dicts between high precision and FP8, in every direction.
+"""State dict conversion between high precision and FP8, in both directions, and between FP8 scalings.
 
 An FP8 layer adds to a linear layer's state, under delayed scaling, `fp8_scale` [3] and `fp8_amax_history` [length, 3], float32
 (columns: input, weight, grad_output); and where the weight itself is float8 or in a codec with a scale, what it is multiplied
@@ -42,7 +42,7 @@ def high_precision_state_dict(state: Mapping[str, Tensor], dtype: torch.dtype = 
 
 
 def _stored(state: Mapping[str, Tensor], prefix: str) -> Stored | None:
-    """The weight of a layer in `state` that is float8, or has a scale, if it has one that can be read."""
+    """The quantized weight of a layer in `state` (float8, or with a scale), if there is one and it can be read."""
     weight, scale_inv, *others = (state.get(prefix + name) for name in ("weight", *WEIGHT_BUFFERS))
     if weight is None or (scale_inv is None and weight.dtype not in BY_DTYPE):
         return None
@@ -52,8 +52,9 @@ def _stored(state: Mapping[str, Tensor], prefix: str) -> Stored | None:
 
 
 def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Tensor | None:
-    """Completes `state`, in place, to what `layer` holds. Returns a high-precision weight that the layer must still quantize
-    once the rest is loaded."""
+    """Completes `state`, in place, with the entries that `layer` expects. Returns a high-precision weight that the layer has to
+    quantize once everything else is loaded.
+    """
     weight = state.get(prefix + "weight")
     if weight is None or weight.shape != layer.weight.shape:  # nn.Module says what is wrong with it
         return None
@@ -79,8 +80,9 @@ def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Ten
 
 
 def complete_delayed(layer: FP8Linear | FP8Attention, state: dict[str, Tensor], prefix: str) -> None:
-    """Scales and amax history as `layer` has them: fresh where `state` has none, none where it has no use for them, and a
-    history of another length cut or filled up."""
+    """Scales and amax history in the shapes that `layer` has: fresh where `state` has none, removed where the layer has no use for
+    them, and a history of another length truncated or padded.
+    """
     scale, history = prefix + "fp8_scale", prefix + "fp8_amax_history"
     if layer.fp8_scale is None or layer.fp8_amax_history is None:
         state.pop(scale, None)
@@ -92,8 +94,9 @@ def complete_delayed(layer: FP8Linear | FP8Attention, state: dict[str, Tensor], 
 
 
 def fit_history(saved: Tensor, like: Tensor) -> Tensor:
-    """An amax history [L, columns] cut or filled up to the length of `like`: row 0 is the running maximum, the newest stay
-    last."""
+    """An amax history [L, columns] truncated or padded to the length of `like`: row 0 is the running maximum, the newest rows stay
+    last.
+    """
     if len(saved) == len(like):
         return saved
     keep = min(len(saved), len(like)) - 1

@@ -1,4 +1,4 @@
-"""Weights that exist in float8 alone: how a float32 master is stored, and read back as an operand.
+"""FP8 parameters: weights stored in float8 only, quantized from a float32 master and read back as GEMM operands.
 
 One float8 matrix serves fprop and dgrad where both read the same scales: one scale a tensor, or square tiles. Scales along
 rows cannot be read along columns; then a second matrix is kept for dgrad, as Transformer Engine's MXFP8 tensors do, which
@@ -22,8 +22,9 @@ from fp8cfg.scalings import SCALINGS
 
 
 class Stored(NamedTuple):
-    """A float8 weight [out, in], what its values are multiplied by to be read, the same once more for dgrad where that reads
-    other scales, and nvfp4's scale of the whole tensor."""
+    """A float8 weight [out, in] with its inverse scales, a second pair of data and inverse scales for dgrad where dgrad needs
+    other scales, and nvfp4's scale of the whole tensor.
+    """
 
     data: Tensor
     scale_inv: Tensor
@@ -33,7 +34,7 @@ class Stored(NamedTuple):
 
 
 def store(master: Tensor, scaling: Scaling, scale: Tensor | None = None) -> Stored:
-    """Quantizes `master` [out, in]; with the scalar `scale` where one is for the whole tensor."""
+    """Quantizes `master` [out, in]; `scale` is the scalar scale where one scale serves the whole tensor."""
     fmt = scaling.forward
     if scale is not None:
         return Stored(cast(master.float() * scale, fmt), scale.reciprocal())
@@ -52,7 +53,7 @@ def store(master: Tensor, scaling: Scaling, scale: Tensor | None = None) -> Stor
 
 
 def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | None) -> Operand:
-    """The weight [out, in] as a product over its dimension `axis` multiplies it. `carrier` None keeps float8."""
+    """The weight [out, in] as the operand of a product that contracts its dimension `axis`. `carrier` None keeps float8."""
     fmt, tile = scaling.forward, scaling.tile(WEIGHT, axis)
     data, scale_inv = stored.data, stored.scale_inv
     if axis == 0 and stored.dgrad is not None and stored.dgrad_scale_inv is not None:
@@ -67,7 +68,7 @@ def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | 
 
 
 def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
-    """The values of the weight [out, in] in `dtype`, rounded once."""
+    """The dequantized weight [out, in] in `dtype`, rounded once."""
     decode = unpack(stored.scale_inv)
     if decode.dim() == 2:
         decode = spread(decode, stored.data.shape, _tile(stored.data.shape, decode.shape))
@@ -78,7 +79,7 @@ def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def pack(decode: Tensor, scaling: Scaling) -> Tensor:
-    """Float32 scales in the size that the scaling gives them: E8M0 bytes, E4M3, or float32."""
+    """Float32 scales in the dtype in which the scaling stores them: E8M0 bytes, E4M3, or float32."""
     return _PACKED[scaling.layout.scale](decode)
 
 
@@ -98,8 +99,9 @@ def unpack(scale_inv: Tensor) -> Tensor:
 
 
 def _tile(shape: torch.Size, scales: torch.Size) -> Tile:
-    """The tile of which a matrix of `shape` has as many as `scales` says. No two sizes in use give the same number, unless
-    that is one."""
+    """The tile size for which a matrix of `shape` has as many tiles as `scales` has elements. No two sizes in use give the same
+    number, unless that is one.
+    """
 
     def size(n: int, count: int) -> int:
         return next((k for k in _SIZES if -(-n // k) == count), 0)

@@ -1,4 +1,4 @@
-"""Operands, the one function that multiplies them, and its record of what it multiplied.
+"""GEMM: the one function that multiplies operands, in FP8 or high precision, and its record of what it multiplied.
 
 A product is either real (float8 operands, see scaled_mm.py) or emulated: the same values carried in bfloat16, which holds
 all of them exactly, or in float32. Both accumulate in float32, scale, add the bias and round once, to the output's dtype; they
@@ -27,8 +27,9 @@ _HOW = ("high_precision", "emulated", "scaled_mm")
 
 
 class Ran(NamedTuple):
-    """What a product multiplied: the kinds of its operands ("e4m3", "e5m2", "bfloat16", ...) and "emulated", "scaled_mm" or
-    "high_precision"."""
+    """Record of one product: the kinds of its operands ("e4m3", "e5m2", "bfloat16", ...) and how they were multiplied: "emulated",
+    "scaled_mm" or "high_precision".
+    """
 
     a: str
     b: str
@@ -42,7 +43,7 @@ def encode(a: Operand, b: Operand) -> int:
 
 
 def decode(code: int) -> Ran | None:
-    """Reads one entry of `FP8Linear.gemms_ran`; None if that product has not run."""
+    """Decodes one entry of `FP8Linear.gemms_ran`; None if that product has not run."""
     how, kinds = divmod(int(code) - 1, 64)
     return None if code == 0 else Ran(_KINDS[kinds % 8], _KINDS[kinds // 8], _HOW[how])
 
@@ -66,7 +67,7 @@ def gemm(a: Operand, b: Operand, out: torch.dtype, ran: Tensor | None, slot: int
 
 
 def accumulated(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] @ b [N, K]ᵀ of equal dtypes, as float32 sums that are not rounded to the operands' dtype."""
+    """a [M, K] @ b [N, K]ᵀ, both of one dtype, as float32 sums that are not rounded to that dtype."""
     if a.shape[1] == 0:
         return torch.zeros(len(a), len(b), device=a.device)
     if a.is_cuda and a.dtype != torch.float32:

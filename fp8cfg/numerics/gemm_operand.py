@@ -1,4 +1,4 @@
-"""A matrix to multiply."""
+"""GEMM operand: a matrix, quantized or in high precision, with its format and inverse scales."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from fp8cfg.numerics.formats import BY_DTYPE, Format
 
 
 class Operand(NamedTuple):
-    """A matrix to multiply; the product contracts its last dimension. In FP8 `fmt` is set, and `data` is float8 or holds
-    values of its grid in a wider carrier. `scale_inv`, float32, is what the product or the hardware still has to multiply by:
-    a scalar, or one for each tile; None where it is in `data` already. In high precision all but `data` are None."""
+    """A matrix whose last dimension is contracted. In FP8 `fmt` is set, and `data` is float8 or holds values of its grid in a
+    wider carrier. `scale_inv`, float32, is applied by the product or by the hardware: a scalar, or one for each tile; None where
+    it is already multiplied into `data`. In high precision all fields but `data` are None.
+    """
 
     data: Tensor
     scale_inv: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The FP8 linear layer: an nn.Linear with buffers, without a tensor subclass and without process-wide state.
+"""FP8Linear: nn.Linear with quantized GEMMs, its state in plain buffers; no tensor subclass, no process-wide state.
 
 Delayed scaling needs memory between steps. Row 0 of `fp8_amax_history` is a running maximum of what the layer saw since
 the last `update_scales`, and nothing else moves in a forward or backward pass. A maximum taken twice is the same maximum,
@@ -30,8 +30,8 @@ ROUNDING_KEY = "fp8_rounding_key"
 
 
 class FP8Linear(NarrowWeight, nn.Linear):
-    """An nn.Linear whose three products run in FP8 while its region is active, and in high precision otherwise; and whose weight
-    may be held in fewer bits, `codec`, than products read it in.
+    """An nn.Linear whose three GEMMs (fprop, dgrad, wgrad) run in FP8 while its region is active, and in high precision otherwise.
+    Its weight may be stored in fewer bits, by `codec`, than the GEMMs read it in.
 
     Input [..., in] of any float dtype; output [..., out] in the autocast dtype, else in the input's. `gemms_ran`, int32 [3]
     for fprop, dgrad and wgrad, holds what each product last multiplied, evaluations in high precision apart: see `decode`."""
@@ -107,7 +107,7 @@ class FP8Linear(NarrowWeight, nn.Linear):
         self._prepare_gradient()
 
     def fresh_state(self) -> dict[str, Tensor]:
-        """Scales and history of a layer that has seen nothing: scale 0 stands for "not set yet"."""
+        """Scales and amax history before the first pass: a scale of 0 stands for "not set yet"."""
         first, device = torch.ones if self.scaling.first_step == "te" else torch.zeros, self.weight.device
         history = torch.zeros(self.scaling.amax_history_len, 3, device=device)
         return {"fp8_scale": first(3, device=device), "fp8_amax_history": history}
@@ -131,14 +131,16 @@ class FP8Linear(NarrowWeight, nn.Linear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def seed_rounding(self, seed: int, *words: int | str) -> None:
-        """Draw what gradients are rounded by, if stochastically, from this seed and these words, such as the layer's name and the
-        rank. The count of draws, one for each backward pass, is in the state dict; the key is not, for it differs by rank."""
+        """Seeds the stochastic rounding of gradients from `seed` and these words, such as the layer's name and the rank. The count
+        of draws, one for each backward pass, is in the state dict; the key is not, since it differs by rank.
+        """
         if self.scaling.rounds_at_random(GRAD_OUTPUT):
             self.register_buffer(ROUNDING_KEY, random_key(seed, *words).to(self.weight.device), persistent=False)
 
     def random(self, lane: int) -> Random | None:
-        """The numbers by which the next gradient is rounded for the products that contract its dimension `lane`; None where
-        it is rounded to nearest."""
+        """The random numbers for rounding the next gradient, for the products that contract its dimension `lane`; None where
+        gradients are rounded to nearest.
+        """
         key, count = getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)
         return None if key is None else Random(key, count, lane)
 
@@ -165,22 +167,22 @@ class FP8Linear(NarrowWeight, nn.Linear):
 
     @property
     def fp8_params(self) -> bool:
-        """Whether the weight exists in float8 alone, as the operand of products."""
+        """Whether the weight is stored in float8 only, in the form in which products read it."""
         return self.codec is None and self.fp8_weight_scale_inv is not None
 
     @property
     def held(self) -> bool:
-        """Whether the weight is held in float8 or in a codec: it is read before it is multiplied."""
+        """Whether the weight is stored in float8 or in a codec, and has to be decoded before it is multiplied."""
         return self.codec is not None or self.fp8_params
 
     @property
     def in_codec(self) -> InCodec:
-        """The tensors that hold a weight in a codec."""
+        """The tensors that store a weight in a codec."""
         scale_inv = self.fp8_weight_scale_inv
         return (self.weight.detach(),) if scale_inv is None else (self.weight.detach(), scale_inv)
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
-        """The values of the weight [out, in] in `dtype`."""
+        """The dequantized weight [out, in] in `dtype`."""
         if self.codec:
             return self.codec.decode(self.in_codec).to(dtype)
         if not self.fp8_params:
@@ -200,7 +202,7 @@ class FP8Linear(NarrowWeight, nn.Linear):
 
 
 def seed_rounding(model: nn.Module, seed: int) -> None:
-    """Stochastic rounding of the FP8 layers of `model` from `seed`: each layer, and each rank, has numbers of its own."""
+    """Seeds stochastic rounding in all FP8 layers of `model`: each layer, and each rank, draws its own random numbers."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
     for name, layer in model.named_modules():
         if isinstance(layer, FP8Linear):

@@ -1,4 +1,4 @@
-"""The three products of a linear layer as one autograd function of plain torch operations.
+"""Autograd function of the FP8 linear layer: fprop, dgrad and wgrad in plain torch operations.
 
     fprop   y  [T, out] = x  [T, in]    W  [out, in]    both contract their second dimension
     dgrad   dx [T, in]  = dy [T, out]   Wᵀ [in, out]    the weight contracts its first dimension
@@ -35,8 +35,9 @@ CONTRACTED = {
 
 
 class State(NamedTuple):
-    """The buffers of a layer that its products read and write: the fields of `Stored` where the weight is float8, the first two
-    where it is in a codec, `scales` and `history` under delayed scaling, `rounding_*` where gradients round stochastically."""
+    """The buffers that the products of a layer read and write: the fields of `Stored` where the weight is float8, the first two
+    where it is in a codec, `scales` and `history` under delayed scaling, `rounding_*` where gradients are rounded stochastically.
+    """
 
     stored: Tensor | None
     stored_scale_inv: Tensor | None
@@ -58,12 +59,12 @@ class State(NamedTuple):
 
     @property
     def random(self) -> tuple[Tensor, Tensor] | None:
-        """What stochastic rounding draws from."""
+        """The random stream of stochastic rounding."""
         return None if self.rounding_key is None or self.rounding_count is None else (self.rounding_key, self.rounding_count)
 
 
 class Plan(NamedTuple):
-    """What one call does; static, so that a compiler specialises on it."""
+    """The configuration of one call; static, so that a compiler specialises on it."""
 
     scaling: Scaling
     high_precision: Products

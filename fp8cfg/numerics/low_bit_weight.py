@@ -1,4 +1,4 @@
-"""Weights that are held in fewer bits than their gradient has: what their layers guard, and where the gradient goes.
+"""Low-bit weights: parameters stored in fewer bits than their gradient has, and the routing of that gradient.
 
 A copied Parameter, or another one in its place, has forgotten the dtype of its gradient, and `model.bfloat16()` would cast codes
 and round scales.
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 
 class NarrowWeight(nn.Module):
-    """A layer whose weight, while `held`, is held in float8 or in a codec; `kept` names the buffers that are never cast."""
+    """Base class of a layer whose weight, while `held`, is stored in float8 or in a codec. `kept` names the buffers that are never
+    cast.
+    """
 
     kept: ClassVar[tuple[str, ...]]
     weight_grad_dtype: torch.dtype
@@ -23,7 +25,7 @@ class NarrowWeight(nn.Module):
 
     @property
     def held(self) -> bool:
-        """Whether the weight is read before it is multiplied."""
+        """Whether the weight has to be decoded before it is multiplied."""
         raise NotImplementedError
 
     @property
@@ -41,7 +43,7 @@ class NarrowWeight(nn.Module):
             self._prepare_gradient()
 
     def receiver_and_stored(self) -> tuple[Tensor, Tensor]:
-        """What autograd gives the gradient of a held weight to, and the stored values without it."""
+        """The tensor that receives the gradient of a low-bit weight from autograd, and the stored values without gradient."""
         weight = self.parameter
         narrow = weight.requires_grad and weight.dtype.itemsize < self.weight_grad_dtype.itemsize
         if narrow and torch.compiler.is_compiling():
@@ -49,9 +51,11 @@ class NarrowWeight(nn.Module):
         return weight, weight.detach()
 
     def _prepare_gradient(self) -> None:
-        """Lets a weight that is held in fewer bits have a wide gradient. Eager autograd only has to be told the dtype. Compiled
-        code ignores it and rounds the gradient to the weight's dtype in between, so there a stand-in of the same shape, of one
-        element, receives the gradient and hands it over. Seen with torch 2.13; ends with the torch whose AOTAutograd heeds it."""
+        """Lets a weight that is stored in fewer bits have a wide gradient. Eager autograd only has to be told the dtype. Compiled
+        code ignores it and rounds the gradient to the dtype of the weight in between, so there a stand-in of the same shape, of
+        one element, receives the gradient and hands it over. Seen with torch 2.13; can go with the first torch whose AOTAutograd
+        respects the dtype.
+        """
         if not self.held or not (weight := self.parameter).requires_grad:
             return
         if weight.grad_dtype != self.weight_grad_dtype:
@@ -84,7 +88,7 @@ class NarrowWeight(nn.Module):
         self._prepare_gradient()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves between devices what is stored, and never casts it."""
+        """Moves the stored tensors between devices and never casts them."""
         self._remember_grad_dtype()
         fixed = {id(getattr(self, name)) for name in self.kept}
         if self.held:

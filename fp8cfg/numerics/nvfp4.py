@@ -1,4 +1,5 @@
-"""NVFP4, emulated: no hardware before Blackwell multiplies it.
+"""NVFP4: four-bit quantization with two-level scales, Hadamard transform and stochastic rounding, emulated: no hardware before
+Blackwell multiplies it.
 
 Four bits hold eight magnitudes, and three things help them to train (NVIDIA, "Pretraining Large Language Models with NVFP4",
 arXiv:2509.25149; pytorch/custom_recipes/reference_nvfp4.py of Transformer Engine 2.20):

@@ -1,4 +1,4 @@
-"""How well tensors fit their format: what their scales are, and what rounding loses, in one pass over a model.
+"""Quantization statistics: amax, scales, underflow, overflow and rounding error of every FP8 operand, in one pass over a model.
 
 An observer beside the arithmetic: it quantizes what the layers see once more, by the same rules, and compares. Underflow and
 overflow are the two ends of one choice: a larger scale flushes fewer small elements to zero and saturates more large ones.
@@ -31,8 +31,8 @@ CHUNK = {"cpu": 1 << 18, "cuda": 1 << 25}
 
 
 class Statistics(NamedTuple):
-    """One tensor of one layer as the first of its products in FP8 reads it: fprop for inputs and weights, dgrad for the gradients
-    of outputs.
+    """Statistics of one tensor of one layer, as the first of its products in FP8 reads it: fprop for inputs and weights, dgrad for
+    the gradients of outputs.
 
     `amax` skips NaN. `scale_min` and `scale_max` are over the tiles that are not all zero, None where all are. Shares of the
     elements: `underflow` is not zero and becomes zero, `overflow` lies beyond the largest value of the format after scaling.
@@ -56,8 +56,8 @@ class Statistics(NamedTuple):
 def collect(
     model: nn.Module, run: Callable[[], object], masters: Mapping[nn.Parameter, Tensor] | None = None
 ) -> list[Statistics]:
-    """The statistics of the FP8 layers of `model` while `run()` makes one eager forward and backward pass of it. A layer that
-    is called several times is measured in its first call.
+    """Statistics of the FP8 layers of `model`, collected while `run()` makes one eager forward and backward pass of it. A layer
+    that is called several times is measured in its first call.
 
     Weights that are held in float8 alone are compared with `masters`, what they are quantized from by parameter; those without
     one are left out. Afterwards gradients, amax histories, the record of products and random numbers are what they were; other
@@ -78,7 +78,7 @@ def collect(
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what a forward and a backward pass change."""
+    """Context manager that restores everything that a forward and a backward pass change."""
     buffers = [(name.rpartition(".")[2], buffer) for name, buffer in model.named_buffers()]
     changing = [b for leaf, b in buffers if leaf in ("gemms_ran", ROUNDING_COUNT)]
     changing += [b[0] for leaf, b in buffers if leaf == "fp8_amax_history"]
@@ -136,7 +136,7 @@ class _Probe:
 
 
 class _Measured(NamedTuple):
-    """Numbers of a tensor that are still on its device."""
+    """Statistics of a tensor as scalars that are still on its device."""
 
     format: Format
     elements: int
@@ -152,7 +152,9 @@ class _Measured(NamedTuple):
 
 
 def _measured(t: Tensor, role: int, scaling: Scaling, one: Tensor | None, random: Random | None) -> _Measured:
-    """`t` [R, C], its last dimension contracted; `one` is its scale where it has one, `random` what rounds it at random."""
+    """Statistics of `t` [R, C], whose last dimension is contracted. `one` is its scale where it has a single one, `random` the
+    stream of stochastic rounding.
+    """
     fmt, tile = scaling.format_of(role), scaling.tile(role, 1)
     whole = first_level(t) if scaling.layout.two_levels else None
     rows = max(1, CHUNK.get(t.device.type, 1 << 18) // t.shape[1] // 128) * 128  # no tile is higher

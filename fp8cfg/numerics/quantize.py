@@ -1,4 +1,4 @@
-"""From a matrix to an operand: scale, round, and carry.
+"""Quantization of a matrix to an operand: scale, round, and carry.
 
 Always from float32: rounding to bfloat16 before FP8 changes 3 in 100 values.
 """

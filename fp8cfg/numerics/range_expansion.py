@@ -1,4 +1,4 @@
-"""COAT's expansion of a block's range: what is stored is a power of the values, with an exponent k that fills the range of E4M3.
+"""Dynamic range expansion (COAT): a block's values are stored as powers, with an exponent k for which they fill the range of E4M3.
 
     k = floor(16 log2(448² / 2) / log2(largest / smallest)) / 16        code = E4M3(448 (|x| / largest)^k), and the sign of x
 
@@ -72,7 +72,7 @@ def encode(rows: Tensor, scales: Tensor, u: Tensor | None = None) -> Tensor:
 
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """The float32 values of `codes`, the bytes [blocks, block] of what `encode` gave."""
+    """The float32 values of `codes`, the bytes [blocks, block] that `encode` returned."""
     code = codes.long()
     values = _VALUES.to(codes.device).view(-1)[_steps(scales)[:, None] * 127 + (code & 127)]
     return torch.where(code > 127, -values, values) * scales[:, :1]

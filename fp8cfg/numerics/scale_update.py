@@ -1,4 +1,4 @@
-"""Moving the scales: once for each optimizer step, outside of compiled code.
+"""Scale update of delayed scaling: all-reduced amaxes, rolled histories and new scales, once per step, outside of compiled code.
 
 The order of a step is: forward and backward passes, optimizer, `update_scales`, then `set_weight` of float8 weights. A
 step that is skipped because its gradients are not finite calls `discard_amax` instead.
@@ -20,7 +20,7 @@ FP8Layer = FP8Linear | FP8Attention
 
 
 def fp8_layers(model: nn.Module) -> Iterator[FP8Layer]:
-    """Everything in `model` that multiplies in FP8, each once, in the order of its modules."""
+    """All FP8 layers of `model`, linear and attention, each once, in the order of `model.modules()`."""
     return (module for module in model.modules() if isinstance(module, FP8Layer))
 
 
@@ -45,7 +45,7 @@ def update_scales(layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = 
 
 
 def _roles(layer: FP8Layer) -> tuple[int, ...]:
-    """What the columns of a layer's state are to its scaling."""
+    """The role in the layer's scaling of each column of its state."""
     return ROLES if isinstance(layer, FP8Attention) else (INPUT, WEIGHT, GRAD_OUTPUT)
 
 
@@ -71,8 +71,9 @@ def _update(states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, 
 
 @torch.no_grad()
 def discard_amax(layers: Iterable[FP8Layer]) -> None:
-    """Forgets what `layers` saw since the last update, and rolls nothing. The weight's amax of a float8 weight stays: it was
-    recorded when the weight was written, and the weight has not changed."""
+    """Forgets the amaxes that `layers` recorded since the last update, and rolls nothing. A float8 weight's amax stays: it was
+    recorded when the weight was written, and the weight has not changed.
+    """
     for layer in layers:
         if layer.fp8_amax_history is not None:
             kept = isinstance(layer, FP8Linear) and layer.fp8_params

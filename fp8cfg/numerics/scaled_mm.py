@@ -1,4 +1,4 @@
-"""The matrix products of FP8 hardware, through torch.
+"""Scaled matrix products: torch's FP8 GEMMs, and the operand layouts that the hardware requires.
 
 What the hardware wants: an FP8 product on Hopper reads both operands along the contracted dimension, so the first must be
 row-major and the second column-major. x @ Wᵀ has that layout as stored; dgrad and wgrad need transposed copies. The

@@ -1,4 +1,4 @@
-"""Where a tensor's one scale comes from; block_scaling.py has the scalings with many.
+"""Per-tensor scaling, delayed and current: a scale from the amax of a tensor or its history. block_scaling.py scales by tiles.
 
 The scale of a tensor maps its amax, the largest magnitude in it, to the largest FP8 value: scale = max / amax / 2^margin,
 where a margin of m leaves m powers of two of headroom. Transformer Engine's rule (common/recipe/recipe_common.cuh,
@@ -33,7 +33,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Scaling:
-    """How one linear layer scales its tensors.
+    """The scaling recipe of one linear layer.
 
     `margin`, `interval`, `amax_history_len`, `amax_compute_algo` and `first_step` mean something under delayed scaling alone.
     `interval` moves scales every that many optimizer steps. `first_step` says what scales a tensor before its history has
@@ -68,7 +68,7 @@ class Scaling:
 
     @property
     def layout(self) -> Descriptor:
-        """The row of the table of scalings."""
+        """The descriptor of this scaling in the table of scalings."""
         return SCALINGS[self.kind]
 
     def format_of(self, role: int) -> Format:
@@ -144,7 +144,7 @@ def roll(history: Tensor, scale: Tensor, amax_now: Tensor, target: Tensor, algo:
 
 
 def scale_now(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, history: Tensor | None, record: bool) -> Tensor:
-    """The float32 scalar with which to quantize `t` now.
+    """The float32 scalar scale to quantize `t` with in this pass.
 
     Under delayed scaling that is `scales[role]`, and `record` folds the amax of `t` into the running maximum
     `history[0, role]`; a scale of 0 was never set. Under current scaling there is no state: `scales` [3] and `history`

@@ -1,4 +1,4 @@
-"""Stochastic rounding: up or down with the odds that keep the mean, so that updates below the step of a grid still add up.
+"""Stochastic rounding: up or down with the odds that preserve the mean, so that updates below a step of the grid still add up.
 
 The random numbers are a function of a key, a lane and the index of the element. Nothing advances: the same key gives the
 same numbers in whatever pieces a tensor is processed, in eager and in compiled code, and on whichever rank.
@@ -18,7 +18,7 @@ from fp8cfg.numerics.formats import Format
 
 
 def random_key(seed: int, *words: int | str) -> Tensor:
-    """The key, int32 [2], of these words: the name of a parameter and the number of a step, say."""
+    """The key, int32 [2], derived from these words: for example the name of a parameter and the number of a step."""
     digest = hashlib.blake2b(repr((seed, *words)).encode(), digest_size=8).digest()
     return torch.tensor(struct.unpack("<2i", digest), dtype=torch.int32)
 
@@ -37,15 +37,16 @@ def uniform(key: Tensor, lane: int, start: int, count: int) -> Tensor:
 
 
 class Random(NamedTuple):
-    """A stream of random numbers: `key`, int32 [2], says whose, `draw`, an int32 scalar, how often it was drawn from, and `lane`
-    which of the tensors of one draw."""
+    """A stream of random numbers: `key`, int32 [2], identifies the stream, `draw`, an int32 scalar, counts the draws from it, and
+    `lane` selects a tensor within a draw.
+    """
 
     key: Tensor
     draw: Tensor
     lane: int
 
     def uniform(self, start: int, count: int) -> Tensor:
-        """As `uniform`, for this draw."""
+        """As the function `uniform`, for this draw."""
         steps = torch.stack([self.draw * _int32(0x9E3779B9), self.draw * _int32(0x85EBCA6B)])
         return uniform(self.key ^ steps, self.lane, start, count)
 

@@ -1,4 +1,4 @@
-"""Optimizers, and what moves with the optimizer step: the learning rate and the loss scale.
+"""Optimizers, learning-rate schedule and loss scaling.
 
 The package itself loads no torch. The optimizer is in `fp8cfg.optim.mixed_precision`, its parameter groups in
 `fp8cfg.optim.groups`.

@@ -1,4 +1,4 @@
-"""Parameter groups, and the dtype in which gradients accumulate."""
+"""Parameter groups of an optimizer, and the dtype in which gradients accumulate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def set_grad_dtype(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Let the `.grad` of narrower parameters accumulate in `dtype`; wider ones keep their own.
+    """Accumulate the `.grad` of parameters narrower than `dtype` in `dtype`; wider ones keep their own.
 
     Autograd casts each incoming gradient, so microbatches add up in `dtype` (bf16 weights with `torch.float32` is
     NeMo's `grad_reduce_in_fp32`). Call it before the first backward pass and after `to_empty`, which makes new parameters.

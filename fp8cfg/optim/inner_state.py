@@ -1,4 +1,4 @@
-"""The state of an inner optimizer by parameter name: tensors for safetensors, the rest for JSON.
+"""State dict of an inner optimizer by parameter name: tensors for safetensors, the rest for JSON.
 
 `names` are the parameters' names and `masters` what the inner optimizer moves in their place; a parameter may be its
 own master. Step counts are JSON: torch keeps one 0-d tensor for each parameter.
@@ -38,7 +38,7 @@ def collect_json(names: Names, masters: Masters, inner: torch.optim.Optimizer) -
 def restore(
     names: Names, masters: Masters, inner: torch.optim.Optimizer, tensors: Mapping[str, Tensor], json: Mapping[str, Any]
 ) -> None:
-    """Copy collected state into `masters` and `inner`; raises ValueError before anything is changed."""
+    """Copy collected state into `masters` and `inner`. Raises ValueError before anything is changed."""
     if json["optimizer"] != type(inner).__name__:
         raise ValueError(f"the saved state is of {json['optimizer']}, this optimizer is {type(inner).__name__}")
     saved = json["state"]

@@ -1,4 +1,4 @@
-"""Loss scaling for float16: it lifts small gradients over the smallest number that float16 can hold."""
+"""Loss scaling for float16, dynamic or constant: it lifts small gradients above the smallest float16 number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypedDict
 
 
 class LossScaleState(TypedDict):
-    """What a `LossScaler` has learned; plain JSON."""
+    """The state of a `LossScaler` as plain JSON values."""
 
     scale: float
     growth_tracker: int
@@ -49,7 +49,7 @@ class LossScaler:
         self._hysteresis_left = self.hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """Learn from one step: whether its gradients overflowed (inf or NaN)."""
+        """Update the scale after one step, given whether its gradients overflowed (inf or NaN)."""
         if self.loss_scale is not None:
             return
         if found_inf:
@@ -73,7 +73,7 @@ class LossScaler:
         }
 
     def load_state(self, state: LossScaleState) -> None:
-        """Continue from `state`; a constant scale stays what it is. Raises ValueError for other names than `state()`'s."""
+        """Restore `state`; a constant scale is not changed. Raises ValueError for names other than those of `state()`."""
         if state.keys() != self.state().keys():
             raise ValueError(f"not the state of a loss scaler: {sorted(state)}, expected {sorted(self.state())}")
         if self.loss_scale is None:

@@ -1,4 +1,4 @@
-"""Float32 masters of parameters that are stored in fewer bits."""
+"""Master weights in float32 for parameters that are stored in fewer bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Float32 optimization of parameters that are stored in fewer bits, as Megatron does it.
+"""Mixed-precision optimizer: float32 masters for parameters that are stored in fewer bits, as in Megatron.
 
     backward   p.grad, in its grad_dtype and multiplied by the loss scale
     step       float32 gradients -> unscale -> norm, finite? -> clip -> inner step on the masters -> hooks -> write p
@@ -77,7 +77,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> bool:  # type: ignore[override]
-        """One update from the `.grad` of the parameters; False where it was skipped because they are not finite.
+        """One update from the `.grad` of the parameters; False where it was skipped because gradients are not finite.
 
         A gradient whose norm overflows float32 counts as not finite. A skipped step changes the loss scale and nothing
         else. Float32 gradients are unscaled and clipped in place. Raises RuntimeError if someone else has written to a
@@ -103,7 +103,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         return finite
 
     def storing(self) -> AbstractContextManager[None]:
-        """A context for the last backward pass before a step; gradients stay where autograd puts them."""
+        """Context manager for the last backward pass before a step; does nothing: gradients stay where autograd puts them."""
         return nullcontext()
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """Copy in what `state_tensors` and `state_json` gave. Training then goes on to the same bits.
+        """Restore the results of `state_tensors` and `state_json`. Training then continues with the same bits.
 
         The model's own weights are the model's state: load them first. Raises ValueError, before any tensor is changed,
         for missing and unexpected names, other shapes or dtypes, another inner optimizer, and a loss scale on one side.

@@ -1,4 +1,4 @@
-"""What our optimizers share: state by parameter name, tensors for safetensors and the rest for JSON."""
+"""Named optimizer state: base class with state by parameter name, tensors for safetensors and the rest for JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ NO_HYPERPARAMETERS = ("params", "param_names", "columns")
 
 
 class NamedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state goes by name, so that `state_dict` has not torch's own layout, which goes by position."""
+    """Base class of optimizers whose state is keyed by parameter name; `state_dict` therefore differs from torch's layout, which
+    is keyed by position.
+    """
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
@@ -26,8 +28,9 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """Copy in what `state_tensors` and `state_json` gave. Raises ValueError, before anything is changed, where they do not
-        fit."""
+        """Restore the results of `state_tensors` and `state_json`. Raises ValueError, before anything is changed, where they do
+        not fit.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """`state_tensors`, `state_json` and the hyperparameters of the groups."""

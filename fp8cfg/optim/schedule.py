@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone: nothing to save, and nothing to restore wrongly."""
+"""Learning-rate schedule: warm-up and decay as a function of the step alone, with no state to save or to restore wrongly."""
 
 from __future__ import annotations
 

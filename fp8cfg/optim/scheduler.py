@@ -1,4 +1,4 @@
-"""A torch scheduler for loops of other projects, which step one."""
+"""Scheduler in the interface of torch.optim.lr_scheduler, for loops of other projects."""
 
 from __future__ import annotations
 

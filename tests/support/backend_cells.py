@@ -1,4 +1,4 @@
-"""The cells of backend_table.py: what native, torchao and msamp do with each key, and te where te_table.py has no row."""
+"""Cells of the backend-by-key table (backend_table.py) for native, torchao and msamp, and for te where te_table.py has no row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The cost of Python code in function calls, which no load of the machine changes; on a quiet one a million take about a second."""
+"""Function-call counts: a cost of Python code that the load of the machine does not change; on a quiet one a million take a
+second.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pytest plugin of tools/seeded_faults.py: coverage by test, also of subprocesses and ranks, and the CPU time of each test.
+"""Coverage contexts: pytest plugin of tools/seeded_faults.py for coverage by test, subprocesses and ranks included, and CPU time.
 
 A test's context is its id; what a fixture of wider scope runs has a context of its own, and counts for all tests that use the fixture.
 Processes that a test starts take its context from COVERAGE_TEST. COVERAGE_TESTS_FOLDER receives tests-*.json (the contexts of each

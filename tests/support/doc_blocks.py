@@ -1,4 +1,4 @@
-"""Blocks of code in Markdown pages, and their execution: Python, YAML recipes, and commands with what they print."""
+"""Code blocks of Markdown pages, and their execution: Python, YAML recipes, and commands with their output."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def commands(block: Block) -> list[Command]:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether a command printed what is shown, `...` standing for anything, on a line of its own for any number of lines."""
+    """Whether the output of a command matches the expected text, in which `...` stands for anything, on a line of its own for any
+    number of lines.
+    """
     def lines(text: str) -> str:
         return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
@@ -104,7 +106,9 @@ def short(words: list[str]) -> list[str]:
 
 
 def run(words: list[str], capsys: pytest.CaptureFixture[str], shown: str = "") -> tuple[int, str]:
-    """The exit code of `fp8cfg words` in this process, and what it printed, errors last; `shown` is what will be compared."""
+    """Run `fp8cfg words` in this process; returns the exit code and the output, errors last. `shown` is the text that the output
+    will be compared with.
+    """
     capsys.readouterr()
     if words[0] in TRAINS or words[0] not in VERBS:
         with short_runs({} if "FLOPs  fprop" in shown else None):

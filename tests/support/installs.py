@@ -1,4 +1,4 @@
-"""Builds of this checkout, and virtual environments to install them in."""
+"""Installations of this checkout: builds, and virtual environments to install them in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A stand-in for MS-AMP's public API on a CPU, written after its source (0.4): what its classes hold and compute, plainly.
+"""MS-AMP stand-in for CPU tests: its public API, written after its source (0.4), with the state and arithmetic of its classes in
+plain torch.
 
 Kept as there: tensors with a scale are no torch.Tensors; FP8 of both formats is uint8; weights come back trained and untied;
 plain parameters that are not float32 are never updated; every product goes through `Gemm.fp8_gemm`.

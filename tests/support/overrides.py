@@ -1,4 +1,4 @@
-"""Hypothesis strategies: any valid value of any key, and words that say it."""
+"""Override strategies for Hypothesis: any valid value of any key, and override words that set it."""
 
 from __future__ import annotations
 

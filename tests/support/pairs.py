@@ -1,4 +1,4 @@
-"""All-pairs coverage: fewer cases than a product of parameters, with every two values of two parameters together in one."""
+"""All-pairs coverage: fewer cases than the product of all parameters, with every two values of any two parameters in one case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions run by real processes that talk over gloo, and commands run by torchrun."""
+"""Multi-process helpers: functions run by real processes over gloo, and commands run by torchrun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from fp8cfg.training.distributed.world import World
 
 
 def on_ranks(ranks: int, work: Callable[[World], Any], folder: Path) -> list[Any]:
-    """What `work`, a function at the top of a module, returns on each of so many processes: tensors, lists and dicts."""
+    """Run `work`, a function at the top level of a module, on that many processes, and return the result of each: tensors, lists
+    and dicts.
+    """
     torch.multiprocessing.spawn(_one, (ranks, work, str(folder)), nprocs=ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
 

@@ -1,4 +1,4 @@
-"""A recipe small enough to train for a few steps in a test."""
+"""Small recipe: trains for a few steps in a test."""
 
 from __future__ import annotations
 

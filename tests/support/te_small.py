@@ -1,4 +1,4 @@
-"""A small Transformer for tests of the Transformer Engine backend, and its conversion."""
+"""Small Transformer for tests of the Transformer Engine backend, and its conversion."""
 
 from __future__ import annotations
 

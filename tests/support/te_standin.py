@@ -1,4 +1,4 @@
-"""Transformer Engine's genuine Python, on a CPU: its recipes, modules, quantizers and state, with te_tex for its kernels.
+"""Transformer Engine's genuine Python on a CPU: its recipes, modules, quantizers and state, over te_tex in place of its kernels.
 
 Its source is changed in three ways as it is loaded: "cuda" devices become the CPU, and the two checks that ask for a GPU are
 answered yes."""

@@ -1,4 +1,4 @@
-"""Imports Transformer Engine's pure-Python files from its wheel on a machine that cannot load its compiled part.
+"""Transformer Engine import stub: its pure-Python files from the wheel, on a machine that cannot load the compiled part.
 
 The wheel's Python is a good oracle: the update of delayed scaling and the reference quantizers are written in torch. Only the
 modules around them ask the extension for names when they are imported; those are answered by mocks."""

@@ -1,4 +1,4 @@
-"""What backend=te does with each key: applied, and where that is read back, or refused, and in which line.
+"""Key table of backend=te: each key applied, and where that is read back, or refused, and with which line.
 
     python tests/support/te_table.py        # the table; tests/backends/test_te_keys.py holds every row against genuine Transformer Engine objects
 """
@@ -104,7 +104,7 @@ ELSEWHERE = {"fp8.min_coverage": "training/train_step.py, from observed()", "fp8
 
 
 def node(given: dict[str, Any]) -> FP8:
-    """The `fp8` node with what Transformer Engine asks of every recipe, and `given`."""
+    """An `fp8` node with the settings that Transformer Engine needs of every recipe, and those `given`."""
     delayed = given.get("scaling", "delayed") == "delayed"
     return FP8(enabled=True, **({"first_step": "te"} if delayed else {}) | given)
 

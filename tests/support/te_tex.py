@@ -1,4 +1,5 @@
-"""A stand-in for Transformer Engine's compiled part, in torch: casts, products, norms, SwiGLU, rotary positions, softmax, the fused update.
+"""Transformer Engine kernels in plain torch, a stand-in for its compiled part: casts, GEMMs, norms, SwiGLU, rotary positions,
+softmax, the fused update.
 
 Small and slow, for CPU tests alone. The formulas are those of Transformer Engine 2.20's kernels (cast.cu, delayed_scaling.cu) and
 of its Python references; the kernels themselves do not run here."""

@@ -1,4 +1,4 @@
-"""Running a verb in this process, and what it loads in a process of its own."""
+"""CLI verbs run in this process, and the modules that a verb loads in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LOADS = "import sys; from fp8cfg.__main__ import main; main(sys.argv[1:]); prin
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What the verb prints; it ends with exit code 0."""
+    """The output of the verb, which must end with exit code 0 and print nothing on stderr."""
     code, out = main(list(argv)), capsys.readouterr()
     assert (code, out.err) == (0, "")
     return out.out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
-    """The lines that refuse the verb, with exit code 2 and nothing printed besides."""
+    """The error lines of the verb, which must end with exit code 2 and print nothing on stdout."""
     code, out = main(list(argv)), capsys.readouterr()
     assert (code, out.out) == (2, "")
     assert all(line.startswith("error: ") for line in out.err.splitlines())
@@ -35,6 +35,6 @@ def line(file: str | Path, part: str) -> int:
 
 
 def loads(*argv: str) -> set[str]:
-    """Modules that are loaded after the verb."""
+    """The modules that are loaded after the verb, in a process of its own."""
     done = subprocess.run([sys.executable, "-c", _LOADS, *argv], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stderr.split())

@@ -1,4 +1,4 @@
-"""What the tools' command lines have in common: recipes of overrides, and how mistakes in them end."""
+"""Command-line helpers of the tools: recipes from override words, and one-line errors with exit code 2."""
 
 from __future__ import annotations
 

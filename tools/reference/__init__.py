@@ -1,1 +1,1 @@
-"""Pages of docs/reference as text, one module a subject."""
+"""Reference page generators: docs/reference as text, one module for each subject."""

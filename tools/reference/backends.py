@@ -1,4 +1,6 @@
-"""Backends: which scaling each runs on which hardware, from its rules, and what it does with each key, from the tested cells."""
+"""Backend reference: which scaling each backend runs on which hardware, from its rules, and what it does with each key, from
+tested cells.
+"""
 
 from __future__ import annotations
 

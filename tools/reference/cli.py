@@ -1,4 +1,4 @@
-"""The command line: the help text of each verb, as `fp8cfg VERB --help` prints it."""
+"""CLI reference: the help text of each verb, as `fp8cfg VERB --help` prints it."""
 
 from __future__ import annotations
 

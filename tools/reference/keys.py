@@ -1,4 +1,4 @@
-"""Every key of the schema: type and bounds, default, unit, meaning and source, from the typed fields and their docstrings."""
+"""Key reference: type and bounds, default, unit, meaning and source of every key, from the typed fields and their docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes, precision presets and data presets: what can be chosen by name, with what each file says and sets."""
+"""Preset reference: recipes, precision presets and data presets by name, with the description and settings of each file."""
 
 from __future__ import annotations
 

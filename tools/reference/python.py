@@ -1,4 +1,4 @@
-"""The public Python names of `fp8cfg`: signature and docstring of each, as the code has them."""
+"""Python API reference: signature and docstring of each public name of `fp8cfg`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exit codes, from the classes of errors that have them, and the environment variables that are read or change results."""
+"""Exit code reference, from the error classes that have them, and the environment variables that are read or change results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MS-AMP backend."""
+"""MS-AMP backend: the FP8 linear layers and the optimizers of MS-AMP."""
 
 from fp8cfg.config.backend_capabilities import Capabilities
 

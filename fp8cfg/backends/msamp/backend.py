@@ -1,4 +1,4 @@
-"""The MS-AMP backend: its FP8Linear in place of linear layers, and its LBAdamW or LBAdam for the whole model.
+"""MS-AMP backend: MS-AMP's FP8Linear in place of linear layers, and its LBAdamW or LBAdam for the whole model.
 
 It has never run with MS-AMP's kernels, which want torch 2.1, a NCCL of their own and an H100. It was run once with the Python of
 MS-AMP 0.4 over emulated kernels, and is tested on CPUs with a stand-in of its public API that gave the same losses.
@@ -113,7 +113,7 @@ def record(model: nn.Module) -> dict[str, Any]:
 
 
 def cache_weights(model: nn.Module, on: bool = True) -> None:
-    """Nothing: weights stay in MS-AMP's own parameters, and each pass quantizes what it reads."""
+    """Does nothing: weights are MS-AMP's own parameters, and each pass quantizes those it reads."""
 
 
 def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
@@ -121,11 +121,11 @@ def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
 
 
 def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
-    """Nothing: MS-AMP's optimizer moves the scales in its step."""
+    """Does nothing: MS-AMP's optimizer moves the scales in its step."""
 
 
 def after_skip(model: nn.Module) -> None:
-    """Nothing: the next step finds the amaxes that were not finite, and scales in time again."""
+    """Does nothing: the next step finds the amaxes that were not finite, and scales in time again."""
 
 
 def plain(layer: nn.Module) -> nn.Linear | None:

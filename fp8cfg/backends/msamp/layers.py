@@ -1,4 +1,4 @@
-"""MS-AMP's FP8Linear, watched: it heeds a region, records what its products multiply, and saves its state as plain tensors."""
+"""FP8Linear of MS-AMP with an autocast region, a record of what its products multiply, and state saved as plain tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAYERS: weakref.WeakValueDictionary[int, WatchedLinear] = weakref.WeakValueDict
 
 
 class WatchedLinear(nn.Module):
-    """What stands before MS-AMP's FP8Linear in a converted layer. `weight` is a ScalingParameter, no torch.Tensor."""
+    """Mixin that precedes MS-AMP's FP8Linear in a converted layer. `weight` is a ScalingParameter, no torch.Tensor."""
 
     region: Region
     ran: dict[str, Kinds]
@@ -31,7 +31,7 @@ class WatchedLinear(nn.Module):
     scaling_metas: dict[str, Any]
 
     def watch(self, region: Region) -> None:
-        """Gives the layer its region and its record."""
+        """Attach the region and the record to the layer."""
         self.region, self.ran = region, dict.fromkeys(GEMMS)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,15 +81,16 @@ class WatchedLinear(nn.Module):
 
 @functools.cache
 def watched(linear: type) -> type:
-    """MS-AMP's class `linear`, watched."""
+    """Subclass of MS-AMP's class `linear` with region and record."""
     return type("MSAMPLinear", (WatchedLinear, linear), {})
 
 
 def watch_products(gemm: Any, device: Any) -> None:
-    """Let `gemm.fp8_gemm`, in which MS-AMP makes all its products, record their operands with the layer that they belong to.
-    Where `device` has no FP8 by MS-AMP's judgement it multiplies them in high precision, and so they are recorded."""
+    """Let `gemm.fp8_gemm`, which makes all products of MS-AMP, record their operands with the layer that they belong to. Where
+    MS-AMP finds no FP8 on `device`, it multiplies in high precision, and the products are recorded as such.
+    """
     multiply = gemm.fp8_gemm
-    if hasattr(multiply, "records"):
+    if hasattr(multiply, "records"):  # patched by an earlier conversion: the function is one for the whole process
         return
 
     def fp8_gemm(mat_a: Any, mat_b: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""MS-AMP's LBAdamW and LBAdam as a training loop needs them: loss scale, clipping, skipped steps, state by name.
+"""Training-loop interface of MS-AMP's LBAdamW and LBAdam: loss scale, clipping, skipped steps, state by name.
 
     step       unscale -> norm, finite? -> clip -> MS-AMP's step, which moves the scales of its layers too
 
@@ -25,9 +25,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MSAMPOptimizer(torch.optim.Optimizer):
-    """What `MixedPrecisionOptimizer` is to torch's optimizers, with the same attributes, around the one that `build` makes from
-    parameter groups: matrices with `weight_decay`, vectors without. Raises BackendError for a parameter of torch's that is not
-    float32: MS-AMP would never update it."""
+    """The counterpart of `MixedPrecisionOptimizer`, with the same attributes, around the optimizer of MS-AMP that `build` makes
+    from parameter groups: matrices with `weight_decay`, vectors without. Raises BackendError for a parameter of torch's that is
+    not float32: MS-AMP would never update it.
+    """
 
     def __init__(
         self, model: nn.Module, build: Callable[[list[dict[str, Any]]], Any], weight_decay: float, clip_grad: float,
@@ -53,7 +54,7 @@ class MSAMPOptimizer(torch.optim.Optimizer):
             self.inner.state[p] = {"step": 0, **self._fresh(p)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The groups are MS-AMP's own: what stands in them is used."""
+        """Add a group to MS-AMP's own list of groups, whose values the step uses."""
         self.param_groups.append(param_group)
 
     @torch.no_grad()
@@ -78,16 +79,16 @@ class MSAMPOptimizer(torch.optim.Optimizer):
         return finite
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients."""
+        """Clear all gradients."""
         for p in self.names:
             p.grad = None
 
     def storing(self, add: bool = False) -> AbstractContextManager[None]:
-        """A context for a backward pass: MS-AMP stores gradients in every one."""
+        """Context manager for a backward pass; does nothing, since MS-AMP stores gradients in every one."""
         return nullcontext()
 
     def write_parameters(self) -> None:
-        """Nothing: there are no masters."""
+        """Does nothing: there are no masters."""
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state itself, no copies: `<parameter>.exp_avg`, `<parameter>.exp_avg.scale_inv`, and so on for exp_avg_sq."""

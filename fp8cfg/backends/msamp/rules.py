@@ -1,4 +1,4 @@
-"""What MS-AMP 0.4 can do: linear layers under delayed scaling of its own, and the storage of its levels O1 and O2.
+"""Rules of MS-AMP 0.4: linear layers under its own delayed scaling, and the storage of its levels O1 and O2.
 
 The package is unmaintained and on no index; Accelerate has deprecated it. Its kernels have never been run by the authors of this
 backend: see backend.py. Importing it patches torch, so it is looked for and not imported here.
@@ -44,7 +44,7 @@ def unavailable() -> str:
 
 
 def instead(precision: Precision) -> str:
-    """The words for the native backend with the storage that MS-AMP has, its powers of two among them."""
+    """The override words for the native backend with the storage of MS-AMP, its power-of-two scales included."""
     own = precision.model_copy(update={"backend": "msamp"})
     pow2 = [f"storage.{column}=fp8_pow2" for column, codec in of_level(own).items() if codec == "fp8_pow2"]
     shard = ["storage.shard=zero1"] if level(own) == "O3" and precision.storage.shard == "none" else []
@@ -78,7 +78,7 @@ def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
 
 
 def _keys(f: FP8) -> list[str]:
-    """A line for each key that MS-AMP has another value of."""
+    """A line for each key whose value MS-AMP does not support."""
     if f.scaling not in SCALINGS:
         return [f"fp8.scaling={f.scaling}: MS-AMP has delayed scaling alone; write fp8.scaling=delayed, or backend=native"]
     lines = [f"fp8.{key}={value}: MS-AMP {why}; write fp8.{key}={str(want).lower()}, or backend=native"
@@ -89,7 +89,7 @@ def _keys(f: FP8) -> list[str]:
 
 
 def _storage(p: Precision) -> list[str]:
-    """A line for each column that is not what the level stores."""
+    """A line for each column that differs from what the level stores."""
     has, s = of_level(p.model_copy(update={"backend": "msamp"})), p.storage
     export = "through DeepSpeed alone, whose JSON `fp8cfg export deepspeed` writes"
     if level(p) == "O3":

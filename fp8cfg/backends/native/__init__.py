@@ -1,4 +1,4 @@
-"""The native backend: FP8 arithmetic in plain torch, emulated or through torch's scaled matrix products."""
+"""Native backend: FP8 arithmetic in plain torch, emulated or through torch's scaled matrix products."""
 
 from fp8cfg.config.backend_capabilities import Capabilities
 

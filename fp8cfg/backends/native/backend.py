@@ -1,4 +1,4 @@
-"""The native backend: plain torch linear layers and attention replaced by those of `numerics`, the same on CPU and GPU."""
+"""Native backend: plain torch linear layers and attention replaced by those of `numerics`, the same on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1)}
 
 
 def scaling_of(fp8: FP8) -> Scaling:
-    """The arithmetic that the `fp8` node asks for."""
+    """The Scaling that the `fp8` node describes."""
     forward, backward = (_FORMATS[name] for name in SCALINGS[fp8.scaling].operands(fp8.format))
     return Scaling(
         kind=fp8.scaling, forward=forward, backward=backward, margin=fp8.margin,
@@ -97,11 +97,11 @@ def optimizer(prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_
 
 
 def cache_weights(model: nn.Module, on: bool = True) -> None:
-    """Nothing: each microbatch quantizes the weights that it reads, or fp8.params has quantized them."""
+    """Does nothing: each microbatch quantizes the weights that it reads, or fp8.params has quantized them."""
 
 
 def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:
-    """The layers whose weight is held in float8 alone, by that weight."""
+    """The layers whose weight is stored in float8 only, by that weight."""
     held = {layer.weight: layer for layer in fp8_linears(model) if layer.fp8_params}
     return {weight: layer for weight, layer in held.items() if isinstance(weight, nn.Parameter)}
 

@@ -1,4 +1,4 @@
-"""What the native backend can do: everything by emulation, and on a GPU what torch's scaled matrix products have."""
+"""Rules of the native backend: every scaling by emulation, and on a GPU those of torch's scaled matrix products."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def instead(precision: Precision) -> str:
 
 
 def no_units(precision: Precision, hardware: Hardware) -> list[str]:
-    """The line that says that the GPU has no FP8 units, if it has none."""
+    """The refusal of a GPU without FP8 units, if it has none."""
     if (hardware.capability or (0, 0)) >= FP8_CAPABILITY:
         return []
     return [f"fp8.enabled=True: {found(hardware)}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {EMULATE}, or precision=bf16"]
 
 
 def found(hardware: Hardware) -> str:
-    """What the GPU is, for a line that refuses it."""
+    """A description of the GPU, for refusals."""
     return f"this GPU has compute capability {'.'.join(map(str, hardware.capability or ('unknown',)))}"
 
 
@@ -81,7 +81,7 @@ EMULATE = "write fp8.emulate=true to emulate"
 
 
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
-    """The line that says what the GPU cannot multiply, and what it can, if there is anything."""
+    """The refusal of a scaling that the GPU cannot multiply, naming what it can, if there is anything."""
     capability, name, scaling = hardware.capability or (0, 0), p.fp8.scaling, SCALINGS[p.fp8.scaling]
     preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
     if lines := no_units(p, hardware):

@@ -1,4 +1,4 @@
-"""The Transformer Engine backend."""
+"""Transformer Engine backend: genuine TE modules around the model's Parameters."""
 
 from fp8cfg.config.backend_capabilities import Capabilities
 

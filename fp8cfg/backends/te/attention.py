@@ -1,4 +1,4 @@
-"""Attention in FP8: te.DotProductAttention in the place of `core_attention`, where fp8.dot_product_attention asks for it.
+"""FP8 attention: te.DotProductAttention in the place of `core_attention`, where fp8.dot_product_attention asks for it.
 
 Its arithmetic is cuDNN's, which no CPU has: this file has been tested for what it asks of Transformer Engine, not for numbers."""
 
@@ -36,7 +36,7 @@ class TEAttention(nn.Module):
 
     @property
     def plain(self) -> nn.Module:
-        """The attention in high precision, whose place this took."""
+        """The high-precision attention that this module replaced."""
         return self._beside[0]
 
     @property
@@ -64,7 +64,7 @@ class TEAttention(nn.Module):
         return [meta[key] for key in ("scaling_fwd", "scaling_bwd") if hasattr(meta.get(key), "amax_history")]
 
     def forward_histories(self) -> list[Tensor]:
-        """The amax histories that a forward pass adds to."""
+        """The amax histories that a forward pass writes to."""
         return [state.amax_history for state in self._states()[:1]]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -87,7 +87,7 @@ class TEAttention(nn.Module):
 
 
 def misfits(model: nn.Module, fp8: FP8) -> list[str]:
-    """What this GPU's FP8 attention does not take of `model`, a line each; nothing where there is no GPU to ask."""
+    """The settings of `model` that this GPU's FP8 attention does not support, a line each; empty where there is no GPU to ask."""
     if not (fp8.dot_product_attention and torch.cuda.is_available()):
         return []
     capability = torch.cuda.get_device_capability()
@@ -96,7 +96,7 @@ def misfits(model: nn.Module, fp8: FP8) -> list[str]:
 
 
 def convert(model: nn.Module, fp8: FP8, te: Any, recipe: Any) -> None:
-    """Put Transformer Engine's in the place of each `core_attention` that is to run in FP8."""
+    """Replace each `core_attention` that is to run in FP8 by Transformer Engine's."""
     found = [name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(".core_attention")]
     for name, planned in zip(found, plan_attention(fp8, len(found)), strict=True):
         if any(planned.gemms):

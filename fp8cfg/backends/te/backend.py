@@ -1,4 +1,4 @@
-"""The Transformer Engine backend: genuine TE modules around the model's Parameters, and TE's recipe read back from the object.
+"""Transformer Engine backend: genuine TE modules around the model's Parameters, and TE's recipe read back from the object.
 
 It has not run on a GPU: it is tested on CPUs with Transformer Engine's own Python (recipes, modules, quantizers, autocast, state)
 over a stand-in for its kernels. tests/gpu/test_te.py is what a GPU has to show.
@@ -68,8 +68,9 @@ def convert(
 
 
 def _norm(module: nn.Module, te: Any) -> Any | None:
-    """Transformer Engine's norm that does what `module` does; None where it has none: without weights, in float64, LayerNorm
-    without a bias, RMSNorm whose eps follows the dtype."""
+    """The norm of Transformer Engine that computes the same as `module`; None where there is none: without weights, in float64,
+    LayerNorm without a bias, RMSNorm whose eps follows the dtype.
+    """
     from fp8cfg.models.layers import RMSNorm
 
     kind = {RMSNorm: "RMSNorm", nn.RMSNorm: "RMSNorm", nn.LayerNorm: "LayerNorm"}.get(type(module))
@@ -114,7 +115,7 @@ def autocast(model: nn.Module, enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No warning about quantized weights in high precision: that is what was asked for."""
+    """Suppress the warning about quantized weights in high precision, which the recipe asks for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using quantized weights without quantized compute")
         yield
@@ -142,21 +143,21 @@ def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
 
 
 def cache_weights(model: nn.Module, on: bool = True) -> None:
-    """Quantize each weight once for an optimizer step, in its first microbatch, and keep it until `after_step`. For a loop that
-    calls `after_step`, or nothing tells that weights have moved; off until this is called."""
+    """Quantize each weight once per optimizer step, in its first microbatch, and keep it until `after_step`. For a loop that calls
+    `after_step`, since nothing else tells that weights have moved; off until this is called.
+    """
     for engine in _engines(model):
         engine.caches, engine.weights_moved = on, True
 
 
 def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
-    """Cached weights are those of the step before. Transformer Engine has moved its scales itself, over the group that
-    `autocast` gave it."""
+    """Mark cached weights as stale. Transformer Engine has moved its scales itself, over the group that `autocast` gave it."""
     for engine in _engines(model):
         engine.weights_moved = True
 
 
 def after_skip(model: nn.Module) -> None:
-    """Nothing: weights are what they were, and Transformer Engine does not take amaxes back."""
+    """Does nothing: weights are unchanged, and Transformer Engine does not take amaxes back."""
 
 
 def plain(layer: nn.Module) -> nn.Module | None:

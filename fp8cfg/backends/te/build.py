@@ -1,4 +1,4 @@
-"""Building genuine Transformer Engine modules for layers of the model, read back field by field."""
+"""Construction of genuine Transformer Engine modules for layers of the model, every field read back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _LACKS = object()
 
 
 class Maker:
-    """Makes the engines of one conversion. Weights are held quantized where `fp8_params`, those of `shared` excepted, and stand for
-    weights in `dtype`."""
+    """Builder of the engines of one conversion. Weights are stored quantized where `fp8_params`, except those of `shared`, and
+    stand for weights in `dtype`.
+    """
 
     def __init__(self, te: Any, recipe: Any, fp8_params: bool, shared: set[nn.Parameter], dtype: torch.dtype) -> None:
         self.te, self.recipe, self.fp8_params, self.shared, self.dtype = te, recipe, fp8_params, shared, dtype
@@ -30,7 +31,7 @@ class Maker:
         self.engine(module, linears, parameters, options, bias)
 
     def built(self, kind: str, linears: Sequence[TELinear], sizes: tuple[int, ...], **options: Any) -> Any:
-        """A module of the Transformer Engine class `kind` that can hold the weights of `linears`; it has no memory of its own."""
+        """A module of the Transformer Engine class `kind` that fits the weights of `linears`; it allocates no memory of its own."""
         dtype = self.dtype if self._quantizes(linears) else linears[0].weight.dtype
         with self._init(linears):
             return getattr(self.te, kind)(*sizes, params_dtype=dtype, device="meta", **options)

@@ -1,7 +1,7 @@
-"""A whole decoder layer of this project's Transformer as one te.TransformerLayer, where that computes the same.
+"""Decoder layer fusion: a whole layer of this project's Transformer as one te.TransformerLayer, where that computes the same.
 
-Beside the products and norms that fusion.py fuses, that takes attention in high precision: Transformer Engine then chooses
-among cuDNN's, flash-attn's and its own instead of torch's, and turns q and k in one kernel.
+Besides the products and norms that fusion.py fuses, it takes over attention in high precision: Transformer Engine then chooses
+among the kernels of cuDNN, flash-attn and its own instead of torch's, and rotates q and k in one kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TEDecoderLayer(nn.Module):
 
     @property
     def plain(self) -> nn.Module:
-        """The layer as it was; it has the same modules."""
+        """The original layer; it has the same modules."""
         return self._beside[0]
 
     def extra_repr(self) -> str:
@@ -112,8 +112,9 @@ def convert(model: nn.Module, name: str, layer: Any, make: Maker) -> None:
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """The Transformer Engine modules that compute each decoder layer of `model` with products in FP8, by its name, and why
-    te.TransformerLayer does not where it does not."""
+    """For each decoder layer of `model` with products in FP8, by name: the Transformer Engine modules that compute it, and the
+    reason where te.TransformerLayer does not.
+    """
     from fp8cfg.models.layers import TransformerLayer
 
     found = {}

@@ -1,4 +1,4 @@
-"""What multiplies: a genuine Transformer Engine module around Parameters that the model's layers hold."""
+"""Transformer Engine module (engine) around Parameters that the model's layers hold: it computes their products."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Parameters = Mapping[str, tuple[nn.Module, str]]
 
 
 class Engine:
-    """A Transformer Engine module, whose Parameters are those of the model's layers, however it is called.
+    """A Transformer Engine module of any class that computes with the Parameters of the model's layers.
 
     `linears` are the layers whose products `module` multiplies, in its order."""
 
@@ -77,12 +77,12 @@ class Engine:
 
 
 def _output(made: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """What a module made, without the empty bias that those inside of te.TransformerLayer give beside it."""
+    """The output of a module, without the empty bias that those inside of te.TransformerLayer return with it."""
     return made[0] if isinstance(made, tuple) else made
 
 
 def listened(module: nn.Module) -> bool:
-    """Whether somebody has to see what goes into `module` and comes out: hooks, or a `forward` put in the place of its own."""
+    """Whether the inputs and outputs of `module` are observed, which fusion would skip: hooks, or a replaced `forward`."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or own_forward(module)
 

@@ -1,4 +1,4 @@
-"""NVTE_* variables that would make Transformer Engine do something else than the recipe says."""
+"""NVTE_* environment variables that contradict the recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
 
 
 class _Wanted(NamedTuple):
-    """What a variable has to be where it is set, and the key that says so."""
+    """The value that a variable must have where it is set, and the key that decides it."""
 
     values: tuple[str, ...]
     key: str

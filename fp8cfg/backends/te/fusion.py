@@ -1,4 +1,4 @@
-"""Norms, products and attention in one Transformer Engine module, where the model's Transformer layers allow it.
+"""Layer fusion: norms, products and attention in one Transformer Engine module, where the model's Transformer layers allow it.
 
 A whole layer becomes te.TransformerLayer, which decoder.py makes. Where something stands in its way, `input_layernorm` with
 `linear_qkv` becomes te.LayerNormLinear, and `pre_mlp_layernorm` with the whole gated MLP te.LayerNormMLP. The norm's output is
@@ -64,5 +64,5 @@ def _fuse_mlp(at: str, model: nn.Module, layer: Any, make: Maker) -> None:
 
 
 def _fusable(norm: nn.Module, *linears: nn.Module) -> bool:
-    """Whether one module can take all of them: all in FP8, and nobody listens to what goes between."""
+    """Whether one module can compute all of them: all in FP8, and no hook observes what passes between them."""
     return all(isinstance(m, TELinear) and m.bias is None for m in linears) and not any(map(listened, (norm, *linears)))

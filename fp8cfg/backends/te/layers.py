@@ -1,7 +1,7 @@
-"""Layers that hold the Parameters of the model and let a genuine Transformer Engine module multiply with them.
+"""Layers that hold the Parameters of the model while a genuine Transformer Engine module computes their products.
 
-The module stands beside the tree of layers, not in it: names of Parameters stay what they were, a Parameter that two layers share
-stays one, and Transformer Engine's pickled extra state never reaches a state dict.
+The module is kept outside of the module tree: names of Parameters do not change, a Parameter that two layers share stays one, and
+Transformer Engine's pickled extra state never reaches a state dict.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TELinear(nn.Module):
-    """A linear layer that Transformer Engine multiplies: y = x wᵀ + b, x [..., in] in the weight's dtype.
+    """Linear layer computed by Transformer Engine: y = x wᵀ + b, x [..., in] in the dtype of the weight.
 
     `place` is its engine and its number there; where that computes a whole MLP, or is part of a te.TransformerLayer, `forward` is
     not called. `obstacle` says what kept te.TransformerLayer from taking the decoder layer that it is in. `ran` holds the kinds of
@@ -51,7 +51,7 @@ class TELinear(nn.Module):
 
     @property
     def fp8_params(self) -> bool:
-        """Whether the weight exists in FP8 alone."""
+        """Whether the weight is stored in FP8 only."""
         return is_quantized(self.parameter)
 
     @property
@@ -69,7 +69,7 @@ class TELinear(nn.Module):
         self.weight.quantize_(master)  # type: ignore[attr-defined]
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
-        """The values of the weight [out, in] in `dtype`."""
+        """The dequantized weight [out, in] in `dtype`."""
         return self.weight.dequantize(dtype=dtype) if self.fp8_params else self.weight.to(dtype)  # type: ignore[call-arg]
 
     @property
@@ -78,7 +78,7 @@ class TELinear(nn.Module):
         return self.place[0].recipe
 
     def forward_histories(self) -> list[Tensor]:
-        """The amax histories that a forward pass adds to."""
+        """The amax histories that a forward pass writes to."""
         return [self._columns()[0][0].amax_history] if self.recipe.delayed() else []
 
     def extra_repr(self) -> str:
@@ -117,8 +117,9 @@ class TELinear(nn.Module):
 
 
 class TENorm(nn.Module):
-    """A norm that Transformer Engine computes, by itself or, with `module` None, in front of the product that follows: then it
-    only holds the weight, and passes its input on. `plain` is the module whose place it took."""
+    """A norm computed by Transformer Engine, by itself or, with `module` None, fused with the product that follows: then it only
+    holds the weight, and passes its input on. `plain` is the module that it replaced.
+    """
 
     def __init__(self, plain: Any, module: Any | None) -> None:
         super().__init__()
@@ -139,12 +140,12 @@ class TENorm(nn.Module):
 
     @property
     def read_by_product(self) -> bool:
-        """Whether the product that follows reads the weight, and wants it in the dtype of its own."""
+        """Whether the product that follows reads the weight of this norm, and needs it in the dtype of the product."""
         return self._beside[1] is None
 
     @property
     def plain(self) -> nn.Module:
-        """The norm as it was, with the Parameters that this one has now."""
+        """The original norm, with the Parameters that this one has now."""
         plain: nn.Module = self._beside[0]
         for name, parameter in self._parameters.items():
             setattr(plain, name, parameter)
@@ -157,7 +158,7 @@ class TENorm(nn.Module):
 
 
 class TEMLP(nn.Module):
-    """A gated MLP that one Transformer Engine module computes, norm in front included; the two layers hold its weights."""
+    """A gated MLP computed by one Transformer Engine module, preceding norm included; the two layers hold its weights."""
 
     def __init__(self, plain: Any, linear_fc1: TELinear, linear_fc2: TELinear) -> None:
         super().__init__()
@@ -170,6 +171,6 @@ class TEMLP(nn.Module):
 
     @property
     def plain(self) -> nn.Module:
-        """The MLP as it was; it has the same two layers."""
+        """The original MLP; it has the same two layers."""
         plain: nn.Module = self._beside[0]
         return plain

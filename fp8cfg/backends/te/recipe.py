@@ -18,7 +18,7 @@ Fields = dict[str, Any]
 
 
 def recipe_of(fp8: FP8) -> Any:
-    """The recipe that `fp8` asks for. Raises BackendError where the object that came out says anything else."""
+    """The Transformer Engine recipe for `fp8`. Raises BackendError where the constructed object differs in any field."""
     te = importlib.import_module("transformer_engine.common.recipe")
     cls = getattr(te, SCALINGS[fp8.scaling].te)
     wanted = {name: value for name, value in fields(fp8).items() if hasattr(cls, name) or LATER.get(name, ...) != value}
@@ -38,8 +38,9 @@ def check(built: Any, wanted: Mapping[str, Any]) -> None:
 
 
 def fields(fp8: FP8) -> Fields:
-    """What every field of the recipe has to be, in plain values: also those that no key decides, since NVTE_* variables set
-    some of them and defaults move between versions."""
+    """The expected value of every field of the recipe, in plain values: also those that no key decides, since NVTE_* variables set
+    some of them and defaults change between versions.
+    """
     override = "high_precision" if high_precision_backward(fp8) else None
     attention = {"fp8_dpa": fp8.dot_product_attention, "fp8_mha": fp8.multi_head_attention}
     common = {"fp8_format": fp8.format.upper(), **attention, "backward_override": override}
@@ -79,7 +80,7 @@ def _nvfp4(fp8: FP8) -> Fields:
 
 
 def _products(fprop: bool) -> Fields:
-    """Whether each product adds up with full accumulators; without them fprop is faster and less exact."""
+    """Accumulation of each GEMM, split accumulator or not: without it fprop is faster and less exact."""
     return {f"fp8_gemm_{gemm}": {"use_split_accumulator": split}
             for gemm, split in (("fprop", fprop), ("dgrad", True), ("wgrad", True))}
 

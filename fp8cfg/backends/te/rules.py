@@ -1,4 +1,4 @@
-"""What Transformer Engine can do: the rules of its recipes, of the GPU and of shapes, without loading it.
+"""Rules of Transformer Engine: what its recipes, the GPU and layer shapes allow, without loading it.
 
 Rules are those of Transformer Engine 2.20 (pytorch/quantization.py, module/linear.py). Its multiplications have not been run on
 a GPU by the authors of this backend: see backend.py.
@@ -27,9 +27,10 @@ HOPPER, BLACKWELL, ATTENTION_BELOW = (9, 0), (10, 0), (12, 0)
 
 @dataclass(frozen=True)
 class Has:
-    """What Transformer Engine has of a scaling. `multiple` is what tokens and both sizes of a layer must be multiples of: each is
-    the contracted dimension of one product. `least` and `below` bound the compute capability, `cuda` is the least version,
-    `attention` the least capability of cuDNN's FP8 attention, and `as_mxfp8` the first that multiplies it as MXFP8."""
+    """Requirements of a scaling in Transformer Engine. `multiple` is what tokens and both sizes of a layer must be multiples of:
+    each is the contracted dimension of one product. `least` and `below` bound the compute capability, `cuda` is the lowest version
+    of CUDA, `attention` the lowest capability of cuDNN's FP8 attention, and `as_mxfp8` the first that multiplies it as MXFP8.
+    """
 
     multiple: int = 16
     least: tuple[int, int] = FP8_CAPABILITY
@@ -111,7 +112,7 @@ def high_precision_backward(fp8: FP8) -> bool:
 
 
 def _keys(p: Precision) -> list[str]:
-    """A line for each key that Transformer Engine has nothing for."""
+    """A line for each key that Transformer Engine does not support."""
     f, o, lines, scaling = p.fp8, p.fp8.override_linear_precision, [], SCALINGS[p.fp8.scaling]
     if scaling.history and f.interval != 1:
         lines.append(f"fp8.interval={f.interval}: Transformer Engine moves scales in every step, since 2.3 its recipe has no "
@@ -144,7 +145,7 @@ def _keys(p: Precision) -> list[str]:
 
 
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
-    """What Transformer Engine asks of the GPU, of CUDA and of cuBLASLt."""
+    """The requirements of Transformer Engine on GPU, CUDA and cuBLASLt that are not met."""
     scaling, needs = p.fp8.scaling, HAS[p.fp8.scaling]
     capability, cuda = hardware.capability or (0, 0), hardware.cuda or (0, 0)
     if hardware.device != "cuda":
@@ -174,7 +175,9 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
 
 
 def _attention_lacks(scaling: str, capability: tuple[int, int], has: str) -> list[str]:
-    """What FP8 attention asks of the GPU (pytorch/attention/dot_product_attention/utils.py); nothing takes its place there."""
+    """The requirements of FP8 attention that the GPU does not meet (pytorch/attention/dot_product_attention/utils.py); it has no
+    fallback there.
+    """
     key = f"fp8.dot_product_attention=True: {has}, cuDNN's FP8 attention"
     least = HAS[scaling].attention
     if capability < HOPPER:
@@ -198,7 +201,7 @@ def attention_misfit(head_dim: int, capability: tuple[int, int]) -> str:
 
 
 def _extension(package: Path) -> bool:
-    """Whether the compiled bindings lie where Transformer Engine looks for them (common/__init__.py)."""
+    """Whether the compiled extension is where Transformer Engine looks for it (common/__init__.py)."""
     folders = (package.parent, package, package / "wheel_lib")
     return any(folder.is_dir() and any(folder.glob("transformer_engine_torch*.so")) for folder in folders)
 

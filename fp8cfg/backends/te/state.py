@@ -1,4 +1,4 @@
-"""Transformer Engine's state as plain tensors under native's names, instead of its pickled extra state.
+"""Transformer Engine state as plain tensors under native's names, instead of its pickled extra state.
 
 A linear layer has, under delayed scaling, `fp8_scale` [3] and `fp8_amax_history` [length, 3] (columns: input, weight, grad_output),
 which native reads too. A weight that is held quantized is `weight`, its codes, and beside it what they are multiplied by; where
@@ -48,8 +48,9 @@ def column_tensors(columns: Columns) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_columns(columns: Columns, saved: Mapping[str, Tensor]) -> None:
-    """Copy in what `column_tensors` gave, or forget everything where `saved` has no state: those are new weights. A scale of 0
-    is native's for "not set yet"; a history of another length is cut or filled up. Raises ValueError for other shapes."""
+    """Restore the result of `column_tensors`, or reset everything where `saved` has no state: those are new weights. A scale of 0
+    is native's for "not set yet"; a history of another length is truncated or padded. Raises ValueError for other shapes.
+    """
     if not columns:
         return
     own = column_tensors(columns)

@@ -1,4 +1,4 @@
-"""The torchao backend."""
+"""torchao backend: Float8Linear and the prototype MXFP8Linear."""
 
 from fp8cfg.config.backend_capabilities import Capabilities
 

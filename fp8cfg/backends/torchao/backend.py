@@ -1,4 +1,4 @@
-"""The torchao backend: its Float8Linear, configured from the recipe field by field, and its MXFP8Linear."""
+"""torchao backend: Float8Linear, configured from the recipe field by field, and MXFP8Linear."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _matmul = watched(matmul_with_hp_or_float8_args)
 
 
 class TorchaoLinear(WatchedLinear, Float8Linear):  # type: ignore[misc]
-    """torchao's Float8Linear, watched."""
+    """torchao's Float8Linear with an autocast region and a record of its products."""
 
     def multiply(self, x: Tensor) -> Tensor:
         y: Tensor = _matmul.apply(self.gemms_ran, x, self.weight.t(), self.linear_mm_config, self.config)
@@ -36,13 +36,14 @@ class TorchaoLinear(WatchedLinear, Float8Linear):  # type: ignore[misc]
 
     @property
     def high_precision_weight(self) -> Tensor:
-        """The weight, or what its gathered FP8 values are."""
+        """The weight in high precision, dequantized where it was gathered in FP8."""
         weight: Tensor = self.weight
         return weight.to_original_precision() if isinstance(weight, Float8TrainingTensor) else weight
 
 
 def config_of(fp8: FP8, product: str, fp8_gather: bool = False) -> Float8LinearConfig:
-    """torchao's configuration of what the `fp8` node asks for, every field read back. Raises BackendError where one differs.
+    """The configuration of torchao's Float8Linear for the `fp8` node, every field read back. Raises BackendError where one
+    differs.
 
     With rows and wgrad in high precision it is torchao's recipe rowwise_with_gw_hp, whose dgrad reads the weight with one
     scale. Accumulation is fast forward and exact backward, as in torchao's own recipes."""
@@ -75,8 +76,9 @@ def convert(
     model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16,
     fp8_gather: bool = False,
 ) -> None:
-    """As every backend's. With `fp8_gather` FSDP2 is to gather weights in FP8, except one that a layer outside FP8 shares; their
-    scales are those of the weights after a step, or after new ones are loaded."""
+    """See `protocol.Backend`. With `fp8_gather` FSDP2 gathers weights in FP8, except one that a layer outside FP8 shares; their
+    scales are those of the weights after a step, or after new ones are loaded.
+    """
     new, gathered = _maker(fp8, product), _maker(fp8, product, fp8_gather)
     shared = shared_weights(model)
     for planned in plan:
@@ -140,7 +142,7 @@ def optimizer(prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_
 
 
 def cache_weights(model: nn.Module, on: bool = True) -> None:
-    """Nothing: torchao quantizes weights in every pass."""
+    """Does nothing: torchao quantizes weights in every pass."""
 
 
 def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
@@ -148,12 +150,12 @@ def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
 
 
 def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
-    """The scales in which weights are gathered in FP8, where they are; current and MXFP8 scaling have no other state."""
+    """Recompute the scales for gathering weights in FP8, where they are; current and MXFP8 scaling have no other state."""
     precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def after_skip(model: nn.Module) -> None:
-    """Nothing: weights are what they were."""
+    """Does nothing: weights are unchanged."""
 
 
 def plain(layer: nn.Module) -> nn.Linear | None:

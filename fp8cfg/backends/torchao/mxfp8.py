@@ -1,4 +1,4 @@
-"""torchao's MXFP8Linear, a prototype: blocks of 32 with E8M0 scales, by the rounding that TE has too (RCEIL)."""
+"""MXFP8Linear of torchao, a prototype: blocks of 32 with E8M0 scales, rounded as in TE (RCEIL)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _BLOCK = 32
 
 
 class TorchaoMXLinear(WatchedLinear, MXFP8Linear):  # type: ignore[misc]
-    """torchao's MXFP8Linear, watched; its arguments are those of torchao's `_to_mxfp8_then_scaled_mm`."""
+    """torchao's MXFP8Linear with an autocast region and a record; its arguments are those of torchao's `_to_mxfp8_then_scaled_mm`.
+    """
 
     def multiply(self, x: Tensor) -> Tensor:
         tokens = x.shape[:-1].numel()
@@ -36,7 +37,7 @@ class TorchaoMXLinear(WatchedLinear, MXFP8Linear):  # type: ignore[misc]
 
 
 def maker(fp8: FP8, product: str) -> Callable[[nn.Linear], WatchedLinear]:
-    """What makes the layer of an nn.Linear, its fields read back. Raises BackendError where one differs."""
+    """The function that builds the MXFP8 layer of an nn.Linear, all fields read back. Raises BackendError where one differs."""
     wanted: dict[str, Any] = {
         "kernel_preference": KernelPreference.EMULATED if product == "emulate" else KernelPreference.AUTO,
         "scale_calculation_mode": ScaleCalculationMode.RCEIL, "wgrad_with_hp": fp8.override_linear_precision.wgrad}

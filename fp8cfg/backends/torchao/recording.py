@@ -1,4 +1,4 @@
-"""What torchao's layers share: they heed a region, and record the operands of every matrix product where it is made."""
+"""Recording of torchao's matrix products: base class of its layers, with an autocast region and the operands of every product."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def decode(code: int) -> Kinds:
 
 
 class _Products(TorchFunctionMode):
-    """Sees each `torch.mm` of the library's code, with the tensors that it multiplies."""
+    """Torch function mode that records the operands of each `torch.mm` in the library's code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def record(self, ran: Tensor, first: int) -> None:
-        """Writes what was seen to `ran`, from slot `first` on: an operation on a tensor, so that a compiled graph has it."""
+        """Write the operands seen to `ran`, from slot `first` on: an operation on a tensor, so that a compiled graph has it."""
         for slot, kinds in enumerate(self.seen, first):
             ran[slot].fill_(_PAIRS.index(kinds))
 
@@ -83,14 +83,15 @@ def watched(function: type[torch.autograd.Function]) -> Any:
 
 
 class WatchedLinear(nn.Linear):
-    """The base of a torchao layer: in FP8 while its region is active, an nn.Linear otherwise. `gemms_ran`, int32 [3], holds
-    what fprop, dgrad and wgrad last multiplied, evaluations in high precision apart: see `decode`."""
+    """Base class of a torchao layer: in FP8 while its region is active, an nn.Linear otherwise. `gemms_ran`, int32 [3], holds the
+    operand kinds of the last fprop, dgrad and wgrad, evaluations in high precision apart: see `decode`.
+    """
 
     region: Region
     gemms_ran: Tensor
 
     def watch(self, region: Region) -> None:
-        """Gives the layer its region and its record."""
+        """Attach the region and the record to the layer."""
         self.region = region
         self.register_buffer("gemms_ran", torch.zeros(3, dtype=torch.int32, device=self.weight.device), persistent=False)
 
@@ -110,9 +111,9 @@ class WatchedLinear(nn.Linear):
 
     @property
     def high_precision_weight(self) -> Tensor:
-        """The weight outside of the region."""
+        """The weight that is used outside of the region."""
         return self.weight
 
     def multiply(self, x: Tensor) -> Tensor:
-        """The library's x [..., in] Wᵀ, recorded."""
+        """The library's product x [..., in] Wᵀ, recorded."""
         raise NotImplementedError

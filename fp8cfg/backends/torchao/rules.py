@@ -1,4 +1,4 @@
-"""What torchao can do (0.18): current scaling through Float8Linear, and MXFP8 through the prototype MXFP8Linear."""
+"""Rules of torchao 0.18: current scaling through Float8Linear, and MXFP8 through the prototype MXFP8Linear."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MX_CAPABILITY = (10, 0)
 
 
 def blocks(fp8: FP8) -> bool:
-    """Whether it is MXFP8Linear that multiplies, and not Float8Linear."""
+    """Whether MXFP8Linear multiplies, instead of Float8Linear."""
     return SCALINGS[fp8.scaling].torchao == "mx"
 
 

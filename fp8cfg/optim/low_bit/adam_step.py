@@ -1,4 +1,4 @@
-"""The arithmetic of one step of Adam on a piece of stored tensors.
+"""Adam step on stored (quantized) tensors: the arithmetic, a piece at a time.
 
     moments   m' = beta1 m + (1 - beta1) g          v' = beta2 v + (1 - beta2) g g
     weight    w' = w (1 - lr decay) - lr / (1 - beta1^t) * m' / (sqrt(v') / sqrt(1 - beta2^t) + eps)
@@ -37,7 +37,7 @@ class Slot(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """New inverse scales, [], of the columns of a slot that have one for the whole tensor."""
+    """New inverse scales, [], of the columns of a slot whose scale is for the whole tensor."""
 
     source: Tensor | None = None
     weight: Tensor | None = None
@@ -48,8 +48,7 @@ class Scales(NamedTuple):
 def hyper(
     group: Mapping[str, Any], decoupled: bool, step: int, device: torch.device, grad_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """What step number `step`, from 1 on, of a parameter group multiplies by: float32 [9], each computed in double precision
-    first."""
+    """The factors of step number `step`, from 1 on, of a parameter group: float32 [9], each computed in double precision first."""
     lr, decay, (b1, b2) = group["lr"], group["weight_decay"], group["betas"]
     decay = 1 - lr * decay if decoupled else decay
     values = (decay, b1, 1 - b1, b2, 1 - b2, lr / (1 - b1**step), math.sqrt(1 - b2**step), group["eps"], grad_factor)
@@ -57,7 +56,7 @@ def hyper(
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for hyperparameters out of their range."""
+    """Raise ValueError for hyperparameters outside their range."""
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0.0:
             raise ValueError(f"{name}={group[name]} must not be negative")
@@ -66,7 +65,7 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
 
 
 def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight and moments after the step, float32."""
+    """Weight and moments after the step, in float32."""
     decay, b1, one_less_b1, b2, one_less_b2, lr, correction, eps, grad_factor = hyper.unbind()
     w, g = columns.source.decode(slot.source), columns.read.decode(slot.grad) * grad_factor
     if decoupled:
@@ -79,7 +78,7 @@ def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> tuple
 
 
 def find_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Tensor:
-    """The amaxes of weight and moments that a scale waits for, [3]; 0 for what none waits for."""
+    """The amaxes of weight and moments for scales of whole tensors, [3]; 0 for a column without such a scale."""
     source, weight, *moments = (codec is not None and codec.per_tensor for codec in columns.written)
     values = zip(moved(columns, decoupled, slot, hyper), (source or weight, *moments), strict=True)
     return torch.stack([largest(x) if waits else hyper.new_zeros(()) for x, waits in values])
@@ -95,7 +94,7 @@ def scales_from(columns: Columns, amaxes: Tensor) -> Scales:
 
 
 def find_scales(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Scales:
-    """The new scales of a whole tensor."""
+    """The new scales of the columns with a scale for the whole tensor."""
     return scales_from(columns, find_amaxes(columns, decoupled, slot, hyper))
 
 
@@ -103,8 +102,9 @@ def store_step(
     columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales,
     start: int = 0, last: bool = True,
 ) -> None:  # fmt: skip
-    """Write what the step gives; `start` is the first element of this piece in its tensor. The scales of whole tensors are
-    written with the last piece, for the old ones are needed till then."""
+    """Write the result of the step; `start` is the first element of this piece in its tensor. The scales of whole tensors are
+    written with the last piece, since the old ones are needed until then.
+    """
     c, (w, m, v) = columns, moved(columns, decoupled, slot, hyper)
     c.source.write(w, slot.source, new.source, key, 0, start)
     c.exp_avg.write(m, slot.exp_avg, new.exp_avg, key, 1, start)

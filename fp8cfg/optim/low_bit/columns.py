@@ -8,8 +8,9 @@ from fp8cfg.numerics.codecs import FP32, Codec, Rounding, codec
 
 
 class Columns(NamedTuple):
-    """The codecs of one parameter, a column of the low-precision chart each. `grad` is that of gradients stored apart from
-    `.grad`; None leaves them where autograd puts them."""
+    """The codecs of one parameter, one for each column of the low-precision chart. `grad` is the codec of gradients stored apart
+    from `.grad`; None leaves them where autograd puts them.
+    """
 
     weight: Codec = Codec(FP32)
     master: Codec | None = None
@@ -19,12 +20,12 @@ class Columns(NamedTuple):
 
     @property
     def source(self) -> Codec:
-        """The codec of what a step moves: the master, or the weight where there is none."""
+        """The codec of the tensor that a step updates: the master, or the weight where there is none."""
         return self.master or self.weight
 
     @property
     def read(self) -> Codec:
-        """The codec that gradients are read with."""
+        """The codec in which gradients are stored."""
         return self.grad or Codec(FP32)
 
     @property
@@ -39,12 +40,12 @@ class Columns(NamedTuple):
 
     @property
     def per_tensor(self) -> bool:
-        """Whether a scale waits for the amax of a whole tensor."""
+        """Whether any scale is computed from the amax of a whole tensor."""
         return any(codec is not None and codec.per_tensor for codec in self.written)
 
     @property
     def block(self) -> int:
-        """Elements of which a piece needs a multiple, unless it is the last."""
+        """The number of elements that a piece, unless it is the last, must be a multiple of."""
         return max(codec.block or 1 for codec in (*self.written, self.read) if codec is not None)
 
 

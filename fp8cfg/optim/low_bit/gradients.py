@@ -1,4 +1,4 @@
-"""Stored gradients: kept in a codec, apart from `.grad`, from a backward pass until a step has read them."""
+"""Stored gradients: quantized in a codec, apart from `.grad`, from the backward pass until a step has read them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StoredGradients:
         self._names, self._key = names, key
 
     def of(self, p: nn.Parameter) -> Stored | None:
-        """The gradient that a step reads: `.grad`, or the stored one where that is None."""
+        """The gradient for a step: `.grad`, or the stored one where that is None."""
         return self.stored.get(p) if p.grad is None else (p.grad,)
 
     def store_all(self) -> None:
@@ -36,7 +36,7 @@ class StoredGradients:
 
     @torch.no_grad()
     def store(self, p: nn.Parameter, add: bool = False) -> None:
-        """Move the `.grad` of `p` into `stored`; with `add`, the sum of it and what is there."""
+        """Move the `.grad` of `p` into `stored`; with `add`, add it to the gradient stored there."""
         assert p.grad is not None, "asked by the caller"
         codec = self.codecs[p]
         if self.spent:
@@ -51,7 +51,7 @@ class StoredGradients:
 
     @contextmanager
     def storing(self, add: bool) -> Iterator[None]:
-        """A context of backward passes in which gradients are stored as soon as they are there; `add` as for `store`."""
+        """Context manager for backward passes: gradients are stored as soon as they are complete; `add` as for `store`."""
         here: set[nn.Parameter] = set()  # reentrant checkpointing of a shared layer brings a gradient in parts
 
         def store(p: Tensor) -> None:
@@ -67,12 +67,12 @@ class StoredGradients:
                 handle.remove()
 
     def clear(self) -> None:
-        """Forget all that is stored."""
+        """Drop all stored gradients."""
         self.spent = False
         self.stored.clear()
 
 
 def norm(codec: Codec, stored: Stored) -> Tensor:
-    """The 2-norm of a stored tensor, float32 []; a piece of it at a time is ever float32."""
+    """The 2-norm of a stored tensor, float32 []; decoded a piece at a time."""
     parts = [torch.linalg.vector_norm(codec.decode(codec.part(stored, a, b))) for a, b in spans(stored[0].numel())]
     return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), device=stored[0].device)

@@ -1,4 +1,4 @@
-"""AdamW and Adam whose weights, masters, gradients and moments are stored in fewer than 32 bits."""
+"""Low-bit AdamW and Adam: weights, masters, gradients and moments stored in fewer than 32 bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLOAT32 = Columns()
 
 
 class LowBitOptimizer(NamedOptimizer):
-    """What LowBitAdamW and LowBitAdam share. `params` are named: `param_groups(model, weight_decay)` or
+    """Base class of LowBitAdamW and LowBitAdam. `params` are named: `param_groups(model, weight_decay)` or
     `model.named_parameters()`. Each group has its `columns`, the codecs of its parameters.
 
     A parameter whose dtype is that of an unscaled weight codec is the stored weight; so is the first tensor of what `held`
@@ -121,7 +121,7 @@ class LowBitOptimizer(NamedOptimizer):
             adam_step(group["columns"], self.decoupled, self._works(group), self.compiled)
 
     def _works(self, group: dict[str, Any]) -> list[Work]:
-        """The steps of the parameters of a group that have a gradient; counts them."""
+        """The pending steps of the parameters of a group that have a gradient; increments their step counts."""
 
         @cache
         def hyper_of(step: int, device: torch.device) -> Tensor:
@@ -140,14 +140,14 @@ class LowBitOptimizer(NamedOptimizer):
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """Store the masters of `writers` in their parameters, as each step does."""
+        """Store the masters in the parameters of `writers`, as each step does."""
         for p, write in ((p, write) for p, write in self.writers.items() if self.owns(p)):
             write(self.columns[p].source.decode(self.state[p]["master"]))
         self._written.remember()
 
     @property
     def stored_grads(self) -> dict[nn.Parameter, Stored]:
-        """The gradients that are kept in a codec."""
+        """The gradients that are stored in a codec."""
         return self.gradients.stored
 
     def store_grads(self) -> None:
@@ -156,13 +156,14 @@ class LowBitOptimizer(NamedOptimizer):
         self.gradients.store_all()
 
     def storing(self, add: bool = False) -> AbstractContextManager[None]:
-        """A context for the last backward pass before a step: gradients that have a codec are stored as soon as they are there,
-        so that they are never all there in more bits. With `add` for every backward pass: to what is stored they are added, and
-        their sum is rounded again."""
+        """Context manager for the last backward pass before a step: gradients with a codec are stored as soon as they are
+        complete, so that they are never all present at full width. With `add` for every backward pass: each gradient is added to
+        the stored one, and the sum is rounded again.
+        """
         return self.gradients.storing(add)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, the stored ones too."""
+        """Clear all gradients, the stored ones too."""
         self.gradients.clear()
         super().zero_grad(set_to_none)
 
@@ -177,7 +178,8 @@ class LowBitOptimizer(NamedOptimizer):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """Copy in what `state_tensors` and `state_json` gave, of them what is owned. Training then goes on to the same bits.
+        """Restore the results of `state_tensors` and `state_json`, for the parameters owned here. Training then continues with the
+        same bits.
 
         Parameters that are the stored weight are the model's state: load them first. Raises ValueError, before anything is
         changed, for another optimizer, missing and unexpected names, other shapes, dtypes and codecs.

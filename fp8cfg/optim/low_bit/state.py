@@ -1,4 +1,4 @@
-"""Optimizer state of a parameter: made before its first step, and laid out for one."""
+"""Optimizer state of a parameter: creation before the first step, and the flat tensors of a step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ STORED = ("master", "weight", "exp_avg", "exp_avg_sq")
 
 
 def check_parameter(name: str, p: nn.Parameter, columns: Columns, kept_apart: bool, written: bool) -> None:
-    """Raise ValueError for a parameter that cannot be worked on. `kept_apart`, its bits mean something only with what is kept
-    elsewhere; `written`, it is stored from a master."""
+    """Raise ValueError for a parameter that cannot be optimized. `kept_apart`: its bits mean something only with a scale that is
+    stored elsewhere; `written`: it is stored from a master.
+    """
     if written and columns.master is None:
         raise ValueError(f"{name} is written from a master; its columns have none")
     if not kept_apart and p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -51,7 +52,7 @@ def fresh_state(p: nn.Parameter, c: Columns, value: Tensor, key: Tensor, weight:
 
 
 def slot_of(p: nn.Parameter, state: dict[str, Any], grad: Stored, held: Stored | None, written: bool) -> Slot:
-    """The tensors of a step, flat."""
+    """The tensors that a step reads and writes, flat."""
     weight, master = _flat(held or state.get("weight") or (p.detach(),)), state.get("master")
     source, weight_of_master = (weight, None) if master is None else (_flat(master), None if written else weight)
     copy = p.detach().view(-1) if "weight" in state else None

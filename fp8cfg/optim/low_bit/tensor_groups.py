@@ -1,4 +1,4 @@
-"""Tensors through one step of Adam so that they are never float32 as a whole: eagerly in pieces, or each in compiled code.
+"""Adam over many tensors without a whole one in float32: eagerly in pieces, or each tensor in compiled code.
 
 Compiled code takes a tensor at a time, as torchao's low-bit optimizers do (torchao/optim/adam.py).
 """
@@ -30,7 +30,9 @@ _CONSTANTS: dict[str, tuple[Columns, bool]] = {}
 
 
 class Work(NamedTuple):
-    """A tensor's step: the tensor, what `hyper` gave, and the key of its random numbers where a codec rounds stochastically."""
+    """One tensor to step: the tensor, the result of `hyper`, and the key of its random numbers where a codec rounds
+    stochastically.
+    """
 
     slot: Slot
     hyper: Tensor
@@ -93,7 +95,7 @@ def _part(c: Columns, slot: Slot, start: int, stop: int) -> Slot:
 
 
 def _in_blocks(slot: Slot, block: int) -> Slot:
-    """The data as [blocks, block]: in a flat tensor a compiler does not see which elements share a scale."""
+    """The data as [blocks, block]: in a flat tensor a compiler cannot tell which elements share a scale."""
     if block == 1:
         return slot
     rows: list[Any] = [x.view(-1, block) if isinstance(x, Tensor) else x and (x[0].view(-1, block), *x[1:]) for x in slot]

@@ -1,4 +1,4 @@
-"""The low-bit optimizers as a training loop needs them: loss scale, clipping, skipped steps, on gradients of any codec.
+"""Training-loop interface of the low-bit optimizers: loss scale, clipping and skipped steps, on gradients of any codec.
 
     backward   p.grad, or stored in its codec as soon as it is there; multiplied by the loss scale
     step       unscale -> norm, finite? -> clip -> Adam on what is stored -> hooks -> weights in FP8 from their masters
@@ -47,7 +47,8 @@ class LowBitTraining(LowBitOptimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> bool:  # type: ignore[override]
         """One update; False where it was skipped because gradients are not finite. A skipped step changes the loss scale and
-        nothing else. Raises RuntimeError as that of LowBitOptimizer does."""
+        nothing else. Raises RuntimeError as `LowBitOptimizer.step` does.
+        """
         if closure is not None:
             raise TypeError("step takes no closure: the loss may be scaled")
         self._written.check()
@@ -67,7 +68,7 @@ class LowBitTraining(LowBitOptimizer):
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """As that of LowBitOptimizer, and hand round what was written."""
+        """As `LowBitOptimizer.write_parameters`, and then `on_written`."""
         super().write_parameters()
         for hook in self.on_written:
             hook()
@@ -84,7 +85,7 @@ class LowBitTraining(LowBitOptimizer):
         return {**super().state_json(), "steps": self.steps, "loss_scale": scale}
 
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """As that of LowBitOptimizer; raises ValueError also for a loss scale on one side alone."""
+        """As `LowBitOptimizer.load_state`; raises ValueError also for a loss scale on one side alone."""
         if (json.get("loss_scale") is None) != (self.loss_scaler is None):
             raise ValueError("optimizer state: the loss must be scaled by both the saved run and this one, or by neither")
         super().load_state(tensors, json)
@@ -93,7 +94,7 @@ class LowBitTraining(LowBitOptimizer):
             self.loss_scaler.load_state(json["loss_scale"])
 
     def _prepare_gradients(self) -> bool:
-        """Find what unscales and clips; False where gradients are not finite."""
+        """Compute the factor that unscales and clips gradients; False where they are not finite."""
         self.grad_factor = 1.0 if self.loss_scaler is None else 1.0 / self.loss_scaler.scale
         found = [(p, grad) for p in self.columns if (grad := self.gradients.of(p)) is not None]
         norms = [norm(self.columns[p].read, grad) if grad else torch.zeros((), device=p.device) for p, grad in found]
