@@ -57,7 +57,14 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
 
 
 def _hint(name: str, options: list[str]) -> str:
-    """As `suggest`; the dashes, which all have, make no two options alike."""
+    """As `suggest`; the dashes, which all have, make no two options alike. Keys and choices are words without dashes here."""
+    from fp8cfg.composition.library import GROUPS
+    from fp8cfg.config.recipe import short_keys
+
+    if (key := name.lstrip("-")) in {*GROUPS, *short_keys()}:
+        return f"; write it without dashes: {key}={'NAME' if key in GROUPS else 'VALUE'}"
+    if key in ("dry-run", "dry_run", "dryrun"):
+        return "; did you mean 'fp8cfg plan'?"
     bare = {option.lstrip("-"): option for option in options}
     near = nearest(name.lstrip("-"), bare)
     return f"; did you mean {bare[near]!r}?" if near else f"; choose from {', '.join(options)}"

@@ -48,7 +48,9 @@ class Library:
         if not NAME.fullmatch(stem):
             return f"{group}={name}: a choice is a name of letters, digits and '_', not a path" + suggest(name, known)
         spellings = [*known, *(presets.FUNCTIONS if group == "precision" else ())]
-        return f"{group}={name}: no such {'recipe' if group == 'recipe' else group + ' preset'}" + suggest(name, spellings)
+        refusal = f"{group}={name}: no such {'recipe' if group == 'recipe' else group + ' preset'}"
+        family = [choice for choice in known if choice.startswith(f"{name}_")]
+        return refusal + (f"; did you mean one of {', '.join(family)}?" if len(family) > 1 else suggest(name, spellings))
 
     def stem(self, group: str, name: str) -> str:
         """The choice that `name` spells: functions of NeMo and hyphens are understood for precision."""

@@ -10,7 +10,7 @@ from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 from fp8cfg.config.files import plain
 from fp8cfg.config.key_names import PLUGIN, full, short
-from fp8cfg.config.node import Node
+from fp8cfg.config.node import Node, options
 from fp8cfg.config.recipe import Recipe, fields, short_keys
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def one(word: str, library: Library) -> tuple[str, str]:
     if key in ("precision", PLUGIN) and isinstance(value, str):
         key = "precision"
     elif key not in GROUPS or isinstance(value, dict):
+        if isinstance(value, str) and _node(key) and (group := next((g for g in GROUPS if value in library.choices(g)), None)):
+            raise ConfigError(f"{word}: expected keys of {short(full(key))}; did you mean '{group}={value}'?")
         _check_value(key, value)
         return "", f"{full(key)}={text}"
     if not isinstance(value, str):
@@ -92,6 +94,8 @@ def override(word: str) -> Override:
     if parsed.type is OverrideType.DEL:
         raise ConfigError(f"{word}: keys cannot be removed; set {key.partition('=')[0]} to its default instead")
     if parsed.type is not OverrideType.CHANGE:
+        if full(key) not in {*fields(), *GROUPS}:
+            raise ConfigError(foreign_names.unknown(short(full(key)), short_keys() | set(GROUPS)))
         raise ConfigError(f"{word}: every key exists already; write {word.lstrip('+')}")
     if parsed.package:
         raise ConfigError(f"{word}: packages are fixed; write {key}={word.partition('=')[2]}")
@@ -116,7 +120,7 @@ def _check_value(key: str, value: Any) -> None:
     node = fields()[full(key)].annotation
     if isinstance(node, type) and issubclass(node, Node):
         if not isinstance(value, dict):
-            raise ConfigError(f"{key}={value}: expected keys of {short(full(key))}, as in {_example(full(key), node)}")
+            raise ConfigError(f"{key}={value}: expected keys of {short(full(key))}{_example(full(key), node, value)}")
         problems: list[str] = []
         for k, v in value.items():
             try:
@@ -129,9 +133,21 @@ def _check_value(key: str, value: Any) -> None:
     owner(**{leaf: value})  # every field has a default, so that a node with this one value checks this one value
 
 
-def _example(key: str, node: type[Node]) -> str:
+def _node(key: str) -> bool:
+    """Whether `key` is one with keys below it."""
+    kind = fields()[full(key)].annotation if full(key) in fields() else None
+    return isinstance(kind, type) and issubclass(kind, Node)
+
+
+def _example(key: str, node: type[Node], value: Any) -> str:
+    """The key of `node` that takes `value`: its switch for true and false, or the one of which it is an option; else its first."""
+    if isinstance(value, bool) and "enabled" in node.model_fields:
+        return f"; write {short(key)}.enabled={str(value).lower()}"
+    taken = (leaf for leaf, field in node.model_fields.items() if str(value).lower() in options(field.annotation))
+    if leaf := next(taken, None):
+        return f"; write {short(key)}.{leaf}={str(value).lower()}"
     leaf = "enabled" if "enabled" in node.model_fields else next(iter(node.model_fields))
-    return f"{short(key)}.{leaf}={node.model_fields[leaf].get_default(call_default_factory=True)}"
+    return f", as in {short(key)}.{leaf}={node.model_fields[leaf].get_default(call_default_factory=True)}"
 
 
 def malformed(word: str) -> str:

@@ -31,6 +31,24 @@ _BELONGS = {
     "num_key_value_heads": "model.num_query_groups", "rms_norm_eps": "model.layernorm_epsilon",
     "rope_theta": "model.rotary_base", "head_dim": "model.kv_channels", "learning_rate": "optim.lr",
     "batch_size": "trainer.global_batch_size", "limit_test_batches": "trainer.limit_val_batches",
+    "plugin": "trainer.plugins", "recipe_name": "fp8.scaling",
+    # transformers' TrainingArguments
+    "output_dir": "log.dir", "run_name": "name", "logging_dir": "log.dir",
+    "per_device_train_batch_size": "trainer.micro_batch_size",
+    "gradient_accumulation_steps": "trainer.global_batch_size", "max_grad_norm": "trainer.gradient_clip_val",
+    "adam_beta1": "optim.betas", "adam_beta2": "optim.betas", "adam_epsilon": "optim.eps",
+    "lr_scheduler_type": "optim.lr_decay_style", "logging_steps": "log.every_n_steps", "save_steps": "checkpoint.every_n_steps",
+    "eval_steps": "trainer.val_check_interval", "save_total_limit": "checkpoint.keep", "torch_compile": "trainer.compile",
+    "gradient_checkpointing": "model.recompute_granularity",
+    # torchtitan
+    "local_batch_size": "trainer.micro_batch_size", "seq_len": "model.seq_length", "max_norm": "trainer.gradient_clip_val",
+    "dump_folder": "log.dir", "tensor_parallel_degree": "trainer.strategy.tensor_model_parallel_size",
+    "pipeline_parallel_degree": "trainer.strategy.pipeline_model_parallel_size", "data_parallel_shard_degree": "storage.shard",
+    # NeMo, Megatron-Bridge, DeepSpeed
+    "exp_dir": "log.dir", "lr_warmup_steps": "optim.warmup_steps", "lr_warmup_iters": "optim.warmup_steps",
+    "eval_interval": "trainer.val_check_interval", "save_interval": "checkpoint.every_n_steps",
+    "train_batch_size": "trainer.global_batch_size", "train_micro_batch_size_per_gpu": "trainer.micro_batch_size",
+    "gradient_clipping": "trainer.gradient_clip_val", "zero_stage": "storage.shard",
 }
 _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "data.seq_length": "model.seq_length", "data.vocab_size": "model.vocab_size",
@@ -40,15 +58,20 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "precision.precision": "precision.compute", "precision.params_dtype": "precision.compute", "fp8.fp8": "fp8.enabled",
     "storage.master": "storage.master_weight", "storage.grad": "storage.weight_grad",
     "storage.moments": "storage.exp_avg and storage.exp_avg_sq",
+    "plugins": "trainer.plugins", "training.steps": "trainer.max_steps", "checkpoint.interval": "checkpoint.every_n_steps",
     "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
 }
 _VALUES = {  # of our keys: their word -> ours
-    "fp8.scaling": {word: name for name, scaling in SCALINGS.items() for word in (*scaling.spellings, name)},
+    "fp8.scaling": {word: name for name, scaling in SCALINGS.items() for word in (*scaling.spellings, name)}
+                   | {"rowwise": "current fp8.granularity=row", "row": "current fp8.granularity=row"},
+    "backend": {"ao": "torchao", "transformer_engine": "te", "transformer-engine": "te", "transformerengine": "te",
+                "ms-amp": "msamp", "ms_amp": "msamp"},
+    "recipe": {"llama_7b": "llama2_7b", "llama_13b": "llama2_13b"},
     "storage.shard": {"zero3": "fsdp", "fsdp2": "fsdp", "full_shard": "fsdp"},
     "precision": {
         "no": "fp32", "fp32": "fp32", "32": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16",
         "fp16": "fp16", "16": "fp16", "16-mixed": "fp16", "16-true": "fp16", "fp8": "bf16_fp8", "fp8-mixed": "bf16_fp8",
-        "transformer-engine": "bf16_fp8", "transformer-engine-float16": "fp16_fp8"},
+        "mxfp8": "bf16_mxfp8", "nvfp4": "bf16_nvfp4", "transformer-engine": "bf16_fp8", "transformer-engine-float16": "fp16_fp8"},
 }
 DERIVED = {
     "trainer.accumulate_grad_batches":
@@ -85,7 +108,8 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
         ours = _VALUES.get(home, {}).get(str(value).lower())
         if ours:
             return f"{key}={value}: no such key; write {home}={ours}"
-        return f"{key}: no such key; it belongs to {home}" + (" (precision=bf16_fp8)" if home == "precision" else "")
+        preset = " (precision=bf16_fp8)" if home in ("precision", "trainer.plugins") else ""
+        return f"{key}: no such key; it belongs to {home}{preset}"
     known = set(known)
     if key in known:  # what stands inside a node has one name
         return f"{key}: dotted names are read at the top of a file alone; write a node for each dot"

@@ -159,6 +159,8 @@ def _line(cls: type[Node], e: Any) -> str:
         return _unknown(cls, field)
     if e["type"] == "literal_error" or options(cls.model_fields[field].annotation):
         ours = foreign_names.meant(cls.key(field), given)
+        if ours and " " in ours:  # another key has a part in it
+            return f"{at}: not an option; write {cls.key(field)}={ours}"
         near = f"; did you mean {ours!r}?" if ours else suggest(str(given), options(cls.model_fields[field].annotation))
         return f"{at}: not an option{near}"
     for bound, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
