@@ -59,11 +59,10 @@ def _run(argv: list[str]) -> int:
     verb = argv.pop(0) if argv and argv[0] in WORDS else "train"
     with ExitStack() as stack:
         if VERBS[verb].trains:  # what it prints is beside the point
-            from fp8cfg.cli.output import be_patient
+            from fp8cfg.cli.output import patient_stdout
             from fp8cfg.training.signals import waiting_to_stop
 
-
-            be_patient()
+            stack.enter_context(patient_stdout())
             if verb != "sweep":  # whose runs do
                 stack.enter_context(waiting_to_stop())
         return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 GONE = (errno.EPIPE, errno.EIO)
@@ -45,7 +47,15 @@ class Patient:
         os.close(nowhere)
 
 
-def be_patient() -> None:
-    """From here on a closed pipe does not end this process."""
-    if sys.stdout is not None:
-        sys.stdout = Patient(sys.stdout)
+@contextmanager
+def patient_stdout() -> Iterator[None]:
+    """A standard output that may close without ending what runs inside."""
+    before = sys.stdout
+    if before is not None:
+        sys.stdout = Patient(before)
+    try:
+        yield
+    finally:
+        if before is not None:
+            sys.stdout.flush()
+        sys.stdout = before

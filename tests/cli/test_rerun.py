@@ -58,14 +58,14 @@ def test_a_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     second, = (p for p in (tmp_path / "first").iterdir() if p != first)
     assert (second / "recipe.yaml").read_text() == (first / "recipe.yaml").read_text()
 
-    monkeypatch.setenv("NVTE_TEST", "1")
+    monkeypatch.setenv("NVTE_DEBUG_LEVEL", "1")
     from fp8cfg.data import corpus
 
     monkeypatch.setattr(corpus, "fingerprint", lambda tokens: "other")  # what a changed text would have
     monkeypatch.setattr("fp8cfg.data.batches.fingerprint", lambda tokens: "other")
     assert main(["rerun", str(first), "optim.lr=1e-3", f"log.dir={tmp_path / 'third'}", "trainer.max_steps=4"]) == 0
     out = capsys.readouterr().out.splitlines()
-    for line in ("changed: optim.lr: 0.003 -> 0.001", "changed: trainer.max_steps: 6 -> 4", "changed: variables.NVTE_TEST: none -> 1",
+    for line in ("changed: optim.lr: 0.003 -> 0.001", "changed: trainer.max_steps: 6 -> 4", "changed: variables.NVTE_DEBUG_LEVEL: none -> 1",
                  "changed: data: the text or tokens to train on are not those of the first run",
                  "compared up to step 4; the first run has 6 steps, this one 4"):
         assert line in out
