@@ -30,7 +30,6 @@ from fp8cfg.backends.gemm_plan import PlannedLinear, plan_attention
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.linears import LinearBytes
-from fp8cfg.report.memory.operands import product
 
 LOGITS = 12
 """Bytes of a logit at the widest moment of the cross entropy's backward pass: log-probabilities, their gradient, and that of
@@ -103,8 +102,7 @@ class _Layer:
             yield b.tokens * residual + b.again(self.fc2, b.d, b.f)
         else:
             _, quantized = b.incoming(self.fc2, b.d)
-            making = product(b.recipe, b.device, b.c) if self.fc2.gemms[1] else b.c
-            yield b.tokens * (residual + making * b.f) + quantized
+            yield b.tokens * residual + b.multiplying(self.fc2, 1, b.f) + quantized
             yield b.tokens * (residual + b.c * b.f) + quantized + b.gradient(self.fc2, made=True)
         yield b.tokens * (residual + b.c * b.f - self.fc2_in) + b.gradient(self.fc2, made=False)
         yield b.tokens * (residual + 3 * b.c * b.f - self.fc2_in)  # SwiGLU: of its product, of silu and of up
@@ -128,7 +126,10 @@ class _Layer:
         b, residual = self.b, 2 * self.b.c * self.b.d
         normed, gated = (b.c * width if b.keeps_quantized(p) else 0 for p, width in ((self.fc1, b.d), (self.fc2, b.f)))
         yield b.tokens * (residual + normed + gated) + b.quantizing(self.fc2)
-        yield b.tokens * (residual + normed - 3 * b.c * b.f - self.fc2_in) - b.copy(self.fc2) + b.quantizing(self.fc1)
+        yield b.tokens * (residual - b.c * b.d) + b.multiplying(self.fc2, 0, b.d)
+        ahead = b.tokens * (residual - 3 * b.c * b.f - self.fc2_in) - b.copy(self.fc2)  # nothing of fc2 is there yet
+        yield ahead + b.tokens * normed + b.quantizing(self.fc1)
+        yield ahead + b.multiplying(self.fc1, 0, 2 * b.f)
 
 
 class _Head:

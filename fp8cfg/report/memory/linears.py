@@ -65,12 +65,21 @@ class LinearBytes:
         """The gradient of the weight, all of it: at most while it is `made`, or while it is cast and accumulated."""
         held = self.held(linear)
         out = self.grads if held else self.c
-        if made:
-            each = product(self.recipe, self.device, out) if linear.gemms[2] else self.c + (out if held else 0)
-            each += decoded(self.recipe, self.device) if held else 0
-        else:
-            each = out + (self.grads if self.grads > out else 0)
-        return each * self.elements(linear)
+        if not made:
+            return (out + (self.grads if self.grads > out else 0)) * self.elements(linear)
+        beside = decoded(self.recipe, self.device) * self.elements(linear) if held else 0
+        if not linear.gemms[2]:
+            return beside + (self.c + (out if held else 0)) * self.elements(linear)
+        channels = linear.in_features + linear.out_features / self.tp
+        return beside + product(self.recipe, self.device, out, self.elements(linear), channels * self.tokens)
+
+    def multiplying(self, linear: PlannedLinear, pass_: int, width: float) -> float:
+        """The most that fprop (0) or dgrad (1) of `linear` takes until its result, `width` wide, is there."""
+        made = width * self.tokens
+        if not linear.gemms[pass_]:
+            return self.c * made
+        other = linear.in_features * linear.out_features / self.tp / width if width else 0
+        return product(self.recipe, self.device, self.c, made, self.elements(linear) + other * self.tokens)
 
     def incoming(self, linear: PlannedLinear, width: float) -> tuple[float, float]:
         """The quantized gradient of `linear`'s output, `width` wide: bytes while it is made, and then; 0 where none is."""

@@ -53,20 +53,19 @@ def decoded(recipe: Recipe, device: str) -> float:
     return operand(recipe, device) if emulated(recipe, device) else 0
 
 
-def product(recipe: Recipe, device: str, out: float) -> float:
-    """The most that an element of the result of an FP8 product takes before it is there, in `out` bytes.
+def product(recipe: Recipe, device: str, out: float, made: float, read: float) -> float:
+    """The most that an FP8 product takes before its result of `made` elements is there, `out` bytes each; `read` are the elements
+    of its operands.
 
-    Hardware writes the output. An emulated product has the carrier's dtype. One scale a tensor is multiplied in afterwards, in
-    place where the output has the same dtype, and else in float32 between product and cast: bf16, float32, float32; or
-    float32 twice and fp16. Scales of blocks are in the operands already.
+    Hardware writes the output. An emulated product has float32 sums (numerics/gemm.py), for which a CPU copies operands of two
+    bytes. Scales that are not in the operands are multiplied in afterwards, into another float32 matrix.
     """
     if not emulated(recipe, device):
-        return out
-    carrier = operand(recipe, device)
-    scaling = SCALINGS[recipe.fp8.scaling]
-    if scaling.block and not scaling.two_levels:
-        return carrier + (out if carrier != out else 0)
-    return carrier if device == "cpu" and carrier == out else 10
+        return out * made
+    carrier, scaling = operand(recipe, device), SCALINGS[recipe.fp8.scaling]
+    copies = 4 * read if device == "cpu" and carrier < 4 else 0
+    after = 4 + out if scaling.block and not scaling.two_levels and out < 4 else 8
+    return max(copies + 4 * made, after * made)
 
 
 def quantizing(recipe: Recipe, device: str, elements: float) -> float:
