@@ -7,6 +7,7 @@ application and leaves nothing behind. Hydra reads no file here: every file has 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from fp8cfg.config.files import primary_config
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
+    from omegaconf import DictConfig
 
 Nodes = dict[str, dict[str, dict[str, Any]]]
 """Complete nodes by group and name."""
@@ -26,6 +28,8 @@ NAME = "fp8cfg_config"
 GIVEN = "given_file"
 """The choice of `recipe` that stands for a recipe that is given whole."""
 _LOCK = threading.RLock()
+_COMPOSED: dict[str, DictConfig] = {}
+"""What Hydra composed of the last choices, without values."""
 _PLUGINS = {
     "hydra/launcher/submitit": "'fp8cfg[slurm]'", "hydra/sweeper/optuna": "hydra-optuna-sweeper",
     "hydra/sweeper/ax": "hydra-ax-sweeper",
@@ -37,16 +41,36 @@ def merge(nodes: dict[str, dict[str, Any]], chosen: dict[str, str], values: list
     """The composed recipe as plain data.
 
     `nodes` holds a complete node for each group that is chosen, `chosen` their names, `values` Hydra overrides on full keys.
+    Choices are composed once in a process: values, merged as Hydra merges them, take a tenth of that time.
     """
-    from hydra import compose
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl  # the merge itself has no public name (1.3)
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.types import RunMode
     from omegaconf import OmegaConf
 
-    names = {group: chosen.get(group, GIVEN) for group in nodes}
-    words = [f"{group}={name}" for group, name in names.items()]
-    with application({group: {names[group]: node} for group, node in nodes.items()}):
-        container = OmegaConf.to_container(compose(NAME, [*words, *values]), resolve=True)
+    with _one_line_errors():
+        config = _composed(nodes, chosen)
+        overrides = OverridesParser.create().parse_overrides(values)
+        ConfigLoaderImpl.validate_sweep_overrides_legal(overrides, RunMode.RUN, from_shell=False)
+        ConfigLoaderImpl._apply_overrides_to_config(overrides, config)
+        container = OmegaConf.to_container(config, resolve=True)
     assert isinstance(container, dict)
     return {str(k): v for k, v in container.items()}
+
+
+def _composed(nodes: dict[str, dict[str, Any]], chosen: dict[str, str]) -> DictConfig:
+    """What Hydra composes of the choices alone; the caller's own."""
+    from hydra import compose
+
+    with _LOCK:
+        if (key := repr((nodes, chosen))) not in _COMPOSED:
+            names = {group: chosen.get(group, GIVEN) for group in nodes}
+            with application({group: {names[group]: node} for group, node in nodes.items()}):
+                config = compose(NAME, [f"{group}={name}" for group, name in names.items()])
+            _COMPOSED[key] = config
+            if len(_COMPOSED) > 64:
+                del _COMPOSED[next(iter(_COMPOSED))]
+        return copy.deepcopy(_COMPOSED[key])
 
 
 @contextlib.contextmanager
@@ -55,16 +79,24 @@ def application(nodes: Nodes, settings: dict[str, Any] | None = None) -> Iterato
     those of the body, are raised as ConfigError."""
     from hydra import initialize
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
 
     with _LOCK, _stored(nodes, settings), initialize(config_path=None, job_name="fp8cfg", version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        try:
+        with _one_line_errors():
             yield hydra
-        except (HydraException, OmegaConfBaseException) as e:
-            raise ConfigError(_one_line(e)) from None
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Errors of Hydra and OmegaConf are raised as ConfigError."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as e:
+        raise ConfigError(_one_line(e)) from None
 
 
 def _one_line(error: BaseException) -> str:
