@@ -53,6 +53,7 @@ def stopped_and_resumed(folder: Path, world: World) -> dict[str, Any]:
         run(job, world, 0, 2)
         tensors = job_state.optimizer_tensors(job, world)
         if world.first:
+            (folder / name).mkdir(parents=True)
             checkpoint.save(folder / name, 2, *job_state.collect(job, run_data(recipe)[0], 2, tensors), keep=1, world_size=world.size)
         world.any(False)  # the others wait
         resumed = fp8cfg.build(recipe)

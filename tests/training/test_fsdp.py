@@ -68,6 +68,7 @@ def held_out(job: Job, world: World) -> float:
 def save(job: Job, world: World, path: Path) -> None:
     model, optimizer = job_state.model_tensors(job, world), job_state.optimizer_tensors(job, world)
     if world.first:
+        path.mkdir(parents=True, exist_ok=True)
         checkpoint.save(path, 2, *job_state.collect(job, run_data(job.recipe)[0], 2, optimizer, model), keep=1, world_size=world.size)
     world.any(False)
 
