@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from pathlib import Path
@@ -105,7 +106,12 @@ def plain_text(data: bytes, path: Path) -> str:
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """As `read_yaml`, from text; `where` names it in errors."""
+    """As `read_yaml`, from text; `where` names it in errors. What was parsed lately is not parsed again."""
+    return copy.deepcopy(_parsed(text, where))
+
+
+@functools.lru_cache(64)
+def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
         _bounded(text)
         data = plain(yaml.load(text, _Loader), where)
