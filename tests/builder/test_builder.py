@@ -129,7 +129,7 @@ KEPT = ("fp8.override_linear_precision.wgrad=true", "fp8.exclude=['*.linear_fc2'
     (("precision=bf16_fp8", "model.recompute_granularity=full"), False),
     # Each of these keys compiled, in two graphs.
     pytest.param(("precision=bf16_fp8", "model.num_layers=1", *KEPT, "fp8.format=e4m3", "model.recompute_granularity=full"), True, marks=pytest.mark.slow),
-    pytest.param(("precision=bf16_fp8_current", "model.num_layers=3"), True, marks=pytest.mark.slow)])
+    pytest.param(("precision=bf16_fp8_current", "model.num_layers=1"), True, marks=pytest.mark.slow)])
 def test_what_ran_is_what_was_planned(words: tuple[str, ...], compiled: bool) -> None:
 
     job = fp8cfg.build(small(*words))

@@ -19,12 +19,12 @@ OUTSIDE = (r"layers\.1 \(fprop, dgrad, wgrad\): planned in FP8, ran in high prec
 
 
 class Ten(nn.Module):
-    """Ten linear layers of which the first alone runs in FP8, in one of three ways."""
+    """Ten linear layers, or so many, of which the first alone runs in FP8, in one of three ways."""
 
-    def __init__(self, way: str = "") -> None:
+    def __init__(self, way: str = "", layers: int = 10) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.way = nn.ModuleList(nn.Linear(32, 32) for _ in range(10)), way
+        self.layers, self.way = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers)), way
         self.fp8: Any = None
 
     def rest(self, x: Tensor) -> Tensor:
@@ -40,8 +40,8 @@ class Ten(nn.Module):
         return x if self.way == "left out" else self.rest(x)
 
 
-def ten(backend: str, way: str = "", *words: str) -> tuple[Ten, Conversion, Tensor]:
-    model = Ten(way)
+def ten(backend: str, way: str = "", *words: str, layers: int = 10) -> tuple[Ten, Conversion, Tensor]:
+    model = Ten(way, layers)
     model.fp8 = fp8cfg.convert_model(model, recipe(*words, backend=backend))
     return model, model.fp8, torch.randn(16, 32, requires_grad=True)
 
@@ -119,14 +119,14 @@ def test_training_in_evaluation_mode_shows_in_its_backward_pass() -> None:
 def test_compiled_it_is_found_out_and_nothing_is_compiled_anew(backend: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, fp8, x = ten(backend)
+    model, fp8, x = ten(backend, layers=3)
     run = torch.compile(model, fullgraph=True)
     for _ in range(3):
         with fp8.autocast():
             run(x).sum().backward()
     fp8.prove()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert [p.rows for p in fp8cfg.coverage(model).linears] == [None] * 10, "sizes alone are known"
+    assert [p.rows for p in fp8cfg.coverage(model).linears] == [None] * 3, "sizes alone are known"
     with fp8.autocast():
         y = model.layers[0](x).detach().requires_grad_()
     torch.compile(model.rest, fullgraph=True)(y).sum().backward()

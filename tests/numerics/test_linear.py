@@ -433,7 +433,7 @@ def test_a_failing_step_leaves_the_region() -> None:
 
 @pytest.mark.parametrize(
     ("scaling", "recompute"),
-    [(DELAYED, "non-reentrant"), (CURRENT, "no"), (TILED["row"], "no"), (TILED["block"], "no"), (TILED["mxfp8"], "non-reentrant"), (TILED["nvfp4"], "no")],
+    [(DELAYED, "non-reentrant"), (CURRENT, "no"), (TILED["block"], "no"), (TILED["mxfp8"], "non-reentrant"), (TILED["nvfp4"], "no")],
     ids=lambda v: getattr(v, "kind", v),
 )
 def test_compiled_agrees_and_compiles_once(scaling: Scaling, recompute: str) -> None:
