@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from fp8cfg.report.tables import table, wrapped
 RECIPES, PRESETS = choices("recipe"), choices("precision")
 FP8 = ["precision=bf16_fp8", "model.num_layers=16"]
 MANY = "fp8.exclude=['*.linear_fc2','layers.0.*','layers.1.*','layers.2.mlp.*','layers.*.self_attention.linear_proj']"
+ENDS = [["--gpu", "b200"], ["--gpu", "a100-80"], ["--tree"]]
 VERBS = [
     ["list"], ["list", "recipe"], ["list", "precision"], ["list", "data"], ["doctor"], ["help"], ["check", f"name={'long-name_' * 6}1", *FP8],
     ["explain", "fp8.exclude", *FP8, MANY], ["explain", "fp8", *FP8, MANY], ["explain", "log.dir", f"log.dir={'word/' * 9}"], ["explain", "optim.betas"],
@@ -26,8 +28,7 @@ VERBS = [
     ["plan", "precision=bf16_fp8", "opt_level=O2", "backend=msamp", "--gpu", "h100"],
     ["plan", "precision=bf16_fp8_current", "fp8.params=false", "backend=torchao", "opt_level=O2", "--tree"],
     *(["plan", f"recipe={r}", "precision=bf16_fp8_current", "--gpu", "h100"] for r in RECIPES),
-    *(["plan", f"precision={p}", "model.num_layers=32", "--gpu", gpu] for p in PRESETS for gpu in ("b200", "a100-80")),
-    *(["plan", f"precision={p}", "model.num_layers=32", "--tree"] for p in PRESETS),
+    *(["plan", f"precision={p}", "model.num_layers=32", *end] for p, end in zip(PRESETS, cycle(ENDS), strict=False)),
 ]
 
 
