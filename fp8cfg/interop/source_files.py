@@ -123,7 +123,7 @@ def sections(of: tuple[str, ...], dialect: Dialect) -> Callable[[Mapping[str, An
 def shell(dialect: Dialect) -> Callable[[str], Said]:
     """The flags of a script that `dialect` knows."""
     def read(text: str) -> Said:
-        found, lines = shell_flags.found(text)
+        found, lines = shell_flags.found(text, lambda name: dialect.knows(name) or name.startswith(shell_flags.PRECISION))
         mine, rest = shell_flags.takes(dialect, found)
         if not mine:
             raise ConfigError(f"no flag of {dialect.name} that is known here, such as --fp8-format hybrid")
@@ -132,5 +132,6 @@ def shell(dialect: Dialect) -> Callable[[str], Said]:
 
 
 def joined(words: Sequence[str]) -> str:
-    """Words as the text of a command line."""
-    return words[0] if len(words) == 1 else shlex.join(words)
+    """Words as the text of a command line; one that names a variable still does."""
+    return words[0] if len(words) == 1 else " ".join(
+        word if "$" in word and not set(word) & set(" \t\n'\"\\") else shlex.quote(word) for word in words)

@@ -19,6 +19,7 @@ from tests.support.verbs import loads, refused, said
 
 SCRIPT = r"""#!/bin/bash
 # --fp8-format none of this is read
+LR=3e-4
 FP8_ARGS=(
     --fp8-format 'e4m3'
     --fp8-recipe "blockwise"   # blockwise needs CUDA 12.9
@@ -41,7 +42,8 @@ def test_a_script_of_megatrons(tmp_path: Path) -> None:
     assert (p.fp8.high_precision_at_start, p.fp8.high_precision_at_end) == (2, 0)
     assert p.storage.model_dump() == {"weight": "auto", "master_weight": "fp16_scaled", "weight_grad": "bf16", "comm": "bf16", "exp_avg": "fp8", "exp_avg_sq": "fp16_scaled",
                                       "accumulate": "wide", "rounding": "nearest", "shard": "zero1", "gather": "auto"}
-    assert found.lost == ("--lr $LR: a variable of the script; not read", "--tensorboard-dir: not about precision or shape, not read")
+    assert found.recipe.optim.lr == 3e-4
+    assert found.lost == ("--tensorboard-dir: not about precision or shape, not read",)
     assert found.unknown == ("--fp8-margn: no such flag of Megatron-LM; did you mean '--fp8-margin'?",)
 
 
