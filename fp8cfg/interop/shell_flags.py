@@ -79,7 +79,7 @@ def _flags(command: list[Field]) -> tuple[list[_Flag], list[Field]]:
             values = not eq
         elif not word.unknown:
             values = False
-        elif i > program and not values | bool(head and not head.startswith("-")) or (
+        elif (i > program and not values | bool(head and not head.startswith("-"))) or (
                 i > program and _SEVERAL.search(word.text) and not head):
             loose.append(word)
     return here, loose
