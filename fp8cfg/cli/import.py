@@ -29,7 +29,8 @@ can is a comment; a key that it does not have is a warning too.
               or, in place of FILE, a preset: bf16_with_fp8_mixed
   bridge      a run_config.yaml of Megatron-Bridge's, its fields, or a preset
   megatron    a shell script with its flags, or these: -- --bf16 --fp8-margin 1
-  torchtitan  its TOML
+  torchtitan  a Python configuration, which is read and not run, one function of
+              it as FILE.py:NAME, or its TOML of before February 2026
   te          Python that makes a recipe of Transformer Engine's, read and not
               run, or what one prints: -- 'DelayedScaling(margin=1)'
 

@@ -20,19 +20,22 @@ from fp8cfg.interop.megatron.precision_flags import MEGATRON
 from fp8cfg.interop.te import objects as te_objects
 from fp8cfg.interop.te.recipe import TE
 from fp8cfg.interop.torchtitan import SECTIONS, TORCHTITAN
+from fp8cfg.interop.torchtitan_python import configuration
 from fp8cfg.interop.translation import read, where, write
 
 
 @dataclass(frozen=True)
 class Door:
     """One project: its key table, how its files and arguments are read (as text, or as keys and values), and how it is written.
-    `call` reads Python with one call in it; `remarks` says whether the text has comments, for what it cannot say."""
+    `call` reads Python with one call in it, `python` one function of a file; `remarks` says whether the text has comments, for
+    what it cannot say."""
 
     dialect: Dialect
     write: Callable[[Written], str]
     keys: Callable[[Mapping[str, Any]], source_files.Said] = source_files.nested
     text: Callable[[str], source_files.Said] | None = None
     call: Callable[[str, Recipe | None], Read] | None = None
+    python: Callable[[str, str], source_files.Said] | None = None
     presets: bool = False
     remarks: bool = True
 
@@ -47,7 +50,7 @@ DOORS = {
     "nemo": Door(NEMO, file_writers.yaml, source_files.plugin, presets=True),
     "bridge": Door(BRIDGE, file_writers.bridge, source_files.plugin, presets=True),
     "megatron": Door(MEGATRON, file_writers.flags, text=source_files.shell(MEGATRON)),
-    "torchtitan": Door(TORCHTITAN, file_writers.toml, source_files.sections(SECTIONS, TORCHTITAN)),
+    "torchtitan": Door(TORCHTITAN, file_writers.toml, source_files.sections(SECTIONS, TORCHTITAN), python=configuration),
     "te": Door(TE, file_writers.te, text=_te_text),
 }
 """Projects by the names that `fp8cfg import` and `fp8cfg export` know."""
@@ -61,11 +64,20 @@ def door(name: str) -> Door:
 
 
 def from_file(name: str, path: Path, base: Recipe | None = None) -> Read:
-    """The recipe in a file of the project `name`, on top of `base`. Raises ConfigError, naming the file."""
+    """The recipe in a file of the project `name`, on top of `base`; FILE.py:NAME is one function of a file. Raises ConfigError,
+    naming the file."""
     found = door(name)
+    if found.python and ".py:" in path.name:
+        path, function = path.with_name(path.name.partition(":")[0]), path.name.partition(":")[2]
+    else:
+        function = ""
     try:
         if found.call and path.suffix == ".py":
             return found.call(source_files.text_of(path), base)
+        if found.python and path.suffix == ".py":
+            return _read(found, found.python(source_files.text_of(path), function), base)
+        if not found.text and path.suffix == ".py":
+            raise ConfigError(f"is Python, which {found.dialect.name} is not read from; expected YAML or JSON")
         said = found.text(source_files.text_of(path)) if found.text else found.keys(source_files.mapping(path))
         return _read(found, said, base)
     except ConfigError as e:

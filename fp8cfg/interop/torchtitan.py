@@ -1,4 +1,4 @@
-"""torchtitan TOML: the sections of FP8 and MXFP8 linear layers under each of the names that they have had."""
+"""torchtitan configurations: the sections of FP8 and MXFP8 linear layers under each of the names that they have had."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ LAYERS = {
     "*.linear_fc1": ("feed_forward.w1", "feed_forward.w3"), "*.linear_fc2": ("feed_forward.w2",),
 }
 """Our patterns of linear layers, and torchtitan's names of the layers that they are."""
+_NAMES = {**{f"layers.*.{leaf}": leaf for names in LAYERS.values() for leaf in names}, "lm_head": "lm_head"}
+_MX_FILTER = ("output",)
+"""Its default, up to the converters of April 2026 (#3127), whose `fqns` choose layers instead."""
 _CONVERTERS = {"float8": "float8", "quantize.linear.float8": "float8", "quantize.dense.float8": "float8",
                "mx": "mx", "quantize.linear.mx": "mx", "quantize.dense.mx": "mx"}
 _SCALINGS = {scaling.torchao: name for name, scaling in SCALINGS.items() if scaling.torchao}
+_EXPERTS = ("quantize.grouped_mm.", "quantize.moe.")
+_EXPERT_KEYS = tuple(f"{section}{kind}.{key}" for section in _EXPERTS for kind in ("float8", "mx")
+                     for key in ("fqns", "recipe_name"))
 _FLOAT8, _MX = "quantize.linear.float8", "quantize.linear.mx"
 _GATHER = f"{_FLOAT8}.enable_fsdp_float8_all_gather"
 
@@ -48,12 +54,17 @@ def listed(value: Any) -> list[str]:
     return [str(name).strip() for name in (value.split(",") if isinstance(value, str) else value or ()) if str(name).strip()]
 
 
+def _opposite(chosen: list[str]) -> list[str]:
+    """The filter_fqns that leave the layers which MXFP8LinearConverter's `fqns` choose: those whose name holds one of them."""
+    return [leaf for name, leaf in _NAMES.items() if not any(each in name for each in chosen)]
+
+
 def _filter(value: Any) -> dict[str, Any]:
     """Our patterns of the layers that stay out; the output layer runs in FP8 unless it is named."""
     names = listed(value)
     whole = [ours for ours, theirs in LAYERS.items() if set(theirs) <= set(names)]
     whole.sort(key=lambda ours: names.index(LAYERS[ours][0]))
-    return {"fp8.output_layer": "output" not in names, "fp8.exclude": tuple(whole)}
+    return {"fp8.output_layer": not {"output", "lm_head"} & set(names), "fp8.exclude": tuple(whole)}
 
 
 def _filtered(ours: Values) -> list[str]:
@@ -64,7 +75,7 @@ def _filtered(ours: Values) -> list[str]:
 def _prepare(theirs: dict[str, Any]) -> list[str]:
     """Which converter is on says the scaling; a line for layers that are one here and two or three there."""
     named = listed(theirs.get("model.converters"))
-    lines = [f"model.converters={name}: has no counterpart" for name in named if name.startswith("quantize.grouped_mm.")]
+    lines = [f"model.converters={name}: has no counterpart" for name in named if name.startswith(_EXPERTS)]
     kinds = {_CONVERTERS.get(name) for name in named}
     if is_on(theirs.pop("float8.enable_float8_linear", None)):
         kinds.add("float8")
@@ -72,8 +83,12 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
     for kind, section in (("float8", _FLOAT8), ("mx", _MX)):
         if kind in kinds:
             theirs["ON"] = kind
-            names = theirs["FILTER"] = listed(theirs.pop(f"{section}.filter_fqns", ()))
-            known = {"output", *(n for ours in LAYERS.values() if set(ours) <= set(names) for n in ours)}
+            names = theirs["FILTER"] = listed(theirs.pop(f"{section}.filter_fqns", () if kind == "float8" else _MX_FILTER))
+            if chosen := listed(theirs.pop(f"{section}.fqns", ())):
+                theirs["FILTER"] = names = _opposite(chosen)
+                lines += [f"fqns={n}: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude"
+                          for n in chosen if not any(n in name for name in _NAMES)]
+            known = {"output", "lm_head", *(n for ours in LAYERS.values() if set(ours) <= set(names) for n in ours)}
             lines += [f"filter_fqns={n}: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude"
                       for n in names if n not in known]
         else:
@@ -95,7 +110,7 @@ def _strange(theirs: Values) -> list[str]:
     except ValueError:
         return []
     return [f"{shown('model.converters', name)}: no such converter of torchtitan{suggest(name, _CONVERTERS)}"
-            for name in named if name not in _CONVERTERS and not name.startswith("quantize.grouped_mm.")]
+            for name in named if name not in _CONVERTERS and not name.startswith(_EXPERTS)]
 
 
 def _refuse(ours: Values) -> list[str]:
@@ -123,6 +138,7 @@ TORCHTITAN = Dialect(
      Entry(f"{_FLOAT8}.recipe_name", lambda name: one_of(name, _RECIPES), _recipe, _float8),
      read_only("FILTER", _filter), read_only("float8.enable_float8_linear", lambda _: {}),
      write_only(f"{_FLOAT8}.filter_fqns", _filtered, _float8), write_only(f"{_MX}.filter_fqns", _filtered, _mx),
+     read_only(f"{_MX}.fqns", lambda _: {}),
      same(f"{_FLOAT8}.emulate", "fp8.emulate", boolean, lambda ours: _float8(ours) and ours["fp8.emulate"]),
      Entry(_GATHER, gather, gathers, gathers),
      write_only(f"{_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp", gathers, gathers),
@@ -130,11 +146,11 @@ TORCHTITAN = Dialect(
            lambda ours: "mxfp8_emulated" if ours["fp8.emulate"] else "mxfp8_cublas", _mx)),
     {f"{old}.{key}": f"quantize.linear.{kind}.{key}"
      for old, kind in (("float8", "float8"), ("quantize.dense.float8", "float8"), ("mx", "mx"), ("quantize.dense.mx", "mx"))
-     for key in ("recipe_name", "filter_fqns", "emulate", "enable_fsdp_float8_all_gather", "force_recompute_fp8_weight_in_bwd",
-                 "precompute_float8_dynamic_scale_for_fsdp", "mxfp8_dim1_cast_kernel_choice")},
+     for key in ("recipe_name", "filter_fqns", "fqns", "emulate", "enable_fsdp_float8_all_gather",
+                 "force_recompute_fp8_weight_in_bwd", "precompute_float8_dynamic_scale_for_fsdp", "mxfp8_dim1_cast_kernel_choice")},
     unsaid={**{f"{_FLOAT8}.{k}": _ALIKE for k in ("force_recompute_fp8_weight_in_bwd", "moe_fqns_prototype")},
             **{f"{_MX}.{k}": _ALIKE for k in ("mxfp8_dim1_cast_kernel_choice", "moe_fqns_prototype")},
-            "quantize.grouped_mm.": Unsaid("models here have no experts", (False, [], None))},
+            **dict.fromkeys((*_EXPERTS, *_EXPERT_KEYS), Unsaid("models here have no experts", (False, [], None)))},
     prepare=_prepare, refuse=_refuse, strange=_strange,
     why={"storage.shard": "its section parallelism says that (data_parallel_shard_degree)",
          "fp8.exclude": "torchtitan's filter_fqns are names of its own layers; *.linear_qkv, _proj, _fc1 and _fc2 have some",

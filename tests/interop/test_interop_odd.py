@@ -64,7 +64,7 @@ def test_what_cannot_be_is_refused_in_their_words(project: str, data: dict[str, 
     ("megatron", {"--use-precision-aware-optimizer": True, "--main-params-dtype": "fp16"}, {"storage.master_weight": "none"}, ["main_params_dtype=fp16: has no effect without --bf16 or --fp16"]),
     ("torchtitan", {"model.converters": ["float8"], "float8.recipe_name": "rowwise", "float8.enable_fsdp_float8_all_gather": True}, {"storage.shard": "none", "fp8.granularity": "row"},
      ["quantize.linear.float8.enable_fsdp_float8_all_gather=True: has no effect under rowwise; of tensorwise alone"]),
-    ("torchtitan", {"model.converters": ["mx"], "mx.recipe_name": "mxfp8_emulated"}, {"fp8.scaling": "mxfp8", "fp8.emulate": True}, ["fp8.output_layer=True: this one stays in high precision (out_features=272 is not a multiple of 32)"]),
+    ("torchtitan", {"model.converters": ["mx"], "mx.recipe_name": "mxfp8_emulated", "mx.filter_fqns": []}, {"fp8.scaling": "mxfp8", "fp8.emulate": True}, ["fp8.output_layer=True: this one stays in high precision (out_features=272 is not a multiple of 32)"]),
 ])
 def test_what_is_left_out_is_said_and_the_rest_checks(project: str, data: dict[str, Any], ours: dict[str, Any], lost: list[str]) -> None:
     found = interop.from_mapping(project, data, fp8cfg.compose())
@@ -73,8 +73,10 @@ def test_what_is_left_out_is_said_and_the_rest_checks(project: str, data: dict[s
 
 
 def test_the_output_layer_of_a_model_that_fits_is_in_fp8() -> None:
-    found = interop.from_mapping("torchtitan", {"model.converters": ["mx"]}, fp8cfg.compose(["recipe=llama_8b"]))
+    base, on = fp8cfg.compose(["recipe=llama_8b"]), {"model.converters": ["mx"]}
+    found = interop.from_mapping("torchtitan", {**on, "mx.filter_fqns": []}, base)
     assert found.recipe.fp8.output_layer and found.lost == ()
+    assert not interop.from_mapping("torchtitan", on, base).recipe.fp8.output_layer  # its default is ["output"]
 
 
 def test_fsdp_with_te_is_a_recipe_that_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,136 @@
+"""torchtitan's Python configurations: what their functions say about precision, and what cannot be read of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8cfg import interop
+from fp8cfg.__main__ import main
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.interop.translation import table
+
+REGISTRY = '''
+from torchtitan.trainer import Trainer
+NAMES = ["lm_head"]
+
+
+def debug() -> Trainer.Config:
+    """A model of few layers."""
+    model_spec = model_registry("debugmodel")
+    return Trainer.Config(loss=Loss.Config(size=vocab(model_spec)), model_spec=model_spec,
+                          training=TrainingConfig(steps=10, max_context_length=2048))
+
+
+def rowwise() -> Trainer.Config:
+    config = debug()
+    compiled = config.compile.enable and "model" in config.compile.components
+    config.model_spec = model_registry("debugmodel", converters=[
+        Float8LinearConverter.Config(filter_fqns=NAMES, model_compile_enabled=compiled)])
+    return config
+
+
+def gw_hp() -> Trainer.Config:
+    config = rowwise()
+    config.training.mixed_precision_param = "float32"
+    config.model_spec = model_registry("debugmodel", converters=[
+        Float8LinearConverter.Config(recipe_name="rowwise_with_gw_hp"), LoRAConverter.Config(rank=8)])
+    return config
+
+
+def container() -> Trainer.Config:
+    return Trainer.Config(model_spec=model_registry("8B"), model_converters=ModelConvertersContainer.Config(converters=[
+        Float8LinearConverter.Config(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True,
+                                     filter_fqns=["output"])]))
+
+
+def off_again() -> Trainer.Config:
+    config = rowwise()
+    config.model_spec = model_registry("debugmodel")
+    return config
+
+
+def mx_old() -> Trainer.Config:
+    return Trainer.Config(model_converters=ModelConvertersContainer.Config(converters=[MXLinearConverter.Config()]))
+
+
+def mx() -> Trainer.Config:
+    spec = model_registry("8B", converters=[MXFP8LinearConverter.Config(model_compile_enabled=True)])
+    return Trainer.Config(model_spec=spec, training=TrainingConfig(dtype="bfloat16"))
+
+
+def mx_chosen() -> Trainer.Config:
+    spec = model_registry("8B", converters=[MXFP8LinearConverter.Config(fqns=["feed_forward", "router"])])
+    return Trainer.Config(model_spec=spec)
+'''
+ROW = {"fp8.enabled": True, "backend": "torchao", "fp8.granularity": "row", "fp8.format": "e4m3"}
+
+
+@pytest.mark.parametrize(("name", "ours", "lost"), [
+    ("debug", {"precision.compute": "bf16", "fp8.enabled": False}, ()), ("rowwise", {**ROW, "fp8.output_layer": False}, ()),
+    ("gw_hp", {**ROW, "fp8.output_layer": True, "fp8.override_linear_precision.wgrad": True, "precision.compute": "fp32"},
+     ("LoRAConverter: has no counterpart here",)),
+    ("container", {"fp8.scaling": "current", "fp8.granularity": "tensor", "storage.shard": "fsdp", "storage.gather": "fp8", "fp8.output_layer": False}, ()),
+    ("off_again", {"fp8.enabled": False, "precision.compute": "bf16"}, ()), ("mx_old", {"fp8.scaling": "mxfp8", "fp8.output_layer": False}, ()),
+    ("mx", {"fp8.scaling": "mxfp8", "fp8.output_layer": True, "storage.weight": "bf16"}, ()),
+    ("mx_chosen", {"fp8.scaling": "mxfp8", "fp8.output_layer": False, "fp8.exclude": ("*.linear_qkv", "*.linear_proj")},
+     ("fqns=router: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude",)),
+])
+def test_a_function_of_a_registry(name: str, ours: dict[str, Any], lost: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "config_registry.py").write_text(REGISTRY)
+    found = interop.from_file("torchtitan", tmp_path / f"config_registry.py:{name}")
+    assert {k: table(found.recipe)[k] for k in ours} == ours
+    assert (found.lost, found.unknown) == (lost, ())
+
+
+ONE = "def a() -> Trainer.Config:\n    return Trainer.Config(model_spec=model_registry('8B', converters=[Float8LinearConverter.Config({})]))\n"
+REFUSED = {
+    REGISTRY: "has 8 configurations; name one, as in FILE.py:debug; they are debug, rowwise, gw_hp, container, off_again, mx_old, mx, mx_chosen",
+    ONE.format("recipe_name=RECIPE"): "line 2: recipe_name: expected a literal, not RECIPE",
+    ONE.format("**KWARGS"): "line 2: Float8LinearConverter.Config(**KWARGS): not read; write its fields out",
+    ONE.format("filter_fqn=['output']"): "",
+    ONE.replace("[Float8LinearConverter.Config({})]", "CONVERTERS"): "line 2: converters: expected a list, not CONVERTERS",
+    ONE.replace("Float8LinearConverter.Config({})", "NVFP4LinearConverter.Config()"):
+        "NVFP4LinearConverter: NVFP4 of torchao has no counterpart; precision=bf16_nvfp4 is Transformer Engine's",
+    "from x import base\ndef a() -> Trainer.Config:\n    c = base()\n    c.model_spec = 1\n    return c\n":
+        ["line 4: c: what it is is not in this file", "line 5: c: not read; expected a configuration of this file"],
+    "def a() -> Trainer.Config:\n    c = Trainer.Config()\n    if X:\n        c.model_spec = model_registry('8B', converters=[])\n    return c\n":
+        "line 3: if X: what stands below is not decided here; write it without",
+    "def a() -> Trainer.Config:\n    return Trainer.Config(**K)\n": "line 2: **K: not read; write its fields out",
+    "x = 1\n": "no configuration of torchtitan's, which is a Trainer.Config(...)",
+    "x = = 1\n": "line 1: not Python",
+}
+
+
+@pytest.mark.parametrize("text", [text for text, line in REFUSED.items() if line])
+def test_what_cannot_be_read_of_one_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config_registry.py"
+    file.write_text(text)
+    lines = REFUSED[text]
+    assert main(["import", "torchtitan", str(file)]) == 2
+    assert capsys.readouterr().err.splitlines() == [f"error: {file}: {line}" for line in ([lines] if isinstance(lines, str) else lines)]
+
+
+def test_a_misspelled_field_and_function_are_answered_with_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(ONE.format("filter_fqn=['output']"))
+    assert interop.from_file("torchtitan", file).unknown == ("quantize.linear.float8.filter_fqn: no such key of torchtitan; did you mean 'float8.filter_fqns'?",)
+    with pytest.raises(ConfigError, match="aa: no such configuration in it; did you mean 'a'"):
+        interop.from_file("torchtitan", tmp_path / "a.py:aa")
+
+
+def test_python_of_a_project_that_is_not_read_from_it(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("x = 1\n")
+    with pytest.raises(ConfigError, match=r"a.py: is Python, which NeMo is not read from; expected YAML or JSON"):
+        interop.from_file("nemo", file)
+
+
+@pytest.mark.parametrize(("project", "data"), [
+    ("torchtitan", {"model.converters": ["quantize.linear.mx"], "quantize.linear.mx.fqns": ["feed_forward"], "quantize.grouped_mm.mx.recipe_name": "mxfp8",
+                    "quantize.grouped_mm.mx.fqns": ["experts"], "quantize.grouped_mm.float8.fqns": []}),
+    ("deepspeed", {"bf16": {"enabled": True}, "seq_parallel_communication_data_type": "fp32"})])
+def test_keys_that_the_projects_have_are_no_unknown_ones(project: str, data: dict[str, Any]) -> None:
+    assert interop.from_mapping(project, data).unknown == ()
