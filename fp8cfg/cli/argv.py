@@ -9,6 +9,8 @@ from pathlib import Path
 from fp8cfg.cli.help import choices
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 
+_READ = {".toml": "torchtitan", ".sh": "megatron"}
+"""Files of other projects, by their ending, and who reads them."""
 _ABSENT = ("sample",)
 """Commands of other trainers, of which ours has no like."""
 
@@ -98,14 +100,18 @@ def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
     return Path(plain[0]) if plain else None
 
 
+def chooses(name: str) -> str | None:
+    """The group that offers the choice `name`; None where none does."""
+    return next((group for group in ("recipe", "precision", "data") if name in choices(group)), None)
+
+
 def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
     """The line for a word without a value that is no verb, or not where a verb stands."""
     if arg in verbs:
         return f"{arg}: a command stands first, as in: fp8cfg {arg}"
     if arg in _ABSENT:
         return f"{arg}: not in this version; fp8cfg --help has the commands"
-    chosen = next((group for group in ("recipe", "precision", "data") if arg in choices(group)), None)
-    if chosen:
+    if chosen := chooses(arg):
         return f"{arg}: not of the form key=value; did you mean '{chosen}={arg}'?"
     verb = nearest(arg, verbs)
     if verb:
@@ -113,7 +119,8 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
     if os.path.isdir(arg):
         return f"{arg}: is a folder; that of a run is for fp8cfg resume, rerun and diff"
     if os.path.isfile(arg):
-        return f"{arg}: is no recipe file; the name of one ends in .yaml"
+        read = next((f"; write: fp8cfg import {project} {arg}" for ending, project in _READ.items() if arg.endswith(ending)), "")
+        return f"{arg}: is no recipe file; the name of one ends in .yaml{read}"
     from fp8cfg.composition.override_words import malformed
 
     line = malformed(arg)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from fp8cfg.cli.argv import recipe_file, split
+from fp8cfg.cli.argv import chooses, recipe_file, split
 from fp8cfg.config.errors import ConfigError, refuse_if
 
 USAGE = """
@@ -35,7 +35,9 @@ def run(argv: list[str]) -> int:
     try:
         full_key = known(keys[0]) if not problems else ""
     except ConfigError as e:
-        problems += e.problems
+        chosen = chooses(keys[0])
+        problems += [f"{keys[0]}: is no key but a choice; write {chosen}={keys[0]} with a key, as in: fp8cfg explain fp8.margin "
+                     f"{chosen}={keys[0]}"] if chosen else e.problems
     try:
         traced = trace(arguments.words, arguments.one("--config-dir"), recipe_file(files, ()))
     except ConfigError as e:

@@ -5,7 +5,8 @@ Words of the command line are merged by Hydra; a recipe's file is merged key by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,10 +14,12 @@ from fp8cfg.composition.flatten import deep_merge, listed, nested
 from fp8cfg.composition.hydra_compose import merge
 from fp8cfg.composition.library import LEAVES, Library
 from fp8cfg.composition.override_words import parse
+from fp8cfg.composition.yaml_lines import key_lines
 from fp8cfg.composition.yaml_recipe import choices_in, full_names
-from fp8cfg.config import recipe_registry
+from fp8cfg.config import foreign_names, recipe_registry
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import default_recipe
+from fp8cfg.config.key_names import full
 from fp8cfg.config.recipe import Recipe
 
 T = TypeVar("T")
@@ -55,6 +58,8 @@ def recipe_from(path: Path, library: Library, above: tuple[Path, ...] = ()) -> R
 
 def recipe_of(data: dict[str, Any], path: Path, library: Library, above: tuple[Path, ...] = ()) -> Recipe:
     """The recipe that the file `path` with the content `data` says; `above` are the files that build on it."""
+    if project := foreign_names.project(data):
+        raise ConfigError(f"has the keys of another project; write: fp8cfg import {project} {path}")
     data = dict(data)
     chosen = {group: choice.name for group, choice in choices_in(data).items()}
     problems = [p for group, name in chosen.items() if (p := library.problem(group, name))]
@@ -82,8 +87,15 @@ def _base(name: str, inside: Path, library: Library, above: tuple[Path, ...]) ->
 
 
 def _in_file(path: Path, build: Callable[[], T]) -> T:
-    """`build()`, with the file's name before each line of a ConfigError."""
+    """`build()`, with the file's name before each line of a ConfigError, and the line of the key that it begins with."""
     try:
         return build()
     except ConfigError as e:
-        raise ConfigError([p if p.startswith(str(path)) else f"{path}: {p}" for p in e.problems]) from None
+        lines = {full(key): line for key, line in key_lines(path).items()} if path.is_file() else {}
+        raise ConfigError([p if p.startswith(str(path)) else f"{path}{_line(p, lines)}: {p}" for p in e.problems]) from None
+
+
+def _line(problem: str, lines: Mapping[str, int]) -> str:
+    """`:4` for a problem of a key that stands in line 4; of a key that does not stand there nothing."""
+    line = lines.get(full(re.split("[=:]", problem, maxsplit=1)[0]))
+    return f":{line}" if line else ""

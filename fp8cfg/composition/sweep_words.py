@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MAX_JOBS = 1000
 """Combinations of one sweep; each is composed, in 0.06 s, before the first runs."""
 
+_SHOWN = 3
+"""Lines on one word, whose values may all be wrong."""
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -75,8 +78,13 @@ def refused(combinations: Sequence[Sequence[str]], build: Callable[[Sequence[str
         if all(number in problems for number in having):
             lines = [problems[number] for number in having]
             wrong += [line for line in lines[0] if all(line in other for other in lines)] or list(chain(*lines))
-    refuse_if(wrong)
+    refuse_if(_brief(list(dict.fromkeys(wrong)), "the sweep"))
     return problems
+
+
+def _brief(lines: list[str], word: str) -> list[str]:
+    """Lines of the values of one word, of many the first two."""
+    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN - 1], f"{word}: and {len(lines) - _SHOWN + 1} lines more like these"]
 
 
 def _vary(word: str, library: Library) -> tuple[str, list[str]]:
@@ -91,7 +99,7 @@ def _vary(word: str, library: Library) -> tuple[str, list[str]]:
             chosen.append(one(each, library))
         except ConfigError as e:
             problems += e.problems
-    refuse_if(problems)
+    refuse_if(_brief(problems, word))
     kinds = {"value" if name and not group else "preset" for group, name in chosen}
     if kinds == {"value"}:
         return f"{full(key)}={text}", single

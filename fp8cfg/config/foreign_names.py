@@ -73,6 +73,13 @@ _VALUES = {  # of our keys: their word -> ours
         "fp16": "fp16", "16": "fp16", "16-mixed": "fp16", "16-true": "fp16", "fp8": "bf16_fp8", "fp8-mixed": "bf16_fp8",
         "mxfp8": "bf16_mxfp8", "nvfp4": "bf16_nvfp4", "transformer-engine": "bf16_fp8", "transformer-engine-float16": "fp16_fp8"},
 }
+_PROJECTS = {
+    "accelerate": {"compute_environment", "distributed_type", "downcast_bf16", "fp8_config", "fsdp_config", "deepspeed_config",
+                   "machine_rank", "main_training_function", "mixed_precision", "num_machines", "num_processes", "rdzv_backend"},
+    "deepspeed": {"bf16", "fp16", "gradient_accumulation_steps", "gradient_clipping", "msamp", "optimizer", "scheduler",
+                  "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "zero_allow_untested_optimizer"},
+}
+"""Keys at the top of the files of projects that `fp8cfg import` reads."""
 DERIVED = {
     "trainer.accumulate_grad_batches":
         "trainer.global_batch_size / (trainer.micro_batch_size x data-parallel size)",
@@ -92,6 +99,11 @@ def meant(key: str, value: object) -> str | None:
     """Our spelling of another project's `value` for our `key`; None where there is none, or where it is valid as it is."""
     ours = _VALUES.get(key, {}).get(str(value).lower())
     return None if ours == str(value).lower() else ours
+
+
+def project(keys: Iterable[str]) -> str | None:
+    """The project whose file has these keys at its top; None for fewer than two of them."""
+    return next((name for name, theirs in _PROJECTS.items() if len(theirs.intersection(keys)) > 1), None)
 
 
 def unknown(key: str, known: Iterable[str], value: object = None) -> str:

@@ -13,7 +13,7 @@ from fp8cfg.layer_plan import plan
 from fp8cfg.report import chart, plan_text, speedups
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU
-from fp8cfg.report.memory.layout import Part, parts
+from fp8cfg.report.memory.layout import Part, parts, whole
 from fp8cfg.report.memory.peak import linears_of, memory, parameters
 
 
@@ -64,6 +64,11 @@ class Plan:
         return self.choice.backend if self.choice else None
 
     @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, each once."""
+        return parameters(self.recipe, whole(self.recipe)).total
+
+    @property
     def widest(self) -> Rank:
         """The rank that takes most memory."""
         return max(self.ranks, key=lambda rank: rank.total)
@@ -90,6 +95,7 @@ class Plan:
             "runs": asdict(self.choice) if self.choice else None, "refusals": self.refusals,
             "coverage": self.coverage.data(),
             "chart": {"name": chart.name(self.recipe), **row, "bytes_per_parameter": each},
+            "parameters": self.parameters,
             "ranks": [{"name": rank.part.name, "layers": len(rank.part.layers), "tensor": rank.part.tensor,
                        "context": rank.part.context, "data": rank.part.data, "parameters": rank.parameters,
                        "memory": rank.memory, "total": rank.total} for rank in self.ranks],

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.report import chart, speedups
-from fp8cfg.report.memory.peak import memory_table
+from fp8cfg.report.memory.peak import NOT_PARAMETERS, memory_table
 from fp8cfg.report.tables import amount, size, table, wrapped
 from fp8cfg.scalings import SCALINGS
 
@@ -40,11 +40,12 @@ def passed_over(choice: Choice) -> list[str]:
 
 def _layout(p: Plan) -> str:
     s = p.recipe.trainer.strategy
+    model = f"model: {amount(p.parameters)} parameters ({p.parameters:,})"
     if p.world == 1:
-        return "layout: 1 rank"
+        return f"{model}\nlayout: 1 rank"
     ways = (("tensor", s.tensor_model_parallel_size), ("pipeline", s.pipeline_model_parallel_size),
             ("context", s.context_parallel_size), ("data", p.widest.part.data))
-    lines = [f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}"]
+    lines = [model, f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}"]
     if s.size > 1:
         lines.append("planned for, not run: training in this version is data-parallel")
     if len(p.ranks) > 1:
@@ -55,6 +56,7 @@ def _layout(p: Plan) -> str:
 
 def _memory(p: Plan) -> str:
     lines = [memory_table(p.recipe, p.hardware.device, p.widest.part, p.backend)]
+    lines += _beyond_the_chart(p)
     if len(p.ranks) > 1:
         lines.append(f"of the {p.widest.part.name}, which takes most")
     none, full = (size(p.recomputing(granularity)) for granularity in ("none", "full"))
@@ -64,6 +66,20 @@ def _memory(p: Plan) -> str:
         gpu = f"{p.gpu.name}, {size(p.gpu.memory)}"
         lines.append(f"fits {gpu}: {size(left)} to spare" if left >= 0 else f"does not fit {gpu}: {size(-left)} too much")
     return "\n".join(lines)
+
+
+def _beyond_the_chart(p: Plan) -> list[str]:
+    """Why the lines of memory come to more bytes a parameter than the chart has; nothing where they do not."""
+    rank, shard = p.widest, p.recipe.storage.shard
+    kinds = {kind: n / rank.parameters for kind, n in rank.memory.items() if n and kind not in NOT_PARAMETERS}
+    chart_has, together = chart.bytes_per_parameter(chart.row(p.recipe), shard, rank.part.data), sum(kinds.values())
+    if together < chart_has + 0.5:
+        return []
+    more = {kind: n for kind, n in kinds.items() if kind in ("gathered", "FP8 copies", "accumulation")}
+    wider = together - chart_has - sum(more.values())
+    said = [f"{kind} {n:.1f}" for kind, n in more.items()] + [f"other parameters, in wider formats, {wider:.1f}"] * (wider > 0.05)
+    return [wrapped(f"together {together:.1f} B/param; the chart's {chart_has:.3g} is what a parameter of a linear layer keeps "
+                    f"from step to step, and beside that: {', '.join(said)}", more="  ")]
 
 
 def _gains(p: Plan) -> str:

@@ -65,6 +65,7 @@ O1                   fp8   fp8   fp16    none    fp8   fp32+fp32       11
 O2                   fp8   fp8   fp16    none    fp8   fp8+fp16         6
 O3                   fp8   fp8   fp8     fp16    fp8   fp8+fp16         7
 
+model: 3.29M parameters (3,287,296)
 layout: 1 rank
 
 memory per rank       size  B/param
@@ -99,6 +100,20 @@ will be built
   schedule      Schedule(max_lr=0.003, min_lr=0.0003, warmup_steps=20,
                 max_steps=100, constant_steps=0, decay=cosine)
 """
+
+
+def test_the_count_to_the_digit_and_why_a_level_takes_more_than_the_chart_has(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "recipe=llama_8b", "precision=bf16_fp8", "opt_level=O2")
+    assert "\nmodel: 8.03B parameters (8,030,261,248)\n" in out
+    assert """
+together 10.9 B/param; the chart's 6 is what a parameter of a linear layer keeps
+  from step to step, and beside that: FP8 copies 1.7, accumulation 2.8, other
+  parameters, in wider formats, 0.3
+""" in out
+    lines = out.splitlines()
+    table = lines[lines.index("memory per rank       size  B/param") + 1:]
+    own = [float(line.split()[3]) for line in table[:5]]  # weights to accumulation
+    assert sum(own) == pytest.approx(10.9, abs=0.15)  # each is rounded
 
 
 def test_the_largest_recipe_on_its_layout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,8 +169,8 @@ def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str
     out = plan(capsys, *LARGE, "--json")
     assert out == plan(capsys, *LARGE, "--json")
     found = json.loads(out)
-    assert list(found) == ["recipe", "gpu", "gpus", "runs", "refusals", "coverage", "chart", "ranks", "widest", "fits", "recompute", "published",
-                           "measured_here", "too_small", "built"]
+    assert list(found) == ["recipe", "gpu", "gpus", "runs", "refusals", "coverage", "chart", "parameters", "ranks", "widest", "fits", "recompute",
+                           "published", "measured_here", "too_small", "built"]
     assert found["fits"] is False and found["measured_here"] is False and found["built"]["optimizer"]["inner"] == "adamw"
     assert [r["name"] for r in found["ranks"]] == ["first stage", "middle stage", "last stage"]
     assert all(sum(r["memory"].values()) == r["total"] for r in found["ranks"])
