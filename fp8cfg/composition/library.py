@@ -45,11 +45,17 @@ class Library:
         stem, known = self.stem(group, name), self.choices(group)
         if stem in known:
             return None
+        if not name:
+            return f"{group}=: needs the name of a choice; fp8cfg list {group} has them"
+        if name.startswith("$"):
+            return f"{group}={name}: is a variable, which no shell has replaced; write its value"
         if not NAME.fullmatch(stem):
-            return f"{group}={name}: a choice is a name of letters, digits and '_', not a path" + suggest(name, known)
+            near = suggest(name.rpartition("/")[2].replace(".", "").replace("-", "_"), known)
+            return f"{group}={name}: a choice is a name of letters, digits and '_', not a path" + near
         spellings = [*known, *(presets.FUNCTIONS if group == "precision" else ())]
         refusal = f"{group}={name}: no such {'recipe' if group == 'recipe' else group + ' preset'}"
-        family = [choice for choice in known if choice.startswith(f"{name}_")]
+        sized = f"_{name}" if group == "recipe" else "."  # 8b, of every family
+        family = [choice for choice in known if choice.startswith(f"{name}_") or choice.endswith(sized)]
         return refusal + (f"; did you mean one of {', '.join(family)}?" if len(family) > 1 else suggest(name, spellings))
 
     def stem(self, group: str, name: str) -> str:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 
+_SHELL = "is a variable, which no shell has replaced; write its value"
+
+
 def parse(words: Iterable[str], library: Library, has_recipe: bool = False) -> tuple[dict[str, str], list[str]]:
     """Split `words` into choices (group -> name) and values (Hydra overrides on full keys).
 
@@ -65,7 +68,10 @@ def parsed(word: str) -> tuple[str, Any, str]:
     """Key, value and the value's text. Raises ConfigError as `override` does, and for a sweep."""
     said = override(word)
     if said.is_sweep_override():
-        raise ConfigError(f"{word}: several values are a sweep, and a run takes one; a list is written [a,b]")
+        key = full(said.key_or_group)
+        listed = key in fields() and "tuple" in str(fields()[key].annotation)
+        write = f"{said.key_or_group}=[{word.partition('=')[2]}]" if listed else "[a,b]"
+        raise ConfigError(f"{word}: several values are a sweep, and a run takes one; a list is written {write}")
     return said.key_or_group, _plain(said.value()), word.partition("=")[2]
 
 
@@ -146,15 +152,46 @@ def _example(key: str, node: type[Node], value: Any) -> str:
     taken = (leaf for leaf, field in node.model_fields.items() if str(value).lower() in options(field.annotation))
     if leaf := next(taken, None):
         return f"; write {short(key)}.{leaf}={str(value).lower()}"
-    leaf = "enabled" if "enabled" in node.model_fields else next(iter(node.model_fields))
+    if "enabled" in node.model_fields:
+        return f"; write {short(key)}.enabled={'false' if str(value).lower() in ('0', 'off', 'no', 'none') else 'true'}"
+    leaf = next(iter(node.model_fields))
     return f", as in {short(key)}.{leaf}={node.model_fields[leaf].get_default(call_default_factory=True)}"
+
+
+def _mistake(word: str) -> str:
+    """What is wrong with a word with a `=` that is no override, where that is plain; else nothing."""
+    key, _, value = word.partition("=")
+    if word == "=":
+        return "stands alone; key=value has no spaces"
+    if strange := next((sign for sign in word if not sign.isascii() and sign.isprintable()), ""):
+        return f"{strange!r} is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'"
+    if word[:1] in "'\"":
+        return "quoted twice; leave the inner quotes out"
+    if " " in word and all("=" in part for part in word.split()):
+        return f"several words in one; write {' '.join(word.split())} without quotes"
+    if value.startswith("("):
+        return f"a list is written {key}=[{value.strip('()')}]"
+    if value[:1] == "=":
+        return f"two signs '='; write {key}={value.lstrip('=')}"
+    if value.endswith(","):
+        return f"ends in a comma; write {key}={value.rstrip(',')}"
+    for opening, closing in ("[]", "{}"):
+        if value.count(opening) > value.count(closing):
+            return f"{opening!r} without its {closing!r}; quote the word where it has spaces"
+    return ""
 
 
 def malformed(word: str) -> str:
     """The line for a word that Hydra's grammar does not take."""
+    if "=" in word and (hint := _mistake(word)):
+        return f"{word}: {hint}"
     if "=" in word:
         return f"{word}: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"
     if word in short_keys() or word in GROUPS:
         return f"{word}: needs a value, as in {word}={'NAME' if word in GROUPS else 'VALUE'}"
+    if (key := word.partition(":")[0].strip()) in short_keys() and ":" in word:
+        return f"{word}: not of the form key=value; write {key}={word.partition(':')[2].strip()}"
+    if word.startswith("$"):
+        return f"{word}: {_SHELL}"
     near = nearest(word, [*short_keys(), *GROUPS], 0.75)
     return f"{word or repr(word)}: not of the form key=value" + (f"; did you mean {near!r}?" if near else "")

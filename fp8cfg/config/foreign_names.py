@@ -31,6 +31,7 @@ _BELONGS = {
     "num_key_value_heads": "model.num_query_groups", "rms_norm_eps": "model.layernorm_epsilon",
     "rope_theta": "model.rotary_base", "head_dim": "model.kv_channels", "learning_rate": "optim.lr",
     "batch_size": "trainer.global_batch_size", "limit_test_batches": "trainer.limit_val_batches",
+    "dtype": "precision.compute", "steps": "trainer.max_steps", "epochs": "trainer.max_steps", "context_length": "model.seq_length",
     "plugin": "trainer.plugins", "recipe_name": "fp8.scaling",
     # transformers' TrainingArguments
     "output_dir": "log.dir", "run_name": "name", "logging_dir": "log.dir",
@@ -39,16 +40,39 @@ _BELONGS = {
     "adam_beta1": "optim.betas", "adam_beta2": "optim.betas", "adam_epsilon": "optim.eps",
     "lr_scheduler_type": "optim.lr_decay_style", "logging_steps": "log.every_n_steps", "save_steps": "checkpoint.every_n_steps",
     "eval_steps": "trainer.val_check_interval", "save_total_limit": "checkpoint.keep", "torch_compile": "trainer.compile",
-    "gradient_checkpointing": "model.recompute_granularity",
+    "gradient_checkpointing": "model.recompute_granularity", "bf16": "precision=bf16", "fp16": "precision=fp16",
+    "eval_strategy": "trainer.val_check_interval", "evaluation_strategy": "trainer.val_check_interval",
+    "save_strategy": "checkpoint.every_n_steps", "logging_strategy": "log.every_n_steps", "report_to": "log.tensorboard",
+    "num_train_epochs": "trainer.max_steps", "max_epochs": "trainer.max_steps", "warmup_ratio": "optim.warmup_steps",
+    "data_seed": "trainer.seed", "half_precision_backend": "backend", "fsdp": "storage.shard=fsdp", "model_name_or_path": "recipe",
+    "per_device_eval_batch_size": "trainer.micro_batch_size", "torch_compile_backend": "trainer.compile",
+    "dynamo_backend": "trainer.compile", "resume_from_checkpoint": "fp8cfg resume FOLDER", "do_train": "fp8cfg train",
+    # Accelerate
+    "num_processes": "trainer.devices", "num_machines": "trainer.num_nodes", "use_cpu": "trainer.accelerator=cpu",
+    "distributed_type": "storage.shard", "fsdp_sharding_strategy": "storage.shard",
     # torchtitan
     "local_batch_size": "trainer.micro_batch_size", "seq_len": "model.seq_length", "max_norm": "trainer.gradient_clip_val",
     "dump_folder": "log.dir", "tensor_parallel_degree": "trainer.strategy.tensor_model_parallel_size",
+    "context_parallel_degree": "trainer.strategy.context_parallel_size", "data_parallel_replicate_degree": "trainer.devices",
+    "max_context_length": "model.seq_length", "log_freq": "log.every_n_steps", "keep_latest_k": "checkpoint.keep",
+    "min_lr_factor": "optim.min_lr", "decay_type": "optim.lr_decay_style", "flavor": "recipe", "filter_fqns": "fp8.exclude",
+    "mixed_precision_param": "precision.compute", "mixed_precision_reduce": "storage.comm", "enable_tensorboard": "log.tensorboard",
+    "precompute_float8_dynamic_scale_for_fsdp": "storage.gather=fp8",
     "pipeline_parallel_degree": "trainer.strategy.pipeline_model_parallel_size", "data_parallel_shard_degree": "storage.shard",
     # NeMo, Megatron-Bridge, DeepSpeed
     "exp_dir": "log.dir", "lr_warmup_steps": "optim.warmup_steps", "lr_warmup_iters": "optim.warmup_steps",
     "eval_interval": "trainer.val_check_interval", "save_interval": "checkpoint.every_n_steps",
     "train_batch_size": "trainer.global_batch_size", "train_micro_batch_size_per_gpu": "trainer.micro_batch_size",
     "gradient_clipping": "trainer.gradient_clip_val", "zero_stage": "storage.shard",
+    "fp8_hybrid": "fp8.format=hybrid", "fp8_e4m3": "fp8.format=e4m3", "encoder_seq_length": "model.seq_length",
+    "log_every_n_steps": "log.every_n_steps", "log_interval": "log.every_n_steps", "tensorboard_dir": "log.dir",
+    "limit_train_batches": "trainer.max_steps", "activations_checkpoint_granularity": "model.recompute_granularity",
+    "megatron_amp_o2": "precision.compute", "transformer_engine": "backend=te", "transformer_impl": "backend",
+    "data_prefix": "data.path", "data_path": "data.path", "resume_if_exists": "fp8cfg resume FOLDER",
+    "eval_iters": "trainer.limit_val_batches", "use_distributed_optimizer": "storage.shard=zero1",
+    "lr_decay_iters": "trainer.max_steps", "warmup_num_steps": "optim.warmup_steps", "total_num_steps": "trainer.max_steps",
+    "initial_scale_power": "precision.initial_loss_scale", "communication_data_type": "storage.comm",
+    "steps_per_print": "log.every_n_steps", "partition_activations": "model.recompute_granularity",
 }
 _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "data.seq_length": "model.seq_length", "data.vocab_size": "model.vocab_size",
@@ -58,12 +82,19 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "precision.precision": "precision.compute", "precision.params_dtype": "precision.compute", "fp8.fp8": "fp8.enabled",
     "storage.master": "storage.master_weight", "storage.grad": "storage.weight_grad",
     "storage.moments": "storage.exp_avg and storage.exp_avg_sq",
+    "fp16.enabled": "precision=fp16", "bf16.enabled": "precision=bf16", "compile.enable": "trainer.compile",
+    "training.compile": "trainer.compile", "msamp.enabled": "backend=msamp", "zero_optimization.stage": "storage.shard",
+    "training.dtype": "storage.weight", "model.name": "recipe", "optimizer.name": "optim.name", "optimizer.type": "optim.name",
+    "lr_scheduler.type": "optim.lr_decay_style", "scheduler.type": "optim.lr_decay_style", "model.converters": "backend=torchao",
+    "activation_checkpoint.mode": "model.recompute_granularity", "checkpoint.save": "log.dir", "checkpoint.folder": "log.dir",
+    "training.dataset": "data.path", "validation.freq": "trainer.val_check_interval", "rng.seed": "trainer.seed",
+    "model.fp8": "fp8.enabled", "mixed_precision.fp8": "fp8.format", "trainer.strategy.ddp": "trainer.devices",
     "plugins": "trainer.plugins", "training.steps": "trainer.max_steps", "checkpoint.interval": "checkpoint.every_n_steps",
     "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
 }
 _VALUES = {  # of our keys: their word -> ours
     "fp8.scaling": {word: name for name, scaling in SCALINGS.items() for word in (*scaling.spellings, name)}
-                   | {"rowwise": "current fp8.granularity=row", "row": "current fp8.granularity=row"},
+                   | {"dynamic": "current", "rowwise": "current fp8.granularity=row", "row": "current fp8.granularity=row"},
     "backend": {"ao": "torchao", "transformer_engine": "te", "transformer-engine": "te", "transformerengine": "te",
                 "ms-amp": "msamp", "ms_amp": "msamp"},
     "recipe": {"llama_7b": "llama2_7b", "llama_13b": "llama2_13b"},
@@ -80,6 +111,8 @@ _PROJECTS = {
                   "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "zero_allow_untested_optimizer"},
 }
 """Keys at the top of the files of projects that `fp8cfg import` reads."""
+_STAGES = {"1": "zero1", "2": "zero2", "3": "fsdp"}
+"""DeepSpeed's numbers of ZeRO."""
 DERIVED = {
     "trainer.accumulate_grad_batches":
         "trainer.global_batch_size / (trainer.micro_batch_size x data-parallel size)",
@@ -97,7 +130,7 @@ CODE_KEYS = frozenset({
 
 def meant(key: str, value: object) -> str | None:
     """Our spelling of another project's `value` for our `key`; None where there is none, or where it is valid as it is."""
-    ours = _VALUES.get(key, {}).get(str(value).lower())
+    ours = {**_VALUES, "storage.shard": {**_VALUES["storage.shard"], **_STAGES}}.get(key, {}).get(str(value).lower())
     return None if ours == str(value).lower() else ours
 
 
@@ -115,9 +148,9 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
         return f"{key}: settings of Hydra itself are not part of a recipe; the command line takes them"
     if key in DERIVED:
         return f"{key}: cannot be set, it is {DERIVED[key]}"
-    home = _HOMES.get(key) or _BELONGS.get(leaf)
+    home = _HOMES.get(key.lower()) or _BELONGS.get(leaf.lower())
     if home:
-        ours = _VALUES.get(home, {}).get(str(value).lower())
+        ours = (_STAGES if leaf in ("stage", "zero_stage") else _VALUES.get(home, {})).get(str(value).lower())
         if ours:
             return f"{key}={value}: no such key; write {home}={ours}"
         preset = " (precision=bf16_fp8)" if home in ("precision", "trainer.plugins") else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -15,6 +16,8 @@ from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.config.key_names import full, short
 
 N = TypeVar("N", bound="Node")
+_ON, _OFF = ("yes", "on", "1", "y", "enabled"), ("no", "off", "0", "n", "disabled")
+_NUMBER, _UNIT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"), re.compile(r"(\d+\.?\d*) ?([kKmMgGbB])")
 _EXPECTED = {
     "int_type": "an integer", "float_type": "a number", "bool_type": "true or false", "string_type": "a string",
     "tuple_type": "a list", "finite_number": "a finite number", "model_type": "a mapping of keys",
@@ -172,9 +175,32 @@ def _line(cls: type[Node], e: Any) -> str:
         return f"{at}: needs a name"
     if e["type"] == "string_pattern_mismatch":
         return f"{at}: letters, digits, '_', '.' and '-' alone, at most 64 of them"
+    if given == "":
+        return f"{at}: needs a value"
     expected = _EXPECTED.get(e["type"])
-    near = f"; write \"{at.partition('=')[0]}=['{given}']\"" if e["type"] == "tuple_type" and isinstance(given, str) else ""
-    return f"{at}: expected {expected}, got {type(given).__name__}{near}" if expected else f"{at}: {e['msg']}"
+    got = {"NoneType": "null", "tuple": "a list"}.get(type(given).__name__, type(given).__name__)
+    return f"{at}: expected {expected}, got {got}{_instead(cls.key(field), e['type'], given)}" if expected else f"{at}: {e['msg']}"
+
+
+def _instead(key: str, kind: str, given: Any) -> str:
+    """What to write in place of a value of another type, where that is plain."""
+    if kind == "tuple_type":
+        return f"; write \"{key}=['{given}']\"" if isinstance(given, str) else ""
+    if kind == "bool_type":
+        word = str(given).lower()
+        return f"; write {key}={'true' if word in _ON else 'false'}" if word in (*_ON, *_OFF) else ""
+    if kind not in ("int_type", "float_type"):
+        return ""
+    if isinstance(given, tuple) and len(given) == 1:
+        return f"; write {key}={given[0]}"
+    if not isinstance(given, str):
+        return ""
+    if _NUMBER.fullmatch(given):
+        return "; write it without quotes"
+    if unit := _UNIT.fullmatch(given):
+        powers = {"k": 1, "m": 2, "g": 3, "b": 3}[unit[2].lower()]
+        return f"; write it out, as {float(unit[1]) * 1000**powers:.0f} or {float(unit[1]) * 1024**powers:.0f}"
+    return ""
 
 
 def _unknown(cls: type[Node], field: str) -> str:

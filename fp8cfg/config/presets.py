@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, Protocol
 
+from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import CONF, read_yaml
 from fp8cfg.config.precision import Precision
@@ -58,7 +59,9 @@ def precision_preset(name: str) -> Precision:
     """
     known = choices()
     if stem(name) not in known:
-        raise ConfigError(f"precision={name}: no such precision preset" + suggest(name, [*known, *FUNCTIONS]))
+        ours = foreign_names.meant("precision", name)
+        near = f"; did you mean {ours!r}?" if ours else suggest(name, [*known, *FUNCTIONS])
+        raise ConfigError(f"precision={name}: no such precision preset{near}")
     return Precision(**read_yaml(CONF / "precision" / f"{stem(name)}.yaml"))
 
 

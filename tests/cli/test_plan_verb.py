@@ -112,7 +112,7 @@ together 10.9 B/param; the chart's 6 is what a parameter of a linear layer keeps
 """ in out
     lines = out.splitlines()
     table = lines[lines.index("memory per rank       size  B/param") + 1:]
-    own = [float(line.split()[3]) for line in table[:5]]  # weights to accumulation
+    own = [float(line[:35].split()[-1]) for line in table[:5]]  # weights to accumulation
     assert sum(own) == pytest.approx(10.9, abs=0.15)  # each is rounded
 
 

@@ -179,9 +179,9 @@ def test_errors_in_a_file_name_the_file(folder: Path) -> None:
     bad = folder / "recipe" / "bad.yaml"
     bad.write_text("recipe: llama_8b\nfp8: {formt: x}\noptim: {lr: hello}\n")
     assert sorted(problems("recipe=bad", config_dir=folder)) == [
-        f"{bad}: fp8.formt: no such key; did you mean 'fp8.format'?", f"{bad}: optim.lr=hello: expected a number, got str"]
+        f"{bad}:2: fp8.formt: no such key; did you mean 'fp8.format'?", f"{bad}:3: optim.lr=hello: expected a number, got str"]
     bad.write_text("fp8: {margin: 1}\ntrainer: {plugins: {fp8: {margin: 2}}}\n")
-    assert problems("recipe=bad", config_dir=folder) == [f"{bad}: trainer.plugins.fp8.margin: given twice, under its short and its full name"]
+    assert problems("recipe=bad", config_dir=folder) == [f"{bad}:2: trainer.plugins.fp8.margin: given twice, under its short and its full name"]
     (folder / "recipe" / "one.yaml").write_text("recipe: two\n")
     (folder / "recipe" / "two.yaml").write_text("recipe: one\n")
     assert "build on one another in a circle" in problems("recipe=one", config_dir=folder)[0]

@@ -55,11 +55,11 @@ def test_presets_are_fresh_objects() -> None:
 GOLDEN = [
     ("fp8.margn = 1", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
     ("fp8.margin = True", "fp8.margin=True: expected an integer, got bool"),
-    ("fp8.margin = '1'", "fp8.margin=1: expected an integer, got str"),
+    ("fp8.margin = '1'", "fp8.margin=1: expected an integer, got str; write it without quotes"),
     ("fp8.margin = 99", "fp8.margin=99: must be at most 16"),
     ("fp8.margin = -1", "fp8.margin=-1: must be at least 0"),
     ("fp8.format = 'hybird'", "fp8.format=hybird: not an option; did you mean 'hybrid'?"),
-    ("fp8.enabled = 1", "fp8.enabled=1: expected true or false, got int"),
+    ("fp8.enabled = 1", "fp8.enabled=1: expected true or false, got int; write fp8.enabled=true"),
     ("trainer.plugins = 'bf16-mixd'", "precision=bf16-mixd: no such precision preset; did you mean 'bf16_mixed'?"),
     ("trainer.fp8_margin = 1", "trainer.fp8_margin: no such key; it belongs to fp8.margin"),
     ("trainer.accumulate_grad_batches = 2", "trainer.accumulate_grad_batches: cannot be set, it is trainer.global_batch_size / "
@@ -67,7 +67,7 @@ GOLDEN = [
     ("data.seq_length = 8", "data.seq_length: no such key; it belongs to model.seq_length"),
     ("optim.betas = (0.9,)", "optim.betas=[0.9]: expected 2 values, got 1"),
     ("optim.lr = float('inf')", "optim.lr=inf: expected a finite number, got float"),
-    ("optim.lr = '1e-3'", "optim.lr=1e-3: expected a number, got str"),
+    ("optim.lr = '1e-3'", "optim.lr=1e-3: expected a number, got str; write it without quotes"),
     ("margin = 1", "margin: no such key; did you mean 'fp8.margin'?"),
     ("trainer.seed = 2**40", "trainer.seed=1099511627776: must be at most 2147483647"),
     ("log.dir = ''", "log.dir=: needs a name"),

@@ -1,0 +1,98 @@
+"""Mistakes of new users at the three doors: what is typed, written in a file or assigned, and the line that answers it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fp8cfg
+from fp8cfg.__main__ import main
+
+TYPED = {
+    # numbers with units, and numbers that are none
+    ("trainer.max_steps=4k",): "trainer.max_steps=4k: expected an integer, got str; write it out, as 4000 or 4096",
+    ("trainer.max_steps=1.5M",): "trainer.max_steps=1.5M: expected an integer, got str; write it out, as 1500000 or 1572864",
+    ("model.seq_length=8192.5",): "model.seq_length=8192.5: expected an integer, got float",
+    ("optim.lr=3e-4,",): "optim.lr=3e-4,: ends in a comma; write optim.lr=3e-4",
+    ("fp8.margin=True",): "fp8.margin=True: expected an integer, got bool",
+    ('fp8.margin="1"',): "fp8.margin=1: expected an integer, got str; write it without quotes",
+    ("trainer.max_steps=null",): "trainer.max_steps=None: expected an integer, got null",
+    ("trainer.gradient_clip_val=inf",): "trainer.gradient_clip_val=inf: expected a finite number, got float",
+    # lists for scalars, and scalars for lists
+    ("trainer.max_steps=[100]",): "trainer.max_steps=[100]: expected an integer, got a list; write trainer.max_steps=100",
+    ("optim.betas=0.9,0.95",): "optim.betas=0.9,0.95: several values are a sweep, and a run takes one; a list is written optim.betas=[0.9,0.95]",
+    ("optim.betas=(0.9,0.95)",): "optim.betas=(0.9,0.95): a list is written optim.betas=[0.9,0.95]",
+    ("optim.betas=[0.9]",): "optim.betas=[0.9]: expected 2 values, got 1",
+    # empty values
+    ("optim.lr=",): "optim.lr=: needs a value",
+    ("precision=",): "precision=: needs the name of a choice; fp8cfg list precision has them",
+    ("fp8=",): "fp8=: expected keys of fp8; write fp8.enabled=true",
+    # truth in other words
+    ("fp8.enabled=yes",): "fp8.enabled=yes: expected true or false, got str; write fp8.enabled=true",
+    ("log.tensorboard=0",): "log.tensorboard=0: expected true or false, got int; write log.tensorboard=false",
+    # quoting and spaces
+    ("trainer.max_steps", "=", "5"): "trainer.max_steps: needs a value, as in trainer.max_steps=VALUE\nerror: =: stands alone; key=value has no spaces",
+    ("trainer.max_steps:5",): "trainer.max_steps:5: not of the form key=value; write trainer.max_steps=5",
+    ("trainer.max_steps==5",): "trainer.max_steps==5: two signs '='; write trainer.max_steps=5",
+    ("trainer.max_steps=5 trainer.seed=1",):
+        "trainer.max_steps=5 trainer.seed=1: several words in one; write trainer.max_steps=5 trainer.seed=1 without quotes",
+    ("'trainer.max_steps=5'",): "'trainer.max_steps=5': quoted twice; leave the inner quotes out",
+    ("fp8={margin:", "1}"): "1}: no command, recipe file or key=value; fp8cfg --help has them\n"
+                            "error: fp8={margin:: '{' without its '}'; quote the word where it has spaces",
+    ("fp8.exclude=[linear_qkv",): "fp8.exclude=[linear_qkv: '[' without its ']'; quote the word where it has spaces",
+    ("precision=$PRECISION",): "precision=$PRECISION: is a variable, which no shell has replaced; write its value",
+    ("$ARGS",): "$ARGS: is a variable, which no shell has replaced; write its value",
+    # signs that only look right
+    ("precision=“bf16_fp8”",): "precision=“bf16_fp8”: '“' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
+    ("trainer.max_steps=\uff11\uff10",): "trainer.max_steps=\uff11\uff10: '\uff11' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
+    # names
+    ("recipe=8b",): "recipe=8b: no such recipe; did you mean one of llama31_8b, llama3_8b, llama_8b?",
+    ("recipe=meta-llama/Llama-3.1-8B",):
+        "recipe=meta-llama/Llama-3.1-8B: a choice is a name of letters, digits and '_', not a path; did you mean 'llama31_8b'?",
+    ("Precision=bf16_fp8",): "Precision: no such key; did you mean 'precision'?",
+    ("llama_8b", "bf16_fp8"): "llama_8b: not of the form key=value; did you mean 'recipe=llama_8b'?",
+}
+WRITTEN = {
+    'fp8:\n  margin: "1"\n': "2: fp8.margin=1: expected an integer, got str; write it without quotes",
+    "log:\n  tensorboard: yes\n": "2: log.tensorboard=yes: expected true or false, got str; write log.tensorboard=true",
+    "model:\n  seq_length: 8k\n": "2: model.seq_length=8k: expected an integer, got str; write it out, as 8000 or 8192",
+    "optim:\n  betas: 0.9\n": "2: optim.betas=0.9: expected a list, got float",
+    "model:\n  num_layers: [4]\n": "2: model.num_layers=[4]: expected an integer, got a list; write model.num_layers=4",
+    "recipe: llama_tiny\ntrainer:\n  max_steps:\n": "3: trainer.max_steps=None: expected an integer, got null",
+    "model:\n  num_layers 4\n": "1: model=num_layers 4: expected a mapping of keys, got str",
+    "optim:\n  lr: 1e-3\n  lr: 1e-4\n": " line 2: key 'lr' stands twice",
+    "num_train_epochs: 3\n": "1: num_train_epochs: no such key; it belongs to trainer.max_steps",
+    "model:\n\thidden_size: 64\n": " line 2: not valid YAML (found character '\\t' that cannot start any token)",
+}
+ASSIGNED = {
+    "recipe.trainer.max_steps = '4k'": "trainer.max_steps=4k: expected an integer, got str; write it out, as 4000 or 4096",
+    "recipe.fp8.enabled = 'on'": "fp8.enabled=on: expected true or false, got str; write fp8.enabled=true",
+    "recipe.optim.lr = [1e-3]": "optim.lr=[0.001]: expected a number, got a list; write optim.lr=0.001",
+    "recipe.optim.lr = None": "optim.lr=None: expected a number, got null",
+    "recipe.precision = 'fp8'": "precision=fp8: no such precision preset; did you mean 'bf16_fp8'?",
+    "recipe.trainer.precision = 'bf16-mixed'": "trainer.precision: no such key; it belongs to precision (precision=bf16_fp8)",
+    "recipe.fp8_margin = 1": "fp8_margin: no such key; it belongs to fp8.margin",
+    "fp8cfg.compose('recipe=llama_8b')": "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
+}
+
+
+@pytest.mark.parametrize("words", TYPED, ids=" ".join)
+def test_what_is_typed(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *words]) == 2
+    assert capsys.readouterr().err == f"error: {TYPED[words]}\n"
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_what_is_written(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(text)
+    assert main(["check", "my.yaml"]) == 2
+    assert capsys.readouterr().err == f"error: my.yaml:{WRITTEN[text]}\n"
+
+
+@pytest.mark.parametrize("statement", ASSIGNED)
+def test_what_is_assigned(statement: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        exec(statement, {"recipe": fp8cfg.Recipe(), "fp8cfg": fp8cfg})
+    assert str(e.value) == ASSIGNED[statement]
