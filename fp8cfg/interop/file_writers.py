@@ -56,12 +56,13 @@ def flags(written: Written) -> str:
 
 
 def toml(written: Written) -> str:
-    """A TOML file of sections with plain values."""
+    """A TOML file of sections with plain values, as torchtitan read it."""
     found: dict[str, list[str]] = {}
     for key, value in written.value.items():
         section, _, name = key.rpartition(".")
         found.setdefault(section, []).append(f"{name} = {json_module.dumps(value)}")  # strings, lists and truth are alike in both
-    return "\n".join(f"[{section}]\n" + "".join(f"{line}\n" for line in lines) for section, lines in found.items())
+    until = comments(["torchtitan reads TOML up to February 2026 (pytorch/torchtitan#2386), and Python configurations since."])
+    return until + "\n".join(f"[{section}]\n" + "".join(f"{line}\n" for line in lines) for section, lines in found.items())
 
 
 def te(written: Written) -> str:
