@@ -17,6 +17,8 @@ _ASSIGNMENT = re.compile(r"(\w+)(\+?)=")
 _EXPANSION = re.compile(r"\$(?:(\w+|[@*])|\{(\w+|[@*])(?:\[[@*]\])?(?:(:?[-=+?])(.*))?\})", re.DOTALL)
 _FLAGS = re.compile(r"(^|\s)--[A-Za-z]")
 _DECLARES = {"export", "local", "declare", "readonly"}
+_MAX_EXPANSION = 4 * 1024 * 1024
+"""Characters that the variables of a script may come to: A=$A$A doubles with each line."""
 _COMPARE = {"=": str.__eq__, "==": str.__eq__, "!=": str.__ne__, "-eq": str.__eq__, "-ne": str.__ne__}
 
 
@@ -103,6 +105,7 @@ class _Script:
         self.commands: list[list[Field]] = []
         self.blocks: list[_Block] = []
         self.last: bool | None = True
+        self.expanded_to = 0
 
     def left(self) -> list[_Variable]:
         """Variables that were never used, in their order."""
@@ -275,6 +278,9 @@ class _Script:
             return [_unknown(text, line, f"{name} is not set in the script", under)]
         variable.used = True
         fields = variable.fields
+        self.expanded_to += sum(1 + len(piece.text) for f in fields for piece in f.pieces)
+        if self.expanded_to > _MAX_EXPANSION:
+            raise ValueError("its variables expand to too much text")
         reason = _reason(name, variable)
         conditional = any(f.under for f in fields) and not any(_FLAGS.search(f.text) for f in fields)
         if reason and (op or conditional):

@@ -7,6 +7,7 @@ function with some fields assigned. Statements are followed one after the other;
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,7 @@ def configuration(text: str, name: str = "") -> Said:
         at = f"line {e.lineno}: " if isinstance(e, SyntaxError) and e.lineno else ""
         raise ConfigError(f"{at}not Python") from None
     reader = _Reader(module)
-    found = reader.configurations()
+    found = reader.configurations
     if name and name not in found:
         raise ConfigError(f"{name}: no such configuration in it{suggest(name, found)}")
     if not name and len(found) > 1:
@@ -75,22 +76,26 @@ class _Reader:
         self.functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
         self.constants = _constants(module.body)
         self.problems: list[str] = []
+        self.made: dict[str, _Settings | None] = {}
         self.open: list[str] = []
 
+    @functools.cached_property
     def configurations(self) -> list[str]:
         """The functions that return a configuration."""
         return [name for name, node in self.functions.items()
                 if not name.startswith("_") and (_annotated(node) or any(_is_config(each) for each in ast.walk(node)))]
 
     def function(self, name: str) -> _Settings | None:
-        """What a function of the file returns."""
+        """What a function of the file returns; each is read once."""
+        if name in self.made:
+            return self.made[name]
         if name in self.open:
             raise ConfigError(f"{name}: calls itself")
         self.open.append(name)
         node = self.functions[name]
-        found = self.body(node.body, _constants(node.body))
+        self.made[name] = self.body(node.body, _constants(node.body))
         self.open.pop()
-        return found
+        return self.made[name]
 
     def body(self, statements: Sequence[ast.stmt], names: dict[str, ast.expr]) -> _Settings | None:
         """The configuration that statements make, one after the other."""
@@ -120,7 +125,7 @@ class _Reader:
         if not isinstance(node, ast.Call):
             return None
         if isinstance(node.func, ast.Name):
-            if node.func.id in self.configurations():
+            if node.func.id in self.configurations:
                 return made_there.copy() if (made_there := self.function(node.func.id)) else None
             return None
         if not _is_config(node) or last(node.func.value) != "Trainer":  # type: ignore[attr-defined]

@@ -96,6 +96,11 @@ def test_a_variable_that_no_precision_hangs_on_is_left_alone() -> None:
     assert found.lost == ("--save, --data-path, --vocab-file: not about precision or shape, not read",)
 
 
+def test_variables_that_double_with_each_line_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"not the text of a shell \(its variables expand to too much text\)"):
+        interop.from_words("megatron", ["A=xx\n" + "A=$A$A\n" * 40 + "python pretrain.py --bf16 $A\n"])
+
+
 @pytest.mark.parametrize(("text", "words"), [
     ("a 'b c' \"d $e\"", ["a", "b c", "d $e"]), ("a\\\nb # c\n", ["a", "b"]), ("x='$y'z", ["x=$yz"]), ("${a:-b c}d", ["${a:-b c}d"]),
     ("$(f (g))h `i j`", ["$(f (g))h", "`i j`"]), ("a#b", ["a#b"]), (r"a\ b", ["a b"]), ("cost$ 5", ["cost$", "5"])])

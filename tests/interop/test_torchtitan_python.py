@@ -121,6 +121,17 @@ def test_a_misspelled_field_and_function_are_answered_with_the_nearest(tmp_path:
         interop.from_file("torchtitan", tmp_path / "a.py:aa")
 
 
+def test_each_function_is_read_once(tmp_path: Path) -> None:
+    lines = ["def f0() -> Trainer.Config:\n    return Trainer.Config(model_spec=model_registry('8B'))"]
+    lines += [f"def f{i}() -> Trainer.Config:\n    a = f{i - 1}()\n    b = f{i - 1}()\n    return b" for i in range(1, 60)]
+    file = tmp_path / "a.py"
+    file.write_text("\n".join(lines))
+    assert not interop.from_file("torchtitan", tmp_path / "a.py:f59").recipe.fp8.enabled
+    file.write_text("def a() -> Trainer.Config:\n    return a()\n")
+    with pytest.raises(ConfigError, match="a: calls itself"):
+        interop.from_file("torchtitan", file)
+
+
 def test_python_of_a_project_that_is_not_read_from_it(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("x = 1\n")
