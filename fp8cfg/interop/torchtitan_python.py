@@ -50,7 +50,10 @@ def configuration(text: str, name: str = "") -> Said:
     if not name and len(found) > 1:
         shown = ", ".join(found[:12]) + (f" and {len(found) - 12} others" if len(found) > 12 else "")
         raise ConfigError(f"has {len(found)} configurations; name one, as in FILE.py:{found[0]}; they are {shown}")
-    settings = reader.function(name or found[0]) if found else reader.body(module.body, {})
+    try:
+        settings = reader.function(name or found[0]) if found else reader.body(module.body, {})
+    except RecursionError:
+        raise ConfigError("nested too deeply") from None
     refuse_if(reader.problems or ([] if settings else ["no configuration of torchtitan's, which is a Trainer.Config(...)"]))
     assert settings is not None
     return _said(settings)

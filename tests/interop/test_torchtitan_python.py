@@ -127,6 +127,10 @@ def test_each_function_is_read_once(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("\n".join(lines))
     assert not interop.from_file("torchtitan", tmp_path / "a.py:f59").recipe.fp8.enabled
+    deep = [lines[0], *(f"def f{i}() -> Trainer.Config:\n    return f{i - 1}()" for i in range(1, 2000))]
+    file.write_text("\n".join(deep))
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        interop.from_file("torchtitan", tmp_path / "a.py:f1999")
     file.write_text("def a() -> Trainer.Config:\n    return a()\n")
     with pytest.raises(ConfigError, match="a: calls itself"):
         interop.from_file("torchtitan", file)
