@@ -7,7 +7,7 @@ application and leaves nothing behind. Hydra reads no file here: every file has 
 from __future__ import annotations
 
 import contextlib
-import pickle
+import copy
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,8 @@ NAME = "fp8cfg_config"
 GIVEN = "given_file"
 """The choice of `recipe` that stands for a recipe that is given whole."""
 _LOCK = threading.RLock()
-_COMPOSED: dict[str, bytes] = {}
-"""What Hydra composed of the last choices, without values, pickled."""
+_COMPOSED: dict[str, DictConfig] = {}
+"""What Hydra composed of the last choices, without values."""
 _PLUGINS = {
     "hydra/launcher/submitit": "'fp8cfg[slurm]'", "hydra/sweeper/optuna": "hydra-optuna-sweeper",
     "hydra/sweeper/ax": "hydra-ax-sweeper",
@@ -67,11 +67,10 @@ def _composed(nodes: dict[str, dict[str, Any]], chosen: dict[str, str]) -> DictC
             names = {group: chosen.get(group, GIVEN) for group in nodes}
             with application({group: {names[group]: node} for group, node in nodes.items()}):
                 config = compose(NAME, [f"{group}={name}" for group, name in names.items()])
-            _COMPOSED[key] = pickle.dumps(config)
+            _COMPOSED[key] = config
             if len(_COMPOSED) > 64:
                 del _COMPOSED[next(iter(_COMPOSED))]
-        copy: DictConfig = pickle.loads(_COMPOSED[key])  # an eighth of deepcopy's time
-        return copy
+        return copy.deepcopy(_COMPOSED[key])
 
 
 @contextlib.contextmanager
