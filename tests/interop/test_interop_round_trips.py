@@ -130,6 +130,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(recipes(), st.sampled_from(sorted(DOORS)))
 @example(fp8cfg.compose(["precision=bf16_fp8", "fp8.margin=1", "storage.comm=bf16"]), "megatron")
+@example(fp8cfg.compose(["precision=bf16_fp8", "fp8.include=['--=(']"]), "megatron")
 @example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3"]), "accelerate")
 @example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3", "backend=msamp", "storage.shard=zero2"]), "deepspeed")
 @example(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2", "storage.comm=fp32"]), "deepspeed")
@@ -211,7 +212,7 @@ def parsed(project: str, text: str) -> dict[str, Any]:
     from fp8cfg.interop.te.objects import from_text
 
     if project == "megatron":
-        words = shlex.split(text.partition("=(")[2].rpartition(")")[0])
+        words = shlex.split(text.partition("ARGS=(\n")[2].rpartition(")")[0])
         return {w[2:].replace("-", "_"): words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else True for i, w in enumerate(words) if w.startswith("--")}
     if project == "te":
         return from_text(text)
