@@ -134,6 +134,16 @@ class Job:
 
     def compile_model(self) -> None:
         """Let `forward` be the compiled model, and the step of a low-bit optimizer be compiled; a graph break is an error."""
+        compiled = self.compiler()
+        if self.recipe.storage.shard == "fsdp":  # a layer at a time, between its gathering and its summing, as torchtitan does
+            for layer in self.model.layers:  # type: ignore[union-attr]
+                layer.forward = compiled(layer.forward)
+        else:
+            self.forward = compiled(self.model)
+        self.compiled = self.optimizer.compiled = True
+
+    def compiler(self) -> Callable[[Any], Any]:
+        """torch.compile with the options of this job."""
         import warnings
 
         import torch
@@ -146,13 +156,7 @@ class Job:
         warnings.filterwarnings("ignore", "Float8TrainingTensor does not implement", UserWarning, r"torch\._functorch\.")
         # Triton's own division is an approximation; a scale that is a bit too low would be another power of two.
         options: dict[str, Any] | None = {"eager_numerics.division_rounding": True} if self.device.type == "cuda" else None
-        compiled = partial(torch.compile, fullgraph=True, dynamic=False, options=options)
-        if self.recipe.storage.shard == "fsdp":  # a layer at a time, between its gathering and its summing, as torchtitan does
-            for layer in self.model.layers:  # type: ignore[union-attr]
-                layer.forward = compiled(layer.forward)
-        else:
-            self.forward = compiled(self.model)
-        self.compiled = self.optimizer.compiled = True
+        return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         if self.recipe.storage.shard == "fsdp":

@@ -36,8 +36,8 @@ TOP = {  # room -> rooms that its modules may import at their top
     "conversion": {"backends", "config", "numerics", "report", "scalings"},
     "builder": {"backends", "config", "fiddle_targets", "job", "layer_plan", "models", "optim"},
     "run_plan": {"builder", "config", "report"},
-    "training": {"backends", "builder", "composition", "config", "data", "job", "layer_plan", "numerics", "optim", "report",
-                 "training.distributed"},
+    "training": {"backends", "builder", "composition", "config", "data", "fiddle_targets", "job", "layer_plan", "numerics", "optim",
+                 "report", "training.distributed"},
     "cli": {"backends", "config", "report", "training"},
     "__main__": {"cli"},
 }

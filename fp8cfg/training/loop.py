@@ -12,13 +12,14 @@ from textwrap import fill
 from typing import Any
 
 from fp8cfg.backends import backend_registry
-from fp8cfg.config.errors import ConfigError, Fp8cfgError
+from fp8cfg.config.errors import ConfigError, Fp8cfgError, NotFP8Error
 from fp8cfg.data import DataError
 from fp8cfg.job import Job
 from fp8cfg.report.before_run import refuse_layout
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.checkpoint.saver import Diverged, Saver
 from fp8cfg.training.compile_choice import compiles
+from fp8cfg.training.compiled_gradients import compare
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.logs import RunLogs
@@ -137,8 +138,21 @@ class _Fit:
         if start_from and start_from[1]["recipe"]["trainer"]["compile"] == self.recipe.trainer.compile:
             compiled = start_from[1]["compiled"]
         if compiled and not self.job.compiled:
+            self._compare_compiled()
             self.say("compiling the model; the first steps take longer")
             self.job.compile_model()
+
+    def _compare_compiled(self) -> None:
+        """On the first rank; where compiled gradients are wrong there, no rank trains."""
+        began, wrong = time.perf_counter(), None
+        try:
+            compared = self.world.first and compare(self.job) is not None
+        except NotFP8Error as e:
+            wrong = e
+        if self.world.any(wrong is not None):
+            raise wrong or NotFP8Error("the first rank found compiled gradients wrong; it says which")
+        if compared:
+            self.say(f"compiled gradients of one layer are the eager ones ({time.perf_counter() - began:.1f} s)")
 
     def _load(self, start_from: Loaded | None) -> int:
         return job_state.restore(self.job, *start_from, self.batches) if start_from else 0

@@ -22,6 +22,7 @@ from fp8cfg.job import Job
 from fp8cfg.layer_plan import plan
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.compiled_gradients import compare
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed import fsdp
 from fp8cfg.training.distributed.world import SENT, World
@@ -346,6 +347,7 @@ def test_a_run_goes_on_whole_with_the_key_that_is_named(words: str, more: str, c
 def test_layers_are_compiled_one_by_one() -> None:
     """Compiled sums round differently, and FP8 passes that on: losses are equal to 1e-3."""
     job, eager = (job_of(TORCHAO, FSDP, "model.num_layers=1 trainer.micro_batch_size=8") for _ in range(2))
+    assert compare(job) == 0
     job.compile_model()
     losses = [loss for loss, _ in run(job, World(), 0, 3)]
     job.prove()

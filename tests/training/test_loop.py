@@ -211,6 +211,8 @@ def test_fit_compiles_where_the_recipe_says_so() -> None:
         job, said = fp8cfg.build(small("trainer.compile=" + word, "trainer.max_steps=2")), []
         fp8cfg.fit(job, say=said.append)
         assert job.compiled == compiled and any("compiling" in text for text in said) == compiled
+        compared = [text for text in said if "compiled gradients of one layer are the eager ones (" in text]
+        assert len(compared) == compiled
 
 
 def test_a_parallel_layout_on_the_ranks_it_is_meant_for_is_refused_by_name() -> None:

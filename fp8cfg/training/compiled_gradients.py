@@ -1,0 +1,100 @@
+"""Compiled gradients against eager ones: one small layer of the recipe's own scaling and storage, before a compiled run trains.
+
+What a compiler does to an autograd function is its version's: torch 2.11 made every gradient of a compiled FP8 layer 0, while the
+record of its products was right. A coverage cannot show that, and neither does the first loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8cfg import fiddle_targets
+from fp8cfg.backends import backend_registry
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.stored_weights import DTYPES
+from fp8cfg.config.errors import NotFP8Error
+from fp8cfg.config.precision import Precision
+from fp8cfg.job import Job
+
+TOLERANCE = {"cpu": 0.0, "cuda": 0.01}
+"""Largest difference of a compiled tensor from the eager one, as a share of the root mean square of that one. On a CPU both make
+the same bits. On a GPU a compiler contracts products and sums, and rounds what it fuses once: a share of a bf16 ulp (0.2 % rms),
+and now and then the neighbouring FP8 value. A product whose operand has another scale or format differs by more than one that was
+not quantized at all, which is 2.6 % (E4M3) or more away."""
+TOKENS, IN_FEATURES, OUT_FEATURES = 256, 128, 256
+"""Shape of the layer: whole blocks of every scaling. Tokens are as many as outputs: of a gradient that MXFP8 scales along both
+dimensions, Inductor of torch 2.13 fails on other shapes on a CPU (try_loop_split), and says so."""
+
+
+def compare(job: Job) -> float | None:
+    """Compare the output and every gradient of one small linear layer, compiled as `job` compiles, with those of an equal one that
+    is not. The layer is of the job's backend, scaling and weight storage, with the products of its first layer in FP8; its numbers
+    are its own: no random state, no scale and no history of the model moves, and no compilation counts for its code.
+
+    Returns the largest relative difference, None where the job has no layer but torch's own. Raises NotFP8Error, with one line,
+    where it is above `TOLERANCE`."""
+    if not job.plan:
+        return None
+    devices = [job.device] if job.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        eager, compiled = _layer(job), _layer(job)
+        if all(type(module) is nn.Linear for module in eager):
+            return None
+        want = _tensors(job, eager, lambda f: f)
+        got = _tensors(job, compiled, job.compiler())
+    apart = {name: _difference(got[name], tensor) for name, tensor in want.items()}
+    name, most = max(apart.items(), key=lambda item: item[1])
+    if not most <= (tolerance := TOLERANCE[job.device.type]):
+        raise NotFP8Error(
+            f"torch {torch.__version__} compiles layers of this recipe wrongly: the {name} of one is {most:.2%} away from the "
+            f"eager one ({tolerance:.0%} is allowed); write trainer.compile=off, or install another torch")
+    return most
+
+
+def _layer(job: Job) -> nn.Sequential:
+    """A linear layer as the first one in FP8 of `job`, or its first, on its device, with weights drawn from the seed. It has no
+    bias: the gradient of one is a sum in the compiler's own order."""
+    like = next((planned for planned in job.plan if planned.fp8), job.plan[0])
+    linear = nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False, device="meta").to_empty(device="cpu")
+    nn.init.normal_(linear.weight, std=IN_FEATURES**-0.5, generator=torch.Generator().manual_seed(job.recipe.trainer.seed))
+    plan = [PlannedLinear("0", IN_FEATURES, OUT_FEATURES, like.gemms, like.reason)]
+    model = nn.Sequential(linear).to(job.device)
+    fiddle_targets.prepared_model(model, _unsharded(job.recipe.precision), plan, job.choice, job.recipe.trainer.seed)
+    return model
+
+
+def _unsharded(precision: Precision) -> Precision:
+    """`precision` on one rank. FSDP2 gives layers their weights in the dtype of the products."""
+    if precision.storage.shard != "fsdp":
+        return precision
+    return precision.model_copy(update={
+        "storage": precision.storage.model_copy(update={"shard": "none", "gather": "auto"}),
+        "fp8": precision.fp8.model_copy(update={"params": False})})
+
+
+def _tensors(job: Job, layer: nn.Module, compile: Callable[[Any], Any]) -> dict[str, Tensor]:
+    """The output of `layer` and its gradients, by what they are, all float32."""
+    dtype, random = DTYPES[job.recipe.precision.compute], torch.Generator().manual_seed(job.recipe.trainer.seed)
+    x, dy = (torch.randn(TOKENS, size, generator=random).to(job.device, dtype) for size in (IN_FEATURES, OUT_FEATURES))
+    x.requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = layer(x)
+        return y
+
+    run.__code__ = run.__code__.replace()  # a code object of its own: Dynamo counts compilations of each, and stops at eight
+    with backend_registry.backend(job.choice.backend).autocast(layer):
+        y = compile(run)(x)
+        y.backward(dy.to(y.dtype))
+    (weight,) = layer.parameters()
+    dx, dw = (torch.zeros(1) if t.grad is None else t.grad.float() for t in (x, weight))
+    return {"output": y.detach().float(), "input's gradient": dx, "weight's gradient": dw}
+
+
+def _difference(got: Tensor, want: Tensor) -> float:
+    """The root mean square of the difference, as a share of that of `want`; infinite where either has NaN."""
+    return 0.0 if torch.equal(got, want) else ((got - want).norm() / want.norm()).nan_to_num(nan=torch.inf).item()
