@@ -2,9 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+INSTALL = sh tools/environment.sh install $(VENV)
 ARGS ?= recipe=llama_tiny precision=bf16_fp8
 
 .PHONY: train test test-all check docs clean
+
+# What was installed went with a Python that is gone.
+ifeq ($(wildcard $(BIN)/python),)
+$(shell rm -f $(VENV)/.installed $(VENV)/.tested-with)
+endif
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fp8cfg $(ARGS)
@@ -23,23 +29,23 @@ check: $(VENV)/.tested-with
 
 # A site from the Markdown files, README.md its first page; not part of the gate.
 docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@$(INSTALL) --editable '.[docs]'
 	rm -rf build/pages && mkdir -p build/pages
 	cp -r README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples conf build/pages
 	$(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
 
 # torch is installed first and alone, at its exact version: any other request would pull gigabytes of CUDA packages.
 $(VENV)/.installed: constraints.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable .
+	@sh tools/environment.sh make $(PYTHON) $(VENV)
+	@$(INSTALL) -c constraints.txt torch==2.13.0
+	@$(INSTALL) -c constraints.txt --editable .
 	touch $@
 
 # Oracles for tests: Transformer Engine's recipe classes and reference quantizers import on a CPU without its compiled part;
 # torchao trains on one.
 $(VENV)/.tested-with: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps transformer-engine==2.20.2 torchao==0.18.0
+	@$(INSTALL) -c constraints.txt --editable '.[dev]'
+	@$(INSTALL) --no-deps transformer-engine==2.20.2 torchao==0.18.0
 	touch $@
 
 clean:
