@@ -141,6 +141,12 @@ def read_back(t: Tensor, role: int, axis: int, scaling: Scaling) -> Tensor:
     return q.data.double() if q.scale_inv is None else q.data.double() * q.scale_inv.double()
 
 
+def skip_rows_on_2_11(rows: bool) -> None:
+    """Skips a test that multiplies rows by torch._scaled_mm on a CPU, which torch 2.11 does not; runs on a CPU emulate."""
+    if rows and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 multiplies rows on a GPU alone")
+
+
 @pytest.mark.parametrize(
     ("scaling", "product"),
     [(s, p) for name, s in ALL.items() for p in ("emulate", "scaled_mm") if name != "nvfp4" and (p == "emulate" or s.kind in ("delayed", "current"))],
@@ -148,6 +154,7 @@ def read_back(t: Tensor, role: int, axis: int, scaling: Scaling) -> Tensor:
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [16, 21, 150])  # tokens in any number
 def test_against_float64_of_the_dequantized_operands(scaling: Scaling, product: str, rows: int) -> None:
+    skip_rows_on_2_11(product == "scaled_mm" and scaling.granularity == "row")
     linear = nn.Linear(160, 48)
     layer = FP8Linear.from_linear(linear, scaling, Region(True), product=product)  # type: ignore[arg-type]
     x, g = torch.randn(rows, 160), torch.randn(rows, 48) * 1e-6  # a scale of 1 would flush these
@@ -201,6 +208,7 @@ def test_scale_of_one_flushes_small_first_gradients_as_transformer_engine_does()
 def test_emulation_is_the_scaled_product(out: torch.dtype, formats: tuple, rows: bool) -> None:
     tensors = torch.randn(48, 256), torch.randn(32, 256)
     scales = [scale_from_amax(amax_of(t), fmt) for t, fmt in zip(tensors, formats, strict=True)]
+    skip_rows_on_2_11(rows)
     results = []
     for carrier in (torch.bfloat16 if out == torch.bfloat16 else torch.float32, None):
         if rows:
