@@ -62,6 +62,7 @@ def test_what_it_does_not_take(argv: list[str], line: str) -> None:
     assert code == 2 and f"error: {line}" in said
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_made_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": ""}.items():
         monkeypatch.setenv(name, value)
