@@ -208,7 +208,7 @@ def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, .
 @pytest.mark.slow
 def test_fit_compiles_where_the_recipe_says_so() -> None:
     for word, compiled in (("on", True), ("off", False)):
-        job, said = fp8cfg.build(small("trainer.compile=" + word, "trainer.max_steps=2")), []
+        job, said = fp8cfg.build(small(FP8, "trainer.compile=" + word, "trainer.max_steps=2")), []
         fp8cfg.fit(job, say=said.append)
         assert job.compiled == compiled and any("compiling" in text for text in said) == compiled
         compared = [text for text in said if "compiled gradients of one layer are the eager ones (" in text]
