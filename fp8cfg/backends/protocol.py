@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fp8cfg.config.errors import NotFP8Error
 from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.hardware import Hardware as Hardware
 from fp8cfg.config.precision import Precision
 
 if TYPE_CHECKING:
@@ -47,18 +47,6 @@ def same(what: str, wanted: Mapping[str, object], built: Mapping[str, object]) -
         raise BackendError("; ".join(lines))
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The hardware that a recipe is to run on: `device` is "cpu" or "cuda", `capability` the compute capability of a CUDA device,
-    `cuda` the CUDA version that torch was built with, `cublaslt` the version of cuBLASLt where it is known.
-    """
-
-    device: str
-    capability: tuple[int, int] | None = None
-    cuda: tuple[int, int] | None = None
-    cublaslt: tuple[int, int, int] | None = None
-
-
 class Rules(Protocol):
     """The capabilities of a backend, decided from the recipe and a description of the hardware, which need not be at hand."""
 
@@ -69,7 +57,8 @@ class Rules(Protocol):
 
     def refusals(self, precision: Precision, hardware: Hardware) -> list[str]:
         """One line for each setting of `precision`, where FP8 is enabled, that the backend cannot run on `hardware`: the key, the
-        reason, the nearest valid value. Covers neither the environment nor storage.
+        reason, the nearest valid value. Covers neither the environment nor storage. A line may be a
+        `fp8cfg.config.refusal.Refusal`, which says which value gives way to the backend where the user did not write it.
         """
 
     def product(self, precision: Precision, hardware: Hardware) -> tuple[str, str]:

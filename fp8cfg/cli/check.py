@@ -21,10 +21,7 @@ error notes on what is allowed and may not be meant.
 
 def run(argv: list[str]) -> int:
     """Check the recipe of `argv`. Returns the exit code."""
-    from pathlib import Path
-
-    from fp8cfg.composition.library import Library
-    from fp8cfg.composition.resolve import unchecked
+    from fp8cfg.cli.composed import say, settled
     from fp8cfg.report.key_effect import refusals
 
     arguments = split(argv, ("--config-dir",))
@@ -32,8 +29,9 @@ def run(argv: list[str]) -> int:
         folder, file = arguments.one("--config-dir"), recipe_file(arguments.plain, ())
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
-    recipe = unchecked(arguments.words, Library(Path(folder) if folder else None), file)
-    refuse_if(refusals(recipe))
+    found = settled(arguments.words, folder, file)
+    recipe = found.recipe
+    refuse_if(refusals(recipe, found.written))
 
     from fp8cfg.layer_plan import plan
     from fp8cfg.report import chart
@@ -46,6 +44,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"fp8.min_coverage={p.fp8.min_coverage:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
     fp8 = f", FP8 {p.fp8.scaling} in {count} of {len(coverage.linears)} linear layers" if p.fp8.enabled else ""
     print(wrapped(f"ok: {recipe.name}, {p.compute}{fp8}", more="  "))
+    say(found.notes)
     t = recipe.trainer
     for line in chart.remarks(recipe, t.num_nodes * t.devices // t.strategy.size):
         print(line, file=sys.stderr)

@@ -76,7 +76,7 @@ def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
 
 
 def _side(half: Arguments, config_dir: str | None) -> _Side:
-    from fp8cfg.composition import compose
+    from fp8cfg.cli.composed import composed
     from fp8cfg.report.value_text import shown
 
     name = " ".join(map(shown, [*half.plain, *half.words])) or "the default recipe"
@@ -86,9 +86,9 @@ def _side(half: Arguments, config_dir: str | None) -> _Side:
         raise ConfigError(f"{half.plain[1]}: one folder or file on each side of --")
     given = Path(half.plain[0]) if half.plain else None
     if given is None or not given.is_dir():
-        return _Side(name, compose(half.words, config_dir, given), None)
+        return _Side(name, composed(half.words, config_dir, given), None)
     from fp8cfg.training.run_folder import ENVIRONMENT, RunFolder
 
     run = RunFolder.open(given, lock=False)
-    recipe = compose(half.words, config_dir, base=run.read_recipe(config_dir))
+    recipe = composed(half.words, config_dir, base=run.read_recipe(config_dir))
     return _Side(name, recipe, read_object(run.files, ENVIRONMENT))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import Arguments, recipe_file, split, wrong_words
-from fp8cfg.config.errors import ConfigError, Fp8cfgError, nearest
+from fp8cfg.config.errors import ConfigError, Fp8cfgError, nearest, refuse_if
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -45,6 +45,7 @@ class NotWritable(Fp8cfgError):
 
 def run(argv: list[str]) -> int:
     """Export the recipe of `argv`. Returns the exit code."""
+    from fp8cfg.cli.composed import say
     from fp8cfg.composition.provenance import trace
     from fp8cfg.report import recipe_export
 
@@ -58,7 +59,8 @@ def run(argv: list[str]) -> int:
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
     traced = trace(arguments.words, arguments.one("--config-dir"), file)
-    traced.recipe.check()
+    refuse_if(traced.settled.problems)
+    say(traced.settled.notes)
     write = {"--yaml": recipe_export.yaml_text, "--json": recipe_export.json_text, "--python": recipe_export.python_text}[forms[0]]
     text = _of(project, traced.recipe) if project else write(traced.recipe, traced.named, "--full" in arguments.flags)
     if output is None:

@@ -52,7 +52,7 @@ def asked(arguments: Arguments) -> str | None:
 
 def show(arguments: Arguments, file: Path | None) -> int:
     """Print what --cfg, --info or --hydra-help asks for, as Hydra does. Returns the exit code."""
-    from fp8cfg.composition import compose
+    from fp8cfg.cli.composed import say, settled
     from fp8cfg.composition.hydra_compose import application
     from fp8cfg.composition.library import Library
     from fp8cfg.composition.resolve import recipe_from
@@ -60,13 +60,15 @@ def show(arguments: Arguments, file: Path | None) -> int:
 
     words, hydra_words = hydra_split(arguments.words)
     folder = arguments.one("--config-dir")
-    recipe = compose(words, folder, file)
+    found = settled(words, folder, file)
+    refuse_if(found.problems)
+    say(found.notes)
     package = _package(arguments.one("--package"))
     library = Library(Path(folder) if folder else None)
     run = read(words, library, recipe_from(file, library) if file else None)
     if os.environ.get("RANK", "0") == "0":
-        with application(run.nodes, settings(recipe)) as hydra:
-            _print(hydra, arguments, package, run.overrides, hydra_words)
+        with application(run.nodes, settings(found.recipe)) as hydra:
+            _print(hydra, arguments, package, [*run.overrides, *(change.word for change in found.changes)], hydra_words)
     return 0
 
 

@@ -91,12 +91,12 @@ def _split(argv: list[str]) -> Arguments:
 
 def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
     """What is imported with the words on top, checked. The model may be that of a recipe that nobody chose: lines on it say so."""
-    from fp8cfg.composition import compose
+    from fp8cfg.cli.composed import composed
     from fp8cfg.config.files import default_recipe
 
     words = [word for word in arguments.words if not word.startswith("recipe=")]
     try:
-        return compose(words, arguments.one("--config-dir"), base=found)
+        return composed(words, arguments.one("--config-dir"), base=found)
     except ConfigError as e:
         if words != arguments.words or found.model != base.model:
             raise

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli import hydra_flags, sweep_results
 from fp8cfg.cli.argv import Arguments
 from fp8cfg.cli.sweep_job import job
-from fp8cfg.config.errors import ConfigError, Fp8cfgError
+from fp8cfg.config.errors import ConfigError, Fp8cfgError, refuse_if
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
+    from omegaconf import DictConfig
 
     from fp8cfg.composition.sweep_words import Sweep
     from fp8cfg.config.recipe import Recipe
@@ -25,6 +28,7 @@ class SweepError(Fp8cfgError):
 
 def multirun(arguments: Arguments, file: Path | None) -> int:
     """Check every combination, run them, print and write the results. Returns the exit code."""
+    from fp8cfg.composition.giving_way import of_file
     from fp8cfg.composition.hydra_compose import application
     from fp8cfg.composition.library import Library
     from fp8cfg.composition.resolve import recipe_from
@@ -38,19 +42,26 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
     plan = read(words, library, recipe_from(file, library) if file else None)
     recipe = _checked(plan, config_dir, file)
     overrides = ["hydra/job_logging=none", *plan.overrides, *hydra_words, "hydra.mode=MULTIRUN"]
+    authors = of_file(library.data(file)) if file else {}
     with application(plan.nodes, hydra_flags.settings(recipe)) as hydra:
         folder = _folder(hydra, overrides, len(plan.combinations))
-        ended = _multirun(hydra, folder, overrides)
+        ended = _multirun(hydra, folder, overrides, functools.partial(job, authors))
     return sweep_results.report(folder, ended)
 
 
 def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
     """Compose every combination and name those that cannot be; the recipe of the first that can."""
-    from fp8cfg.composition import compose
+    from fp8cfg.cli.composed import settled
     from fp8cfg.composition.sweep_words import refused
 
     recipes: list[Recipe] = []
-    holes = refused(plan.combinations, lambda words: recipes.append(compose(words, config_dir, file)))
+
+    def build(words: Sequence[str]) -> None:
+        found = settled(words, config_dir, file)  # what gives way in it each job says
+        refuse_if(found.problems)
+        recipes.append(found.recipe)
+
+    holes = refused(plan.combinations, build)
     if holes:
         print(f"{len(holes)} of {len(plan.combinations)} combinations cannot run:")
     for number, lines in holes.items():
@@ -89,12 +100,12 @@ def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
     return folder
 
 
-def _multirun(hydra: Hydra, folder: Path, overrides: list[str]) -> str:
+def _multirun(hydra: Hydra, folder: Path, overrides: list[str], task: Callable[[DictConfig], float]) -> str:
     """Run the sweep. Returns why it ended early, where it did."""
     from fp8cfg.composition.hydra_compose import NAME
 
     try:
-        hydra.multirun(NAME, job, [*overrides, f"hydra.sweep.dir={_quoted(str(folder))}"])
+        hydra.multirun(NAME, task, [*overrides, f"hydra.sweep.dir={_quoted(str(folder))}"])
     except KeyboardInterrupt:
         return "stopped by a signal; what is not in the table has not run"
     except Exception as e:  # of any launcher or sweeper: a queue that is not there, a job that was lost

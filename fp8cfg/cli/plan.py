@@ -52,16 +52,16 @@ def run(argv: list[str]) -> int:
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
 
-    from fp8cfg.composition import compose
+    from fp8cfg.cli.composed import composed
     from fp8cfg.run_plan import machines, planned, refuse_hardware
 
     try:
-        recipe = compose(arguments.words, folder, file)
+        recipe = composed(arguments.words, folder, file)
     except ConfigError:  # a layout for more GPUs than the recipe has, which --gpus may name
         if ranks is None:
             raise
         nodes, devices = machines(ranks)
-        recipe = compose([*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"], folder, file)
+        recipe = composed([*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"], folder, file)
     refuse_hardware(recipe, name, "--gpu ")
     plan = planned(recipe, ranks, gpu)
     print(_shown(plan, *arguments.flags))

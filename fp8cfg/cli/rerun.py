@@ -33,8 +33,9 @@ recipe.yaml alone: what else is missing or damaged is named, and not compared.
 
 def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
+    from fp8cfg.cli.composed import composed
     from fp8cfg.cli.launch import launch
-    from fp8cfg.composition import compose, to_yaml
+    from fp8cfg.composition import to_yaml
     from fp8cfg.training.run_folder import RECIPE, RunFolder
 
     arguments = split(argv, ("--config-dir",))
@@ -44,7 +45,7 @@ def run(argv: list[str]) -> int:
     if not first.files.kind(RECIPE):
         RunFolder.open(first.path, lock=False)  # says what is missing
     before = first.read_recipe()
-    recipe = compose(arguments.words, arguments.one("--config-dir"), base=before)
+    recipe = composed(arguments.words, arguments.one("--config-dir"), base=before)
     missing = list[str]()
     then = _compared_or(lambda: _losses(first), "losses", missing)
     if os.environ.get("RANK", "0") == "0":

@@ -54,14 +54,15 @@ def run(argv: list[str]) -> int:
 def _go_on(arguments: Arguments, folder: RunFolder, name: str, loaded: Loaded | None, say: Callable[[str], None]) -> int:
     """Go on from the checkpoint `name`, or from the start. Raises DamagedCheckpoint, before the first step, where its contents are
     not those of its recipe."""
+    from fp8cfg.cli.composed import composed
     from fp8cfg.cli.launch import launch
-    from fp8cfg.composition import compose, to_yaml
+    from fp8cfg.composition import to_yaml
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.training.checkpoint import job_state
 
     written = folder.read_recipe()
     before = Recipe(**loaded[1]["recipe"]) if loaded else written
-    recipe = compose(arguments.words, arguments.one("--config-dir"), base=before)
+    recipe = composed(arguments.words, arguments.one("--config-dir"), base=before)
     job_state.refuse_changes(before, recipe, arguments.options.get("--allow", []))
     say(f"resuming {printable(str(folder.path))} from {name or 'the start, it has no checkpoint yet'}")
     for key in job_state.changes(before, written) if loaded else []:

@@ -10,36 +10,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.cli import sweep_results
-from fp8cfg.config.errors import Fp8cfgError, printable
+from fp8cfg.config.errors import Fp8cfgError, printable, refuse_if
 from fp8cfg.config.out_of_memory import out_of_memory
 from fp8cfg.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from fp8cfg.composition.giving_way import Authors
 
-def job(config: DictConfig) -> float:
-    """Train, and leave the result in the folder of the job. Returns the loss, for sweepers that search. Raises nothing but
-    KeyboardInterrupt, once a signal has stopped it."""
+
+def job(authors: Authors, config: DictConfig) -> float:
+    """Train, and leave the result in the folder of the job. `authors` are those of the recipe that the words of the job change.
+    Returns the loss, for sweepers that search. Raises nothing but KeyboardInterrupt, once a signal has stopped it."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     made = list[RunFolder]()
-    code, error = _train(OmegaConf.to_container(config, resolve=True), folder, made)
-    result = sweep_results.write(folder, hydra.job.num, list(hydra.overrides.task), code, error, ran=bool(made))
+    words = list(hydra.overrides.task)
+    code, error = _train(OmegaConf.to_container(config, resolve=True), words, authors, folder, made)
+    result = sweep_results.write(folder, hydra.job.num, words, code, error, ran=bool(made))
     if code in (75, 130):
         raise KeyboardInterrupt
     found = [result[k] for k in ("validation_loss", "training_loss") if result[k] is not None]
     return float(found[0]) if found and code == 0 else float("nan")
 
 
-def _train(values: Any, folder: Path, made: list[RunFolder]) -> tuple[int, str]:
-    """Train the recipe of `values` into `folder`, which is put into `made` once it is this job's. Returns the exit code, and the
-    lines of the error."""
+def _train(values: Any, words: list[str], authors: Authors, folder: Path, made: list[RunFolder]) -> tuple[int, str]:
+    """Train the recipe of `values`, composed of `words`, into `folder`, which is put into `made` once it is this job's. Returns
+    the exit code, and the lines of the error."""
+    from fp8cfg.cli.composed import say
     from fp8cfg.cli.launch import launch
     from fp8cfg.composition import to_yaml
+    from fp8cfg.composition.giving_way import of_words, settled
     from fp8cfg.config.recipe import Recipe
 
     def own() -> RunFolder:
@@ -47,8 +52,10 @@ def _train(values: Any, folder: Path, made: list[RunFolder]) -> tuple[int, str]:
         return made[0]
 
     try:
-        recipe = Recipe(**values)
-        recipe.check()
+        found = settled(Recipe(**values), of_words(words, authors))
+        refuse_if(found.problems)
+        say(found.notes)
+        recipe = found.recipe
         return launch(recipe, own, None), ""
     except Fp8cfgError as e:
         print(*(f"error: {printable(line)}" for line in str(e).splitlines()), sep="\n", file=sys.stderr)

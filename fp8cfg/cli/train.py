@@ -37,7 +37,8 @@ hydra.* and hydra/* words are for these; a recipe has none.
 def run(argv: list[str]) -> int:
     """Train the recipe of `argv`, or what its flags ask for instead. Returns the exit code."""
     from fp8cfg.cli import WORDS
-    from fp8cfg.composition import compose, to_yaml
+    from fp8cfg.cli.composed import composed
+    from fp8cfg.composition import to_yaml
 
     arguments = Arguments(words=[a for a in argv if "=" in a and not a.startswith("-")])
     try:
@@ -57,7 +58,7 @@ def run(argv: list[str]) -> int:
     idle = [f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in arguments.words if is_hydra(w)]
     if idle:
         raise ConfigError(idle + wrong_words(arguments))
-    recipe = compose(arguments.words, arguments.one("--config-dir"), file)
+    recipe = composed(arguments.words, arguments.one("--config-dir"), file)
     now = datetime.now()
 
     def folder() -> RunFolder:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
+from fp8cfg.composition.giving_way import Settled, composed, of_file, settled
 from fp8cfg.composition.library import Library
-from fp8cfg.composition.resolve import recipe_from, recipe_of, unchecked
+from fp8cfg.composition.resolve import recipe_from, recipe_of
 from fp8cfg.composition.yaml_recipe import to_yaml
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import parse_yaml
 from fp8cfg.config.recipe import Recipe
 
@@ -21,24 +23,31 @@ def compose(overrides: Iterable[str] = (), config_dir: str | Path | None = None,
 
     `overrides` are words such as `recipe=llama_8b`, `precision=bf16_fp8`, `fp8.margin=1`, in any order: presets are chosen
     first, then values are set, the last one of a key winning. `config_dir` adds a folder with `recipe/`, `precision/` and
-    `data/` YAML files of one's own. `file`, a recipe's YAML file, or `base`, a recipe, stands in place of `recipe=`. Raises
+    `data/` YAML files of one's own. `file`, a recipe's YAML file, or `base`, a recipe, stands in place of `recipe=`. What
+    the recipe, a preset or a default says gives way where it contradicts a word, with a line to the logger `fp8cfg`. Raises
     ConfigError with every problem found.
     """
     words = [] if overrides is None else list(overrides)
     if isinstance(overrides, str) or not all(isinstance(word, str) for word in words):
         raise ConfigError("compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])")
     library = Library(Path(config_dir) if config_dir else None)
-    recipe = unchecked(words, library, Path(file) if file else None, base)
-    recipe.check()
-    return recipe
+    return _checked(composed(words, library, Path(file) if file else None, base))
 
 
 def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) -> Recipe:
-    """The checked Recipe of a YAML file (a Path) or of YAML text (a str). Raises ConfigError with every problem."""
+    """The checked Recipe of a YAML file (a Path) or of YAML text (a str), in which values give way as in `compose`. Raises
+    ConfigError with every problem."""
     library = Library(Path(config_dir) if config_dir else None)
     if isinstance(text_or_path, Path):
-        recipe = recipe_from(text_or_path, library)
+        recipe, data = recipe_from(text_or_path, library), library.data(text_or_path)
     else:
-        recipe = recipe_of(parse_yaml(text_or_path, "YAML"), Path("YAML"), library)
-    recipe.check()
-    return recipe
+        data = parse_yaml(text_or_path, "YAML")
+        recipe = recipe_of(data, Path("YAML"), library)
+    return _checked(settled(recipe, of_file(data)))
+
+
+def _checked(found: Settled) -> Recipe:
+    refuse_if(found.problems)
+    for line in found.notes:
+        logging.getLogger("fp8cfg").warning(line)
+    return found.recipe

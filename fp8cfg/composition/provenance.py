@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8cfg.composition import giving_way
 from fp8cfg.composition.flatten import flat, settings
 from fp8cfg.composition.library import LEAVES, Library
 from fp8cfg.composition.override_words import one, parsed
 from fp8cfg.composition.python_provenance import Event, Recorder, at_import
-from fp8cfg.composition.resolve import unchecked
 from fp8cfg.composition.yaml_lines import key_lines
 from fp8cfg.composition.yaml_recipe import choices_in, full_names
 from fp8cfg.config import presets, recipe_registry
@@ -31,9 +31,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Layer:
-    """One setting of one key: `kind` is "schema default", "recipe function", "preset", "recipe file", "command line" or, of a
-    Recipe that is given as it is, "recipe"; `at` says where the value stands, and `by` what applied it. A preset without a line
-    does not have the key: choosing it put the key back to its default."""
+    """One setting of one key: `kind` is "schema default", "recipe function", "preset", "recipe file", "command line", "gave way"
+    or, of a Recipe that is given as it is, "recipe"; `at` says where the value stands, or which values it gave way to, and `by`
+    what applied it. A preset without a line does not have the key: choosing it put the key back to its default."""
 
     kind: str
     value: Any
@@ -43,20 +43,21 @@ class Layer:
 
 @dataclass(frozen=True)
 class Trace:
-    """A composed recipe, its rules not yet checked, and the layers of every key by its full name, the last of which is its
-    value. `named` has what words and files chose, as far as it is shipped: the recipe function at the bottom, and the last
-    preset of each group."""
+    """A composed recipe, and the layers of every key by its full name, the last of which is its value. `named` has what words and
+    files chose, as far as it is shipped: the recipe function at the bottom, and the last preset of each group. `settled` has what
+    gave way, and the lines that refuse the recipe."""
 
     recipe: Recipe
     layers: dict[str, list[Layer]]
     named: dict[str, str]
+    settled: giving_way.Settled
 
 
 def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path | None = None) -> Trace:
     """Compose as `compose` does, recording where each value comes from. Raises ConfigError for what cannot be composed."""
     at_import()  # before anything else imports the recipes
     library = Library(Path(config_dir) if config_dir else None)
-    recipe = unchecked(words, library, file)
+    settled = giving_way.composed(words, library, file)
     chosen, values = {"recipe": (default_recipe(), Origin())}, list[str]()
     for word in words:
         group, text = one(word, library)
@@ -76,8 +77,10 @@ def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path
         name, given, _ = parsed(word)
         for key, value in settings({full(name): given}).items():
             tracer.add(key, Layer("command line", value, Origin(text=word)))
-    assert {key: layers[-1].value for key, layers in tracer.layers.items()} == flat(recipe)
-    return Trace(recipe, tracer.layers, tracer.named)
+    for change in settled.changes:
+        tracer.add(change.key, Layer("gave way", change.new, Origin(text=change.cause)))
+    assert {key: layers[-1].value for key, layers in tracer.layers.items()} == flat(settled.recipe)
+    return Trace(settled.recipe, tracer.layers, tracer.named, settled)
 
 
 class _Tracer:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import gcd
 from typing import TYPE_CHECKING
 
 from fp8cfg.config.errors import refuse_if
-from fp8cfg.config.rules_precision import changed, precision_rules
+from fp8cfg.config.refusal import WRITTEN, Refusal, holds, idle
+from fp8cfg.config.rules_precision import precision_rules
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
-
-
-def check(recipe: Recipe) -> None:
-    """Raise ConfigError with every broken rule of `recipe`, one line each."""
-    refuse_if([line for rule in (model_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules, log_rules)
-               for line in rule(recipe)])
 
 
 def model_rules(recipe: Recipe) -> Iterator[str]:
@@ -28,11 +23,13 @@ def model_rules(recipe: Recipe) -> Iterator[str]:
     if m.head_dim % 2:
         yield f"model.kv_channels={m.head_dim}: rotary positions need an even head width; nearest is {m.head_dim + 1}"
     if heads % groups:
-        yield (f"model.num_query_groups={groups}: must divide model.num_attention_heads={heads}; "
-               f"nearest is {_divisor(heads, groups)}")
+        near = _divisor(heads, groups)
+        yield Refusal(f"model.num_query_groups={groups}: must divide model.num_attention_heads={heads}; nearest is {near}",
+                      [("model.num_query_groups", near)], ["model.num_attention_heads"])
     if m.rope_scaling.factor == 1.0:
-        for key in changed(m.rope_scaling):
-            yield f"{key}: has no effect while model.rope_scaling.factor=1; set the factor (Llama 3.1 has 8)"
+        others = [name for name in type(m.rope_scaling).model_fields if name != "factor"]
+        yield from idle(m.rope_scaling, others, " while model.rope_scaling.factor=1; set the factor (Llama 3.1 has 8)",
+                        "model.rope_scaling.factor")
     elif m.rope_scaling.high_freq_factor <= m.rope_scaling.low_freq_factor:
         yield "model.rope_scaling.high_freq_factor: must be more than model.rope_scaling.low_freq_factor"
 
@@ -51,42 +48,44 @@ def optim_rules(recipe: Recipe) -> Iterator[str]:
         if not 0 <= beta < 1:
             yield f"optim.betas={list(o.betas)}: each must be at least 0 and less than 1"
     unused = ("betas", "eps") if o.name == "sgd" else ("momentum",)
-    for key in changed(o, *unused):
-        yield f"{key}: has no effect with optim.name={o.name}"
+    yield from idle(o, unused, f" with optim.name={o.name}", "optim.name")
     if o.end_lr > o.lr:
-        yield f"optim.min_lr={o.end_lr:g}: more than optim.lr={o.lr:g}"
+        yield Refusal(f"optim.min_lr={o.end_lr:g}: more than optim.lr={o.lr:g}", [("optim.min_lr", o.lr)], ["optim.lr"])
     if o.lr_decay_style == "constant":
-        for key in changed(o, "min_lr", "constant_steps"):
-            yield f"{key}: has no effect with optim.lr_decay_style=constant; use cosine or linear"
+        yield from idle(o, ("min_lr", "constant_steps"), " with optim.lr_decay_style=constant; use cosine or linear",
+                        "optim.lr_decay_style")
     if o.warmup_steps + o.constant_steps > steps:
-        yield (f"optim.warmup_steps={o.warmup_steps}: with optim.constant_steps={o.constant_steps} more than "
-               f"trainer.max_steps={steps}; nearest is {max(0, steps - o.constant_steps)}")
+        warmup, constant = max(0, steps - o.constant_steps), max(0, steps - o.warmup_steps)
+        yield Refusal(f"optim.warmup_steps={o.warmup_steps}: with optim.constant_steps={o.constant_steps} more than "
+                      f"trainer.max_steps={steps}; nearest is {warmup}",
+                      [("optim.warmup_steps", warmup), ("optim.constant_steps", constant)],
+                      ["trainer.max_steps", "optim.warmup_steps", "optim.constant_steps"])
 
 
 def trainer_rules(recipe: Recipe) -> Iterator[str]:
     t = recipe.trainer
     if t.global_batch_size % t.micro_batch_size:
-        yield (f"trainer.global_batch_size={t.global_batch_size}: not a multiple of trainer.micro_batch_size="
-               f"{t.micro_batch_size}; nearest is {_multiple(t.global_batch_size, t.micro_batch_size)}")
+        yield _batches(recipe, 1, f"trainer.micro_batch_size={t.micro_batch_size}")
     if t.val_check_interval == 0:
-        for key in changed(t, "limit_val_batches"):
-            default = type(t).model_fields["limit_val_batches"].default
-            yield f"{key}: has no effect while trainer.val_check_interval=0 (never evaluate); write {default}"
+        never, key = " while trainer.val_check_interval=0 (never evaluate)", "trainer.val_check_interval"
+        default = type(t).model_fields["limit_val_batches"].default
+        cure = "drop it" if t.limit_val_batches == default else f"write {default}"
+        yield from idle(t, ("limit_val_batches",), f"{never}; {cure}", key)
         if recipe.fp8.enabled:
-            for key in changed(recipe.fp8, "use_autocast_during_eval"):
-                yield f"{key}: has no effect while trainer.val_check_interval=0 (never evaluate)"
+            yield from idle(recipe.fp8, ("use_autocast_during_eval",), never, key)
     if recipe.checkpoint.every_n_steps == 0:
-        for key in changed(recipe.checkpoint, "keep"):
-            yield f"{key}: has no effect while checkpoint.every_n_steps=0 (the end alone)"
+        yield from idle(recipe.checkpoint, ("keep",), " while checkpoint.every_n_steps=0 (the end alone)",
+                        "checkpoint.every_n_steps")
 
 
 def log_rules(recipe: Recipe) -> Iterator[str]:
     every, steps = recipe.log.fp8_stats_every_n_steps, recipe.trainer.max_steps
-    key = f"log.fp8_stats_every_n_steps={every}"
-    if every and not recipe.fp8.enabled:
-        yield f"{key}: has no effect, precision.compute={recipe.precision.compute} runs no FP8; write precision=bf16_fp8 or drop it"
+    if not recipe.fp8.enabled:
+        yield from idle(recipe.log, ("fp8_stats_every_n_steps",), f", precision.compute={recipe.precision.compute} runs no FP8; "
+                        "write precision=bf16_fp8 or drop it", "fp8.enabled")
     elif every > steps:
-        yield f"{key}: has no effect, trainer.max_steps={steps} ends before; nearest is {steps}"
+        yield Refusal(f"log.fp8_stats_every_n_steps={every}: has no effect, trainer.max_steps={steps} ends before; nearest is "
+                      f"{steps}", [("log.fp8_stats_every_n_steps", steps)], ["trainer.max_steps"])
 
 
 def strategy_rules(recipe: Recipe) -> Iterator[str]:
@@ -96,9 +95,9 @@ def strategy_rules(recipe: Recipe) -> Iterator[str]:
         yield (f"trainer.strategy: tensor x pipeline x context parallel = {s.size} GPUs does not divide trainer.num_nodes x "
                f"trainer.devices = {world}; nearest is trainer.num_nodes={s.size // gcd(s.size, t.devices)}")
     elif t.global_batch_size % (t.micro_batch_size * (world // s.size)) and not t.global_batch_size % t.micro_batch_size:
-        per = t.micro_batch_size * (world // s.size)
-        yield (f"trainer.global_batch_size={t.global_batch_size}: not a multiple of trainer.micro_batch_size x data-parallel "
-               f"size = {per}; nearest is {_multiple(t.global_batch_size, per)}")
+        parallel = world // s.size
+        yield _batches(recipe, parallel,
+                       f"trainer.micro_batch_size x data-parallel size = {t.micro_batch_size * parallel}")
     tp, pp, cp = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
     if m.num_attention_heads % tp:
         yield f"trainer.strategy.tensor_model_parallel_size={tp}: must divide model.num_attention_heads={m.num_attention_heads}"
@@ -108,9 +107,40 @@ def strategy_rules(recipe: Recipe) -> Iterator[str]:
         yield ("trainer.strategy.virtual_pipeline_model_parallel_size: has no effect while pipeline_model_parallel_size=1; "
                "write null")
     if s.sequence_parallel and tp == 1:
-        yield "trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1"
+        yield Refusal("trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1",
+                      [("trainer.strategy.sequence_parallel", False)], ["trainer.strategy.tensor_model_parallel_size"])
     if cp > 1 and m.seq_length % (2 * cp):
         yield f"model.seq_length={m.seq_length}: must be a multiple of 2 x context_parallel_size = {2 * cp}"
+
+
+RULES = (model_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules, log_rules)
+
+
+def check(recipe: Recipe, written: Collection[str] = ()) -> None:
+    """Raise ConfigError with every broken rule of `recipe`, one line each. `written` are the keys, by their short names, that the
+    user wrote: one that has no effect is refused at its default too."""
+    refuse_if([line for line in broken(recipe, written) if holds(line, written)])
+
+
+def broken(recipe: Recipe, written: Collection[str] = ()) -> list[str]:
+    """As `check`, the lines, tacit refusals of what nobody wrote among them."""
+    token = WRITTEN.set(frozenset(written))
+    try:
+        return [line for rule in RULES for line in rule(recipe)]
+    finally:
+        WRITTEN.reset(token)
+
+
+def _batches(recipe: Recipe, parallel: int, of: str) -> Refusal:
+    """A global batch that is no multiple `of` the microbatches of all `parallel` replicas. Microbatches, which change no result,
+    give way before it."""
+    t = recipe.trainer
+    near, share = _multiple(t.global_batch_size, t.micro_batch_size * parallel), t.global_batch_size // parallel
+    gives = [("trainer.global_batch_size", near)]
+    if t.global_batch_size % parallel == 0:
+        gives.insert(0, ("trainer.micro_batch_size", max(d for d in range(1, t.micro_batch_size + 1) if share % d == 0)))
+    return Refusal(f"trainer.global_batch_size={t.global_batch_size}: not a multiple of {of}; nearest is {near}", gives,
+                   ["trainer.global_batch_size", "trainer.micro_batch_size", "trainer.num_nodes", "trainer.devices"])
 
 
 def _multiple(value: int, of: int) -> int:

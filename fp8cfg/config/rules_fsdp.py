@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fp8cfg.config.backend_capabilities import gathering
+from fp8cfg.config.refusal import Refusal, idle
 from fp8cfg.config.storage import against_fp8_gather, level, resolved
 
 if TYPE_CHECKING:
@@ -20,24 +21,27 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
     """Every rule about `storage.shard=fsdp` and `storage.gather`."""
     p, s = recipe.precision, recipe.storage
     if s.shard != "fsdp":
-        if s.gather != "auto":
-            yield (f"storage.gather={s.gather}: has no effect, storage.shard={s.shard} keeps whole weights on every rank; drop it "
-                   "or write storage.shard=fsdp")
+        yield from idle(s, ("gather",), f", storage.shard={s.shard} keeps whole weights on every rank; drop it or write "
+                        "storage.shard=fsdp", "storage.shard")
         return
     if level(p):
         said = f"opt_level={p.opt_level}" if p.opt_level else f"backend={p.backend}"
-        yield f"{said}: storage.shard=fsdp keeps float32 weights and moments; drop it, {_INSTEAD}"
+        yield Refusal(f"{said}: storage.shard=fsdp keeps float32 weights and moments; drop it, {_INSTEAD}",
+                      [("opt_level", None)], ["storage.shard"])
     elif p.fp8.enabled and p.fp8.params:
-        yield f"fp8.params=True: storage.shard=fsdp keeps float32 weights; write fp8.params=false, {_INSTEAD}"
+        yield Refusal(f"fp8.params=True: storage.shard=fsdp keeps float32 weights; write fp8.params=false, {_INSTEAD}",
+                      [("fp8.params", False)], ["storage.shard"])
     for column, codec in KEPT.items():
         if (given := getattr(s, column)) not in ("auto", codec):
-            yield f"storage.{column}={given}: storage.shard=fsdp has {codec} there; write that, {_INSTEAD}"
+            yield Refusal(f"storage.{column}={given}: storage.shard=fsdp has {codec} there; write that, {_INSTEAD}",
+                          [(f"storage.{column}", "auto")], ["storage.shard"])
     sums = ("fp32", "bf16", *(("fp16",) if p.compute == "fp16" else ()))
     if not level(p) and (comm := resolved(p)["comm"]) not in sums:
-        yield f"storage.comm={comm}: FSDP2 sums gradients in {' or '.join(sums)}; write one of them, {_INSTEAD}"
-    if recipe.log.fp8_stats_every_n_steps:
-        yield (f"log.fp8_stats_every_n_steps={recipe.log.fp8_stats_every_n_steps}: one rank measures, and under storage.shard=fsdp "
-               f"none has whole weights; drop it, {_INSTEAD}")
+        yield Refusal(f"storage.comm={comm}: FSDP2 sums gradients in {' or '.join(sums)}; write one of them, {_INSTEAD}",
+                      [("storage.comm", "auto")], ["storage.shard"])
+    if every := recipe.log.fp8_stats_every_n_steps:
+        yield Refusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under storage.shard=fsdp none has whole "
+                      f"weights; drop it, {_INSTEAD}", [("log.fp8_stats_every_n_steps", 0)], ["storage.shard"])
     if s.gather == "fp8":
         backend = gathering() if p.backend == "auto" else p.backend
         yield from (f"storage.gather=fp8: {why}" for why in against_fp8_gather(p, backend))

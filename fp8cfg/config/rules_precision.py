@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.fp8 import FP8, ONLY_UNDER, per_row
-from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.refusal import Refusal, changed, idle
 from fp8cfg.config.rules_fsdp import fsdp_rules
 from fp8cfg.config.rules_storage import storage_refusals
 from fp8cfg.config.storage import FP8_CODECS, fp8_weights, level, low_bit, resolved
@@ -16,18 +16,6 @@ from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
-
-
-def changed(node: Node, *names: str) -> list[str]:
-    """`key=value` of each field of `node` (of `names`, if given) that differs from its default, nested fields included."""
-    lines = []
-    for name in names or type(node).model_fields:
-        value = getattr(node, name)
-        if isinstance(value, Node):
-            lines += changed(value)
-        elif value != type(node).model_fields[name].get_default(call_default_factory=True):
-            lines.append(f"{node.key(name)}={list(value) if isinstance(value, tuple) else value}")
-    return lines
 
 
 def precision_rules(recipe: Recipe) -> Iterator[str]:
@@ -43,25 +31,27 @@ def _fp8_off(p: Precision) -> Iterator[str]:
     base = {"fp16": "fp16_fp8"}.get(p.compute, "bf16_fp8")
     from_preset = p.fp8.params or changed(p.fp8, "scaling")  # an FP8 preset with fp8.enabled=false over it
     cure = f"precision={p.compute}" if from_preset else f"precision={base} or fp8.enabled=true"
-    for key in changed(p.fp8):
-        yield f"{key}: has no effect, precision.compute={p.compute} runs no FP8; write {cure}"
+    others = [name for name in FP8.model_fields if name != "enabled"]
+    yield from idle(p.fp8, others, f", precision.compute={p.compute} runs no FP8; write {cure}", "fp8.enabled")
 
 
 def _fp8_on(recipe: Recipe) -> Iterator[str]:
     f, layers, scaling = recipe.fp8, recipe.model.num_layers, SCALINGS[recipe.fp8.scaling]
     for name, scalings in ONLY_UNDER.items():
-        for key in changed(f, name) if f.scaling not in scalings else ():
-            yield (f"{key}: has no effect under fp8.scaling={f.scaling}, only under {' and '.join(scalings)}; "
-                   f"drop it or write fp8.scaling={scalings[0]}")
+        if f.scaling not in scalings:
+            yield from idle(f, (name,), f" under fp8.scaling={f.scaling}, only under {' and '.join(scalings)}; drop it or write "
+                            f"fp8.scaling={scalings[0]}", "fp8.scaling")
     if scaling.history and f.amax_history_len == 1:
-        for key in changed(f, "amax_compute_algo"):
-            yield f"{key}: has no effect with fp8.amax_history_len=1; drop one of the two"
+        yield from idle(f, ("amax_compute_algo",), " with fp8.amax_history_len=1; drop one of the two", "fp8.amax_history_len")
     if f.format not in scaling.formats:
-        yield (f"fp8.format={f.format}: fp8.scaling={f.scaling} needs {scaling.formats[0]}; E5M2 gradients under fine-grained "
-               "scales make training diverge")
-    if f.high_precision_at_start + f.high_precision_at_end >= layers:
-        yield (f"fp8.high_precision_at_start={f.high_precision_at_start} and fp8.high_precision_at_end={f.high_precision_at_end}: "
-               f"leave no layer of model.num_layers={layers} in FP8; nearest is at most {max(0, layers - 1)} together")
+        yield Refusal(f"fp8.format={f.format}: fp8.scaling={f.scaling} needs {scaling.formats[0]}; E5M2 gradients under "
+                      "fine-grained scales make training diverge", [("fp8.format", scaling.formats[0])], ["fp8.scaling"])
+    start, end, most = f.high_precision_at_start, f.high_precision_at_end, max(0, layers - 1)
+    if start + end >= layers:
+        yield Refusal(f"fp8.high_precision_at_start={start} and fp8.high_precision_at_end={end}: leave no layer of "
+                      f"model.num_layers={layers} in FP8; nearest is at most {most} together",
+                      [("fp8.high_precision_at_end", max(0, most - start)), ("fp8.high_precision_at_start", max(0, most - end))],
+                      ["model.num_layers", "fp8.high_precision_at_start", "fp8.high_precision_at_end"])
     o = f.override_linear_precision
     if o.fprop and o.dgrad and o.wgrad:
         yield "fp8.override_linear_precision: fprop, dgrad and wgrad all true leave nothing in FP8; write fp8.enabled=false"
@@ -85,13 +75,15 @@ def _attention(f: FP8) -> Iterator[str]:
 def _loss_scaling(p: Precision) -> Iterator[str]:
     dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if p.compute != "fp16":
-        for key in changed(p, "loss_scale", *dynamic):
-            yield f"{key}: has no effect, loss scaling is for precision.compute=fp16 alone, not {p.compute}"
+        yield from idle(p, ("loss_scale", *dynamic), f", loss scaling is for precision.compute=fp16 alone, not {p.compute}",
+                        "precision.compute")
     elif p.loss_scale is not None:
-        for key in changed(p, *dynamic):
-            yield f"{key}: has no effect, precision.loss_scale={p.loss_scale:g} is constant; set it to null to scale dynamically"
+        yield from idle(p, dynamic, f", precision.loss_scale={p.loss_scale:g} is constant; set it to null to scale dynamically",
+                        "precision.loss_scale")
     elif p.min_loss_scale > p.initial_loss_scale:
-        yield f"precision.min_loss_scale={p.min_loss_scale:g}: more than precision.initial_loss_scale={p.initial_loss_scale:g}"
+        keys = ("precision.min_loss_scale", "precision.initial_loss_scale")
+        yield Refusal(f"precision.min_loss_scale={p.min_loss_scale:g}: more than precision.initial_loss_scale="
+                      f"{p.initial_loss_scale:g}", [(keys[0], p.initial_loss_scale), (keys[1], p.min_loss_scale)], keys)
 
 
 def _storage(recipe: Recipe) -> Iterator[str]:
@@ -99,7 +91,12 @@ def _storage(recipe: Recipe) -> Iterator[str]:
     p, s, f, o = recipe.precision, recipe.storage, recipe.fp8, recipe.optim
     columns = resolved(p)
     if f.enabled and f.params and s.weight not in ("auto", *FP8_CODECS):
-        yield f"storage.weight={s.weight}: contradicts fp8.params=true, which stores weights in FP8; drop one of the two"
+        yield Refusal(f"storage.weight={s.weight}: contradicts fp8.params=true, which stores weights in FP8; drop one of the two",
+                      [("fp8.params", False), ("storage.weight", "auto")], ["storage.weight", "fp8.params"])
+    elif f.enabled and f.params and columns["weight"] not in FP8_CODECS and s.shard != "fsdp":
+        by = f"opt_level={level(p)}"
+        yield Refusal(f"fp8.params=True: has no effect, {by} stores weights in {columns['weight']}; drop one of the two",
+                      [("fp8.params", False)], ["opt_level", "backend"], tacit=True)
     for column in ("weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq"):
         if getattr(s, column) == "none":
             yield f"storage.{column}=none: only storage.master_weight can be none"
@@ -112,8 +109,9 @@ def _storage(recipe: Recipe) -> Iterator[str]:
     why = capabilities(p.backend).adam_weight_decay
     if why and o.name == "adam" and o.weight_decay and columns["exp_avg"] != "fp32":
         yield f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam {why}"
-    if p.backend != "auto" and not f.enabled:
-        yield f"backend={p.backend}: has no effect, precision.compute={p.compute} runs no FP8; drop it or write precision=bf16_fp8"
+    if not f.enabled:
+        yield from idle(p, ("backend",), f", precision.compute={p.compute} runs no FP8; drop it or write precision=bf16_fp8",
+                        "fp8.enabled")
 
 
 def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
@@ -134,20 +132,22 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
         yield (f"storage.comm={columns['comm']}: gradients are stored in {columns['weight_grad']} and sent as they are; write "
                f"{that}bf16 or fp32 to add them up before they are stored")
     if weight == "fp32" and master != "none":
-        yield f"storage.master_weight={master}: has no effect, storage.weight=fp32 needs no masters; write none"
+        yield Refusal(f"storage.master_weight={master}: has no effect, storage.weight=fp32 needs no masters; write none",
+                      [("storage.master_weight", "auto")], ["storage.weight", "precision.compute"])
     if p.storage.accumulate != "wide" and not columns["weight_grad"] == columns["comm"] in FP8_CODECS:
-        yield (f"storage.accumulate={p.storage.accumulate}: needs storage.weight_grad and storage.comm in one FP8 codec, not "
-               f"{columns['weight_grad']} and {columns['comm']}; drop it or write fp8 for both")
+        yield Refusal(f"storage.accumulate={p.storage.accumulate}: needs storage.weight_grad and storage.comm in one FP8 codec, "
+                      f"not {columns['weight_grad']} and {columns['comm']}; drop it or write fp8 for both",
+                      [("storage.accumulate", "wide")], ["storage.weight_grad", "storage.comm", "opt_level"])
     rounded = {columns["weight"], columns["master_weight"]} - {"fp32", "none"}
     if p.storage.rounding != "nearest" and (not rounded or (fp8_weights(p) and master == "fp32")):
-        yield (f"storage.rounding={p.storage.rounding}: has no effect, "
-               f"{'FP8 layers round their weights themselves' if rounded else 'weights are float32'}; drop it")
+        why = "FP8 layers round their weights themselves" if rounded else "weights are float32"
+        yield Refusal(f"storage.rounding={p.storage.rounding}: has no effect, {why}; drop it", [("storage.rounding", "nearest")],
+                      ["precision.compute", "fp8.enabled", "fp8.params", "storage.weight", "storage.master_weight"])
 
 
 def _sgd(p: Precision) -> Iterator[str]:
     """What needs the moments of Adam, and what only the low-bit Adam does."""
-    for key in changed(p.storage, "exp_avg", "exp_avg_sq"):
-        yield f"{key}: has no effect with optim.name=sgd, which has no such moment"
+    yield from idle(p.storage, ("exp_avg", "exp_avg_sq"), " with optim.name=sgd, which has no such moment", "optim.name")
     if level(p):
         yield f"opt_level={level(p)}: needs optim.name=adamw or adam, not sgd (MS-AMP)"
     elif low_bit(p):

@@ -33,7 +33,7 @@ from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.rules_precision import changed
+from fp8cfg.config.refusal import changed
 from fp8cfg.config.storage import fp8_weights
 from fp8cfg.numerics import Region, seed_rounding
 from fp8cfg.report.coverage import coverage, of_layers

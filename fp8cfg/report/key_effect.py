@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from fp8cfg.backends.backend_choice import Hardware, choose
 from fp8cfg.composition.flatten import assigned, flat
+from fp8cfg.config import rules
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.key_names import PLUGIN, short
 from fp8cfg.config.recipe import Recipe
@@ -19,10 +20,10 @@ HARDWARE = (Hardware("cpu"), Hardware("cuda", (9, 0), (13, 0)), Hardware("cuda",
 _INERT, _LATER = ": has no effect", "not in this version"
 
 
-def refusals(recipe: Recipe) -> list[str]:
+def refusals(recipe: Recipe, written: Collection[str] = ()) -> list[str]:
     """Every reason, on whatever hardware, against `recipe`: its rules, its layer patterns, and what this version does not
-    have."""
-    lines = _problems(recipe.check)
+    have. `written` are the keys, by their short names, that the user wrote."""
+    lines = _problems(lambda: rules.check(recipe, written))
     if not lines:  # a plan needs a model that can be
         lines += _problems(lambda: plan(recipe))
     return lines + min((_refused_on(recipe, hardware) for hardware in HARDWARE), key=len)
@@ -33,29 +34,34 @@ def _refused_on(recipe: Recipe, hardware: Hardware) -> list[str]:
     return _problems(lambda: choose(recipe.precision, hardware, statistics=every, here=False))
 
 
-def effect(recipe: Recipe, key: str) -> str:
-    """What the full `key` does under `recipe`, in one line."""
-    said = [line for line in refusals(recipe) if _about(line, key)]
+def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
+    """What the full `key` does under `recipe`, of which the user wrote the keys `written`, in one line."""
+    said = [line for line in refusals(recipe, written) if _about(line, key)]
     if said:
         return f"refused: {said[0]}"
     value = flat(recipe)[key]
-    if value != flat(Recipe())[key]:
-        return "takes effect"  # what differs from its default and did nothing would be refused
+    if value != flat(Recipe())[key]:  # what did nothing would be refused, if the user wrote it
+        tacit = _answer(recipe, key, value) or ""
+        return _none(tacit) if _INERT in tacit else "takes effect"
     others, complete = _others(key_schema(key), value)
     answers = [line for other in others if (line := _answer(recipe, key, other)) is not None]
     if answers and all(_INERT in line for line in answers):
-        return "no effect" + answers[0].partition(_INERT)[2].replace("; drop it or ", "; ")
+        return _none(answers[0])
     if _resolved(recipe, key) or not all(answers) or not complete:
         return _resolved(recipe, key) or "takes effect"
     reasons = [line.partition(": ")[2] for line in answers if _LATER not in line]
     return f"other values are refused: {reasons[0]}" if reasons else f"other values are {_LATER}"
 
 
+def _none(line: str) -> str:
+    return "no effect" + line.partition(_INERT)[2].replace("; drop it or ", "; ")
+
+
 def _answer(recipe: Recipe, key: str, value: Any) -> str | None:
     """The line about `key` once it is changed to `value`, that it does nothing before others: an empty one where there is
     none, None where the schema refuses the value."""
     try:
-        lines = [line for line in refusals(assigned(recipe, {key: value})) if _about(line, key)]
+        lines = [line for line in refusals(assigned(recipe, {key: value}), {short(key)}) if _about(line, key)]
     except ConfigError:
         return None
     return next((line for line in lines if _INERT in line), lines[0] if lines else "")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8cfg.composition.flatten import flat, is_node
+from fp8cfg.composition.giving_way import Settled
 from fp8cfg.composition.provenance import Layer, Origin, Trace, trace
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError
@@ -89,7 +90,8 @@ def explained(trace: Trace, key: str) -> Explanation:
         values = {short(k): v for k, v in flat(trace.recipe).items() if k.startswith(f"{key}.")}
         return Explanation(short(key), key, values, _line(fields()[key].description), {}, "", ())
     schema, layers = key_schema(key), tuple(trace.layers[key])
-    return Explanation(short(key), key, layers[-1].value, _line(schema["description"]), schema, effect(trace.recipe, key), layers)
+    does = effect(trace.recipe, key, trace.settled.written)
+    return Explanation(short(key), key, layers[-1].value, _line(schema["description"]), schema, does, layers)
 
 
 def _at_hand(recipe: Recipe) -> Trace:
@@ -102,7 +104,7 @@ def _at_hand(recipe: Recipe) -> Trace:
             node = getattr(node, name)
         if leaf in node.model_fields_set or value != layers[key][0].value:
             layers[key].append(Layer("recipe", value))
-    return Trace(recipe, layers, {})
+    return Trace(recipe, layers, {}, Settled(recipe))
 
 
 def _key_text(e: Explanation) -> str:
@@ -148,8 +150,8 @@ def _where(layer: Layer) -> str:
     at, by = _origin(layer.at), _origin(layer.by)
     if layer.kind in ("schema default", "recipe function", "recipe"):
         return at or layer.kind
-    if layer.kind == "command line":
-        return f"{layer.kind}: {at}"
+    if layer.kind in ("command line", "gave way"):
+        return f"{layer.kind}{' to' if layer.kind == 'gave way' else ':'} {at}"
     missing = "" if layer.at.line else " does not have it"
     return at + missing + (f", by {by}" if by else "")
 

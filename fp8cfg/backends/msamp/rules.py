@@ -6,13 +6,14 @@ backend: see backend.py. Importing it patches torch, so it is looked for and not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.refusal import Refusal
 from fp8cfg.config.storage import COLUMNS, level, of_level, resolved
 
 LIBRARY = Path("/usr/local/lib/libmsamp_dist.so")
@@ -77,15 +78,16 @@ def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
     return []
 
 
-def _keys(f: FP8) -> list[str]:
+def _keys(f: FP8) -> Sequence[str]:
     """A line for each key whose value MS-AMP does not support."""
     if f.scaling not in SCALINGS:
         return [f"fp8.scaling={f.scaling}: MS-AMP has delayed scaling alone; write fp8.scaling=delayed, or backend=native"]
-    lines = [f"fp8.{key}={value}: MS-AMP {why}; write fp8.{key}={str(want).lower()}, or backend=native"
+    lines = [Refusal(f"fp8.{key}={value}: MS-AMP {why}; write fp8.{key}={str(want).lower()}, or backend=native",
+                     [(f"fp8.{key}", want)], ["backend"])
              for key, (want, why) in _KEYS.items() if (value := getattr(f, key)) not in (want, "auto")]
     kept = [gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(f.override_linear_precision, gemm)]
-    return lines + [f"fp8.override_linear_precision.{gemm}=True: MS-AMP multiplies all three in FP8; drop it, or write "
-                    "backend=native" for gemm in kept]
+    return [*lines, *(f"fp8.override_linear_precision.{gemm}=True: MS-AMP multiplies all three in FP8; drop it, or write "
+                      "backend=native" for gemm in kept)]
 
 
 def _storage(p: Precision) -> list[str]:
@@ -99,11 +101,12 @@ def _storage(p: Precision) -> list[str]:
     said = resolved(p) if p.backend == "auto" else {column: getattr(s, column) for column in COLUMNS}
     cure = "write that" if p.backend == "auto" else "drop it"
     why = f"MS-AMP's {level(p)} has"
-    lines = [f"storage.{column}={said[column]}: {why} {has[column]} there; {cure}, or write {words}" for column in COLUMNS
-             if said[column] not in ("auto", has[column])]
+    lines: list[str] = [f"storage.{column}={said[column]}: {why} {has[column]} there; {cure}, or write {words}"
+                        for column in COLUMNS if said[column] not in ("auto", has[column])]
     if s.accumulate != "stored":
-        lines.append(f"storage.accumulate={s.accumulate}: MS-AMP adds each microbatch to gradients that are stored in FP8; write "
-                     f"storage.accumulate=stored, or {words}")
+        lines.append(Refusal(
+            f"storage.accumulate={s.accumulate}: MS-AMP adds each microbatch to gradients that are stored in FP8; write "
+            f"storage.accumulate=stored, or {words}", [("storage.accumulate", "stored")], ["backend"]))
     if s.rounding != "nearest":
         lines.append(f"storage.rounding={s.rounding}: MS-AMP rounds to nearest; drop it, or write {words}")
     if s.shard != "none":

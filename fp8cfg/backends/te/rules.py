@@ -16,6 +16,7 @@ from fp8cfg.backends.protocol import Hardware
 from fp8cfg.backends.te.environment import contradictions
 from fp8cfg.config.fp8 import FP8, per_row, transforms
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.refusal import Refusal
 from fp8cfg.config.storage import fp8_weights, said_of_fp8_weights
 from fp8cfg.scalings import SCALINGS, needed
 
@@ -87,10 +88,11 @@ def tokens_multiple(fp8: FP8, product: str) -> int:
 
 
 def against_sharding(precision: Precision) -> list[str]:
-    shard, lines = precision.storage.shard, []
+    shard, lines = precision.storage.shard, list[str]()
     if shard != "none" and fp8_weights(precision):
-        lines.append(f"storage.shard={shard}: Transformer Engine's FP8 weights are not handed round; write backend=native, or "
-                     "storage.weight=fp16_scaled with fp8.params=false")
+        lines.append(Refusal(
+            f"storage.shard={shard}: Transformer Engine's FP8 weights are not handed round; write backend=native, or "
+            "storage.weight=fp16_scaled with fp8.params=false", [("fp8.params", False)], ["storage.shard", "backend"]))
     if shard == "fsdp":
         lines.append("storage.shard=fsdp: not in this version with Transformer Engine's layers; write backend=torchao or native, "
                      "or storage.shard=zero2")
@@ -113,7 +115,7 @@ def high_precision_backward(fp8: FP8) -> bool:
 
 def _keys(p: Precision) -> list[str]:
     """A line for each key that Transformer Engine does not support."""
-    f, o, lines, scaling = p.fp8, p.fp8.override_linear_precision, [], SCALINGS[p.fp8.scaling]
+    f, o, lines, scaling = p.fp8, p.fp8.override_linear_precision, list[str](), SCALINGS[p.fp8.scaling]
     if scaling.history and f.interval != 1:
         lines.append(f"fp8.interval={f.interval}: Transformer Engine moves scales in every step, since 2.3 its recipe has no "
                      "interval; write 1, or backend=native")
@@ -139,8 +141,10 @@ def _keys(p: Precision) -> list[str]:
         lines.append(f"precision.compute={p.compute}: under fp8.scaling={f.scaling} Transformer Engine's Hadamard transform takes "
                      "bf16 alone; write precision=bf16_nvfp4, fp8.random_hadamard_transform=false, or backend=native")
     if f.params and p.compute == "fp32":
-        lines.append(f"{said_of_fp8_weights(p)}: Transformer Engine's FP8 weights would pass for float32 ones, which get no master "
-                     "copy; write fp8.params=false, precision.compute=bf16, or backend=native")
+        lines.append(Refusal(
+            f"{said_of_fp8_weights(p)}: Transformer Engine's FP8 weights would pass for float32 ones, which get no master "
+            "copy; write fp8.params=false, precision.compute=bf16, or backend=native", [("fp8.params", False)],
+            ["precision.compute", "backend"]))
     return lines
 
 

@@ -9,6 +9,7 @@ from fp8cfg.backends.native.rules import EMULATE, found, no_units
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.fp8 import FP8, per_row, weights_2d
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.refusal import Refusal
 from fp8cfg.config.storage import level, said_of_fp8_weights
 from fp8cfg.scalings import SCALINGS
 
@@ -74,7 +75,7 @@ def _multiple(fp8: FP8) -> int:
 
 
 def _not_there(p: Precision) -> list[str]:
-    f, lines = p.fp8, []
+    f, lines = p.fp8, list[str]()
     preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
     if not SCALINGS[f.scaling].torchao:
         those = " and ".join(name for name, scaling in SCALINGS.items() if scaling.torchao)
@@ -82,8 +83,10 @@ def _not_there(p: Precision) -> list[str]:
     if f.params:
         said = said_of_fp8_weights(p)
         cure = "fp8.params=false" if said == "fp8.params=True" else "opt_level=O2" if level(p) else "storage.weight=fp16_scaled"
-        lines.append(f"{said}: torchao does not multiply weights that are held in FP8; write backend=native, or {cure}")
-    lines += [f"fp8.{key}=True: torchao leaves attention as it is; write backend=native, or drop it"
+        lines.append(Refusal(f"{said}: torchao does not multiply weights that are held in FP8; write backend=native, or {cure}",
+                             [("fp8.params", False)] if said == "fp8.params=True" else [], ["backend"]))
+    lines += [Refusal(f"fp8.{key}=True: torchao leaves attention as it is; write backend=native, or drop it",
+                      [(f"fp8.{key}", False)], ["backend"])
               for key in ("dot_product_attention", "multi_head_attention") if getattr(f, key)]
     return lines
 

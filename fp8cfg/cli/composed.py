@@ -1,0 +1,37 @@
+"""Composition for a verb: what gives way to the words is said on standard error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8cfg.config.errors import printable, refuse_if
+
+if TYPE_CHECKING:
+    from fp8cfg.composition.giving_way import Settled
+    from fp8cfg.config.recipe import Recipe
+
+
+def composed(words: Sequence[str], config_dir: str | None = None, file: Path | None = None, base: Recipe | None = None) -> Recipe:
+    """As `fp8cfg.compose`."""
+    found = settled(words, config_dir, file, base)
+    refuse_if(found.problems)
+    say(found.notes)
+    return found.recipe
+
+
+def settled(words: Sequence[str], config_dir: str | None, file: Path | None, base: Recipe | None = None) -> Settled:
+    """As `composed`, with what gave way, and nothing said or refused."""
+    from fp8cfg.composition import giving_way
+    from fp8cfg.composition.library import Library
+
+    return giving_way.composed(words, Library(Path(config_dir) if config_dir else None), file, base)
+
+
+def say(notes: Iterable[str]) -> None:
+    """Print notes once, whatever the ranks."""
+    for line in notes if os.environ.get("RANK", "0") == "0" else ():
+        print(printable(line), file=sys.stderr)

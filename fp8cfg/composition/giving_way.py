@@ -1,0 +1,187 @@
+"""Precedence of conflicting values: what a recipe, a preset or a default says gives way to what the user wrote.
+
+The rules between keys say which key can give way to which, and with what value (config/refusal.py). Here stands who wrote each
+key, and so whether it does. A value never gives way to one of a lower rank, nor to one of its own: two values that the user wrote
+are refused, and so is a recipe that contradicts itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from fp8cfg.composition.flatten import assigned, flat, settings
+from fp8cfg.composition.library import GROUPS, LEAVES, Library
+from fp8cfg.composition.override_words import parsed
+from fp8cfg.composition.resolve import unchecked
+from fp8cfg.composition.yaml_recipe import choices_in, full_names
+from fp8cfg.config import backend_capabilities, rules
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.hardware import Hardware
+from fp8cfg.config.key_names import PLUGIN, full, short
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.refusal import Refusal, holds
+from fp8cfg.config.storage import as_held
+
+_MOST = 100
+"""Values that give way in one recipe, each of which may make another do so."""
+
+
+class Author(IntEnum):
+    """Who wrote a value, by rank: a recipe or the schema, whose default it is; a preset that was chosen over the recipe; the user,
+    in a word, or in a file with another value than the default."""
+
+    RECIPE = 0
+    PRESET = 1
+    USER = 2
+
+
+Authors = dict[str, Author]
+"""Author by full key; where a key is not there, RECIPE."""
+
+
+def of_words(words: Sequence[str], authors: Mapping[str, Author] = {}) -> Authors:
+    """The authors of a recipe, of which `authors` are known, once `words`, which are valid, are applied."""
+    found = dict(authors)
+    values: dict[str, Author] = {}
+    for word in words:
+        name, value, _ = parsed(word)
+        group = "precision" if name == PLUGIN else name
+        if group not in GROUPS or isinstance(value, dict):
+            values |= dict.fromkeys(settings({full(name): value}), Author.USER)
+        elif group in LEAVES and value is not None:
+            found |= _below(group)
+    return {**found, **values}
+
+
+def of_file(data: Mapping[str, Any]) -> Authors:
+    """The authors of the recipe in a file with the content `data`. A file with every key is an export, which nobody wrote."""
+    data, found = dict(data), Authors()
+    for group in choices_in(data):
+        found |= _below(group) if group in LEAVES else {}
+    values = settings(full_names(data))
+    if values.keys() >= _defaults().keys():
+        return {}
+    return found | {key: Author.USER for key, value in values.items() if value != _defaults()[key]}
+
+
+@functools.cache
+def _defaults() -> Mapping[str, Any]:
+    return flat(Recipe())
+
+
+def _below(group: str) -> Authors:
+    """A preset of `group` writes every key of its node."""
+    cls, home = LEAVES[group]
+    return dict.fromkeys(flat(cls(), home), Author.PRESET)
+
+
+def written(authors: Mapping[str, Author]) -> frozenset[str]:
+    """The keys that the user wrote, by their short names."""
+    return frozenset(short(key) for key, author in authors.items() if author is Author.USER)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The value of the full `key`, `old`, gave way to those of other keys, `to` by their short names, and is `new`."""
+
+    key: str
+    old: Any
+    new: Any
+    author: Author
+    to: Mapping[str, Any]
+
+    @property
+    def whose(self) -> str:
+        """Whose value gave way, as the subject of a sentence."""
+        if self.author is Author.RECIPE and self.old == _defaults()[self.key]:
+            return "the default"
+        return f"what the {self.author.name.lower()} says"
+
+    @property
+    def word(self) -> str:
+        """The new value as Hydra takes it, on the full key."""
+        return f"{self.key}={json.dumps(self.new)}"
+
+    @property
+    def cause(self) -> str:
+        """`to` in words."""
+        return " and ".join(f"{key}={_shown(value)}" for key, value in self.to.items())
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A recipe in which values have given way, what did, and every line of the rules that still refuses it. `written` are the
+    keys, by their short names, that the user wrote."""
+
+    recipe: Recipe
+    changes: tuple[Change, ...] = ()
+    problems: tuple[str, ...] = ()
+    written: frozenset[str] = frozenset()
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for what gave way to one and the same."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for c in self.changes:
+            found.setdefault((c.whose, c.cause), []).append(f"{short(c.key)} {_shown(c.old)} -> {_shown(c.new)}")
+        return [f"note: {', '.join(those)}: {whose} gives way to {cause}" for (whose, cause), those in found.items()]
+
+
+def composed(words: Sequence[str], library: Library, file: Path | None = None, base: Recipe | None = None) -> Settled:
+    """The recipe of `words`, as `compose` takes them, in which values have given way. Raises ConfigError with every problem of a
+    word or a file."""
+    recipe = unchecked(words, library, file, base)
+    return settled(recipe, of_words(words, of_file(library.data(file)) if file else {}))
+
+
+def settled(recipe: Recipe, authors: Mapping[str, Author]) -> Settled:
+    """`recipe` with every value that gives way to one of a higher rank."""
+    by_user, derived = written(authors), dict(authors)
+    changes: dict[str, Change] = {}
+    for _ in range(_MOST):
+        broken = rules.broken(recipe, by_user)
+        lines = [*broken, *([] if any(holds(line, by_user) for line in broken) else _of_backend(recipe))]
+        change = next((c for line in lines if isinstance(line, Refusal) and (c := _given(line, recipe, authors, derived))), None)
+        if change is None:
+            break
+        recipe = assigned(recipe, {change.key: change.new})
+        before = changes.pop(change.key, change)
+        changes[change.key] = Change(change.key, before.old, change.new, change.author, change.to)
+        derived[change.key] = max(derived.get(full(key), Author.RECIPE) for key in change.to)
+    problems = [line for line in dict.fromkeys(rules.broken(recipe, by_user)) if holds(line, by_user)]
+    return Settled(recipe, tuple(changes.values()), tuple(problems), by_user)
+
+
+def _given(line: Refusal, recipe: Recipe, authors: Mapping[str, Author], derived: Mapping[str, Author]) -> Change | None:
+    """What gives way where `line` refuses `recipe`, None where nothing may. `derived` are the ranks of values that others gave way
+    to, or that have given way themselves."""
+    values = flat(recipe)
+    for name, new in line.gives:
+        key, author = full(name), authors.get(full(name), Author.RECIPE)
+        others = {to: derived.get(full(to), Author.RECIPE) for to in line.to if to != name}
+        rank = max(others.values(), default=Author.RECIPE)
+        if author < rank and values[key] != new:
+            return Change(key, values[key], new, author, {to: values[full(to)] for to, its in others.items() if its == rank})
+    return None
+
+
+def _of_backend(recipe: Recipe) -> list[str]:
+    """What an explicit backend refuses, wherever it runs."""
+    p = recipe.precision
+    if p.backend == "auto" or not p.fp8.enabled:
+        return []
+    try:
+        of = backend_capabilities.part(p.backend, "rules")
+    except ConfigError:  # who runs the recipe says so
+        return []
+    return [*of.against_sharding(p), *of.refusals(as_held(p), Hardware("cpu"))]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
