@@ -69,11 +69,11 @@ def _run(argv: list[str]) -> int:
 
 
 def _help(argv: list[str]) -> int:
-    from fp8cfg.cli.argv import no_verb
+    from fp8cfg.cli.argv import is_recipe_file, no_verb
     from fp8cfg.cli.help import usage
     from fp8cfg.config.errors import ConfigError
 
-    named = [a for a in argv if a != "help" and not a.startswith("-") and "=" not in a and not a.endswith((".yaml", ".yml"))]
+    named = [a for a in argv if a != "help" and not a.startswith("-") and "=" not in a and not is_recipe_file(a)]
     if named and named[0] not in WORDS:
         raise ConfigError(no_verb(named[0], WORDS))
     print(usage(named[0] if named else None))

@@ -9,6 +9,10 @@ from pathlib import Path
 from fp8cfg.cli.help import choices
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 
+SHORT = {"-cd": "--config-dir"}
+"""Hydra's short names of options that every verb with the long one takes."""
+RECIPE_FILES = (".yaml", ".yml", ".json")
+"""How the names of recipe files end."""
 _READ = {".toml": "torchtitan", ".sh": "megatron"}
 """Files of other projects, by their ending, and who reads them."""
 _ABSENT = ("sample",)
@@ -38,8 +42,9 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
     out, left, problems = Arguments(), list(argv), list[str]()
     while left:
         arg = left.pop(0)
-        if arg.startswith("-"):
+        if arg.startswith("-") and arg != "-":
             name, eq, value = arg.partition("=")
+            name = SHORT.get(name, name)
             if name in flags and not eq:
                 out.flags.add(name)
             elif name not in known:
@@ -90,14 +95,26 @@ def is_hydra(word: str) -> bool:
     return word.lstrip("+~").startswith(("hydra.", "hydra/"))
 
 
+def is_recipe_file(arg: str) -> bool:
+    """Whether `arg` stands for a recipe file, `-` for standard input."""
+    return arg == "-" or arg.endswith(RECIPE_FILES)
+
+
+def recipe_path(arg: str) -> Path:
+    """The path of the recipe file that `arg` stands for."""
+    from fp8cfg.config.files import STDIN
+
+    return STDIN if arg == "-" else Path(arg)
+
+
 def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
     """The recipe file among arguments that are no words. Raises ConfigError for what is no file and no verb."""
     for arg in plain:
-        if not arg.endswith((".yaml", ".yml")):
+        if not is_recipe_file(arg):
             raise ConfigError(no_verb(arg, verbs))
     if len(plain) > 1:
         raise ConfigError(f"{plain[1]}: a second recipe file; one builds on another with `recipe: NAME`")
-    return Path(plain[0]) if plain else None
+    return recipe_path(plain[0]) if plain else None
 
 
 def chooses(name: str) -> str | None:
@@ -120,7 +137,7 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
         return f"{arg}: is a folder; that of a run is for fp8cfg resume, rerun and diff"
     if os.path.isfile(arg):
         read = next((f"; write: fp8cfg import {project} {arg}" for ending, project in _READ.items() if arg.endswith(ending)), "")
-        return f"{arg}: is no recipe file; the name of one ends in .yaml{read}"
+        return f"{arg}: is no recipe file; the name of one ends in .yaml or .json{read}"
     from fp8cfg.composition.override_words import malformed
 
     line = malformed(arg)

@@ -2,50 +2,73 @@
 
 from __future__ import annotations
 
-import sys
+import json
+from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import recipe_file, split, wrong_words
 from fp8cfg.config.errors import ConfigError, refuse_if
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 USAGE = """
-fp8cfg check [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...]
+fp8cfg check [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...] [--json]
 
 Composes a recipe and asks everything that needs no hardware: types and bounds,
-the rules between keys, layer patterns, and what this version does not have.
-One line and exit code 0, or every problem and exit code 2; and on standard
-error notes on what is allowed and may not be meant.
+the rules between keys, layer patterns, and what no backend has.
+One line and exit code 0, or every problem and exit code 2. On standard error
+notes: what gave way to the words, what is allowed and may not be meant, and
+what this version, this machine or its disks do not have.
 
   --config-dir FOLDER  recipes and presets of your own
+  --json               the line, or the problems, and the notes as JSON; the
+                       exit codes are the same
 """
 
 
 def run(argv: list[str]) -> int:
     """Check the recipe of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import say, settled
+    from fp8cfg.cli.composed import say
+
+    arguments = split(argv, ("--config-dir",), ("--json",))
+    as_json = "--json" in arguments.flags
+    try:
+        try:
+            folder, file = arguments.one("--config-dir"), recipe_file(arguments.plain, ())
+        except ConfigError as e:
+            raise ConfigError(e.problems + wrong_words(arguments)) from None
+        line, notes = _checked(arguments.words, folder, file)
+    except ConfigError as e:
+        if not as_json:
+            raise
+        print(json.dumps({"ok": False, "problems": e.problems, "notes": []}, indent=1))
+        return e.exit_code
+    if as_json:
+        print(json.dumps({"ok": True, "recipe": line, "notes": [note.removeprefix("note: ") for note in notes]}, indent=1))
+    else:
+        from fp8cfg.report.tables import wrapped
+
+        print(wrapped(f"ok: {line}", more="  "))
+        say(notes)
+    return 0
+
+
+def _checked(words: list[str], folder: str | None, file: Path | None) -> tuple[str, list[str]]:
+    """A line on the recipe, and the notes. Raises ConfigError with every problem."""
+    from fp8cfg.cli.composed import settled
+    from fp8cfg.layer_plan import plan
+    from fp8cfg.report import chart, not_here
+    from fp8cfg.report.coverage import planned
     from fp8cfg.report.key_effect import refusals
 
-    arguments = split(argv, ("--config-dir",))
-    try:
-        folder, file = arguments.one("--config-dir"), recipe_file(arguments.plain, ())
-    except ConfigError as e:
-        raise ConfigError(e.problems + wrong_words(arguments)) from None
-    found = settled(arguments.words, folder, file)
+    found = settled(words, folder, file)
     recipe = found.recipe
     refuse_if(refusals(recipe, found.written))
-
-    from fp8cfg.layer_plan import plan
-    from fp8cfg.report import chart
-    from fp8cfg.report.coverage import planned
-    from fp8cfg.report.tables import wrapped
-
-    coverage = planned(recipe, plan(recipe))
-    p, count = recipe.precision, coverage.layers_in_fp8
+    coverage, p, t = planned(recipe, plan(recipe)), recipe.precision, recipe.trainer
     if p.fp8.enabled and coverage.share < p.fp8.min_coverage:
         raise ConfigError(f"fp8.min_coverage={p.fp8.min_coverage:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
-    fp8 = f", FP8 {p.fp8.scaling} in {count} of {len(coverage.linears)} linear layers" if p.fp8.enabled else ""
-    print(wrapped(f"ok: {recipe.name}, {p.compute}{fp8}", more="  "))
-    say(found.notes)
-    t = recipe.trainer
-    for line in chart.remarks(recipe, t.num_nodes * t.devices // t.strategy.size):
-        print(line, file=sys.stderr)
-    return 0
+    count = f"{coverage.layers_in_fp8} of {len(coverage.linears)} linear layers"
+    fp8 = f", FP8 {p.fp8.scaling} in {count}" if p.fp8.enabled else ""
+    remarks = chart.remarks(recipe, t.num_nodes * t.devices // t.strategy.size)
+    here = [f"note: {note}" for note in not_here.lines(recipe, folder)]
+    return f"{recipe.name}, {p.compute}{fp8}", [*found.notes, *remarks, *here]

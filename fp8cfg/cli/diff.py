@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.cli.argv import Arguments, split
+from fp8cfg.cli.argv import Arguments, is_recipe_file, recipe_path, split
 from fp8cfg.cli.run_json import read_object
 from fp8cfg.config.errors import ConfigError, refuse_if
 
@@ -81,10 +81,10 @@ def _side(half: Arguments, config_dir: str | None) -> _Side:
 
     name = " ".join(map(shown, [*half.plain, *half.words])) or "the default recipe"
     refuse_if([f"{arg}: neither a run folder, nor a recipe file, nor of the form key=value" for arg in half.plain
-               if not (arg.endswith((".yaml", ".yml")) or Path(arg).is_dir())])
+               if not (is_recipe_file(arg) or Path(arg).is_dir())])
     if len(half.plain) > 1:
         raise ConfigError(f"{half.plain[1]}: one folder or file on each side of --")
-    given = Path(half.plain[0]) if half.plain else None
+    given = recipe_path(half.plain[0]) if half.plain else None
     if given is None or not given.is_dir():
         return _Side(name, composed(half.words, config_dir, given), None)
     from fp8cfg.training.run_folder import ENVIRONMENT, RunFolder

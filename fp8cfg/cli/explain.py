@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from fp8cfg.cli.argv import chooses, recipe_file, split
+from fp8cfg.cli.argv import chooses, is_recipe_file, recipe_file, split
 from fp8cfg.config.errors import ConfigError, refuse_if
 
 USAGE = """
@@ -12,8 +12,9 @@ fp8cfg explain KEY [recipe=NAME | FILE.yaml] [key=value ...] [--json]
 
 What KEY is: its type, bounds or choices, default and meaning; what it does
 under this recipe, or why it does nothing; and every layer that set it, in
-order: schema default, recipe function, preset, recipe file, command line. The
-last layer is the value. A node, such as fp8, lists its keys.
+order: schema default, recipe function, preset, recipe file, command line, and
+what it gave way to. The last layer is the value. A node, such as fp8, lists its
+keys.
 
   fp8cfg explain fp8.margin recipe=llama_8b precision=bf16_fp8 fp8.margin=1
   fp8cfg explain storage
@@ -29,7 +30,7 @@ def run(argv: list[str]) -> int:
     from fp8cfg.report.key_explanation import explained, known
 
     arguments = split(argv, ("--config-dir",), ("--json",))
-    files = [arg for arg in arguments.plain if arg.endswith((".yaml", ".yml"))]
+    files = [arg for arg in arguments.plain if is_recipe_file(arg)]
     keys = [arg for arg in arguments.plain if arg not in files]
     problems: list[str] = [] if len(keys) == 1 else ["explain: needs one key, as in: fp8cfg explain fp8.margin"]
     try:

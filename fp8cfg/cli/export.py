@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli.argv import Arguments, recipe_file, split, wrong_words
+from fp8cfg.cli.argv import Arguments, is_recipe_file, recipe_file, split, wrong_words
 from fp8cfg.config.errors import ConfigError, Fp8cfgError, nearest, refuse_if
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _project(arguments: Arguments) -> str | None:
     """Take the project out of the words without a value; None where the recipe is exported for fp8cfg itself."""
     from fp8cfg.interop.projects import DOORS
 
-    if not arguments.plain or arguments.plain[0].endswith((".yaml", ".yml")):
+    if not arguments.plain or is_recipe_file(arguments.plain[0]):
         return None
     name = arguments.plain[0]
     if name not in DOORS:

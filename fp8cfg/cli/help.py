@@ -14,6 +14,8 @@ _TEXT = """fp8cfg {version}: typed recipes for low-precision training
   fp8cfg [VERB] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
          [key=value ...] [--config-dir FOLDER]
 
+FILE.yaml may be JSON, FILE.json, and - is standard input.
+
 {verbs}
 `fp8cfg VERB --help` says more.
 
@@ -27,8 +29,13 @@ name; and, short for trainer.plugins.*: precision.*, fp8.*, storage.*, backend,
 opt_level. A mapping sets several: 'fp8={{margin: 1, amax_history_len: 16}}'.
 `fp8cfg explain fp8` lists a node's keys, `fp8cfg explain fp8.margin` is on one.
 
+Where values contradict one another, what a recipe, a preset or a default says
+gives way to what you wrote, with a note. What you wrote and what would have no
+effect is refused.
+
 Options:
-  --config-dir FOLDER  recipes and presets of your own, in FOLDER/recipe/*.yaml,
+  -cd, --config-dir FOLDER
+                       recipes and presets of your own, in FOLDER/recipe/*.yaml,
                        FOLDER/precision/*.yaml and FOLDER/data/*.yaml
   -m, --multirun, -c, --cfg, -i, --info, --hydra-help
                        as in Hydra: fp8cfg train --help

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 OPTIONS = ("--config-dir", "--cfg", "--info", "--package")
 FLAGS = ("--multirun", "--resolve", "--hydra-help")
-SHORT = {"-m": "--multirun", "-c": "--cfg", "-i": "--info", "-p": "--package", "-cd": "--config-dir"}
+SHORT = {"-m": "--multirun", "-c": "--cfg", "-i": "--info", "-p": "--package"}
 CHOICES = {"--cfg": ("job", "hydra", "all"),
             "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
 _NOT_OURS = {"--run", "--version", "--shell-completion", "--config-path", "--config-name", "--experimental-rerun"}

@@ -24,6 +24,9 @@ with all that its files say.
 """
 
 
+_PLURAL = {"recipes": "recipe", "precisions": "precision"}
+
+
 @dataclass(frozen=True)
 class Entry:
     """A name that can be chosen, what its file says about it, and the file; `own` is the file as it is shown beside names
@@ -43,12 +46,13 @@ class Entry:
 def run(argv: list[str]) -> int:
     """List the groups of `argv`. Returns the exit code."""
     arguments = split(argv, ("--config-dir",), ("--json",))
-    wrong = [f"list {word}: no such group" + suggest(word, GROUPS) for word in arguments.plain if word not in GROUPS]
+    named = [_PLURAL.get(word, word) for word in arguments.plain]
+    wrong = [f"list {word}: no such group" + suggest(word, GROUPS) for word in named if word not in GROUPS]
     refuse_if(wrong + [f"list: takes no values, drop {word!r}" for word in arguments.words])
     given = arguments.one("--config-dir")
     if given and not Path(given).is_dir():
         raise ConfigError(f"--config-dir {given}: no such folder")
-    found = {g: entries(g, Path(given) if given else None) for g in GROUPS if not arguments.plain or g in arguments.plain}
+    found = {g: entries(g, Path(given) if given else None) for g in GROUPS if not named or g in named}
     if "--json" in arguments.flags:
         import json
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from fp8cfg.config.files import read_text
+
 
 def key_lines(path: Path) -> dict[str, int]:
     """The line of each dotted key in the file `path`, which `read_yaml` has accepted; the entries of a list have their index
@@ -26,5 +28,5 @@ def key_lines(path: Path) -> dict[str, int]:
                 found[f"{at}{index}"] = entry.start_mark.line + 1
                 walk(entry, f"{at}{index}.")
 
-    walk(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), "")
+    walk(yaml.compose(read_text(path).replace("\t", " "), yaml.SafeLoader), "")  # JSON has tabs between its values
     return found

@@ -1,10 +1,14 @@
-"""Safe YAML reading and writing: plain data of bounded size, no code, no interpolation; anything else is one clear error."""
+"""Safe reading of YAML and JSON, and writing of YAML: plain data of bounded size, no code; anything else is one clear error."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import json
+import os
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,8 @@ MAX_BYTES, MAX_DEPTH, MAX_NODES, MAX_ALIASES = 256 * 1024, 32, 10_000, 64
 CONF = (Path(__file__).parents[1] / "conf").resolve()
 """The shipped `conf/`: inside the package when installed; in a checkout a link there, to the folder beside it."""
 
+STDIN = Path("<stdin>")
+"""What stands for standard input where a file's path is wanted."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,63}")
 """What a preset or recipe may be called; also keeps a group choice inside its folder."""
 
@@ -79,17 +85,39 @@ def primary_config() -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in the file `path`. Raises ConfigError, naming the file, for anything that is not plain, bounded data."""
-    return parse_yaml(read_text(path), str(path))
+    """The mapping in the YAML file `path`, or in a JSON file. Raises ConfigError, naming the file, for anything that is not plain,
+    bounded data."""
+    text = read_text(path)
+    is_json = path.suffix == ".json" or (path == STDIN and _is_json(text))
+    return (parse_json if is_json else parse_yaml)(text, str(path))
 
 
 def read_text(path: Path) -> str:
     """The text of the file `path`. Raises ConfigError, naming it, for a folder, a large file, and what is no text."""
+    if path == STDIN:
+        return plain_text(_standard_input(sys.stdin), path)
     try:
         with open_regular(path) as file:
             return plain_text(file.read(MAX_BYTES + 1), path)
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror})") from None
+
+
+@functools.lru_cache(1)
+def _standard_input(stream: Any) -> bytes:
+    """What the process was given on standard input, which can be read once."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("-: torchrun starts several processes, and one alone can read standard input; write a file")
+    if stream is None:
+        raise ConfigError("-: standard input is closed")
+    return bytes(stream.buffer.read(MAX_BYTES + 1))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def plain_text(data: bytes, path: Path) -> str:
@@ -114,13 +142,36 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
         _bounded(text)
-        data = plain(yaml.load(text, _Loader), where)
+        return _mapping(lambda: yaml.load(text, _Loader), where)
     except ConfigError as e:
         raise ConfigError([p if p.startswith(where) else f"{where}: {p}" for p in e.problems]) from None
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         mark = getattr(e, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         raise ConfigError(f"{where}: {line}not valid YAML ({getattr(e, 'problem', None) or type(e).__name__})") from None
+
+
+def parse_json(text: str, where: str) -> dict[str, Any]:
+    """As `parse_yaml`, from JSON."""
+    try:
+        return _mapping(lambda: json.loads(text, object_pairs_hook=_once), where)
+    except ConfigError as e:
+        raise ConfigError([p if p.startswith(where) else f"{where}: {p}" for p in e.problems]) from None
+    except (ValueError, RecursionError) as e:
+        line = f"line {e.lineno}: " if isinstance(e, json.JSONDecodeError) else ""
+        raise ConfigError(f"{where}: {line}not valid JSON ({getattr(e, 'msg', type(e).__name__)})") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ConfigError(f"key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return found
+
+
+def _mapping(load: Callable[[], Any], where: str) -> dict[str, Any]:
+    data = plain(load(), where)
     if data is None:
         return {}
     if not isinstance(data, dict):

@@ -110,7 +110,13 @@ class Trainer(Node):
     seed: int = Field(default=1234, ge=0, le=2**31 - 1)
     """Seeds weights and sample order. Default 1234 (Megatron)."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile the model. Default auto: where a compiler is present and the run is long enough to pay for it."""
+    """torch.compile the model; true and false are on and off. Default auto: where a compiler is present and the run is long enough
+    to pay for it."""
+
+    @pydantic.field_validator("compile", mode="before")
+    @classmethod
+    def _switched(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     @pydantic.field_validator("plugins", mode="before")
     @classmethod

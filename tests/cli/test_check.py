@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 
 import pytest
 
+import fp8cfg
 from fp8cfg.__main__ import main
+from fp8cfg.report import not_here
 from tests.support.verbs import loads, refused, said
 
 Out = pytest.CaptureFixture[str]
 
 
+@pytest.fixture(autouse=True)
+def no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(not_here, "GPUS", tmp_path / "gpus")
+
+
+def notes(capsys: Out, *argv: str) -> list[str]:
+    """The notes on a recipe that can be."""
+    code, out = main(["check", *argv]), capsys.readouterr()
+    assert code == 0 and out.out.startswith("ok: ")
+    return [line.removeprefix("note: ") for line in out.err.splitlines()]
+
+
 @pytest.mark.parametrize(("argv", "line"), [
     ([], "ok: llama_tiny, bf16"),
-    (["recipe=llama_405b", "precision=bf16_fp8"], "ok: llama_405b, bf16, FP8 delayed in 504 of 505 linear layers"),
     (["precision=fp16_fp8_current", "fp8.exclude=['*.linear_fc2']"], "ok: llama_tiny, fp16, FP8 current in 6 of 17 linear layers"),
 ])
 def test_a_recipe_that_can_be(capsys: Out, argv: list[str], line: str) -> None:
@@ -26,7 +41,7 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
     (tmp_path / "precision/mine.yaml").write_text("compute: bf16\nfp8: {enabled: true}\n")
     file = tmp_path / "my.yaml"
     file.write_text("recipe: llama_1b\nprecision: mine\n")
-    assert said(capsys, "check", str(file), "--config-dir", str(tmp_path)).startswith("ok: llama_1b, bf16, FP8 delayed in ")
+    assert said(capsys, "check", str(file), "--config-dir", str(tmp_path), "trainer.devices=1").startswith("ok: llama_1b, bf16, FP8 delayed in ")
     assert refused(capsys, "check", str(file)) == [f"{file}:2: precision=mine: no such precision preset"]
 
 
@@ -45,7 +60,7 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
     (["nonsense", "fp8.margn=1"], ["nonsense: no command, recipe file or key=value; fp8cfg --help has them", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
     (["nowhere.yaml"], ["nowhere.yaml: cannot be read (No such file or directory)"]),
     (["--config-dir", "nowhere"], ["--config-dir nowhere: no such folder"]),
-    (["--full"], ["--full: no such option; choose from --config-dir, --help, --version"]),
+    (["--full"], ["--full: no such option; choose from --config-dir, --json, --help, --version"]),
     ([""], ["'': not of the form key=value"]),
 ])
 def test_every_problem_at_once(capsys: Out, argv: list[str], lines: list[str]) -> None:
@@ -54,7 +69,7 @@ def test_every_problem_at_once(capsys: Out, argv: list[str], lines: list[str]) -
 
 @pytest.mark.parametrize(("words", "line"), [
     ("opt_level=O3", "opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state"),
-    ("opt_level=O2 optim.lr=3e-5", "optim.min_lr=3e-06: storage.weight=fp16_scaled rounds most updates below 7.6e-06 away, where the schedule ends; "
+    ("fp8.params=false opt_level=O2 optim.lr=3e-5", "optim.min_lr=3e-06: storage.weight=fp16_scaled rounds most updates below 7.6e-06 away, where the schedule ends; "
      "storage.rounding=stochastic keeps their mean"),
     ("storage.exp_avg_sq=bf16 optim.betas=[0.9,0.997]", "optim.betas=[0.9, 0.997]: storage.exp_avg_sq=bf16 follows gradients that shrink only by halves; "
      "up to 0.9961 it follows all the way"),
@@ -67,7 +82,101 @@ def test_what_may_not_be_meant_is_noted_in_one_line(capsys: Out, words: str, lin
 
 
 def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
-    assert said(capsys, "check", "precision=bf16_fp8", "opt_level=O3", "storage.shard=zero1", "trainer.devices=2", "trainer.global_batch_size=32").startswith("ok: ")
+    assert notes(capsys, "precision=bf16_fp8", "opt_level=O3", "storage.shard=zero1", "trainer.devices=2", "trainer.global_batch_size=32") == [
+        "trainer.devices=2: meant for 2 GPUs, this machine has none; fp8cfg plan needs none"]
+
+
+@pytest.mark.parametrize(("words", "wanted"), [
+    ("recipe=llama_8b", ["trainer.strategy.context_parallel_size=2: not in this version, which plans and exports it and trains data-parallel",
+                         "trainer.devices=8: meant for 8 GPUs, this machine has none; fp8cfg plan needs none"]),
+    ("trainer.accelerator=cuda", ["trainer.accelerator=cuda: this machine has no NVIDIA GPU"]),
+    ("trainer.accelerator=cpu trainer.devices=2 trainer.micro_batch_size=8", []),
+    ("precision=bf16_fp8 backend=te", ["backend=te: no kernels; backend=native runs here"]),
+    ("data=text data.path=nowhere", ["data.path=nowhere: no such file or folder here"]),
+    ("data=text data.path=there.idx", []),
+    ("data=tokens data.path=there", ["data.path=there: no file there.bin here"]),
+    ("data=tokens data.path=gone.bin", ["data.path=gone.bin: no file gone.bin and gone.idx here"]),
+    ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is no folder"]),
+    ("log.dir=new/runs", []),
+    ("-cd empty", ["--config-dir empty: has none of recipe/, precision/, data/, and no presets"]),
+])
+def test_what_is_not_here_is_noted(capsys: Out, words: str, wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8cfg.backends.te.rules.unavailable", lambda: "no kernels")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.idx").touch()
+    (tmp_path / "empty").mkdir()
+    assert notes(capsys, *words.split()) == [line.replace("{tmp}", str(tmp_path)) for line in wanted]
+
+
+def test_gpus_are_counted_without_torch(capsys: Out, tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / "gpus" / f"0000:{number}").mkdir(parents=True)
+    assert notes(capsys, "trainer.accelerator=cuda", "trainer.devices=4", "trainer.global_batch_size=64") == []
+    assert notes(capsys, "trainer.devices=8", "trainer.num_nodes=2", "trainer.global_batch_size=256") == [
+        "trainer.devices=8: meant for 2 x 8 GPUs, this machine has 4; fp8cfg plan needs none"]
+
+
+def test_json(capsys: Out) -> None:
+    out = json.loads(said(capsys, "check", "--json", "precision=bf16_fp8", "opt_level=O2"))
+    assert out == {"ok": True, "recipe": "llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers",
+                   "notes": ["fp8.params True -> False: what the preset says gives way to opt_level=O2"]}
+    code, printed = main(["check", "--json", "precision=bf16_pf8", "nonsense"]), capsys.readouterr()
+    assert (code, printed.err) == (2, "")
+    assert json.loads(printed.out) == {"ok": False, "notes": [], "problems": [
+        "nonsense: no command, recipe file or key=value; fp8cfg --help has them",
+        "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"]}
+
+
+JSON = '{"recipe": "llama_tiny", "precision": "bf16_fp8",\n\t"fp8": {"margin": 1}, "name": "\\ud83d\\ude00"}'
+"""As other tools write it: tabs, and a character beyond 16 bits as a pair of escapes."""
+
+
+def test_a_file_in_json(capsys: Out, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(JSON.replace("\\ud83d\\ude00", "a\\u0062"))
+    assert json.loads(said(capsys, "explain", "fp8.margin", str(file), "--json"))["layers"][-1] == {
+        "layer": "recipe file", "value": 1, "at": {"file": str(file), "line": 2}, "by": None}
+    file.write_text(JSON)
+    assert refused(capsys, "check", str(file)) == [
+        f"{file}: name=\U0001f600: letters, digits, '_', '.' and '-' alone, at most 64 of them"]
+    said(capsys, "export", "--json", "--full", "--output", str(tmp_path / "full.json"), "precision=bf16_fp8_current")
+    assert said(capsys, "check", str(tmp_path / "full.json")).startswith("ok: llama_tiny, bf16, FP8 current in ")
+    for text, line in (('{"a": 1, "a": 2}', "key 'a' stands twice"), ('{"a": 1', "line 1: not valid JSON (Expecting ',' delimiter)"),
+                       ('[1]', "expected keys and values, got list"), ('{"_target_": "os"}', "a recipe cannot name code"),
+                       ("[" * 9999, "not valid JSON (RecursionError)"), ('{"trainer": {"seed": ' + "9" * 5000 + "}}", "not valid JSON (ValueError)")):
+        file.write_text(text)
+        assert line in "\n".join(refused(capsys, "check", str(file)))
+
+
+@pytest.mark.parametrize("text", ["recipe: llama_tiny\nprecision: bf16_fp8\n", '{"precision":\t"bf16_fp8"}', "{precision: bf16_fp8}"])
+def test_standard_input(capsys: Out, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert said(capsys, "check", "-", "fp8.margin=1") == "ok: llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers\n"
+    assert said(capsys, "diff", "-", "--", "precision=bf16_fp8", "fp8.margin=1").endswith("\nfp8.margin  0  1\n")
+
+
+def test_standard_input_that_is_none(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert refused(capsys, "check", "-") == ["-: standard input is closed"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"fp8: {margn: 1}")))
+    assert refused(capsys, "check", "-") == ["<stdin>: fp8.margn: no such key; did you mean 'fp8.margin'?"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert refused(capsys, "check", "-") == ["-: torchrun starts several processes, and one alone can read standard input; write a file"]
+
+
+def test_words_of_other_tools_are_accepted(capsys: Out, tmp_path: Path) -> None:
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision" / "mine.yaml").write_text("compute: fp32\n")
+    for option in (["-cd", str(tmp_path)], [f"-cd={tmp_path}"]):
+        assert said(capsys, "check", *option, "precision=mine") == "ok: llama_tiny, fp32\n"
+    assert '"precision"' in said(capsys, "list", "precisions", "--json", "-cd", str(tmp_path))
+    assert said(capsys, "list", "recipes") == said(capsys, "list", "recipe")
+    for word, compile in (("false", "off"), ("true", "on"), ("off", "off"), ("auto", "auto")):
+        assert said(capsys, "check", f"trainer.compile={word}") == "ok: llama_tiny, bf16\n"
+        assert fp8cfg.compose([f"trainer.compile={word}"]).trainer.compile == compile
+    assert fp8cfg.from_yaml("trainer: {compile: true}").trainer.compile == fp8cfg.Trainer(compile=True).compile == "on"
+    assert '"value": "off"' in said(capsys, "explain", "trainer.compile", "trainer.compile=false", "--json")
 
 
 def test_neither_torch_nor_fiddle_is_loaded() -> None:

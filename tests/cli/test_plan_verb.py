@@ -155,7 +155,7 @@ def test_what_is_said(argv: list[str], parts: list[str], capsys: pytest.CaptureF
     (["precision=bf16_fp8", "--gpu", "a100-80"],
      ["cannot run on a100-80: fp8.enabled=True: this GPU has compute capability 8.0,\n  FP8 needs", "gains: none, a100-80 has no FP8 units", "fits a100-80"]),
     (["precision=bf16_mxfp8", "--gpu", "h100"], ["cannot run on h100: fp8.scaling=mxfp8: ", "1.42x", "FP8: 16 of 17", "B300"]),
-    (["recipe=llama_70b", "precision=bf16_fp8", "opt_level=O2", "--gpus", "64", "--gpu", "a100-80"],
+    (["recipe=llama_70b", "precision=bf16_fp8", "fp8.params=false", "opt_level=O2", "--gpus", "64", "--gpu", "a100-80"],
      ["cannot run on a100-80: ", "this recipe: O2", "layout: 64 ranks = tensor 4 x pipeline 4 x context 2 x data 2"]),
 ])
 def test_a_recipe_that_nothing_runs_there_is_planned_and_refused(argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:

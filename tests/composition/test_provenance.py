@@ -51,13 +51,14 @@ def test_each_further_word_adds_its_layer_on_top(chosen: list[str], values: list
     before, after = trace(words[:-1]), trace(words)
     (key, given), = values[-1][1].items()
     for k in KEYS:
-        added = after.layers[k][len(before.layers[k]):]
-        assert after.layers[k][:len(before.layers[k])] == before.layers[k]
+        said_before, said_after = ([layer for layer in t.layers[k] if layer.kind != "gave way"] for t in (before, after))
+        added = said_after[len(said_before):]
+        assert said_after[:len(said_before)] == said_before
         assert [layer.value for layer in added] == ([typed(k, given)] if k == key else [])
 
 
 def _rank(layer: Layer) -> int:
-    return {"schema default": 0, "recipe function": 1, "recipe file": 1, "preset": 1 if layer.by.file else 2, "command line": 3}[layer.kind]
+    return {"schema default": 0, "recipe function": 1, "recipe file": 1, "preset": 1 if layer.by.file else 2, "command line": 3, "gave way": 4}[layer.kind]
 
 
 STEPS = st.lists(st.one_of(

@@ -109,7 +109,7 @@ REFUSED = [
      "optim.lr=1e-06: storage.master_weight=fp16_scaled rounds most updates of that size away, at weights of 0.02 those below 7.6e-06; " + HALF),
     ("precision=bf16 storage.master_weight=none optim.lr=3e-5",
      "optim.lr=3e-05: storage.weight=bf16 rounds most updates of that size away, at weights of 0.02 those below 6.1e-05; " + HALF),
-    ("precision=bf16_fp8 storage.weight=fp16_scaled", "storage.weight=fp16_scaled: contradicts fp8.params=true, which stores weights in FP8; drop one of the two"),
+    ("precision=bf16_fp8 fp8.params=true storage.weight=fp16_scaled", "storage.weight=fp16_scaled: contradicts fp8.params=true, which stores weights in FP8; drop one of the two"),
     ("precision=bf16_fp8 fp8.params=false storage.weight=fp8_pow2",
      "storage.weight=fp8_pow2: FP8 layers hold their weights as fp8.scaling quantizes them; write storage.weight=fp8, and "
      "fp8.use_power_2_scales=true under current scaling"),
@@ -127,7 +127,7 @@ REFUSED = [
 
 def problems(words: str) -> list[str]:
     try:
-        fp8cfg.compose(words.split()).check()
+        fp8cfg.compose(words.split())
     except fp8cfg.ConfigError as e:
         return e.problems
     return []

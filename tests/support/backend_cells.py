@@ -131,7 +131,7 @@ def torchao() -> list[Cell]:
         Refused("torchao", "fp8.enable_2d_quantization", (*MXFP8, "fp8.enable_2d_quantization=true"), "fp8.enable_2d_quantization=True: torchao"),
         *(Refused("torchao", f"fp8.{k}", (*PRESET["nvfp4"], PLAIN, f"fp8.{k}=false"), "fp8.scaling=nvfp4: torchao has")
           for k in ("random_hadamard_transform", "stochastic_rounding")),
-        Refused("torchao", "fp8.params", CURRENT, "fp8.params=True: torchao does not multiply weights that are held"),
+        Refused("torchao", "fp8.params", (*CURRENT, "fp8.params=true"), "fp8.params=True: torchao does not multiply weights that are held"),
         *(applied(f"fp8.override_linear_precision.{g}", (f"fp8.override_linear_precision.{g}=true",), f"scaling_type of layer.config.{cast}", "DISABLED",
                   lambda b, cast=cast: getattr(b.layer.config, cast).scaling_type.name) for g, cast in casts.items()),
         Applied("torchao", "fp8.override_linear_precision.wgrad", (*MXFP8, "fp8.override_linear_precision.wgrad=true"), "layer.wgrad_with_hp", True),
@@ -222,7 +222,7 @@ def msamp() -> list[Cell]:
         *(Refused("msamp", "fp8.scaling", (*PRESET[s],), f"fp8.scaling={s}: MS-AMP has delayed scaling alone", H200) for s in PRESET if s != "delayed"),
         applied("fp8.format", "", "qtype of layer.scaling_metas['ograd']", "kFloat8E5M2", lambda b: b.layer.scaling_metas["ograd"].qtype.name),
         applied("fp8.amax_history_len", "", "window of layer.scaling_metas['input']", 16, lambda b: b.layer.scaling_metas["input"].window_size),
-        applied("fp8.params", "fp8.params=true", "layer.weight.dtype: opt_level goes before it", "torch.float16", lambda b: b.layer.weight.dtype),
+        Refused("msamp", "fp8.params", (*base, "fp8.params=true"), "fp8.params=True: has no effect, opt_level=O2 stores weights in fp16_scaled", H200),
         *(Refused("msamp", f"fp8.{k}", (*base, f"fp8.{k}={v}"), f"fp8.{k}={v}: MS-AMP", H200) for k, v in delayed.items()),
         *(Refused("msamp", key, tuple(words), f"fp8.scaling={scaling}: MS-AMP has delayed", H200) for key, (scaling, *words) in other.items()),
         Refused("msamp", "fp8.multi_head_attention", mha, "fp8.multi_head_attention=True: MS-AMP leaves attention", H200),

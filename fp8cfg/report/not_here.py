@@ -1,0 +1,76 @@
+"""Needs of a recipe that this version, this machine or its disks do not meet: remarks, for it may be meant to run elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fp8cfg.backends import backend_registry
+from fp8cfg.config.recipe import Recipe
+
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""A folder for each GPU that NVIDIA's driver has, by which they are counted without loading torch."""
+_PRESETS = ("recipe", "precision", "data")
+
+
+def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
+    """A line for each need of `recipe`, composed with the presets of `config_dir`, that is not met here."""
+    return [*_layout(recipe), *_backend(recipe), *_gpus(recipe), *_paths(recipe), *_presets(config_dir)]
+
+
+def _layout(recipe: Recipe) -> list[str]:
+    """Parallel layouts, which are planned and exported, and not trained."""
+    s = recipe.trainer.strategy
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    keys = [f"{s.key(name)}={value}" for name in sizes if (value := getattr(s, name)) > 1]
+    return [f"{', '.join(keys)}: not in this version, which plans and exports it and trains data-parallel"] if keys else []
+
+
+def _backend(recipe: Recipe) -> list[str]:
+    name = recipe.precision.backend
+    if name == "auto" or not recipe.fp8.enabled or not backend_registry.exists(name):
+        return []
+    rules = backend_registry.rules(name)
+    why = rules.unavailable()
+    return [f"backend={name}: {why}; {rules.instead(recipe.precision)} runs here"] if why else []
+
+
+def _gpus(recipe: Recipe) -> list[str]:
+    t, there = recipe.trainer, _count()
+    if t.accelerator == "cuda" and not there:
+        return ["trainer.accelerator=cuda: this machine has no NVIDIA GPU"]
+    if t.accelerator == "cpu" or t.devices <= max(1, there):
+        return []
+    meant = f"{t.num_nodes} x {t.devices} GPUs" if t.num_nodes > 1 else f"{t.devices} GPUs"
+    return [f"trainer.devices={t.devices}: meant for {meant}, this machine has {there or 'none'}; fp8cfg plan needs none"]
+
+
+def _count() -> int:
+    try:
+        return sum(1 for _ in GPUS.iterdir())
+    except OSError:
+        return 0
+
+
+def _paths(recipe: Recipe) -> list[str]:
+    d, found = recipe.data, list[str]()
+    if d.path and d.name == "text" and not Path(d.path).exists():
+        found.append(f"data.path={d.path}: no such file or folder here")
+    if d.path and d.name == "tokens":
+        prefix = d.path.removesuffix(".idx").removesuffix(".bin")
+        missing = [name for end in (".bin", ".idx") if not Path(name := prefix + end).is_file()]
+        found += [f"data.path={d.path}: no file {' and '.join(missing)} here"] if missing else []
+    above = Path(recipe.log.dir).absolute()
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    if not above.is_dir():
+        found.append(f"log.dir={recipe.log.dir}: {above} is no folder")
+    elif not os.access(above, os.W_OK | os.X_OK):
+        found.append(f"log.dir={recipe.log.dir}: {above} cannot be written")
+    return found
+
+
+def _presets(config_dir: str | None) -> list[str]:
+    if config_dir is None or any((Path(config_dir) / group).is_dir() for group in _PRESETS):
+        return []
+    return [f"--config-dir {config_dir}: has none of {', '.join(f'{group}/' for group in _PRESETS)}, and no presets"]
