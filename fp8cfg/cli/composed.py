@@ -23,12 +23,14 @@ def composed(words: Sequence[str], config_dir: str | None = None, file: Path | N
     return found.recipe
 
 
-def settled(words: Sequence[str], config_dir: str | None, file: Path | None, base: Recipe | None = None) -> Settled:
-    """As `composed`, with what gave way, and nothing said or refused."""
+def settled(
+    words: Sequence[str], config_dir: str | None, file: Path | None, base: Recipe | None = None, sweep: bool = False
+) -> Settled:
+    """As `composed`, or as a job of a `sweep`, with what gave way, and nothing said or refused."""
     from fp8cfg.composition import giving_way
     from fp8cfg.composition.library import Library
 
-    return giving_way.composed(words, Library(Path(config_dir) if config_dir else None), file, base)
+    return giving_way.composed(words, Library(Path(config_dir) if config_dir else None), file, base, sweep)
 
 
 def say(notes: Iterable[str]) -> None:

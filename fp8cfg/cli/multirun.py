@@ -57,7 +57,7 @@ def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
     recipes: list[Recipe] = []
 
     def build(words: Sequence[str]) -> None:
-        found = settled(words, config_dir, file)  # what gives way in it each job says
+        found = settled(words, config_dir, file, sweep=True)  # what gives way in it each job says
         refuse_if(found.problems)
         recipes.append(found.recipe)
 

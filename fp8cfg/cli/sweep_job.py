@@ -52,7 +52,7 @@ def _train(values: Any, words: list[str], authors: Authors, folder: Path, made: 
         return made[0]
 
     try:
-        found = settled(Recipe(**values), of_words(words, authors))
+        found = settled(Recipe(**values), of_words(words, authors), sweep=True)
         refuse_if(found.problems)
         say(found.notes)
         recipe = found.recipe

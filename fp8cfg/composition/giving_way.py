@@ -133,16 +133,21 @@ class Settled:
         return [f"note: {', '.join(those)}: {whose} gives way to {cause}" for (whose, cause), those in found.items()]
 
 
-def composed(words: Sequence[str], library: Library, file: Path | None = None, base: Recipe | None = None) -> Settled:
-    """The recipe of `words`, as `compose` takes them, in which values have given way. Raises ConfigError with every problem of a
-    word or a file."""
+def composed(
+    words: Sequence[str], library: Library, file: Path | None = None, base: Recipe | None = None, sweep: bool = False
+) -> Settled:
+    """The recipe of `words`, as `compose` takes them, in which values have given way; with `sweep` as in one job of it. Raises
+    ConfigError with every problem of a word or a file."""
     recipe = unchecked(words, library, file, base)
-    return settled(recipe, of_words(words, of_file(library.data(file)) if file else {}))
+    return settled(recipe, of_words(words, of_file(library.data(file)) if file else {}), sweep)
 
 
-def settled(recipe: Recipe, authors: Mapping[str, Author]) -> Settled:
-    """`recipe` with every value that gives way to one of a higher rank."""
+def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False) -> Settled:
+    """`recipe` with every value that gives way to one of a higher rank. In a `sweep`, whose words are for all of its jobs, a
+    default is no mistake in those where it has no effect."""
     by_user, derived = written(authors), dict(authors)
+    if sweep:
+        by_user -= {short(key) for key, value in flat(recipe).items() if value == _defaults()[key]}
     changes: dict[str, Change] = {}
     for _ in range(_MOST):
         broken = rules.broken(recipe, by_user)

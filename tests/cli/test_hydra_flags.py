@@ -37,6 +37,12 @@ def test_cfg_job_is_the_composed_recipe(capsys: pytest.CaptureFixture[str]) -> N
     assert printed(capsys, "train", "--cfg", "job", *FP8) == printed(capsys, *FP8, "--cfg", "job")
 
 
+def test_cfg_has_what_gave_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trainer.max_steps=5", "--cfg", "job", "-p", "optim.warmup_steps"]) == 0
+    out = capsys.readouterr()
+    assert (out.out.strip(), out.err) == ("5", "note: optim.warmup_steps 20 -> 5: what the recipe says gives way to trainer.max_steps=5\n")
+
+
 def test_a_package_is_named_as_keys_are(capsys: pytest.CaptureFixture[str]) -> None:
     for key in ("fp8", "precision.fp8", "trainer.plugins.fp8"):
         text = printed(capsys, *FP8, "--cfg", "job", "--package", key)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.cli import sweep_results
+from fp8cfg.composition.giving_way import composed
 from fp8cfg.composition.library import Library
 from fp8cfg.composition.sweep_words import MAX_JOBS, read, refused
+from fp8cfg.config.errors import refuse_if
 from fp8cfg.recipes import llama_tiny
 from fp8cfg.training import metrics
 from tests.support.small import SMALL
@@ -92,11 +95,16 @@ def test_a_wrong_word_is_refused_before_the_first_job(words: str, lines: list[st
 
 
 def test_a_combination_that_cannot_be_is_a_hole_and_a_word_without_any_is_an_error() -> None:
+    def build(words: Sequence[str]) -> None:
+        refuse_if(composed(words, Library(), sweep=True).problems)
+
     plan = read(["fp8.margin=0,1", "precision=bf16_fp8,bf16_fp8_current"], Library())
-    (number, lines), = refused(plan.combinations, fp8cfg.compose).items()
+    (number, lines), = refused(plan.combinations, build).items()
     assert plan.combinations[number] == ["fp8.margin=1", "precision=bf16_fp8_current"] and "has no effect" in lines[0]
     with pytest.raises(fp8cfg.ConfigError, match="has no effect"):
         refused(read(["fp8.margin=0,1", "precision=bf16_fp8_current,bf16"], Library()).combinations, fp8cfg.compose)
+    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margin=0: has no effect"):
+        fp8cfg.compose(plan.combinations[1])  # alone
 
 
 def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +180,22 @@ def test_two_jobs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
     first, second = json.loads((sweep / "results.json").read_text())
     assert done.returncode == 2 and first["exit_code"] == 0 and first["training_loss"] and second["training_loss"] is None
     assert f"fp8cfg refused: {sweep / 'fp8cfg'} already holds a run" in done.stdout
+
+
+def test_what_the_user_did_not_write_gives_way_in_each_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[fp8cfg.Recipe] = []
+
+    def launched(recipe: fp8cfg.Recipe, *_: Any) -> int:
+        ran.append(recipe)
+        return 0
+
+    monkeypatch.setattr("fp8cfg.cli.launch.launch", launched)
+    file = tmp_path / "mine.yaml"
+    file.write_text("optim: {constant_steps: 3}\n")
+    assert main(["-m", str(file), "trainer.max_steps=5,200", f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0
+    assert [(r.optim.warmup_steps, r.optim.constant_steps) for r in ran] == [(2, 3), (20, 3)]
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")] == [
+        "note: optim.warmup_steps 20 -> 2: what the recipe says gives way to trainer.max_steps=5 and optim.constant_steps=3"]
 
 
 @pytest.mark.slow
