@@ -139,12 +139,12 @@ def composed(
     """The recipe of `words`, as `compose` takes them, in which values have given way; with `sweep` as in one job of it. Raises
     ConfigError with every problem of a word or a file."""
     recipe = unchecked(words, library, file, base)
-    return settled(recipe, of_words(words, of_file(library.data(file)) if file else {}), sweep)
+    return settled(recipe, of_words(words, of_file(library.data(file)) if file else {}), sweep, tacitly=base is None)
 
 
-def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False) -> Settled:
+def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, tacitly: bool = True) -> Settled:
     """`recipe` with every value that gives way to one of a higher rank. In a `sweep`, whose words are for all of its jobs, a
-    default is no mistake in those where it has no effect."""
+    default is no mistake in those where it has no effect. Not `tacitly`, what does no harm stays: a run that is resumed has it."""
     by_user, derived = written(authors), dict(authors)
     if sweep:
         by_user -= {short(key) for key, value in flat(recipe).items() if value == _defaults()[key]}
@@ -152,7 +152,8 @@ def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False) 
     for _ in range(_MOST):
         broken = rules.broken(recipe, by_user)
         lines = [*broken, *([] if any(holds(line, by_user) for line in broken) else _of_backend(recipe))]
-        change = next((c for line in lines if isinstance(line, Refusal) and (c := _given(line, recipe, authors, derived))), None)
+        refusals = [line for line in lines if isinstance(line, Refusal) and (tacitly or not line.tacit)]
+        change = next((c for line in refusals if (c := _given(line, recipe, authors, derived))), None)
         if change is None:
             break
         recipe = assigned(recipe, {change.key: change.new})

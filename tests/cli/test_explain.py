@@ -84,6 +84,19 @@ def test_the_effect_of_a_key(key: str, words: list[str], want: str) -> None:
     assert effect(fp8cfg.compose(words), full(key)) == want
 
 
+@pytest.mark.parametrize(("words", "value", "want"), [
+    (["opt_level=O1"], False, "no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"),
+    (["fp8.params=true", "opt_level=O2"], True, "refused: fp8.params=True: has no effect, opt_level=O2 stores weights in fp16_scaled; drop one of the two"),
+    (["opt_level=O3"], True, "takes effect"),
+])
+def test_fp8_weights_under_a_level_that_stores_others(words: list[str], value: bool, want: str) -> None:
+    found = fp8cfg.explain(["precision=bf16_fp8", *words], "fp8.params")
+    assert (found.value, found.effect) == (value, want)
+    recipe = llama_tiny()
+    recipe.precision, recipe.opt_level = "bf16_fp8", "O1"  # nobody knows who wrote fp8.params
+    assert fp8cfg.explain(recipe, "fp8.params").effect == "no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"
+
+
 def test_a_key_without_effect_is_explained_though_the_recipe_is_refused(capsys: Out) -> None:
     text = said(capsys, "explain", "fp8.margin", "precision=bf16_fp8_current", "fp8.margin=1")
     assert "effect     refused: fp8.margin=1: has no effect under fp8.scaling=current,\n" in text and "  -> 1  command line: fp8.margin=1\n" in text

@@ -360,7 +360,7 @@ ZERO2 = "or storage.shard=zero2"
 
 @pytest.mark.parametrize(("words", "line"), [
     ("storage.gather=bf16", "storage.gather=bf16: has no effect, storage.shard=none keeps whole weights on every rank; drop it or write storage.shard=fsdp"),
-    (f"{FSDP} precision=bf16_fp8", f"fp8.params=True: storage.shard=fsdp keeps float32 weights; write fp8.params=false, {ZERO2}"),
+    (f"{FSDP} precision=bf16_fp8 fp8.params=true", f"fp8.params=True: storage.shard=fsdp keeps float32 weights; write fp8.params=false, {ZERO2}"),
     (f"{FSDP} opt_level=O2 precision=bf16_fp8", f"opt_level=O2: storage.shard=fsdp keeps float32 weights and moments; drop it, {ZERO2}"),
     (f"{FSDP} backend=msamp precision=bf16_fp8 {PLAIN}", f"backend=msamp: storage.shard=fsdp keeps float32 weights and moments; drop it, {ZERO2}"),
     (f"{FSDP} storage.weight=bf16", f"storage.weight=bf16: storage.shard=fsdp has fp32 there; write that, {ZERO2}"),
