@@ -17,7 +17,7 @@ from fp8cfg.training.run_folder import RunFolder
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from fp8cfg.composition.giving_way import Authors
+    from fp8cfg.composition.authors import Authors
 
 
 def job(authors: Authors, config: DictConfig) -> float:
@@ -44,7 +44,8 @@ def _train(values: Any, words: list[str], authors: Authors, folder: Path, made: 
     from fp8cfg.cli.composed import say
     from fp8cfg.cli.launch import launch
     from fp8cfg.composition import to_yaml
-    from fp8cfg.composition.giving_way import of_words, settled
+    from fp8cfg.composition.authors import of_words
+    from fp8cfg.composition.giving_way import settled
     from fp8cfg.config.recipe import Recipe
 
     def own() -> RunFolder:

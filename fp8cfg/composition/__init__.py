@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from fp8cfg.composition.giving_way import Settled, composed, of_file, settled
+from fp8cfg.composition.authors import of_file
+from fp8cfg.composition.giving_way import Settled, composed, settled
 from fp8cfg.composition.library import Library
 from fp8cfg.composition.resolve import recipe_from, recipe_of
 from fp8cfg.composition.yaml_recipe import to_yaml

@@ -1,89 +1,32 @@
 """Precedence of conflicting values: what a recipe, a preset or a default says gives way to what the user wrote.
 
-The rules between keys say which key can give way to which, and with what value (config/refusal.py). Here stands who wrote each
-key, and so whether it does. A value never gives way to one of a lower rank, nor to one of its own: two values that the user wrote
-are refused, and so is a recipe that contradicts itself.
+The rules between keys say which key can give way to which, and with what value (config/refusal.py). Who wrote each key
+(authors.py) decides whether it does. A value never gives way to one of a lower rank, nor to one of its own: two values that the
+user wrote are refused, and so is a recipe that contradicts itself.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.composition.flatten import assigned, flat, settings
-from fp8cfg.composition.library import GROUPS, LEAVES, Library
-from fp8cfg.composition.override_words import parsed
+from fp8cfg.composition.authors import Author, defaults, of_file, of_words, written
+from fp8cfg.composition.flatten import assigned, flat
+from fp8cfg.composition.library import Library
 from fp8cfg.composition.resolve import unchecked
-from fp8cfg.composition.yaml_recipe import choices_in, full_names
 from fp8cfg.config import backend_capabilities, rules
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.hardware import Hardware
-from fp8cfg.config.key_names import PLUGIN, full, short
+from fp8cfg.config.key_names import full, short
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import Refusal, holds
 from fp8cfg.config.storage import as_held
 
 _MOST = 100
 """Values that give way in one recipe, each of which may make another do so."""
-
-
-class Author(IntEnum):
-    """Who wrote a value, by rank: a recipe or the schema, whose default it is; a preset that was chosen over the recipe; the user,
-    in a word, or in a file with another value than the default."""
-
-    RECIPE = 0
-    PRESET = 1
-    USER = 2
-
-
-Authors = dict[str, Author]
-"""Author by full key; where a key is not there, RECIPE."""
-
-
-def of_words(words: Sequence[str], authors: Mapping[str, Author] = {}) -> Authors:
-    """The authors of a recipe, of which `authors` are known, once `words`, which are valid, are applied."""
-    found = dict(authors)
-    values: dict[str, Author] = {}
-    for word in words:
-        name, value, _ = parsed(word)
-        group = "precision" if name == PLUGIN else name
-        if group not in GROUPS or isinstance(value, dict):
-            values |= dict.fromkeys(settings({full(name): value}), Author.USER)
-        elif group in LEAVES and value is not None:
-            found |= _below(group)
-    return {**found, **values}
-
-
-def of_file(data: Mapping[str, Any]) -> Authors:
-    """The authors of the recipe in a file with the content `data`. A file with every key is an export, which nobody wrote."""
-    data, found = dict(data), Authors()
-    for group in choices_in(data):
-        found |= _below(group) if group in LEAVES else {}
-    values = settings(full_names(data))
-    if values.keys() >= _defaults().keys():
-        return {}
-    return found | {key: Author.USER for key, value in values.items() if value != _defaults()[key]}
-
-
-@functools.cache
-def _defaults() -> Mapping[str, Any]:
-    return flat(Recipe())
-
-
-def _below(group: str) -> Authors:
-    """A preset of `group` writes every key of its node."""
-    cls, home = LEAVES[group]
-    return dict.fromkeys(flat(cls(), home), Author.PRESET)
-
-
-def written(authors: Mapping[str, Author]) -> frozenset[str]:
-    """The keys that the user wrote, by their short names."""
-    return frozenset(short(key) for key, author in authors.items() if author is Author.USER)
 
 
 @dataclass(frozen=True)
@@ -99,7 +42,7 @@ class Change:
     @property
     def whose(self) -> str:
         """Whose value gave way, as the subject of a sentence."""
-        if self.author is Author.RECIPE and self.old == _defaults()[self.key]:
+        if self.author is Author.RECIPE and self.old == defaults()[self.key]:
             return "the default"
         return f"what the {self.author.name.lower()} says"
 
@@ -147,7 +90,7 @@ def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, 
     default is no mistake in those where it has no effect. Not `tacitly`, what does no harm stays: a run that is resumed has it."""
     by_user, derived = written(authors), dict(authors)
     if sweep:
-        by_user -= {short(key) for key, value in flat(recipe).items() if value == _defaults()[key]}
+        by_user -= {short(key) for key, value in flat(recipe).items() if value == defaults()[key]}
     changes: dict[str, Change] = {}
     for _ in range(_MOST):
         broken = rules.broken(recipe, by_user)
