@@ -18,7 +18,7 @@ from fp8cfg.composition.yaml_lines import key_lines
 from fp8cfg.composition.yaml_recipe import choices_in, full_names
 from fp8cfg.config import foreign_names, recipe_registry
 from fp8cfg.config.errors import ConfigError, refuse_if
-from fp8cfg.config.files import default_recipe
+from fp8cfg.config.files import STDIN, default_recipe
 from fp8cfg.config.key_names import full
 from fp8cfg.config.recipe import Recipe
 
@@ -91,7 +91,7 @@ def _in_file(path: Path, build: Callable[[], T]) -> T:
     try:
         return build()
     except ConfigError as e:
-        lines = {full(key): line for key, line in key_lines(path).items()} if path.is_file() else {}
+        lines = {full(key): line for key, line in key_lines(path).items()} if path == STDIN or path.is_file() else {}
         raise ConfigError([p if p.startswith(str(path)) else f"{path}{_line(p, lines)}: {p}" for p in e.problems]) from None
 
 

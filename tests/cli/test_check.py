@@ -138,7 +138,7 @@ def test_a_file_in_json(capsys: Out, tmp_path: Path) -> None:
         "layer": "recipe file", "value": 1, "at": {"file": str(file), "line": 2}, "by": None}
     file.write_text(JSON)
     assert refused(capsys, "check", str(file)) == [
-        f"{file}: name=\U0001f600: letters, digits, '_', '.' and '-' alone, at most 64 of them"]
+        f"{file}:2: name=\U0001f600: letters, digits, '_', '.' and '-' alone, at most 64 of them"]
     said(capsys, "export", "--json", "--full", "--output", str(tmp_path / "full.json"), "precision=bf16_fp8_current")
     assert said(capsys, "check", str(tmp_path / "full.json")).startswith("ok: llama_tiny, bf16, FP8 current in ")
     for text, line in (('{"a": 1, "a": 2}', "key 'a' stands twice"), ('{"a": 1', "line 1: not valid JSON (Expecting ',' delimiter)"),
@@ -159,7 +159,7 @@ def test_standard_input_that_is_none(capsys: Out, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.stdin", None)
     assert refused(capsys, "check", "-") == ["-: standard input is closed"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"fp8: {margn: 1}")))
-    assert refused(capsys, "check", "-") == ["<stdin>: fp8.margn: no such key; did you mean 'fp8.margin'?"]
+    assert refused(capsys, "check", "-") == ["<stdin>:1: fp8.margn: no such key; did you mean 'fp8.margin'?"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert refused(capsys, "check", "-") == ["-: torchrun starts several processes, and one alone can read standard input; write a file"]

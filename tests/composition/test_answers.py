@@ -117,8 +117,8 @@ ELSEWHERE = {
     ("explain", "llama_8b"): "llama_8b: is no key but a choice; write recipe=llama_8b with a key, as in: fp8cfg explain fp8.margin recipe=llama_8b",
     ("check", "accelerate.yaml"): "accelerate.yaml: has the keys of another project; write: fp8cfg import accelerate accelerate.yaml",
     ("plan", "deepspeed.yaml"): "deepspeed.yaml: has the keys of another project; write: fp8cfg import deepspeed deepspeed.yaml",
-    ("check", "pretrain.sh"): "pretrain.sh: is no recipe file; the name of one ends in .yaml; write: fp8cfg import megatron pretrain.sh",
-    ("check", "8b.toml"): "8b.toml: is no recipe file; the name of one ends in .yaml; write: fp8cfg import torchtitan 8b.toml",
+    ("check", "pretrain.sh"): "pretrain.sh: is no recipe file; the name of one ends in .yaml or .json; write: fp8cfg import megatron pretrain.sh",
+    ("check", "8b.toml"): "8b.toml: is no recipe file; the name of one ends in .yaml or .json; write: fp8cfg import torchtitan 8b.toml",
     ("check", "typo.yaml"): "typo.yaml:4: fp8.margn: no such key; did you mean 'fp8.margin'?\n"
                             "error: typo.yaml:6: trainer.max_steps=ten: expected an integer, got str",
     ("check", "preset.yaml"): "preset.yaml:2: precision=bf16_fp9: no such precision preset; did you mean 'bf16_fp8'?",
@@ -128,7 +128,7 @@ ELSEWHERE = {
     ("sweep", "recipe=llama_tiny", "model.num_attention_heads=range(5,8)"):
         "model.hidden_size=256: not a multiple of model.num_attention_heads=5; nearest is 255, or set model.kv_channels\n"
         "error: model.kv_channels=51: rotary positions need an even head width; nearest is 52\n"
-        "error: the sweep: and 4 lines more like these",
+        "error: the sweep: and 2 lines more like these",
 }
 FILES = {
     "accelerate.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config: {backend: TE}\n",
