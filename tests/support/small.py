@@ -17,6 +17,12 @@ SMALL = ("recipe=llama_tiny", "data=tiny", "model.num_layers=2", "model.hidden_s
          "optim.warmup_steps=2", "trainer.val_check_interval=3", "trainer.limit_val_batches=2", "checkpoint.every_n_steps=2")
 
 
+def small_words(*words: str) -> list[str]:
+    """Those of the small recipe and `words`; without evaluation nothing is said about its length."""
+    evaluates = "trainer.val_check_interval=0" not in words
+    return [*(w for w in SMALL if evaluates or not w.startswith("trainer.limit_val_batches")), *words]
+
+
 def small(*words: str) -> Recipe:
     """The small recipe with `words` on top; composed once, and a copy for each caller."""
     return _composed(*words).model_copy(deep=True)
@@ -24,7 +30,7 @@ def small(*words: str) -> Recipe:
 
 @functools.cache
 def _composed(*words: str) -> Recipe:
-    return fp8cfg.compose([*SMALL, *words])
+    return fp8cfg.compose(small_words(*words))
 
 
 def steps(job: Job, count: int, first: int = 0) -> Iterator[Step]:

@@ -12,14 +12,14 @@ import fp8cfg
 from fp8cfg.training.checkpoint import checkpoint
 from fp8cfg.training.metrics import read
 from tests.support.ranks import launch
-from tests.support.small import SMALL, small
+from tests.support.small import SMALL, small, small_words
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
 def run(ranks: int, root: Path, *words: str, micro: int = 4) -> Path:
-    done = launch(ranks, *SMALL, *words, f"log.dir={root}", f"trainer.micro_batch_size={micro}")
+    done = launch(ranks, *small_words(*words, f"log.dir={root}", f"trainer.micro_batch_size={micro}"))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("run folder:") == 1, "one rank prints"
     folder, = root.iterdir()
@@ -36,8 +36,7 @@ def scales(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_what_may_not_be_meant_is_noted_by_one_rank_and_once(tmp_path: Path) -> None:
-    words = (*SMALL, "precision=bf16_fp8", "opt_level=O3", "trainer.max_steps=1", "optim.warmup_steps=0", "trainer.val_check_interval=0",
-             "trainer.limit_val_batches=32", "checkpoint.every_n_steps=0", "trainer.micro_batch_size=4", f"log.dir={tmp_path}")
+    words = small_words("precision=bf16_fp8", "opt_level=O3", "trainer.max_steps=1", "optim.warmup_steps=0", "trainer.val_check_interval=0", "checkpoint.every_n_steps=0", "trainer.micro_batch_size=4", f"log.dir={tmp_path}")
     for ranks, shard, note in ((1, "none", "opt_level=O3: on one rank it takes more"), (2, "none", "opt_level=O3: on one rank it takes more"),
                                (1, "zero1", "storage.shard=zero1: splits state"), (2, "zero1", "")):
         done = launch(ranks, *words, f"storage.shard={shard}")
@@ -59,14 +58,14 @@ def test_two_ranks_with_half_the_batch_each_are_one_run(tmp_path: Path) -> None:
 
 def test_the_first_scales_are_those_of_one_rank_with_the_batch_in_one_pass(tmp_path: Path) -> None:
     words = ("precision=bf16_fp8", "fp8.first_step=te", "fp8.amax_history_len=4", "trainer.max_steps=1", "optim.warmup_steps=0",
-             "trainer.val_check_interval=0", "trainer.limit_val_batches=32")
+             "trainer.val_check_interval=0")
     one, two = (scales(run(ranks, tmp_path / str(ranks), *words, micro=8 // ranks)) for ranks in (1, 2))
     for name, scale in one.items():
         torch.testing.assert_close(two[name], scale, rtol=1e-6, atol=0)
 
 
 def test_ranks_without_reduction_keep_their_own_amaxes(tmp_path: Path) -> None:
-    words = ("precision=bf16_fp8", "trainer.max_steps=1", "optim.warmup_steps=0", "trainer.val_check_interval=0", "trainer.limit_val_batches=32",
+    words = ("precision=bf16_fp8", "trainer.max_steps=1", "optim.warmup_steps=0", "trainer.val_check_interval=0",
              "fp8.first_step=te")  # scales of 1, so that the products of the one step are the same
     histories = []
     for reduce in ("true", "false"):

@@ -61,7 +61,7 @@ def test_checkpoint_keys(tmp_path: Path) -> None:
 
 
 def test_evaluation_keys(tmp_path: Path) -> None:
-    folder, result, _ = run(tmp_path, "trainer.val_check_interval=0", "trainer.limit_val_batches=32")
+    folder, result, _ = run(tmp_path, "trainer.val_check_interval=0")
     assert result.val_loss is None and not any("val_loss" in line for line in read(folder.metrics))
     recipe = small("trainer.limit_val_batches=3")
     _, held_out = run_data(recipe)
@@ -152,7 +152,7 @@ def test_a_run_whose_gradients_are_not_finite_stops_with_its_weights(tmp_path: P
 def test_an_overflow_that_never_ends_stops_the_run() -> None:
     with pytest.raises(loop.Diverged, match="100 steps in a row"):
         fp8cfg.fit(fp8cfg.build(small("precision=fp16", "precision.loss_scale=1e30", "trainer.max_steps=200",
-                                      "trainer.val_check_interval=0", "trainer.limit_val_batches=32")), say=lambda _: None)
+                                      "trainer.val_check_interval=0")), say=lambda _: None)
 
 
 def test_a_signal_stops_at_a_checkpoint(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_the_last_save_ends_the_run_where_it_fails_but_not_an_old_one_that_stays
 
 @pytest.mark.parametrize("words", [(), ("precision=fp32", "optim.name=sgd"), ("precision=bf16_fp8",), ("precision=bf16_fp8", "opt_level=O2")])
 def test_a_disk_too_small_for_one_checkpoint_is_said_before_the_first_step(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = small(*WORDS, *words, "trainer.max_steps=1", "optim.warmup_steps=1", "trainer.val_check_interval=0", "trainer.limit_val_batches=32")
+    recipe = small(*WORDS, *words, "trainer.max_steps=1", "optim.warmup_steps=1", "trainer.val_check_interval=0")
     job, free = fp8cfg.build(recipe), [10**9]
     need = job_state.checkpoint_bytes(job, World()) + checkpoint.RESERVE
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, free[0]))

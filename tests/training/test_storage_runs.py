@@ -365,6 +365,7 @@ def spoil(p: Tensor) -> None:
 def save(job: Job, world: World, path: Path) -> None:
     tensors = job_state.optimizer_tensors(job, world)
     if world.first:
+        path.mkdir(parents=True, exist_ok=True)
         checkpoint.save(path, 2, *job_state.collect(job, run_data(job.recipe)[0], 2, tensors), keep=1, world_size=world.size)
     world.any(False)
 
