@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # results do not depend on the machine's cores
 
+import absl.logging
 import hypothesis
 import pytest
 
@@ -21,6 +22,9 @@ FEWER = 5
 def pytest_configure(config: pytest.Config) -> None:
     # Compiled graphs, kept by their source from one test, worker and run to the next.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "inductor"))
+    # Before a sweep Hydra closes every logging handler, and absl's (Fiddle's) closes what was sys.stderr when it was imported:
+    # pytest's own file, were it imported in a test.
+    absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

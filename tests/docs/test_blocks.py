@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
-import absl.logging
 import pytest
 
 import fp8cfg
@@ -42,9 +40,6 @@ def test_blocks_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # Hydra closes every logging handler before a sweep, and absl's (Fiddle's) closes what was sys.stderr when it was imported:
-    # pytest's own file, had it been so.
-    monkeypatch.setattr(absl.logging.get_absl_handler().python_handler, "stream", sys.__stderr__)
     scope: dict[str, Any] = {"__name__": "page"}
     for block in blocks(page):
         if RUN in block.text:  # each time anew: a process that goes on after a refusal has the old one locked
