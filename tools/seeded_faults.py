@@ -130,13 +130,14 @@ def read_measured(folder: Path) -> Measured:
     cover = coverage.Coverage(data_file=str(folder / "coverage"), config_file=str(folder / "coveragerc"))
     cover.load()
     data = cover.get_data()
-    by_line = {name[name.rindex("fp8cfg/"):]: data.contexts_by_lineno(name) for name in data.measured_files() if "fp8cfg/" in name}
+    package = str(ROOT / "fp8cfg")  # tests make copies of it elsewhere
+    by_line = {os.path.relpath(name, ROOT): data.contexts_by_lineno(name) for name in data.measured_files() if name.startswith(package)}
     contexts = {test: set(named) for file in folder.glob("tests-*.json") for test, named in json.loads(file.read_text()).items()}
     failed = {line for file in folder.glob("failed-*.txt") for line in file.read_text().splitlines()}
     rows = [line.split("\t", 1) for file in folder.glob("seconds-*.tsv") for line in file.read_text().splitlines()]
     if failed:
         print(f"left out, failing without a fault: {', '.join(sorted(failed))}")
-    return Measured({test: float(s) for s, test in rows if test not in failed}, contexts, by_line, cover.report(file=io.StringIO()))
+    return Measured({test: float(s) for s, test in rows if test not in failed}, contexts, by_line, cover.report(include=[f"{package}/*"], file=io.StringIO()))
 
 
 def environment(quick: bool, *path: Path) -> dict[str, str]:
