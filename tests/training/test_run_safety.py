@@ -29,7 +29,7 @@ from fp8cfg.training.run_folder import RunFolder, RunFolderDeleted, RunFolderNot
 from fp8cfg.training.train_step import Step
 from tests.support.small import SMALL, small
 
-WORDS = ("precision=bf16", "model.num_layers=1", "trainer.max_steps=4", "trainer.val_check_interval=2", "log.fp8_stats_every_n_steps=0")
+WORDS = ("precision=bf16", "model.num_layers=1", "trainer.max_steps=4", "trainer.val_check_interval=2")
 
 
 @pytest.fixture(scope="module")
