@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8cfg
+from fp8cfg.composition import hydra_compose
 from fp8cfg.config.presets import choices
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.recipe_registry import recipes
@@ -207,6 +208,13 @@ def test_a_python_recipe_through_an_entry_point(monkeypatch: pytest.MonkeyPatch)
     recipe_registry._load.cache_clear()
 
 
+@pytest.fixture
+def composed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices that an earlier test composed are composed by Hydra again."""
+    monkeypatch.setattr(hydra_compose, "_COMPOSED", {})
+
+
+@pytest.mark.usefixtures("composed_anew")
 def test_composing_leaves_no_trace_in_hydra() -> None:
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
@@ -219,6 +227,7 @@ def test_composing_leaves_no_trace_in_hydra() -> None:
     assert GlobalHydra.instance().hydra is None
 
 
+@pytest.mark.usefixtures("composed_anew")
 def test_composing_inside_a_hydra_application() -> None:
     from hydra import initialize
     from hydra.core.global_hydra import GlobalHydra
