@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg.__main__ import main
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.fp8_state_dict import fit_history
 from fp8cfg.training.checkpoint import checkpoint, job_state
@@ -219,3 +220,16 @@ def test_the_run_folder_says_what_runs_after_a_change(tmp_path: Path) -> None:
     assert "changed: fp8.margin" in done.stdout
     now = fp8cfg.from_yaml(folder / "recipe.yaml")
     assert now.fp8.margin == 1 and now.trainer.max_steps == 10
+
+
+def test_what_is_edited_in_a_run_folder_is_said_and_the_checkpoint_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "model.num_layers=1", "trainer.max_steps=2", f"log.dir={tmp_path}"]) == 0
+    folder, = tmp_path.iterdir()
+    file = folder / "recipe.yaml"
+    file.write_text(file.read_text().replace("lr: 0.003", "lr: 0.004"))
+    assert fp8cfg.from_yaml(file).optim.lr == 0.004
+    capsys.readouterr()
+    assert main(["resume", str(folder), "trainer.max_steps=3"]) == 0
+    edited, = (line for line in capsys.readouterr().out.splitlines() if line.endswith("in recipe.yaml is not that of the checkpoint, which holds; "
+                                                                                     "give it as a word to change it"))
+    assert edited.startswith("optim.lr") and fp8cfg.from_yaml(file).optim.lr == 0.003
