@@ -65,7 +65,7 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
 
 def _hint(name: str, options: list[str]) -> str:
     """As `suggest`; the dashes, which all have, make no two options alike. Keys and choices are words without dashes here."""
-    from fp8cfg.composition.library import GROUPS
+    from fp8cfg.composition.config_groups import GROUPS
     from fp8cfg.config.recipe import short_keys
 
     if (key := name.lstrip("-")) in {*GROUPS, *short_keys()}:
@@ -79,7 +79,7 @@ def _hint(name: str, options: list[str]) -> str:
 
 def wrong_words(arguments: Arguments) -> list[str]:
     """The lines of the words that are wrong by themselves, for an error that has other lines already."""
-    from fp8cfg.composition.library import Library
+    from fp8cfg.composition.config_groups import Library
     from fp8cfg.composition.sweep_words import read
 
     folder = arguments.options.get("--config-dir")

@@ -28,7 +28,7 @@ def settled(
 ) -> Settled:
     """As `composed`, or as a job of a `sweep`, with what gave way, and nothing said or refused."""
     from fp8cfg.composition import giving_way
-    from fp8cfg.composition.library import Library
+    from fp8cfg.composition.config_groups import Library
 
     return giving_way.composed(words, Library(Path(config_dir) if config_dir else None), file, base, sweep)
 

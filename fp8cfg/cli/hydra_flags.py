@@ -53,8 +53,8 @@ def asked(arguments: Arguments) -> str | None:
 def show(arguments: Arguments, file: Path | None) -> int:
     """Print what --cfg, --info or --hydra-help asks for, as Hydra does. Returns the exit code."""
     from fp8cfg.cli.composed import say, settled
+    from fp8cfg.composition.config_groups import Library
     from fp8cfg.composition.hydra_compose import application
-    from fp8cfg.composition.library import Library
     from fp8cfg.composition.resolve import recipe_from
     from fp8cfg.composition.sweep_words import read
 

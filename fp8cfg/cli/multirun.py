@@ -29,8 +29,8 @@ class SweepError(Fp8cfgError):
 def multirun(arguments: Arguments, file: Path | None) -> int:
     """Check every combination, run them, print and write the results. Returns the exit code."""
     from fp8cfg.composition.authors import of_file
+    from fp8cfg.composition.config_groups import Library
     from fp8cfg.composition.hydra_compose import application
-    from fp8cfg.composition.library import Library
     from fp8cfg.composition.resolve import recipe_from
     from fp8cfg.composition.sweep_words import read
 

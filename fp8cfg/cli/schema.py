@@ -26,7 +26,7 @@ and as the first line of a recipe beside it (`fp8cfg export --output` writes it)
 
 def run(argv: list[str]) -> int:
     """Print the schema that `argv` asks for. Returns the exit code."""
-    from fp8cfg.composition.library import GROUPS, Library
+    from fp8cfg.composition.config_groups import GROUPS, Library
     from fp8cfg.report.schema_json import preset_schema, recipe_schema
 
     arguments = split(argv, ("--config-dir",))

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fp8cfg.composition.authors import of_file
+from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.giving_way import Settled, composed, settled
-from fp8cfg.composition.library import Library
 from fp8cfg.composition.resolve import recipe_from, recipe_of
 from fp8cfg.composition.yaml_recipe import to_yaml
 from fp8cfg.config.errors import ConfigError, refuse_if

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
+from fp8cfg.composition.config_groups import GROUPS, LEAVES
 from fp8cfg.composition.flatten import flat, settings
-from fp8cfg.composition.library import GROUPS, LEAVES
 from fp8cfg.composition.override_words import parsed
 from fp8cfg.composition.yaml_recipe import choices_in, full_names
 from fp8cfg.config.key_names import PLUGIN, full, short

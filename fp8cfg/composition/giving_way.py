@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.composition.authors import Author, defaults, of_file, of_words, written
+from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.flatten import assigned, flat
-from fp8cfg.composition.library import Library
 from fp8cfg.composition.resolve import unchecked
 from fp8cfg.config import backend_capabilities, rules
 from fp8cfg.config.errors import ConfigError

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.composition.library import LEAVES
+from fp8cfg.composition.config_groups import LEAVES
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.files import primary_config
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.composition import giving_way
+from fp8cfg.composition.config_groups import LEAVES, Library
 from fp8cfg.composition.flatten import flat, settings
-from fp8cfg.composition.library import LEAVES, Library
 from fp8cfg.composition.override_words import one, parsed
 from fp8cfg.composition.python_provenance import Event, Recorder, at_import
 from fp8cfg.composition.yaml_lines import key_lines

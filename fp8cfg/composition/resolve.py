@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fp8cfg.composition.config_groups import LEAVES, Library
 from fp8cfg.composition.flatten import deep_merge, listed, nested
 from fp8cfg.composition.hydra_compose import merge
-from fp8cfg.composition.library import LEAVES, Library
 from fp8cfg.composition.override_words import parse
 from fp8cfg.composition.yaml_lines import key_lines
 from fp8cfg.composition.yaml_recipe import choices_in, full_names

@@ -8,9 +8,9 @@ from itertools import chain, islice, product
 from math import prod
 from typing import TYPE_CHECKING
 
+from fp8cfg.composition.config_groups import GROUPS, Library
 from fp8cfg.composition.flatten import listed
 from fp8cfg.composition.hydra_compose import GIVEN, Nodes
-from fp8cfg.composition.library import GROUPS, Library
 from fp8cfg.composition.override_words import one, override
 from fp8cfg.composition.resolve import node
 from fp8cfg.config.errors import ConfigError, refuse_if

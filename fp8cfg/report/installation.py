@@ -15,7 +15,7 @@ from typing import Any
 from fp8cfg import __version__
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Hardware
-from fp8cfg.composition.library import Library
+from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.resolve import node
 from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.precision import Precision

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8cfg import __version__
+from fp8cfg.composition.config_groups import LEAVES, Library
 from fp8cfg.composition.flatten import flat, listed, nested
-from fp8cfg.composition.library import LEAVES, Library
 from fp8cfg.composition.resolve import node
 from fp8cfg.composition.yaml_recipe import to_yaml
 from fp8cfg.config import recipe_registry

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
+from fp8cfg.composition.config_groups import LEAVES, Library
 from fp8cfg.composition.flatten import owner
-from fp8cfg.composition.library import LEAVES, Library
 from fp8cfg.config.files import NAME
 from fp8cfg.config.key_names import ALIASES
 from fp8cfg.config.node import Node
@@ -82,7 +82,12 @@ def _any_case(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     copy = {k: _any_case(v) for k, v in schema.items() if k != "enum"}
-    return {**copy, "anyOf": [{"enum": schema["enum"]}, _spelled(schema["enum"])]} if "enum" in schema else copy
+    if "enum" not in schema:
+        return copy
+    forms = [{"enum": schema["enum"]}, _spelled(schema["enum"])]
+    if {"on", "off"} <= {*schema["enum"]}:  # YAML's true and false are those too
+        return {**{k: v for k, v in copy.items() if k != "type"}, "anyOf": [*forms, {"type": "boolean"}]}
+    return {**copy, "anyOf": forms}
 
 
 def _named(names: list[str], group: str) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8cfg
+from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.flatten import assigned, flat
-from fp8cfg.composition.library import Library
 from fp8cfg.composition.resolve import node, recipe_from
 from fp8cfg.config import presets, recipe_registry
 from fp8cfg.config.files import parse_yaml

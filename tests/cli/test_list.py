@@ -9,7 +9,7 @@ import pytest
 
 from fp8cfg.cli import help
 from fp8cfg.cli import list as verb
-from fp8cfg.composition.library import GROUPS, Library
+from fp8cfg.composition.config_groups import GROUPS, Library
 from fp8cfg.config.recipe_registry import recipes
 from tests.support.verbs import ROOT, loads, refused, said
 

@@ -9,12 +9,12 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fp8cfg
+from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.flatten import flat, is_node, nested
-from fp8cfg.composition.library import Library
 from fp8cfg.config.files import dump_yaml, parse_yaml, read_yaml
 from fp8cfg.config.key_names import short
 from fp8cfg.config.recipe import Recipe, fields
@@ -101,6 +101,7 @@ def test_any_valid_value_is_valid_and_the_same_to_both(keys: dict[str, None], sh
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(KEYS), st.one_of(st.none(), st.booleans(), st.integers(-3, 70_000), st.floats(-2, 2).filter(lambda x: not x.is_integer()), st.text(max_size=3), st.lists(st.floats(0, 1), max_size=3)))
+@example("trainer.compile", False)
 def test_any_value_is_valid_exactly_where_fp8cfg_takes_it(key: str, given_value: Any) -> None:
     try:
         _read(dump_yaml(nested({key: given_value})))

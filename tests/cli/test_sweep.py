@@ -16,8 +16,8 @@ import pytest
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.cli import sweep_results
+from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.giving_way import composed
-from fp8cfg.composition.library import Library
 from fp8cfg.composition.sweep_words import MAX_JOBS, read, refused
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.recipes import llama_tiny

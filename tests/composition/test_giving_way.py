@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import fp8cfg
+from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.flatten import flat
 from fp8cfg.composition.giving_way import composed
-from fp8cfg.composition.library import Library
 from fp8cfg.composition.provenance import trace
 from fp8cfg.config import presets
 from fp8cfg.config.key_names import full

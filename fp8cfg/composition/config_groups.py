@@ -1,4 +1,4 @@
-"""Library of choices: recipes, precision presets and data presets that can be chosen by name, shipped or from a given folder.
+"""Config groups: recipes, precision presets and data presets that can be chosen by name, shipped or from a given folder.
 
 A library lists each folder and reads each file once, however many words and files name it; what is composed of them is
 resolve.py's. Make another to see what has changed on disk.
