@@ -27,7 +27,7 @@ from fp8cfg.numerics.exact_float32 import largest, pow2_scale
 from fp8cfg.numerics.formats import E4M3, cast, widen
 from fp8cfg.report.tables import table
 from fp8cfg.training.distributed.collectives import Traffic, simulate
-from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks, sum_talk, wire_codec
+from fp8cfg.training.distributed.quantized_allreduce import gradient_codec, sum_over_ranks, sum_over_ranks_steps
 from fp8cfg.training.distributed.world import World
 
 GRADIENTS = ("independent", "correlated", "heavy-tailed", "cancelling")
@@ -86,7 +86,7 @@ def simulated(ranks: int, elements: int) -> tuple[Errors, dict[str, float]]:
     for i, kind in enumerate(GRADIENTS):
         for name in CODECS:
             every, traffic = [gradients(kind, rank, elements) for rank in range(ranks)], Traffic()
-            simulate([sum_talk(ts, wire_codec(name), rank, ranks) for rank, ts in enumerate(every)], traffic)
+            simulate([sum_over_ranks_steps(ts, gradient_codec(name), rank, ranks) for rank, ts in enumerate(every)], traffic)
             errors[name, i] = error(every[0], kind, ranks, elements)
             sent[name] = sum(traffic.bytes.values()) / sum(t.numel() for t in every[0])
         every = [gradients(kind, rank, elements) for rank in range(ranks)]

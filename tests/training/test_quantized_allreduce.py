@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fp8cfg.numerics.codecs import CHUNK, NAMES, Codec, Stored, codec
 from fp8cfg.training.distributed import quantized_allreduce, shards
-from fp8cfg.training.distributed.allreduce_steps import pieces, to_owners_stored_talk, two_hop_talk
+from fp8cfg.training.distributed.allreduce_steps import pieces, reduce_stored_to_owners_steps, two_hop_all_reduce_steps
 from fp8cfg.training.distributed.collectives import Traffic, simulate
-from fp8cfg.training.distributed.quantized_allreduce import owners_talk, sum_talk, wire_codec
+from fp8cfg.training.distributed.quantized_allreduce import gradient_codec, sum_over_ranks_steps, sum_to_owners_steps
 from fp8cfg.training.distributed.shards import Segment, even_shares, owned_shares
 from fp8cfg.training.distributed.world import World
 from tests.support.ranks import on_ranks
@@ -52,11 +52,11 @@ def stored_gradients(rank: int, c: Codec) -> list[Stored]:
 
 
 def simulated(ranks: int, name: str, to_owners: bool = False, traffic: Traffic | None = None) -> list[list[Tensor]]:
-    every, c = [gradients(rank) for rank in range(ranks)], wire_codec(name)
+    every, c = [gradients(rank) for rank in range(ranks)], gradient_codec(name)
     if to_owners:
-        simulate([owners_talk(ts, owner_of(ranks), c, rank, ranks) for rank, ts in enumerate(every)], traffic)
+        simulate([sum_to_owners_steps(ts, owner_of(ranks), c, rank, ranks) for rank, ts in enumerate(every)], traffic)
     else:
-        simulate([sum_talk(ts, c, rank, ranks) for rank, ts in enumerate(every)], traffic)
+        simulate([sum_over_ranks_steps(ts, c, rank, ranks) for rank, ts in enumerate(every)], traffic)
     return every
 
 
@@ -64,9 +64,9 @@ def simulated_stored(ranks: int, name: str, to_owners: bool = False) -> list[lis
     c = codec(name)
     every = [stored_gradients(rank, c) for rank in range(ranks)]
     if to_owners:
-        simulate([to_owners_stored_talk(s, owner_of(ranks), c, rank, ranks) for rank, s in enumerate(every)])
+        simulate([reduce_stored_to_owners_steps(s, owner_of(ranks), c, rank, ranks) for rank, s in enumerate(every)])
     else:
-        simulate([two_hop_talk(s, c, rank, ranks) for rank, s in enumerate(every)])
+        simulate([two_hop_all_reduce_steps(s, c, rank, ranks) for rank, s in enumerate(every)])
     return every
 
 
@@ -165,7 +165,7 @@ def test_the_error_does_not_grow_with_the_ranks(name: str) -> None:
         for ranks in (2, 8, 32):
             every = [[draw(rank, torch.Generator().manual_seed(rank))] for rank in range(ranks)]
             want = torch.stack([ts[0].double() for ts in every]).sum(0)
-            simulate([sum_talk(ts, wire_codec(name), rank, ranks) for rank, ts in enumerate(every)])
+            simulate([sum_over_ranks_steps(ts, gradient_codec(name), rank, ranks) for rank, ts in enumerate(every)])
             errors.append(error(every[0][0], want))
         assert max(errors) < 1.15 * errors[0] < 0.05
 
@@ -190,7 +190,7 @@ def test_an_infinity_on_one_rank_is_seen_by_all(name: str) -> None:
 @pytest.mark.parametrize("name", FP8)
 def test_a_sum_beyond_float32_is_not_finite(name: str) -> None:
     every = [[torch.full((10,), 3e38)] for _ in range(2)]
-    simulate([sum_talk(ts, wire_codec(name), rank, 2) for rank, ts in enumerate(every)])
+    simulate([sum_over_ranks_steps(ts, gradient_codec(name), rank, 2) for rank, ts in enumerate(every)])
     assert all(ts[0].isnan().all() for ts in every)
 
 
@@ -226,8 +226,8 @@ def test_one_rank_has_nothing_to_send() -> None:
 def test_no_tensors_and_empty_ones(name: str) -> None:
     for count in (0, 2):
         every = [[torch.empty(0)] * count for _ in range(2)]
-        simulate([sum_talk(ts, wire_codec(name), rank, 2) for rank, ts in enumerate(every)])
-        simulate([owners_talk(ts, [0] * count, wire_codec(name), rank, 2) for rank, ts in enumerate(every)])
+        simulate([sum_over_ranks_steps(ts, gradient_codec(name), rank, 2) for rank, ts in enumerate(every)])
+        simulate([sum_to_owners_steps(ts, [0] * count, gradient_codec(name), rank, 2) for rank, ts in enumerate(every)])
 
 
 @pytest.mark.parametrize(("name", "to_owners", "want", "scales"), [
@@ -237,14 +237,14 @@ def test_no_tensors_and_empty_ones(name: str) -> None:
 ])
 def test_bytes_are_counted(name: str, to_owners: bool, want: float, scales: float) -> None:
     every, traffic = [[torch.ones(1000)] for _ in range(4)], Traffic()
-    c = wire_codec(name)
-    simulate([owners_talk(ts, [1], c, r, 4) if to_owners else sum_talk(ts, c, r, 4) for r, ts in enumerate(every)], traffic)
+    c = gradient_codec(name)
+    simulate([sum_to_owners_steps(ts, [1], c, r, 4) if to_owners else sum_over_ranks_steps(ts, c, r, 4) for r, ts in enumerate(every)], traffic)
     assert traffic.bytes == {"gradients": want, **({"scales": scales} if scales else {})}
 
 
 def test_traffic_reads() -> None:
     every, traffic = [[torch.ones(500), torch.ones(500)] for _ in range(4)], Traffic()
-    simulate([sum_talk(ts, wire_codec("fp8"), rank, 4) for rank, ts in enumerate(every)], traffic)
+    simulate([sum_over_ranks_steps(ts, gradient_codec("fp8"), rank, 4) for rank, ts in enumerate(every)], traffic)
     assert str(traffic) == "scales 36 B in 2 messages, gradients 1.5 KiB in 2 messages", "those of all tensors together"
     traffic.clear()
     assert str(traffic) == "nothing"

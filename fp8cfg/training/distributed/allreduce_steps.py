@@ -14,14 +14,14 @@ from torch import Tensor
 
 from fp8cfg.numerics.codecs import CHUNK, Codec, Stored
 from fp8cfg.numerics.exact_float32 import largest
-from fp8cfg.training.distributed.collectives import Kind, Message, Talk
+from fp8cfg.training.distributed.collectives import Kind, Message, Steps
 from fp8cfg.training.distributed.shards import Segment, Share, even_shares, length, owned_shares
 
 Sums = list[tuple[list[Share], Tensor]]
 """The shares of a message, and the float32 sum of this rank's."""
 
 
-def reduce_talk(flats: Sequence[Tensor], dtype: torch.dtype) -> Talk:
+def all_reduce_steps(flats: Sequence[Tensor], dtype: torch.dtype) -> Steps:
     """Sum flat tensors by an all-reduce in `dtype`, in place."""
     for (share,) in even_shares([flat.numel() for flat in flats], 1):
         sent = torch.cat([flats[tensor][start:stop].to(dtype) for tensor, start, stop in share])
@@ -30,7 +30,7 @@ def reduce_talk(flats: Sequence[Tensor], dtype: torch.dtype) -> Talk:
             flats[tensor][start:stop].copy_(part)
 
 
-def two_hop_talk(stored: Sequence[Stored], c: Codec, rank: int, ranks: int) -> Talk:
+def two_hop_all_reduce_steps(stored: Sequence[Stored], c: Codec, rank: int, ranks: int) -> Steps:
     """Sum stored tensors that have a scale each, in place: codes and scales."""
     if not stored:
         return
@@ -50,9 +50,9 @@ def two_hop_talk(stored: Sequence[Stored], c: Codec, rank: int, ranks: int) -> T
         scale_inv.copy_(scale)
 
 
-def to_owners_talk(
+def reduce_to_owners_steps(
     stored: Sequence[Stored], owners: Sequence[int], c: Codec, rank: int, ranks: int, flats: Sequence[Tensor]
-) -> Talk:
+) -> Steps:
     """Sum stored tensors into `flats`, those that this rank owns."""
     shares_of = owned_shares([data.numel() for data, *_ in stored], owners, ranks)
     for shares, total in (yield from _first_hop(stored, c, [*shares_of], rank)):
@@ -60,7 +60,7 @@ def to_owners_talk(
             flats[tensor][start:stop].copy_(part)
 
 
-def to_owners_stored_talk(stored: Sequence[Stored], owners: Sequence[int], c: Codec, rank: int, ranks: int) -> Talk:
+def reduce_stored_to_owners_steps(stored: Sequence[Stored], owners: Sequence[int], c: Codec, rank: int, ranks: int) -> Steps:
     """Sum stored tensors that have a scale each, in place, those that this rank owns."""
     if not stored:
         return
@@ -75,7 +75,7 @@ def to_owners_stored_talk(stored: Sequence[Stored], owners: Sequence[int], c: Co
             scale_inv.copy_(scale)
 
 
-def gather_talk(tensors: Sequence[Tensor], owners: Sequence[int], rank: int, ranks: int, kind: Kind) -> Talk:
+def all_gather_steps(tensors: Sequence[Tensor], owners: Sequence[int], rank: int, ranks: int, kind: Kind) -> Steps:
     """Copy tensors of any dtype from their owners to the other ranks."""
     flats = [_bytes(_flat(t)) for t in tensors]
     for shares in owned_shares([flat.numel() for flat in flats], owners, ranks):

@@ -1,8 +1,8 @@
 """Collectives (max, sum, exchange, gather) run by real processes or by ranks simulated in one, with the bytes that they send.
 
-What a rank does is a conversation: a generator that yields what it sends and is given what comes back. The same conversation
-runs over torch.distributed and, for a list of ranks, in one process; on the wire are bytes, whatever they mean, since gloo
-refuses float8 and NCCL would add it up in FP8.
+The steps of a rank are a generator that yields each message and receives the result of its collective. It runs over
+torch.distributed and, for a list of ranks, in one process. Float8 is sent as bytes, since gloo refuses it and NCCL would add it up
+in FP8.
 
     max         all-reduce MAX of float32
     sum         all-reduce SUM in the dtype of the data
@@ -36,8 +36,8 @@ class Message(NamedTuple):
     counts: tuple[int, ...] = ()
 
 
-Talk = Generator[Message, Tensor, None]
-"""One rank's side of a conversation. All ranks send messages of the same kinds and sizes in the same order."""
+Steps = Generator[Message, Tensor, None]
+"""The steps of one rank. All ranks send messages of the same kinds and sizes in the same order."""
 
 
 @dataclass
@@ -78,28 +78,28 @@ def _sent(message: Message, rank: int, ranks: int) -> int:
 
 
 @torch.no_grad()
-def talk_to_processes(talk: Talk, rank: int, ranks: int, traffic: Traffic) -> None:
+def run_collectives(steps: Steps, rank: int, ranks: int, traffic: Traffic) -> None:
     """Run this rank's side over the default process group, which has `ranks` of them."""
-    message = _go_on(talk)
+    message = _next_message(steps)
     while message is not None:
         traffic.count(message, rank, ranks)
-        message = _go_on(talk, _collective(message, rank, ranks))
+        message = _next_message(steps, _collective(message, rank, ranks))
 
 
 @torch.no_grad()
-def simulate(talks: Sequence[Talk], traffic: Traffic | None = None) -> None:
+def simulate(sides: Sequence[Steps], traffic: Traffic | None = None) -> None:
     """Run the sides of all ranks in this process. `traffic` counts what the first rank would send."""
-    messages = [_go_on(talk) for talk in talks]
+    messages = [_next_message(steps) for steps in sides]
     while said := [message for message in messages if message is not None]:
         if traffic is not None:
-            traffic.count(said[0], 0, len(talks))
-        messages = [_go_on(talk, reply) for talk, reply in zip(talks, _answers(said), strict=True)]
+            traffic.count(said[0], 0, len(sides))
+        messages = [_next_message(steps, reply) for steps, reply in zip(sides, _results(said), strict=True)]
 
 
-def _go_on(talk: Talk, reply: Tensor | None = None) -> Message | None:
+def _next_message(steps: Steps, reply: Tensor | None = None) -> Message | None:
     """The next message, None at the end."""
     try:
-        return next(talk) if reply is None else talk.send(reply)
+        return next(steps) if reply is None else steps.send(reply)
     except StopIteration:
         return None
 
@@ -119,7 +119,7 @@ def _collective(message: Message, rank: int, ranks: int) -> Tensor:
     return back
 
 
-def _answers(messages: Sequence[Message]) -> list[Tensor]:
+def _results(messages: Sequence[Message]) -> list[Tensor]:
     """What each rank gets back. Sums are in the order of the ranks; over more than two processes their order is the backend's."""
     how, data = messages[0].how, [message.data for message in messages]
     if how == "exchange":

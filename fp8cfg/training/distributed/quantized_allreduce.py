@@ -26,14 +26,14 @@ from torch import Tensor
 
 from fp8cfg.numerics.codecs import Codec, Stored, codec
 from fp8cfg.training.distributed.allreduce_steps import (
-    gather_talk,
+    all_gather_steps,
+    all_reduce_steps,
     pieces,
-    reduce_talk,
-    to_owners_stored_talk,
-    to_owners_talk,
-    two_hop_talk,
+    reduce_stored_to_owners_steps,
+    reduce_to_owners_steps,
+    two_hop_all_reduce_steps,
 )
-from fp8cfg.training.distributed.collectives import Kind, Talk, Traffic, talk_to_processes
+from fp8cfg.training.distributed.collectives import Kind, Steps, Traffic, run_collectives
 from fp8cfg.training.distributed.shards import Segment
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ CODECS = ("fp32", "bf16", "fp16", "fp8", "fp8_pow2")
 """What gradients can be sent in."""
 
 
-def wire_codec(name: str) -> Codec:
+def gradient_codec(name: str) -> Codec:
     """The codec of that name. Raises ValueError for one that gradients cannot be sent in."""
     if name not in CODECS:
         raise ValueError(f"gradients are sent in {', '.join(CODECS)}, not in {name!r}")
@@ -53,9 +53,9 @@ def wire_codec(name: str) -> Codec:
 def sum_over_ranks(tensors: Sequence[Tensor], codec_name: str, world: World, traffic: Traffic) -> None:
     """Add up float32, bfloat16 or float16 tensors over the ranks, in place: fp32, bf16 and fp16 by a plain all-reduce in that
     dtype, fp8 and fp8_pow2 in two hops. Raises ValueError for other codecs."""
-    c = wire_codec(codec_name)
+    c = gradient_codec(codec_name)
     if world.size > 1:
-        talk_to_processes(sum_talk(tensors, c, world.rank, world.size), world.rank, world.size, traffic)
+        run_collectives(sum_over_ranks_steps(tensors, c, world.rank, world.size), world.rank, world.size, traffic)
 
 
 def sum_stored(stored: Sequence[Stored], c: Codec, world: World, traffic: Traffic) -> None:
@@ -63,7 +63,7 @@ def sum_stored(stored: Sequence[Stored], c: Codec, world: World, traffic: Traffi
     ValueError for other codecs."""
     check_stored(c)
     if world.size > 1:
-        talk_to_processes(two_hop_talk(stored, c, world.rank, world.size), world.rank, world.size, traffic)
+        run_collectives(two_hop_all_reduce_steps(stored, c, world.rank, world.size), world.rank, world.size, traffic)
 
 
 def sum_to_owners(
@@ -71,9 +71,9 @@ def sum_to_owners(
 ) -> None:
     """Add up tensors over the ranks, each in place on the rank that `owners` names, in one hop for every codec; on the other
     ranks they keep what they held. Raises ValueError for codecs that gradients cannot be sent in."""
-    c = wire_codec(codec_name)
+    c = gradient_codec(codec_name)
     if world.size > 1:
-        talk_to_processes(owners_talk(tensors, owners, c, world.rank, world.size), world.rank, world.size, traffic)
+        run_collectives(sum_to_owners_steps(tensors, owners, c, world.rank, world.size), world.rank, world.size, traffic)
 
 
 def sum_stored_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World, traffic: Traffic) -> None:
@@ -81,8 +81,8 @@ def sum_stored_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Cod
     all ranks."""
     check_stored(c)
     if world.size > 1:
-        talk = to_owners_stored_talk(stored, owners, c, world.rank, world.size)
-        talk_to_processes(talk, world.rank, world.size, traffic)
+        steps = reduce_stored_to_owners_steps(stored, owners, c, world.rank, world.size)
+        run_collectives(steps, world.rank, world.size, traffic)
 
 
 def gather_from_owners(stored: Sequence[Stored], owners: Sequence[int], world: World, traffic: Traffic) -> None:
@@ -93,28 +93,28 @@ def gather_from_owners(stored: Sequence[Stored], owners: Sequence[int], world: W
     kinds: tuple[Kind, Kind] = ("weights", "scales")
     for part, kind in enumerate(kinds):
         chosen = [(entry[part], owner) for entry, owner in zip(stored, owners, strict=True) if len(entry) > part]
-        talk = gather_talk([t for t, _ in chosen], [owner for _, owner in chosen], world.rank, world.size, kind)
-        talk_to_processes(talk, world.rank, world.size, traffic)
+        steps = all_gather_steps([t for t, _ in chosen], [owner for _, owner in chosen], world.rank, world.size, kind)
+        run_collectives(steps, world.rank, world.size, traffic)
 
 
-def sum_talk(tensors: Sequence[Tensor], c: Codec, rank: int, ranks: int) -> Talk:
+def sum_over_ranks_steps(tensors: Sequence[Tensor], c: Codec, rank: int, ranks: int) -> Steps:
     """One rank's side of `sum_over_ranks`, which `collectives.simulate` can run too."""
     flats = [t.detach().reshape(-1) for t in tensors]
     if c.scaling == "none":
-        yield from reduce_talk(flats, c.format.dtype)
+        yield from all_reduce_steps(flats, c.format.dtype)
     else:
         stored = [_stored(c, flat) for flat in flats]
-        yield from two_hop_talk(stored, c, rank, ranks)
+        yield from two_hop_all_reduce_steps(stored, c, rank, ranks)
         for flat, entry in zip(flats, stored, strict=True):
             for (_, start, stop), part in pieces([Segment(0, 0, flat.numel())], flat):
                 part.copy_(c.decode(c.part(entry, start, stop)))
     _put_back(tensors, flats)
 
 
-def owners_talk(tensors: Sequence[Tensor], owners: Sequence[int], c: Codec, rank: int, ranks: int) -> Talk:
+def sum_to_owners_steps(tensors: Sequence[Tensor], owners: Sequence[int], c: Codec, rank: int, ranks: int) -> Steps:
     """One rank's side of `sum_to_owners`."""
     flats = [t.detach().reshape(-1) for t in tensors]
-    yield from to_owners_talk([_stored(c, flat) for flat in flats], owners, c, rank, ranks, flats)
+    yield from reduce_to_owners_steps([_stored(c, flat) for flat in flats], owners, c, rank, ranks, flats)
     _put_back(tensors, flats)
 
 

@@ -82,7 +82,7 @@ def world(device: str) -> Iterator[World]:
             raise RankLost("another rank has ended; it says why") from None
         raise
     else:
-        dist.barrier()  # a rank that leaves while another still talks to it aborts in gloo's threads (seen with torch 2.13)
+        dist.barrier()  # a rank that leaves while another still sends to it aborts in gloo's threads (seen with torch 2.13)
     finally:
         dist.destroy_process_group()
 
