@@ -78,7 +78,7 @@ def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
     from omegaconf import OmegaConf
 
     from fp8cfg.composition.hydra_compose import NAME
-    from fp8cfg.training.run_folder import RunFolderNotWritable
+    from fp8cfg.training.run_folder_errors import RunFolderNotWritable
 
     try:
         config = hydra.compose_config(NAME, overrides, RunMode.MULTIRUN)

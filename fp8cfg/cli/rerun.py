@@ -122,7 +122,7 @@ Losses = dict[str, dict[int, float]]
 
 def _losses(folder: RunFolder) -> Losses:
     from fp8cfg.training import metrics
-    from fp8cfg.training.run_files import StrangeFile
+    from fp8cfg.training.folder_descriptor import StrangeFile
     from fp8cfg.training.run_folder import METRICS
 
     try:

@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.training.run_files import MAX_BYTES, RunFiles, StrangeFile
+from fp8cfg.training.folder_descriptor import StrangeFile
+from fp8cfg.training.run_files import MAX_BYTES, RunFiles
 
 
 def read_object(folder: RunFiles, name: str) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.logs import RunLogs
 from fp8cfg.training.metrics import Progress, Value
-from fp8cfg.training.run_folder import COVERAGE, RunFolder, RunFolderNotWritable
+from fp8cfg.training.run_folder import COVERAGE, RunFolder
+from fp8cfg.training.run_folder_errors import RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
 from fp8cfg.training.train_step import Step, Stopped, evaluate, microbatches, train_step
 

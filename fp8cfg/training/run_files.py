@@ -1,107 +1,48 @@
 """The files of a run folder, all of them opened through here: relative to the folder's descriptor, and never through a link.
 
-Whoever made a run folder is not trusted. A link in it, or a file with a second name (a hard link), could lead a writer to any
-file of the reader: no link is followed, nothing is written into a file that was there before but the lock, and what replaces a
-file is written under a new random name first. A descriptor also stays with its folder where that is renamed, and makes nothing
-where that was deleted. A pipe is not waited for. Needs openat and its kin, which Linux and macOS have.
+A file with a second name (a hard link) could lead a writer to any file of the reader as a link does: nothing is written into a file
+that was there before but the lock, and what replaces a file is written under a new random name first.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import stat
-import sys
 import uuid
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, FileIO
-from pathlib import Path
 
-from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.training.folder_descriptor import FolderDescriptor, StrangeFile
 
 MAX_BYTES = 1 << 20
 """A larger file is none of ours where it is read as a whole."""
-_NEEDED = {os.open, os.stat, os.mkdir, os.rename, os.unlink}
 _NEW = os.O_CREAT | os.O_EXCL
 
 
-class StrangeFile(Fp8cfgError):
-    """A link, a pipe or a device in a run folder, where a file or a folder of ours should be. Exit code 2."""
-
-    exit_code = 2
-
-
-class RunFiles:
+class RunFiles(FolderDescriptor):
     """The files in one folder, by names relative to it, such as "recipe.yaml" and "checkpoints/step-00000002/state.json".
 
     Every method raises OSError as the system does, and StrangeFile for what is no regular file or folder; both name the path.
     """
-
-    def __init__(self, descriptor: int, path: Path) -> None:
-        self.descriptor, self._path = descriptor, path
-        self.close = weakref.finalize(self, os.close, descriptor)
-
-    @classmethod
-    def at(cls, folder: Path | RunFiles) -> RunFiles:
-        """Those in `folder`, a path of the user's, who may have links of his own on the way to it."""
-        if isinstance(folder, RunFiles):
-            return folder
-        if _NEEDED - os.supports_dir_fd:
-            raise OSError(errno.ENOTSUP, "this system cannot open files relative to a folder, and so not without following links")
-        return cls(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), Path(folder))
-
-    @property
-    def path(self) -> Path:
-        """Where the folder is now, as it was given where it has not been renamed."""
-        with suppress(OSError):
-            return self._found() or self._path
-        return self._path
-
-    @property
-    def there(self) -> bool:
-        """Whether the folder is still in the file system, as far as the system says."""
-        with suppress(OSError):
-            return self._found() is not None
-        return True
-
-    @property
-    def reached(self) -> Path:
-        """A path for libraries that take nothing else. On Linux it goes through the descriptor, so a rename does not matter."""
-        through = Path(f"/proc/self/fd/{self.descriptor}")
-        return through if sys.platform == "linux" and through.exists() else self.path
 
     def folder(self, name: str, make: bool = False) -> RunFiles:
         """The folder `name`, made where `make` is set and it is not there."""
         if make:
             with suppress(FileExistsError):
                 os.mkdir(name, dir_fd=self.descriptor)
-        return RunFiles(self._open(name, os.O_RDONLY | os.O_DIRECTORY), self.path / name)
-
-    def kind(self, name: str) -> str:
-        """What `name` is: "file", "folder", "strange" (a link, a pipe, a device), or "" where it is not there."""
-        parts, found = Path(name).parts, "folder"
-        for count in range(1, len(parts) + 1):  # a link on the way is not followed either
-            found = self._kind(Path(*parts[:count]))
-            if found != "folder":
-                return found if found == "strange" or count == len(parts) else ""
-        return found
+        return RunFiles(self.open_at(name, os.O_RDONLY | os.O_DIRECTORY), self.path / name)
 
     def size(self, name: str) -> int:
         """The length of the regular file `name`, in bytes."""
         with self.open(name) as file:
             return os.fstat(file.fileno()).st_size
 
-    def names(self) -> list[str]:
-        """What is in the folder, sorted."""
-        return sorted(os.listdir(self.descriptor))
-
     def open(self, name: str) -> BufferedReader:
         """The regular file `name`, to read."""
-        return open(self._regular(name, os.O_RDONLY), "rb")
+        return open(self.open_regular(name, os.O_RDONLY), "rb")
 
     def read(self, name: str, limit: int = MAX_BYTES) -> bytes:
         """The bytes of `name`. Raises OSError where they are more than `limit`."""
@@ -116,7 +57,7 @@ class RunFiles:
         """A new file, unbuffered, that takes the place of `name` at the end of the block, brought to disk; and stays open if the
         caller keeps a duplicate of its descriptor. It has `mode`, less the umask."""
         new = f"{name}.tmp-{uuid.uuid4().hex[:12]}"
-        with open(self._open(new, os.O_RDWR | os.O_APPEND | _NEW, mode), "ab", buffering=0) as file:
+        with open(self.open_at(new, os.O_RDWR | os.O_APPEND | _NEW, mode), "ab", buffering=0) as file:
             try:
                 yield file
                 os.fsync(file.fileno())
@@ -134,7 +75,7 @@ class RunFiles:
     def probe(self) -> None:
         """Raise OSError unless a file of a few KB can be written."""
         name = f".probe-{uuid.uuid4().hex[:12]}"
-        with open(self._open(name, os.O_WRONLY | _NEW), "wb", buffering=0) as file:
+        with open(self.open_at(name, os.O_WRONLY | _NEW), "wb", buffering=0) as file:
             try:
                 write_all(file, bytes(4096))
             finally:
@@ -142,7 +83,7 @@ class RunFiles:
 
     def shared(self, name: str) -> int:
         """A descriptor of `name`, to read and to write, made where it is not there: of a lock. It has no second name."""
-        descriptor = self._regular(name, os.O_RDWR | os.O_CREAT)
+        descriptor = self.open_regular(name, os.O_RDWR | os.O_CREAT)
         if os.fstat(descriptor).st_nlink > 1:
             os.close(descriptor)
             raise StrangeFile(f"{self.path / name}: has a second name (a hard link); nothing is written to such a file")
@@ -163,61 +104,6 @@ class RunFiles:
     def sync(self) -> None:
         """Bring the names in the folder to disk."""
         sync(self.descriptor)
-
-    def _kind(self, name: Path) -> str:
-        try:
-            mode = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            return ""
-        return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "strange"
-
-    def _regular(self, name: str, flags: int) -> int:
-        descriptor = self._open(name, flags | os.O_NONBLOCK)
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISREG(mode):
-            return descriptor
-        os.close(descriptor)
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.path / name))
-        raise self._strange(name)
-
-    def _open(self, name: str, flags: int, mode: int = 0o666) -> int:
-        """A descriptor of `name`, one part of the path after the other: O_NOFOLLOW is about the last one alone."""
-        *above, last = Path(name).parts
-        at = self.descriptor
-        try:
-            for part in above:
-                inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-                if at != self.descriptor:
-                    os.close(at)
-                at = inner
-            return os.open(last, flags | os.O_NOFOLLOW, mode, dir_fd=at)
-        except OSError as error:
-            # A link is ELOOP, or ENOTDIR where a folder was wanted; a pipe without a reader, or a socket, is ENXIO.
-            if error.errno in (errno.ELOOP, errno.ENXIO) or (error.errno == errno.ENOTDIR and self.kind(name) == "strange"):
-                raise self._strange(name) from None
-            raise OSError(error.errno, error.strerror, str(self.path / name)) from None
-        finally:
-            if at != self.descriptor:
-                os.close(at)
-
-    def _strange(self, name: str) -> StrangeFile:
-        what = "is no file or folder but a link, a pipe or a device; none is followed in a run folder"
-        return StrangeFile(f"{self.path / name}: {what}")
-
-    def _found(self) -> Path | None:
-        """A path that leads to the folder now, or None."""
-        mine = os.fstat(self.descriptor)
-        for path in (self._path, self._said_by_the_system()):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                if os.path.samestat(os.stat(path), mine):
-                    return path
-        return None
-
-    def _said_by_the_system(self) -> Path:
-        if hasattr(fcntl, "F_GETPATH"):  # macOS
-            return Path(os.fsdecode(fcntl.fcntl(self.descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
-        return Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))
 
 
 def write_all(file: FileIO, data: bytes) -> None:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
-import os
 import re
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from io import FileIO
@@ -17,10 +12,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8cfg.config.errors import ConfigError, Fp8cfgError
+from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.files import plain_text
 from fp8cfg.training.environment import environment
 from fp8cfg.training.run_files import RunFiles
+from fp8cfg.training.run_folder_errors import RunFolderDeleted, RunFolderError, RunFolderNotWritable, writable
+from fp8cfg.training.run_lock import take_lock
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -28,30 +25,6 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 RECIPE, ENVIRONMENT, CHECKPOINTS = "recipe.yaml", "environment.json", "checkpoints"
 METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.json"
-
-
-class RunFolderError(Fp8cfgError):
-    """A folder that is not a run folder, or a name or folder that a new run cannot have. Exit code 2."""
-
-    exit_code = 2
-
-
-class RunFolderNotWritable(RunFolderError):
-    """The run folder cannot be written, or its disk has not enough space. Exit code 5."""
-
-    exit_code = 5
-
-
-class RunFolderDeleted(RunFolderError):
-    """The run folder was deleted while it was used. Exit code 5."""
-
-    exit_code = 5
-
-
-class RunFolderInUse(RunFolderError):
-    """Another process holds the lock of the run folder. Exit code 6."""
-
-    exit_code = 6
 
 
 @dataclass
@@ -76,13 +49,13 @@ class RunFolder:
         """
         if not NAME.fullmatch(name):
             raise RunFolderError(f"run name {name!r}: letters, digits, '.', '_' and '-' only, at most 100 of them")
-        with _writable(folder or root):
+        with writable(folder or root):
             path = Path(folder) if folder else _new_folder(Path(root), f"{name}-{now:%Y%m%d-%H%M%S}")
             path.mkdir(parents=True, exist_ok=True)
             files = RunFiles.at(path)
             if files.kind(RECIPE):
                 raise RunFolderError(f"{path} already holds a run; resume it, or choose another folder")
-            run = cls(files, _lock(files))
+            run = cls(files, take_lock(files))
             try:
                 preflight(files, need_bytes)
                 files.folder(CHECKPOINTS, make=True)
@@ -169,7 +142,7 @@ class RunFolder:
 
     def write_recipe(self, text: str) -> None:
         """Put `text` in the place of recipe.yaml. Raises RunFolderNotWritable."""
-        with _writable(self.path):
+        with writable(self.path):
             self.files.replace(RECIPE, text.encode())
 
     def check_there(self) -> None:
@@ -179,8 +152,8 @@ class RunFolder:
 
     def lock(self) -> None:
         """Take the lock, if it is not held. Raises RunFolderInUse, RunFolderNotWritable, StrangeFile."""
-        with _writable(self.path):
-            self._lock = self._lock or _lock(self.files)
+        with writable(self.path):
+            self._lock = self._lock or take_lock(self.files)
 
     def close(self) -> None:
         """Release the lock; safe to call again."""
@@ -198,21 +171,13 @@ class RunFolder:
 def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
     """Raise RunFolderNotWritable unless a file can be written to `folder` and its disk has `need_bytes` free."""
     shown = folder.path if isinstance(folder, RunFiles) else folder
-    with _writable(shown):
+    with writable(shown):
         files = RunFiles.at(folder)
         # By doing it: permission bits say nothing on a full disk, a read-only mount, or to root.
         files.probe()
         free = files.free()
     if free < need_bytes:
         raise RunFolderNotWritable(f"{shown}: not enough space: needs {need_bytes} bytes, {free} are free")
-
-
-@contextmanager
-def _writable(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunFolderNotWritable(f"{folder} cannot be written: {error}") from error
 
 
 def _new_folder(root: Path, name: str) -> Path:
@@ -225,21 +190,3 @@ def _new_folder(root: Path, name: str) -> Path:
         except FileExistsError:
             continue
     raise AssertionError("unreachable")
-
-
-def _lock(files: RunFiles) -> FileIO:
-    """Lock run.lock, which the kernel undoes when the process ends, however it ends; what it says is for people."""
-    file = open(files.shared("run.lock"), "rb+", buffering=0)  # noqa: SIM115, held open as long as the run
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = (file.read(200) or b"").decode(errors="replace").strip()
-        file.close()
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise RunFolderInUse(f"{files.path} is in use by {holder or 'another process'}") from error
-        raise
-    file.truncate(0)
-    file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-    # A forked data worker that outlives its parent would hold the lock with its copy of the handle.
-    os.register_at_fork(after_in_child=file.close)
-    return file

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from fp8cfg.training import environment
-from fp8cfg.training.run_folder import RunFolder, RunFolderError, RunFolderInUse, RunFolderNotWritable, preflight
+from fp8cfg.training.run_folder import RunFolder, preflight
+from fp8cfg.training.run_folder_errors import RunFolderError, RunFolderInUse, RunFolderNotWritable
 
 NOW = datetime(2024, 2, 29, 23, 59, 1)
 children = multiprocessing.get_context("forkserver")

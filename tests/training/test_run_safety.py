@@ -23,9 +23,11 @@ from fp8cfg.training.checkpoint.checkpoint import CheckpointError, OldCheckpoint
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, write_manifest
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
+from fp8cfg.training.folder_descriptor import StrangeFile
 from fp8cfg.training.metrics import read
-from fp8cfg.training.run_files import RunFiles, StrangeFile
-from fp8cfg.training.run_folder import RunFolder, RunFolderDeleted, RunFolderNotWritable
+from fp8cfg.training.run_files import RunFiles
+from fp8cfg.training.run_folder import RunFolder
+from fp8cfg.training.run_folder_errors import RunFolderDeleted, RunFolderNotWritable
 from fp8cfg.training.train_step import Step
 from tests.support.small import SMALL, small
 

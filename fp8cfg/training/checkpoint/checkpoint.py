@@ -24,7 +24,8 @@ from torch import Tensor
 from fp8cfg.config.errors import Fp8cfgError
 from fp8cfg.training.checkpoint import tensor_file
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, verify, write_manifest
-from fp8cfg.training.run_files import RunFiles, StrangeFile
+from fp8cfg.training.folder_descriptor import StrangeFile
+from fp8cfg.training.run_files import RunFiles
 
 Tensors = dict[str, dict[str, Tensor]]
 STATE = "state.json"

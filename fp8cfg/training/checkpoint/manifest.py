@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.config.errors import Fp8cfgError
-from fp8cfg.training.run_files import RunFiles, StrangeFile
+from fp8cfg.training.folder_descriptor import StrangeFile
+from fp8cfg.training.run_files import RunFiles
 
 SCHEMA = 1
 MANIFEST = "MANIFEST.json"

@@ -13,7 +13,8 @@ from fp8cfg.job import Job
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, OldCheckpointStays
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder, RunFolderNotWritable
+from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
+from fp8cfg.training.run_folder_errors import RunFolderNotWritable
 
 
 class Diverged(Fp8cfgError):
