@@ -10,8 +10,8 @@ from typing import Any
 from fp8cfg import __version__
 from fp8cfg.composition.flatten import nested as tree
 from fp8cfg.config.files import dump_yaml
-from fp8cfg.interop import shell_flags as flag_words
 from fp8cfg.interop.key_table import Written
+from fp8cfg.interop.shell import flags as flag_words
 from fp8cfg.interop.te import objects as te_objects
 
 

@@ -19,8 +19,8 @@ from fp8cfg.interop.megatron.nemo import BRIDGE, NEMO
 from fp8cfg.interop.megatron.precision_flags import MEGATRON
 from fp8cfg.interop.te import objects as te_objects
 from fp8cfg.interop.te.recipe import TE
-from fp8cfg.interop.torchtitan import SECTIONS, TORCHTITAN
-from fp8cfg.interop.torchtitan_python import configuration
+from fp8cfg.interop.torchtitan.python_configs import configuration
+from fp8cfg.interop.torchtitan.sections import SECTIONS, TORCHTITAN
 from fp8cfg.interop.translation import read, where, write
 
 

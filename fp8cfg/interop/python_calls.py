@@ -48,3 +48,9 @@ def literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Attribute) and last(node.value) == "Format":
         return node.attr
     return ast.literal_eval(node)
+
+
+def short(node: ast.AST) -> str:
+    """The source of a node, short enough for a line that names it."""
+    text = ast.unparse(node)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.files import parse_yaml, plain, read_text
-from fp8cfg.interop import shell_flags
 from fp8cfg.interop.key_table import TYPO, Dialect
+from fp8cfg.interop.shell import flags as shell_flags
 from fp8cfg.interop.value_spellings import flattened, printable
 
 _CODE = re.compile(r"(^\s*(?:- +)?|[{,]\s*)_(target|partial|args|call)_(?=\s*:)", re.MULTILINE)

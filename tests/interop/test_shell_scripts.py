@@ -9,7 +9,7 @@ import pytest
 from fp8cfg import interop
 from fp8cfg.__main__ import main
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.interop.shell_words import Word, tokens
+from fp8cfg.interop.shell.words import Word, tokens
 
 IN_PLACE = "; write what it stands for"
 INTEGRATION = """: ${TE_PATH:=/opt/transformerengine}

@@ -9,7 +9,8 @@ from typing import Any
 
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.interop.key_table import Dialect
-from fp8cfg.interop.shell_script import Branch, Field, commands, where
+from fp8cfg.interop.shell.fields import Branch, Field, where
+from fp8cfg.interop.shell.script import commands
 
 PRECISION = ("fp8", "fp4", "no_fp8")
 """What the names of flags of precision begin with."""

@@ -1,0 +1,1 @@
+"""Shell scripts read as data: words, variables, conditions, flags."""

@@ -1,0 +1,1 @@
+"""torchtitan: sections of its TOML files, and its Python configurations."""
