@@ -102,17 +102,18 @@ def _at(recipe: Recipe, key: str) -> Any:
 def _data_digest(first: RunFolder) -> str:
     """sha256 of the data that the first run trained on, from the state of its newest checkpoint. Raises ConfigError where it is
     not recorded."""
-    from fp8cfg.training.checkpoint import checkpoint
+    from fp8cfg.training.checkpoint.checkpoint import STATE
+    from fp8cfg.training.checkpoint.step_folders import steps
     from fp8cfg.training.run_folder import CHECKPOINTS
 
     root = first.files.folder(CHECKPOINTS) if first.files.kind(CHECKPOINTS) == "folder" else None
-    states = [name for _, name in checkpoint.steps(root) if root.folder(name).kind(checkpoint.STATE)] if root else []
+    states = [name for _, name in steps(root) if root.folder(name).kind(STATE)] if root else []
     if not root or not states:
         raise ConfigError("the first run has no checkpoint")
-    data = read_object(root.folder(states[0]), checkpoint.STATE).get("data")
+    data = read_object(root.folder(states[0]), STATE).get("data")
     found = data.get("corpus_sha256") if isinstance(data, dict) else None
     if not isinstance(found, str):
-        raise ConfigError(f"{root.path / states[0] / checkpoint.STATE}: does not have data.corpus_sha256")
+        raise ConfigError(f"{root.path / states[0] / STATE}: does not have data.corpus_sha256")
     return found
 
 

@@ -33,11 +33,12 @@ def run(argv: list[str]) -> int:
     first = os.environ.get("RANK", "0") == "0"
     say = print if first else lambda _: None
     with RunFolder.open(Path(arguments.plain[0]), lock=first) as folder:
-        from fp8cfg.training.checkpoint import checkpoint, job_state  # these load torch: a folder that is none is said first
+        # These load torch: a folder that is none is said first.
+        from fp8cfg.training.checkpoint import checkpoint, job_state, step_folders
         from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 
         root = folder.files.folder(CHECKPOINTS)
-        found = checkpoint.steps(root)
+        found = step_folders.steps(root)
         for _, name in found:
             try:
                 loaded = checkpoint.load_named(root, name)
@@ -45,9 +46,9 @@ def run(argv: list[str]) -> int:
                 return _go_on(arguments, folder, name, loaded, say)
             except DamagedCheckpoint as e:
                 problem = str(e) if name in str(e) else f"{root.path / name}: {e}"
-                say(checkpoint.passed_over(printable(problem)))
+                say(step_folders.passed_over(printable(problem)))
         if found:
-            raise checkpoint.none_usable(root)
+            raise step_folders.none_usable(root)
         return _go_on(arguments, folder, "", None, say)
 
 

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from fp8cfg.training.checkpoint import checkpoint, tensor_file
-from fp8cfg.training.checkpoint.checkpoint import CheckpointError, load, newest, save
+from fp8cfg.training.checkpoint.checkpoint import CheckpointError, load, save
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, verify, write_manifest
+from fp8cfg.training.checkpoint.step_folders import newest
 from fp8cfg.training.run_files import RunFiles
 
 # Children that are killed start from a server that has torch imported: no import for each, no fork of a threaded pytest.

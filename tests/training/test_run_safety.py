@@ -18,7 +18,7 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.composition import to_yaml
 from fp8cfg.training import loop, signals
-from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.checkpoint import checkpoint, job_state, step_folders
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, OldCheckpointStays
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, write_manifest
 from fp8cfg.training.data import run_data
@@ -75,7 +75,7 @@ def test_a_link_in_a_run_folder_is_refused_and_leads_nowhere(name: str, there: b
         shutil.rmtree(mine / name) if folder else (mine / name).unlink()
     (mine / name).symlink_to(victim)
     if name.endswith("4"):  # no folder of a checkpoint: the one before it is gone on from
-        assert [n for _, n in checkpoint.steps(RunFiles.at(mine / "checkpoints"))] == ["step-00000002"]
+        assert [n for _, n in step_folders.steps(RunFiles.at(mine / "checkpoints"))] == ["step-00000002"]
         return
     assert main(["resume", str(mine), "trainer.max_steps=5"]) == 2
     out, err = capsys.readouterr()

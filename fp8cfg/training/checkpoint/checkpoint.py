@@ -2,7 +2,7 @@
 
 A save writes into `step-00000123.tmp-<random>`, brings each file to disk, writes the manifest last, verifies what it wrote,
 and only then renames the folder to `step-00000123`. So a visible folder was complete, whatever killed the process, and
-newest() needs neither a `latest` file nor clocks: it takes the highest step that still verifies. Nothing is ever
+step_folders.newest() needs neither a `latest` file nor clocks: it takes the highest step that still verifies. Nothing is ever
 pickled. One process writes to a root at a time; the lock of the run folder sees to that.
 """
 
@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,9 @@ from torch import Tensor
 
 from fp8cfg.config.errors import Fp8cfgError
 from fp8cfg.training.checkpoint import tensor_file
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, verify, write_manifest
+from fp8cfg.training.checkpoint.failpoint import failpoint
+from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, verify, write_manifest
+from fp8cfg.training.checkpoint.step_folders import FOLDER, damage, free_name, remove_old
 from fp8cfg.training.folder_descriptor import StrangeFile
 from fp8cfg.training.run_files import RunFiles
 
@@ -33,10 +33,6 @@ MAX_STATE = 1 << 30
 RESERVE = 1 << 16
 """Bytes for the manifest and for what the file system rounds up."""
 SUFFIX = ".safetensors"
-# "step-00000123", or "step-00000123.2" for a second save of the same step, which must not touch the first.
-FOLDER = re.compile(r"step-([0-9]{8,})(?:\.([0-9]+))?")
-
-
 class CheckpointError(Fp8cfgError):
     """A checkpoint could not be written; those written before are intact. Exit code 5."""
 
@@ -81,7 +77,7 @@ def save(
             write_manifest(inside, step, world_size)
             verify(inside)
             failpoint("rename")
-            final = _free_name(files, step)
+            final = free_name(files, step)
             files.rename(staged, final)
             files.sync()
         except BaseException:
@@ -94,7 +90,7 @@ def save(
     failpoint("renamed")
     try:
         if keep is not None:
-            _remove_old(files, final, keep)
+            remove_old(files, final, keep)
     except OSError as error:
         raise OldCheckpointStays(f"{files.path / final} is saved, but an older checkpoint cannot be removed: {error}") from error
     return files.path / final
@@ -109,48 +105,13 @@ def load(path: Path | RunFiles) -> tuple[Tensors, dict[str, Any]]:
     return _read(RunFiles.at(path))
 
 
-def newest(root: Path, log: Callable[[str], None]) -> Path | None:
-    """The checkpoint of the highest step under `root` that verifies; None where there has never been one.
-
-    Each one passed over is logged in a line that names the file and the reason. Raises NoUsableCheckpoint where there are
-    checkpoints and none verifies: to start anew would then be a silent loss.
-    """
-    if not root.is_dir():
-        return None
-    files = RunFiles.at(root)
-    for step, name in steps(files):
-        problem = _damage(files, name, step)
-        if problem is None:
-            return files.path / name
-        log(passed_over(problem))
-    if steps(files):
-        raise none_usable(files)
-    return None
-
-
-def steps(root: RunFiles) -> list[tuple[int, str]]:
-    """Step and folder name of each checkpoint under `root`, whole or not, by falling step, the later save first where a step was
-    saved twice."""
-    return [(step, name) for step, _, name in _newest_first(root)]
-
-
 def load_named(root: RunFiles, name: str) -> tuple[Tensors, dict[str, Any]]:
     """`load` of the folder `name`, which also says the step that it was written for."""
     match = FOLDER.fullmatch(name)
-    problem = _damage(root, name, int(match[1]) if match else -1)
+    problem = damage(root, name, int(match[1]) if match else -1)
     if problem:
         raise DamagedCheckpoint(problem)
     return _read(root.folder(name))
-
-
-def passed_over(problem: object) -> str:
-    """The line for a checkpoint that is not used."""
-    return f"checkpoint passed over: {problem}"
-
-
-def none_usable(root: RunFiles) -> NoUsableCheckpoint:
-    """The error where there are checkpoints under `root` and none of them can be used."""
-    return NoUsableCheckpoint(f"none of the {len(steps(root))} checkpoints in {root.path} can be used")
 
 
 def room_for(groups: Iterable[Mapping[str, Tensor]], text: int = 0) -> int:
@@ -158,22 +119,6 @@ def room_for(groups: Iterable[Mapping[str, Tensor]], text: int = 0) -> int:
     Tensors that are one and the same count once."""
     found = [tensor_file.distinct(named) for named in groups]
     return sum(t.nbytes + 256 for each in found for t in each) + text + RESERVE
-
-
-def failpoint(name: str) -> None:
-    """For tests only: kill this process where FP8CFG_FAILPOINT=`name` or `name:n` says, at the n-th time it gets here.
-
-    Points of save(): shard (after each group), manifest (before it), rename (before), renamed (after), delete (an old
-    checkpoint is renamed away and not yet removed).
-    """
-    wanted, _, nth = os.environ.get("FP8CFG_FAILPOINT", "").partition(":")
-    if name == wanted:
-        _reached[name] += 1
-        if _reached[name] == int(nth or 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-_reached: Counter[str] = Counter()
 
 
 def _strict_json(state: dict[str, Any]) -> str:
@@ -220,39 +165,3 @@ def _write_files(folder: RunFiles, tensors: Tensors, text: str) -> None:
             # safetensors makes files that only their owner can read; this one gets what the umask grants.
             os.fchmod(file.fileno(), mode)
         failpoint("shard")
-
-
-def _newest_first(root: RunFiles) -> list[tuple[int, int, str]]:
-    """Step, attempt and name of each checkpoint, by falling step."""
-    found = [(name, FOLDER.fullmatch(name)) for name in root.names()]
-    return sorted(((int(m[1]), int(m[2] or 1), name) for name, m in found if m and root.kind(name) == "folder"), reverse=True)
-
-
-def _damage(root: RunFiles, name: str, step: int) -> str | None:
-    """Why the checkpoint `name`, of `step`, cannot be used, or None."""
-    try:
-        found = verify(root.folder(name)).step
-    except (DamagedCheckpoint, StrangeFile, OSError) as error:
-        return str(error)
-    return None if found == step else f"{root.path / name}: MANIFEST.json: written for step {found}"
-
-
-def _free_name(root: RunFiles, step: int) -> str:
-    attempt = max((attempt for other, attempt, _ in _newest_first(root) if other == step), default=0) + 1
-    return f"step-{step:08d}" + (f".{attempt}" if attempt > 1 else "")
-
-
-def _remove_old(root: RunFiles, new: str, keep: int) -> None:
-    candidates = steps(root)
-    kept = {step for step, name in candidates if name == new}
-    for step, name in candidates:
-        if name == new:
-            continue
-        if step in kept or len(kept) >= keep:
-            # Renamed first, so that a kill half-way leaves rubbish to collect and not a damaged checkpoint.
-            gone = f"{name}.tmp-{uuid.uuid4().hex[:12]}"
-            root.rename(name, gone)
-            failpoint("delete")
-            root.remove(gone)
-        elif _damage(root, name, step) is None:
-            kept.add(step)
