@@ -15,6 +15,7 @@ from fp8cfg.numerics import FP8Linear, fp8_linears
 from fp8cfg.report.coverage import coverage, planned
 from fp8cfg.report.memory import peak as memory
 from tests.support.small import losses, small, steps, weight_bytes
+from tests.support.traced import trace_model
 
 PUBLISHED = {
     "llama2_7b": 6_738_415_616, "llama2_13b": 13_015_864_320, "llama2_70b": 68_976_648_192, "llama3_8b": 8_030_261_248,
@@ -123,18 +124,17 @@ def test_outside_of_the_autocast_context_nothing_runs_in_fp8() -> None:
 KEPT = ("fp8.override_linear_precision.wgrad=true", "fp8.exclude=['*.linear_fc2']")
 
 
-@pytest.mark.parametrize(("words", "compiled"), [
+@pytest.mark.parametrize(("words", "traced"), [
     (("precision=bf16_fp8",), False), (("precision=bf16_fp8_current", "model.num_layers=4"), False),
     (("precision=bf16_fp8", "fp8.format=e4m3"), False), (("precision=bf16_fp8", *KEPT), False),
     (("precision=bf16_fp8", "model.recompute_granularity=full"), False),
-    # Each of these keys compiled, in two graphs.
+    # Each of these keys, in two graphs; tests/training/test_loop.py has a run under Inductor.
     pytest.param(("precision=bf16_fp8", "model.num_layers=1", *KEPT, "fp8.format=e4m3", "model.recompute_granularity=full"), True, marks=pytest.mark.slow),
     pytest.param(("precision=bf16_fp8_current", "model.num_layers=1"), True, marks=pytest.mark.slow)])
-def test_what_ran_is_what_was_planned(words: tuple[str, ...], compiled: bool) -> None:
-
+def test_what_ran_is_what_was_planned(words: tuple[str, ...], traced: bool) -> None:
     job = fp8cfg.build(small(*words))
-    if compiled:
-        job.compile_model()
+    if traced:
+        trace_model(job)
     list(steps(job, 1))
     assert job.prove().data() == planned(job.recipe, job.plan).data()
 

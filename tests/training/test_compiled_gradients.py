@@ -15,9 +15,7 @@ from fp8cfg.__main__ import main
 from fp8cfg.job import Job
 from fp8cfg.training import compiled_gradients
 from tests.support.small import SMALL, small
-
-AOT = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
-"""Dynamo and AOTAutograd, which made the zeros of torch 2.11, without the time of Inductor."""
+from tests.support.traced import TRACE
 
 
 def compiled_by(monkeypatch: pytest.MonkeyPatch, compiler: Callable[[Any], Any]) -> None:
@@ -40,7 +38,7 @@ def zero_gradients(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     pytest.param("precision=fp16_fp8 opt_level=O2", marks=pytest.mark.slow), "precision=bf16 storage.weight=fp8",
     "precision=bf16_fp8_current backend=torchao fp8.params=false model.num_layers=3"])
 def test_compiled_layers_give_the_eager_bits_and_move_nothing(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    compiled_by(monkeypatch, AOT)
+    compiled_by(monkeypatch, TRACE)  # Dynamo and AOTAutograd made the zeros of torch 2.11
     if "torchao" in words:
         pytest.importorskip("torchao")
     job = fp8cfg.build(small(*words.split()))

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.composition import to_yaml
+from fp8cfg.job import Job
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.training import loop
 from fp8cfg.training.data import run_data, validation_batches
@@ -23,6 +25,7 @@ from fp8cfg.training.metrics import read
 from fp8cfg.training.run_folder import RunFolder
 from fp8cfg.training.train_step import evaluate
 from tests.support.small import losses, small, steps
+from tests.support.traced import trace_model
 
 FP8 = "precision=bf16_fp8"
 
@@ -191,10 +194,12 @@ def test_a_loop_of_ones_own_gives_the_same_losses() -> None:
     assert mine == losses(FP8)
 
 
-@pytest.mark.parametrize("words", [("precision=bf16",), (FP8,), (FP8, "fp8.params=false"), ("precision=bf16_fp8_current", "model.num_layers=4")])
-def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("words", "compiles"), [
+    (("precision=bf16",), trace_model), ((FP8,), Job.compile_model), ((FP8, "fp8.params=false"), trace_model),
+    (("precision=bf16_fp8_current", "model.num_layers=4"), trace_model)], ids=["bf16", "delayed under Inductor", "wide weights", "current"])
+def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, ...], compiles: Callable[[Job], None]) -> None:
     eager, compiled = (fp8cfg.build(small(*words, "trainer.micro_batch_size=4")) for _ in range(2))
-    compiled.compile_model()
+    compiles(compiled)
     assert compiled.compiled and not eager.compiled
     want = [s.loss for s in steps(eager, 4)]
     got = [s.loss for s in steps(compiled, 2)]
