@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Choice
+from fp8cfg.backends.compile_options import compile_options
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.report.coverage import Coverage
@@ -154,8 +155,7 @@ class Job:
         warnings.filterwarnings("ignore", "bf16 and fp16 are mixed", UserWarning, r"torch\._inductor\.codegen\.cpp$")
         # Of weights that were gathered in FP8: a graph with them is not cached on disk.
         warnings.filterwarnings("ignore", "Float8TrainingTensor does not implement", UserWarning, r"torch\._functorch\.")
-        # Triton's own division is an approximation; a scale that is a bit too low would be another power of two.
-        options: dict[str, Any] | None = {"eager_numerics.division_rounding": True} if self.device.type == "cuda" else None
+        options = compile_options(self.recipe.precision, self.device.type)
         return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -25,9 +25,8 @@ TOLERANCE = {"cpu": 0.0, "cuda": 0.01}
 the same bits. On a GPU a compiler contracts products and sums, and rounds what it fuses once: a share of a bf16 ulp (0.2 % rms),
 and now and then the neighbouring FP8 value. A product whose operand has another scale or format differs by more than one that was
 not quantized at all, which is 2.6 % (E4M3) or more away."""
-TOKENS, IN_FEATURES, OUT_FEATURES = 256, 128, 256
-"""Shape of the layer: whole blocks of every scaling. Tokens are as many as outputs: of a gradient that MXFP8 scales along both
-dimensions, Inductor of torch 2.13 fails on other shapes on a CPU (try_loop_split), and says so."""
+TOKENS, IN_FEATURES, OUT_FEATURES = 256, 128, 384
+"""Shape of the layer: whole blocks of every scaling, and no two sizes alike, as in most layers of a model."""
 
 
 def compare(job: Job) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 
 import fp8cfg
 from fp8cfg.__main__ import main
+from fp8cfg.backends.compile_options import compile_options
 from fp8cfg.job import Job
+from fp8cfg.scalings import SCALINGS
 from fp8cfg.training import compiled_gradients
 from tests.support.small import SMALL, small
 from tests.support.traced import TRACE
@@ -47,6 +51,22 @@ def test_compiled_layers_give_the_eager_bits_and_move_nothing(monkeypatch: pytes
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(v.view(torch.uint8), state[k].view(torch.uint8)) for k, v in job.model.state_dict().items() if v.dim())
     assert all(p.grad is None for p in job.model.parameters())
+
+
+@pytest.mark.slow
+def test_inductor_compiles_blocks_along_both_dimensions_of_a_gradient() -> None:
+    """Of which there are more outputs than tokens: where Inductor fuses both, its try_loop_split ends the compilation."""
+    assert compiled_gradients.compare(fp8cfg.build(small("precision=bf16_mxfp8"))) == 0
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_inductors_options(scaling: str) -> None:
+    precision = small("precision=bf16_fp8", f"fp8.scaling={scaling}").precision
+    options = compile_options(precision, "cpu") or {}
+    assert bool(options) == (scaling in ("block", "mxfp8", "nvfp4"))
+    for name in [*options, *(compile_options(precision, "cuda") or {})]:
+        assert functools.reduce(getattr, name.split("."), torch._inductor.config) is not None, "of this torch"
+    assert compile_options(small("precision=bf16").precision, "cpu") is None
 
 
 def test_a_model_of_torchs_own_layers_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
