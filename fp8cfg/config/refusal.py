@@ -47,8 +47,13 @@ def changed(node: Node, *names: str) -> list[str]:
 
 def idle(node: Node, names: Sequence[str], why: str, *to: str) -> Iterator[Refusal]:
     """A refusal, `why` it has no effect, of each of those fields. It gives way with its default to the keys `to`."""
+    return conflicting(node, names, f"has no effect{why}", *to)
+
+
+def conflicting(node: Node, names: Sequence[str], why: str, *to: str) -> Iterator[Refusal]:
+    """As `idle`, of fields that do something which the keys `to` do not allow."""
     for key, value, default in _fields(node, names):
-        yield Refusal(f"{key}={_shown(value)}: has no effect{why}", [(key, default)], to)
+        yield Refusal(f"{key}={_shown(value)}: {why}", [(key, default)], to)
 
 
 def _fields(node: Node, names: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 KEPT = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32", "exp_avg": "fp32", "exp_avg_sq": "fp32"}
 """The columns of a rank's parts: float32, and weights are their own masters."""
 _INSTEAD = "or storage.shard=zero2"
+_GATHERS = ("fp8.enabled", "fp8.scaling", "fp8.granularity", "fp8.use_power_2_scales", "fp8.override_linear_precision.fprop",
+            "fp8.override_linear_precision.dgrad", "backend")
+"""The keys that decide whether weights can be gathered in FP8."""
 
 
 def fsdp_rules(recipe: Recipe) -> Iterator[str]:
@@ -44,6 +47,8 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
                       f"weights; drop it, {_INSTEAD}", [("log.fp8_stats_every_n_steps", 0)], ["storage.shard"])
     if s.gather == "fp8":
         backend = gathering() if p.backend == "auto" else p.backend
-        yield from (f"storage.gather=fp8: {why}" for why in against_fp8_gather(p, backend))
+        yield from (Refusal(f"storage.gather=fp8: {why}", [("storage.gather", "auto")], _GATHERS)
+                    for why in against_fp8_gather(p, backend))
     elif s.gather not in ("auto", p.compute):
-        yield f"storage.gather={s.gather}: FSDP2 gathers weights in precision.compute={p.compute}; write auto, or fp8"
+        yield Refusal(f"storage.gather={s.gather}: FSDP2 gathers weights in precision.compute={p.compute}; write auto, or fp8",
+                      [("storage.gather", "auto")], ["precision.compute"])

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.fp8 import FP8, ONLY_UNDER, per_row
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.refusal import Refusal, changed, idle
+from fp8cfg.config.refusal import Refusal, changed, conflicting, idle
 from fp8cfg.config.rules_fsdp import fsdp_rules
 from fp8cfg.config.rules_storage import storage_refusals
-from fp8cfg.config.storage import FP8_CODECS, fp8_weights, level, low_bit, resolved
+from fp8cfg.config.storage import COLUMNS, FP8_CODECS, fp8_weights, level, low_bit, resolved
 from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
@@ -54,22 +54,26 @@ def _fp8_on(recipe: Recipe) -> Iterator[str]:
                       ["model.num_layers", "fp8.high_precision_at_start", "fp8.high_precision_at_end"])
     o = f.override_linear_precision
     if o.fprop and o.dgrad and o.wgrad:
-        yield "fp8.override_linear_precision: fprop, dgrad and wgrad all true leave nothing in FP8; write fp8.enabled=false"
+        keys = [f"fp8.override_linear_precision.{gemm}" for gemm in ("wgrad", "dgrad", "fprop")]
+        yield Refusal("fp8.override_linear_precision: fprop, dgrad and wgrad all true leave nothing in FP8; write "
+                      "fp8.enabled=false", [(key, False) for key in keys], keys)
     yield from _attention(f)
 
 
 def _attention(f: FP8) -> Iterator[str]:
+    dot, multi = "fp8.dot_product_attention", "fp8.multi_head_attention"
     if f.multi_head_attention and not f.dot_product_attention:
-        yield "fp8.multi_head_attention=True: needs fp8.dot_product_attention=true"
+        yield Refusal(f"{multi}=True: needs {dot}=true", [(multi, False)], [dot])
     scaling = SCALINGS[f.scaling]
     if f.multi_head_attention and "multi_head_attention" not in scaling.attention:
         those = " or ".join(name for name, other in SCALINGS.items() if "multi_head_attention" in other.attention)
-        yield f"fp8.multi_head_attention=True: needs fp8.scaling={those}, not {f.scaling} (Megatron)"
+        yield Refusal(f"{multi}=True: needs fp8.scaling={those}, not {f.scaling} (Megatron)", [(multi, False)], ["fp8.scaling"])
     if f.dot_product_attention and "dot_product_attention" not in scaling.attention:
         source = f" (TE {scaling.te})" if scaling.te else ""
-        yield f"fp8.dot_product_attention=True: {f.scaling} scaling has no FP8 attention{source}"
+        yield Refusal(f"{dot}=True: {f.scaling} scaling has no FP8 attention{source}", [(dot, False)], ["fp8.scaling"])
     if f.dot_product_attention and per_row(f):
-        yield "fp8.dot_product_attention=True: needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)"
+        yield Refusal(f"{dot}=True: needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)", [(dot, False)],
+                      ["fp8.granularity"])
 
 
 def _loss_scaling(p: Precision) -> Iterator[str]:
@@ -105,10 +109,13 @@ def _storage(recipe: Recipe) -> Iterator[str]:
         if o.name == "sgd":
             yield from _sgd(p)
         else:
-            yield from storage_refusals(columns, s.rounding, o.betas, o.eps, o.lr, recipe.model.init_method_std)
+            explicit = [column for column in COLUMNS if getattr(s, column) != "auto"]
+            yield from storage_refusals(columns, s.rounding, o.betas, o.eps, o.lr, recipe.model.init_method_std, explicit,
+                                        stochastic=not capabilities(p.backend).own_state)
     why = capabilities(p.backend).adam_weight_decay
     if why and o.name == "adam" and o.weight_decay and columns["exp_avg"] != "fp32":
-        yield f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam {why}"
+        yield Refusal(f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam {why}",
+                      [("optim.name", "adamw"), ("optim.weight_decay", 0.0)], ["optim.name", "optim.weight_decay", "backend"])
     if not f.enabled:
         yield from idle(p, ("backend",), f", precision.compute={p.compute} runs no FP8; drop it or write precision=bf16_fp8",
                         "fp8.enabled")
@@ -118,8 +125,9 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
     """Codecs that a column cannot have, or that do nothing beside another."""
     weight, master = columns["weight"], columns["master_weight"]
     if weight == "fp8_pow2" and p.fp8.enabled:
-        yield ("storage.weight=fp8_pow2: FP8 layers hold their weights as fp8.scaling quantizes them; write storage.weight=fp8, "
-               "and fp8.use_power_2_scales=true under current scaling")
+        yield Refusal("storage.weight=fp8_pow2: FP8 layers hold their weights as fp8.scaling quantizes them; write "
+                      "storage.weight=fp8, and fp8.use_power_2_scales=true under current scaling",
+                      [("storage.weight", "fp8")], ["fp8.enabled"])
     for column in ("weight", "weight_grad"):
         if columns[column] == "fp8_expand":
             yield f"storage.{column}=fp8_expand: a codec of moments (COAT); write fp8"
@@ -129,8 +137,12 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
         yield f"storage.comm={columns['comm']}: not sent over the wire; write fp16, fp8 or fp8_pow2"
     if columns["comm"] in FP8_CODECS and columns["weight_grad"] in FP8_CODECS and columns["comm"] != columns["weight_grad"]:
         that = "" if columns["weight_grad"] in ("fp8_block", "fp8_expand") else f"{columns['weight_grad']}, or "
-        yield (f"storage.comm={columns['comm']}: gradients are stored in {columns['weight_grad']} and sent as they are; write "
-               f"{that}bf16 or fp32 to add them up before they are stored")
+        # A column on auto is what a level says, or what the user said who wrote the level.
+        gives = [(f"storage.{column}", codec) for column, codec in (("comm", columns["weight_grad"] if that else "auto"),
+                 ("weight_grad", columns["comm"])) if getattr(p.storage, column) != "auto"]
+        yield Refusal(f"storage.comm={columns['comm']}: gradients are stored in {columns['weight_grad']} and sent as they are; "
+                      f"write {that}bf16 or fp32 to add them up before they are stored", gives,
+                      ["storage.comm", "storage.weight_grad", "opt_level", "backend"])
     if weight == "fp32" and master != "none":
         yield Refusal(f"storage.master_weight={master}: has no effect, storage.weight=fp32 needs no masters; write none",
                       [("storage.master_weight", "auto")], ["storage.weight", "precision.compute"])
@@ -149,7 +161,8 @@ def _sgd(p: Precision) -> Iterator[str]:
     """What needs the moments of Adam, and what only the low-bit Adam does."""
     yield from idle(p.storage, ("exp_avg", "exp_avg_sq"), " with optim.name=sgd, which has no such moment", "optim.name")
     if level(p):
-        yield f"opt_level={level(p)}: needs optim.name=adamw or adam, not sgd (MS-AMP)"
+        yield Refusal(f"opt_level={level(p)}: needs optim.name=adamw or adam, not sgd (MS-AMP)",
+                      [("opt_level", None)] if p.opt_level else [], ["optim.name"])
     elif low_bit(p):
-        for key in changed(p.storage, "weight", "master_weight", "weight_grad", "rounding", "shard"):
-            yield f"{key}: needs optim.name=adamw or adam, not sgd"
+        yield from conflicting(p.storage, ("weight", "master_weight", "weight_grad", "rounding", "shard"),
+                               "needs optim.name=adamw or adam, not sgd", "optim.name")

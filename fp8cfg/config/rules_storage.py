@@ -8,28 +8,41 @@ The same goes for weights and the size of their updates.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
-from fp8cfg.config.storage import FP8_CODECS
+from fp8cfg.config.refusal import Refusal
+from fp8cfg.config.storage import COLUMNS, FP8_CODECS
 
 MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp16_scaled": 10, "fp8_pow2": 3}
 """Of the codecs that are rounded on a grid which does not move with the tensor's amax."""
 ADAM = {"exp_avg": 0, "exp_avg_sq": 1}
 """The columns of the moments, and which of the betas averages each."""
+_LEVELS = ("opt_level", "backend")
+"""The keys that say what a column is where it is auto."""
 FP16_LEAST = 2.0**-25
 """What fp16 without a scale rounds to 0, and everything below: half its smallest number."""
 
 
 def storage_refusals(
-    columns: Mapping[str, str], rounding: str, betas: tuple[float, float], eps: float, lr: float, weight_size: float
+    columns: Mapping[str, str], rounding: str, betas: tuple[float, float], eps: float, lr: float, weight_size: float,
+    explicit: Collection[str] = COLUMNS, stochastic: bool = True,
 ) -> list[str]:
     """A line for each reason why Adam cannot work with these columns. `weight_size` is the magnitude of a typical weight, the
-    standard deviation that they start with."""
+    standard deviation that they start with. Of the columns those that are `explicit` can give way, for the others say what a level
+    does; rounding can where the backend can round `stochastic`."""
     weight, master = columns["weight"], columns["master_weight"]
-    return [
+    return [_with_columns(line, explicit, stochastic) for line in (
         *second_moment(columns["exp_avg_sq"], betas[1], eps), *frozen_averages(columns, betas), *no_masters(weight, master),
-        *lost_updates(weight, master, rounding, lr, weight_size),
-    ]  # fmt: skip
+        *lost_updates(weight, master, rounding, lr, weight_size))]  # fmt: skip
+
+
+def _with_columns(line: str, explicit: Collection[str], stochastic: bool) -> str:
+    """`line`, in which columns that are not `explicit` do not give way, nor does rounding unless it can be `stochastic`."""
+    if not isinstance(line, Refusal):
+        return line
+    fixed = {f"storage.{column}" for column in COLUMNS if column not in explicit} | (set() if stochastic else {"storage.rounding"})
+    return Refusal(line, [(key, new) for key, new in line.gives if key not in fixed], [*line.to, *_LEVELS])
 
 
 def second_moment(codec: str, beta: float, eps: float) -> Iterator[str]:
@@ -38,10 +51,10 @@ def second_moment(codec: str, beta: float, eps: float) -> Iterator[str]:
     least = math.sqrt(FP16_LEAST)
     if codec == "fp16" and eps < least:
         also = ", or bf16" if beta <= _slowest(MANTISSA_BITS["bf16"]) else ""
-        yield (
+        yield Refusal(
             f"storage.exp_avg_sq=fp16: without a scale second moments of gradients below {least:.1e} become 0, optim.eps={eps:g} "
-            f"alone divides these, and training can diverge; write {_follows('bf16', beta)}{also}"
-        )
+            f"alone divides these, and training can diverge; write {_follows('bf16', beta)}{also}",
+            [("storage.exp_avg_sq", _follows("bf16", beta)), ("optim.eps", least)], ["storage.exp_avg_sq", "optim.eps"])
     if codec in ("fp8", "fp8_pow2"):
         yield f"storage.exp_avg_sq={codec}: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block"
 
@@ -53,10 +66,11 @@ def frozen_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> I
         bits = MANTISSA_BITS.get(codec)
         if bits is None or 1 - beta >= 2.0 ** -(bits + 2) or (column, codec) == ("exp_avg_sq", "fp8_pow2"):
             continue
-        yield (
+        nearest = [_slowest(bits) if i == which else b for i, b in enumerate(betas)]
+        yield Refusal(
             f"optim.betas={list(betas)}: storage.{column}={codec} rounds an average of rate {beta:g} back to where it was, so it "
-            f"never comes down; nearest is {_slowest(bits):g}, or write storage.{column}={_follows(codec, beta)}"
-        )
+            f"never comes down; nearest is {_slowest(bits):g}, or write storage.{column}={_follows(codec, beta)}",
+            [(f"storage.{column}", _follows(codec, beta)), ("optim.betas", tuple(nearest))], [f"storage.{column}", "optim.betas"])
 
 
 def slow_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Iterator[str]:
@@ -80,7 +94,8 @@ def lost_averages(columns: Mapping[str, str]) -> Iterator[str]:
 def no_masters(weight: str, master: str) -> Iterator[str]:
     """FP8 weights without master weights: almost every update is smaller than half the distance between two FP8 values."""
     if weight in FP8_CODECS and master == "none":
-        yield f"storage.master_weight=none: storage.weight={weight} needs masters; write fp16_scaled or fp32"
+        yield Refusal(f"storage.master_weight=none: storage.weight={weight} needs masters; write fp16_scaled or fp32",
+                      [("storage.master_weight", "fp32"), ("storage.weight", "auto")], ["storage.weight", "storage.master_weight"])
     elif master in FP8_CODECS:
         yield f"storage.master_weight={master}: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32"
 
@@ -89,10 +104,11 @@ def lost_updates(weight: str, master: str, rounding: str, lr: float, weight_size
     """Learning rates (the size of Adam's updates) below half the rounding step of the weights that are updated."""
     column, codec = _moved(weight, master)
     if lr < (half := _lost_below(codec, rounding, weight_size)):
-        yield (
+        gives: list[tuple[str, Any]] = [("storage.rounding", "stochastic"), ("storage.master_weight", "fp32"), ("optim.lr", half)]
+        yield Refusal(
             f"optim.lr={lr:g}: storage.{column}={codec} rounds most updates of that size away, at weights of {weight_size:g} those "
-            f"below {half:.2g}; write storage.rounding=stochastic or storage.master_weight=fp32"
-        )
+            f"below {half:.2g}; write storage.rounding=stochastic or storage.master_weight=fp32",
+            gives, ["optim.lr", "storage.rounding", "storage.weight", "storage.master_weight"])
 
 
 def late_updates(columns: Mapping[str, str], rounding: str, lr: float, end_lr: float, weight_size: float) -> Iterator[str]:

@@ -130,7 +130,7 @@ def test_what_is_not() -> None:
 
 @pytest.mark.parametrize(("words", "line"), [
     (("optim.name=sgd",), "opt_level=O2: needs optim.name=adamw or adam, not sgd (MS-AMP)"),
-    (("optim.name=adam",), "optim.weight_decay=0.1: with optim.name=adam MS-AMP leaves it out of the moments that it stores; write optim.name=adamw"),
+    (("optim.name=adam", "optim.weight_decay=0.1"), "optim.weight_decay=0.1: with optim.name=adam MS-AMP leaves it out of the moments that it stores; write optim.name=adamw"),
     (("precision=bf16",), "backend=msamp: has no effect, precision.compute=bf16 runs no FP8"),
     (("optim.betas=[0.98,0.95]",), "optim.betas=[0.98, 0.95]: storage.exp_avg=fp8_pow2 rounds an average of rate 0.98 back"),
 ])

@@ -19,8 +19,8 @@ LIBRARY = Library()
 NEMOTRON = "precision=nemotron_3_super_bf16_nvfp4"
 
 
-def notes(words: str) -> list[str]:
-    found = composed(words.split(), LIBRARY)
+def notes(words: str, library: Library = LIBRARY) -> list[str]:
+    found = composed(words.split(), library)
     assert not found.problems
     return [note.removeprefix("note: ") for note in found.notes]
 
@@ -56,13 +56,59 @@ GIVES_WAY = [
     (f"{NEMOTRON} model.num_layers=8", "fp8.high_precision_at_end 14 -> 7: what the preset says gives way to model.num_layers=8"),
     ("precision=fp16 precision.initial_loss_scale=0.5",
      "precision.min_loss_scale 1 -> 0.5: what the preset says gives way to precision.initial_loss_scale=0.5"),
+    # storage, and the optimizer's numbers
+    ("precision=bf16_fp8_block_deepseek_v3 optim.betas=[0.9,0.999]",
+     "storage.exp_avg_sq bf16 -> fp16_scaled: what the preset says gives way to optim.betas=[0.9, 0.999]"),
+    ("precision=bf16 storage.exp_avg_sq=bf16 recipe=own", "optim.betas [0.9, 0.999] -> [0.9, 0.9961]: what the recipe says gives way to "
+     "storage.exp_avg_sq=bf16"),
+    ("precision=bf16 storage.exp_avg_sq=fp16 recipe=own", "optim.eps 1e-08 -> 0.000172633: what the recipe says gives way to storage.exp_avg_sq=fp16"),
+    ("precision=bf16_adamw_fp8 storage.weight=fp8", "storage.master_weight none -> fp32: what the preset says gives way to storage.weight=fp8"),
+    ("precision=bf16_adamw_fp8 optim.lr=1e-6 storage.rounding=nearest",
+     "storage.master_weight none -> fp32: what the preset says gives way to optim.lr=1e-06 and storage.rounding=nearest"),
+    ("storage.weight=bf16 storage.master_weight=none optim.lr=1e-6 precision=bf16", "storage.rounding nearest -> stochastic: what the preset "
+     "says gives way to optim.lr=1e-06 and storage.weight=bf16 and storage.master_weight=none"),
+    ("storage.weight=bf16 storage.master_weight=none storage.rounding=nearest recipe=own",
+     "optim.lr 1e-05 -> 6.10352e-05: what the recipe says gives way to storage.rounding=nearest and storage.weight=bf16 and "
+     "storage.master_weight=none"),
+    ("precision=bf16_adamw_fp8 optim.name=sgd", "storage.exp_avg fp8_block -> auto, storage.exp_avg_sq fp8_block -> auto, storage.master_weight "
+     "none -> auto, storage.weight_grad bf16 -> auto, storage.rounding stochastic -> nearest: what the preset says gives way to optim.name=sgd"),
+    ("precision=own storage.comm=fp8", "storage.weight_grad fp8_pow2 -> fp8: what the preset says gives way to storage.comm=fp8"),
+    ("precision=own storage.weight_grad=fp8", "storage.comm fp8_pow2 -> fp8: what the preset says gives way to storage.weight_grad=fp8"),
+    ("precision=own_fp8 fp8.scaling=block", "fp8.dot_product_attention True -> False: what the preset says gives way to fp8.scaling=block"),
+    ("precision=own_fp8 backend=torchao", "fp8.dot_product_attention True -> False: what the preset says gives way to backend=torchao"),
+    ("precision=own_fp8 fp8.override_linear_precision={fprop:true,dgrad:true} fp8.dot_product_attention=false",
+     "fp8.override_linear_precision.wgrad True -> False: what the preset says gives way to fp8.override_linear_precision.dgrad=True and "
+     "fp8.override_linear_precision.fprop=True"),
+    ("precision=own_fp8 fp8.scaling=delayed backend=msamp fp8.dot_product_attention=false fp8.reduce_amax=false storage.accumulate=stored "
+     "fp8.amax_history_len=16", "fp8.override_linear_precision.wgrad True -> False: what the preset says gives way to backend=msamp"),
+    ("precision=own_gather fp8.granularity=row", "storage.gather fp8 -> auto: what the preset says gives way to fp8.granularity=row"),
+    ("precision=own_gather precision.compute=bf16 fp8.scaling=delayed", "storage.gather fp8 -> auto: what the preset says gives way to "
+     "fp8.scaling=delayed"),
     ("model.num_attention_heads=2", None), ("precision=bf16_fp8 opt_level=O3", None), ("precision=bf16_fp8 fp8.margin=0", None),
 ]
 
 
+OWN = {
+    "recipe/own": "recipe: llama_tiny\nprecision: bf16\noptim: {betas: [0.9, 0.999], eps: 1.0e-8, lr: 1.0e-5, min_lr: 1.0e-6}\n",
+    "precision/own": "storage: {weight_grad: fp8_pow2, comm: fp8_pow2}\n",
+    "precision/own_fp8": "fp8: {enabled: true, scaling: current, dot_product_attention: true, override_linear_precision: {wgrad: true}}\n",
+    "precision/own_gather": "fp8: {enabled: true, scaling: current}\nstorage: {shard: fsdp, gather: fp8}\n",
+}
+"""Presets and a recipe of one's own, in which stand values that no shipped one has."""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    folder = tmp_path_factory.mktemp("own")
+    for name, text in OWN.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / f"{name}.yaml").write_text(text)
+    return Library(folder)
+
+
 @pytest.mark.parametrize(("words", "note"), GIVES_WAY, ids=[words for words, _ in GIVES_WAY])
-def test_what_the_user_did_not_write_gives_way_and_one_line_says_so(words: str, note: str | None) -> None:
-    assert notes(words) == ([note] if note else [])
+def test_what_the_user_did_not_write_gives_way_and_one_line_says_so(words: str, note: str | None, own: Library) -> None:
+    assert notes(words, own if "own" in words else LIBRARY) == ([note] if note else [])
 
 
 REFUSED = [
@@ -81,6 +127,16 @@ REFUSED = [
      "fp8.params=True: storage.shard=fsdp keeps float32 weights; write fp8.params=false, or storage.shard=zero2"),
     ("precision=bf16_fp8 fp8.params=true opt_level=O1", "fp8.params=True: has no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"),
     ("precision=bf16_fp8 fp8.params=true opt_level=O2", "fp8.params=True: has no effect, opt_level=O2 stores weights in fp16_scaled; drop one of the two"),
+    ("precision=bf16 opt_level=O2 storage.comm=fp8_pow2",
+     "storage.comm=fp8_pow2: gradients are stored in fp8 and sent as they are; write fp8, or bf16 or fp32 to add them up before they are stored"),
+    ("precision=bf16 opt_level=O2 optim.betas=[0.9,0.9999]", "optim.betas=[0.9, 0.9999]: storage.exp_avg_sq=fp16_scaled rounds an average of rate "
+     "0.9999 back to where it was, so it never comes down; nearest is 0.9995, or write storage.exp_avg_sq=fp32"),
+    ("precision=bf16 storage.weight=fp8 storage.master_weight=none",
+     "storage.master_weight=none: storage.weight=fp8 needs masters; write fp16_scaled or fp32"),
+    ("precision=bf16 storage.weight=bf16 storage.master_weight=none storage.rounding=nearest optim.lr=1e-6",
+     "optim.lr=1e-06: storage.weight=bf16 rounds most updates of that size away, at weights of 0.02 those below 6.1e-05; write "
+     "storage.rounding=stochastic or storage.master_weight=fp32"),
+    ("precision=bf16_fp8 opt_level=O1 optim.name=sgd", "opt_level=O1: needs optim.name=adamw or adam, not sgd (MS-AMP)"),
     # at their defaults
     ("precision=bf16 fp8.margin=0", "fp8.margin=0: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"),
     ("precision=bf16 fp8={margin:0}", "fp8.margin=0: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"),

@@ -86,8 +86,8 @@ def _keys(f: FP8) -> Sequence[str]:
                      [(f"fp8.{key}", want)], ["backend"])
              for key, (want, why) in _KEYS.items() if (value := getattr(f, key)) not in (want, "auto")]
     kept = [gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(f.override_linear_precision, gemm)]
-    return [*lines, *(f"fp8.override_linear_precision.{gemm}=True: MS-AMP multiplies all three in FP8; drop it, or write "
-                      "backend=native" for gemm in kept)]
+    return [*lines, *(Refusal(f"fp8.override_linear_precision.{gemm}=True: MS-AMP multiplies all three in FP8; drop it, or write "
+                              "backend=native", [(f"fp8.override_linear_precision.{gemm}", False)], ["backend"]) for gemm in kept)]
 
 
 def _storage(p: Precision) -> list[str]:
@@ -101,16 +101,19 @@ def _storage(p: Precision) -> list[str]:
     said = resolved(p) if p.backend == "auto" else {column: getattr(s, column) for column in COLUMNS}
     cure = "write that" if p.backend == "auto" else "drop it"
     why = f"MS-AMP's {level(p)} has"
-    lines: list[str] = [f"storage.{column}={said[column]}: {why} {has[column]} there; {cure}, or write {words}"
+    lines: list[str] = [Refusal(f"storage.{column}={said[column]}: {why} {has[column]} there; {cure}, or write {words}",
+                                [(f"storage.{column}", "auto")], ["opt_level", "backend"])
                         for column in COLUMNS if said[column] not in ("auto", has[column])]
     if s.accumulate != "stored":
         lines.append(Refusal(
             f"storage.accumulate={s.accumulate}: MS-AMP adds each microbatch to gradients that are stored in FP8; write "
             f"storage.accumulate=stored, or {words}", [("storage.accumulate", "stored")], ["backend"]))
     if s.rounding != "nearest":
-        lines.append(f"storage.rounding={s.rounding}: MS-AMP rounds to nearest; drop it, or write {words}")
+        lines.append(Refusal(f"storage.rounding={s.rounding}: MS-AMP rounds to nearest; drop it, or write {words}",
+                             [("storage.rounding", "nearest")], ["backend"]))
     if s.shard != "none":
-        lines.append(f"storage.shard={s.shard}: MS-AMP shards {export}; drop it, or write {words}")
+        lines.append(Refusal(f"storage.shard={s.shard}: MS-AMP shards {export}; drop it, or write {words}",
+                             [("storage.shard", "none")], ["backend"]))
     return lines
 
 

@@ -117,11 +117,11 @@ def _keys(p: Precision) -> list[str]:
     """A line for each key that Transformer Engine does not support."""
     f, o, lines, scaling = p.fp8, p.fp8.override_linear_precision, list[str](), SCALINGS[p.fp8.scaling]
     if scaling.history and f.interval != 1:
-        lines.append(f"fp8.interval={f.interval}: Transformer Engine moves scales in every step, since 2.3 its recipe has no "
-                     "interval; write 1, or backend=native")
+        lines.append(Refusal(f"fp8.interval={f.interval}: Transformer Engine moves scales in every step, since 2.3 its recipe has "
+                             "no interval; write 1, or backend=native", [("fp8.interval", 1)], ["backend"]))
     if scaling.history and f.first_step == "in_time":
-        lines.append(f"fp8.first_step={f.first_step}: Transformer Engine begins with scale 1; write fp8.first_step=te, or "
-                     "backend=native")
+        lines.append(Refusal(f"fp8.first_step={f.first_step}: Transformer Engine begins with scale 1; write fp8.first_step=te, or "
+                             "backend=native", [("fp8.first_step", "te")], ["backend"]))
     if per_row(f):
         lines.append(f"fp8.granularity={f.granularity}: Transformer Engine has one scale for a tensor under fp8.scaling=current; "
                      "write tensor, fp8.scaling=block, or backend=torchao")
@@ -133,10 +133,12 @@ def _keys(p: Precision) -> list[str]:
         lines.append("fp8.override_linear_precision.dgrad=True: Transformer Engine has no backward_override under "
                      f"fp8.scaling={f.scaling}; write fp8.scaling=current, or backend=native")
     if f.multi_head_attention:
-        lines.append("fp8.multi_head_attention=True: rotary positions stand between the projections and attention, and Transformer "
-                     "Engine turns them in high precision; drop it and keep fp8.dot_product_attention=true")
+        lines.append(Refusal("fp8.multi_head_attention=True: rotary positions stand between the projections and attention, and "
+                             "Transformer Engine turns them in high precision; drop it and keep fp8.dot_product_attention=true",
+                             [("fp8.multi_head_attention", False)], ["backend"]))
     if f.emulate:
-        lines.append("fp8.emulate=True: Transformer Engine multiplies on the GPU's FP8 units alone; write backend=native")
+        lines.append(Refusal("fp8.emulate=True: Transformer Engine multiplies on the GPU's FP8 units alone; write backend=native",
+                             [("fp8.emulate", False)], ["backend"]))
     if transforms(f) and p.compute != "bf16":
         lines.append(f"precision.compute={p.compute}: under fp8.scaling={f.scaling} Transformer Engine's Hadamard transform takes "
                      "bf16 alone; write precision=bf16_nvfp4, fp8.random_hadamard_transform=false, or backend=native")

@@ -93,11 +93,13 @@ def _not_there(p: Precision) -> list[str]:
 
 def _mxfp8(f: FP8) -> list[str]:
     high = f.override_linear_precision
-    lines = [f"fp8.override_linear_precision.{gemm}=True: torchao's MXFP8Linear keeps wgrad alone in high precision; write "
-             "backend=native, or drop it" for gemm in ("fprop", "dgrad") if getattr(high, gemm)]
+    lines = [Refusal(f"fp8.override_linear_precision.{gemm}=True: torchao's MXFP8Linear keeps wgrad alone in high precision; write "
+                     "backend=native, or drop it", [(f"fp8.override_linear_precision.{gemm}", False)], ["backend"])
+             for gemm in ("fprop", "dgrad") if getattr(high, gemm)]
     if weights_2d(f):
-        lines.append("fp8.enable_2d_quantization=True: torchao scales weights along rows; write backend=native, or drop it")
-    return lines
+        lines.append(Refusal("fp8.enable_2d_quantization=True: torchao scales weights along rows; write backend=native, or drop it",
+                             [("fp8.enable_2d_quantization", False)], ["backend"]))
+    return list(lines)
 
 
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
