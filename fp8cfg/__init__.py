@@ -111,4 +111,4 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
         raise AttributeError(f"module 'fp8cfg' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted([*globals(), *__all__])
+        return sorted([*(name for name in globals() if name.startswith("__")), *__all__])

@@ -15,6 +15,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.report.coverage import Coverage
 from fp8cfg.report.engagement import prove_engagement
+from fp8cfg.report.job_summary import summary
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
     from fp8cfg.optim.scheduler import StepScheduler
 
-@dataclass
+
+@dataclass(repr=False)
 class Job:
     """A built recipe. A loop of one's own:
 
@@ -66,6 +68,12 @@ class Job:
             from fp8cfg.backends import flops
 
             flops.watch(self.prepared.model)
+
+    def __repr__(self) -> str:
+        whole = self.prepared.model
+        return summary(
+            self.recipe, self.plan, self.choice, type(whole).__name__, sum(p.numel() for p in whole.parameters()), str(self.device),
+            self.optimizer.steps, self.foreign)
 
     @property
     def model(self) -> torch.nn.Module:

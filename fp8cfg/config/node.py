@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.config.key_descriptors import describe, listed
 from fp8cfg.config.key_names import full, short
 
 N = TypeVar("N", bound="Node")
@@ -42,6 +43,13 @@ class Node(pydantic.BaseModel):
     root: ClassVar[type[Node] | None] = None
     """The class at the top of the tree, once it is defined: Recipe."""
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        describe(cls, cls.key)
+
+    def __dir__(self) -> list[str]:
+        return sorted(listed(type(self), super().__dir__()))
+
     def __init__(self, /, **values: Any) -> None:
         values = {name: _own(value) for name, value in values.items()}
         try:
@@ -52,7 +60,7 @@ class Node(pydantic.BaseModel):
 
     def _assign(self, name: str, value: Any) -> None:
         kind = getattr(type(self), name, None)
-        if isinstance(kind, property):
+        if isinstance(kind, property) and name not in type(self).model_fields:
             if kind.fset is None:
                 raise ConfigError(foreign_names.unknown(self.key(name), ()))
             return object.__setattr__(self, name, value)

@@ -79,6 +79,8 @@ class Conversion:
         backend = wrapped(f"backend {self.choice.backend} ({self.choice.why})", more="  ")
         return f"{backend}\n{of_layers(self.plan, beside(self.model))}"
 
+    __repr__ = __str__
+
 
 def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
     """Replace, in place, the linear layers of `model` that the recipe's precision has in FP8, by those of its backend.

@@ -137,3 +137,22 @@ def test_compiling_silences_two_lines_of_torchs_and_no_other() -> None:
         warnings.warn_explicit("bf16 and fp16 are mixed in the scheduler node.", UserWarning, "cpp.py", 1, "torch._inductor.codegen.cpp")
         warnings.warn_explicit("Float8TrainingTensor does not implement _stable_hash_for_caching", UserWarning, "autograd_cache.py", 1,
                                "torch._functorch._aot_autograd.autograd_cache")
+
+
+def test_a_job_prints_in_seven_lines() -> None:
+    """Each of them changes with what it is about."""
+    job = fp8cfg.build(small("precision=bf16_fp8"))
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 10))
+    other = fp8cfg.build(small("precision=fp16", "optim.name=sgd", "optim.lr_decay_style=constant", "trainer.max_steps=9"), model=model)
+    lines = {line[:11].strip(): line[11:] for line in repr(job).splitlines()}
+    assert repr(job) == str(job) and len(repr(job)) < 700 and max(map(len, repr(job).splitlines())) <= 80
+    assert lines.pop("model") == "Transformer (recipe llama_tiny), 108.86K parameters, on cpu"
+    assert lines.pop("precision") == "bf16, FP8 delayed hybrid, history 1024 max, margin 0"
+    assert lines.pop("backend") == "native: auto; a CPU emulates FP8"
+    assert lines.pop("coverage").startswith("8 of 9 linear layers planned in FP8, ")
+    assert lines.pop("optimizer") == "adamw, weights fp8, fp32 masters, moments fp32, weight decay 0.1,"
+    assert lines.pop("schedule") == "cosine: 2 warm-up steps to lr 0.003, then to 0.0003 at step 6"
+    assert lines.pop("state") == "0 of 6 optimizer steps done" and set(lines) == {""}
+    for line in ("Sequential (given), 1.39K parameters", "fp16, no FP8", "sgd, weights fp16, fp32 masters, weight decay 0.1", "0 of 9 optimizer",
+                 "constant: 2 warm-up steps to lr 0.003\n"):
+        assert line in repr(other)
