@@ -33,7 +33,7 @@ TOP = {  # room -> rooms that its modules may import at their top
     "training.distributed": {"backends", "config", "numerics", "optim", "report"},
     "job": {"backends", "report"},
     "fiddle_targets": {"backends", "config", "models"},
-    "conversion": {"backends", "config", "numerics", "report", "scalings"},
+    "conversion": {"backends", "composition", "config", "numerics", "report", "scalings"},
     "builder": {"backends", "config", "fiddle_targets", "job", "layer_plan", "models", "optim"},
     "run_plan": {"builder", "config", "report"},
     "training": {"backends", "builder", "composition", "config", "data", "fiddle_targets", "job", "layer_plan", "numerics", "optim",

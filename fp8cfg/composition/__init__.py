@@ -13,6 +13,7 @@ from fp8cfg.composition.resolve import recipe_from, recipe_of
 from fp8cfg.composition.yaml_recipe import to_yaml
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import parse_yaml
+from fp8cfg.config.preset_keys import record
 from fp8cfg.config.recipe import Recipe
 
 __all__ = ["compose", "from_yaml", "to_yaml"]
@@ -51,4 +52,6 @@ def _checked(found: Settled) -> Recipe:
     refuse_if(found.problems)
     for line in found.notes:
         logging.getLogger("fp8cfg").warning(line)
+    fp8 = found.recipe.fp8
+    record(fp8, [name for name in type(fp8).model_fields if fp8.key(name) not in found.written])
     return found.recipe

@@ -113,11 +113,18 @@ def _given(line: Refusal, recipe: Recipe, authors: Mapping[str, Author], derived
     values = flat(recipe)
     for name, new in line.gives:
         key, author = full(name), authors.get(full(name), Author.RECIPE)
-        others = {to: derived.get(full(to), Author.RECIPE) for to in line.to if to != name}
+        others = {to: _rank(full(to), author, derived) for to in line.to if to != name}
         rank = max(others.values(), default=Author.RECIPE)
         if author < rank and values[key] != new:
             return Change(key, values[key], new, author, {to: values[full(to)] for to, its in others.items() if its == rank})
     return None
+
+
+def _rank(key: str, author: Author, derived: Mapping[str, Author]) -> Author:
+    """The rank of the full `key` over a value of `author`: the shape of the model, whoever wrote it, goes before a preset, which
+    was written for other models."""
+    rank = derived.get(key, Author.RECIPE)
+    return max(rank, Author.USER) if author is Author.PRESET and key.startswith("model.") else rank
 
 
 def _of_backend(recipe: Recipe) -> list[str]:

@@ -15,6 +15,7 @@ from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.config.key_descriptors import describe, listed
 from fp8cfg.config.key_names import full, short
+from fp8cfg.config.preset_keys import preset_keys, written
 
 N = TypeVar("N", bound="Node")
 _ON, _OFF = ("yes", "on", "1", "y", "enabled"), ("no", "off", "0", "n", "disabled")
@@ -69,10 +70,12 @@ class Node(pydantic.BaseModel):
             value = node.merged(value)
         if name not in type(self).model_fields:  # pydantic would take a name that begins with an underscore
             raise ConfigError(_unknown(type(self), name))
+        of_preset = preset_keys(self)
         try:
             super().__setattr__(name, _own(value))
         except pydantic.ValidationError as e:
             raise ConfigError(problems(type(self), e)) from None
+        written(self, name, of_preset)
         _watched(self, (name,))
 
     def __delattr__(self, name: str) -> None:

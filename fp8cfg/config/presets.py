@@ -13,6 +13,7 @@ from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import CONF, read_yaml
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.preset_keys import record
 
 _HEADER = re.compile(r"^# Python: (.+)$", re.MULTILINE)
 
@@ -62,7 +63,9 @@ def precision_preset(name: str) -> Precision:
         ours = foreign_names.meant("precision", name)
         near = f"; did you mean {ours!r}?" if ours else suggest(name, [*known, *FUNCTIONS])
         raise ConfigError(f"precision={name}: no such precision preset{near}")
-    return Precision(**read_yaml(CONF / "precision" / f"{stem(name)}.yaml"))
+    preset = Precision(**read_yaml(CONF / "precision" / f"{stem(name)}.yaml"))
+    record(preset.fp8, type(preset.fp8).model_fields)
+    return preset
 
 
 def _function(name: str, stem: str) -> PresetFunction:

@@ -48,8 +48,10 @@ def _fp8_on(recipe: Recipe) -> Iterator[str]:
                       "fine-grained scales make training diverge", [("fp8.format", scaling.formats[0])], ["fp8.scaling"])
     start, end, most = f.high_precision_at_start, f.high_precision_at_end, max(0, layers - 1)
     if start + end >= layers:
+        first = [f"fp8.high_precision_at_start={most}"] if start > most else []
+        near = [*first, *([f"fp8.high_precision_at_end={max(0, most - start)}"] if end else [])]
         yield Refusal(f"fp8.high_precision_at_start={start} and fp8.high_precision_at_end={end}: leave no layer of "
-                      f"model.num_layers={layers} in FP8; nearest is at most {most} together",
+                      f"model.num_layers={layers} in FP8; nearest is {' '.join(near)}",
                       [("fp8.high_precision_at_end", max(0, most - start)), ("fp8.high_precision_at_start", max(0, most - end))],
                       ["model.num_layers", "fp8.high_precision_at_start", "fp8.high_precision_at_end"])
     o = f.override_linear_precision

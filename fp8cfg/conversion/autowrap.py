@@ -17,8 +17,10 @@ from torch import nn
 from fp8cfg.backends.exclusions import CONVERSION, converted, plan_of
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.preset_keys import preset_keys
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.conversion.convert import prove, strangers
+from fp8cfg.conversion.preset_values import GIVE_WAY
 
 
 def contextual_fp8_autocast(
@@ -72,6 +74,6 @@ def apply_fp8_autowrap(model: nn.Module, recipe: Recipe) -> nn.Module:
 def _other(built: FP8, asked: FP8) -> list[str]:
     """A line for each key of the `fp8` node in which the layers differ from the recipe; those of evaluation and of the proof
     are read anew."""
-    late = ("use_autocast_during_eval", "min_coverage")
+    late = {"use_autocast_during_eval", "min_coverage", *(preset_keys(asked) & GIVE_WAY)}
     return [f"fp8.{key}={getattr(asked, key)}: the model's layers were converted with {getattr(built, key)}; convert it anew"
             for key in type(built).model_fields if key not in late and getattr(built, key) != getattr(asked, key)]

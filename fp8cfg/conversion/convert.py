@@ -35,6 +35,7 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import changed
 from fp8cfg.config.storage import fp8_weights
+from fp8cfg.conversion.preset_values import fit_layers, leave_parameters
 from fp8cfg.numerics import Region, seed_rounding
 from fp8cfg.report.coverage import coverage, of_layers
 from fp8cfg.report.machine import find_hardware
@@ -161,8 +162,9 @@ def checked(recipe: Recipe, model: nn.Module) -> Recipe:
     if every := recipe.log.fp8_stats_every_n_steps:
         raise ConfigError(f"log.fp8_stats_every_n_steps={every}: has no effect on a model of your own; drop it, and call "
                           "fp8cfg.numerics.quantization_statistics.collect(model, run) in your loop")
-    recipe = recipe.model_copy(deep=True)
-    recipe.model.num_layers = max(layer_lists(model).values(), default=recipe.model.num_layers)  # for the rules about layers
+    recipe, lists = recipe.model_copy(deep=True), layer_lists(model)
+    recipe.model.num_layers = max(lists.values(), default=recipe.model.num_layers)  # for the rules about layers
+    recipe = fit_layers(recipe, lists)
     recipe.check()
     return recipe
 
@@ -186,7 +188,7 @@ def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
 
 
 def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
-    precision = checked(recipe, model).precision
+    precision = leave_parameters(checked(recipe, model)).precision
     fp8, compute = precision.fp8, precision.compute
     if not fp8.enabled:
         raise ConfigError(f"convert_model: precision.compute={compute} runs no FP8; write precision=bf16_fp8")

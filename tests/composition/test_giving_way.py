@@ -53,6 +53,7 @@ GIVES_WAY = [
     ("precision=bf16_fp8 opt_level=O2", "fp8.params True -> False: what the preset says gives way to opt_level=O2"),
     ("precision=bf16_adamw_fp8 precision.compute=fp32 storage.master_weight=auto",
      "storage.rounding stochastic -> nearest: what the preset says gives way to precision.compute=fp32 and storage.master_weight=auto"),
+    (NEMOTRON, "fp8.high_precision_at_end 14 -> 3: what the preset says gives way to model.num_layers=4"),
     (f"{NEMOTRON} model.num_layers=8", "fp8.high_precision_at_end 14 -> 7: what the preset says gives way to model.num_layers=8"),
     ("precision=fp16 precision.initial_loss_scale=0.5",
      "precision.min_loss_scale 1 -> 0.5: what the preset says gives way to precision.initial_loss_scale=0.5"),
@@ -121,8 +122,11 @@ REFUSED = [
      "fp8.format=hybrid: fp8.scaling=mxfp8 needs e4m3; E5M2 gradients under fine-grained scales make training diverge"),
     ("precision=bf16_mxfp8 fp8.format=hybrid",
      "fp8.format=hybrid: fp8.scaling=mxfp8 needs e4m3; E5M2 gradients under fine-grained scales make training diverge"),
-    (NEMOTRON, "fp8.high_precision_at_start=0 and fp8.high_precision_at_end=14: leave no layer of model.num_layers=4 in FP8; nearest is at "
-     "most 3 together"),
+    (f"{NEMOTRON} fp8.high_precision_at_end=14", "fp8.high_precision_at_start=0 and fp8.high_precision_at_end=14: leave no layer of "
+     "model.num_layers=4 in FP8; nearest is fp8.high_precision_at_end=3"),
+    ("precision=bf16_fp8 fp8.high_precision_at_start=9 fp8.high_precision_at_end=1",
+     "fp8.high_precision_at_start=9 and fp8.high_precision_at_end=1: leave no layer of model.num_layers=4 in FP8; nearest is "
+     "fp8.high_precision_at_start=3 fp8.high_precision_at_end=0"),
     ("precision=bf16_fp8 fp8.params=true storage.shard=fsdp",
      "fp8.params=True: storage.shard=fsdp keeps float32 weights; write fp8.params=false, or storage.shard=zero2"),
     ("precision=bf16_fp8 fp8.params=true opt_level=O1", "fp8.params=True: has no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"),

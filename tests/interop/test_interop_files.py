@@ -316,7 +316,7 @@ def test_a_mark_of_windows_stands_before_a_text_and_is_none(project: str, ending
 def test_a_model_that_nobody_chose_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     preset = "nemotron_h_bf16_with_fp8_current_scaling_mixed"
     assert refused(capsys, "import", "nemo", preset) == [
-        "fp8.high_precision_at_start=2 and fp8.high_precision_at_end=2: leave no layer of model.num_layers=4 in FP8; nearest is at most 3 together "
+        "fp8.high_precision_at_start=2 and fp8.high_precision_at_end=2: leave no layer of model.num_layers=4 in FP8; nearest is fp8.high_precision_at_end=1 "
         "(of llama_tiny, as no recipe is named); add recipe=NAME"]
     assert "recipe: llama_8b\n" in said(capsys, "import", "nemo", preset, "recipe=llama_8b")
 
