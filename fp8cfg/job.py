@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fp8cfg.backends import backend_registry
+from fp8cfg.backends.autocast_context import AutocastContext
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.compile_options import compile_options
 from fp8cfg.backends.gemm_plan import PlannedLinear
@@ -63,6 +64,8 @@ class Job:
     def __post_init__(self) -> None:
         self.forward = self.prepared.model
         self.optimizer.register_step_pre_hook(lambda *_: self._check_sums())
+        if self.recipe.fp8.enabled:
+            self.optimizer.register_step_pre_hook(lambda *_: self._check_first_pass())
         self.optimizer.register_step_post_hook(lambda *_: setattr(self, "summed", False))
         if self.foreign and self.recipe.fp8.enabled:
             from fp8cfg.backends import flops
@@ -86,11 +89,21 @@ class Job:
         return self.prepared.device
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """A context inside which the model's FP8 layers multiply in FP8; outside they multiply in high precision.
+        """A context inside which the model's FP8 layers multiply in FP8; outside they multiply in high precision. One that was made
+        once may be entered any number of times, also inside of itself.
 
         With activation checkpointing stay inside until the backward pass is done: it repeats forward passes.
         """
-        return backend_registry.backend(self.choice.backend).autocast(self.model, enabled)
+        from fp8cfg.backends import first_pass
+
+        backend = backend_registry.backend(self.choice.backend)
+
+        def entered() -> AbstractContextManager[None]:
+            if self.recipe.fp8.enabled:
+                first_pass.entered(self.model, enabled)
+            return backend.autocast(self.model, enabled)
+
+        return AutocastContext(entered)
 
     def backward(self, loss: Tensor, parts: int = 1) -> None:
         """The backward pass of `loss`, one of `parts` equal shares of a step's mean loss, times the loss scale under fp16.
@@ -173,6 +186,11 @@ class Job:
             raise TypeError(f"a Job cannot be copied, nor its model: {COPY}")
         raise TypeError("a Job cannot be copied, its optimizer belongs to one model; build another, or copy job.model: "
                         "fp8cfg.convert_back(copy.deepcopy(job.model)) gives plain weights, as for an average (EMA)")
+
+    def _check_first_pass(self) -> None:
+        from fp8cfg.backends import first_pass
+
+        first_pass.check(self.model)
 
     def _check_sums(self) -> None:
         if self.summed or self._sums_checked or self.recipe.storage.shard == "fsdp":

@@ -30,8 +30,9 @@ CONVERSION = "fp8_conversion"
 @dataclass
 class Converted:
     """State that all converted layers of a model share: their backend, their `fp8` node, and the number of steps whose histories
-    were rolled. `own_optimizer` says that a job's optimizer rolls them; `forward_passes` counts those of training, and `proved`
-    says that the first of them ran in FP8.
+    were rolled. `own_optimizer` says that a job's optimizer rolls them. Of autowrap `forward_passes` counts those of training,
+    `proved` says that the first of them ran in FP8, and `under_way` counts its contexts that are entered, one inside of another.
+    `engaged` says that a layer has multiplied in FP8, `asked_off` that the last context of a training pass was disabled.
     """
 
     choice: Choice
@@ -40,6 +41,9 @@ class Converted:
     steps: int = 0
     forward_passes: int = 0
     proved: bool = False
+    under_way: int = 0
+    engaged: bool = False
+    asked_off: bool = False
 
     @property
     def backend(self) -> Backend:
@@ -70,10 +74,21 @@ def plan_of(model: nn.Module) -> list[PlannedLinear]:
 
 
 def unmark(model: nn.Module) -> None:
-    """Remove the marks of layers that were not converted, and the row counts."""
+    """Remove the marks of layers that were not converted, the row counts, and what autowrap has put on modules."""
     unwatch(model)
-    for layer in model.modules():
-        vars(layer).pop(REASON, None)
+    for module in model.modules():
+        vars(module).pop(REASON, None)
+        if autowraps(vars(module).get("forward")):
+            del vars(module)["forward"]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if autowraps(hook)]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
+
+
+def autowraps(function: object) -> bool:
+    """Whether it is what `apply_fp8_autowrap` enters by: a `forward`, or a hook, which is a method."""
+    return hasattr(getattr(function, "__self__", function), "autowraps")
 
 
 def converted(model: nn.Module) -> Converted:

@@ -36,7 +36,7 @@ class StepWatch:
         elif self.backward and (self._versions() != self.first or self.weights[0].grad is None):
             self.done = True
             warnings.warn("weights were updated and fp8.step() was never called, which rolls histories and moves scales under "
-                          "fp8.scaling=delayed; call it after each optimizer step", RuntimeWarning, stacklevel=3)
+                          "fp8.scaling=delayed; call it after each optimizer step", RuntimeWarning, stacklevel=4)
 
     def _versions(self) -> list[int]:
         return [w._version for w in self.weights]

@@ -13,6 +13,7 @@ storage is refused: `fp8cfg.build(recipe, model=model)` gives the whole job, wit
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -21,10 +22,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fp8cfg.backends import backend_registry, flops, stored_weights
+from fp8cfg.backends import backend_registry, first_pass, flops, stored_weights
+from fp8cfg.backends.autocast_context import AutocastContext
 from fp8cfg.backends.backend_choice import Choice, choose
 from fp8cfg.backends.eligibility import layer_lists, plan_model
-from fp8cfg.backends.exclusions import CONVERSION, PLANNED, converted, mark, unmark
+from fp8cfg.backends.exclusions import PLANNED, converted, mark, unmark
 from fp8cfg.backends.gemm_plan import PlannedLinear, not_engaged
 from fp8cfg.backends.misuse_warnings import StepWatch
 from fp8cfg.backends.module_swap import replaced
@@ -55,11 +57,18 @@ class Conversion:
     _watch: StepWatch | None = field(init=False, repr=False, compare=False, default=None)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """A context inside which the converted layers multiply in FP8; outside they multiply in high precision."""
-        if enabled and self._rolls and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._watch = self._watch or StepWatch([m.weight for m in self.model.modules() if PLANNED in vars(m)])  # type: ignore[misc]
-            self._watch.entered(converted(self.model).steps)
-        return backend_registry.backend(self.choice.backend).autocast(self.model, enabled)
+        """A context inside which the converted layers multiply in FP8; outside they multiply in high precision. One that was made
+        once may be entered any number of times, also inside of itself."""
+        backend = backend_registry.backend(self.choice.backend)
+
+        def entered() -> AbstractContextManager[None]:
+            first_pass.entered(self.model, enabled)
+            if enabled and self._rolls and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self._watch = self._watch or StepWatch([m.weight for m in self.model.modules() if PLANNED in vars(m)])  # type: ignore[misc]
+                self._watch.entered(converted(self.model).steps)
+            return backend.autocast(self.model, enabled)
+
+        return AutocastContext(entered)
 
     @property
     def _rolls(self) -> bool:
@@ -67,8 +76,16 @@ class Conversion:
         return SCALINGS[self.fp8.scaling].history and backend_registry.capabilities(self.choice.backend).moves_scales
 
     def step(self) -> None:
-        """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales."""
-        converted(self.model).step(self.model)
+        """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales; under other scalings there
+        is nothing to roll. Beside `apply_fp8_autowrap`, whose passes roll, it warns and does nothing. Raises NotFP8Error where the
+        model was trained and no layer has multiplied in FP8 yet."""
+        first_pass.check(self.model)
+        state = converted(self.model)
+        if state.forward_passes and self._rolls:
+            warnings.warn("fp8.step() beside apply_fp8_autowrap does nothing: each training pass of an autowrapped model rolls the "
+                          "histories; drop the call", RuntimeWarning, stacklevel=2)
+            return
+        state.step(self.model)
 
     def prove(self) -> None:
         """Raise NotFP8Error where what ran since the conversion is not what was planned, or is less than fp8.min_coverage.
@@ -103,6 +120,7 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
     seed_rounding(model, recipe.trainer.seed)
     mark(whole, fp8, plan, choice)
     flops.watch(whole)
+    first_pass.watch(whole)
     return Conversion(holder.model, plan, choice, fp8)
 
 
@@ -127,9 +145,7 @@ def convert_back(model: nn.Module) -> nn.Module:
                     plain.weight.data = plain.weight.data.to(dtype)
                 replaced(holder, name, plain)
     unmark(holder)
-    for module in holder.modules():
-        if hasattr(vars(module).get("forward"), CONVERSION):
-            del vars(module)["forward"]
+    first_pass.unwatch(holder)
     return holder.model
 
 

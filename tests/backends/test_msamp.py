@@ -305,7 +305,8 @@ def test_trap_a_gpu_that_ms_amp_does_not_know(anywhere: None, monkeypatch: pytes
 def test_coverage_sees_products_that_are_not_fp8(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     made = job()
     monkeypatch.setattr(msamp_standin.Device, "supported", False)
-    list(steps(made, 1))
+    with pytest.raises(fp8cfg.NotFP8Error, match="no layer multiplied in FP8 before this step"):
+        list(steps(made, 1))
     with pytest.raises(fp8cfg.NotFP8Error, match="planned e4m3 x e4m3, ran high precision"):
         made.prove()
 

@@ -1,0 +1,86 @@
+"""First pass in FP8: the check, unasked, that a converted model multiplies in FP8 at all, at its first backward pass or step.
+
+A loop may never enter the autocast context: it forgot to, or a library replaced the `forward` that enters it (TRL), or calls
+another one past it. Its losses are then those of high precision, and nothing else tells.
+
+What is accused is training: a gradient that comes back to a layer, or has reached a weight, while no layer has multiplied in FP8.
+An evaluation has no gradient, a layer that a step leaves out has no product, and an autocast context that was disabled was asked
+for. Compiled passes are not looked at one by one; the step after them is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8cfg.backends.exclusions import CONVERSION, PLANNED, Converted, converted
+from fp8cfg.backends.gemm_plan import HIGH_PRECISION
+from fp8cfg.backends.protocol import Observed
+from fp8cfg.backends.stored_weights import shared_weights
+from fp8cfg.config.errors import NotFP8Error
+
+_CURE = ("run the model inside of its autocast context, or call fp8cfg.apply_fp8_autowrap(model, recipe); for training in high "
+         "precision on purpose enter autocast(enabled=False)")
+
+
+def watch(model: nn.Module) -> None:
+    """Look at the backward passes through the converted layers of `model` until one of these has multiplied in FP8."""
+    for layer in model.modules():
+        if PLANNED in vars(layer):
+            layer.register_forward_hook(_look)
+
+
+def unwatch(model: nn.Module) -> None:
+    """Remove the hooks of `watch`."""
+    for layer in model.modules():
+        for key in [key for key, hook in layer._forward_hooks.items() if hook is _look]:
+            del layer._forward_hooks[key]
+
+
+def entered(model: nn.Module, enabled: bool) -> None:
+    """Note that an autocast context of `model` was entered, or, not `enabled`, that training in high precision was asked for."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        converted(model).asked_off = not enabled
+
+
+def check(model: nn.Module) -> None:
+    """Raise NotFP8Error where `model` was trained and no converted layer has multiplied in FP8; each step asks until one has."""
+    state = converted(model)
+    if state.engaged:
+        return
+    seen = state.backend.observed(model)
+    state.engaged = any(any(ran.values()) for ran in seen.values())
+    asked_off, state.asked_off = state.asked_off, False
+    if not state.engaged and not asked_off and _trained(model, seen):
+        raise NotFP8Error(f"no layer multiplied in FP8 before this step; {_CURE}")
+
+
+def _trained(model: nn.Module, seen: Observed) -> bool:
+    """Whether a backward pass went through a converted layer, or reached its weight otherwise; one that another module shares may
+    have its gradient from there."""
+    if any(ran.get(gemm) == HIGH_PRECISION for ran in seen.values() for gemm in ("dgrad", "wgrad")):
+        return True
+    shared = shared_weights(model)
+    weights = [layer._parameters.get("weight") for layer in model.modules() if PLANNED in vars(layer)]
+    return any(isinstance(w, Tensor) and w.grad is not None and w not in shared for w in weights)
+
+
+def _look(layer: nn.Module, args: Any, y: Any) -> None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    state: Converted = vars(layer)[CONVERSION]
+    # Exactly Tensor: a DTensor or a fake one has no record to read. A layer whose fprop stays in high precision tells nothing.
+    if state.engaged or type(y) is not Tensor or y.is_meta or not y.requires_grad or not vars(layer)[PLANNED].gemms[0]:
+        return
+    if any(state.backend.observed(layer)[""].values()):
+        state.engaged = True
+    else:
+        y.register_hook(partial(_refuse, state))  # type: ignore[no-untyped-call]
+
+
+def _refuse(state: Converted, gradient: Tensor) -> None:
+    if not (state.engaged or state.asked_off):
+        raise NotFP8Error(f"a backward pass, and no layer multiplied in FP8 before it; {_CURE}")
