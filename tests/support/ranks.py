@@ -1,12 +1,18 @@
-"""Multi-process helpers: functions run by real processes over gloo, and commands run by torchrun."""
+"""Ranks: functions run by real processes over gloo, and commands run by several, as torchrun starts them and by torchrun.
+
+Processes are forked from one that has done nothing (forked.py), so that each is as new as a spawned one.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,21 +20,56 @@ import torch.distributed as dist
 import torch.distributed.nn  # before the group is made, see fp8cfg/training/distributed/world.py
 
 from fp8cfg.training.distributed.world import World
+from tests.support.forked import processes
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 180.0
+"""Seconds after which ranks that have not ended are killed."""
 
 
 def on_ranks(ranks: int, work: Callable[[World], Any], folder: Path) -> list[Any]:
     """Run `work`, a function at the top level of a module, on that many processes, and return the result of each: tensors, lists
     and dicts.
     """
-    torch.multiprocessing.spawn(_one, (ranks, work, str(folder)), nprocs=ranks)
+    running = _start(_one, ranks, ranks, work, str(folder))
+    while not running.join():
+        pass
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
 def launch(ranks: int, *argv: str) -> subprocess.CompletedProcess[str]:
-    """`fp8cfg` with `argv`, on several ranks under torchrun."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    start = [sys.executable, "-m"] + (["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else [])
-    return subprocess.run([*start, "fp8cfg", *argv], cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, timeout=180)
+    """`fp8cfg` with `argv`, on ranks with the environment that torchrun gives them. The exit code is that of the first that failed."""
+    with TemporaryDirectory() as folder:
+        running = _start(_command, ranks, argv, _environment(ranks), folder).processes
+        end = time.monotonic() + LIMIT
+        for process in running:
+            process.join(max(0.0, end - time.monotonic()))
+        late = [process for process in running if process.is_alive()]
+        for process in late:
+            process.kill()
+        out, err = ("".join(Path(folder, f"{rank}.{name}").read_text() for rank in range(ranks)) for name in ("out", "err"))
+        assert not late, f"{len(late)} of {ranks} ranks had not ended after {LIMIT:.0f} s\n{out}{err}"
+        return subprocess.CompletedProcess(argv, next((p.exitcode for p in running if p.exitcode), 0), out, err)
+
+
+def torchrun(ranks: int, *argv: str) -> subprocess.CompletedProcess[str]:
+    """`fp8cfg` with `argv`, on several ranks under torchrun itself, which ends all where one fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "fp8cfg", *argv]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=LIMIT)
+
+
+def _start(work: Callable[..., None], ranks: int, *args: Any) -> Any:
+    """Processes that run `work(rank, *args)`."""
+    return torch.multiprocessing.start_processes(work, args, ranks, join=False, start_method=processes.get_start_method())
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """This process's, and what torchrun says to each of several ranks alike."""
+    if ranks == 1:
+        return dict(os.environ)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _one(rank: int, ranks: int, work: Callable[[World], Any], folder: str) -> None:
@@ -37,3 +78,18 @@ def _one(rank: int, ranks: int, work: Callable[[World], Any], folder: str) -> No
     torch.save(work(World(rank, ranks)), Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _command(rank: int, argv: tuple[str, ...], environ: dict[str, str], folder: str) -> None:
+    for name, stream in (("out", 1), ("err", 2)):
+        os.dup2(os.open(Path(folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT), stream)
+    os.environ.clear()
+    os.environ.update(environ)
+    if "WORLD_SIZE" in environ:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    from fp8cfg.__main__ import entry
+
+    sys.argv = ["fp8cfg", *argv]
+    entry()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -22,10 +21,7 @@ from fp8cfg.training.checkpoint.checkpoint import CheckpointError, load, save
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, verify, write_manifest
 from fp8cfg.training.checkpoint.step_folders import newest
 from fp8cfg.training.run_files import RunFiles
-
-# Children that are killed start from a server that has torch imported: no import for each, no fork of a threaded pytest.
-children = multiprocessing.get_context("forkserver")
-children.set_forkserver_preload(["fp8cfg.training.checkpoint.checkpoint"])
+from tests.support.forked import processes
 
 GROUPS = ("model", "optimizer", "fp8")
 
@@ -267,7 +263,7 @@ def save_and_die(root: Path, step: int, failpoint: str) -> None:
 
 
 def run(target: Any, *arguments: Any) -> int | None:
-    child = children.Process(target=target, args=arguments)
+    child = processes.Process(target=target, args=arguments)
     child.start()
     child.join(60)
     return child.exitcode
@@ -303,7 +299,7 @@ def save_for_ever(root: Path) -> None:
 def test_kill_anywhere(tmp_path: Path) -> None:
     rng = random.Random(0)
     for _ in range(8):
-        child = children.Process(target=save_for_ever, args=(tmp_path,))
+        child = processes.Process(target=save_for_ever, args=(tmp_path,))
         child.start()
         deadline = time.monotonic() + 60
         # Any whole one from 5 on: the child may have removed the fifth before it is looked for.

@@ -11,7 +11,7 @@ import torch
 import fp8cfg
 from fp8cfg.training.checkpoint import checkpoint
 from fp8cfg.training.metrics import read
-from tests.support.ranks import launch
+from tests.support.ranks import launch, torchrun
 from tests.support.small import SMALL, small, small_words
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +108,7 @@ def test_a_sharded_run_says_what_it_sends_and_goes_on_with_one_rank(tmp_path: Pa
 
 
 def test_a_batch_that_does_not_divide_is_one_line() -> None:
-    done = launch(2, *SMALL, "trainer.micro_batch_size=8")
+    done = torchrun(2, *SMALL, "trainer.micro_batch_size=8")
     assert "error: trainer.global_batch_size=8: not a multiple of trainer.micro_batch_size x 2 ranks = 16; nearest is 16" in done.stderr
     assert done.stderr.count("error: trainer") == 1 and "fp8cfg/cli" not in done.stderr, "the traceback is torchrun's own"
 
@@ -137,7 +137,7 @@ def test_what_one_rank_alone_finds_is_said_by_it(tmp_path: Path) -> None:
     for file in tmp_path.iterdir():
         file.unlink()
     write_indexed(tmp_path / "tokens", [tokens], vocab_size=304)
-    done = launch(2, *[w for w in SMALL if not w.startswith("data=")], *words, f"log.dir={tmp_path / 'runs'}")
+    done = torchrun(2, *[w for w in SMALL if not w.startswith("data=")], *words, f"log.dir={tmp_path / 'runs'}")
     assert done.returncode != 0
     assert "rank 1: error: data=tokens: token 300 at index" in done.stderr
     assert "error: another rank has ended" in done.stderr and "fp8cfg/training" not in done.stderr

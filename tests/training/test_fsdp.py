@@ -28,7 +28,7 @@ from fp8cfg.training.distributed import fsdp
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.metrics import read
 from fp8cfg.training.train_step import evaluate, train_step
-from tests.support.ranks import launch, on_ranks
+from tests.support.ranks import launch, on_ranks, torchrun
 from tests.support.small import SMALL, small
 
 FSDP, PLAIN = "storage.shard=fsdp", "fp8.params=false"
@@ -461,7 +461,7 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
 @pytest.mark.slow
 def test_a_run_under_torchrun_says_what_it_sends_and_goes_on_with_one_rank(tmp_path: Path) -> None:
     words = (f"{CURRENT} {FSDP} trainer.max_steps=4 checkpoint.keep=2 trainer.micro_batch_size=4 log.dir={tmp_path}").split()
-    done = launch(2, *SMALL, *words)
+    done = torchrun(2, *SMALL, *words)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "weights are split over the ranks and gathered in bf16\n" in done.stdout
     said = " ".join(done.stdout.split())

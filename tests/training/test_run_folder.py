@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -17,10 +16,9 @@ import pytest
 from fp8cfg.training import environment
 from fp8cfg.training.run_folder import RunFolder, preflight
 from fp8cfg.training.run_folder_errors import RunFolderError, RunFolderInUse, RunFolderNotWritable
+from tests.support.forked import processes
 
 NOW = datetime(2024, 2, 29, 23, 59, 1)
-children = multiprocessing.get_context("forkserver")
-children.set_forkserver_preload(["fp8cfg.training.checkpoint.checkpoint"])
 
 
 def create(root: Path, **more: object) -> RunFolder:
@@ -92,8 +90,8 @@ def hold(path: Path, held: Event) -> None:
 def test_lock_of_another_process_ends_with_it(tmp_path: Path) -> None:
     create(tmp_path).close()
     (path,) = tmp_path.iterdir()
-    held = children.Event()
-    child = children.Process(target=hold, args=(path, held))
+    held = processes.Event()
+    child = processes.Process(target=hold, args=(path, held))
     child.start()
     assert held.wait(60)
     with pytest.raises(RunFolderInUse, match=f"pid {child.pid} on"):
@@ -117,8 +115,8 @@ def hold_with_a_worker(path: Path, worker: Event) -> None:
 def test_a_forked_worker_does_not_keep_the_lock(tmp_path: Path) -> None:
     create(tmp_path).close()
     (path,) = tmp_path.iterdir()
-    forked = children.Event()  # held here, or the child finds it gone
-    child = children.Process(target=hold_with_a_worker, args=(path, forked))
+    forked = processes.Event()  # held here, or the child finds it gone
+    child = processes.Process(target=hold_with_a_worker, args=(path, forked))
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
@@ -136,7 +134,7 @@ def create_as_nobody(root: Path) -> None:
 
 def test_not_writable(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
-    child = children.Process(target=create_as_nobody, args=(tmp_path,))
+    child = processes.Process(target=create_as_nobody, args=(tmp_path,))
     child.start()
     child.join(60)
     tmp_path.chmod(0o755)
