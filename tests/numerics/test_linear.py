@@ -39,6 +39,7 @@ from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.nvfp4 import hadamard
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.numerics.scaling import amax_of, scale_from_amax
+from tests.support.traced import TRACE
 
 DELAYED, CURRENT = Scaling(amax_history_len=4), Scaling("current")
 TILED = {
@@ -298,10 +299,10 @@ def test_outside_the_region_it_is_the_plain_layer(autocast: bool, bias: bool) ->
     assert ran(layer) == [Ran(kind, kind, "high_precision")] * 3
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gemms_ran_says_what_ran(compiled: bool) -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_gemms_ran_says_what_ran(traced: bool) -> None:
     net, region = convert(Net(), DELAYED, high_precision=(False, True, False))
-    forward = torch.compile(net, fullgraph=True) if compiled else net
+    forward = TRACE(net) if traced else net
     assert ran(net.up) == [None, None, None]
     high = Ran("float32", "float32", "high_precision")
     with region.entered():
@@ -440,13 +441,15 @@ def test_a_failing_step_leaves_the_region() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "recompute"),
-    [(DELAYED, "non-reentrant"), (CURRENT, "no"), (TILED["block"], "no"), (TILED["mxfp8"], "non-reentrant"), (TILED["nvfp4"], "no")],
+    ("scaling", "recompute", "backend"),
+    [(CURRENT, "no", "inductor"), (DELAYED, "non-reentrant", "aot_eager"), (TILED["block"], "no", "aot_eager"),
+     (TILED["mxfp8"], "non-reentrant", "aot_eager"), (TILED["nvfp4"], "no", "aot_eager")],
     ids=lambda v: getattr(v, "kind", v),
-)
-def test_compiled_agrees_and_compiles_once(scaling: Scaling, recompute: str) -> None:
+)  # fmt: skip
+def test_compiled_agrees_and_compiles_once(scaling: Scaling, recompute: str, backend: str) -> None:
+    """Inductor's code for tiles is in test_block_scaling.py, and for delayed scaling in the test below."""
     eager, compiled = convert(Net(recompute), scaling), convert(Net(recompute), scaling)
-    forward = torch.compile(compiled[0], fullgraph=True)
+    forward = torch.compile(compiled[0], fullgraph=True, backend=backend)
     losses = train(*eager, steps=6), train(*compiled, steps=2, forward=forward)
     with torch.no_grad():
         forward(data(0))  # evaluation in high precision
@@ -582,9 +585,9 @@ def test_float8_weights_take_one_byte_and_keep_no_copy() -> None:
     assert [t.dtype for t in saved] == [E4M3.dtype]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("how", ["made", "deepcopy", "save", "cast", "assigned"])
-def test_gradients_of_float8_weights_are_wide_and_accumulate(compiled: bool, how: str) -> None:
+def test_gradients_of_float8_weights_are_wide_and_accumulate(traced: bool, how: str) -> None:
     wide = nn.Linear(32, 48, bias=False)
     layer = FP8Linear.from_linear(wide, CURRENT, Region(True), fp8_params=True)
     reference = FP8Linear.from_linear(wide, CURRENT, Region(True))
@@ -598,7 +601,7 @@ def test_gradients_of_float8_weights_are_wide_and_accumulate(compiled: bool, how
         layer.bfloat16()
     elif how == "assigned":
         layer.load_state_dict(layer.state_dict(), assign=True)
-    forward = torch.compile(layer, fullgraph=True) if compiled else layer
+    forward = TRACE(layer) if traced else layer
     for step in range(2):
         for module in (forward, reference):
             (module(data(step)) * 1e-6).sum().backward()  # float8 gradients would flush to zero
@@ -607,12 +610,12 @@ def test_gradients_of_float8_weights_are_wide_and_accumulate(compiled: bool, how
     torch.testing.assert_close(layer.weight.grad, reference.weight.grad, rtol=1e-5, atol=1e-11)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_grad_dtype_of_a_float8_weight_can_be_chosen_later_and_is_kept(compiled: bool) -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_the_grad_dtype_of_a_float8_weight_can_be_chosen_later_and_is_kept(traced: bool) -> None:
     layer = FP8Linear.from_linear(nn.Linear(32, 48, bias=False), CURRENT, Region(True), fp8_params=True)
     layer.weight.grad_dtype = torch.bfloat16
     for module in (layer, copy.deepcopy(layer), copy.deepcopy(layer).float()):
-        forward = torch.compile(module, fullgraph=True) if compiled else module
+        forward = TRACE(module) if traced else module
         for step in range(2):
             (forward(data(step)) * 1e-6).sum().backward()
         assert module.weight.grad.dtype == torch.bfloat16
@@ -668,11 +671,12 @@ def test_block_products_get_the_layout_they_want(monkeypatch: pytest.MonkeyPatch
         assert ran(layer) == in_fp8(TILED["block"], "scaled_mm")
 
 
-@pytest.mark.parametrize("scaling", [CURRENT, TILED["row"], TILED["block"], TILED["mxfp8"]], ids=lambda s: f"{s.kind}-{s.granularity}")
-def test_compiled_under_autocast(scaling: Scaling) -> None:
+@pytest.mark.parametrize(("scaling", "backend"), [(CURRENT, "inductor"), (TILED["row"], "aot_eager"), (TILED["block"], "aot_eager"), (TILED["mxfp8"], "aot_eager")],
+                         ids=["current", "row", "block", "mxfp8"])
+def test_compiled_under_autocast(scaling: Scaling, backend: str) -> None:
     layer = FP8Linear.from_linear(nn.Linear(32, 48), scaling, Region(True))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        want, got = layer(data(0)), torch.compile(layer, fullgraph=True)(data(0))
+        want, got = layer(data(0)), torch.compile(layer, fullgraph=True, backend=backend)(data(0))
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
