@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fp8cfg import fiddle_targets
+from fp8cfg import job_parts
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.config.errors import ConfigError
@@ -39,7 +39,7 @@ def lower(
         plans = plan(recipe, choice.backend)
         _refuse_tokens(recipe, choice)
         built = fdl.Config(
-            fiddle_targets.transformer, config=_config_node(recipe), recompute=recipe.model.recompute_granularity == "full",
+            job_parts.transformer, config=_config_node(recipe), recompute=recipe.model.recompute_granularity == "full",
             device=hardware.device, seed=recipe.trainer.seed)
     else:
         from fp8cfg.backends.eligibility import plan_model
@@ -48,14 +48,14 @@ def lower(
             raise ConfigError("storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write "
                               "fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's fully_shard on it")
         plans = plan_model(model, p.fp8, backend_registry.rules(choice.backend).misfit)
-        built = fdl.Config(fiddle_targets.given, model=model, device=hardware.device)
+        built = fdl.Config(job_parts.given, model=model, device=hardware.device)
     prepared = fdl.Config(
-        fiddle_targets.prepared_model, model=built, precision=p, plan=plans, choice=choice, seed=recipe.trainer.seed)
+        job_parts.prepared_model, model=built, precision=p, plan=plans, choice=choice, seed=recipe.trainer.seed)
     scaler = fdl.Config(
         LossScaler, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale, min_loss_scale=p.min_loss_scale,
         loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis) if p.compute == "fp16" else None
     optimizer = fdl.Config(
-        fiddle_targets.optimizer, prepared=prepared, precision=p, optim=recipe.optim, clip_grad=recipe.trainer.gradient_clip_val,
+        job_parts.optimizer, prepared=prepared, precision=p, optim=recipe.optim, clip_grad=recipe.trainer.gradient_clip_val,
         choice=choice, loss_scaler=scaler, seed=recipe.trainer.seed)
     return fdl.Config(
         Job, recipe=recipe, prepared=prepared, optimizer=optimizer, schedule=_schedule(recipe), plan=plans, choice=choice,

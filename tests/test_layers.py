@@ -32,11 +32,11 @@ TOP = {  # room -> rooms that its modules may import at their top
     "interop": {"composition", "config", "layer_plan", "scalings"},
     "training.distributed": {"backends", "config", "numerics", "optim", "report"},
     "job": {"backends", "report"},
-    "fiddle_targets": {"backends", "config", "models"},
+    "job_parts": {"backends", "config", "models"},
     "conversion": {"backends", "composition", "config", "numerics", "report", "scalings"},
-    "builder": {"backends", "config", "fiddle_targets", "job", "layer_plan", "models", "optim"},
+    "builder": {"backends", "config", "job_parts", "job", "layer_plan", "models", "optim"},
     "run_plan": {"builder", "config", "report"},
-    "training": {"backends", "builder", "composition", "config", "data", "fiddle_targets", "job", "layer_plan", "numerics", "optim",
+    "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job", "layer_plan", "numerics", "optim",
                  "report", "training.distributed"},
     "cli": {"backends", "config", "report", "training"},
     "__main__": {"cli"},
@@ -49,7 +49,7 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
         "optim": "MS-AMP's optimizer checks saved state as the low-bit ones do, and only where it loads one"},
     "report": {"backends": TORCH, "config": "`list` prints the text of values, no places, and is quick"},
     "job": {"backends": TORCH, "optim": TORCH, "training.distributed": TORCH},
-    "fiddle_targets": {"backends": TORCH, "models": TORCH, "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
+    "job_parts": {"backends": TORCH, "models": TORCH, "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
     "builder": {"backends": TORCH, "conversion": TORCH, "training.distributed": TORCH,
                 "report": "`lower` makes the graph alone; the machine and its memory are looked at by `build`"},
     "training": {
@@ -173,7 +173,7 @@ def test_circles_are_found_wherever_the_import_stands() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"d"}}) == {frozenset("bc")}
 
 
-@pytest.mark.parametrize("rooms", ["config", "composition", "data", "models", "layer_plan", "job", "fiddle_targets", "builder", "report", "run_plan",
+@pytest.mark.parametrize("rooms", ["config", "composition", "data", "models", "layer_plan", "job", "job_parts", "builder", "report", "run_plan",
                                    "interop"])
 def test_what_is_left_of_build_loads_no_torch(rooms: str) -> None:
     names = [m for m in FILES if room(m) == rooms and m not in LATE]

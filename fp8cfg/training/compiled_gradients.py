@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8cfg import fiddle_targets
+from fp8cfg import job_parts
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.stored_weights import DTYPES
@@ -62,7 +62,7 @@ def _layer(job: Job) -> nn.Sequential:
     nn.init.normal_(linear.weight, std=IN_FEATURES**-0.5, generator=torch.Generator().manual_seed(job.recipe.trainer.seed))
     plan = [PlannedLinear("0", IN_FEATURES, OUT_FEATURES, like.gemms, like.reason)]
     model = nn.Sequential(linear).to(job.device)
-    fiddle_targets.prepared_model(model, _unsharded(job.recipe.precision), plan, job.choice, job.recipe.trainer.seed)
+    job_parts.prepared_model(model, _unsharded(job.recipe.precision), plan, job.choice, job.recipe.trainer.seed)
     return model
 
 

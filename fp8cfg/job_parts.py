@@ -1,4 +1,4 @@
-"""Fiddle targets: the functions that a lowered graph calls. Each imports torch when it is called, so that lowering needs none."""
+"""Job parts: the model, the prepared model and the optimizer that a job is put together from. Each imports torch when it is called."""
 
 from __future__ import annotations
 
