@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from fp8cfg import job_parts
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Choice, Hardware, choose
+from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
 from fp8cfg.layer_plan import plan, transformer_config
-from fp8cfg.models.config import TransformerConfig
 from fp8cfg.optim import LossScaler, Schedule
 
 if TYPE_CHECKING:
@@ -24,42 +25,17 @@ __all__ = ["Job", "build", "lower"]
 def lower(
     recipe: Recipe, hardware: Hardware | None = None, model: nn.Module | None = None, choice: Choice | None = None
 ) -> fdl.Config[Job]:
-    """The Fiddle graph of `recipe` on `hardware` (by default a CPU), every shared part in it once; around `model` where it is
-    given. `choice` is who multiplies, by default whoever can here. Loads no torch.
+    """The Fiddle graph of `recipe`, a tree of graph_nodes in which every key that acts is one leaf; with `model` as `given` where
+    there is one. What is changed in the graph is what `fdl.build` makes a job of, and what its recipe says; the recipe that was
+    lowered does not change. Loads no torch.
 
-    Raises ConfigError for what the recipe's rules or the hardware refuse.
+    Raises ConfigError for what the recipe's rules refuse, and `hardware`, by default a CPU, or whoever multiplies there: `choice`,
+    by default whoever can.
     """
-    import fiddle as fdl
+    from fp8cfg import graph_nodes
 
-    _checked(recipe)
-    hardware = hardware or Hardware("cpu")
-    choice = choice or choose(recipe.precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps)
-    p = recipe.precision
-    if model is None:
-        plans = plan(recipe, choice.backend)
-        _refuse_tokens(recipe, choice)
-        built = fdl.Config(
-            job_parts.transformer, config=_config_node(recipe), recompute=recipe.model.recompute_granularity == "full",
-            device=hardware.device, seed=recipe.trainer.seed)
-    else:
-        from fp8cfg.backends.eligibility import plan_model
-
-        if p.storage.shard == "fsdp":
-            raise ConfigError("storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write "
-                              "fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's fully_shard on it")
-        plans = plan_model(model, p.fp8, backend_registry.rules(choice.backend).misfit)
-        built = fdl.Config(job_parts.given, model=model, device=hardware.device)
-    prepared = fdl.Config(
-        job_parts.prepared_model, model=built, precision=p, plan=plans, choice=choice, seed=recipe.trainer.seed)
-    scaler = fdl.Config(
-        LossScaler, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale, min_loss_scale=p.min_loss_scale,
-        loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis) if p.compute == "fp16" else None
-    optimizer = fdl.Config(
-        job_parts.optimizer, prepared=prepared, precision=p, optim=recipe.optim, clip_grad=recipe.trainer.gradient_clip_val,
-        choice=choice, loss_scaler=scaler, seed=recipe.trainer.seed)
-    return fdl.Config(
-        Job, recipe=recipe, prepared=prepared, optimizer=optimizer, schedule=_schedule(recipe), plan=plans, choice=choice,
-        loss_scaler=scaler, foreign=model is not None)
+    planned(_checked(recipe), hardware or Hardware("cpu"), model, choice)
+    return graph_nodes.graph(job, recipe, model)
 
 
 def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
@@ -71,30 +47,80 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
     recipe's storage says; what it would leave in float32 beside linear layers has the compute dtype, over float32 masters. An
     nn.Linear is put into an nn.Sequential, for a root cannot be replaced in place.
     """
-    import fiddle as fdl
-
-    from fp8cfg.backends.exclusions import mark
-    from fp8cfg.report.machine import find_hardware, free_memory
-    from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
+    from fp8cfg import graph_nodes
 
     if model is None:
-        recipe = _checked(recipe).model_copy(deep=True)
+        _checked(recipe)
     else:
         from fp8cfg.conversion import convert
 
         recipe, model = convert.to_build(recipe, model)
+    built = graph_nodes.built(graph_nodes.graph(job, recipe, model))
+    assert isinstance(built, Job)
+    return built
+
+
+def job(**parts: Any) -> Job:
+    """The Job of `parts`, what the nodes of a graph build, on this machine: the graph's target. Raises ConfigError as `build`."""
+    from fp8cfg import graph_nodes
+    from fp8cfg.backends.exclusions import mark
+    from fp8cfg.report.machine import find_hardware, free_memory
+    from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
+
+    model = parts.pop("given", None)
+    recipe = graph_nodes.recipe_of(parts)
+    if model is not None:
+        from fp8cfg.conversion import convert
+
+        recipe, model = convert.to_build(recipe, model)
     hardware = find_hardware(recipe.trainer.accelerator)
-    graph = lower(recipe, hardware, model)
+    plans, choice = planned(recipe, hardware, model)
     if model is None:
-        refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device), graph.choice.backend)
+        refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device), choice.backend)
     if recipe.storage.shard == "fsdp":
         from fp8cfg.training.distributed.fsdp import refuse_uneven
 
-        refuse_uneven(graph.plan, recipe.precision, graph.choice.backend)
-    job = fdl.build(graph)
-    assert isinstance(job, Job)
-    mark(job.model, recipe.fp8, job.plan, job.choice, own_optimizer=True)
-    return job
+        refuse_uneven(plans, recipe.precision, choice.backend)
+    made = _put_together(recipe, model, hardware.device, plans, choice)
+    mark(made.model, recipe.fp8, plans, choice, own_optimizer=True)
+    return made
+
+
+def planned(
+    recipe: Recipe, hardware: Hardware, model: nn.Module | None = None, choice: Choice | None = None
+) -> tuple[Sequence[PlannedLinear], Choice]:
+    """What each linear layer is to do on `hardware`, and who does it. Raises ConfigError for what cannot run there."""
+    choice = choice or choose(recipe.precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps)
+    if model is None:
+        plans = plan(recipe, choice.backend)
+        _refuse_tokens(recipe, choice)
+        return plans, choice
+    from fp8cfg.backends.eligibility import plan_model
+
+    if recipe.storage.shard == "fsdp":
+        raise ConfigError("storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write "
+                          "fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's fully_shard on it")
+    return plan_model(model, recipe.fp8, backend_registry.rules(choice.backend).misfit), choice
+
+
+def _put_together(recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice) -> Job:
+    """The parts, each once: the optimizer holds the parameters of this model, and the job its loss scaler."""
+    p, o, t = recipe.precision, recipe.optim, recipe.trainer
+    foreign = model is not None
+    if model is None:
+        model = job_parts.transformer(
+            transformer_config(recipe), recompute=recipe.model.recompute_granularity == "full", device=device, seed=t.seed)
+    else:
+        model = job_parts.given(model, device)
+    prepared = job_parts.prepared_model(model, p, plans, choice, t.seed)
+    scaler = LossScaler(
+        loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale, min_loss_scale=p.min_loss_scale,
+        loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis) if p.compute == "fp16" else None
+    optimizer = job_parts.optimizer(prepared, p, o, t.gradient_clip_val, choice, scaler, t.seed)
+    schedule = Schedule(
+        max_lr=o.lr, min_lr=o.end_lr, warmup_steps=o.warmup_steps, max_steps=t.max_steps, constant_steps=o.constant_steps,
+        decay=o.lr_decay_style)
+    return Job(recipe, prepared, optimizer, schedule, plans, choice, scaler, foreign)
 
 
 def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:
@@ -114,23 +140,3 @@ def _checked(recipe: Recipe) -> Recipe:
         raise ConfigError(f"expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b']) gives one")
     recipe.check()
     return recipe
-
-
-def _config_node(recipe: Recipe) -> fdl.Config[TransformerConfig]:
-    import dataclasses
-
-    import fiddle as fdl
-
-    config = transformer_config(recipe)
-    return fdl.Config(TransformerConfig, **{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
-
-
-def _schedule(recipe: Recipe) -> fdl.Config[Schedule]:
-    import fiddle as fdl
-
-    o = recipe.optim
-    return fdl.Config(
-        Schedule, max_lr=o.lr, min_lr=o.end_lr, warmup_steps=o.warmup_steps, max_steps=recipe.trainer.max_steps,
-        constant_steps=o.constant_steps, decay=o.lr_decay_style)
-
-

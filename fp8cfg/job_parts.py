@@ -1,4 +1,4 @@
-"""Job parts: the model, the prepared model and the optimizer that a job is put together from. Each imports torch when it is called."""
+"""Job parts: the model, the prepared model and the optimizer of a job. Each imports torch when it is called."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8cfg.builder import lower
+from fp8cfg import builder
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report import graph, plan_report
@@ -44,7 +44,9 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
 def planned(recipe: Recipe, ranks: int | None, gpu: GPU | None) -> Plan:
     """Plan of a checked `recipe`, with what will be built."""
     found = plan_report.make(recipe, ranks or recipe.trainer.num_nodes * recipe.trainer.devices, gpu)
-    return replace(found, built=graph.built(lower(recipe, found.hardware, choice=found.choice))) if found.choice else found
+    if found.choice is None:
+        return found
+    return replace(found, built=graph.built(recipe, *builder.planned(recipe, found.hardware, choice=found.choice)))
 
 
 def refuse_hardware(recipe: Recipe, gpu: str | None, option: str) -> None:

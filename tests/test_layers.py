@@ -34,7 +34,8 @@ TOP = {  # room -> rooms that its modules may import at their top
     "job": {"backends", "report"},
     "job_parts": {"backends", "config", "models"},
     "conversion": {"backends", "composition", "config", "numerics", "report", "scalings"},
-    "builder": {"backends", "config", "job_parts", "job", "layer_plan", "models", "optim"},
+    "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},
+    "builder": {"backends", "config", "job_parts", "job", "layer_plan", "optim"},
     "run_plan": {"builder", "config", "report"},
     "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job", "layer_plan", "numerics", "optim",
                  "report", "training.distributed"},
@@ -50,7 +51,8 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
     "report": {"backends": TORCH, "config": "`list` prints the text of values, no places, and is quick"},
     "job": {"backends": TORCH, "optim": TORCH, "training.distributed": TORCH},
     "job_parts": {"backends": TORCH, "models": TORCH, "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
-    "builder": {"backends": TORCH, "conversion": TORCH, "training.distributed": TORCH,
+    "graph_nodes": {"composition": "`lower` reads the keys of a recipe that is composed"},
+    "builder": {"backends": TORCH, "conversion": TORCH, "training.distributed": TORCH, "graph_nodes": "it loads Fiddle",
                 "report": "`lower` makes the graph alone; the machine and its memory are looked at by `build`"},
     "training": {
         "composition": "readers of a run folder that want no recipe from it load no YAML",
@@ -61,7 +63,7 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
                  "training": "signals are heeded from the start of a verb that trains"},
 }
 TYPES = {  # room -> rooms of which it names types alone, under TYPE_CHECKING
-    "job": {"config"},
+    "job": {"config"}, "graph_nodes": {"job"},
     "training.distributed": {"models"},
 }
 CIRCLES = {  # files that import one another, and why
@@ -173,7 +175,7 @@ def test_circles_are_found_wherever_the_import_stands() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"d"}}) == {frozenset("bc")}
 
 
-@pytest.mark.parametrize("rooms", ["config", "composition", "data", "models", "layer_plan", "job", "job_parts", "builder", "report", "run_plan",
+@pytest.mark.parametrize("rooms", ["config", "composition", "data", "models", "layer_plan", "job", "job_parts", "graph_nodes", "builder", "report", "run_plan",
                                    "interop"])
 def test_what_is_left_of_build_loads_no_torch(rooms: str) -> None:
     names = [m for m in FILES if room(m) == rooms and m not in LATE]

@@ -28,14 +28,16 @@ sizes, and what will be built.
   --gpus N             ranks; otherwise trainer.num_nodes x trainer.devices
   --measure            build it here, run one microbatch, and say what it took
   --json               everything, as JSON
-  --tree, --dot        the Fiddle graph instead, as paths or for Graphviz
+  --tree, --dot, --code
+                       the Fiddle graph instead: as paths, for Graphviz, or as
+                       Python that makes it again
   --config-dir FOLDER  recipes and presets of your own
 
 Exit code: 0, also where it does not fit the GPU's memory; 2 where the recipe is
 refused, there or anywhere: of a recipe that cannot run on that hardware alone
 the plan is printed first.
 """
-_OUTPUTS = ("--json", "--tree", "--dot")
+_OUTPUTS = ("--json", "--tree", "--dot", "--code")
 
 
 def run(argv: list[str]) -> int:
@@ -84,7 +86,7 @@ def _shown(plan: Plan, output: str = "") -> str:
     from fp8cfg.report import graph
 
     lowered = lower(plan.recipe, plan.hardware, choice=plan.choice)
-    return graph.tree(lowered) if output == "--tree" else graph.dot(lowered)
+    return {"--tree": graph.tree, "--dot": graph.dot, "--code": graph.code}[output](lowered).rstrip()
 
 
 def _count(text: str | None) -> int | None:

@@ -1,14 +1,16 @@
-"""Fiddle graph as text: what will be built, with which arguments. Loads Fiddle, and no torch."""
+"""Fiddle graph as text, and what will be built of a recipe, with which arguments. Loads no torch, and Fiddle for a graph alone."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import asdict
+import io
+import tokenize
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.composition.flatten import listed
-from fp8cfg.config.node import Node
-from fp8cfg.config.precision import Precision
+from fp8cfg.backends.backend_choice import Choice
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import low_bit
 from fp8cfg.report.tables import wrapped
 
@@ -18,31 +20,33 @@ if TYPE_CHECKING:
 _OPTIM = {"adamw": ("lr", "betas", "eps", "weight_decay"), "adam": ("lr", "betas", "eps", "weight_decay"),
           "sgd": ("lr", "momentum", "weight_decay")}
 
+CODE_WIDTH = 100
+"""Columns of the code of a graph."""
 
-def built(graph: fdl.Config[Any]) -> dict[str, dict[str, Any]]:
-    """The autocast context, the optimizer, the schedule and the loss scaler of `graph`: each "name" and its arguments."""
-    prepared, optimizer = graph.prepared, graph.optimizer
-    precision, optim = prepared.precision, optimizer.optim
-    layers = sum(p.fp8 for p in prepared.plan)
-    reduced = {"reduce_amax": precision.fp8.reduce_amax} if precision.fp8.enabled else {}
-    parts = {
-        "autocast": {"name": "Job.autocast", "compute": precision.compute, "fp8_layers": layers,
-                     "product": prepared.choice.product},
-        "optimizer": {**_optimizer(precision, optim.name),
-                      **{k: getattr(optim, k) for k in _OPTIM[optim.name]}, "clip_grad": optimizer.clip_grad, **reduced},
-        "schedule": {"name": _called(graph.schedule), **_scalars(graph.schedule)},
+
+def built(recipe: Recipe, plans: Sequence[PlannedLinear], choice: Choice) -> dict[str, dict[str, Any]]:
+    """The autocast context, the optimizer, the schedule and the loss scaler of `recipe`: each "name" and its arguments."""
+    p, o, t = recipe.precision, recipe.optim, recipe.trainer
+    reduced = {"reduce_amax": p.fp8.reduce_amax} if p.fp8.enabled else {}
+    parts: dict[str, dict[str, Any]] = {
+        "autocast": {"name": "Job.autocast", "compute": p.compute, "fp8_layers": sum(planned.fp8 for planned in plans),
+                     "product": choice.product},
+        "optimizer": {**_optimizer(recipe), **{k: getattr(o, k) for k in _OPTIM[o.name]}, "clip_grad": t.gradient_clip_val,
+                      **reduced},
+        "schedule": {"name": "Schedule", "max_lr": o.lr, "min_lr": o.end_lr, "warmup_steps": o.warmup_steps,
+                     "max_steps": t.max_steps, "constant_steps": o.constant_steps, "decay": o.lr_decay_style},
     }
-    if graph.loss_scaler is not None:
-        parts["loss scaling"] = {"name": _called(graph.loss_scaler), **_scalars(graph.loss_scaler)}
+    if p.compute == "fp16":
+        scaling = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        parts["loss scaling"] = {"name": "LossScaler", **{k: v for k in scaling if (v := getattr(p, k)) is not None}}
     return parts
 
 
 def tree(graph: fdl.Config[Any]) -> str:
-    """Every path of `graph` and its value, one a line (fiddle.printing). A part that two parents share is shown once; where it
-    comes again its path stands."""
+    """Every path of `graph` and its value, one a line (fiddle.printing)."""
     from fiddle import printing
 
-    lines = printing.as_str_flattened(_readable(graph), include_types=False, raw_value_repr=True).splitlines()
+    lines = printing.as_str_flattened(graph, include_types=False, raw_value_repr=True).splitlines()
     return "\n".join(wrapped(line, more="    ") for line in lines)
 
 
@@ -50,45 +54,31 @@ def dot(graph: fdl.Config[Any]) -> str:
     """`graph` as text for Graphviz."""
     from fiddle import graphviz
 
-    return str(graphviz.render(_readable(graph, paths=False), max_str_length=40).source).rstrip()
+    return str(graphviz.render(graph, max_str_length=40).source).rstrip()
 
 
-def _readable(graph: fdl.Config[Any], paths: bool = True) -> fdl.Config[Any]:
-    """A copy of `graph` whose leaves fit on a line: nodes of the recipe and the backend's choice taken apart, the plan as a
-    count."""
-    shown = copy.deepcopy(graph)
-    shown.recipe = graph.recipe.name
-    shown.plan = shown.prepared.plan = f"{len(graph.plan)} linear layers, {sum(p.fp8 for p in graph.plan)} in FP8"
-    shown.prepared.precision = shown.optimizer.precision = _apart(listed(graph.prepared.precision))
-    shown.optimizer.optim = _apart(listed(graph.optimizer.optim))
-    shown.choice = shown.prepared.choice = shown.optimizer.choice = _apart(asdict(graph.choice))
-    if paths:
-        shown.prepared.choice = shown.optimizer.choice = "= choice"
-        shown.optimizer.prepared, shown.optimizer.precision = "= prepared", "= prepared.precision"
-        if graph.loss_scaler is not None:
-            shown.optimizer.loss_scaler = "= loss_scaler"
-    return shown
+def code(graph: fdl.Config[Any]) -> str:
+    """Python that makes `graph` again (fiddle.codegen), in lines of at most CODE_WIDTH where a value is not longer itself."""
+    from fiddle.codegen import codegen
+
+    return "\n".join(_broken(line) for line in codegen.new_codegen(graph, top_level_fixture_name="graph").splitlines()) + "\n"
 
 
-def _apart(data: dict[str, Any]) -> fdl.Config[Any]:
-    """`data` as nodes of the graph."""
-    import fiddle as fdl
-
-    return fdl.Config(dict, **{k: _apart(v) if isinstance(v, dict) else v for k, v in data.items()})
-
-
-def _called(config: Any) -> str:
-    return str(config.__fn_or_cls__.__name__)
-
-
-def _optimizer(precision: Precision, inner: str) -> dict[str, str]:
-    """What `targets.optimizer` makes of `inner`."""
-    if low_bit(precision):
-        name = {"adamw": "LowBitTrainingAdamW", "adam": "LowBitTrainingAdam"}[inner]
-        return {"name": name, "rounding": precision.storage.rounding}
-    return {"name": "MixedPrecisionOptimizer", "inner": inner}
+def _broken(line: str) -> str:
+    """A line of code in several, each begun between two arguments: inside of brackets, where a line can end."""
+    ends = [t.end[1] for t in tokenize.generate_tokens(io.StringIO(line.strip()).readline) if t.string == ","]
+    indent = line[:len(line) - len(line.lstrip())]
+    lines, start, rest = [], 0, line.strip()
+    for end, after in pairwise([*ends, len(rest)]):
+        if len(indent) + after - start > CODE_WIDTH:
+            lines.append(indent + rest[start:end].strip())
+            start, indent = end, indent if lines[1:] else indent + " " * 8
+    return "\n".join([*lines, indent + rest[start:].strip()])
 
 
-def _scalars(config: Any) -> dict[str, Any]:
-    return {k: v for k, v in config.__arguments__.items()
-            if v is not None and not isinstance(v, Node) and not hasattr(v, "__fn_or_cls__")}
+def _optimizer(recipe: Recipe) -> dict[str, str]:
+    """What `job_parts.optimizer` makes of `recipe`."""
+    if low_bit(recipe.precision):
+        name = {"adamw": "LowBitTrainingAdamW", "adam": "LowBitTrainingAdam"}[recipe.optim.name]
+        return {"name": name, "rounding": recipe.storage.rounding}
+    return {"name": "MixedPrecisionOptimizer", "inner": recipe.optim.name}

@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.te import rules as te_rules
@@ -178,13 +180,19 @@ def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str
     assert json.loads(out)["built"] is None and json.loads(out)["refusals"] == lines
 
 
-def test_the_graph_as_paths_and_for_graphviz(capsys: pytest.CaptureFixture[str]) -> None:
-    tree = plan(capsys, "precision=fp16_fp8", "fp8.margin=1", "--tree").splitlines()
-    for line in ("prepared.precision.compute = 'fp16'", "prepared.precision.fp8.margin = 1", "prepared.precision.fp8.override_linear_precision.wgrad = False", "choice.backend = 'native'", "recipe = 'llama_tiny'", "prepared.plan = '17 linear layers, 16 in FP8'", "optimizer.prepared = '= prepared'",
-                 "optimizer.optim.name = 'adamw'", "loss_scaler.hysteresis = 2", "optimizer.loss_scaler = '= loss_scaler'"):
+def test_the_graph_as_paths_for_graphviz_and_as_code(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("precision=fp16_fp8", "fp8.margin=1")
+    tree = plan(capsys, *words, "--tree").splitlines()
+    for line in ("precision.compute = 'fp16'", "precision.fp8.linear.scaling.margin = 1", "precision.fp8.linear.wgrad = False",
+                 "precision.backend = 'auto'", "recipe.name = 'llama_tiny'", "optimizer.name = 'adamw'", "loss_scaler.hysteresis = 2"):
         assert line in tree
-    dot = plan(capsys, "precision=fp16_fp8", "--dot")
-    assert dot.startswith("graph {") and dot.rstrip().endswith("}") and "LossScaler" in dot and dot.count("prepared_model") == 1
+    dot = plan(capsys, *words, "--dot")
+    assert dot.startswith("graph {") and dot.rstrip().endswith("}") and dot.count("LossScaler") == 1
+    code = plan(capsys, *words, "--code")
+    made: dict[str, Any] = {}
+    exec(code, made)
+    assert made["graph"]() == fp8cfg.lower(fp8cfg.compose(words))
+    assert len(code.splitlines()) < 100 and max(map(len, code.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(("argv", "line"), [
