@@ -37,10 +37,11 @@ def on_ranks(ranks: int, work: Callable[[World], Any], folder: Path) -> list[Any
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def launch(ranks: int, *argv: str) -> subprocess.CompletedProcess[str]:
-    """`fp8cfg` with `argv`, on ranks with the environment that torchrun gives them. The exit code is that of the first that failed."""
+def launch(ranks: int, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`fp8cfg` with `argv`, on one or more ranks with the environment that torchrun gives them, and `environ`. The exit code is that
+    of the first rank that failed, or minus the signal that ended it."""
     with TemporaryDirectory() as folder:
-        running = _start(_command, ranks, argv, _environment(ranks), folder).processes
+        running = _start(_command, ranks, argv, {**_environment(ranks), **environ}, folder).processes
         end = time.monotonic() + LIMIT
         for process in running:
             process.join(max(0.0, end - time.monotonic()))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,15 +16,10 @@ from fp8cfg.numerics.fp8_state_dict import fit_history
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
+from tests.support.ranks import launch
 from tests.support.small import SMALL, small, steps
 
-ROOT = Path(__file__).parents[2]
 FP8 = "precision=bf16_fp8"
-
-
-def command(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "fp8cfg", *argv], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True,
-                          timeout=300)
 
 
 def after(words: tuple[str, ...], done: int) -> tuple[fp8cfg.Job, checkpoint.Tensors, dict[str, object]]:
@@ -148,7 +140,7 @@ WORDS = [*SMALL, FP8, "trainer.max_steps=8", "checkpoint.every_n_steps=2"]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     root = tmp_path_factory.mktemp("whole")
-    assert command(*WORDS, f"log.dir={root}").returncode == 0
+    assert launch(1, *WORDS, f"log.dir={root}").returncode == 0
     return metrics(next(root.iterdir()))
 
 
@@ -158,10 +150,10 @@ def metrics(folder: Path) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("failpoint", ["shard:2", "manifest:2", "rename:3", "renamed:2", "delete:1"])
 def test_kill_9_inside_a_save_and_resume(failpoint: str, whole: list[dict[str, object]], tmp_path: Path) -> None:
-    killed = command(*WORDS, f"log.dir={tmp_path}", FP8CFG_FAILPOINT=failpoint)
+    killed = launch(1, *WORDS, f"log.dir={tmp_path}", FP8CFG_FAILPOINT=failpoint)
     assert killed.returncode == -signal.SIGKILL
     folder = next(tmp_path.iterdir())
-    resumed = command("resume", str(folder))
+    resumed = launch(1, "resume", str(folder))
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming" in resumed.stdout
     assert metrics(folder) == whole
@@ -169,20 +161,20 @@ def test_kill_9_inside_a_save_and_resume(failpoint: str, whole: list[dict[str, o
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_with_a_line_that_names_the_file(whole: list[dict[str, object]], tmp_path: Path) -> None:
-    assert command(*WORDS, f"log.dir={tmp_path}").returncode == 0
+    assert launch(1, *WORDS, f"log.dir={tmp_path}").returncode == 0
     folder = next(tmp_path.iterdir())
     newest = sorted((folder / "checkpoints").iterdir())[-1] / "optimizer.safetensors"
     raw = bytearray(newest.read_bytes())
     raw[len(raw) // 2] ^= 1
     newest.write_bytes(raw)
-    resumed = command("resume", str(folder))
+    resumed = launch(1, "resume", str(folder))
     assert resumed.returncode == 0, resumed.stderr
     assert "checkpoint passed over" in resumed.stdout and "step-00000008: optimizer.safetensors" in resumed.stdout
     assert "from step-00000006" in resumed.stdout
     assert metrics(folder) == whole
     for file in (folder / "checkpoints").rglob("state.json"):
         file.write_text(json.dumps({}))
-    none = command("resume", str(folder))
+    none = launch(1, "resume", str(folder))
     assert none.returncode == 4 and none.stderr.count("error:") == 1 and "Traceback" not in none.stderr
 
 
@@ -193,7 +185,7 @@ def test_errors_of_resume_are_one_line(tmp_path: Path) -> None:
         (["resume", str(tmp_path / "none")], 2, "is not a run folder"),
         (["resume", str(tmp_path), "--alow", "x"], 2, "did you mean '--allow'?"),
     ]:
-        done = command(*argv)
+        done = launch(1, *argv)
         assert (done.returncode, done.stderr.count("\n")) == (code, 1) and part in done.stderr, done.stderr
 
 
@@ -213,9 +205,9 @@ def test_a_key_that_cannot_be_allowed_is_answered() -> None:
 
 
 def test_the_run_folder_says_what_runs_after_a_change(tmp_path: Path) -> None:
-    assert command(*WORDS, f"log.dir={tmp_path}").returncode == 0
+    assert launch(1, *WORDS, f"log.dir={tmp_path}").returncode == 0
     folder = next(tmp_path.iterdir())
-    done = command("resume", str(folder), "trainer.max_steps=10", "fp8.margin=1", "--allow", "fp8.margin")
+    done = launch(1, "resume", str(folder), "trainer.max_steps=10", "fp8.margin=1", "--allow", "fp8.margin")
     assert done.returncode == 0, done.stderr
     assert "changed: fp8.margin" in done.stdout
     now = fp8cfg.from_yaml(folder / "recipe.yaml")
