@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import re
 import runpy
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 import fp8cfg
 from fp8cfg.backends.native import backend as native
 from fp8cfg.training.data import run_data
+from tests.support.ranks import launch
 from tests.support.small import SMALL, losses, small, steps
 
 FOLDER = Path(__file__).parents[1] / "examples"
@@ -167,9 +166,7 @@ def test_on_two_ranks(name: str, words: tuple[str, ...], within: float, tmp_path
     Fabric gives a rank every other sample, so that microbatches are others."""
     pytest.importorskip(LIBRARY[name])
     words = (*words, "trainer.micro_batch_size=4", "trainer.max_steps=3")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(FOLDER / f"{name}.py"), *SMALL, *words, "trainer.accelerator=cpu"],
-        capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = launch(2, *SMALL, *words, "trainer.accelerator=cpu", script=FOLDER / f"{name}.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [float(loss) for loss in re.findall(r"step \d: loss (\S+)", done.stdout)] == pytest.approx(losses(*words, count=3), abs=within)
     assert "FP8: 8 of " in done.stdout

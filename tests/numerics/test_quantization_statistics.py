@@ -21,6 +21,7 @@ from fp8cfg.training.metrics import read
 from fp8cfg.training.run_folder import RunFolder
 from tests.support.ranks import launch
 from tests.support.small import small, steps
+from tests.support.traced import TRACE
 
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 SCALINGS = {
@@ -103,7 +104,8 @@ def test_a_run_with_statistics_is_the_run_without(words: tuple[str, ...], tmp_pa
 
 
 @pytest.mark.slow
-def test_a_compiled_run_with_statistics_is_the_run_without(tmp_path: Path) -> None:
+def test_a_compiled_run_with_statistics_is_the_run_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Job, "compiler", lambda job: TRACE)
     with torch._dynamo.config.patch(recompile_limit=1):  # what is compiled once is never compiled again
         same_with_and_without(tmp_path, *SCALINGS["delayed"], "trainer.compile=on", "model.num_layers=1")
 

@@ -6,6 +6,7 @@ Processes are forked from one that has done nothing (forked.py), so that each is
 from __future__ import annotations
 
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before the group is made, see fp8cfg/training/distributed/world.py
 
+from fp8cfg.__main__ import entry
 from fp8cfg.training.distributed.world import World
 from tests.support.forked import processes
 
@@ -37,11 +39,11 @@ def on_ranks(ranks: int, work: Callable[[World], Any], folder: Path) -> list[Any
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def launch(ranks: int, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`fp8cfg` with `argv`, on one or more ranks with the environment that torchrun gives them, and `environ`. The exit code is that
+def launch(ranks: int, *argv: str, script: Path | None = None, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`fp8cfg`, or `script`, with `argv`, on one or more ranks with the environment that torchrun gives them, and `environ`. The exit code is that
     of the first rank that failed, or minus the signal that ended it."""
     with TemporaryDirectory() as folder:
-        running = _start(_command, ranks, argv, {**_environment(ranks), **environ}, folder).processes
+        running = _start(_command, ranks, script, argv, cwd, {**_environment(ranks), **environ}, folder).processes
         end = time.monotonic() + LIMIT
         for process in running:
             process.join(max(0.0, end - time.monotonic()))
@@ -81,16 +83,17 @@ def _one(rank: int, ranks: int, work: Callable[[World], Any], folder: str) -> No
     dist.destroy_process_group()
 
 
-def _command(rank: int, argv: tuple[str, ...], environ: dict[str, str], folder: str) -> None:
+def _command(rank: int, script: Path | None, argv: tuple[str, ...], cwd: Path, environ: dict[str, str], folder: str) -> None:
     for name, stream in (("out", 1), ("err", 2)):
         os.dup2(os.open(Path(folder, f"{rank}.{name}"), os.O_WRONLY | os.O_CREAT), stream)
     os.environ.clear()
     os.environ.update(environ)
     if "WORLD_SIZE" in environ:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    os.chdir(ROOT)
+    os.chdir(cwd)
     torch.set_num_threads(1)
-    from fp8cfg.__main__ import entry
-
-    sys.argv = ["fp8cfg", *argv]
-    entry()
+    sys.argv = [str(script or "fp8cfg"), *argv]
+    if script:
+        runpy.run_path(str(script), run_name="__main__")
+    else:
+        entry()
