@@ -29,8 +29,8 @@ def train(recipe: fp8cfg.Recipe, **arguments: Any) -> list[float]:
     trainer = Trainer(
         model=job.model, optimizers=(job.optimizer, job.scheduler()),
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        callbacks=[job.trainer_callback()],  # refuses arguments that the recipe contradicts, and says whose count
         args=TrainingArguments(
-            max_grad_norm=0,  # the job's optimizer clips; nor set fp16 or bf16: precision is the job's
             max_steps=t.max_steps, per_device_train_batch_size=t.micro_batch_size,
             gradient_accumulation_steps=t.global_batch_size // t.micro_batch_size, train_sampling_strategy="sequential",
             logging_steps=1, report_to="none", use_cpu=job.device.type == "cpu", **arguments))

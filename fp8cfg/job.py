@@ -60,12 +60,14 @@ class Job:
     _scales: bool = field(init=False, default=False)
     summed: bool = field(init=False, default=False)
     _sums_checked: bool = field(init=False, default=False)
+    _trainer_checked: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.forward = self.prepared.model
         self.optimizer.register_step_pre_hook(lambda *_: self._check_sums())
         if self.recipe.fp8.enabled:
             self.optimizer.register_step_pre_hook(lambda *_: self._check_first_pass())
+        self.optimizer.register_step_pre_hook(lambda *_: self._check_trainer())
         self.optimizer.register_step_post_hook(lambda *_: setattr(self, "summed", False))
         if self.foreign and self.recipe.fp8.enabled:
             from fp8cfg.backends import flops
@@ -149,6 +151,15 @@ class Job:
             self.optimizer.register_step_pre_hook(lambda *_: self._refuse_unscaled())
         return StepScheduler(self.optimizer, self.schedule)
 
+    def trainer_callback(self) -> Any:
+        """A callback for transformers.Trainer, beside `optimizers=(job.optimizer, job.scheduler())`. Before the first step it
+        raises ConfigError for TrainingArguments that the recipe contradicts, and says in a line whose words count; it sets
+        max_grad_norm to 0, for `optimizer` clips. Without it the first step does so, after the Trainer has clipped once."""
+        from fp8cfg.conversion.trainer_arguments import callback
+
+        self._trainer_checked = True
+        return callback(self.recipe, self.optimizer)
+
     def prove(self) -> Coverage:
         """What ran since the model was built. Raises NotFP8Error where that is not what was planned, or less than
         fp8.min_coverage: call it after the first step."""
@@ -199,6 +210,15 @@ class Job:
 
         self._sums_checked = True
         warn_of_sums(self.model)
+
+    def _check_trainer(self) -> None:
+        if self._trainer_checked:
+            return
+        from fp8cfg.conversion.trainer_arguments import running, settle
+
+        self._trainer_checked = True
+        if (trainer := running()) is not None:
+            settle(self.recipe, trainer.args, trainer.state.max_steps, clipped=True)
 
     def _refuse_unscaled(self) -> None:
         if not self._scales:
