@@ -63,6 +63,7 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
 def job(**parts: Any) -> Job:
     """The Job of `parts`, what the nodes of a graph build, on this machine: the graph's target. Raises ConfigError as `build`."""
     from fp8cfg import graph_nodes
+    from fp8cfg.backends.ddp_refusal import refuse_ddp
     from fp8cfg.backends.exclusions import mark
     from fp8cfg.report.machine import find_hardware, free_memory
     from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
@@ -83,6 +84,7 @@ def job(**parts: Any) -> Job:
         refuse_uneven(plans, recipe.precision, choice.backend)
     made = _put_together(recipe, model, hardware.device, plans, choice)
     mark(made.model, recipe.fp8, plans, choice, own_optimizer=True)
+    refuse_ddp(made.model)
     return made
 
 

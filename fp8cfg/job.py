@@ -14,7 +14,7 @@ from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.compile_options import compile_options
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
-from fp8cfg.report.coverage import Coverage
+from fp8cfg.report.coverage import Coverage, ran, warn_of_share
 from fp8cfg.report.engagement import prove_engagement
 from fp8cfg.report.job_summary import summary
 
@@ -201,7 +201,8 @@ class Job:
     def _check_first_pass(self) -> None:
         from fp8cfg.backends import first_pass
 
-        first_pass.check(self.model)
+        if first_pass.check(self.model):
+            warn_of_share(self.model, ran(self.recipe, self.model, self.plan, self.choice.backend, self.foreign))
 
     def _check_sums(self) -> None:
         if self.summed or self._sums_checked or self.recipe.storage.shard == "fsdp":

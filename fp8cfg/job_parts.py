@@ -113,8 +113,19 @@ def _in_compute_dtype(
     from fp8cfg.backends.stored_weights import shared_weights
 
     shared, linear = shared_weights(model), {f"{planned.name}.weight" for planned in plan}
-    return {name: columns[name] if name in linear and p not in shared else foreign_others(precision)
+    apart, norms = foreign_others(precision), _running_norms(model)
+    exact = {**apart, "weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
+    return {name: columns[name] if name in linear and p not in shared else exact if name in norms else apart
             for name, p in model.named_parameters()}
+
+
+def _running_norms(model: torch.nn.Module) -> set[str]:
+    """Names of the parameters of norms with running statistics (BatchNorm). These stay in float32, for a mean over thousands of
+    batches would stand still in bf16, and torch wants the parameters in their dtype."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    return {f"{name}.{own}" for name, norm in model.named_modules() if isinstance(norm, _NormBase) and norm.running_mean is not None
+            for own, _ in norm.named_parameters(recurse=False)}
 
 
 def optimizer(

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from fp8cfg.backends.gemm_plan import Misfit, Numbering, PlannedLinear, plan_linears
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.backends.casting_linear import casts_of, differs
+from fp8cfg.backends.gemm_plan import OWN_FORWARD, Misfit, Numbering, PlannedLinear, plan_linears
+from fp8cfg.backends.output_layers import output_layers
+from fp8cfg.backends.unconverted_modules import unwatched
+from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.fp8 import FP8
 
-OUTPUT = ("output_layer", "lm_head")
-"""Names of output layers (Megatron's, transformers'), beside what a model calls its own."""
+_ADAPTER = re.compile(r"(?:^|\.)lora_\w+(?:\.|$)", re.IGNORECASE)
+"""Adapters of PEFT (lora_A, lora_B), diffusers (lora_down, lora_up) and torchtune (lora_a, lora_b)."""
+_INSTEAD = {"Conv1D is no linear layer": ": transformers.pytorch_utils.Conv1D, whose weight is transposed; put an nn.Linear with "
+            "weight.T in its place"}
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?=\.)")
 
 
-def plan_model(model: nn.Module, fp8: FP8, misfit: Misfit) -> list[PlannedLinear]:
-    """The GEMM plan of each linear layer of `model`, by name. Raises ConfigError as `plan_linears` does, and for a key that only
-    the Transformer of this project supports.
+def plan_model(model: nn.Module, fp8: FP8, misfit: Misfit, linear: Collection[type[nn.Linear]] = ()) -> list[PlannedLinear]:
+    """The GEMM plan of each linear layer of `model`, by name; `linear` are subclasses of nn.Linear that the user says are linear.
+    Raises ConfigError as `plan_linears` does, for a key that only the Transformer of this project supports, and for a class of
+    `linear` whose forward computes something else.
     """
     if fp8.dot_product_attention:
         raise ConfigError("fp8.dot_product_attention=True: has no effect on a model of your own, whose attention stays as it is")
     found = dict(linears(model))
+    refuse_if(_not_linear(linear, found.values()))
     ends = ("high_precision_at_start", "high_precision_at_end")
     first_last = {f"fp8.{key}": count for key in ends if (count := getattr(fp8, key))}
     lists = layer_lists(model)
@@ -32,8 +40,9 @@ def plan_model(model: nn.Module, fp8: FP8, misfit: Misfit) -> list[PlannedLinear
                            for key, count in first_last.items()])
     shapes = [(name, m.in_features, m.out_features) for name, m in found.items()]
     owners = {id(m): parent for parent in model.modules() for m in parent.children()}
-    odd = {name: why for name, m in found.items() if (why := _odd(m, owners.get(id(m))))}
-    return plan_linears(shapes, fp8, _numbering(lists), misfit, _outputs(model, found), odd)
+    odd = _adapters(found, fp8) | {name: why for name, m in found.items() if (why := _odd(m, owners.get(id(m)), linear))}
+    other = sorted({f"{part.reason}{_INSTEAD.get(part.reason, '')}" for part in unwatched(model, ())})
+    return plan_linears(shapes, fp8, _numbering(lists), misfit, output_layers(model, found, lists), odd, other)
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -67,18 +76,32 @@ def _inside(name: str, at: str) -> bool:
     return not at or name.startswith(at + ".")
 
 
-def _outputs(model: nn.Module, found: dict[str, nn.Linear]) -> list[str]:
-    """Names of the output layers: the usual names, and the result of transformers' get_output_embeddings."""
-    ask = getattr(model, "get_output_embeddings", None)
-    own = ask() if callable(ask) else None
-    return [name for name, m in found.items() if m is own or name.rpartition(".")[2] in OUTPUT]
+def _adapters(names: Iterable[str], fp8: FP8) -> dict[str, str]:
+    """The LoRA adapters that no pattern of fp8.include names as such: they are narrow, and what is trained is in them."""
+    named = [pattern for pattern in fp8.include if "lora" in pattern.lower()]
+    return {name: "LoRA adapter; fp8.include names those that run in FP8" for name in names
+            if _ADAPTER.search(name) and not any(fnmatchcase(name, pattern) for pattern in named)}
 
 
-def _odd(linear: nn.Linear, owner: nn.Module | None) -> str:
+def _not_linear(linear: Collection[type[nn.Linear]], layers: Collection[nn.Linear]) -> list[str]:
+    """A line for each class of `linear` that is none, or is in no layer, or computes something else than F.linear."""
+    lines = []
+    for cls in linear:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
+            lines.append(f"linear={cls!r}: expected a subclass of torch.nn.Linear")
+        elif not (mine := [layer for layer in layers if isinstance(layer, cls)]):
+            lines.append(f"linear={cls.__name__}: the model has no such layer")
+        elif any(differs(layer) for layer in mine):
+            lines.append(f"linear={cls.__name__}: its forward is not F.linear of input and weight, cast to some dtype, and FP8 "
+                         "would compute something else; leave it out")
+    return lines
+
+
+def _odd(linear: nn.Linear, owner: nn.Module | None, named: Collection[type[nn.Linear]] = ()) -> str:
     """Why `linear` cannot be replaced, or an empty string."""
     kind = type(linear)
-    if kind.forward is not nn.Linear.forward or "forward" in vars(linear):
-        return f"{kind.__name__} has a forward of its own"
+    if "forward" in vars(linear):
+        return f"{kind.__name__} {OWN_FORWARD}"
     if linear._compiled_call_impl is not None:
         return "it is compiled by itself; compile it after"
     if isinstance(owner, nn.MultiheadAttention):
@@ -89,4 +112,6 @@ def _odd(linear: nn.Linear, owner: nn.Module | None) -> str:
         return "it holds more than weight and bias, or others in their place"
     if not linear.weight.is_floating_point() or linear.weight.dtype.itemsize == 1:
         return f"its weight is {str(linear.weight.dtype).removeprefix('torch.')}"
-    return ""
+    if kind.forward is nn.Linear.forward or issubclass(kind, tuple(named)) or casts_of(linear) is not None:
+        return ""
+    return f"{kind.__name__} {OWN_FORWARD}"

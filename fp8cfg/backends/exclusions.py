@@ -13,6 +13,7 @@ from torch import nn
 
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Choice
+from fp8cfg.backends.ddp_refusal import allow_ddp
 from fp8cfg.backends.flops import unwatch
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import Backend
@@ -32,7 +33,8 @@ class Converted:
     """State that all converted layers of a model share: their backend, their `fp8` node, and the number of steps whose histories
     were rolled. `own_optimizer` says that a job's optimizer rolls them. Of autowrap `forward_passes` counts those of training,
     `proved` says that the first of them ran in FP8, and `under_way` counts its contexts that are entered, one inside of another.
-    `engaged` says that a layer has multiplied in FP8, `asked_off` that the last context of a training pass was disabled.
+    `engaged` says that a layer has multiplied in FP8, `checked` that a step has found it out; `asked_off` that the last context of
+    a training pass was disabled; `share_said` that the share of FP8 was looked at.
     """
 
     choice: Choice
@@ -43,7 +45,9 @@ class Converted:
     proved: bool = False
     under_way: int = 0
     engaged: bool = False
+    checked: bool = False
     asked_off: bool = False
+    share_said: bool = False
 
     @property
     def backend(self) -> Backend:
@@ -74,9 +78,10 @@ def plan_of(model: nn.Module) -> list[PlannedLinear]:
 
 
 def unmark(model: nn.Module) -> None:
-    """Remove the marks of layers that were not converted, the row counts, and what autowrap has put on modules."""
+    """Remove the marks of layers that were not converted, the row counts, and what autowrap and `build` have put on modules."""
     unwatch(model)
     for module in model.modules():
+        allow_ddp(module)
         vars(module).pop(REASON, None)
         if autowraps(vars(module).get("forward")):
             del vars(module)["forward"]

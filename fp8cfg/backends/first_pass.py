@@ -46,16 +46,18 @@ def entered(model: nn.Module, enabled: bool) -> None:
         converted(model).asked_off = not enabled
 
 
-def check(model: nn.Module) -> None:
-    """Raise NotFP8Error where `model` was trained and no converted layer has multiplied in FP8; each step asks until one has."""
+def check(model: nn.Module) -> bool:
+    """Whether this is the first step of `model` after one of its converted layers has multiplied in FP8. Raises NotFP8Error where
+    it was trained and none has; each step asks until one has."""
     state = converted(model)
-    if state.engaged:
-        return
+    if state.checked:
+        return False
     seen = state.backend.observed(model)
-    state.engaged = any(any(ran.values()) for ran in seen.values())
+    state.checked = state.engaged = state.engaged or any(any(ran.values()) for ran in seen.values())
     asked_off, state.asked_off = state.asked_off, False
     if not state.engaged and not asked_off and _trained(model, seen):
         raise NotFP8Error(f"no layer multiplied in FP8 before this step; {_CURE}")
+    return state.engaged
 
 
 def _trained(model: nn.Module, seen: Observed) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
@@ -20,6 +20,9 @@ Kinds = tuple[str, str] | tuple[()] | None
 """The kinds of the two operands of a product in FP8. In a plan None is high precision; in what ran it is a product that did not
 run, and HIGH_PRECISION one that ran, in training, in high precision."""
 HIGH_PRECISION: tuple[()] = ()
+OWN_FORWARD = "has a forward of its own"
+_NAME_IT = ("write convert_model(model, recipe, linear=[THEIR_CLASS]) for a subclass of nn.Linear whose forward only casts input "
+            "and weight")
 Misfit = Callable[[FP8, int, int], str]
 """Why a layer of in_features and out_features stays in high precision: `Rules.misfit` of the backend."""
 Numbering = Callable[[str], tuple[int, int] | None]
@@ -30,7 +33,7 @@ Numbering = Callable[[str], tuple[int, int] | None]
 class PlannedLinear:
     """The plan of one linear layer. `gemms` holds, for fprop, dgrad and wgrad, the kinds of the two operands, such as (e4m3,
     e4m3), or None where the product stays in high precision; `reason` says why where any does. `rows` is the observed number of
-    rows that it multiplied, None where it was not observed.
+    rows that it multiplied, None where it was not observed. `output` says that it is an output layer.
     """
 
     name: str
@@ -39,6 +42,7 @@ class PlannedLinear:
     gemms: tuple[Kinds, Kinds, Kinds]
     reason: str = ""
     rows: int | None = None
+    output: bool = False
 
     @property
     def fp8(self) -> bool:
@@ -116,10 +120,10 @@ def layers(num_layers: int) -> Numbering:
 
 def plan_linears(
     shapes: Shapes, fp8: FP8, number: Numbering, misfit: Misfit,
-    output: Collection[str] = ("output_layer",), odd: Mapping[str, str] | None = None,
+    output: Collection[str] = ("output_layer",), odd: Mapping[str, str] | None = None, other: Sequence[str] = (),
 ) -> list[PlannedLinear]:
     """The plan of every linear layer of `shapes` (name, in_features, out_features), of which `output` are the output layers;
-    `odd` are those that cannot be replaced, by name, and why.
+    `odd` are those that cannot be replaced, by name, and why. `other` says what else multiplies.
 
     Raises ConfigError for a pattern of fp8.include or fp8.exclude that matches no layer, and where FP8 is enabled and no
     layer would run in it.
@@ -128,10 +132,12 @@ def plan_linears(
     if not fp8.enabled:
         return [PlannedLinear(*s, gemms=(None, None, None), reason="FP8 is off") for s in shapes]
     refuse_if(_unmatched(fp8, [s[0] for s in shapes]))
-    plans = [_plan(s, fp8, (odd or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output)) for s in shapes]
+    plans = [replace(_plan(s, fp8, (odd or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output)),
+                     output=s[0] in output) for s in shapes]
     if not any(p.fp8 for p in plans):
-        why = "; ".join(sorted({p.reason for p in plans})) or "the model has none"
-        raise ConfigError(f"fp8.enabled=True: none of {len(plans)} linear layers would run in FP8 ({why})")
+        why = "; ".join([*(sorted({p.reason for p in plans}) or ["the model has none"]), *other])
+        cure = f"; {_NAME_IT}" if any(p.reason.endswith(OWN_FORWARD) for p in plans) else ""
+        raise ConfigError(f"fp8.enabled=True: none of {len(plans)} linear layers would run in FP8 ({why}){cure}")
     refuse_if(_without_effect(fp8, plans, output))
     return plans
 

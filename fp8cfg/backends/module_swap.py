@@ -9,16 +9,20 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from fp8cfg.backends.casting_linear import cast_as
 from fp8cfg.config.errors import NotFP8Error
 
 _CARRIED = "carried_attributes"
 """Attribute of a layer that took the place of another: names of the user's own attributes, to be taken back."""
+_CLASS = "carried_class"
+"""Attribute of a layer that took the place of one of a subclass of nn.Linear: that class, to be given back."""
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
     """Put `new` in the place of the module `name` of `model`, under every name it has there, with its training flag, hooks and the
-    user's own attributes. A linear layer replaced by an FP8 one raises NotFP8Error if it is still called.
+    user's own attributes. A linear layer replaced by an FP8 one raises NotFP8Error if it is still called; of a subclass of
+    nn.Linear the FP8 one casts as it did, and the plain one that takes that one's place has its class.
     """
     old = model.get_submodule(name)
     carried = vars(old).get(_CARRIED, [key for key in vars(old) if key not in vars(new)])
@@ -30,6 +34,11 @@ def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
             vars(new)[key] = value
     if _CARRIED not in vars(old):
         vars(new)[_CARRIED] = carried
+        if isinstance(old, nn.Linear) and type(old) is not nn.Linear:
+            vars(new)[_CLASS] = type(old)
+            cast_as(old, new)
+    elif type(new) is nn.Linear:
+        new.__class__ = vars(old).get(_CLASS, nn.Linear)
     for parent in list(model.modules()):
         for leaf, child in parent._modules.items():
             if child is old:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -39,7 +39,7 @@ from fp8cfg.config.refusal import changed
 from fp8cfg.config.storage import fp8_weights
 from fp8cfg.conversion.preset_values import fit_layers, leave_parameters
 from fp8cfg.numerics import Region, seed_rounding
-from fp8cfg.report.coverage import coverage, of_layers
+from fp8cfg.report.coverage import coverage, of_layers, warn_of_share
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.report.tables import wrapped
 from fp8cfg.scalings import SCALINGS
@@ -79,7 +79,8 @@ class Conversion:
         """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales; under other scalings there
         is nothing to roll. Beside `apply_fp8_autowrap`, whose passes roll, it warns and does nothing. Raises NotFP8Error where the
         model was trained and no layer has multiplied in FP8 yet."""
-        first_pass.check(self.model)
+        if first_pass.check(self.model):
+            warn_of_share(self.model, coverage(self.model))
         state = converted(self.model)
         if state.forward_passes and self._rolls:
             warnings.warn("fp8.step() beside apply_fp8_autowrap does nothing: each training pass of an autowrapped model rolls the "
@@ -95,15 +96,17 @@ class Conversion:
 
     def __str__(self) -> str:
         backend = wrapped(f"backend {self.choice.backend} ({self.choice.why})", more="  ")
-        return f"{backend}\n{of_layers(self.plan, beside(self.model))}"
+        return f"{backend}\n{of_layers(self.plan, beside(self.model), self.fp8)}"
 
     __repr__ = __str__
 
 
-def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
+def convert_model(model: nn.Module, recipe: Recipe, linear: Collection[type[nn.Linear]] = ()) -> Conversion:
     """Replace, in place, the linear layers of `model` that the recipe's precision has in FP8, by those of its backend.
 
     Parameters stay the very same objects: tied ones tied, frozen ones frozen. So do hooks, dtypes, devices and training flags.
+    `linear` are subclasses of nn.Linear whose forward is F.linear of input and weight, cast to some dtype: their layers are
+    converted too, and cast as theirs. Where a small copy of such a layer can be run, it is known without being named.
     Raises ConfigError for a recipe that cannot run here or reaches no layer, before anything is replaced."""
     fp8 = _fp8_of(recipe, model)
     if _ours(model) or has_fp8_layers(model):
@@ -115,7 +118,7 @@ def convert_model(model: nn.Module, recipe: Recipe) -> Conversion:
     holder = nn.Module()
     holder.model = model
     whole = holder if isinstance(model, nn.Linear) else model  # a root has no place of its own to be replaced in
-    plan = plan_model(whole, fp8, backend_registry.rules(choice.backend).misfit)
+    plan = plan_model(whole, fp8, backend_registry.rules(choice.backend).misfit, linear)
     backend_registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
     seed_rounding(model, recipe.trainer.seed)
     mark(whole, fp8, plan, choice)
@@ -170,6 +173,7 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
         raise NotFP8Error(f"this model did not run as was asked for: {'; '.join(lines[:3])}{more}")
     if (seen := coverage(model)).share < fp8.min_coverage:
         raise NotFP8Error(f"fp8.min_coverage={fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8")
+    warn_of_share(model, seen)
 
 
 def checked(recipe: Recipe, model: nn.Module) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +21,17 @@ from fp8cfg.backends.gemm_plan import (
     Unwatched,
     plan_attention,
 )
+from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.report.tables import table
+from fp8cfg.report.tables import table, wrapped
 
 if TYPE_CHECKING:
     from torch import nn
 
+_NO_OUTPUT = ("No output layer was found for fp8.output_layer=false to keep in high precision: where one of these makes the "
+              "logits, name it in fp8.exclude.")
+LOW = 0.5
+"""The share of FP8 below which a run is warned of."""
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
@@ -37,7 +43,7 @@ class Coverage:
     the causal half of the sequence, `attention_flops` for all layers together; of someone else's model they are not known, and 0.
     There the FLOPs of a layer are its weights times the rows of the inputs that it was observed to multiply. A layer that was
     not observed, as are most of `beside` (weights that are multiplied outside of linear layers), counts with the largest number
-    of rows of any layer.
+    of rows of any layer. `note` is a line below the table.
     """
 
     linears: Sequence[PlannedLinear]
@@ -45,6 +51,7 @@ class Coverage:
     attention_flops: float
     compute: str
     beside: Sequence[Unwatched] = ()
+    note: str = ""
 
     @property
     def layers_in_fp8(self) -> int:
@@ -80,7 +87,18 @@ class Coverage:
             rows.append([str(count) if fp8 else "", "attention", f"{share:.1%}", what])
         attention = f", attention in {fp8} of {len(self.attentions)}" if fp8 else ""
         return table(["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"], rows, right=(0, 2)) + (
-            f"\nFP8: {self.layers_in_fp8} of {len(self.linears)} linear layers{attention}, {self.share:.1%} of {self.what}")
+            f"\nFP8: {self.layers_in_fp8} of {len(self.linears)} linear layers{attention}, {self.share:.1%} of {self.what}"
+            + (f"\n{wrapped(self.note)}" if self.note else ""))
+
+    @property
+    def largest_in_high_precision(self) -> tuple[str, float, str]:
+        """The part of the model with most FLOPs that are not in FP8: its name, their share of all FLOPs, and why."""
+        parts = [(name, flops, what.partition(": ")[2]) for (name, what), _, flops in self._groups()
+                 if what.startswith(self.compute)]
+        if self.attentions and not any(p.fp8_share for p in self.attentions):
+            parts.append(("attention", self.attention_flops, self.attentions[0].reason))
+        name, flops, why = max(parts, key=lambda part: part[1], default=("products of layers that are otherwise in FP8", 0.0, ""))
+        return name, flops / self._flops if self._flops else 0.0, why or "in high precision"
 
     @property
     def what(self) -> str:
@@ -133,9 +151,10 @@ def planned(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
     return Coverage(linears, plan_attention(recipe.fp8, m.num_layers), float(attention), recipe.precision.compute)
 
 
-def of_layers(linears: Sequence[PlannedLinear], beside: Sequence[Unwatched]) -> Coverage:
-    """The coverage of a model whose attention is not known."""
-    return Coverage(linears, (), 0.0, "high precision", beside)
+def of_layers(linears: Sequence[PlannedLinear], beside: Sequence[Unwatched], fp8: FP8) -> Coverage:
+    """The coverage of a model whose attention is not known, planned for `fp8`."""
+    found = fp8.output_layer or not fp8.enabled or any(p.output for p in linears)
+    return Coverage(linears, (), 0.0, "high precision", beside, "" if found else _NO_OUTPUT)
 
 
 def ran(recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], backend: str, foreign: bool = False) -> Coverage:
@@ -151,7 +170,7 @@ def ran(recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], backend
         from fp8cfg.backends import observed_gemms
 
         asked = of_layers([replace(p, rows=rows.multiplied(model.get_submodule(p.name))) for p in plan],
-                          observed_gemms.beside(model))
+                          observed_gemms.beside(model), recipe.fp8)
     else:
         asked = planned(recipe, plan)
     return replace(
@@ -166,6 +185,28 @@ def coverage(model: nn.Module) -> Coverage:
 
     linears, attentions = observed(model)
     return Coverage(linears, attentions, 0.0, "high precision", beside(model))
+
+
+def warn_of_share(model: nn.Module, seen: Coverage) -> None:
+    """Warn, once for `model`, where less than half of its FLOPs ran in FP8, and name the largest part that did not. A converted
+    layer that has not run is left out, and a product that is missing in one that has, as before a backward pass, counts as planned.
+    """
+    from fp8cfg.backends.exclusions import converted, plan_of
+
+    state, plan = converted(model), {p.name: p for p in plan_of(model)}
+    linears = [p if p.name not in plan else replace(p, gemms=_filled(p, plan[p.name])) for p in seen.linears
+               if p.name not in plan or any(g is not None for g in p.gemms)]
+    seen = replace(seen, linears=linears)
+    if not state.share_said and seen.share < LOW:
+        name, share, what = seen.largest_in_high_precision
+        warnings.warn(f"only {seen.share:.1%} of {seen.what} ran in FP8; the largest part that did not is {name}, {share:.1%} "
+                      f"({what})", RuntimeWarning, stacklevel=3)
+    state.share_said = True
+
+
+def _filled(ran: PlannedLinear, planned: PlannedLinear) -> tuple[Kinds, Kinds, Kinds]:
+    gemms = [want if got is None else got for got, want in zip(ran.gemms, planned.gemms, strict=True)]
+    return gemms[0], gemms[1], gemms[2]
 
 
 def _add(groups: dict[tuple[str, str], tuple[int, float]], name: str, what: str, flops: float) -> None:

@@ -9,7 +9,7 @@ from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear, differences, not_engaged, plan_attention
 from fp8cfg.config.errors import NotFP8Error
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.report.coverage import Coverage, ran
+from fp8cfg.report.coverage import Coverage, ran, warn_of_share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,4 +29,6 @@ def prove_engagement(
         raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")
     if recipe.fp8.enabled and seen.share < recipe.fp8.min_coverage:
         raise NotFP8Error(f"fp8.min_coverage={recipe.fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8")
+    if recipe.fp8.enabled:
+        warn_of_share(model, seen)
     return seen

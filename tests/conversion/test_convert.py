@@ -484,6 +484,7 @@ class Convolutions(nn.Module):
         return nn.functional.cross_entropy((x @ self.embedding.weight.T).float().flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.filterwarnings("ignore:only .* ran in FP8:RuntimeWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("words", ["opt_level=O1", "opt_level=O2", "opt_level=O3", "storage.weight=fp32", "storage.master_weight=none storage.rounding=stochastic"])
 @pytest.mark.parametrize("model", [Model, of_gpt2, of_llama, Convolutions])
