@@ -52,7 +52,10 @@ if TYPE_CHECKING:  # for type checkers and editors the same names as in _HOMES; 
     from fp8cfg.report.key_explanation import explain as explain
     from fp8cfg.report.plan_report import Plan as Plan
     from fp8cfg.run_plan import plan as plan
-    from fp8cfg.training.loop import fit as fit
+    from fp8cfg.training.loop import Callback as Callback
+    from fp8cfg.training.run_folder import RunFolder as RunFolder
+    from fp8cfg.training.runs import fit as fit
+    from fp8cfg.training.runs import resume as resume
 
 bf16_mixed: PresetFunction
 fp16_mixed: PresetFunction
@@ -95,7 +98,9 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
         "fp8cfg.report.key_explanation": "Explanation explain",
         "fp8cfg.report.plan_report": "Plan",
         "fp8cfg.run_plan": "plan",
-        "fp8cfg.training.loop": "fit",
+        "fp8cfg.training.loop": "Callback",
+        "fp8cfg.training.run_folder": "RunFolder",
+        "fp8cfg.training.runs": "fit resume",
     }
     _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
     _PRESETS = [name for name, kind in __annotations__.items() if kind == "PresetFunction"]

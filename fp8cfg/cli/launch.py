@@ -32,13 +32,13 @@ def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded |
     with waiting_to_stop():
         from fp8cfg.builder import build
         from fp8cfg.training.distributed.world import world
-        from fp8cfg.training.loop import fit
+        from fp8cfg.training.loop import train
 
         with world(hardware.device) as ranks:
             job = build(recipe)
             run_folder = folder() if ranks.first else None
             try:
-                result = fit(job, run_folder, start_from, ranks, say)
+                result = train(job, run_folder, start_from, ranks, say)
                 losses = {"training loss": result.loss, "validation loss": result.val_loss}
                 say(f"done: {result.steps} steps" + "".join(f", {k} {v:.4f}" for k, v in losses.items() if v is not None))
             finally:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -42,20 +43,36 @@ class Interrupted(Fp8cfgError):
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: optimizer steps done, the last training loss and the last validation loss (None if not measured)."""
+    """How a run ended: optimizer steps done, the last training loss and the last validation loss (None if not measured), and on the
+    first rank its run folder."""
 
     steps: int
     loss: float | None
     val_loss: float | None
+    folder: Path | None = field(default=None, compare=False)
 
 
 Loaded = tuple[checkpoint.Tensors, dict[str, Any]]
 """What `checkpoint.load` returns."""
 
 
-def fit(
+class Callback:
+    """What a run calls, on the first rank alone: each method does nothing, for a class of your own to say otherwise. An error that
+    one raises ends the run."""
+
+    def step(self, done: int, values: Mapping[str, Value]) -> None:
+        """Optimizer step `done`, the first being 1, is done; `values` are what metrics.jsonl has of it: loss, lr, grad_norm."""
+
+    def evaluation(self, done: int, loss: float) -> None:
+        """The validation loss after `done` steps."""
+
+    def save(self, done: int, folder: Path) -> None:
+        """The checkpoint of step `done` stands in `folder`, whole."""
+
+
+def train(
     job: Job, run: RunFolder | None = None, start_from: Loaded | None = None, world: World | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print, callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Train `job` to trainer.max_steps. With `run`, which the first rank alone has, metrics, coverage and checkpoints are
     written; with `start_from`, a loaded checkpoint, the run goes on where that one was. `say` gets each message, on the
@@ -65,17 +82,20 @@ def fit(
     data or batches that do not fit the recipe, CheckpointError.
     """
     try:
-        return _Fit(job, run, world or current(), say).run_all(start_from)
+        return _Training(job, run, world or current(), say, callbacks).run_all(start_from)
     except DataError as e:  # a token outside of the vocabulary is found as it is read
         raise ConfigError(f"data={job.recipe.data.name}: {e}") from None
     except OSError as e:
         raise RunFolderNotWritable(f"{run.path if run else job.recipe.data.path}: {e}") from None
 
 
-class _Fit:
-    def __init__(self, job: Job, run: RunFolder | None, world: World, say: Callable[[str], None]) -> None:
+class _Training:
+    def __init__(
+        self, job: Job, run: RunFolder | None, world: World, say: Callable[[str], None], callbacks: Sequence[Callback]
+    ) -> None:
         self.job, self.run, self.world = job, run, world
         self.say = say if world.first else lambda _: None
+        self.callbacks = callbacks if world.first else ()
         self.recipe = job.recipe
         self.batches, self.held_out = run_data(job.recipe)
         refuse_layout(self.recipe, world.size)
@@ -85,7 +105,7 @@ class _Fit:
         if self.recipe.trainer.val_check_interval:
             validation_batches(self.recipe, self.held_out, world)  # a batch that cannot be had is said before the first step
         self.val_loss: float | None = None
-        self.saver = Saver(job, run, world, self.batches, self.say)
+        self.saver = Saver(job, run, world, self.batches, self.say, self._saved)
         self.traffic_said = False
         self.skipped = 0
 
@@ -180,7 +200,13 @@ class _Fit:
         self.logs.write(done, values)
         if progress:
             progress.update(done, result.loss, result.lr, tokens / seconds)
+        for callback in self.callbacks:
+            callback.step(done, values)
         self._watch(done, result)
+
+    def _saved(self, done: int, folder: Path) -> None:
+        for callback in self.callbacks:
+            callback.save(done, folder)
 
     def _sent(self, result: Step) -> int:
         """Bytes that this rank sent in the step. The first that was not skipped, which hands weights round, is said."""
@@ -215,11 +241,13 @@ class _Fit:
     def _evaluate(self, done: int) -> None:
         batches = validation_batches(self.recipe, self.held_out, self.world)
         try:
-            self.val_loss = evaluate(self.job, batches, self.world, self._asked)
+            self.val_loss = loss = evaluate(self.job, batches, self.world, self._asked)
         except Stopped:
             self._interrupt(done)
-        self.logs.write(done, {"val_loss": self.val_loss})
-        self.say(f"step {done}: validation loss {self.val_loss:.4f}")
+        self.logs.write(done, {"val_loss": loss})
+        self.say(f"step {done}: validation loss {loss:.4f}")
+        for callback in self.callbacks:
+            callback.evaluation(done, loss)
 
 
 def _main_thread() -> bool:

@@ -19,7 +19,7 @@ from fp8cfg.numerics import Region
 from fp8cfg.training.checkpoint import job_state
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.loop import fit
+from fp8cfg.training.loop import train
 from fp8cfg.training.train_step import evaluate, train_step
 from tests.support import te_standin, te_tex
 from tests.support.small import small, steps
@@ -376,7 +376,7 @@ def test_a_run_quantizes_weights_in_the_first_microbatch_of_a_step(accumulated: 
         monkeypatch.setattr(getattr(te, name), "forward", watched)
     words = (*CASES["current"], f"trainer.micro_batch_size={8 // accumulated}", "trainer.global_batch_size=8", "trainer.max_steps=2",
              f"model.recompute_granularity={recompute}")
-    fit(fp8cfg.build(small(*words)), None)
+    train(fp8cfg.build(small(*words)))
     again = [w if w is None else False for w in want]
     passes = [x for w, a in zip(want, again, strict=True) for x in ([w] * 2 + [a] * 2 * (recompute == "full"))]  # two layers
     assert seen == dict.fromkeys(seen, passes * 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,10 +297,10 @@ class Loss(nn.Module):
     (Ten(), r"and Ten cannot be called so: too many positional arguments; give build"), (Loss("dict"), "and Loss gives dict; give build"),
     (Loss("shape"), r"and Loss gives a tensor of shape \[16, 256, 64\]; give build"), (Loss("loss"), ""),
 ])
-def test_fit_of_a_model_that_makes_no_loss(model: nn.Module, line: str) -> None:
+def test_fit_of_a_model_that_makes_no_loss(model: nn.Module, line: str, tmp_path: Path) -> None:
     job = fp8cfg.build(recipe("recipe=llama_tiny", "data=tiny", "trainer.max_steps=2", "optim.warmup_steps=1"), model=model)
     if not line:
-        assert fp8cfg.fit(job, say=lambda _: None).steps == 2
+        assert fp8cfg.fit(job, tmp_path, say=lambda _: None).steps == 2
         return
     with pytest.raises(fp8cfg.ConfigError, match=rf"^fit: trains models whose model\(tokens, targets\) is the loss, {line}"):
-        fp8cfg.fit(job, say=lambda _: None)
+        fp8cfg.fit(job, tmp_path, say=lambda _: None)

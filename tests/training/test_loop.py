@@ -148,13 +148,13 @@ def test_a_run_whose_gradients_are_not_finite_stops_with_its_weights(tmp_path: P
         job.optimizer.write_parameters()
     before = job.model.embedding.weight.clone()
     with pytest.raises(loop.Diverged, match="step 1: the gradient norm is nan"):
-        fp8cfg.fit(job, say=lambda _: None)
+        loop.train(job, say=lambda _: None)
     assert torch.equal(before, job.model.embedding.weight)
 
 
 def test_an_overflow_that_never_ends_stops_the_run() -> None:
     with pytest.raises(loop.Diverged, match="100 steps in a row"):
-        fp8cfg.fit(fp8cfg.build(small("precision=fp16", "precision.loss_scale=1e30", "trainer.max_steps=200",
+        loop.train(fp8cfg.build(small("precision=fp16", "precision.loss_scale=1e30", "trainer.max_steps=200",
                                       "trainer.val_check_interval=0")), say=lambda _: None)
 
 
@@ -173,9 +173,9 @@ def test_a_signal_stops_at_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_batch_that_cannot_be_had_is_said_before_the_first_step() -> None:
     with pytest.raises(fp8cfg.ConfigError, match=r"data=tiny: .*validation_fraction"):
-        fp8cfg.fit(fp8cfg.build(small("data.validation_fraction=0.0005")), say=lambda _: None)
+        loop.train(fp8cfg.build(small("data.validation_fraction=0.0005")), say=lambda _: None)
     with pytest.raises(fp8cfg.ConfigError, match=r"data=tiny: .*vocab_size"):
-        fp8cfg.fit(fp8cfg.build(small("model.vocab_size=128")), say=lambda _: None)
+        loop.train(fp8cfg.build(small("model.vocab_size=128")), say=lambda _: None)
 
 
 def test_a_loop_of_ones_own_gives_the_same_losses() -> None:
@@ -214,7 +214,7 @@ def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, .
 def test_fit_compiles_where_the_recipe_says_so() -> None:
     for word, compiled in (("on", True), ("off", False)):
         job, said = fp8cfg.build(small(FP8, "trainer.compile=" + word, "trainer.max_steps=2")), []
-        fp8cfg.fit(job, say=said.append)
+        loop.train(job, say=said.append)
         assert job.compiled == compiled and any("compiling" in text for text in said) == compiled
         compared = [text for text in said if "compiled gradients of one layer are the eager ones (" in text]
         assert len(compared) == compiled
@@ -223,7 +223,7 @@ def test_fit_compiles_where_the_recipe_says_so() -> None:
 def test_a_parallel_layout_on_the_ranks_it_is_meant_for_is_refused_by_name() -> None:
     job = fp8cfg.build(small("trainer.devices=2", "trainer.strategy.tensor_model_parallel_size=2"))
     with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: not in this version"):
-        fp8cfg.fit(job, world=World(0, 2), say=lambda _: None)
+        loop.train(job, world=World(0, 2), say=lambda _: None)
 
 
 def test_when_to_compile() -> None:
@@ -248,10 +248,10 @@ def test_skipped_steps_do_not_use_up_the_warm_up() -> None:
 
 def test_skips_are_said_and_a_run_of_skips_alone_is_not_done() -> None:
     said: list[str] = []
-    fp8cfg.fit(fp8cfg.build(small("precision=fp16", "trainer.max_steps=30")), say=said.append)
+    loop.train(fp8cfg.build(small("precision=fp16", "trainer.max_steps=30")), say=said.append)
     assert any("steps before it were skipped, gradients overflowed" in text for text in said)
     with pytest.raises(loop.Diverged, match="all 6 steps were skipped"):
-        fp8cfg.fit(fp8cfg.build(small("precision=fp16")), say=lambda _: None)
+        loop.train(fp8cfg.build(small("precision=fp16")), say=lambda _: None)
 
 
 def test_evaluation_takes_micro_batches() -> None:
@@ -287,5 +287,5 @@ def test_a_resumed_run_compiles_as_before_unless_the_key_changed() -> None:
     tensors, state = job_state.collect(job, run_data(recipe)[0], 1)
     for word, compiled in (("auto", False), ("on", True)):
         again = fp8cfg.build(fp8cfg.compose([f"trainer.compile={word}"], base=recipe))
-        fp8cfg.fit(again, start_from=(tensors, state), say=lambda _: None)
+        loop.train(again, start_from=(tensors, state), say=lambda _: None)
         assert again.compiled == compiled

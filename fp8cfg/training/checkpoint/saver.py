@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,12 +24,16 @@ class Diverged(Fp8cfgError):
 
 class Saver:
     """Writes the checkpoints of `job` to `run`, which the first rank alone has; all ranks make the same calls. `say` gets what did
-    not go as planned."""
+    not go as planned, `saved` there the step and the folder of each that is whole."""
 
-    def __init__(self, job: Job, run: RunFolder | None, world: World, batches: Batches, say: Callable[[str], None]) -> None:
-        self.job, self.run, self.world, self.batches, self.say = job, run, world, batches, say
+    def __init__(
+        self, job: Job, run: RunFolder | None, world: World, batches: Batches, say: Callable[[str], None],
+        saved: Callable[[int, Path], None],
+    ) -> None:
+        self.job, self.run, self.world, self.batches, self.say, self.saved = job, run, world, batches, say, saved
         self._saves = world.any(run is not None)
         self._saved_at = self._steps_saved = -1
+        self._folder: Path | None = None
 
     def check_room(self) -> None:
         """Raise RunFolderNotWritable where the disk has no space for one checkpoint: better before the first step than after."""
@@ -57,6 +62,8 @@ class Saver:
             self.say(f"{problem}; older checkpoints stay, and the next save tries again")
             return
         self._saved_at, self._steps_saved = done, steps
+        if self._folder:
+            self.saved(done, self._folder)
 
     def _try(self, done: int, keep: int | None) -> Fp8cfgError | None:
         """Why the checkpoint could not be written, or None."""
@@ -68,7 +75,7 @@ class Saver:
             _refuse_not_finite(self.job, done, model, optimizer)
             tensors, state = job_state.collect(self.job, self.batches, done, optimizer, model)
             root = self.run.files.folder(CHECKPOINTS, make=True)
-            checkpoint.save(root, done, tensors, state, keep, self.world.size)
+            self._folder = checkpoint.save(root, done, tensors, state, keep, self.world.size)
         except OldCheckpointStays as e:
             self.say(str(e))
         except OSError as e:

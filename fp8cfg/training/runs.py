@@ -1,0 +1,125 @@
+"""Runs in Python: a job is trained into a run folder, and a run folder is gone on with, as the command line does both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from fp8cfg.builder import build
+from fp8cfg.composition import compose, to_yaml
+from fp8cfg.config.errors import ConfigError, printable
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.job import Job
+from fp8cfg.training.checkpoint import checkpoint, job_state, step_folders
+from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
+from fp8cfg.training.distributed.world import World, current
+from fp8cfg.training.loop import Callback, Loaded, Result, train
+from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+
+def fit(
+    job: Job, folder: str | Path | RunFolder | None = None, start_from: Loaded | None = None, world: World | None = None,
+    say: Say = print, callbacks: Sequence[Callback] = (),
+) -> Result:
+    """Train `job` to trainer.max_steps and leave a run folder, with recipe, metrics, coverage and checkpoints, as the command line
+    does: `folder`, which has no run in it yet, or a new one under log.dir. `result.folder` says where. `say` gets each message and
+    `callbacks` are called on the first rank alone; `start_from` is a loaded checkpoint to go on from. A RunFolder that is given is
+    written to as it is, and stays open.
+
+    Raises NotFP8Error where the first step did not run as planned, Interrupted after a signal, with all that is done saved,
+    Diverged, ConfigError for data or batches that do not fit the recipe, CheckpointError, RunFolderError.
+    """
+    if not isinstance(job, Job):
+        raise ConfigError(f"fit: expected a Job, got {type(job).__name__}; fp8cfg.build(recipe) gives one")
+    world = world or current()
+    if not world.first or isinstance(folder, RunFolder):
+        run = folder if isinstance(folder, RunFolder) and world.first else None
+        return _left(train(job, run, start_from, world, say, callbacks), run)
+    r, exactly = job.recipe, Path(folder) if folder else None
+    with RunFolder.create(Path(r.log.dir), r.name, datetime.now(), to_yaml(r), exactly) as run:
+        return _trained(job, run, start_from, world, say, callbacks)
+
+
+def resume(
+    folder: str | Path, overrides: Iterable[str] = (), allow: Iterable[str] = (), model: nn.Module | None = None,
+    say: Say = print, callbacks: Sequence[Callback] = (),
+) -> Result:
+    """Go on with the run in `folder` from its newest checkpoint that verifies, or from the start where it has none. `overrides` are
+    words that change its recipe, such as "trainer.max_steps=200"; one that would not continue the same run is refused unless
+    `allow` has its key. `model` is that of a run of your own model, as it was given to `build`. Otherwise as `fit`.
+    """
+    world = current()
+    tell = say if world.first else _nothing
+    with RunFolder.open(Path(folder), lock=world.first) as run:
+
+        def go_on(name: str, loaded: Loaded | None) -> Result:
+            recipe = continued(run, name, loaded, lambda before: compose(overrides, base=before), allow, tell)
+            job = build(recipe, model)
+            if world.first:
+                run.lock()
+                run.write_recipe(to_yaml(recipe))
+            return _trained(job, run if world.first else None, loaded, world, say, callbacks)
+
+        return from_newest(run, go_on, tell)
+
+
+def from_newest(run: RunFolder, go_on: Callable[[str, Loaded | None], T], say: Say) -> T:
+    """What `go_on` makes of the name and the contents of the newest checkpoint that verifies; of "" and None where there is none.
+    It may raise DamagedCheckpoint before the first step: that one is passed over too. Raises NoUsableCheckpoint."""
+    root = run.files.folder(CHECKPOINTS)
+    found = step_folders.steps(root)
+    for _, name in found:
+        try:
+            loaded = checkpoint.load_named(root, name)
+            job_state.check(*loaded)
+            return go_on(name, loaded)
+        except DamagedCheckpoint as e:
+            problem = str(e) if name in str(e) else f"{root.path / name}: {e}"
+            say(step_folders.passed_over(printable(problem)))
+    if found:
+        raise step_folders.none_usable(root)
+    return go_on("", None)
+
+
+def continued(
+    run: RunFolder, name: str, loaded: Loaded | None, changed: Callable[[Recipe], Recipe], allow: Iterable[str], say: Say
+) -> Recipe:
+    """The recipe with which `run` goes on from the checkpoint `name`: what `changed` makes of that of the checkpoint. Says what
+    differs; raises ConfigError for a change that would not continue the same run, unless `allow` has its key."""
+    written = run.read_recipe()
+    before = Recipe(**loaded[1]["recipe"]) if loaded else written
+    recipe = changed(before)
+    job_state.refuse_changes(before, recipe, list(allow))
+    say(f"resuming {printable(str(run.path))} from {name or 'the start, it has no checkpoint yet'}")
+    for key in job_state.changes(before, written) if loaded else []:
+        say(f"{key} in recipe.yaml is not that of the checkpoint, which holds; give it as a word to change it")
+    for key in job_state.changes(before, recipe):
+        say(f"changed: {key}")
+    return recipe
+
+
+def _trained(
+    job: Job, run: RunFolder | None, start_from: Loaded | None, world: World, say: Say, callbacks: Sequence[Callback]
+) -> Result:
+    try:
+        return _left(train(job, run, start_from, world, say, callbacks), run)
+    finally:
+        if run and run.files.there:
+            say(f"run folder: {printable(str(run.path))}")
+
+
+def _left(result: Result, run: RunFolder | None) -> Result:
+    return replace(result, folder=run.path if run else None)
+
+
+def _nothing(_: str) -> None:
+    """What ranks other than the first say."""

@@ -1,0 +1,136 @@
+"""Runs in Python: `fit` leaves what the command line leaves, `resume` goes on with it, and callbacks hear of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import pytest
+
+import fp8cfg
+from fp8cfg.__main__ import main
+from fp8cfg.training.run_folder import RunFolder, RunFolderError
+from tests.support.small import small, small_words
+
+WORDS = ("precision=bf16_fp8", "trainer.max_steps=4", "trainer.val_check_interval=2", "checkpoint.every_n_steps=2")
+
+
+class Heard(fp8cfg.Callback):
+    """What a run has called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def step(self, done: int, values: Any) -> None:
+        self.calls.append(("step", done, values["loss"]))
+
+    def evaluation(self, done: int, loss: float) -> None:
+        self.calls.append(("evaluation", done, loss))
+
+    def save(self, done: int, folder: Path) -> None:
+        self.calls.append(("save", done, (folder / "MANIFEST.json").is_file()))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in ("time", "seconds")} for line in lines]
+
+
+def files(folder: Path) -> set[str]:
+    return {str(f.relative_to(folder)) for f in folder.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, fp8cfg.Recipe, Heard, list[str]]:
+    """A run from Python: its folder, which is named by log.dir, its recipe, what callbacks heard and what it said."""
+    recipe = fp8cfg.compose([f"log.dir={tmp_path_factory.mktemp('python')}"], base=small(*WORDS))
+    heard, said = Heard(), list[str]()
+    result = fp8cfg.fit(fp8cfg.build(recipe), say=said.append, callbacks=[heard])
+    assert result.folder
+    return result.folder, recipe, heard, said
+
+
+def test_fit_leaves_what_the_command_line_leaves(trained: Any, tmp_path: Path) -> None:
+    folder, recipe, _, said = trained
+    assert main(["train", *small_words(*WORDS), f"log.dir={tmp_path}"]) == 0
+    (other,) = tmp_path.iterdir()
+    assert folder.parent == Path(recipe.log.dir) and folder.name.startswith("llama_tiny-")
+    assert files(folder) == files(other) and rows(folder) == rows(other)
+    assert (folder / "coverage.json").read_bytes() == (other / "coverage.json").read_bytes()
+    assert fp8cfg.RunFolder.open(folder, lock=False).read_recipe() == recipe
+    assert said[-1] == f"run folder: {folder}"
+
+
+def test_callbacks_are_called_in_the_order_of_the_run(trained: Any) -> None:
+    folder, _, heard, _ = trained
+    losses = {r["step"]: r["loss"] for r in rows(folder) if "loss" in r}
+    assert [call[:2] for call in heard.calls] == [
+        ("step", 1), ("step", 2), ("evaluation", 2), ("save", 2), ("step", 3), ("step", 4), ("evaluation", 4), ("save", 4)]
+    assert {call[1]: call[2] for call in heard.calls if call[0] == "step"} == losses
+    assert all(call[2] for call in heard.calls if call[0] == "save")
+
+
+def test_an_error_of_a_callback_ends_the_run(tmp_path: Path) -> None:
+    class Stops(fp8cfg.Callback):
+        def save(self, done: int, folder: Path) -> None:
+            raise OSError("no uploads today")
+
+    with pytest.raises(Exception, match="no uploads today"):
+        fp8cfg.fit(fp8cfg.build(small("trainer.max_steps=2", "checkpoint.every_n_steps=1", "optim.warmup_steps=1")), tmp_path / "run",
+                   say=lambda _: None, callbacks=[Stops()])
+    assert [f.name for f in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_folder_of_ones_own_is_resumed_by_either_door(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, recipe, _, _ = trained
+    job = fp8cfg.build(fp8cfg.compose(["trainer.max_steps=2", "optim.lr_decay_style=constant"], base=recipe))
+    run = fp8cfg.fit(job, tmp_path / "mine", say=lambda _: None)
+    assert run.folder == tmp_path / "mine" and run.steps == 2
+    with pytest.raises(RunFolderError, match="already holds a run; resume it"):
+        fp8cfg.fit(job, tmp_path / "mine")
+    said: list[str] = []
+    again = fp8cfg.resume(tmp_path / "mine", ["trainer.max_steps=3"], say=said.append)
+    assert said[:2] == [f"resuming {tmp_path / 'mine'} from step-00000002", "changed: trainer.max_steps"]
+    assert (again.steps, again.folder) == (3, tmp_path / "mine")
+    assert main(["resume", str(tmp_path / "mine"), "trainer.max_steps=4"]) == 0
+    assert [r["step"] for r in rows(tmp_path / "mine") if "loss" in r] == [1, 2, 3, 4]
+    assert fp8cfg.RunFolder.open(tmp_path / "mine").read_recipe().trainer.max_steps == 4
+
+
+def test_resume_refuses_what_is_another_run(trained: Any, tmp_path: Path) -> None:
+    folder, _, _, _ = trained
+    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margin=1: this run was started with 0"):
+        fp8cfg.resume(folder, ["fp8.margin=1"], say=lambda _: None)
+    with pytest.raises(RunFolderError, match="is not a run folder"):
+        fp8cfg.resume(tmp_path / "nothing")
+    assert fp8cfg.resume(folder, say=lambda _: None).steps == 4, "nothing left to do"
+
+
+def test_what_was_edited_in_a_graph_is_in_the_run_folder_and_runs_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = fp8cfg.lower(small("trainer.max_steps=2", "optim.warmup_steps=1", "precision=bf16_fp8"))
+    graph.precision.fp8.linear.scaling.margin = 2
+    graph.log.dir = str(tmp_path / "again")
+    result = fp8cfg.fit(fdl.build(graph), tmp_path / "run", say=lambda _: None)
+    assert result.folder and RunFolder.open(result.folder).read_recipe().fp8.margin == 2
+    assert main(["rerun", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "training loss: equal bit for bit in all 2 values" in out and "changed: fp8" not in out
+
+
+def test_the_exported_script_leaves_a_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "--python", *small_words("trainer.max_steps=1", "optim.warmup_steps=1", "precision=bf16_fp8")]) == 0
+    monkeypatch.chdir(tmp_path)
+    exec(compile(capsys.readouterr().out, "script.py", "exec"), {"__name__": "__main__"})
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert {f.name for f in folder.iterdir()} >= {"recipe.yaml", "metrics.jsonl", "coverage.json", "checkpoints"}
+
+
+def test_fit_wants_a_job() -> None:
+    with pytest.raises(fp8cfg.ConfigError, match=r"fit: expected a Job, got Recipe; fp8cfg\.build\(recipe\) gives one"):
+        fp8cfg.fit(small())  # type: ignore[arg-type]
