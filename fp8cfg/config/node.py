@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -32,8 +32,8 @@ its original."""
 class Node(pydantic.BaseModel):
     """A node of the recipe tree. Unknown keys, wrong types and values out of bounds raise ConfigError at once,
     at construction and at assignment alike. Numbers and strings are not converted into one another; options are
-    matched without case, a whole float is an integer, NumPy's numbers are Python's, and a list is a tuple. A node that is
-    given becomes a copy: no two recipes share one.
+    matched without case, a whole float is an integer, NumPy's numbers are Python's, a list is a tuple, and any mapping does
+    for a node. A node that is given becomes a copy: no two recipes share one.
     """
 
     model_config = pydantic.ConfigDict(
@@ -65,14 +65,14 @@ class Node(pydantic.BaseModel):
             if kind.fset is None:
                 raise ConfigError(foreign_names.unknown(self.key(name), ()))
             return object.__setattr__(self, name, value)
-        node = getattr(self, name, None)
+        node, value = getattr(self, name, None), _own(value)
         if isinstance(node, Node) and isinstance(value, dict):  # as at the other doors, a mapping merges
             value = node.merged(value)
         if name not in type(self).model_fields:  # pydantic would take a name that begins with an underscore
             raise ConfigError(_unknown(type(self), name))
         of_preset = preset_keys(self)
         try:
-            super().__setattr__(name, _own(value))
+            super().__setattr__(name, value)
         except pydantic.ValidationError as e:
             raise ConfigError(problems(type(self), e)) from None
         written(self, name, of_preset)
@@ -118,6 +118,8 @@ class Node(pydantic.BaseModel):
         annotation = cls.model_fields[info.field_name or ""].annotation
         if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
             value = value.item()
+        if isinstance(value, Node) and isinstance(annotation, type) and isinstance(value, annotation):
+            return as_declared(value, annotation)
         if isinstance(value, str):
             return {o.lower(): o for o in options(annotation)}.get(value.lower(), value)
         if isinstance(value, float) and value.is_integer() and int in (annotation, *typing.get_args(annotation)):
@@ -139,8 +141,20 @@ def walk(cls: type[Node], at: str = "") -> Iterator[tuple[str, FieldInfo]]:
 
 
 def _own(value: Any) -> Any:
-    """A copy of a node, anything else itself."""
-    return value.model_copy(deep=True) if isinstance(value, Node) else value
+    """A copy of a node; any mapping as a dictionary and any sequence as a list, such as OmegaConf's; anything else itself."""
+    if isinstance(value, Node):
+        return value.model_copy(deep=True)
+    if isinstance(value, Mapping):
+        return {key: _own(inner) for key, inner in value.items()}
+    return [_own(inner) for inner in value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
+
+
+def as_declared(node: N, declared: type[N]) -> N:
+    """`node`, as one of `declared` where its class is one below it. Raises ConfigError where that has fields that nothing reads."""
+    cls = type(node)
+    if more := [name for name in cls.model_fields if name not in declared.model_fields]:
+        raise ConfigError(f"{declared.key(more[0])}: a field of {cls.__name__} alone, which nothing reads; drop it from that class")
+    return node if cls is declared else declared(**{name: getattr(node, name) for name in declared.model_fields})
 
 
 def _watched(node: N, given: Iterable[str], copied: Node | None = None) -> N:

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from fp8cfg.config import recipe_text
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.key_names import ALIASES, short
 from fp8cfg.config.model import Model
-from fp8cfg.config.node import Node, walk
+from fp8cfg.config.node import Node, as_declared, walk
 from fp8cfg.config.precision import Backend, OptLevel, Precision, Storage
 from fp8cfg.config.training_nodes import Checkpoint, Data, Log, Optim, Trainer
 
@@ -86,11 +87,23 @@ class Recipe(Node):
         for name, value in short_names.items():
             setattr(self, name, value)
 
+    def __repr__(self) -> str:
+        return recipe_text.text(self.name, self)
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        return recipe_text.page(self.name, self)
+
+    def diff(self, other: Recipe) -> recipe_text.Differences:
+        """The keys, by their short names, in which `other` differs, each with both values, in the order of the schema."""
+        return recipe_text.differences(self, other)
+
     def check(self) -> None:
         """Raise ConfigError with every rule between keys that this recipe breaks, one line each."""
         from fp8cfg.config import rules
 
-        rules.check(self)
+        rules.check(as_declared(self, Recipe))
 
 
 @functools.cache

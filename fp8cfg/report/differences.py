@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fp8cfg.composition.flatten import flat
-from fp8cfg.config.key_names import short
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.tables import fits, table, wrapped
 from fp8cfg.report.value_text import shown
@@ -16,7 +14,7 @@ Pairs = dict[str, tuple[Any, Any]]
 
 def keys(a: Recipe, b: Recipe) -> Pairs:
     """The keys that differ, by their short names, with both values."""
-    return pairs({short(k): v for k, v in flat(a).items()}, {short(k): v for k, v in flat(b).items()})
+    return a.diff(b)
 
 
 def versions(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:

@@ -5,18 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fp8cfg.config.value_text import shown as shown
+
 _KINDS = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text", "null": "null"}
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most", "exclusiveMaximum": "less than"}
-
-
-def shown(value: Any) -> str:
-    """`value` as YAML and the command line spell it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(shown, value))}]"
-    text = str(value)
-    return text if text and text.isprintable() else repr(text)
 
 
 def kind(schema: dict[str, Any]) -> str:

@@ -84,7 +84,7 @@ def test_an_error_of_a_callback_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_ones_own_is_resumed_by_either_door(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, recipe, _, _ = trained
+    _, recipe, _, _ = trained
     job = fp8cfg.build(fp8cfg.compose(["trainer.max_steps=2", "optim.lr_decay_style=constant"], base=recipe))
     run = fp8cfg.fit(job, tmp_path / "mine", say=lambda _: None)
     assert run.folder == tmp_path / "mine" and run.steps == 2
