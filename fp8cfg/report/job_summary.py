@@ -45,7 +45,7 @@ def _coverage(recipe: Recipe, plan: Sequence[PlannedLinear], foreign: bool) -> s
     """The planned share. Of a given model the weights are known, not how often each multiplies."""
     if not recipe.fp8.enabled:
         return "no FP8 planned"
-    coverage = of_layers(plan, ()) if foreign else planned(recipe, plan)
+    coverage = of_layers(plan, (), recipe.fp8) if foreign else planned(recipe, plan)
     what = "their weights" if foreign else coverage.what
     return (f"{coverage.layers_in_fp8} of {len(plan)} linear layers planned in FP8, {coverage.share:.1%} of {what}; "
             "job.prove() shows what ran")
