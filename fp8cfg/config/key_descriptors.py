@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from inspect import isroutine
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
@@ -17,12 +17,15 @@ from pydantic import BaseModel
 class Key(property):
     """A key of a node, on its class: a property, because IPython shows the documentation of those alone in place of the value's."""
 
+    hidden: ClassVar[bool] = False
+    """While a class of nodes is made: pydantic would take keys of its bases as defaults, and warn of those that it has again."""
+
     def __init__(self, name: str, doc: str) -> None:
         super().__init__(lambda node: _value(node, name), lambda node, value: _set(node, name, value))
         self.name, self.__doc__ = name, doc
 
     def __get__(self, node: Any, cls: type | None = None) -> Any:
-        if node is None and not vars(cls).get("__pydantic_complete__"):  # a subclass is made, and would take this as a default
+        if node is None and Key.hidden:
             raise AttributeError(self.name)
         return super().__get__(node, cls)
 

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
-from fp8cfg.config.key_descriptors import describe, listed
+from fp8cfg.config.key_descriptors import Key, describe, listed
 from fp8cfg.config.key_names import full, short
 from fp8cfg.config.preset_keys import preset_keys, written
 
@@ -44,8 +44,13 @@ class Node(pydantic.BaseModel):
     root: ClassVar[type[Node] | None] = None
     """The class at the top of the tree, once it is defined: Recipe."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        Key.hidden = True
+        super().__init_subclass__(**options)
+
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        Key.hidden = False
         describe(cls, cls.key)
 
     def __dir__(self) -> list[str]:
