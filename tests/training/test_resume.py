@@ -31,7 +31,7 @@ def after(words: tuple[str, ...], done: int) -> tuple[fp8cfg.Job, checkpoint.Ten
 
 @pytest.mark.parametrize("words", [
     ("precision=fp32",), ("precision=bf16",), ("precision=fp16", "precision.initial_loss_scale=65536"), (FP8,), (FP8, "fp8.params=false"),
-    (FP8, "fp8.interval=3"), (FP8, "fp8.first_step=te"), (FP8, "fp8.amax_history_len=2"), ("precision=bf16_fp8_current", "model.num_layers=4"),
+    (FP8, "fp8.interval=3"), (FP8, "fp8.first_step=te"), (FP8, "fp8.amax_history_len=2"), ("precision=bf16_fp8_current", "fp8.high_precision_at_end=0", "model.num_layers=4"),
     ("precision=fp16_fp8", "precision.initial_loss_scale=65536"), (FP8, "optim.name=sgd"), (FP8, "optim.name=adam"),
     (FP8, "model.share_embeddings_and_output_weights=true"), (FP8, "trainer.micro_batch_size=2"),
 ])
