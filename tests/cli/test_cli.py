@@ -6,22 +6,28 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import launch
 from tests.support.small import SMALL
 
 ROOT = Path(__file__).parents[2]
 
 
-def fp8cfg(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+def started(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`python -m fp8cfg` as a shell starts it; `fp8cfg` below is a process too, forked from one that has torch imported."""
     return subprocess.run([sys.executable, "-m", "fp8cfg", *argv], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True,
                           timeout=300)
 
 
+fp8cfg = partial(launch, 1)
+
+
 def test_version() -> None:
-    assert fp8cfg("--version").stdout.startswith("fp8cfg 0.")
+    assert started("--version").stdout.startswith("fp8cfg 0.")
 
 
 MISTAKES = [  # what a whole process ends with; tests/config/test_error_texts.py has the words
@@ -53,7 +59,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does() -> None:
 
 
 def test_the_main_job_end_to_end(tmp_path: Path) -> None:
-    done = fp8cfg(*SMALL, "precision=bf16_fp8", "fp8.margin=1", f"log.dir={tmp_path}")
+    done = started(*SMALL, "precision=bf16_fp8", "fp8.margin=1", f"log.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     folder = next(tmp_path.iterdir())
@@ -122,5 +128,5 @@ def test_streams_that_are_closed_or_full(command: str, code: int) -> None:
 
 
 def test_what_the_terminal_has_no_character_for_is_escaped() -> None:
-    done = fp8cfg("explain", "data.path", "data=text", "data.path='/é'", PYTHONIOENCODING="ascii")
+    done = started("explain", "data.path", "data=text", "data.path='/é'", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "data.path = /\\xe9")

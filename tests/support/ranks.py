@@ -25,7 +25,7 @@ from fp8cfg.training.distributed.world import World
 from tests.support.forked import processes
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 180.0
+LIMIT = 300.0
 """Seconds after which ranks that have not ended are killed."""
 
 
