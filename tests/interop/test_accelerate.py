@@ -335,7 +335,7 @@ def test_import_and_export_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
     ("a.yaml", b"x" * 300_000, "larger than 256 KB; not a configuration"), ("a.json", b"{", "line 1: not valid JSON (Expecting property name enclosed in double quotes)"),
     ("a.json", b'{"fp8": 1, "a": {"b": 1, "b": 2}}', "key 'b' stands twice"), ("a.json", b'{"margin": ' + b"9" * 5000 + b"}", "a number has more digits than can be read"),
     ("a.yaml", b"mixed_precison: fp8", "mixed_precison: no such key of Accelerate; did you mean 'mixed_precision'?"), ("a.yaml", b"fp8_config: TE", "fp8_config=TE: is a section, with keys such as fp8_config.backend"),
-    ("a.py", b"TERecipeKwargs(**x)", "TERecipeKwargs: give its values by name"), ("a.json", b"[1]", "expected keys and values, got list"), ("a.json", b"[" * 100_000, "nested too deeply"),
+    ("a.py", b"TERecipeKwargs(**x)", "TERecipeKwargs(**x): x is not read; give its values by name"), ("a.json", b"[1]", "expected keys and values, got list"), ("a.json", b"[" * 100_000, "nested too deeply"),
     ("a.yaml", b"a: [\n", "line 2: not valid YAML (expected the node content, but found '<stream end>')"), ("a.yaml", b"a\0b: 1\n", "is not text"),
     ("a.yaml", b"# nothing\n", "has no key that Accelerate says precision by, such as mixed_precision"),
 ])
