@@ -17,6 +17,9 @@ _READ = {".toml": "torchtitan", ".sh": "megatron"}
 """Files of other projects, by their ending, and who reads them."""
 _ABSENT = ("sample",)
 """Commands of other trainers, of which ours has no like."""
+_THEIRS = {"run": "train", "fit": "train", "pretrain": "train", "finetune": "train", "launch": "train", "start": "train",
+           "validate": "check", "verify": "check", "lint": "check", "estimate": "plan", "info": "doctor", "env": "doctor"}
+"""Commands of other trainers by ours."""
 
 
 @dataclass
@@ -130,7 +133,7 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
         return f"{arg}: not in this version; fp8cfg --help has the commands"
     if chosen := chooses(arg):
         return f"{arg}: not of the form key=value; did you mean '{chosen}={arg}'?"
-    verb = nearest(arg, verbs)
+    verb = _THEIRS.get(arg) or nearest(arg, verbs)
     if verb:
         return f"{arg}: no such command; did you mean {verb!r}?"
     if os.path.isdir(arg):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fp8cfg.composition.authors import of_file
@@ -30,8 +30,10 @@ def compose(overrides: Iterable[str] = (), config_dir: str | Path | None = None,
     ConfigError with every problem found.
     """
     words = [] if overrides is None else list(overrides)
-    if isinstance(overrides, str) or not all(isinstance(word, str) for word in words):
+    if isinstance(overrides, (str, Mapping)) or not all(isinstance(word, str) for word in words):
         raise ConfigError("compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])")
+    if base is not None and not isinstance(base, Recipe):
+        raise ConfigError(f"compose: base: expected a Recipe, got {type(base).__name__}; a name is a word, as in recipe=llama_8b")
     library = Library(Path(config_dir) if config_dir else None)
     return _checked(composed(words, library, Path(file) if file else None, base))
 
@@ -43,6 +45,8 @@ def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) ->
     if isinstance(text_or_path, Path):
         recipe, data = recipe_from(text_or_path, library), library.data(text_or_path)
     else:
+        if "\n" not in text_or_path and text_or_path.endswith((".yaml", ".yml", ".json")):
+            raise ConfigError(f"from_yaml: {text_or_path}: a str is the text itself; write from_yaml(Path({text_or_path!r}))")
         data = parse_yaml(text_or_path, "YAML")
         recipe = recipe_of(data, Path("YAML"), library)
     return _checked(settled(recipe, of_file(data)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.config import presets, recipe_registry
+from fp8cfg.config import foreign_names, presets, recipe_registry
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import CONF, NAME, read_yaml
 from fp8cfg.config.key_names import PLUGIN
@@ -56,6 +56,10 @@ class Library:
         refusal = f"{group}={name}: no such {'recipe' if group == 'recipe' else group + ' preset'}"
         sized = f"_{name}" if group == "recipe" else "."  # 8b, of every family
         family = [choice for choice in known if choice.startswith(f"{name}_") or choice.endswith(sized)]
+        if ours := foreign_names.meant(group, name):
+            return f"{refusal}; did you mean {ours!r}?"
+        if group == "precision":
+            return refusal + (suggest(name, spellings) or f"; fp8cfg list {group} has them")
         return refusal + (f"; did you mean one of {', '.join(family)}?" if len(family) > 1 else suggest(name, spellings))
 
     def stem(self, group: str, name: str) -> str:

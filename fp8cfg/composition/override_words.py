@@ -10,7 +10,7 @@ from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 from fp8cfg.config.files import plain
 from fp8cfg.config.key_names import PLUGIN, full, short
-from fp8cfg.config.node import Node, options
+from fp8cfg.config.node import THOUSANDS, Node, example
 from fp8cfg.config.recipe import Recipe, fields, short_keys
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def one(word: str, library: Library) -> tuple[str, str]:
         _check_value(key, value)
         return "", f"{full(key)}={text}"
     if not isinstance(value, str):
-        raise ConfigError(f"{word}: expected the name of a preset")
-    problem, ours = library.problem(key, value), foreign_names.meant(key, value)
-    if problem:
-        raise ConfigError(f"{problem.partition(';')[0]}; did you mean {ours!r}?" if ours else problem)
+        ours = foreign_names.meant(key, value)
+        raise ConfigError(f"{word}: expected the name of a preset" + (f"; did you mean {ours!r}?" if ours else ""))
+    if problem := library.problem(key, value):
+        raise ConfigError(problem)
     return key, library.stem(key, value)
 
 
@@ -70,7 +70,11 @@ def parsed(word: str) -> tuple[str, Any, str]:
     if said.is_sweep_override():
         key = full(said.key_or_group)
         listed = key in fields() and "tuple" in str(fields()[key].annotation)
-        write = f"{said.key_or_group}=[{word.partition('=')[2]}]" if listed else "[a,b]"
+        text = word.partition("=")[2]
+        if not listed and THOUSANDS.fullmatch(text):
+            raise ConfigError(f"{word}: several values are a sweep; a number is written without commas: "
+                              f"{said.key_or_group}={text.replace(',', '')}")
+        write = f"{said.key_or_group}=[{text}]" if listed else "[a,b]"
         raise ConfigError(f"{word}: several values are a sweep, and a run takes one; a list is written {write}")
     return said.key_or_group, _plain(said.value()), word.partition("=")[2]
 
@@ -126,7 +130,7 @@ def _check_value(key: str, value: Any) -> None:
     node = fields()[full(key)].annotation
     if isinstance(node, type) and issubclass(node, Node):
         if not isinstance(value, dict):
-            raise ConfigError(f"{key}={value}: expected keys of {short(full(key))}{_example(full(key), node, value)}")
+            raise ConfigError(f"{key}={value}: expected keys of {short(full(key))}{example(full(key), node, value)}")
         problems: list[str] = []
         for k, v in value.items():
             try:
@@ -145,19 +149,6 @@ def _node(key: str) -> bool:
     return isinstance(kind, type) and issubclass(kind, Node)
 
 
-def _example(key: str, node: type[Node], value: Any) -> str:
-    """The key of `node` that takes `value`: its switch for true and false, or the one of which it is an option; else its first."""
-    if isinstance(value, bool) and "enabled" in node.model_fields:
-        return f"; write {short(key)}.enabled={str(value).lower()}"
-    taken = (leaf for leaf, field in node.model_fields.items() if str(value).lower() in options(field.annotation))
-    if leaf := next(taken, None):
-        return f"; write {short(key)}.{leaf}={str(value).lower()}"
-    if "enabled" in node.model_fields:
-        return f"; write {short(key)}.enabled={'false' if str(value).lower() in ('0', 'off', 'no', 'none') else 'true'}"
-    leaf = next(iter(node.model_fields))
-    return f", as in {short(key)}.{leaf}={node.model_fields[leaf].get_default(call_default_factory=True)}"
-
-
 def _mistake(word: str) -> str:
     """What is wrong with a word with a `=` that is no override, where that is plain; else nothing."""
     key, _, value = word.partition("=")
@@ -171,6 +162,10 @@ def _mistake(word: str) -> str:
         return f"several words in one; write {' '.join(word.split())} without quotes"
     if value.startswith("("):
         return f"a list is written {key}=[{value.strip('()')}]"
+    if key != key.strip() or value != value.strip():
+        return f"spaces around '='; write {key.strip()}={value.strip()}"
+    if value[:2] == "~/":
+        return f"no shell replaces '~' there; write {key}=$HOME{value[1:]}"
     if value[:1] == "=":
         return f"two signs '='; write {key}={value.lstrip('=')}"
     if value.endswith(","):

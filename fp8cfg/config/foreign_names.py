@@ -98,12 +98,17 @@ _VALUES = {  # of our keys: their word -> ours
     "backend": {"ao": "torchao", "transformer_engine": "te", "transformer-engine": "te", "transformerengine": "te",
                 "ms-amp": "msamp", "ms_amp": "msamp"},
     "recipe": {"llama_7b": "llama2_7b", "llama_13b": "llama2_13b"},
-    "storage.shard": {"zero3": "fsdp", "fsdp2": "fsdp", "full_shard": "fsdp"},
+    "storage.shard": {"zero3": "fsdp", "fsdp2": "fsdp", "full_shard": "fsdp", "fully_shard": "fsdp", "ddp": "none"},
+    **dict.fromkeys(("storage.exp_avg", "storage.exp_avg_sq"), dict.fromkeys(("int8", "8bit", "8-bit"), "fp8_block")),
     "precision": {
-        "no": "fp32", "fp32": "fp32", "32": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16",
-        "fp16": "fp16", "16": "fp16", "16-mixed": "fp16", "16-true": "fp16", "fp8": "bf16_fp8", "fp8-mixed": "bf16_fp8",
-        "mxfp8": "bf16_mxfp8", "nvfp4": "bf16_nvfp4", "transformer-engine": "bf16_fp8", "transformer-engine-float16": "fp16_fp8"},
+        "no": "fp32", "16": "fp16", "32": "fp32", "amp": "bf16", "transformer-engine": "bf16_fp8",
+        "transformer-engine-float16": "fp16_fp8"},
 }
+_DTYPES = {"32": "fp32", "float32": "fp32", "16": "fp16", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float8": "fp8"}
+_NO_PART = {"mixed", "true", "precision", "with", "scaling", "training"}
+"""Words in names of precisions that say nothing which a preset's name has."""
+_FP8 = {"delayed": ["fp8"], "current": ["fp8", "current"], "block": ["fp8", "block"], "mxfp8": ["mxfp8"], "nvfp4": ["nvfp4"]}
+"""Scaling -> the words for it in a preset's name."""
 _PROJECTS = {
     "accelerate": {"compute_environment", "distributed_type", "downcast_bf16", "fp8_config", "fsdp_config", "deepspeed_config",
                    "machine_rank", "main_training_function", "mixed_precision", "num_machines", "num_processes", "rdzv_backend"},
@@ -111,6 +116,7 @@ _PROJECTS = {
                   "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "zero_allow_untested_optimizer"},
 }
 """Keys at the top of the files of projects that `fp8cfg import` reads."""
+_COMPUTE = ("fp32", "bf16", "fp16")
 _STAGES = {"1": "zero1", "2": "zero2", "3": "fsdp"}
 """DeepSpeed's numbers of ZeRO."""
 DERIVED = {
@@ -130,8 +136,28 @@ CODE_KEYS = frozenset({
 
 def meant(key: str, value: object) -> str | None:
     """Our spelling of another project's `value` for our `key`; None where there is none, or where it is valid as it is."""
-    ours = {**_VALUES, "storage.shard": {**_VALUES["storage.shard"], **_STAGES}}.get(key, {}).get(str(value).lower())
+    ours = _STAGES.get(str(value)) if key == "storage.shard" else None
+    ours = ours or _ours(key, value)
     return None if ours == str(value).lower() else ours
+
+
+def _ours(key: str, value: object) -> str | None:
+    """What `value` is as one of our `key`, which it may be already."""
+    word = str(value).lower()
+    return _VALUES.get(key, {}).get(word) or (_preset(word) if key == "precision" else None)
+
+
+def _preset(name: str) -> str | None:
+    """The preset that the words of `name` come to, in any order: fp8_mixed, bfloat16, bf16_fp8_delayed, fp8_tensorwise."""
+    said = [_DTYPES.get(word, word) for word in re.split("[-_ ]+", name) if word not in _NO_PART]
+    scalings = {_VALUES["fp8.scaling"].get(word, "").partition(" ")[0] for word in said if word not in ("fp8", *_COMPUTE)}
+    compute = [word for word in said if word in _COMPUTE] or ["bf16"]
+    if len(compute) > 1 or len(scalings) > 1 or not scalings <= _FP8.keys() or not said:
+        return None
+    in_fp8 = _FP8[scalings.pop()] if scalings else ["fp8"] if "fp8" in said else []
+    if in_fp8 and (compute == ["fp32"] or (compute, in_fp8) == (["fp16"], ["nvfp4"])):
+        return None
+    return "_".join(compute + in_fp8)
 
 
 def project(keys: Iterable[str]) -> str | None:
@@ -150,7 +176,7 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
         return f"{key}: cannot be set, it is {DERIVED[key]}"
     home = _HOMES.get(key.lower()) or _BELONGS.get(leaf.lower())
     if home:
-        ours = (_STAGES if leaf in ("stage", "zero_stage") else _VALUES.get(home, {})).get(str(value).lower())
+        ours = _STAGES.get(str(value)) if leaf in ("stage", "zero_stage") else _ours(home, value)
         if ours:
             return f"{key}={value}: no such key; write {home}={ours}"
         preset = " (precision=bf16_fp8)" if home in ("precision", "trainer.plugins") else ""

@@ -20,6 +20,8 @@ from fp8cfg.config.preset_keys import preset_keys, written
 N = TypeVar("N", bound="Node")
 _ON, _OFF = ("yes", "on", "1", "y", "enabled"), ("no", "off", "0", "n", "disabled")
 _NUMBER, _UNIT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"), re.compile(r"(\d+\.?\d*) ?([kKmMgGbB])")
+THOUSANDS = re.compile(r"\d{1,3}([,_]\d{3})+")
+"""A number as it is printed, or typed in Python: 50,257 and 50_257."""
 _EXPECTED = {
     "int_type": "an integer", "float_type": "a number", "bool_type": "true or false", "string_type": "a string",
     "tuple_type": "a list", "finite_number": "a finite number", "model_type": "a mapping of keys",
@@ -209,7 +211,12 @@ def _line(cls: type[Node], e: Any) -> str:
         return f"{at}: needs a value"
     expected = _EXPECTED.get(e["type"])
     got = {"NoneType": "null", "tuple": "a list"}.get(type(given).__name__, type(given).__name__)
-    return f"{at}: expected {expected}, got {got}{_instead(cls.key(field), e['type'], given)}" if expected else f"{at}: {e['msg']}"
+    instead = _instead(cls.key(field), e["type"], given)
+    if e["type"] == "model_type":
+        if isinstance(given, tuple) and len(given) == 1 and isinstance(given[0], Node):
+            return f"{cls.key(field)}: expected one, got a list; write it without the list"
+        instead = _node_instead(cls.key(field), cls.model_fields[field].annotation, given)  # type: ignore[arg-type]
+    return f"{at}: expected {expected}, got {got}{instead}" if expected else f"{at}: {e['msg']}"
 
 
 def _instead(key: str, kind: str, given: Any) -> str:
@@ -218,6 +225,8 @@ def _instead(key: str, kind: str, given: Any) -> str:
         return f"; write \"{key}=['{given}']\"" if isinstance(given, str) else ""
     if kind == "bool_type":
         word = str(given).lower()
+        if word in ("true", "false"):
+            return "; write it without quotes"
         return f"; write {key}={'true' if word in _ON else 'false'}" if word in (*_ON, *_OFF) else ""
     if kind not in ("int_type", "float_type"):
         return ""
@@ -227,10 +236,35 @@ def _instead(key: str, kind: str, given: Any) -> str:
         return ""
     if _NUMBER.fullmatch(given):
         return "; write it without quotes"
+    if THOUSANDS.fullmatch(given):
+        return f"; write it out, as {re.sub('[,_]', '', given)}"
     if unit := _UNIT.fullmatch(given):
         powers = {"k": 1, "m": 2, "g": 3, "b": 3}[unit[2].lower()]
         return f"; write it out, as {float(unit[1]) * 1000**powers:.0f} or {float(unit[1]) * 1024**powers:.0f}"
     return ""
+
+
+def _node_instead(key: str, node: type[Node], given: Any) -> str:
+    """What to write in place of a `given` value that is no node and no mapping."""
+    if key == "precision":
+        ours = foreign_names.meant(key, given)
+        return f"; did you mean {ours!r}?" if ours else f"; write {given.__name__}()" if callable(given) else ""
+    if isinstance(given, (str, bool)):
+        return example(full(key), node, given)
+    return ""
+
+
+def example(key: str, node: type[Node], value: Any) -> str:
+    """The key of `node` that takes `value`: its switch for true and false, or the one of which it is an option; else its first."""
+    if isinstance(value, bool) and "enabled" in node.model_fields:
+        return f"; write {short(key)}.enabled={str(value).lower()}"
+    taken = (leaf for leaf, field in node.model_fields.items() if str(value).lower() in options(field.annotation))
+    if leaf := next(taken, None):
+        return f"; write {short(key)}.{leaf}={str(value).lower()}"
+    if "enabled" in node.model_fields:
+        return f"; write {short(key)}.enabled={'false' if str(value).lower() in ('0', 'off', 'no', 'none') else 'true'}"
+    leaf = next(iter(node.model_fields))
+    return f", as in {short(key)}.{leaf}={node.model_fields[leaf].get_default(call_default_factory=True)}"
 
 
 def _unknown(cls: type[Node], field: str) -> str:

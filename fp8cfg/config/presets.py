@@ -61,7 +61,7 @@ def precision_preset(name: str) -> Precision:
     known = choices()
     if stem(name) not in known:
         ours = foreign_names.meant("precision", name)
-        near = f"; did you mean {ours!r}?" if ours else suggest(name, [*known, *FUNCTIONS])
+        near = f"; did you mean {ours!r}?" if ours else suggest(name, [*known, *FUNCTIONS]) or "; fp8cfg list precision has them"
         raise ConfigError(f"precision={name}: no such precision preset{near}")
     preset = Precision(**read_yaml(CONF / "precision" / f"{stem(name)}.yaml"))
     record(preset.fp8, type(preset.fp8).model_fields)

@@ -52,6 +52,19 @@ TYPED = {
         "recipe=meta-llama/Llama-3.1-8B: a choice is a name of letters, digits and '_', not a path; did you mean 'llama31_8b'?",
     ("Precision=bf16_fp8",): "Precision: no such key; did you mean 'precision'?",
     ("llama_8b", "bf16_fp8"): "llama_8b: not of the form key=value; did you mean 'recipe=llama_8b'?",
+    # presets by what they come to
+    ("precision=fp8_mixed",): "precision=fp8_mixed: no such precision preset; did you mean 'bf16_fp8'?",
+    ("precision=bf16_fp8_delayed",): "precision=bf16_fp8_delayed: no such precision preset; did you mean 'bf16_fp8'?",
+    ("precision=fp8_tensorwise",): "precision=fp8_tensorwise: no such precision preset; did you mean 'bf16_fp8_current'?",
+    ("precision=bfloat16",): "precision=bfloat16: no such precision preset; did you mean 'bf16'?",
+    ("precision=16",): "precision=16: expected the name of a preset; did you mean 'fp16'?",
+    ("precision=int8",): "precision=int8: no such precision preset; fp8cfg list precision has them",
+    # text from elsewhere
+    ("model.vocab_size=50,257",):
+        "model.vocab_size=50,257: several values are a sweep; a number is written without commas: model.vocab_size=50257",
+    ("data.path=~/data",): "data.path=~/data: no shell replaces '~' there; write data.path=$HOME/data",
+    ("fp8.margin = 1",): "fp8.margin = 1: spaces around '='; write fp8.margin=1",
+    ("storage.exp_avg=8bit",): "storage.exp_avg=8bit: not an option; did you mean 'fp8_block'?",
 }
 WRITTEN = {
     'fp8:\n  margin: "1"\n': "2: fp8.margin=1: expected an integer, got str; write it without quotes",
@@ -60,9 +73,15 @@ WRITTEN = {
     "optim:\n  betas: 0.9\n": "2: optim.betas=0.9: expected a list, got float",
     "model:\n  num_layers: [4]\n": "2: model.num_layers=[4]: expected an integer, got a list; write model.num_layers=4",
     "recipe: llama_tiny\ntrainer:\n  max_steps:\n": "3: trainer.max_steps=None: expected an integer, got null",
-    "model:\n  num_layers 4\n": "1: model=num_layers 4: expected a mapping of keys, got str",
+    "model:\n  num_layers 4\n": "1: model=num_layers 4: expected a mapping of keys, got str, as in model.num_layers=4",
     "optim:\n  lr: 1e-3\n  lr: 1e-4\n": " line 2: key 'lr' stands twice",
     "num_train_epochs: 3\n": "1: num_train_epochs: no such key; it belongs to trainer.max_steps",
+    "model:\n  vocab_size: 50,257\n": "2: model.vocab_size=50,257: expected an integer, got str; write it out, as 50257",
+    "fp8: hybrid\n": "1: fp8=hybrid: expected a mapping of keys, got str; write fp8.format=hybrid",
+    "fp8:\n  enabled: 'true'\n": "2: fp8.enabled=true: expected true or false, got str; write it without quotes",
+    "precision: float8\n": "1: precision=float8: no such precision preset; did you mean 'bf16_fp8'?",
+    "precision: 16\n": "1: precision=16: expected a mapping of keys, got int; did you mean 'fp16'?",
+    "storage:\n  shard: fully_shard\n": "2: storage.shard=fully_shard: not an option; did you mean 'fsdp'?",
     "model:\n\thidden_size: 64\n": " line 2: not valid YAML (found character '\\t' that cannot start any token)",
 }
 ASSIGNED = {
@@ -73,6 +92,14 @@ ASSIGNED = {
     "recipe.precision = 'fp8'": "precision=fp8: no such precision preset; did you mean 'bf16_fp8'?",
     "recipe.trainer.precision = 'bf16-mixed'": "trainer.precision: no such key; it belongs to precision (precision=bf16_fp8)",
     "recipe.fp8_margin = 1": "fp8_margin: no such key; it belongs to fp8.margin",
+    "recipe.precision = 'bf16_fp8_delayed'": "precision=bf16_fp8_delayed: no such precision preset; did you mean 'bf16_fp8'?",
+    "recipe.fp8 = True": "fp8=True: expected a mapping of keys, got bool; write fp8.enabled=true",
+    "recipe.trainer.max_steps = '1_000'": "trainer.max_steps=1_000: expected an integer, got str; write it out, as 1000",
+    "recipe.trainer.plugins = [fp8cfg.bf16_mixed()]": "precision: expected one, got a list; write it without the list",
+    "fp8cfg.compose({'fp8.margin': 1})": "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
+    "fp8cfg.compose(['fp8.margin=1'], base='llama_8b')":
+        "compose: base: expected a Recipe, got str; a name is a word, as in recipe=llama_8b",
+    "fp8cfg.from_yaml('mine.yaml')": "from_yaml: mine.yaml: a str is the text itself; write from_yaml(Path('mine.yaml'))",
     "fp8cfg.compose('recipe=llama_8b')": "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
 }
 
@@ -81,6 +108,17 @@ ASSIGNED = {
 def test_what_is_typed(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *words]) == 2
     assert capsys.readouterr().err == f"error: {TYPED[words]}\n"
+
+
+@pytest.mark.parametrize(("verb", "ours"), [("run", "train"), ("validate", "check"), ("estimate", "plan"), ("trian", "train")])
+def test_commands_of_other_trainers(verb: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "precision=bf16_fp8"]) == 2
+    assert capsys.readouterr().err == f"error: {verb}: no such command; did you mean {ours!r}?\n"
+
+
+def test_a_preset_function_that_is_not_called() -> None:
+    with pytest.raises(fp8cfg.ConfigError, match=r"^precision=<function .*: expected a mapping of keys, got function; write bf16_with_fp8_mixed\(\)$"):
+        fp8cfg.Recipe().precision = fp8cfg.bf16_with_fp8_mixed  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("text", WRITTEN)
