@@ -79,6 +79,8 @@ bf16_adamw_fp8_mixed: PresetFunction
 bf16_with_fp8_te_fused_adam_mixed: PresetFunction
 bf16_with_fp8_block_deepseek_v3_mixed: PresetFunction
 bf16_with_fp8_current_coat_mixed: PresetFunction
+fp16_amp: PresetFunction
+bf16_with_fp8_amp: PresetFunction
 
 if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every name
     _HOMES = {

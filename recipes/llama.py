@@ -7,13 +7,12 @@ and llama3_70b's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from fp8cfg.config.model import Model, RopeScaling
 from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.recipe_registry import recipe
+from fp8cfg.config.recipe_registry import RecipeFunction, recipe
 from fp8cfg.config.training_nodes import Checkpoint, Data, Log, Optim, Strategy, Trainer
 
 LLAMA2 = Model(vocab_size=32000, seq_length=4096)
@@ -46,7 +45,7 @@ def _pretrain(
 
 def size(
     name: str, generation: Model, shape: tuple[int, int, int, int, int, float], about: str, **layout: Any
-) -> Callable[[], Recipe]:
+) -> RecipeFunction:
     """The recipe `name`: a function that returns a size of `generation`, whose first line of documentation is `about`. `shape` is
     layers, hidden size, FFN size, attention heads, query groups and standard deviation of the first weights; `layout` has the
     nodes and parallel sizes of `_pretrain`, 1 where nothing is said."""

@@ -92,6 +92,7 @@ def _whole(those: list[Entry]) -> list[str]:
 
 def _recipes() -> list[Entry]:
     """The recipe functions, read from their source; imported where other packages have some too."""
+    import inspect
     from importlib import metadata
 
     read = {name: Entry(name, about, file) for name, (about, file) in help.shipped_recipes().items()}
@@ -99,7 +100,7 @@ def _recipes() -> list[Entry]:
         return list(read.values())
     from fp8cfg.config.recipe_registry import recipes
 
-    return [read.get(name) or Entry(name, _first(make.__doc__), Path(make.__code__.co_filename), make.__module__)
+    return [read.get(name) or Entry(name, _first(make.__doc__), Path(inspect.unwrap(make).__code__.co_filename), make.__module__)
             for name, make in recipes().items()]
 
 

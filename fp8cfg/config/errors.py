@@ -25,6 +25,10 @@ class ConfigError(Fp8cfgError, ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class NoSuchKey(ConfigError, AttributeError):
+    """An attribute of a node that is no key. Exit code 2."""
+
+
 class NotFP8Error(Fp8cfgError):
     """FP8 was asked for and is not what ran. Exit code 3."""
 

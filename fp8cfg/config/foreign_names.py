@@ -92,6 +92,14 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "plugins": "trainer.plugins", "training.steps": "trainer.max_steps", "checkpoint.interval": "checkpoint.every_n_steps",
     "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
 }
+_NODES = {  # nodes of NeMo's recipes, with whatever is in them
+    "resume": "fp8cfg resume FOLDER, in Python fp8cfg.resume(folder): each run folder can be gone on with",
+    "log.ckpt": "checkpoint: checkpoint.every_n_steps, checkpoint.keep", "log.extra_loggers": "log.tensorboard",
+    "trainer.callbacks": "fp8cfg.fit(job, callbacks=[...]), whose methods are those of fp8cfg.Callback",
+    "trainer.logger": "log.tensorboard", "optim.lr_scheduler": "optim: optim.lr_decay_style, optim.warmup_steps, optim.min_lr",
+    "data.tokenizer": "data.name: corpora are read as bytes, data=tokens as what they were tokenized to",
+    "optim.config": "optim itself, as in optim.lr", "model.config": "model itself, as in model.num_layers",
+}
 _VALUES = {  # of our keys: their word -> ours
     "fp8.scaling": {word: name for name, scaling in SCALINGS.items() for word in (*scaling.spellings, name)}
                    | {"dynamic": "current", "rowwise": "current fp8.granularity=row", "row": "current fp8.granularity=row"},
@@ -174,14 +182,17 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
         return f"{key}: settings of Hydra itself are not part of a recipe; the command line takes them"
     if key in DERIVED:
         return f"{key}: cannot be set, it is {DERIVED[key]}"
+    known = set(known)
     home = _HOMES.get(key.lower()) or _BELONGS.get(leaf.lower())
+    if not home and (node := next((n for n in _NODES if f"{key}.".startswith(f"{n}.")), None)):
+        plain = node.removesuffix(".config") + key[len(node):]
+        home = plain if key != node and plain in known else _NODES[node]
     if home:
         ours = _STAGES.get(str(value)) if leaf in ("stage", "zero_stage") else _ours(home, value)
         if ours:
             return f"{key}={value}: no such key; write {home}={ours}"
         preset = " (precision=bf16_fp8)" if home in ("precision", "trainer.plugins") else ""
         return f"{key}: no such key; it belongs to {home}{preset}"
-    known = set(known)
     if key in known:  # what stands inside a node has one name
         return f"{key}: dotted names are read at the top of a file alone; write a node for each dot"
     same_leaf = sorted(k for k in known if k.rsplit(".", 1)[-1] == leaf)

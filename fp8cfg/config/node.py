@@ -12,7 +12,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from fp8cfg.config import foreign_names
-from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.config.errors import ConfigError, NoSuchKey, refuse_if, suggest
 from fp8cfg.config.key_descriptors import Key, describe, listed
 from fp8cfg.config.key_names import full, short
 from fp8cfg.config.preset_keys import preset_keys, written
@@ -94,8 +94,13 @@ class Node(pydantic.BaseModel):
         write = f"; write {self.key(name)}={_shown(default)}, its default" if plain else ""
         raise ConfigError(f"{self.key(name)}: a key always has a value and cannot be deleted{write}")
 
-    if not TYPE_CHECKING:  # to a type checker a class with __setattr__ has every attribute
+    if not TYPE_CHECKING:  # to a type checker a class with __setattr__ or __getattr__ has every attribute
         __setattr__ = _assign
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                return super().__getattr__(name)
+            raise NoSuchKey(_unknown(type(self), name))
 
     def __copy__(self) -> Self:
         return _watched(super().__copy__(), (), self)

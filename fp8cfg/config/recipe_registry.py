@@ -4,21 +4,66 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable
-from typing import TypeVar
+from os import PathLike, fspath
+from typing import Any, Protocol
 
 from fp8cfg.config import entry_points
-from fp8cfg.config.errors import ConfigError, suggest
+from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.config.files import NAME
 from fp8cfg.config.recipe import Recipe
 
-F = TypeVar("F", bound=Callable[[], Recipe])
-_RECIPES: dict[str, Callable[[], Recipe]] = {}
+_RECIPES: dict[str, RecipeFunction] = {}
 
 
-def recipe(fn: F) -> F:
-    """Register the recipe function `fn` under its own name, so that `recipe=NAME` finds it."""
+class RecipeFunction(Protocol):
+    """A recipe function: returns a fresh Recipe, with what its arguments say on top. `dir` is log.dir, `num_nodes` and
+    `num_gpus_per_node` are the machines of the trainer; `precision` is a preset's name, a Precision or a mapping; `parts` are other
+    keys of a recipe: data, optim, model, trainer, checkpoint, log, each a node or a mapping, which merges. Raises ConfigError as
+    assignment does."""
+
+    __name__: str
+    __qualname__: str
+
+    def __call__(
+        self, *, name: str | None = None, dir: str | PathLike[str] | None = None, num_nodes: int | None = None,
+        num_gpus_per_node: int | None = None, precision: Any = None, **parts: Any,
+    ) -> Recipe: ...
+
+
+_ARGUMENTS = {"name": "name", "dir": "log.dir", "num_nodes": "trainer.num_nodes", "num_gpus_per_node": "trainer.devices",
+              "precision": "precision"}
+"""Keys of the arguments that NeMo's recipe functions have too; None leaves one as it is."""
+
+
+def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
+    """Register the recipe function `fn` under its own name, so that `recipe=NAME` finds it. What is returned takes the arguments of
+    a RecipeFunction, and those of `fn`, which go before them."""
+    own = {name: p for name, p in inspect.signature(fn).parameters.items() if p.kind is not p.VAR_KEYWORD}
+
+    @functools.wraps(fn)
+    def make(*args: Any, **given: Any) -> Recipe:
+        made, problems = fn(*args, **{name: given.pop(name) for name in own if name in given}), list[str]()
+        for name, value in given.items():
+            if value is None and name in _ARGUMENTS:
+                continue
+            *path, leaf = _ARGUMENTS.get(name, name).split(".")
+            try:
+                setattr(functools.reduce(getattr, path, made), leaf, fspath(value) if name == "dir" else value)
+            except ConfigError as e:
+                problems += e.problems
+        refuse_if(problems)
+        return made
+
+    more = [p for p in inspect.signature(RecipeFunction.__call__).parameters.values() if p.name not in ("self", *own)]
+    make.__signature__ = inspect.Signature([*own.values(), *more], return_annotation=Recipe)  # type: ignore[attr-defined]
+    _register(make)
+    return make
+
+
+def _register(fn: RecipeFunction) -> None:
     name = fn.__name__
     if not NAME.fullmatch(name):
         raise ConfigError(f"recipe {name}: a recipe's name is letters, digits and '_'")
@@ -26,7 +71,6 @@ def recipe(fn: F) -> F:
     if other is not None and (other.__module__, other.__qualname__) != (fn.__module__, fn.__qualname__):
         raise ConfigError(f"recipe {name}: registered twice, by {other.__module__} and by {fn.__module__}")
     _RECIPES[name] = fn
-    return fn
 
 
 def of_package(package: str) -> list[str]:
@@ -43,7 +87,7 @@ def _load() -> None:
         entry_points.load(point)
 
 
-def recipes() -> dict[str, Callable[[], Recipe]]:
+def recipes() -> dict[str, RecipeFunction]:
     """Every registered recipe function by name."""
     _load()
     return dict(_RECIPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_what_was_made_before_recording_enters_where_it_is_taken() -> None:
 
     recorder = Recorder()
     found = recorder.events(recorder.run(make), "model.vocab_size")
-    start = make.__code__.co_firstlineno
+    start = inspect.unwrap(make).__code__.co_firstlineno
     assert [(e.value, e.place.line - start, e.place.functions) for e in found] == [(512, 2, ("make",)), (1024, 3, ("make",))]
 
 
@@ -156,7 +157,7 @@ def test_replacing_precision_is_a_layer_of_the_keys_that_it_puts_back() -> None:
 
     recorder = Recorder(at_import())
     recipe = recorder.run(make)
-    start = make.__code__.co_firstlineno
+    start = inspect.unwrap(make).__code__.co_firstlineno
     margin, interval = ([(e.value, e.place.line - start, e.place.preset) for e in recorder.events(recipe, key)] for key in (MARGIN, INTERVAL))
     assert margin == [(3, 2, ""), (0, 3, "bf16_fp8"), (0, 4, "")]
     assert interval == [(2, 3, ""), (1, 4, "")]

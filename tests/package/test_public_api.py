@@ -26,7 +26,7 @@ NAMES = {
     "bf16_with_fp8_subchannel_scaling_mixed", "fp16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed", "fp16_with_mxfp8_mixed",
     "nemotron_h_bf16_with_fp8_current_scaling_mixed", "nanov2_bf16_with_fp8_current_scaling_mixed", "bf16_with_nvfp4_mixed",
     "nemotron_3_super_bf16_with_nvfp4_mixed", "bf16_precision_aware_mixed", "bf16_adamw_fp8_mixed", "bf16_with_fp8_te_fused_adam_mixed",
-    "bf16_with_fp8_block_deepseek_v3_mixed", "bf16_with_fp8_current_coat_mixed",
+    "bf16_with_fp8_block_deepseek_v3_mixed", "bf16_with_fp8_current_coat_mixed", "fp16_amp", "bf16_with_fp8_amp",
 }
 ROOT = Path(fp8cfg.__file__).parent
 ALL_MODULES = """
