@@ -201,7 +201,7 @@ class Job:
     def _check_first_pass(self) -> None:
         from fp8cfg.backends import first_pass
 
-        if first_pass.check(self.model):
+        if first_pass.check(self.model) and self.foreign:  # `fit` says it of our own
             warn_of_share(self.model, ran(self.recipe, self.model, self.plan, self.choice.backend, self.foreign))
 
     def _check_sums(self) -> None:

@@ -188,20 +188,26 @@ def coverage(model: nn.Module) -> Coverage:
 
 
 def warn_of_share(model: nn.Module, seen: Coverage) -> None:
-    """Warn, once for `model`, where less than half of its FLOPs ran in FP8, and name the largest part that did not. A converted
-    layer that has not run is left out, and a product that is missing in one that has, as before a backward pass, counts as planned.
-    """
+    """Warn, once for `model`, which is a user's, where less than half of its FLOPs ran in FP8, and name the largest part that did
+    not. A converted layer that has not run is left out, and a product that is missing in one that has, as before a backward pass,
+    counts as planned."""
     from fp8cfg.backends.exclusions import converted, plan_of
 
     state, plan = converted(model), {p.name: p for p in plan_of(model)}
     linears = [p if p.name not in plan else replace(p, gemms=_filled(p, plan[p.name])) for p in seen.linears
                if p.name not in plan or any(g is not None for g in p.gemms)]
-    seen = replace(seen, linears=linears)
-    if not state.share_said and seen.share < LOW:
-        name, share, what = seen.largest_in_high_precision
-        warnings.warn(f"only {seen.share:.1%} of {seen.what} ran in FP8; the largest part that did not is {name}, {share:.1%} "
-                      f"({what})", RuntimeWarning, stacklevel=3)
+    line = low_share(replace(seen, linears=linears))
+    if line and not state.share_said:
+        warnings.warn(line, RuntimeWarning, stacklevel=3)
     state.share_said = True
+
+
+def low_share(seen: Coverage) -> str:
+    """The line about a run of which less than half of the FLOPs are in FP8; empty for another."""
+    if seen.share >= LOW:
+        return ""
+    name, share, what = seen.largest_in_high_precision
+    return f"only {seen.share:.1%} of {seen.what} ran in FP8; the largest part that did not is {name}, {share:.1%} ({what})"
 
 
 def _filled(ran: PlannedLinear, planned: PlannedLinear) -> tuple[Kinds, Kinds, Kinds]:

@@ -29,6 +29,6 @@ def prove_engagement(
         raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")
     if recipe.fp8.enabled and seen.share < recipe.fp8.min_coverage:
         raise NotFP8Error(f"fp8.min_coverage={recipe.fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8")
-    if recipe.fp8.enabled:
+    if recipe.fp8.enabled and foreign:
         warn_of_share(model, seen)
     return seen

@@ -17,6 +17,8 @@ from fp8cfg.config.errors import ConfigError, Fp8cfgError, NotFP8Error
 from fp8cfg.data import DataError
 from fp8cfg.job import Job
 from fp8cfg.report.before_run import refuse_layout
+from fp8cfg.report.coverage import low_share
+from fp8cfg.report.tables import wrapped
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.checkpoint.saver import Diverged, Saver
 from fp8cfg.training.compile_choice import compiles
@@ -183,6 +185,8 @@ class _Training:
         seen = self.job.prove()
         if self.recipe.fp8.enabled:
             self.say(f"coverage, observed in the first step ({_HOW[self.job.choice.product]})\n{seen}\n")
+            if not self.job.foreign and (low := low_share(seen)):
+                self.say(wrapped(f"warning: {low}") + "\n")
         if self.run:
             record: dict[str, Any] = {"backend": asdict(self.job.choice), **seen.data(), **self.backend.record(self.job.model)}
             self.run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())

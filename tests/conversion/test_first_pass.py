@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import MethodType
 
 import pytest
@@ -248,3 +249,32 @@ def test_a_step_beside_autowrap_says_so_and_does_nothing(scaling: str) -> None:
         fp8.step()
     assert [str(w.message).partition(" does")[0] for w in said] == ["fp8.step() beside apply_fp8_autowrap"] * (scaling == "delayed")
     assert all(torch.equal(a, b) for a, b in zip(before, scales(model), strict=True))
+
+
+# transformers' Trainer itself.
+
+@pytest.mark.parametrize("way", ["wrapped", "forward replaced", "never enters"])
+def test_a_trainer_of_transformers_trains_in_fp8_or_not_at_all(way: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, use_cache=False))
+    r, plain = delayed(), copy.deepcopy(model)
+    fp8 = fp8cfg.convert_model(model, r)
+    if way != "never enters":
+        fp8cfg.apply_fp8_autowrap(model, r)
+    if way == "forward replaced":
+        model.forward = MethodType(lambda self, **batch: type(self).forward(self, **batch), model)
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(96).reshape(6, 16) % 64]
+    trainer = transformers.Trainer(model=model, train_dataset=rows, args=transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to="none", use_cpu=True, save_strategy="no",
+        disable_tqdm=True, remove_unused_columns=False))
+    if way == "never enters":
+        with pytest.raises(fp8cfg.NotFP8Error, match="a backward pass, and no layer multiplied in FP8"):
+            trainer.train()
+        return
+    trainer.train()
+    fp8.prove()
+    assert converted(model).forward_passes == 3 and converted(model).steps == 2, "each pass rolls the one before it"
+    assert not any(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

@@ -289,3 +289,11 @@ def test_a_resumed_run_compiles_as_before_unless_the_key_changed() -> None:
         again = fp8cfg.build(fp8cfg.compose([f"trainer.compile={word}"], base=recipe))
         loop.train(again, start_from=(tensors, state), say=lambda _: None)
         assert again.compiled == compiled
+
+
+def test_a_run_with_less_than_half_in_fp8_says_so() -> None:
+    said: list[str] = []
+    fp8cfg.fit(fp8cfg.build(small("precision=bf16_fp8", "fp8.include=['*.linear_proj']", "trainer.max_steps=1", "optim.warmup_steps=0",
+                                  "trainer.compile=off")), say=said.append)
+    (line,) = [" ".join(text.split()) for text in said if text.startswith("warning: ")]
+    assert line.startswith("warning: only ") and "of matmul FLOPs ran in FP8; the largest part that did not is layers.*.mlp.linear_fc1" in line
