@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
+from fp8cfg.config.model import Model
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.models.config import RopeScaling, TransformerConfig
 from fp8cfg.models.shapes import linear_layers
+
+_SAME = tuple(f.name for f in dataclasses.fields(TransformerConfig) if f.name in Model.model_fields and f.name != "rope_scaling")
+"""Keys of the model node that the model room calls the same."""
 
 
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """The model's shape as the model room takes it."""
     m, r = recipe.model, recipe.model.rope_scaling
-    scaling = RopeScaling(r.factor, r.low_freq_factor, r.high_freq_factor, r.original_max_position) if r.factor != 1.0 else None
+    scaling = RopeScaling(r.factor, r.low_freq_factor, r.high_freq_factor, r.original_max_position, r.rope_type)
     return TransformerConfig(
-        num_layers=m.num_layers, hidden_size=m.hidden_size, ffn_hidden_size=m.ffn_hidden_size,
-        num_attention_heads=m.num_attention_heads, num_query_groups=m.num_query_groups, head_dim=m.head_dim,
-        vocab_size=m.vocab_size, seq_length=m.seq_length, rotary_base=m.rotary_base, rope_scaling=scaling,
-        layernorm_epsilon=m.layernorm_epsilon, tie_embeddings=m.share_embeddings_and_output_weights,
-        init_std=m.init_method_std)
+        **{name: getattr(m, name) for name in _SAME}, head_dim=m.head_dim, rope_scaling=scaling if r.factor != 1.0 else None,
+        tie_embeddings=m.share_embeddings_and_output_weights, init_std=m.init_method_std)
 
 
 def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:

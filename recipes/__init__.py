@@ -7,6 +7,12 @@ A module of this folder is a family; every function that it registers is here by
 """
 
 from fp8cfg.config import recipe_registry
+from fp8cfg.recipes.gemma import *  # noqa: F403
+from fp8cfg.recipes.gpt import *  # noqa: F403
 from fp8cfg.recipes.llama import *  # noqa: F403
+from fp8cfg.recipes.mistral import *  # noqa: F403
+from fp8cfg.recipes.nemotron import *  # noqa: F403
+from fp8cfg.recipes.olmo import *  # noqa: F403
+from fp8cfg.recipes.qwen import *  # noqa: F403
 
 __all__ = recipe_registry.of_package(__name__)

@@ -7,13 +7,13 @@ and llama3_70b's.
 
 from __future__ import annotations
 
-from typing import Any
-
+from fp8cfg.config import hugging_face
 from fp8cfg.config.model import Model, RopeScaling
 from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.recipe_registry import RecipeFunction, recipe
-from fp8cfg.config.training_nodes import Checkpoint, Data, Log, Optim, Strategy, Trainer
+from fp8cfg.config.recipe_registry import recipe
+from fp8cfg.config.training_nodes import Checkpoint, Data, Log, Optim, Trainer
+from fp8cfg.recipes.pretraining import size
 
 LLAMA2 = Model(vocab_size=32000, seq_length=4096)
 LLAMA3 = Model(vocab_size=128256, seq_length=8192, rotary_base=5e5)
@@ -23,41 +23,7 @@ FOUR_NODES = {"nodes": 4, "tp": 4, "pp": 4, "vp": 5, "cp": 2, "sp": True}
 SIXTY_FOUR_NODES = {"nodes": 64, "tp": 8, "pp": 8, "vp": 2, "cp": 4, "sp": True}
 
 
-def _pretrain(
-    name: str, generation: Model, shape: tuple[int, int, int, int, int, float],
-    nodes: int = 1, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, sp: bool = False,
-) -> Recipe:
-    """A size with NeMo's pre-training defaults: 512 sequences a step, AdamW with cosine decay, BF16."""
-    layers, hidden, ffn, heads, groups, std = shape
-    model = generation.model_copy(deep=True, update={
-        "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads,
-        "num_query_groups": groups, "init_method_std": std})
-    strategy = Strategy(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vp,
-        context_parallel_size=cp, sequence_parallel=sp)
-    return Recipe(
-        name=name, model=model,
-        trainer=Trainer(
-            plugins=precision_preset("bf16"), strategy=strategy, num_nodes=nodes, devices=8, max_steps=1168251,
-            global_batch_size=512, micro_batch_size=1, val_check_interval=2000),
-        checkpoint=Checkpoint(every_n_steps=2000))
-
-
-def size(
-    name: str, generation: Model, shape: tuple[int, int, int, int, int, float], about: str, **layout: Any
-) -> RecipeFunction:
-    """The recipe `name`: a function that returns a size of `generation`, whose first line of documentation is `about`. `shape` is
-    layers, hidden size, FFN size, attention heads, query groups and standard deviation of the first weights; `layout` has the
-    nodes and parallel sizes of `_pretrain`, 1 where nothing is said."""
-
-    def make() -> Recipe:
-        return _pretrain(name, generation, shape, **layout)
-
-    make.__name__ = make.__qualname__ = name
-    make.__doc__ = about
-    make.__code__ = make.__code__.replace(co_name=name, co_qualname=name)  # fp8cfg explain names the frame
-    return recipe(make)
-
+hugging_face.family("llama", "LlamaForCausalLM", Model(layernorm_epsilon=1e-6))
 
 # A size is one line: its shape is layers, hidden, ffn, heads, groups, init std.
 llama2_7b = size("llama2_7b", LLAMA2, (32, 4096, 11008, 32, 32, 0.02), "Llama 2 7B, one node, tensor parallel 2.", tp=2)

@@ -10,12 +10,14 @@ from fp8cfg.config.node import Node
 
 
 class RopeScaling(Node):
-    """Llama 3.1's stretching of rotary frequencies. A factor of 1 is off."""
+    """Stretching of rotary frequencies to longer contexts. A factor of 1 is off."""
 
     home: ClassVar[str] = "model.rope_scaling"
 
     factor: float = Field(default=1.0, ge=1.0)
-    """Stretching of the low frequencies. Default 1, off; Llama 3.1 has 8, Llama 3.2 has 32."""
+    """Stretching of the low frequencies. Default 1, off; Llama 3.1 has 8, Llama 3.2 has 32, Gemma 3 linear 8."""
+    rope_type: Literal["llama3", "linear"] = "llama3"
+    """llama3: low frequencies alone; linear: all of them (arXiv 2306.15595; Gemma 3). Default llama3."""
     low_freq_factor: float = Field(default=1.0, gt=0)
     """Wavelengths above original_max_position / this are stretched in full. Default 1 (Llama 3.1)."""
     high_freq_factor: float = Field(default=4.0, gt=0)
@@ -25,7 +27,7 @@ class RopeScaling(Node):
 
 
 class Model(Node):
-    """A decoder-only Transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """A decoder-only Transformer; by default Llama's: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
 
     home: ClassVar[str] = "model"
 
@@ -50,11 +52,50 @@ class Model(Node):
     rope_scaling: RopeScaling = Field(default_factory=RopeScaling)
     """Stretching of the rotary frequencies; off by default."""
     layernorm_epsilon: float = Field(default=1e-5, gt=0)
-    """Added to the mean square in RMSNorm. Default 1e-5 (Llama)."""
+    """Added to the mean square in RMSNorm, to the variance in LayerNorm. Default 1e-5 (Llama)."""
     share_embeddings_and_output_weights: bool = False
     """Tie the output layer to the embedding. Default false (Llama 2, 3, 3.1)."""
     init_method_std: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights. Default 0.02 (Megatron)."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """RMSNorm (arXiv 1910.07467), or LayerNorm with a bias (GPT-3, Nemotron). Default RMSNorm (Llama)."""
+    layernorm_zero_centered_gamma: bool = False
+    """Norms hold the difference of their weights from 1: Megatron's LayerNorm1p, Gemma. Default false (Llama)."""
+    layernorm_placement: Literal["pre", "post", "both"] = "pre"
+    """Norms before attention and MLP, after them (OLMo 2), or both (Gemma 2 and 3). Default pre (Llama)."""
+    qk_layernorm: Literal["none", "head", "hidden"] = "none"
+    """Norms of queries and keys before the rotation: of each head (Qwen 3, Gemma 3), or over all heads (OLMo 2). Default none
+    (Llama)."""
+    activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = "swiglu"
+    """Of the MLP: swiglu; geglu (Gemma) and gelu (GPT-3) with the tanh approximation; squared_relu (Nemotron). Default swiglu
+    (Llama)."""
+    add_qkv_bias: bool = False
+    """Biases of queries, keys and values alone (Qwen 2). Default false (Llama)."""
+    add_bias_linear: bool = False
+    """Biases of all linear layers but the output layer (GPT-3). Default false (Llama)."""
+    position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
+    """Rotary positions, or a learned embedding of each (GPT-3). Default rope (Llama)."""
+    max_position_embeddings: int | None = Field(default=None, ge=1)
+    """Rows of the learned positions; with rotary positions the context length that an exported checkpoint states. null is
+    seq_length. Default null."""
+    rotary_percent: float = Field(default=1.0, gt=0, le=1)
+    """Share of a head's channels that are rotated, the first ones. Default 1 (Llama); Nemotron has 0.5."""
+    rotary_base_local: float | None = Field(default=None, gt=1)
+    """Rotary base of layers with a sliding window, which rope_scaling does not reach (Gemma 3: 10000); null is rotary_base. Default
+    null."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Tokens that a token attends to, itself among them; null is all before it. Default null (Llama); Mistral 0.1 and Gemma 2 have
+    4096."""
+    window_attn_skip_freq: int | None = Field(default=None, ge=2)
+    """Every n-th layer has no sliding window (Gemma 2: 2, Gemma 3: 6); null gives all layers one. Default null (Mistral)."""
+    query_pre_attn_scalar: float | None = Field(default=None, gt=0)
+    """Scores are divided by its square root; null is the width of a head. Default null (Llama); Gemma 2 27B has 144."""
+    attn_logit_softcapping: float | None = Field(default=None, gt=0)
+    """Bound c of attention scores, c tanh(scores / c); null is none. Default null (Llama); Gemma 2 has 50."""
+    final_logit_softcapping: float | None = Field(default=None, gt=0)
+    """Bound of the logits, as of attention scores. Default null (Llama); Gemma 2 has 30."""
+    scale_embeddings: bool = False
+    """Multiply embeddings by the square root of hidden_size (Gemma). Default false (Llama)."""
     recompute_granularity: Literal["none", "full"] = "none"
     """Activation checkpointing: full recomputes each layer in backward. Default none (NeMo)."""
 

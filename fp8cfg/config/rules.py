@@ -20,7 +20,7 @@ def model_rules(recipe: Recipe) -> Iterator[str]:
     if m.kv_channels is None and m.hidden_size % heads:
         yield (f"model.hidden_size={m.hidden_size}: not a multiple of model.num_attention_heads={heads}; "
                f"nearest is {_multiple(m.hidden_size, heads)}, or set model.kv_channels")
-    if m.head_dim % 2:
+    if m.head_dim % 2 and m.position_embedding_type == "rope":
         yield f"model.kv_channels={m.head_dim}: rotary positions need an even head width; nearest is {m.head_dim + 1}"
     if heads % groups:
         near = _divisor(heads, groups)
@@ -30,8 +30,36 @@ def model_rules(recipe: Recipe) -> Iterator[str]:
         others = [name for name in type(m.rope_scaling).model_fields if name != "factor"]
         yield from idle(m.rope_scaling, others, " while model.rope_scaling.factor=1; set the factor (Llama 3.1 has 8)",
                         "model.rope_scaling.factor")
+    elif m.rope_scaling.rope_type == "linear":
+        yield from idle(m.rope_scaling, ("low_freq_factor", "high_freq_factor", "original_max_position"),
+                        " with model.rope_scaling.rope_type=linear, which stretches all", "model.rope_scaling.rope_type")
     elif m.rope_scaling.high_freq_factor <= m.rope_scaling.low_freq_factor:
         yield "model.rope_scaling.high_freq_factor: must be more than model.rope_scaling.low_freq_factor"
+
+
+def family_rules(recipe: Recipe) -> Iterator[str]:
+    """Of the keys in which model families differ."""
+    m = recipe.model
+    if m.position_embedding_type == "learned_absolute":
+        yield from idle(m, ("rotary_base", "rotary_percent", "rotary_base_local"), " with "
+                        "model.position_embedding_type=learned_absolute, which rotates nothing", "model.position_embedding_type")
+        if m.rope_scaling.factor != 1.0:
+            yield "model.rope_scaling.factor: has no effect with model.position_embedding_type=learned_absolute; write 1"
+        if m.max_position_embeddings is not None and m.max_position_embeddings < m.seq_length:
+            yield (f"model.seq_length={m.seq_length}: more than model.max_position_embeddings={m.max_position_embeddings}, the "
+                   "positions that are learned")
+    else:
+        if (turned := m.head_dim * m.rotary_percent) != int(turned) or int(turned) % 2:
+            yield (f"model.rotary_percent={m.rotary_percent:g}: of {m.head_dim} channels of a head that is {turned:g}, and must be "
+                   f"an even number; nearest is {max(2, round(turned / 2) * 2) / m.head_dim:g}")
+    if m.sliding_window is None:
+        yield from idle(m, ("window_attn_skip_freq", "rotary_base_local"), " while model.sliding_window=null (no layer has one)",
+                        "model.sliding_window")
+    if m.add_bias_linear:
+        yield from idle(m, ("add_qkv_bias",), " with model.add_bias_linear=True, which has these too", "model.add_bias_linear")
+    if m.attn_logit_softcapping is not None and recipe.fp8.enabled and recipe.fp8.dot_product_attention:
+        yield ("fp8.dot_product_attention=True: attention in FP8 knows no model.attn_logit_softcapping; write "
+               "fp8.dot_product_attention=false")
 
 
 def data_rules(recipe: Recipe) -> Iterator[str]:
@@ -113,7 +141,7 @@ def strategy_rules(recipe: Recipe) -> Iterator[str]:
         yield f"model.seq_length={m.seq_length}: must be a multiple of 2 x context_parallel_size = {2 * cp}"
 
 
-RULES = (model_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules, log_rules)
+RULES = (model_rules, family_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules, log_rules)
 
 
 def check(recipe: Recipe, written: Collection[str] = ()) -> None:

@@ -1,13 +1,19 @@
-"""Transformer configuration: layer count, widths, heads and vocabulary under Megatron's names, without torch."""
+"""Transformer configuration: layer count, widths, heads, norms and positions under Megatron's names, without torch.
+
+The defaults are Llama's. What a field means, and who trains so, stands with the key of the same name in config/model.py.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+GATED = ("swiglu", "geglu")
+"""Activations of an MLP whose first layer has a gate's rows before those of the up projection."""
+
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies, `rope_type: llama3` in Hugging Face's config.json.
+    """A stretch of the rotary frequencies, `rope_type` llama3 or linear in Hugging Face's config.json.
 
     Raises ValueError where `high_freq_factor` is not above `low_freq_factor`: between the two lies the blend.
     """
@@ -16,6 +22,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    rope_type: str = "llama3"
 
     def __post_init__(self) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
@@ -24,7 +31,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shapes of one decoder-only Transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
+    """Shapes of one decoder-only Transformer; by default RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
 
     Raises ValueError where the numbers do not fit together.
     """
@@ -45,6 +52,24 @@ class TransformerConfig:
     layernorm_epsilon: float = 1e-5
     tie_embeddings: bool = False
     init_std: float = 0.02
+    normalization: str = "RMSNorm"
+    layernorm_zero_centered_gamma: bool = False
+    layernorm_placement: str = "pre"
+    qk_layernorm: str = "none"
+    activation: str = "swiglu"
+    add_qkv_bias: bool = False
+    add_bias_linear: bool = False
+    position_embedding_type: str = "rope"
+    max_position_embeddings: int | None = None
+    """Rows of learned positions; None is `seq_length`."""
+    rotary_percent: float = 1.0
+    rotary_base_local: float | None = None
+    sliding_window: int | None = None
+    window_attn_skip_freq: int | None = None
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    scale_embeddings: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "vocab_size", "seq_length"):
@@ -68,6 +93,31 @@ class TransformerConfig:
         return self.num_attention_heads * self.head_dim
 
     @property
+    def key_size(self) -> int:
+        """Channels of all key heads together, and of all value heads."""
+        return self.num_query_groups * self.head_dim
+
+    @property
     def qkv_size(self) -> int:
         """Channels of all query, key and value heads together; the output of `linear_qkv`."""
-        return (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim
+        return self.query_size + 2 * self.key_size
+
+    @property
+    def fc1_size(self) -> int:
+        """Channels of the output of `linear_fc1`: twice the MLP's width where a gate multiplies it."""
+        return self.ffn_hidden_size * (2 if self.activation in GATED else 1)
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head that rotary positions turn, the first ones."""
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def learned_positions(self) -> int:
+        """Rows of the learned position embedding; 0 under rotary positions."""
+        return (self.max_position_embeddings or self.seq_length) if self.position_embedding_type == "learned_absolute" else 0
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that attention of the layer (from 0) reaches back over, its own among them; None for all of them."""
+        every = self.window_attn_skip_freq
+        return None if every and (layer + 1) % every == 0 else self.sliding_window

@@ -30,15 +30,19 @@ def linear_layers(config: TransformerConfig) -> list[LinearShape]:
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter by name; a tied weight appears once, as `embedding.weight`."""
-    hidden = (config.hidden_size,)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, config.hidden_size)}
-    for i in range(config.num_layers):
-        shapes[f"layers.{i}.input_layernorm.weight"] = hidden
-        shapes[f"layers.{i}.pre_mlp_layernorm.weight"] = hidden
-    shapes["final_layernorm.weight"] = hidden
+    if config.learned_positions:
+        shapes["position_embedding.weight"] = (config.learned_positions, config.hidden_size)
+    parts = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    norms = {f"layers.{i}.{name}": size for i in range(config.num_layers) for name, size in _block_norms(config).items()}
+    for name, size in {**norms, "final_layernorm": config.hidden_size}.items():
+        shapes |= {f"{name}.{part}": (size,) for part in parts}
     for layer in linear_layers(config):
         if not (layer.name == "output_layer" and config.tie_embeddings):
             shapes[f"{layer.name}.weight"] = (layer.out_features, layer.in_features)
+        qkv = layer.name.endswith("linear_qkv") and config.add_qkv_bias
+        if (qkv or config.add_bias_linear) and layer.name != "output_layer":
+            shapes[f"{layer.name}.bias"] = (layer.out_features,)
     return shapes
 
 
@@ -55,9 +59,20 @@ def _block_linears(config: TransformerConfig, prefix: str) -> list[LinearShape]:
     return [
         LinearShape(f"{prefix}.self_attention.linear_qkv", hidden, config.qkv_size),
         LinearShape(f"{prefix}.self_attention.linear_proj", config.query_size, hidden),
-        LinearShape(f"{prefix}.mlp.linear_fc1", hidden, 2 * ffn),
+        LinearShape(f"{prefix}.mlp.linear_fc1", hidden, config.fc1_size),
         LinearShape(f"{prefix}.mlp.linear_fc2", ffn, hidden),
     ]
+
+
+def _block_norms(config: TransformerConfig) -> dict[str, int]:
+    """The norms of one layer, by name, with their channels."""
+    before, after = config.layernorm_placement != "post", config.layernorm_placement != "pre"
+    names = [name for there, name in ((before, "input_layernorm"), (after, "post_self_attn_layernorm"),
+                                      (before, "pre_mlp_layernorm"), (after, "post_mlp_layernorm")) if there]
+    whole = config.qk_layernorm == "hidden"
+    sizes = {"q": config.query_size, "k": config.key_size} if whole else dict.fromkeys("qk", config.head_dim)
+    normed = {f"self_attention.{part}_layernorm": size for part, size in sizes.items() if config.qk_layernorm != "none"}
+    return {**dict.fromkeys(names, config.hidden_size), **normed}
 
 
 def _kind(name: str) -> str:
@@ -67,4 +82,4 @@ def _kind(name: str) -> str:
         return "attention"
     if ".mlp." in name:
         return "mlp"
-    return name.removesuffix(".weight")
+    return "embedding" if "embedding" in name else "output_layer"

@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8cfg.models.config import TransformerConfig
-from fp8cfg.models.layers import RMSNorm, TransformerLayer
+from fp8cfg.models.layers import TransformerLayer
+from fp8cfg.models.norms import norm
 from fp8cfg.models.rotary import rotary_tables
 
 RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 class Transformer(nn.Module):
-    """A Llama-like language model.
+    """A decoder-only language model, of the family that `config` describes.
 
     `recompute` is Megatron's `recompute_granularity=full`: each layer keeps only its input, and its forward pass is
     computed again in the backward pass.
@@ -38,8 +39,10 @@ class Transformer(nn.Module):
         self.config = config
         self.recompute = recompute
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_layers))
-        self.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        if config.learned_positions:
+            self.position_embedding = nn.Embedding(config.learned_positions, config.hidden_size)
+        self.layers = nn.ModuleList(TransformerLayer(config, layer) for layer in range(config.num_layers))
+        self.final_layernorm = norm(config)
         self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.output_layer.weight = self.embedding.weight
@@ -50,22 +53,42 @@ class Transformer(nn.Module):
         `tokens` and `targets` are int64 [B, T]; `targets[b, t]` is the token that follows `tokens[b, t]`, and a target
         of -100 is left out of the mean. The logits have the dtype of the output layer; the loss upcasts them.
         """
-        x = self.embedding(tokens)
-        cos, sin = rotary_tables(self.config, tokens.shape[1], tokens.device)
-        for layer in self.layers:
+        x = self._embedded(tokens)
+        tables = self._positions(tokens)
+        for number, layer in enumerate(self.layers):
+            cos, sin = tables[self.config.window(number) is not None]
             if self.recompute and torch.is_grad_enabled():
                 # No dropout: the second forward draws nothing, so there is no generator state to restore.
                 x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin)
         logits: Tensor = self.output_layer(self.final_layernorm(x))
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = (logits / cap).tanh() * cap
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        if self.config.scale_embeddings:  # by a factor that is rounded to the dtype of `x`, as Gemma was trained
+            x = x * torch.full((), self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
+        if self.config.learned_positions:
+            x = x + self.position_embedding(torch.arange(tokens.shape[1], device=tokens.device))
+        return x
+
+    def _positions(self, tokens: Tensor) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
+        """The rotary tables of layers with full attention, and of those with a sliding window."""
+        if self.config.position_embedding_type != "rope":
+            return (None, None), (None, None)
+        full = rotary_tables(self.config, tokens.shape[1], tokens.device)
+        if self.config.rotary_base_local is None:
+            return full, full
+        return full, rotary_tables(self.config, tokens.shape[1], tokens.device, local=True)
+
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fill every parameter: norms with ones, weights from normal(0, init_std), as Megatron does.
+        """Fill every parameter: norms so that they multiply by 1, biases with 0, weights from normal(0, init_std), as Megatron.
 
         Layers that write into the residual stream are scaled by 1 / sqrt(2 * num_layers), so that its variance does
         not grow with depth. Values are drawn in float32 on the generator's device, in the order of the parameters: one
@@ -73,7 +96,7 @@ class Transformer(nn.Module):
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith(".bias") or self.config.layernorm_zero_centered_gamma else 1.0)
             else:
                 drawn = torch.empty(parameter.shape, dtype=torch.float32, device=generator.device)
                 parameter.copy_(drawn.normal_(0.0, self._init_std(name), generator=generator))

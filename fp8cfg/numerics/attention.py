@@ -1,7 +1,7 @@
 """Attention in FP8: causal scaled-dot-product attention with quantized operands, emulated in plain torch.
 
     P  = Q Kᵀ / √D       dS = dO Vᵀ        dQ = dP K / √D
-    S  = softmax(P)      dV = Sᵀ dO        dK = dPᵀ Q / √D
+    S  = softmax(P)      dV = Sᵀ dO        dK = dPᵀ Q / √D      (or another scale than 1 / √D)
     O  = S V             dP = S ∘ (dS - rowsum(S ∘ dS))
 
 Quantized are, as where Transformer Engine 2.20 emulates its fused kernels (UnfusedDotProductAttention and FP8EmulationFunc in
@@ -56,6 +56,8 @@ class Plan(NamedTuple):
     carrier: torch.dtype
     out: torch.dtype
     record: bool
+    score_scale: float
+    window: int | None
 
     def scale(self, column: int, state: State, *tensors: Tensor) -> Tensor:
         """The scale that all `tensors`, which share one column of the state, are quantized with."""
@@ -80,11 +82,12 @@ def product(a: Operand, b: Operand, state: State, name: str, factor: float = 1.0
     return (a.data.float() @ b.data.float()).mul_(a.scale_inv * b.scale_inv * factor)
 
 
-def probabilities(q: Operand, k: Operand, state: State) -> Tensor:
-    """S before rounding, float32 [..., Tq, Tk]: the softmax over this and earlier tokens."""
-    p = product(q, _t(k), state, "p", q.data.shape[-1] ** -0.5)
-    later = torch.ones(p.shape[-2:], dtype=torch.bool, device=p.device).triu(1)
-    return p.masked_fill_(later, -torch.inf).softmax(-1)
+def probabilities(q: Operand, k: Operand, state: State, plan: Plan) -> Tensor:
+    """S before rounding, float32 [..., Tq, Tk]: the softmax over this and earlier tokens, as far back as the window is wide."""
+    p = product(q, _t(k), state, "p", plan.score_scale)
+    hidden = torch.ones(p.shape[-2:], dtype=torch.bool, device=p.device)
+    hidden = hidden.triu(1) if plan.window is None else hidden.triu(1) | hidden.tril(-plan.window)
+    return p.masked_fill_(hidden, -torch.inf).softmax(-1)
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -97,7 +100,7 @@ class AttentionFunction(torch.autograd.Function):
         state = State(*buffers)
         scale = plan.scale(QKV, state, q, k, v)
         qs, ks, vs = (plan.quantize(QKV, t, scale) for t in (q, k, v))
-        p = probabilities(qs, ks, state)
+        p = probabilities(qs, ks, state, plan)
         scale = plan.scale(S, state, p).clone()  # the backward pass rounds with this one, whatever becomes of the buffer
         o = product(plan.quantize(S, p, scale), vs, state, "o")
         ctx.save_for_backward(qs.data, ks.data, vs.data, qs.scale_inv, scale)
@@ -109,10 +112,10 @@ class AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         *data, scale_inv, s_scale = ctx.saved_tensors
         q, k, v = (Operand(t, scale_inv, ctx.fmt) for t in data)
-        plan, state, root = ctx.plan, ctx.state, q.data.shape[-1] ** -0.5
+        plan, state, root = ctx.plan, ctx.state, ctx.plan.score_scale
         with torch.autocast(g.device.type, enabled=False):
             do = plan.quantize(DOUT, g, plan.scale(DOUT, state, g))
-            p = probabilities(q, k, state)
+            p = probabilities(q, k, state, plan)
             ds = product(do, _t(v), state, "ds")
             dv = product(_t(do), plan.quantize(S, p, s_scale), state, "dv").mT  # the gradient first, as in wgrad
             grad = ds.sub_((p * ds).sum(-1, keepdim=True)).mul_(p)
@@ -125,7 +128,8 @@ class AttentionFunction(torch.autograd.Function):
 
 
 class FP8Attention(nn.Module):
-    """softmax(q kᵀ / √D) v, causal, with products in FP8 while its region is active, and by torch's scaled dot product otherwise.
+    """softmax(q kᵀ / √D) v, causal, with products in FP8 while its region is active, and as `plain` computes it otherwise: torch's
+    scaled dot product where nothing is given. `plain` may have a `scale` in the place of 1 / √D and a sliding `window`.
 
     q [B, H, T, D] and k, v [B, G, T, D] of any float dtype, H a multiple of G; output [B, H, T, D] in the autocast dtype, else
     in that of q. `gemms_ran`, int32 [6] in the order of PRODUCTS, holds what each product last multiplied, 0 after a call in
@@ -136,13 +140,19 @@ class FP8Attention(nn.Module):
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
 
-    def __init__(self, scaling: Scaling, region: Region, device: torch.device | None = None) -> None:
-        """Raises ValueError for a scaling with more than one scale a tensor."""
+    def __init__(
+        self, scaling: Scaling, region: Region, device: torch.device | None = None, plain: nn.Module | None = None
+    ) -> None:
+        """Raises ValueError for a scaling with more than one scale a tensor, and for a `plain` with a soft cap."""
         super().__init__()
         if scaling.tile(INPUT, 1) is not None:
             raise ValueError(f"FP8 attention has delayed or current scaling by one scale a tensor, not {scaling.kind} "
                              f"by {scaling.granularity}")  # fmt: skip
+        if getattr(plain, "softcap", None) is not None:
+            raise ValueError("FP8 attention knows no soft cap of its scores")
         self.scaling, self.region = scaling, region
+        self.scale, self.window = getattr(plain, "scale", None), getattr(plain, "window", None)
+        self._plain = (plain,)  # no module of this one: it has no state
         self.register_buffer("gemms_ran", torch.zeros(len(PRODUCTS), dtype=torch.int32, device=device), persistent=False)
         state = self.fresh_state() if scaling.layout.history else {}
         for name in ("fp8_scale", "fp8_amax_history"):
@@ -157,11 +167,16 @@ class FP8Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.region.applies():
             self.gemms_ran.zero_()
+            if self._plain[0] is not None:
+                plain: Tensor = self._plain[0](q, k, v)
+                return plain
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         device = q.device.type
         out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
         carrier = torch.bfloat16 if out == torch.bfloat16 else torch.float32
-        plan = Plan(self.scaling, carrier, out, torch.is_grad_enabled())
+        window = self.window if self.window is not None and self.window < q.shape[-2] else None
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        plan = Plan(self.scaling, carrier, out, torch.is_grad_enabled(), scale, window)
         state = State(self.fp8_scale, self.fp8_amax_history, self.gemms_ran)
         groups = k.shape[1]
         grouped = q.reshape(len(q), groups, q.shape[1] // groups, *q.shape[2:]), k.unsqueeze(2), v.unsqueeze(2)

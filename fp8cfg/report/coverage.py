@@ -23,6 +23,7 @@ from fp8cfg.backends.gemm_plan import (
 )
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.layer_plan import transformer_config
 from fp8cfg.report.tables import table, wrapped
 
 if TYPE_CHECKING:
@@ -147,8 +148,15 @@ class Coverage:
 def planned(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
     """The coverage that `recipe` asks for."""
     m = recipe.model
-    attention = 3 * 2 * m.seq_length * m.num_attention_heads * m.head_dim * m.num_layers  # two products, half of each masked
+    config = transformer_config(recipe)
+    reach = sum(_reach(m.seq_length, config.window(layer)) for layer in range(m.num_layers))
+    attention = 3 * 2 * reach * m.num_attention_heads * m.head_dim  # two products
     return Coverage(linears, plan_attention(recipe.fp8, m.num_layers), float(attention), recipe.precision.compute)
+
+
+def _reach(tokens: int, window: int | None) -> float:
+    """Twice the tokens that one attends to on average, in the leading order: half of each product is masked."""
+    return tokens if window is None or window >= tokens else 2 * window - window * window / tokens
 
 
 def of_layers(linears: Sequence[PlannedLinear], beside: Sequence[Unwatched], fp8: FP8) -> Coverage:

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from fp8cfg.builder import build
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
-from fp8cfg.report.memory.activations import LOGITS
 from fp8cfg.report.memory.fsdp_gather import root_bytes
 from fp8cfg.report.memory.layout import whole
+from fp8cfg.report.memory.linears import LOGITS
 from fp8cfg.report.memory.peak import linears_of, memory, parameters, persistent, step_bytes
 from fp8cfg.report.tables import size, table
 from fp8cfg.training.distributed.gradient_sync import stored_grads

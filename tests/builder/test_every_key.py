@@ -23,11 +23,17 @@ from fp8cfg.training.data import run_data
 from tests.support.small import small
 
 FP8, CURRENT = "precision=bf16_fp8", "precision=bf16_fp8_current"
+LEARNED = "model.position_embedding_type=learned_absolute"
 WITHIN = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 
 
 def layer(job: Job) -> Any:
     return next(fp8_linears(job.model))
+
+
+def core(job: Job, number: int = 0) -> Any:
+    """The attention of a layer."""
+    return job.model.layers[number].self_attention.core_attention
 
 
 def in_fp8(job: Job) -> list[str]:
@@ -59,6 +65,32 @@ ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
     "model.vocab_size": (["model.vocab_size=288"], lambda j: j.model.output_layer.out_features, 288),
     "model.seq_length": (["model.seq_length=16"], lambda j: run_data(j.recipe)[0].batch(0)[0].shape[1], 16),
     "model.rotary_base": (["model.rotary_base=500"], lambda j: j.model.config.rotary_base, 500.0),
+    "model.rope_scaling.rope_type": (
+        ["model.rope_scaling={factor: 8, rope_type: linear}"], lambda j: j.model.config.rope_scaling.rope_type, "linear"),
+    "model.normalization": (["model.normalization=LayerNorm"], lambda j: type(j.model.final_layernorm).__name__, "LayerNorm"),
+    "model.layernorm_zero_centered_gamma": (
+        ["model.layernorm_zero_centered_gamma=true"], lambda j: j.model.final_layernorm.weight.sum().item(), 0.0),
+    "model.layernorm_placement": (
+        ["model.layernorm_placement=both"], lambda j: type(j.model.layers[0].post_mlp_layernorm).__name__, "RMSNorm"),
+    "model.qk_layernorm": (
+        ["model.qk_layernorm=head"], lambda j: list(j.model.layers[0].self_attention.q_layernorm.weight.shape), [16]),
+    "model.activation": (["model.activation=gelu"], lambda j: j.model.layers[0].mlp.linear_fc1.out_features, 128),
+    "model.add_qkv_bias": (["model.add_qkv_bias=true"], lambda j: list(j.model.layers[0].self_attention.linear_qkv.bias.shape), [128]),
+    "model.add_bias_linear": (["model.add_bias_linear=true"], lambda j: list(j.model.layers[0].mlp.linear_fc2.bias.shape), [64]),
+    "model.position_embedding_type": (
+        [LEARNED], lambda j: list(j.model.position_embedding.weight.shape), [32, 64]),
+    "model.max_position_embeddings": (
+        [LEARNED, "model.max_position_embeddings=48"], lambda j: list(j.model.position_embedding.weight.shape), [48, 64]),
+    "model.rotary_percent": (["model.rotary_percent=0.5"], lambda j: j.model.config.rotary_size, 8),
+    "model.rotary_base_local": (
+        ["model.sliding_window=8", "model.rotary_base_local=100"], lambda j: j.model.config.rotary_base_local, 100.0),
+    "model.sliding_window": (["model.sliding_window=8"], lambda j: [core(j, n).window for n in (0, 1)], [8, 8]),
+    "model.window_attn_skip_freq": (
+        ["model.sliding_window=8", "model.window_attn_skip_freq=2"], lambda j: [core(j, n).window for n in (0, 1)], [8, None]),
+    "model.query_pre_attn_scalar": (["model.query_pre_attn_scalar=64"], lambda j: core(j).scale, 0.125),
+    "model.attn_logit_softcapping": (["model.attn_logit_softcapping=50"], lambda j: core(j).softcap, 50.0),
+    "model.final_logit_softcapping": (["model.final_logit_softcapping=30"], lambda j: j.model.config.final_logit_softcapping, 30.0),
+    "model.scale_embeddings": (["model.scale_embeddings=true"], lambda j: j.model.config.scale_embeddings, True),
     "model.rope_scaling.factor": (["model.rope_scaling.factor=8"], lambda j: j.model.config.rope_scaling.factor, 8.0),
     "model.rope_scaling.low_freq_factor": (
         ["model.rope_scaling={factor: 8, low_freq_factor: 2}"], lambda j: j.model.config.rope_scaling.low_freq_factor, 2.0),

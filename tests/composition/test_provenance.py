@@ -113,13 +113,13 @@ def test_every_statement_of_a_recipe_function_is_recorded_in_order(steps: list[t
 
 def test_a_value_is_followed_through_derived_recipes() -> None:
     name, compute = (trace(["recipe=llama_8b"]).layers[key] for key in ("name", f"{PLUGIN}.compute"))
-    file = ROOT / "recipes/llama.py"
+    file, sizes = ROOT / "recipes/llama.py", ROOT / "recipes/pretraining.py"
     assert [(found.at.file, found.at.text, found.value) for found in name[1:]] == [
-        (file, "llama_8b > llama31_8b > _pretrain", "llama31_8b"), (file, "llama_8b > _renamed", "llama_8b")]
-    assert [found.at.line for found in name[1:]] == [line("recipes/llama.py", "    return Recipe("), line("recipes/llama.py", "base.name = name")]
+        (sizes, "llama_8b > llama31_8b > _pretrain", "llama31_8b"), (file, "llama_8b > _renamed", "llama_8b")]
+    assert [found.at.line for found in name[1:]] == [line("recipes/pretraining.py", "    return Recipe("), line("recipes/llama.py", "base.name = name")]
     preset = compute[-1]
     assert (preset.kind, preset.at.file, preset.at.line) == ("preset", ROOT / "conf/precision/bf16.yaml", 2)
-    assert (preset.by.file, preset.by.line) == (file, line("recipes/llama.py", "trainer=Trainer(") + 1)
+    assert (preset.by.file, preset.by.line) == (sizes, line("recipes/pretraining.py", "trainer=Trainer(") + 1)
 
 
 def test_tables_of_a_module_are_placed_where_they_stand() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.models import RopeScaling, TransformerConfig, linear_layers, parameter_counts, parameter_shapes
-from fp8cfg.models.layers import RMSNorm
+from fp8cfg.models.norms import RMSNorm
 from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.models.transformer import Transformer
 

@@ -25,7 +25,7 @@ from fp8cfg.backends import gemm_plan
 from fp8cfg.backends.backend_choice import Hardware, choose
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.layer_plan import plan
-from fp8cfg.models.layers import CoreAttention
+from fp8cfg.models.attention import CoreAttention
 from fp8cfg.numerics import E4M3, E5M2, Format, Ran, Region, Scaling, decode, discard_amax, high_precision_state_dict, update_scales
 from fp8cfg.numerics.attention import DOUT, DP, DQKV, OUT, PRODUCTS, QKV, FP8Attention, S
 from fp8cfg.numerics.formats import cast

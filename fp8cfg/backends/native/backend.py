@@ -63,7 +63,8 @@ def _convert_attention(model: nn.Module, fp8: FP8, scaling: Scaling, region: Reg
     for planned in plan_attention(fp8, len(found)):
         if any(planned.gemms):
             parent, _, leaf = planned.name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, FP8Attention(scaling, region, device))
+            plain = model.get_submodule(planned.name)
+            setattr(model.get_submodule(parent), leaf, FP8Attention(scaling, region, device, plain))
 
 
 def autocast(model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:

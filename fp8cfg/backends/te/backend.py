@@ -71,16 +71,17 @@ def _norm(module: nn.Module, te: Any) -> Any | None:
     """The norm of Transformer Engine that computes the same as `module`; None where there is none: without weights, in float64,
     LayerNorm without a bias, RMSNorm whose eps follows the dtype.
     """
-    from fp8cfg.models.layers import RMSNorm
+    from fp8cfg.models.norms import LayerNorm, RMSNorm
 
-    kind = {RMSNorm: "RMSNorm", nn.RMSNorm: "RMSNorm", nn.LayerNorm: "LayerNorm"}.get(type(module))
+    kind = {RMSNorm: "RMSNorm", LayerNorm: "LayerNorm", nn.RMSNorm: "RMSNorm", nn.LayerNorm: "LayerNorm"}.get(type(module))
     weight, eps = getattr(module, "weight", None), getattr(module, "eps", None)
     if kind is None or weight is None or eps is None or weight.dtype == torch.float64:
         return None
     if kind == "LayerNorm" and module.bias is None:
         return None
-    made = getattr(te, kind)(tuple(weight.shape), eps=eps, dtype=weight.dtype, device="meta")
-    check(made, {"eps": eps, "zero_centered_gamma": False})
+    centered = bool(getattr(module, "zero_centered", False))
+    made = getattr(te, kind)(tuple(weight.shape), eps=eps, zero_centered_gamma=centered, dtype=weight.dtype, device="meta")
+    check(made, {"eps": eps, "zero_centered_gamma": centered})
     return made
 
 

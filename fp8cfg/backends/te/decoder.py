@@ -44,11 +44,22 @@ class TEDecoderLayer(nn.Module):
         return "te.TransformerLayer"
 
 
+LLAMAS = (
+    "normalization", "layernorm_zero_centered_gamma", "layernorm_placement", "qk_layernorm", "activation",
+    "position_embedding_type", "rotary_percent", "sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping")
+"""Fields of TransformerConfig in which a layer must be Llama's: te.TransformerLayer has no soft caps and no norms after attention
+and MLP, and the rest of what it has is not used here."""
+
+
 def obstacle(layer: Any, make: Maker) -> str:
     """Why te.TransformerLayer cannot take `layer`, a TransformerLayer of fp8cfg.models whose linear layers are TELinear where they
     multiply in FP8; empty where it can."""
-    from fp8cfg.models.layers import CoreAttention
+    from fp8cfg.models.attention import CoreAttention
+    from fp8cfg.models.config import TransformerConfig
 
+    for name in LLAMAS:
+        if (value := getattr(layer.config, name)) != getattr(TransformerConfig, name):
+            return f"model.{name}={value}, for which it is not used"
     attention = layer.self_attention
     for name, linear in _linears(layer).items():
         if not isinstance(linear, TELinear):

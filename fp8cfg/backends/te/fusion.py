@@ -2,7 +2,8 @@
 
 A whole layer becomes te.TransformerLayer, which decoder.py makes. Where something stands in its way, `input_layernorm` with
 `linear_qkv` becomes te.LayerNormLinear, and `pre_mlp_layernorm` with the whole gated MLP te.LayerNormMLP. The norm's output is
-quantized as it is computed, and so is SwiGLU's, which is where Transformer Engine's speed is.
+quantized as it is computed, and so is SwiGLU's, which is where Transformer Engine's speed is. Other norms, those with zero-centered
+weights and other activations are not fused: te.Linear and te.LayerNorm or te.RMSNorm compute those layers.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ def fuse(model: nn.Module, make: Maker) -> None:
             for linear in layer.modules():
                 if isinstance(linear, TELinear):
                     linear.obstacle = obstacle
+            if layer.placement == "post":  # no norm stands before a product
+                continue
             _fuse_norm(f"{at}input_layernorm", model, layer.self_attention.linear_qkv, make)
-            if whole_mlp and layer.pre_mlp_layernorm.weight.requires_grad:
+            if whole_mlp and layer.config.activation == "swiglu" and layer.pre_mlp_layernorm.weight.requires_grad:
                 _fuse_mlp(at, model, layer, make)
             else:
                 _fuse_norm(f"{at}pre_mlp_layernorm", model, layer.mlp.linear_fc1, make)
@@ -63,6 +66,8 @@ def _fuse_mlp(at: str, model: nn.Module, layer: Any, make: Maker) -> None:
         replaced(model, f"{at}mlp", TEMLP(layer.mlp, fc1, fc2))
 
 
-def _fusable(norm: nn.Module, *linears: nn.Module) -> bool:
+def _fusable(norm: Any, *linears: nn.Module) -> bool:
     """Whether one module can compute all of them: all in FP8, and no hook observes what passes between them."""
+    if norm.kind != "RMSNorm" or norm.zero_centered:
+        return False
     return all(isinstance(m, TELinear) and m.bias is None for m in linears) and not any(map(listened, (norm, *linears)))

@@ -57,19 +57,34 @@ MODEL = (
     Entry("recompute_granularity", lambda value: {"model.recompute_granularity": one_of(value, {"full": "full"})},
           lambda ours: "full" if ours["model.recompute_granularity"] == "full" else SILENT),
     write_only("recompute_method", lambda _: "uniform", lambda ours: ours["model.recompute_granularity"] == "full"),
-    *(write_only(flag, lambda _: True) for flag in ("group_query_attention", "swiglu", "disable_bias_linear")),
-    write_only("normalization", lambda _: "RMSNorm"), write_only("position_embedding_type", lambda _: "rope"),
+    write_only("group_query_attention", lambda _: True),
+    switch("swiglu", "model.activation", "swiglu"), switch("squared_relu", "model.activation", "squared_relu"),
+    read_only("GELU", lambda _: {"model.activation": "gelu"}),
+    Entry("disable_bias_linear", lambda on: {"model.add_bias_linear": not boolean(on)},
+          lambda ours: not ours["model.add_bias_linear"] or SILENT),
+    switch("add_qkv_bias", "model.add_qkv_bias", True), switch("qk_layernorm", "model.qk_layernorm", "head"),
+    Entry("normalization", lambda value: {"model.normalization": one_of(value, {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"})},
+          lambda ours: ours["model.normalization"]),
+    switch("apply_layernorm_1p", "model.layernorm_zero_centered_gamma", True),
+    option("position_embedding_type", "model.position_embedding_type", {"rope": "rope", "learned_absolute": "learned_absolute"}),
+    same("rotary_percent", "model.rotary_percent", number, lambda ours: ours["model.rotary_percent"] != 1.0),
+    Entry("max_position_embeddings", lambda value: {"model.max_position_embeddings": integer(value)},
+          lambda ours: ours["model.max_position_embeddings"] or SILENT),
 )
-_LLAMA = "models here have RMSNorm, rotary positions, SwiGLU and no biases"
 MODEL_UNSAID = {
     "transformer_impl": Unsaid("backend says who multiplies", ("transformer_engine",)),
     "fp8_interval": Unsaid("Megatron ignores it"),
     "te_rng_tracker": Unsaid("random numbers follow from trainer.seed"),
 }
 _TOGETHER = ("optim.betas", "optim.min_lr", "optim.lr_decay_style", "optim.name", "model.kv_channels",
-             "model.share_embeddings_and_output_weights", "model.recompute_granularity", "trainer.strategy.sequence_parallel")
+             "model.share_embeddings_and_output_weights", "model.activation", "model.add_bias_linear", "model.add_qkv_bias",
+             "model.qk_layernorm", "model.normalization", "model.layernorm_zero_centered_gamma", "model.position_embedding_type",
+             "model.rotary_percent", "model.max_position_embeddings", "model.recompute_granularity",
+             "trainer.strategy.sequence_parallel")
 _ELSEWHERE = ("model.rope_scaling.factor", "model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor",
-              "model.rope_scaling.original_max_position", "optim.constant_steps",
+              "model.rope_scaling.original_max_position", "model.rope_scaling.rope_type", "model.layernorm_placement",
+              "model.rotary_base_local", "model.sliding_window", "model.window_attn_skip_freq", "model.query_pre_attn_scalar",
+              "model.attn_logit_softcapping", "model.final_logit_softcapping", "model.scale_embeddings", "optim.constant_steps",
               "trainer.strategy.virtual_pipeline_model_parallel_size")
 BEYOND = (*_WHOLE.values(), *_REAL.values(), *_TOGETHER, *_ELSEWHERE)
 MODEL_WHY = {"model.rope_scaling.factor": "write --use-rope-scaling and --rope-scaling-factor by hand",
@@ -77,8 +92,8 @@ MODEL_WHY = {"model.rope_scaling.factor": "write --use-rope-scaling and --rope-s
 
 
 def shape(theirs: dict[str, Any]) -> list[str]:
-    """Megatron's own defaults of a model, where flags give one; betas become one value; a line for what models here are not."""
-    lines = []
+    """Megatron's own defaults of a model, where flags give one; betas become one value; a line for what a recipe cannot say."""
+    lines: list[str] = []
     if "adam_beta1" in theirs or "adam_beta2" in theirs:
         theirs["BETAS"] = (theirs.get("adam_beta1", 0.9), theirs.get("adam_beta2", 0.999))
     if "hidden_size" in theirs and "num_attention_heads" in theirs:
@@ -87,10 +102,13 @@ def shape(theirs: dict[str, Any]) -> list[str]:
         if not is_on(theirs.get("group_query_attention")):
             theirs["num_query_groups"] = theirs["num_attention_heads"]
         theirs.setdefault("untie_embeddings_and_output_weights", False)
-        others = {"normalization": "RMSNorm", "position_embedding_type": "rope"}
-        unlike = [k for k, v in others.items() if theirs.get(k, "its default") != v]
-        unlike += [k for k in ("swiglu", "disable_bias_linear") if not is_on(theirs.get(k))]
-        lines = [f"{', '.join(unlike)}: {_LLAMA}"] if unlike else []
+        for key, value in (("normalization", "LayerNorm"), ("position_embedding_type", "learned_absolute"),
+                           ("disable_bias_linear", False)):
+            theirs.setdefault(key, value)
+        if not is_on(theirs.get("swiglu")) and not is_on(theirs.get("squared_relu")):
+            theirs["GELU"] = True
+        if theirs["disable_bias_linear"] is False and theirs.pop("add_qkv_bias", False):
+            lines.append("add_qkv_bias: has no effect without disable_bias_linear")
     if theirs.get("recompute_granularity") == "selective":
         theirs.pop("recompute_granularity")
         lines.append("recompute_granularity=selective: model.recompute_granularity is none or full")

@@ -11,7 +11,11 @@ Kept by each layer for its backward pass (fp8cfg/models/layers.py, numerics/line
     attention   rotated queries and keys c(Q + K), output cQ, log-sum-exp 4 a head (flash attention)
     linear_proj its input is attention's output; quantized it is eQ beside it
     linear_fc1  its input, cD or eD; its output 2cF, of which gate and up are views
-    linear_fc2  silu(gate) cF, and its input cF, or eF in place of it
+    linear_fc2  silu(gate) cF, and its input cF, or eF in place of it; without a gate only cF of the activation, and the input
+
+LayerNorm keeps no normalized input. Where scores have a soft cap attention keeps explicit matrices of them, 8 + c each; with a
+sliding window a mask; with either a copy of keys and values for each head. Norms of queries and keys keep these in float32;
+norms after attention and MLP are two more. A soft cap of logits keeps cV.
 
 Attention in FP8 (numerics/attention.py) keeps quantized queries, keys and values alone, e(Q + 2K), and takes its matrices of
 scores one layer at a time: 8 + 2e and a mask for each of heads x T x T in the backward pass.
@@ -30,10 +34,6 @@ from fp8cfg.backends.gemm_plan import PlannedLinear, plan_attention
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.linears import LinearBytes
-
-LOGITS = 12
-"""Bytes of a logit at the widest moment of the cross entropy's backward pass: log-probabilities, their gradient, and that of
-the logits, each float32. The forward pass has as many or fewer: logits, their float32 copy, log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ def activations(
     gradient has `grads` bytes."""
     model = LinearBytes(recipe, device, part, grads, backend)
     attends = {int(p.name.split(".")[1]) for p in plan_attention(recipe.fp8, recipe.model.num_layers) if p.fp8_share}
-    layers = [_Layer(model, linears[4 * i:4 * i + 4], n in attends) for i, n in enumerate(part.layers)]
+    layers = [_Layer(model, linears[4 * i:4 * i + 4], n, n in attends) for i, n in enumerate(part.layers)]
     recompute = recipe.model.recompute_granularity == "full"
     kept = sum(model.c * model.d if recompute else layer.kept for layer in layers) * part.in_flight * model.tokens
     head = _Head(model, linears[-1]) if part.output else None
-    final, logits = (head.kept * model.tokens, LOGITS * model.v * model.tokens) if head else (0.0, 0.0)
+    final, logits = (head.kept * model.tokens, model.logit * model.v * model.tokens) if head else (0.0, 0.0)
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
     moments = [logits, *(head.moments() if head else []), *_of_layers(model, layers, final, recompute)]
     if part.embedding:
@@ -82,16 +82,18 @@ def _of_layers(model: LinearBytes, layers: Sequence[_Layer], gone: float, recomp
 class _Layer:
     """One Transformer layer: bytes for a token that it keeps, bytes of its weights' copies, and its backward pass."""
 
-    def __init__(self, b: LinearBytes, linears: Sequence[PlannedLinear], attends: bool) -> None:
+    def __init__(self, b: LinearBytes, linears: Sequence[PlannedLinear], number: int, attends: bool) -> None:
         self.b, self.attends = b, attends  # in FP8
         qkv, proj, self.fc1, self.fc2 = linears
-        self.kind = attends, *(p.gemms for p in linears)
+        self.kind = attends, b.scores(number), *(p.gemms for p in linears)
         self.fc1_in, self.fc2_in = b.input(self.fc1, b.d), b.input(self.fc2, b.f)
         attention = b.e * (b.q + 2 * b.k) + b.input(proj, b.q)
         if not attends:
-            attention = b.c * (3 * b.q + 3 * b.k) + b.softmax + (b.e * b.q if b.keeps_quantized(proj) else 0)
+            rotated = b.q + b.k if b.recipe.model.position_embedding_type == "rope" else 0
+            attention = b.c * (2 * b.q + 2 * b.k + rotated) + b.scores(number) + (b.e * b.q if b.keeps_quantized(proj) else 0)
         attention += b.input(qkv, b.d)
-        self.kept = 2 * b.norm + attention + self.fc1_in + 3 * b.c * b.f + self.fc2_in
+        self.inner = b.c * (b.fc1 + b.f if b.fc1 > b.f else b.f)  # kept between the MLP's two products
+        self.kept = b.norms + attention + self.fc1_in + self.inner + self.fc2_in
         self.copies = sum(b.copy(p) for p in linears)
 
     def moments(self) -> Iterator[float]:
@@ -106,13 +108,13 @@ class _Layer:
             yield b.tokens * (residual + b.c * b.f) + quantized + b.gradient(self.fc2, made=True)
         yield b.tokens * (residual + b.c * b.f - self.fc2_in) + b.gradient(self.fc2, made=False)
         yield b.tokens * (residual + 3 * b.c * b.f - self.fc2_in)  # SwiGLU: of its product, of silu and of up
-        used = 3 * b.c * b.f + self.fc2_in
+        used = self.inner + self.fc2_in
         if b.requantizes:
-            yield b.tokens * (residual + 2 * b.c * b.f - used) + b.again(self.fc1, 2 * b.f, b.d)
+            yield b.tokens * (residual + b.c * b.fc1 - used) + b.again(self.fc1, b.fc1, b.d)
         else:
-            making, quantized = b.incoming(self.fc1, 2 * b.f)
-            yield b.tokens * (residual + 2 * b.c * b.f - used) + making
-            yield b.tokens * (2 * residual + 2 * b.c * b.f - used) + quantized + b.gradient(self.fc1, made=True)
+            making, quantized = b.incoming(self.fc1, b.fc1)
+            yield b.tokens * (residual + b.c * b.fc1 - used) + making
+            yield b.tokens * (2 * residual + b.c * b.fc1 - used) + quantized + b.gradient(self.fc1, made=True)
         used += self.fc1_in
         yield b.tokens * (2 * residual - used) + b.gradient(self.fc1, made=False)
         yield b.tokens * (residual + b.norm_backward - used)
@@ -127,9 +129,9 @@ class _Layer:
         normed, gated = (b.c * width if b.keeps_quantized(p) else 0 for p, width in ((self.fc1, b.d), (self.fc2, b.f)))
         yield b.tokens * (residual + normed + gated) + b.quantizing(self.fc2)
         yield b.tokens * (residual - b.c * b.d) + b.multiplying(self.fc2, 0, b.d)
-        ahead = b.tokens * (residual - 3 * b.c * b.f - self.fc2_in) - b.copy(self.fc2)  # nothing of fc2 is there yet
+        ahead = b.tokens * (residual - self.inner - self.fc2_in) - b.copy(self.fc2)  # nothing of fc2 is there yet
         yield ahead + b.tokens * normed + b.quantizing(self.fc1)
-        yield ahead + b.multiplying(self.fc1, 0, 2 * b.f)
+        yield ahead + b.multiplying(self.fc1, 0, b.fc1)
 
 
 class _Head:

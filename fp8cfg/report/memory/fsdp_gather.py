@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import gathered, resolved
-from fp8cfg.report.memory.layout import Part
+from fp8cfg.report.memory.layout import Part, vectors
 from fp8cfg.report.memory.operands import CODEC
 
 
@@ -29,4 +29,4 @@ def root_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], par
 def _root(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int) -> int:
     """The parameters of embedding, last norm and output layer."""
     matrices = [q.in_features * q.out_features for q in linears if q.name != "output_layer"]
-    return parameters - sum(-(-n // part.tensor) for n in matrices) - 2 * len(part.layers) * recipe.model.hidden_size
+    return parameters - sum(-(-n // part.tensor) for n in matrices) - len(part.layers) * vectors(recipe, part)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.layer_plan import transformer_config
+from fp8cfg.models.shapes import parameter_shapes
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ def parts(recipe: Recipe, world: int) -> list[Part]:
         named[1] = "middle stage"
     return [Part(named[i], held[i], i == 0, i == stages - 1, s.tensor_model_parallel_size, s.context_parallel_size, data,
                  s.sequence_parallel, min(microbatches, _in_flight(i, stages, chunks))) for i in sorted(named)]
+
+
+def vectors(recipe: Recipe, part: Part) -> int:
+    """Elements of one layer's norms and biases on a rank of `part`. Biases of layers whose outputs are split are split too."""
+    shapes = parameter_shapes(replace(transformer_config(recipe), num_layers=1))
+    layer = {name: prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and len(shape) == 1}
+    return sum(-(-n // part.tensor) if name.endswith(("linear_qkv.bias", "linear_fc1.bias")) else n for name, n in layer.items())
 
 
 def stage_layers(layers: int, stages: int, chunks: int) -> list[list[int]]:

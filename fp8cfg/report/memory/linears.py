@@ -6,9 +6,14 @@ from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights
+from fp8cfg.layer_plan import transformer_config
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.operands import CODEC, decoded, directions, operand, product, quantizing
 from fp8cfg.report.memory.torchao_linears import backward
+
+LOGITS = 12
+"""Bytes of a logit at the widest moment of the cross entropy's backward pass: log-probabilities, their gradient, and that of
+the logits, each float32. The forward pass has as many or fewer: logits, their float32 copy, log-probabilities."""
 
 
 class LinearBytes:
@@ -21,14 +26,32 @@ class LinearBytes:
         self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
         self.d = m.hidden_size / (tp if part.sequence_parallel else 1)
         self.q, self.k = m.num_attention_heads * m.head_dim / tp, -(-m.num_query_groups // tp) * m.head_dim
-        self.f, self.v = m.ffn_hidden_size / tp, -(-m.vocab_size // tp)
+        config = transformer_config(recipe)
+        self.f, self.fc1, self.v = m.ffn_hidden_size / tp, config.fc1_size / tp, -(-m.vocab_size // tp)
         self.tokens = recipe.trainer.micro_batch_size * m.seq_length / part.context
-        self.norm = 4 * self.d + 4 + (4 * self.d if device == "cpu" else 0)
+        rms = m.normalization == "RMSNorm"
+        parts = 4 if device == "cpu" and rms else 0  # RMSNorm is fused on GPUs alone
+        self.norm = 4 * self.d + (4 if rms else 8) + parts * self.d
+        self.norms = (2 if m.layernorm_placement == "both" else 1) * 2 * self.norm
+        if m.qk_layernorm != "none":
+            heads = 1 if m.qk_layernorm == "hidden" else m.num_attention_heads / tp
+            self.norms += (4 + parts) * (self.q + self.k) + 8 * heads
         self.shared = 4 * self.d if self.c == 4 else 0  # a layer's input is its first norm's float32 input, not a copy of it
-        self.norm_backward = (16 if device == "cpu" else 8) * self.d  # float32 gradients; on a CPU one for each of its parts
+        self.norm_backward = (16 if parts else 8) * self.d  # float32 gradients; on a CPU one for each of its parts
         # Flash attention takes no float32, and what does takes no grouped queries: the probabilities are kept then.
         materialized = device == "cuda" and self.c == 4 and m.num_query_groups < m.num_attention_heads
         self.softmax = m.num_attention_heads / tp * (4 * m.seq_length if materialized else 4)
+        self.logit = LOGITS + (self.c if m.final_logit_softcapping is not None else 0)
+
+    def scores(self, layer: int) -> float:
+        """What attention in high precision keeps beside queries, keys, values and its output."""
+        m = self.recipe.model
+        window = transformer_config(self.recipe).window(layer)
+        hidden = window is not None and window < m.seq_length
+        copied = 2 * self.c * (self.q - self.k) if hidden or m.attn_logit_softcapping is not None else 0  # keys and values by head
+        if m.attn_logit_softcapping is not None:  # tanh, the softmax, and that in the compute dtype; the mask
+            return copied + m.seq_length * (m.num_attention_heads / self.tp * (8 + (self.c if self.c < 4 else 0)) + 1)
+        return self.softmax + copied + (self.c * m.seq_length if hidden else 0)
 
     def input(self, linear: PlannedLinear, width: float) -> float:
         """What `linear` keeps of its input: the quantized one, or the input itself for a wgrad in high precision."""

@@ -19,7 +19,7 @@ from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.memory.activations import activations
 from fp8cfg.report.memory.fsdp_gather import gathered_bytes
-from fp8cfg.report.memory.layout import Part, ranks, whole
+from fp8cfg.report.memory.layout import Part, ranks, vectors, whole
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.tables import size, table
 from fp8cfg.scalings import SCALINGS
@@ -123,8 +123,10 @@ def parameters(recipe: Recipe, part: Part) -> Parameters:
     matrices = sum(-(-p.in_features * p.out_features // part.tensor) for p in own) - narrow
     if part.embedding or (tied and part.output):
         matrices += -(-prod(shapes["embedding.weight"]) // part.tensor)
-    norms = recipe.model.hidden_size * (2 * len(part.layers) + part.output)
-    return Parameters(narrow, matrices + norms)
+    if part.embedding:
+        matrices += prod(shapes.get("position_embedding.weight", (0,)))
+    final = sum(prod(shape) for name, shape in shapes.items() if name.startswith("final_layernorm"))
+    return Parameters(narrow, matrices + len(part.layers) * vectors(recipe, part) + part.output * final)
 
 
 def linears_of(recipe: Recipe, part: Part) -> list[PlannedLinear]:

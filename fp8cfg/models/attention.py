@@ -1,0 +1,89 @@
+"""Causal self-attention: grouped queries, rotary positions, norms of queries and keys, sliding windows and soft caps.
+
+Shape letters: B batch, T tokens, D hidden_size, G key-value heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8cfg.models.config import TransformerConfig
+from fp8cfg.models.norms import norm
+from fp8cfg.models.rotary import apply_rotary
+
+
+def hidden_from(tokens: int, window: int | None, device: torch.device) -> Tensor:
+    """The mask of what a token (row) must not see, bool [T, T]: later tokens, and those `window` or more before it."""
+    future = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
+    later = future.triu(1)
+    return later if window is None else later | future.tril(-window)
+
+
+class CoreAttention(nn.Module):
+    """softmax(q kᵀ x scale) v, causal: q [B, heads, T, head_dim], k and v [B, G, T, head_dim], out as q.
+
+    `scale` None is 1 / √head_dim. A token sees itself and the `window` - 1 before it. `softcap` c bounds scores by
+    c tanh(scores / c), which torch's fused attention does not know: they are computed explicitly then, in float32 (Gemma 2,
+    arXiv 2408.00118).
+    """
+
+    def __init__(self, scale: float | None = None, window: int | None = None, softcap: float | None = None) -> None:
+        super().__init__()
+        self.scale, self.window, self.softcap = scale, window, softcap
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        tokens = q.shape[-2]
+        window = self.window if self.window is not None and self.window < tokens else None
+        if self.softcap is None and window is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] > k.shape[1])
+        hidden = hidden_from(tokens, window, q.device)
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))  # no kernel has both a mask and grouped queries
+        if self.softcap is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=self.scale)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = (q @ k.mT).float().mul(scale / self.softcap).tanh().mul(self.softcap)
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype) @ v
+
+    def extra_repr(self) -> str:
+        said = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        return ", ".join(f"{name}={value:g}" for name, value in said.items() if value is not None)
+
+
+class SelfAttention(nn.Module):
+    """Causal grouped-query attention of one layer, by its number from 0.
+
+    The rows of `linear_qkv` are laid out as in Megatron: group by group, each group's query heads, then its key head,
+    then its value head.
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.num_query_groups = config.num_query_groups
+        self.heads_per_group = config.heads_per_group
+        self.head_dim = config.head_dim
+        scalar = config.query_pre_attn_scalar
+        self.linear_qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=config.add_qkv_bias or config.add_bias_linear)
+        if config.qk_layernorm != "none":
+            whole = config.qk_layernorm == "hidden"
+            self.q_layernorm = norm(config, config.query_size if whole else config.head_dim)
+            self.k_layernorm = norm(config, config.key_size if whole else config.head_dim)
+        self.core_attention = CoreAttention(
+            None if scalar is None else scalar**-0.5, config.window(layer), config.attn_logit_softcapping)
+        self.linear_proj = nn.Linear(config.query_size, config.hidden_size, bias=config.add_bias_linear)
+        self.normed = config.qk_layernorm
+
+    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        qkv = self.linear_qkv(x).unflatten(-1, (self.num_query_groups, -1, self.head_dim))
+        q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=-2)  # [B, T, G, heads, head_dim] each
+        q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
+        if self.normed == "head":
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        elif self.normed == "hidden":
+            q, k = (n(t.flatten(2)).view(t.shape) for n, t in ((self.q_layernorm, q), (self.k_layernorm, k)))
+        if cos is not None and sin is not None:
+            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        attended: Tensor = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        projected: Tensor = self.linear_proj(attended.transpose(1, 2).flatten(2))
+        return projected

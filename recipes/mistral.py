@@ -1,0 +1,25 @@
+"""Mistral 7B (0.1 and 0.3) and Mistral NeMo 12B with their published shapes and NeMo's pre-training defaults, and a tiny one.
+
+0.1 has a sliding window of 4096 in all layers; 0.3 has none, a larger vocabulary and a larger rotary base. NeMo has a recipe for
+0.1 of 7B alone, with 4096 tokens a sample; mistral_nemo_12b's layout is llama2_7b's.
+"""
+
+from __future__ import annotations
+
+from fp8cfg.config import hugging_face
+from fp8cfg.config.model import Model
+from fp8cfg.recipes.pretraining import size, tiny
+
+MISTRAL = Model(vocab_size=32000, seq_length=4096, sliding_window=4096)
+MISTRAL_V03 = Model(vocab_size=32768, seq_length=4096, rotary_base=1e6)
+
+hugging_face.family("mistral", "MistralForCausalLM", Model(layernorm_epsilon=1e-6, sliding_window=4096))
+
+mistral_7b = size("mistral_7b", MISTRAL, (32, 4096, 14336, 32, 8, 0.02), "Mistral 7B 0.1, one node, context parallel 2.", cp=2)
+mistral_7b_v03 = size("mistral_7b_v03", MISTRAL_V03, (32, 4096, 14336, 32, 8, 0.02),
+    "Mistral 7B 0.3, one node, context parallel 2.", cp=2)
+mistral_nemo_12b = size("mistral_nemo_12b", MISTRAL_V03, (40, 5120, 14336, 32, 8, 0.02),
+    "Mistral NeMo 12B, one node, tensor parallel 2.", tp=2, kv_channels=128, more={"vocab_size": 131072})
+
+mistral_tiny = tiny("mistral_tiny", MISTRAL, "Mistral with 3.3 million parameters and a window of 64, for two CPU cores.",
+    sliding_window=64)

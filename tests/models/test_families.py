@@ -1,0 +1,181 @@
+"""Model families against transformers' models: the same numbers out, the same gradients, the same counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+from fp8cfg.config import hugging_face  # noqa: E402
+from fp8cfg.config.errors import ConfigError  # noqa: E402
+from fp8cfg.config.model import Model, RopeScaling  # noqa: E402
+from fp8cfg.config.recipe import Recipe  # noqa: E402
+from fp8cfg.config.recipe_registry import recipes  # noqa: E402
+from fp8cfg.layer_plan import transformer_config  # noqa: E402
+from fp8cfg.models import TransformerConfig, linear_layers, parameter_counts, parameter_shapes  # noqa: E402
+from fp8cfg.models.hf import Layout, from_hf, to_hf  # noqa: E402
+from fp8cfg.models.transformer import Transformer  # noqa: E402
+
+SHAPE = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 128,
+         "seq_length": 48, "init_method_std": 0.1}
+TINY = {name: make for name, make in recipes().items() if name.endswith("_tiny")}
+MORE: dict[str, dict[str, Any]] = {  # what a small shape needs so that each difference of the family is felt
+    "gemma2_tiny": {"kv_channels": 32, "query_pre_attn_scalar": 24, "sliding_window": 12, "attn_logit_softcapping": 2.0,
+                    "final_logit_softcapping": 3.0},
+    "gemma3_tiny": {"kv_channels": 32, "query_pre_attn_scalar": 24, "sliding_window": 12, "rotary_base_local": 100.0,
+                    "rope_scaling": RopeScaling(factor=4, rope_type="linear")},
+    "gpt3_tiny": {"num_query_groups": 4}, "mistral_tiny": {"sliding_window": 12}, "qwen3_tiny": {"kv_channels": 32},
+    "nemotron_tiny": {"kv_channels": 32},
+}
+
+
+def shaped(name: str) -> Model:
+    """The model of a tiny recipe, smaller still."""
+    return TINY[name]().model.model_copy(update={**SHAPE, **MORE.get(name, {})})
+
+
+def config_of(model: Model) -> TransformerConfig:
+    return transformer_config(Recipe(model=model))
+
+
+def layout_of(family: hugging_face.Family) -> Layout:
+    return Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
+
+
+def theirs(family: hugging_face.Family, model: Model) -> Any:
+    """transformers' model with random weights, none of them where it starts: that would hide a norm or a bias in the wrong place."""
+    torch.manual_seed(0)
+    said = {k: v for k, v in family.write(model).items() if k not in ("architectures", "model_type")}
+    made = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(family.model_type, **said), attn_implementation="eager")
+    for name, p in made.named_parameters():
+        if p.dim() == 1:
+            torch.nn.init.uniform_(p, -0.5, 0.5) if name.endswith("bias") else torch.nn.init.uniform_(p, 0.3, 1.2)
+    return made
+
+
+def build(name: str, dtype: torch.dtype) -> tuple[Any, Transformer, TransformerConfig, Layout]:
+    model = shaped(name)
+    family, config = hugging_face.of_model(model), config_of(model)
+    layout, their = layout_of(family), theirs(family, model)
+    ours = Transformer(config)
+    ours.load_state_dict(from_hf(their.state_dict(), config, layout))
+    return their.to(dtype), ours.to(dtype), config, layout
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_logits_and_gradients_are_transformers(name: str) -> None:
+    """In float32 to 1e-5 and 1e-4; in bfloat16, whose intermediate roundings differ, as close to float32's as theirs, or twice that."""
+    their, ours, config, layout = build(name, torch.float32)
+    tokens = torch.randint(config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(1))
+    exact = their(tokens).logits
+    torch.testing.assert_close(ours(tokens), exact, rtol=1e-5, atol=2e-5)
+
+    ours(tokens[:, :-1], tokens[:, 1:]).backward()
+    their(tokens, labels=tokens).loss.backward()
+    gradients = {n: p.grad for n, p in ours.named_parameters(remove_duplicate=False)}
+    unshifted = dataclasses.replace(layout, centered=None)  # a norm's gradient is the same around 0 and 1
+    found = to_hf(gradients, config, unshifted)
+    for n, p in their.named_parameters():
+        torch.testing.assert_close(found[n], p.grad, rtol=1e-4, atol=2e-6, msg=lambda m, n=n: n + m)
+
+    with torch.no_grad():
+        rough, mine = their.bfloat16()(tokens).logits.float(), ours.bfloat16()(tokens).float()
+        assert _error(mine, exact) < 2 * _error(rough, exact) < 0.1
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_round_trip_changes_no_bit(name: str) -> None:
+    model = shaped(name)
+    family, config = hugging_face.of_model(model), config_of(model)
+    state = theirs(family, model).bfloat16().state_dict()
+    back = to_hf(from_hf(state, config, layout_of(family)), config, layout_of(family))
+    assert not back.keys() - state.keys() and state.keys() - back.keys() <= {"lm_head.weight"}
+    exact = family.model.layernorm_zero_centered_gamma == model.layernorm_zero_centered_gamma
+    for n, tensor in back.items():
+        torch.testing.assert_close(tensor, state[n], rtol=0 if exact else 1e-2, atol=0 if exact else 1e-2)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_names_and_shapes_are_the_models(name: str) -> None:
+    config = config_of(shaped(name))
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == parameter_shapes(config)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert [(n, m.in_features, m.out_features) for n, m in linears.items()] == linear_layers(config)
+
+
+PUBLISHED = {  # billions, to the digits of the model cards and papers
+    "llama2_7b": 6.74, "llama2_13b": 13.0, "llama2_70b": 69.0, "llama31_8b": 8.03, "llama31_70b": 70.6, "llama31_405b": 406.0,
+    "llama32_1b": 1.24, "llama32_3b": 3.21, "qwen2_500m": 0.49, "qwen2_1p5b": 1.54, "qwen2_7b": 7.62, "qwen2_72b": 72.7,
+    "qwen25_500m": 0.49, "qwen25_1p5b": 1.54, "qwen25_3b": 3.09, "qwen25_7b": 7.62, "qwen25_14b": 14.8, "qwen25_32b": 32.8,
+    "qwen25_72b": 72.7, "qwen3_600m": 0.6, "qwen3_1p7b": 1.72, "qwen3_4b": 4.02, "qwen3_8b": 8.19, "qwen3_14b": 14.8,
+    "qwen3_32b": 32.8, "gemma2_2b": 2.61, "gemma2_9b": 9.24, "gemma2_27b": 27.2, "gemma3_270m": 0.268, "gemma3_1b": 1.0,
+    "gemma3_4b": 3.88, "gemma3_12b": 11.8, "gemma3_27b": 27.0, "gpt3_125m": 0.125, "gpt3_6p7b": 6.7, "gpt3_175b": 175,
+    "nemotron3_4b": 4.19, "nemotron4_15b": 15.6, "nemotron4_340b": 341, "mistral_7b": 7.24, "mistral_7b_v03": 7.25,
+    "mistral_nemo_12b": 12.2, "olmo2_1b": 1.48, "olmo2_7b": 7.30, "olmo2_13b": 13.7, "olmo2_32b": 32.2,
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(recipes()) - set(TINY) - {"from_hf"}))
+def test_counts_equal_transformers_and_the_published_ones(name: str) -> None:
+    """Of one layer transformers' model is counted on the meta device, and all that is outside of layers; layers are alike."""
+    model = recipes()[name]().model
+    total = parameter_counts(config_of(model))["total"]
+    family = hugging_face.of_model(model)
+    counts = []
+    for layers in (1, 2):
+        said = family.write(model.model_copy(update={"num_layers": layers}))
+        said = {k: v for k, v in said.items() if k not in ("architectures", "model_type")}
+        with torch.device("meta"):
+            made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family.model_type, **said))
+        counts.append(sum(p.numel() for p in made.parameters()))
+    assert total == counts[0] + (model.num_layers - 1) * (counts[1] - counts[0])
+    if name in PUBLISHED:
+        shown = PUBLISHED[name]
+        digits = len(str(shown).rstrip("0").partition(".")[2])
+        assert round(total / 1e9, digits) == pytest.approx(shown, abs=10**-digits / 2 + 1e-9)
+
+
+def test_what_no_family_says_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"no model of transformers computes this one: .*model.activation=squared_relu"):
+        hugging_face.of_model(shaped("llama_tiny").model_copy(update={"activation": "squared_relu"}))
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    ({"model_type": "llama", "hidden_act": "gelu"}, "config.json: hidden_act=gelu: not in this version, llama is read with silu"),
+    ({"model_type": "lama"}, "config.json: model_type=lama: no such family here; did you mean 'llama'"),
+    ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}}, "config.json: rope_type=yarn: not in this version"),
+    ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+     "config.json: layer_types: layers without a sliding window must stand at even distances here"),
+])
+def test_a_config_that_a_recipe_cannot_say_is_refused(config: dict[str, Any], message: str) -> None:
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    with pytest.raises(ConfigError) as e:
+        hugging_face.of_config(config).read({**shape, **config})
+    assert message in str(e.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "nemotron", "olmo2"])
+def test_a_config_without_keys_has_transformers_defaults(kind: str) -> None:
+    """Published config.json files leave defaults out."""
+    family, small = hugging_face.registered()[kind], {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    full = {k: v for k, v in transformers.AutoConfig.for_model(kind, **small).to_dict().items() if k not in family.fixed}
+    said = {family.spelled and k: full[k] for k in full if k in ("n_layer", "n_embd", "n_head", "n_inner", "intermediate_size", *small)}
+    if kind != "gpt2":
+        said |= {k: full[k] for k in ("num_key_value_heads", "vocab_size", "head_dim") if k in full}
+    whole, bare = family.read(full), family.read(said)
+    same = {"max_position_embeddings", "seq_length", "vocab_size", "kv_channels", "init_method_std"}
+    assert bare.model_dump(exclude=same) == whole.model_dump(exclude=same)
