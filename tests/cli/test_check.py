@@ -42,7 +42,7 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("recipe: llama_1b\nprecision: mine\n")
     assert said(capsys, "check", str(file), "--config-dir", str(tmp_path), "trainer.devices=1").startswith("ok: llama_1b, bf16, FP8 delayed in ")
-    assert refused(capsys, "check", str(file)) == [f"{file}:2: precision=mine: no such precision preset"]
+    assert refused(capsys, "check", str(file)) == [f"{file}:2: precision=mine: no such precision preset; fp8cfg list precision has them"]
 
 
 @pytest.mark.parametrize(("argv", "lines"), [

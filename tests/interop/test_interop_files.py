@@ -302,7 +302,7 @@ def test_a_preset_is_a_name_and_a_file_has_a_folder_or_an_ending(capsys: pytest.
     assert refused(capsys, "import", "nemo", "conf/nowhere") == ["conf/nowhere: cannot be read (No such file or directory)"]
     assert refused(capsys, "import", "nemo", "./nowhere") == ["nowhere: cannot be read (No such file or directory)"]
     assert refused(capsys, "import", "nemo", "nowhere.yaml") == ["nowhere.yaml: cannot be read (No such file or directory)"]
-    assert refused(capsys, "import", "nemo", "nowhere") == ["precision=nowhere: no such precision preset"]
+    assert refused(capsys, "import", "nemo", "nowhere") == ["precision=nowhere: no such precision preset; fp8cfg list precision has them"]
 
 
 @pytest.mark.parametrize(("project", "ending", "text"), [("accelerate", "json", '{"mixed_precision": "bf16"}'), ("torchtitan", "toml", "[training]\nmixed_precision_param = 'bfloat16'\n"),
