@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # for type checkers and editors the same names as in _HOMES; 
     from fp8cfg.config.training_nodes import Trainer as Trainer
     from fp8cfg.conversion.autowrap import apply_fp8_autowrap as apply_fp8_autowrap
     from fp8cfg.conversion.autowrap import contextual_fp8_autocast as contextual_fp8_autocast
+    from fp8cfg.conversion.averaging import Average as Average
+    from fp8cfg.conversion.averaging import averaged as averaged
     from fp8cfg.conversion.convert import convert_back as convert_back
     from fp8cfg.conversion.convert import convert_model as convert_model
     from fp8cfg.conversion.convert import has_fp8_layers as has_fp8_layers
@@ -94,6 +96,7 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
         "fp8cfg.config.recipe_registry": "recipe",
         "fp8cfg.config.training_nodes": "Checkpoint Data Log Optim Strategy Trainer",
         "fp8cfg.conversion.autowrap": "apply_fp8_autowrap contextual_fp8_autocast",
+        "fp8cfg.conversion.averaging": "Average averaged",
         "fp8cfg.conversion.convert": "convert_back convert_model has_fp8_layers has_transformer_engine_layers",
         "fp8cfg.job": "Job",
         "fp8cfg.report.coverage": "coverage",

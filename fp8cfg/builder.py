@@ -83,7 +83,7 @@ def job(**parts: Any) -> Job:
 
         refuse_uneven(plans, recipe.precision, choice.backend)
     made = _put_together(recipe, model, hardware.device, plans, choice)
-    mark(made.model, recipe.fp8, plans, choice, own_optimizer=True)
+    mark(made.model, recipe.fp8, plans, choice, own_optimizer=True, torch_autocast=made.torch_autocast)
     refuse_ddp(made.model)
     return made
 

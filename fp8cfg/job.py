@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fp8cfg.backends import backend_registry
-from fp8cfg.backends.autocast_context import AutocastContext
+from fp8cfg.backends.autocast_context import AutocastContext, autocast
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.compile_options import compile_options
 from fp8cfg.backends.gemm_plan import PlannedLinear
@@ -64,6 +64,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.forward = self.prepared.model
+        self.optimizer.fp8_state = self
         self.optimizer.register_step_pre_hook(lambda *_: self._check_sums())
         if self.recipe.fp8.enabled:
             self.optimizer.register_step_pre_hook(lambda *_: self._check_first_pass())
@@ -92,7 +93,8 @@ class Job:
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
         """A context inside which the model's FP8 layers multiply in FP8; outside they multiply in high precision. One that was made
-        once may be entered any number of times, also inside of itself.
+        once may be entered any number of times, also inside of itself. Around a given model it is torch.autocast in the compute
+        dtype too, which takes losses and norms in float32.
 
         With activation checkpointing stay inside until the backward pass is done: it repeats forward passes.
         """
@@ -103,9 +105,31 @@ class Job:
         def entered() -> AbstractContextManager[None]:
             if self.recipe.fp8.enabled:
                 first_pass.entered(self.model, enabled)
-            return backend.autocast(self.model, enabled)
+            return autocast(backend, self.model, enabled, self.torch_autocast)
 
         return AutocastContext(entered)
+
+    @property
+    def torch_autocast(self) -> str:
+        """The dtype, "bf16" or "fp16", of the torch.autocast that a given model runs in; empty where there is none. A recipe's own
+        Transformer has its dtypes itself."""
+        compute = self.recipe.precision.compute
+        return compute if self.foreign and compute != "fp32" else ""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """FP8 state of the model by name, copies: scales, amax histories, counts of random draws, and weights that are stored in
+        FP8 or in a codec with a scale as they are stored. `model.state_dict()` has none of it; `optimizer.state_dict()` carries it
+        along."""
+        from fp8cfg.numerics.stored_form import fp8_state_dict
+
+        return fp8_state_dict(self.model)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """The inverse of `state_dict`: load the model's weights first, and the optimizer's state, where it is loaded by itself,
+        afterwards. Raises ValueError, before anything is changed, for the state of other FP8 layers."""
+        from fp8cfg.numerics.stored_form import load_fp8_state_dict
+
+        load_fp8_state_dict(self.model, state_dict)
 
     def backward(self, loss: Tensor, parts: int = 1) -> None:
         """The backward pass of `loss`, one of `parts` equal shares of a step's mean loss, times the loss scale under fp16.
@@ -196,7 +220,7 @@ class Job:
 
             raise TypeError(f"a Job cannot be copied, nor its model: {COPY}")
         raise TypeError("a Job cannot be copied, its optimizer belongs to one model; build another, or copy job.model: "
-                        "fp8cfg.convert_back(copy.deepcopy(job.model)) gives plain weights, as for an average (EMA)")
+                        "fp8cfg.convert_back(copy.deepcopy(job.model)) gives plain weights, fp8cfg.averaged(job) an average (EMA)")
 
     def _check_first_pass(self) -> None:
         from fp8cfg.backends import first_pass

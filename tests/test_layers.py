@@ -33,7 +33,7 @@ TOP = {  # room -> rooms that its modules may import at their top
     "training.distributed": {"backends", "config", "numerics", "optim", "report"},
     "job": {"backends", "report"},
     "job_parts": {"backends", "config", "models"},
-    "conversion": {"backends", "composition", "config", "numerics", "report", "scalings"},
+    "conversion": {"backends", "composition", "config", "job", "numerics", "optim", "report", "scalings"},
     "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},
     "builder": {"backends", "config", "job_parts", "job", "layer_plan", "optim"},
     "run_plan": {"builder", "config", "report"},

@@ -6,12 +6,14 @@ They are attributes of the layers, not of the model, so that copies and wrappers
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
 
 from fp8cfg.backends import backend_registry
+from fp8cfg.backends.autocast_context import autocast
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.ddp_refusal import allow_ddp
 from fp8cfg.backends.flops import unwatch
@@ -35,6 +37,7 @@ class Converted:
     `proved` says that the first of them ran in FP8, and `under_way` counts its contexts that are entered, one inside of another.
     `engaged` says that a layer has multiplied in FP8, `checked` that a step has found it out; `asked_off` that the last context of
     a training pass was disabled; `share_said` that the share of FP8 was looked at.
+    `torch_autocast` is the dtype of torch's autocast around a job's given model.
     """
 
     choice: Choice
@@ -48,6 +51,11 @@ class Converted:
     checked: bool = False
     asked_off: bool = False
     share_said: bool = False
+    torch_autocast: str = ""
+
+    def autocast(self, model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """The context in which `model` runs in FP8, or not `enabled`, in high precision."""
+        return autocast(self.backend, model, enabled, self.torch_autocast)
 
     @property
     def backend(self) -> Backend:
@@ -61,9 +69,10 @@ class Converted:
         self.backend.after_step(model, group, self.steps)
 
 
-def mark(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], choice: Choice, own_optimizer: bool = False) -> None:
+def mark(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], choice: Choice, own_optimizer: bool = False,
+         torch_autocast: str = "") -> None:
     """Store the exclusion reason, and for converted layers plan and shared state, on each layer of `plan`."""
-    shared = Converted(choice, fp8.model_copy(deep=True), own_optimizer)
+    shared = Converted(choice, fp8.model_copy(deep=True), own_optimizer, torch_autocast=torch_autocast)
     for planned in plan:
         layer = model.get_submodule(planned.name)
         setattr(layer, REASON, planned.reason)

@@ -52,7 +52,7 @@ def hold(
             replaced(model, planned.name, high)
             layer = high
         if isinstance(layer, FP8Linear):
-            layer.hold(codec(named["weight"]))
+            layer.hold(codec(named["weight"]), DTYPES[precision.compute])
         else:
             held_weight.hold(layer, codec(named["weight"]), DTYPES[precision.compute])
     if others(precision)["weight"] != precision.compute:

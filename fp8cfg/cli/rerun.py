@@ -77,7 +77,7 @@ def _compared_or(read: Callable[[], T], what: str, missing: list[str]) -> T | No
 
 def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str]) -> list[str]:
     """What differs from the first run, one line each: keys, environment, data; into `missing` what cannot be compared."""
-    from fp8cfg.training.checkpoint.job_state import changes
+    from fp8cfg.training.checkpoint.resume_rules import changes
     from fp8cfg.training.data import run_data
     from fp8cfg.training.environment import differences, environment
     from fp8cfg.training.run_folder import ENVIRONMENT

@@ -112,7 +112,7 @@ def _pass(model: nn.Module, recipe: Recipe, use_during_eval: bool = False) -> It
     enabled = model.training or use_during_eval or recipe.fp8.use_autocast_during_eval
     state.under_way += 1
     try:
-        with state.backend.autocast(model, enabled):
+        with state.autocast(model, enabled):
             yield
     finally:
         state.under_way -= 1

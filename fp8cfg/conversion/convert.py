@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8cfg.backends import backend_registry, first_pass, flops, stored_weights
 from fp8cfg.backends.autocast_context import AutocastContext
@@ -39,6 +39,7 @@ from fp8cfg.config.refusal import changed
 from fp8cfg.config.storage import fp8_weights
 from fp8cfg.conversion.preset_values import fit_layers, leave_parameters
 from fp8cfg.numerics import Region, seed_rounding
+from fp8cfg.numerics.stored_form import fp8_state_dict, load_fp8_state_dict
 from fp8cfg.report.coverage import coverage, of_layers, warn_of_share
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.report.tables import wrapped
@@ -87,6 +88,16 @@ class Conversion:
                           "histories; drop the call", RuntimeWarning, stacklevel=2)
             return
         state.step(self.model)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """FP8 state of the model by name, copies: scales, amax histories, counts of random draws. `model.state_dict()` has none of
+        it, and loads into the model as it was before the conversion."""
+        return fp8_state_dict(self.model)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """The inverse of `state_dict`: load the model's weights first. Raises ValueError, before anything is changed, for the state
+        of other FP8 layers. Where it is not loaded, scales start anew, and the next step says so."""
+        load_fp8_state_dict(self.model, state_dict)
 
     def prove(self) -> None:
         """Raise NotFP8Error where what ran since the conversion is not what was planned, or is less than fp8.min_coverage.
@@ -144,7 +155,7 @@ def convert_back(model: nn.Module) -> nn.Module:
     for name, layer in list(holder.named_modules()):
         for backend in backend_registry.used():
             if (plain := backend.plain(layer)) is not None:
-                if isinstance(plain, nn.Linear) and plain.weight is not layer.weight:
+                if isinstance(plain, nn.Linear) and plain.weight is not layer._parameters.get("weight"):
                     plain.weight.data = plain.weight.data.to(dtype)
                 replaced(holder, name, plain)
     unmark(holder)

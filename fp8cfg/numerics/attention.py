@@ -33,10 +33,12 @@ from fp8cfg.numerics.gemm import encode
 from fp8cfg.numerics.gemm_operand import Operand, in_dtype
 from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, Scaling, amax_of, floor_to_power_of_2, scale_from_amax, scale_now
+from fp8cfg.numerics.stored_form import in_stored_form, persistent
 
 QKV, S, OUT, DOUT, DP, DQKV = range(6)  # columns of the scales and the amax history
 ROLES = (INPUT, INPUT, INPUT, GRAD_OUTPUT, GRAD_OUTPUT, GRAD_OUTPUT)
 """What each column is to `Scaling.format_of`."""
+STATE = ("fp8_scale", "fp8_amax_history")
 PRODUCTS = ("p", "o", "ds", "dv", "dq", "dk")
 """The six products by what they make, in the order of the record."""
 
@@ -155,8 +157,8 @@ class FP8Attention(nn.Module):
         self._plain = (plain,)  # no module of this one: it has no state
         self.register_buffer("gemms_ran", torch.zeros(len(PRODUCTS), dtype=torch.int32, device=device), persistent=False)
         state = self.fresh_state() if scaling.layout.history else {}
-        for name in ("fp8_scale", "fp8_amax_history"):
-            self.register_buffer(name, state.get(name))
+        for name in STATE:
+            self.register_buffer(name, state.get(name), persistent=False)
 
     def fresh_state(self) -> dict[str, Tensor]:
         """Scales and amax history before the first pass: a scale of 0 stands for "not set yet"."""
@@ -197,9 +199,14 @@ class FP8Attention(nn.Module):
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with persistent(self, STATE, in_stored_form()):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         complete_delayed(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        with persistent(self, STATE):
+            super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def _t(operand: Operand) -> Operand:

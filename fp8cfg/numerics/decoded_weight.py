@@ -1,8 +1,7 @@
-"""Weight decoded on access: layers of other libraries read `layer.weight`, which is stored in a codec, as a high-precision tensor.
+"""Weight decoded on access: layers of other libraries multiply `decoded_weight()` of what they store in a codec.
 
-The Parameter named `weight` is the stored tensor; its scale is the buffer `fp8_weight_scale_inv`. Reading the attribute decodes
-it, and its gradient, in `weight_grad_dtype`, goes back to the Parameter. Names, hooks, `state_dict` and what the library's class
-does stay as they are.
+The Parameter named `weight` is the stored tensor; its scale is the buffer `fp8_weight_scale_inv`. The gradient of what is decoded,
+in `weight_grad_dtype`, goes back to the Parameter. Names, hooks, `state_dict` and what the library's class does stay as they are.
 """
 
 from __future__ import annotations
@@ -14,39 +13,34 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Codec, Stored
-from fp8cfg.numerics.gemm_operand import in_dtype
-from fp8cfg.numerics.low_bit_weight import NarrowWeight
-
-SCALE = "fp8_weight_scale_inv"
-
-
-class _Decode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, receiver: Tensor, data: Tensor, scale_inv: Tensor | None, codec: Codec, dtype: torch.dtype) -> Tensor:
-        return in_dtype(codec.decode((data,) if scale_inv is None else (data, scale_inv)), dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None, None
+from fp8cfg.numerics.low_bit_weight import SCALE_INV, NarrowWeight
+from fp8cfg.numerics.weight_access import as_read, decode, plain
 
 
 class HeldWeight(NarrowWeight):
     """The properties and methods that `hold` adds to a layer's class."""
 
-    kept = (SCALE,)
+    kept = (SCALE_INV,)
     held = True
     codec: Codec
-    _read_as: torch.dtype
 
     @property
     def weight(self) -> Tensor:
-        """The weight [out, in], decoded anew."""
-        return _Decode.apply(*self.receiver_and_stored(), getattr(self, SCALE), self.codec, self._read_as)  # type: ignore[no-any-return, no-untyped-call]
+        """The weight [out, in] in the dtype of products, decoded anew and not to be written to."""
+        with torch.enable_grad():
+            return as_read(self.decoded_weight(), self.parameter)
+
+    def decoded_weight(self) -> Tensor:
+        receiver, data = self.receiver_and_stored()
+        return decode(receiver, (data, getattr(self, SCALE_INV), None, None, None), self.codec, self.read_as)
+
+    def float32_weight(self) -> Tensor:
+        return self.codec.decode(self.in_codec)
 
     @property
     def in_codec(self) -> Stored:
         """The tensors that hold the weight."""
-        data, scale_inv = self.parameter.detach(), getattr(self, SCALE)
+        data, scale_inv = plain(self.parameter), getattr(self, SCALE_INV)
         return (data,) if scale_inv is None else (data, scale_inv)
 
     def set_weight(self, master: Tensor) -> None:
@@ -56,10 +50,10 @@ class HeldWeight(NarrowWeight):
     def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         """Weights that are not in the codec are encoded."""
         weight, like = state.get(prefix + "weight"), self.in_codec
-        if weight is not None and weight.shape == like[0].shape and (prefix + SCALE in state) != (len(like) == 2):
+        if weight is not None and weight.shape == like[0].shape and (prefix + SCALE_INV in state) != (len(like) == 2):
             state[prefix + "weight"], *scale = self.codec.encode(weight.float())
             if scale:
-                state[prefix + SCALE] = scale[0]
+                state[prefix + SCALE_INV] = scale[0]
         super()._load_from_state_dict(state, prefix, *rest)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -80,22 +74,30 @@ def _blank(base: type[nn.Module]) -> HeldWeight:
 def hold(layer: nn.Module, codec: Codec, dtype: torch.dtype) -> None:
     """Let `layer`, which reads its `weight` [out, in] as `dtype`, hold it in `codec`, in place: a new Parameter, unless it is in
     that dtype and needs no scale."""
-    old, scale = layer.weight, None
+    old = layer.weight
     assert isinstance(old, nn.Parameter), "no layer twice"
-    if codec.scaling != "none" or old.dtype != codec.format.dtype:
-        data, *beside = codec.encode(old.detach().float())
-        layer._parameters["weight"], scale = nn.Parameter(data, requires_grad=old.requires_grad), beside[0] if beside else None
-    layer.register_buffer(SCALE, scale)
+    layer.register_buffer(SCALE_INV, None, persistent=False)
     layer.__class__ = type(_blank(type(layer)))
     assert isinstance(layer, HeldWeight)
-    layer.codec, layer._read_as, layer.weight_grad_dtype = codec, dtype, old.dtype
+    layer.codec, layer.read_as, layer.weight_grad_dtype = codec, dtype, old.dtype
+    if codec.scaling != "none" or old.dtype != codec.format.dtype:
+        data, *scale = codec.encode(old.detach().float())
+        layer._buffers[SCALE_INV] = scale[0] if scale else None
+        layer._store(data, old.requires_grad)
     layer._prepare_gradient()
 
 
 def unhold(layer: HeldWeight, weight: nn.Parameter) -> None:
     """Let `layer` be what it was before `hold`, in place, with that Parameter for its weight."""
-    for name in ("codec", "_read_as", "weight_grad_dtype", "_gradient_of_weight", "_detached"):
+    for name in ("codec", "read_as", "weight_grad_dtype", "_gradient_of_weight", "_detached"):
         vars(layer).pop(name, None)
-    del layer._buffers[SCALE]
+    del layer._buffers[SCALE_INV]
+    layer._non_persistent_buffers_set.discard(SCALE_INV)
     layer.__class__ = type(layer).__bases__[1]
     layer._parameters["weight"] = weight
+
+
+def operand(layer: nn.Module) -> Tensor:
+    """The weight [out, in] that a library's `layer` multiplies: decoded where it is stored in a codec."""
+    weight: Tensor = layer.decoded_weight() if isinstance(layer, HeldWeight) else layer.weight  # type: ignore[assignment]
+    return weight

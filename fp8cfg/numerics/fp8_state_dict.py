@@ -1,9 +1,10 @@
 """State dict conversion between high precision and FP8, in both directions, and between FP8 scalings.
 
-An FP8 layer adds to a linear layer's state, under delayed scaling, `fp8_scale` [3] and `fp8_amax_history` [length, 3], float32
-(columns: input, weight, grad_output); and where the weight itself is float8 or in a codec with a scale, what it is multiplied
-by to be read (`fp8_weight_scale_inv` and the others, see fp8_weights.py). A load that lacks them is a load of new weights: what the
-layer remembered of the old ones is forgotten. float8 weights stored under another scaling are read and quantized anew.
+In the stored form (stored_form.py) an FP8 layer adds to a linear layer's state, under delayed scaling, `fp8_scale` [3] and
+`fp8_amax_history` [length, 3], float32 (columns: input, weight, grad_output); and where the weight itself is float8, or in a codec
+with a scale, what it is multiplied by to be read (`fp8_weight_scale_inv` and the others, see fp8_weights.py). A load that lacks
+them is a load of new weights: what the layer remembered of the old ones is forgotten. float8 weights stored under another scaling
+are read and quantized anew.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from fp8cfg.numerics.formats import BY_DTYPE
 from fp8cfg.numerics.fp8_weights import Stored, dequantize
+from fp8cfg.numerics.stored_form import ANEW
+from fp8cfg.numerics.weight_access import plain
 
 if TYPE_CHECKING:
     from fp8cfg.numerics.attention import FP8Attention
@@ -29,8 +32,8 @@ BUFFERS = ("fp8_scale", "fp8_amax_history", *WEIGHT_BUFFERS)
 
 
 def high_precision_state_dict(state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """`state` of an FP8 model as the same model without FP8 loads it: without scales and histories, float8 weights
-    dequantized to `dtype`; every other tensor is passed on as it is."""
+    """`state`, the stored form of an FP8 model's, as the same model without FP8 loads it: without scales and histories, float8
+    weights dequantized to `dtype`; every other tensor is passed on as it is."""
     plain = {}
     for name, tensor in state.items():
         prefix, dot, leaf = name.rpartition(".")
@@ -56,25 +59,28 @@ def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Ten
     quantize once everything else is loaded.
     """
     weight = state.get(prefix + "weight")
-    if weight is None or weight.shape != layer.weight.shape:  # nn.Module says what is wrong with it
-        return None
+    if weight is None and not any(prefix + name in state for name in (*BUFFERS, ROUNDING_COUNT)):
+        return None  # nn.Module says what is missing
     complete_delayed(layer, state, prefix)
     count = getattr(layer, ROUNDING_COUNT)
     if count is None:
         state.pop(prefix + ROUNDING_COUNT, None)
-    else:
-        state.setdefault(prefix + ROUNDING_COUNT, torch.zeros_like(count))
+    elif prefix + ROUNDING_COUNT not in state:
+        state[prefix + ROUNDING_COUNT] = torch.zeros_like(count)
+        vars(layer)[ANEW] = True
+    if weight is None or weight.shape != layer.parameter.shape:
+        return None
     own = {name: getattr(layer, name) for name in WEIGHT_BUFFERS if getattr(layer, name) is not None}
-    if weight.dtype == layer.weight.dtype and _forms(state, prefix) == {k: (t.shape, t.dtype) for k, t in own.items()}:
+    if weight.dtype == layer.parameter.dtype and _forms(state, prefix) == {k: (t.shape, t.dtype) for k, t in own.items()}:
         return None
     stored = _stored(state, prefix)
     for name in WEIGHT_BUFFERS:  # of another scaling
         state.pop(prefix + name, None)
     if not own:
         if stored:
-            state[prefix + "weight"] = dequantize(stored, layer.weight.dtype)
+            state[prefix + "weight"] = dequantize(stored, layer.parameter.dtype)
         return None
-    state[prefix + "weight"] = layer.weight.detach()
+    state[prefix + "weight"] = plain(layer.parameter)
     state.update({prefix + name: tensor for name, tensor in own.items()})
     return dequantize(stored, torch.float32) if stored else weight
 
@@ -84,11 +90,13 @@ def complete_delayed(layer: FP8Linear | FP8Attention, state: dict[str, Tensor], 
     them, and a history of another length truncated or padded.
     """
     scale, history = prefix + "fp8_scale", prefix + "fp8_amax_history"
+    vars(layer).pop(ANEW, None)
     if layer.fp8_scale is None or layer.fp8_amax_history is None:
         state.pop(scale, None)
         state.pop(history, None)
     elif scale not in state:
         state.update({prefix + name: fresh for name, fresh in layer.fresh_state().items()})
+        vars(layer)[ANEW] = True
     elif history in state and state[history].shape[1:] == layer.fp8_amax_history.shape[1:]:
         state[history] = fit_history(state[history], layer.fp8_amax_history)
 

@@ -20,23 +20,24 @@ from fp8cfg.numerics.autocast_region import Region
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.codecs import Stored as InCodec
 from fp8cfg.numerics.fp8_state_dict import BUFFERS, ROUNDING_COUNT, WEIGHT_BUFFERS, prepare_load
-from fp8cfg.numerics.fp8_weights import Stored, dequantize, store
+from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.linear_function import LinearFunction, Plan, Products, State
-from fp8cfg.numerics.low_bit_weight import NarrowWeight
+from fp8cfg.numerics.low_bit_weight import SCALE_INV, NarrowWeight
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling, scale_now
 from fp8cfg.numerics.stochastic_rounding import Random, random_key
+from fp8cfg.numerics.weight_access import decode, decoded, plain
 
 ROUNDING_KEY = "fp8_rounding_key"
 
 
-class FP8Linear(NarrowWeight, nn.Linear):
+class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` is a property
     """An nn.Linear whose three GEMMs (fprop, dgrad, wgrad) run in FP8 while its region is active, and in high precision otherwise.
     Its weight may be stored in fewer bits, by `codec`, than the GEMMs read it in.
 
     Input [..., in] of any float dtype; output [..., out] in the autocast dtype, else in the input's. `gemms_ran`, int32 [3]
     for fprop, dgrad and wgrad, holds what each product last multiplied, evaluations in high precision apart: see `decode`."""
 
-    kept = BUFFERS
+    kept = (*BUFFERS, ROUNDING_COUNT)
     scaling: Scaling
     region: Region
     high_precision: Products
@@ -57,13 +58,15 @@ class FP8Linear(NarrowWeight, nn.Linear):
         product: Literal["emulate", "scaled_mm"] = "emulate",
         fp8_params: bool = False,
         codec: Codec | None = None,
+        read_as: torch.dtype | None = None,
     ) -> FP8Linear:
         """Takes over the very parameters of `linear`: tied weights stay tied, frozen ones frozen.
 
         With `fp8_params` the weight becomes a float8 Parameter instead, quantized from `linear.weight`, and `set_weight` writes
         to it; its gradient has the dtype that `linear.weight` had, unless `weight.grad_dtype` is set later. With `codec` it is
-        held in that one, and each pass decodes it: also where all products stay in high precision. Raises ValueError where the
-        hardware's product cannot have the layer's shape."""
+        held in that one, and each pass decodes it: also where all products stay in high precision. Either stands for a weight in
+        `read_as`, by default the dtype of `linear.weight`. Raises ValueError where the hardware's product cannot have the layer's
+        shape."""
         n, k = linear.weight.shape
         if product not in ("emulate", "scaled_mm"):
             raise ValueError(f"product={product!r}; choose one of emulate, scaled_mm")
@@ -73,42 +76,44 @@ class FP8Linear(NarrowWeight, nn.Linear):
             shape = f"in_features={k} and out_features={n}"
             raise ValueError(f"{shape}: scaled_mm needs both divisible by 16; keep this layer in high precision")
         new = cls(k, n, bias=linear.bias is not None, device="meta")
-        new.weight, new.bias = linear.weight, linear.bias
+        new.weight, new.bias = linear.weight, linear.bias  # type: ignore[misc]
         new.train(linear.training)
         new.scaling, new.region, new.high_precision, new.product = scaling, region, high_precision, product
         new.weight_grad_dtype, device, new.codec = linear.weight.dtype, linear.weight.device, None
+        new.read_as = read_as or linear.weight.dtype
         state = new.fresh_state() if scaling.layout.history else {}
         for name in BUFFERS:
-            new.register_buffer(name, state.get(name))
-        new.register_buffer(ROUNDING_KEY, None, persistent=False)
-        new.register_buffer(ROUNDING_COUNT, None)
+            new.register_buffer(name, state.get(name), persistent=False)
+        for name in (ROUNDING_KEY, ROUNDING_COUNT):
+            new.register_buffer(name, None, persistent=False)
         if scaling.rounds_at_random(GRAD_OUTPUT):
-            new.register_buffer(ROUNDING_COUNT, torch.zeros((), dtype=torch.int32, device=device))
+            new.register_buffer(ROUNDING_COUNT, torch.zeros((), dtype=torch.int32, device=device), persistent=False)
             new.seed_rounding(0)
         new.register_buffer("gemms_ran", torch.zeros(3, dtype=torch.int32, device=device), persistent=False)
         if fp8_params:
             data, *buffers = new._stored(linear.weight.detach())
             for name, buffer in zip(WEIGHT_BUFFERS, buffers, strict=True):
-                new.register_buffer(name, buffer)
-            new.weight = nn.Parameter(data, requires_grad=linear.weight.requires_grad)
+                new.register_buffer(name, buffer, persistent=False)
+            new._store(data, linear.weight.requires_grad)
         elif codec:
-            new.hold(codec)
+            new.hold(codec, new.read_as)
         new._prepare_gradient()
         return new
 
-    def hold(self, codec: Codec) -> None:
-        """Hold the weight in `codec` from now on: a new Parameter, unless it is in that dtype and needs no scale."""
-        self.codec, old = codec, self.weight
+    def hold(self, codec: Codec, read_as: torch.dtype) -> None:
+        """Hold the weight in `codec` from now on, for one in `read_as`: a new Parameter, unless it is in that dtype and needs no
+        scale."""
+        self.codec, self.read_as, old = codec, read_as, self.parameter
         if codec.scaling != "none" or old.dtype != codec.format.dtype:
             data, *scale_inv = codec.encode(old.detach().float())
-            self.weight = nn.Parameter(data, requires_grad=old.requires_grad)
             for buffer in scale_inv:
-                self.register_buffer(WEIGHT_BUFFERS[0], buffer)
+                self.register_buffer(SCALE_INV, buffer, persistent=False)
+            self._store(data, old.requires_grad)
         self._prepare_gradient()
 
     def fresh_state(self) -> dict[str, Tensor]:
         """Scales and amax history before the first pass: a scale of 0 stands for "not set yet"."""
-        first, device = torch.ones if self.scaling.first_step == "te" else torch.zeros, self.weight.device
+        first, device = torch.ones if self.scaling.first_step == "te" else torch.zeros, self.parameter.device
         history = torch.zeros(self.scaling.amax_history_len, 3, device=device)
         return {"fp8_scale": first(3, device=device), "fp8_amax_history": history}
 
@@ -118,8 +123,8 @@ class FP8Linear(NarrowWeight, nn.Linear):
         exact = self.scaling.layout.exact_in_bfloat16(self.scaling.power_2_scales)
         carrier = torch.bfloat16 if out == torch.bfloat16 and exact else torch.float32
         high_precision = self.high_precision if self.region.applies() else (True, True, True)
-        weight, stored = self.receiver_and_stored() if self.held else (self.weight, None)
-        weight_grad = self.weight.dtype if stored is None else self.weight_grad_dtype
+        weight, stored = self.receiver_and_stored() if self.held else (self.parameter, None)
+        weight_grad = weight.dtype if stored is None else self.weight_grad_dtype
         product = None if self.product == "scaled_mm" else carrier
         records = torch.is_grad_enabled()
         plan = Plan(self.scaling, high_precision, product, out, weight_grad, records, self.codec, trains=records and self.training)
@@ -135,7 +140,7 @@ class FP8Linear(NarrowWeight, nn.Linear):
         of draws, one for each backward pass, is in the state dict; the key is not, since it differs by rank.
         """
         if self.scaling.rounds_at_random(GRAD_OUTPUT):
-            self.register_buffer(ROUNDING_KEY, random_key(seed, *words).to(self.weight.device), persistent=False)
+            self.register_buffer(ROUNDING_KEY, random_key(seed, *words).to(self.parameter.device), persistent=False)
 
     def random(self, lane: int) -> Random | None:
         """The random numbers for rounding the next gradient, for the products that contract its dimension `lane`; None where
@@ -155,9 +160,8 @@ class FP8Linear(NarrowWeight, nn.Linear):
             return
         if not self.fp8_params:
             raise TypeError("set_weight writes float8 weights; this layer has a high-precision one: assign to it")
-        held = (self.weight, *(getattr(self, name) for name in WEIGHT_BUFFERS))
-        for target, new in zip(held, self._stored(master), strict=True):
-            if target is not None:
+        for target, new in zip(self._held_tensors(), self._stored(master), strict=True):
+            if target is not None and new is not None:
                 target.copy_(new)
 
     def _stored(self, master: Tensor) -> Stored:
@@ -179,15 +183,23 @@ class FP8Linear(NarrowWeight, nn.Linear):
     def in_codec(self) -> InCodec:
         """The tensors that store a weight in a codec."""
         scale_inv = self.fp8_weight_scale_inv
-        return (self.weight.detach(),) if scale_inv is None else (self.weight.detach(), scale_inv)
+        data = plain(self.parameter)
+        return (data,) if scale_inv is None else (data, scale_inv)
+
+    def _held_tensors(self) -> list[Tensor | None]:
+        """The fields of `Stored`; a weight in a codec has the first two at most."""
+        return [plain(self.parameter), *(getattr(self, name) for name in WEIGHT_BUFFERS)]
+
+    def decoded_weight(self) -> Tensor:
+        receiver, data = self.receiver_and_stored()
+        return decode(receiver, (data, *self._held_tensors()[1:]), self.codec, self.read_as)
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight [out, in] in `dtype`."""
-        if self.codec:
-            return self.codec.decode(self.in_codec).to(dtype)
-        if not self.fp8_params:
-            return self.weight.to(dtype)
-        return dequantize(Stored(self.weight.detach(), *(getattr(self, name) for name in WEIGHT_BUFFERS)), dtype)
+        return decoded(self._held_tensors(), self.codec, dtype) if self.held else self.parameter.to(dtype)
+
+    def float32_weight(self) -> Tensor:
+        return self.dequantized_weight(torch.float32)
 
     def extra_repr(self) -> str:
         formats = f"{self.scaling.forward.name}/{self.scaling.backward.name}"

@@ -12,13 +12,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fp8cfg.numerics.stored_form import in_stored_form, persistent
+from fp8cfg.numerics.weight_access import as_read, codes, plain
+
+SCALE_INV = "fp8_weight_scale_inv"
+"""The buffer of a layer's weight that is stored in float8, or in a codec with a scale: what its codes are multiplied by."""
+
 
 class NarrowWeight(nn.Module):
-    """Base class of a layer whose weight, while `held`, is stored in float8 or in a codec. `kept` names the buffers that are never
-    cast.
+    """Base class of a layer whose weight, while `held`, is stored in float8 or in a codec and stands for one in `read_as`. `kept`
+    names the buffers that are never cast, and which the stored form of its state has.
     """
 
     kept: ClassVar[tuple[str, ...]]
+    read_as: torch.dtype
     weight_grad_dtype: torch.dtype
     _gradient_of_weight: Tensor
     _detached: Tensor
@@ -35,6 +42,33 @@ class NarrowWeight(nn.Module):
         assert parameter is not None
         return parameter
 
+    @property
+    def scaled(self) -> bool:
+        """Whether what is stored means nothing without a scale."""
+        return self._buffers.get(SCALE_INV) is not None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in] as it reads; decoded anew, and not to be written to, where it is `scaled`."""
+        if self._parameters.get("weight") is None:
+            raise AttributeError(f"{type(self).__name__} has no weight yet")
+        if not self.scaled:
+            return self.parameter
+        with torch.enable_grad():
+            return as_read(self.decoded_weight(), self.parameter)
+
+    def decoded_weight(self) -> Tensor:
+        """The weight [out, in] in `read_as`, with a gradient for its Parameter."""
+        raise NotImplementedError
+
+    def float32_weight(self) -> Tensor:
+        """The weight [out, in] as it is stored, decoded, without gradient."""
+        raise NotImplementedError
+
+    def _store(self, data: Tensor, requires_grad: bool) -> None:
+        """Make `data` the stored weight; buffers are registered before."""
+        self._parameters["weight"] = codes(data, requires_grad) if self.scaled else nn.Parameter(data, requires_grad)
+
     def set_weight_grad_dtype(self, dtype: torch.dtype) -> None:
         """Compute and accumulate the gradient of a weight that is held in float8 or in a codec in `dtype`. That of any other
         weight is computed in the weight's own dtype, and accumulates in its `grad_dtype`."""
@@ -48,7 +82,7 @@ class NarrowWeight(nn.Module):
         narrow = weight.requires_grad and weight.dtype.itemsize < self.weight_grad_dtype.itemsize
         if narrow and torch.compiler.is_compiling():
             return self._gradient_of_weight, self._detached
-        return weight, weight.detach()
+        return weight, plain(weight)
 
     def _prepare_gradient(self) -> None:
         """Lets a weight that is stored in fewer bits have a wide gradient. Eager autograd only has to be told the dtype. Compiled
@@ -73,7 +107,7 @@ class NarrowWeight(nn.Module):
 
         receiver.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
         self._gradient_of_weight = receiver
-        self._detached = weight.detach()  # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
+        self._detached = plain(weight)  # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
 
     def _remember_grad_dtype(self) -> None:
         if self.held and self.parameter.grad_dtype is not None:
@@ -95,14 +129,27 @@ class NarrowWeight(nn.Module):
             fixed |= {id(self.parameter), id(self.parameter.grad)}
 
         def move(t: Tensor) -> Tensor:
-            new = fn(t)
-            return t.to(new.device) if id(t) in fixed and new.dtype != t.dtype else new
+            if id(t) not in fixed:
+                return fn(t)
+            new = fn(plain(t))
+            return new if new.dtype == t.dtype else plain(t).to(new.device)
 
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         self._prepare_gradient()
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with persistent(self, self.kept, in_stored_form()):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.scaled and in_stored_form():
+            destination[prefix + "weight"] = self.parameter if keep_vars else plain(self.parameter)
+        elif self.scaled:
+            destination[prefix + "weight"] = plain(self.decoded_weight())
+
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         self._remember_grad_dtype()
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._prepare_gradient()  # load_state_dict(assign=True) brings a new Parameter
+        with persistent(self, [name for name in self.kept if prefix + name in state_dict]):
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.scaled and type(self.parameter) is nn.Parameter:  # load_state_dict(assign=True) brings a new Parameter
+            self._store(self.parameter.data, self.parameter.requires_grad)
+        self._prepare_gradient()

@@ -110,7 +110,7 @@ class _Probe:
             return
         self._seen.add(name)
         self._measure(name, layer, INPUT, (*args, *kwargs.values())[0])
-        weight: Tensor | None = layer.weight
+        weight: Tensor | None = layer.parameter
         if layer.codec:
             weight = layer.dequantized_weight(torch.float32)
         elif layer.fp8_params and isinstance(weight, nn.Parameter):

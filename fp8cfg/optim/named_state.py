@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,29 @@ NO_HYPERPARAMETERS = ("params", "param_names", "columns")
 """What stands in a parameter group beside its hyperparameters."""
 
 
+class FP8State(Protocol):
+    """Who has the FP8 state of a model: a Job."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None: ...
+
+
+def carried(state: FP8State | None) -> dict[str, Any]:
+    """The entry of an optimizer's state dict for FP8 state; none where there is none."""
+    fp8 = {} if state is None else state.state_dict()
+    return {"fp8": fp8} if fp8 else {}
+
+
 class NamedOptimizer(torch.optim.Optimizer):
     """Base class of optimizers whose state is keyed by parameter name; `state_dict` therefore differs from torch's layout, which
     is keyed by position.
+
+    A job's optimizer carries the FP8 state of its model too (`fp8_state`): Trainer, Accelerate and Fabric save model and optimizer
+    alone, and the model's `state_dict` has none.
     """
+
+    fp8_state: FP8State | None = None
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
@@ -33,15 +52,18 @@ class NamedOptimizer(torch.optim.Optimizer):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """`state_tensors`, `state_json` and the hyperparameters of the groups."""
+        """`state_tensors`, `state_json` and the hyperparameters of the groups, and the FP8 state of a job's model."""
         groups = [hyperparameters(group) for group in self.param_groups]
-        return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups}
+        return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups} | carried(self.fp8_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; raises ValueError as `load_state` does, and for another number of groups."""
+        """The inverse of `state_dict`, for a model whose weights are loaded; raises ValueError as `load_state` does, and for
+        another number of groups or other FP8 layers."""
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(f"optimizer state: {len(groups)} parameter groups, expected {len(self.param_groups)}")
+        if self.fp8_state is not None and "fp8" in state_dict:
+            self.fp8_state.load_state_dict(state_dict["fp8"])  # first: what it writes into weights is no write of someone else
         self.load_state(state_dict["tensors"], state_dict["json"])
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)

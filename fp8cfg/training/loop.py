@@ -19,7 +19,7 @@ from fp8cfg.job import Job
 from fp8cfg.report.before_run import refuse_layout
 from fp8cfg.report.coverage import low_share
 from fp8cfg.report.tables import wrapped
-from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.checkpoint import checkpoint, job_state, saved_state
 from fp8cfg.training.checkpoint.saver import Diverged, Saver
 from fp8cfg.training.compile_choice import compiles
 from fp8cfg.training.compiled_gradients import compare
@@ -113,7 +113,7 @@ class _Training:
 
     def run_all(self, start_from: Loaded | None) -> Result:
         if start_from:
-            job_state.check(*start_from)
+            saved_state.check(*start_from)
         self._compile(start_from)
         first, last = self._load(start_from), self.recipe.trainer.max_steps
         loss = None

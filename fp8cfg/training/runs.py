@@ -13,7 +13,7 @@ from fp8cfg.composition import compose, to_yaml
 from fp8cfg.config.errors import ConfigError, printable
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
-from fp8cfg.training.checkpoint import checkpoint, job_state, step_folders
+from fp8cfg.training.checkpoint import checkpoint, resume_rules, saved_state, step_folders
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.loop import Callback, Loaded, Result, train
@@ -80,7 +80,7 @@ def from_newest(run: RunFolder, go_on: Callable[[str, Loaded | None], T], say: S
     for _, name in found:
         try:
             loaded = checkpoint.load_named(root, name)
-            job_state.check(*loaded)
+            saved_state.check(*loaded)
             return go_on(name, loaded)
         except DamagedCheckpoint as e:
             problem = str(e) if name in str(e) else f"{root.path / name}: {e}"
@@ -98,11 +98,11 @@ def continued(
     written = run.read_recipe()
     before = Recipe(**loaded[1]["recipe"]) if loaded else written
     recipe = changed(before)
-    job_state.refuse_changes(before, recipe, list(allow))
+    resume_rules.refuse_changes(before, recipe, list(allow))
     say(f"resuming {printable(str(run.path))} from {name or 'the start, it has no checkpoint yet'}")
-    for key in job_state.changes(before, written) if loaded else []:
+    for key in resume_rules.changes(before, written) if loaded else []:
         say(f"{key} in recipe.yaml is not that of the checkpoint, which holds; give it as a word to change it")
-    for key in job_state.changes(before, recipe):
+    for key in resume_rules.changes(before, recipe):
         say(f"changed: {key}")
     return recipe
 

@@ -30,6 +30,7 @@ from fp8cfg.numerics import E4M3, E5M2, Format, Ran, Region, Scaling, decode, di
 from fp8cfg.numerics.attention import DOUT, DP, DQKV, OUT, PRODUCTS, QKV, FP8Attention, S
 from fp8cfg.numerics.formats import cast
 from fp8cfg.numerics.scaling import amax_of, floor_to_power_of_2, scale_from_amax
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.report.coverage import coverage, planned
 from fp8cfg.training.checkpoint import checkpoint as checkpoints
 from fp8cfg.training.checkpoint import job_state
@@ -256,12 +257,12 @@ def test_state_is_never_cast_and_travels() -> None:
     half = copy.deepcopy(layer).bfloat16()
     assert all(map(torch.equal, state(half), state(layer))) and half.region is not layer.region
     other = FP8Attention(DELAYED, Region(True))
-    other.load_state_dict(layer.state_dict())
+    other.load_state_dict(stored_state_dict(layer))
     assert all(map(torch.equal, both_ways(other, *qkv(9)), both_ways(layer, *qkv(9))))
-    assert high_precision_state_dict(layer.state_dict()) == {}
+    assert high_precision_state_dict(stored_state_dict(layer)) == layer.state_dict() == {}
     other.load_state_dict({})  # new weights: what was seen is forgotten
     assert not any(t.any() for t in state(other))
-    CoreAttention().load_state_dict(high_precision_state_dict(layer.state_dict()))
+    CoreAttention().load_state_dict(layer.state_dict())
     assert FP8Attention(CURRENT, Region()).state_dict() == {}
 
 
@@ -386,7 +387,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(words: tuple[str, ...], tmp_path: Pat
     loaded = checkpoints.load(checkpoints.save(tmp_path, 3, tensors, json, keep=1))
     assert job_state.restore(job, *loaded, run_data(job.recipe)[0]) == 3
     assert [s.loss for s in steps(job, 3, first=3)] == want
-    for (name, a), b in zip(job.model.state_dict().items(), whole.model.state_dict().values(), strict=True):
+    for (name, a), b in zip(stored_state_dict(job.model).items(), stored_state_dict(whole.model).values(), strict=True):
         assert torch.equal(a, b), name
 
 

@@ -17,6 +17,7 @@ from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.quantization_statistics import collect
 from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.stochastic_rounding import Random, random_key
+from fp8cfg.numerics.stored_form import stored_state_dict
 from tests.support.small import losses, small
 
 NVFP4 = Scaling("nvfp4", E2M1, E2M1, weights_2d=True)
@@ -91,11 +92,12 @@ def test_the_memory_layout_of_a_gradient_changes_nothing() -> None:
 def test_the_count_of_draws_is_state_and_the_key_is_not() -> None:
     made, resumed = layer(), layer()
     ran(made)
-    assert "fp8_rounding_count" in made.state_dict() and "fp8_rounding_key" not in made.state_dict()
-    resumed.load_state_dict(made.state_dict())
+    state = stored_state_dict(made)
+    assert "fp8_rounding_count" in state and "fp8_rounding_key" not in state and list(made.state_dict()) == ["weight", "bias"]
+    resumed.load_state_dict(state)
     assert all(equal(ran(resumed), ran(made)))
     plain = layer(Scaling("current"))
-    plain.load_state_dict({k: v for k, v in made.state_dict().items()})  # of another scaling: left out
+    plain.load_state_dict(dict(state))  # of another scaling: left out
     resumed.load_state_dict(plain.state_dict())
     assert int(resumed.fp8_rounding_count) == 0, "new weights begin anew"
 

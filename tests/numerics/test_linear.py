@@ -39,6 +39,8 @@ from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.nvfp4 import hadamard
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.numerics.scaling import amax_of, scale_from_amax
+from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.weight_access import plain
 from tests.support.traced import TRACE
 
 DELAYED, CURRENT = Scaling(amax_history_len=4), Scaling("current")
@@ -379,7 +381,7 @@ def test_autocast_names_the_output_and_stays_out_of_the_products(dtype: torch.dt
 def test_recomputed_activations_change_nothing(scaling: Scaling, recompute: str) -> None:
     plain, recomputed = convert(Net(), scaling), convert(Net(recompute), scaling)
     assert train(*plain) == train(*recomputed)
-    assert same(list(plain[0].state_dict().values()), list(recomputed[0].state_dict().values()))
+    assert same(list(stored_state_dict(plain[0]).values()), list(stored_state_dict(recomputed[0]).values()))
     assert ran(recomputed[0].up) == in_fp8(scaling) if recompute == "reentrant" else ran(recomputed[0].up)[WGRAD] == in_fp8(scaling)[WGRAD]
 
 
@@ -423,10 +425,10 @@ def test_one_layer_used_twice_before_the_backward_pass() -> None:
 def test_evaluation_moves_nothing(active: bool) -> None:
     net, region = convert(Net(), DELAYED)
     train(net, region)
-    before = copy.deepcopy(net.state_dict())
+    before = copy.deepcopy(stored_state_dict(net))
     with torch.no_grad(), region.entered(active):
         net.eval()(data(9) * 100)
-    assert same(list(before.values()), list(net.state_dict().values()))
+    assert same(list(before.values()), list(stored_state_dict(net).values()))
     assert ran(net.up)[FPROP].how == "emulated", "what was recorded is of training, or in FP8"
 
 
@@ -480,12 +482,12 @@ def test_state_survives_a_save_and_a_load() -> None:
     net, region = convert(Net(), DELAYED)
     train(net, region, steps=3)
     other, other_region = convert(Net(), DELAYED)
-    other.load_state_dict(copy.deepcopy(net.state_dict()))
+    other.load_state_dict(copy.deepcopy(stored_state_dict(net)))
     assert train(net, region) == train(other, other_region)
-    assert [k for k in net.state_dict() if "fp8" in k] == [
+    assert [k for k in stored_state_dict(net) if "fp8" in k] == [
         f"{name}.{leaf}" for name in ("up", "down") for leaf in ("fp8_scale", "fp8_amax_history")
     ]
-    assert not [k for k in convert(Net(), CURRENT)[0].state_dict() if "fp8" in k]
+    assert not [k for k in stored_state_dict(convert(Net(), CURRENT)[0]) if "fp8" in k]
 
 
 @pytest.mark.parametrize("fp8_params", [False, True])
@@ -500,21 +502,21 @@ def test_high_precision_state_loads_strictly_and_forgets_the_old_weights(scaling
     fresh = Net()
     fresh.load_state_dict(source)
     fresh, _ = convert(fresh, scaling, fp8_params=fp8_params)
-    assert same([t.float() for t in net.state_dict().values()], [t.float() for t in fresh.state_dict().values()])
+    assert same([t.float() for t in stored_state_dict(net).values()], [t.float() for t in stored_state_dict(fresh).values()])
 
 
 @pytest.mark.parametrize("fp8_params", [False, True])
 def test_fp8_state_loads_into_a_high_precision_model(fp8_params: bool) -> None:
     net, _ = convert(Net(), DELAYED, fp8_params=fp8_params)
     plain = Net()
-    plain.load_state_dict(high_precision_state_dict(net.state_dict()))
+    plain.load_state_dict(high_precision_state_dict(stored_state_dict(net)))
     assert torch.equal(plain.up.weight, net.up.dequantized_weight(torch.float32))
     assert torch.equal(plain.up.weight, Net().up.weight) is not fp8_params
 
 
 def test_state_of_float8_weights_loads_into_wide_ones() -> None:
     stored, wide = convert(Net(), DELAYED, fp8_params=True)[0], convert(Net(), DELAYED)[0]
-    wide.load_state_dict(stored.state_dict())
+    wide.load_state_dict(stored_state_dict(stored))
     assert torch.equal(wide.up.weight, stored.up.dequantized_weight(torch.float32))
 
 
@@ -529,11 +531,11 @@ def test_casting_the_model_leaves_scales_alone(fp8_params: bool) -> None:
     net, region = convert(Net(), DELAYED, fp8_params=fp8_params)
     if not fp8_params:
         train(net, region)
-    before = [t.clone() for t in (*fp8_state(net), net.up.weight.detach())]
+    before = [t.clone() for t in fp8_state(net)]
     net.bfloat16()
-    assert same(fp8_state(net), before[:-1])
+    assert same(fp8_state(net), before)
     assert net.up.bias.dtype == torch.bfloat16
-    assert net.up.weight.dtype == (E4M3.dtype if fp8_params else torch.bfloat16)
+    assert net.up.parameter.dtype == (E4M3.dtype if fp8_params else torch.bfloat16)
 
 
 def test_moving_the_model_moves_its_state() -> None:
@@ -600,7 +602,7 @@ def test_gradients_of_float8_weights_are_wide_and_accumulate(traced: bool, how: 
     elif how == "cast":
         layer.bfloat16()
     elif how == "assigned":
-        layer.load_state_dict(layer.state_dict(), assign=True)
+        layer.load_state_dict(stored_state_dict(layer), assign=True)
     forward = TRACE(layer) if traced else layer
     for step in range(2):
         for module in (forward, reference):
@@ -631,7 +633,7 @@ def test_a_frozen_float8_weight_has_no_gradient_and_computes_in_high_precision_o
     y.sum().backward()
     assert torch.equal(y, F.linear(x, layer.dequantized_weight(torch.float32)))
     assert layer.weight.grad is None
-    assert torch.equal(layer.weight.float(), cast(linear.weight / layer.fp8_weight_scale_inv, E4M3).float())
+    assert torch.equal(plain(layer.parameter).float(), cast(linear.weight / layer.fp8_weight_scale_inv, E4M3).float())
 
 
 def test_set_weight_is_for_float8_weights() -> None:
@@ -685,14 +687,14 @@ def test_state_loads_from_every_scaling_into_every_other(fp8_params: bool) -> No
     some = {"delayed": DELAYED, "longer": Scaling(amax_history_len=9), "shorter": Scaling(amax_history_len=2), **{k: ALL[k] for k in ("current", "row", "block", "mxfp8", "nvfp4")}}
     for source, target in itertools.permutations(some, 2):
         one, other = (convert(Net(), some[name], fp8_params=fp8_params)[0] for name in (source, target))
-        other.load_state_dict(one.state_dict())
+        other.load_state_dict(stored_state_dict(one))
         fresh = convert(Net(), some[target], fp8_params=fp8_params)[0]
         off = (other.up.dequantized_weight(torch.float32) - fresh.up.dequantized_weight(torch.float32)).abs().max()
         assert off <= (0.4 if "nvfp4" in (source, target) else 0.13) * fresh.up.dequantized_weight(torch.float32).abs().max(), (source, target)
 
 
 def test_a_float8_weight_without_its_scale_is_refused() -> None:
-    state = convert(Net(), CURRENT, fp8_params=True)[0].state_dict()
+    state = stored_state_dict(convert(Net(), CURRENT, fp8_params=True)[0])
     del state["up.fp8_weight_scale_inv"]
     for model in (convert(Net(), CURRENT, fp8_params=True)[0], convert(Net(), CURRENT)[0]):
         with pytest.raises(RuntimeError, match=r"up\.weight is torch\.float8_e4m3fn and means nothing without up\.fp8_weight_scale_inv"):

@@ -21,7 +21,7 @@ from fp8cfg.config.storage import gathered
 from fp8cfg.job import Job
 from fp8cfg.layer_plan import plan
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, resume_rules
 from fp8cfg.training.compiled_gradients import compare
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed import fsdp
@@ -67,7 +67,7 @@ def held_out(job: Job, world: World) -> float:
 
 
 def save(job: Job, world: World, path: Path) -> None:
-    model, optimizer = job_state.model_tensors(job, world), job_state.optimizer_tensors(job, world)
+    model, optimizer = job_tensors.model_tensors(job, world), job_tensors.optimizer_tensors(job, world)
     if world.first:
         path.mkdir(parents=True, exist_ok=True)
         checkpoint.save(path, 2, *job_state.collect(job, run_data(job.recipe)[0], 2, optimizer, model), keep=1, world_size=world.size)
@@ -328,11 +328,11 @@ def test_a_split_model_is_not_copied_and_what_is_said_instead_works(words: str) 
 def test_a_run_goes_on_whole_with_the_key_that_is_named(words: str, more: str, cure: str, tmp_path: Path) -> None:
     split, whole = (small("trainer.micro_batch_size=8", *words.split(), *NOT_CLIPPED.split(), *shard.split()) for shard in (FSDP, more))
     with pytest.raises(fp8cfg.ConfigError) as e:
-        job_state.refuse_changes(split, whole, ["storage.weight"])
+        resume_rules.refuse_changes(split, whole, ["storage.weight"])
     assert f"{more.split()[0]}: this run was started with fsdp; {cure}" in e.value.problems
     if "--allow" in cure:
         whole.storage.weight = "fp32"
-        job_state.refuse_changes(split, whole, ["storage.weight"])
+        resume_rules.refuse_changes(split, whole, ["storage.weight"])
         job = fp8cfg.build(split)
         losses = run(job, World(), 0, 2)
         save(job, World(), tmp_path)
@@ -407,7 +407,7 @@ def test_an_fp8_gather_wants_equal_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 def on_three(folder: Path, world: World) -> dict[str, Any]:
     split, whole = (job_of(ROWS["bf16"], shard, NOT_CLIPPED, "trainer.global_batch_size=6 trainer.micro_batch_size=2") for shard in (FSDP, ""))
     found = {"split": run(split, world, 0, 2), "whole": run(whole, world, 0, 2)}
-    return {**found, "tensors": job_state.model_tensors(split, world), "want": whole.model.state_dict()}
+    return {**found, "tensors": job_tensors.model_tensors(split, world), "want": whole.model.state_dict()}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.fp8_state_dict import fit_history
-from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.checkpoint import checkpoint, job_state, resume_rules
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
 from tests.support.ranks import launch
@@ -85,21 +85,21 @@ REFUSED = [
 def test_a_change_that_is_not_the_same_run_is_refused(word: str, line: str) -> None:
     before = small(FP8)
     with pytest.raises(fp8cfg.ConfigError) as e:
-        job_state.refuse_changes(before, fp8cfg.compose([word], base=before), [])
+        resume_rules.refuse_changes(before, fp8cfg.compose([word], base=before), [])
     assert line in e.value.problems
     if "--allow" in line:
-        job_state.refuse_changes(before, fp8cfg.compose([word], base=before), [word.partition("=")[0]])
-        job_state.refuse_changes(before, fp8cfg.compose([word], base=before), ["fp8"])
+        resume_rules.refuse_changes(before, fp8cfg.compose([word], base=before), [word.partition("=")[0]])
+        resume_rules.refuse_changes(before, fp8cfg.compose([word], base=before), ["fp8"])
     else:
         with pytest.raises(fp8cfg.ConfigError, match="start a new run"):
-            job_state.refuse_changes(before, fp8cfg.compose([word], base=before), ["*"])
+            resume_rules.refuse_changes(before, fp8cfg.compose([word], base=before), ["*"])
 
 
 def test_free_keys_may_change() -> None:
     before = small(FP8)
     now = fp8cfg.compose(["trainer.max_steps=99", "log.every_n_steps=1", "optim.lr=1e-4", "fp8.min_coverage=0.5"], base=before)
-    job_state.refuse_changes(before, now, [])
-    assert set(job_state.changes(before, now)) == {"trainer.max_steps", "log.every_n_steps", "optim.lr", "fp8.min_coverage"}
+    resume_rules.refuse_changes(before, now, [])
+    assert set(resume_rules.changes(before, now)) == {"trainer.max_steps", "log.every_n_steps", "optim.lr", "fp8.min_coverage"}
 
 
 @pytest.mark.parametrize(("start", "change"), [
@@ -198,10 +198,10 @@ def test_the_layers_of_a_resumed_model_are_fp8(tmp_path: Path) -> None:
 
 def test_a_key_that_cannot_be_allowed_is_answered() -> None:
     with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margn: no such key; did you mean 'fp8\.margin'"):
-        job_state.refuse_changes(small(FP8), small(FP8), ["fp8.margn"])
-    job_state.refuse_changes(small(FP8), small(FP8, "fp8.margin=1"), ["trainer.plugins.fp8.margin"])
+        resume_rules.refuse_changes(small(FP8), small(FP8), ["fp8.margn"])
+    resume_rules.refuse_changes(small(FP8), small(FP8, "fp8.margin=1"), ["trainer.plugins.fp8.margin"])
     with pytest.raises(fp8cfg.ConfigError, match="start a new run"):
-        job_state.refuse_changes(small(FP8), small(FP8, "trainer.global_batch_size=16"), ["trainer.global_batch_size"])
+        resume_rules.refuse_changes(small(FP8), small(FP8, "trainer.global_batch_size=16"), ["trainer.global_batch_size"])
 
 
 def test_the_run_folder_says_what_runs_after_a_change(tmp_path: Path) -> None:

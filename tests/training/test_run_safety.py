@@ -18,7 +18,7 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.composition import to_yaml
 from fp8cfg.training import loop, signals
-from fp8cfg.training.checkpoint import checkpoint, job_state, step_folders
+from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, step_folders
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, OldCheckpointStays
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, write_manifest
 from fp8cfg.training.data import run_data
@@ -200,7 +200,7 @@ def test_the_last_save_ends_the_run_where_it_fails_but_not_an_old_one_that_stays
 def test_a_disk_too_small_for_one_checkpoint_is_said_before_the_first_step(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small(*WORDS, *words, "trainer.max_steps=1", "optim.warmup_steps=1", "trainer.val_check_interval=0")
     job, free = fp8cfg.build(recipe), [10**9]
-    need = job_state.checkpoint_bytes(job, World()) + checkpoint.RESERVE
+    need = job_tensors.checkpoint_bytes(job, World()) + checkpoint.RESERVE
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, free[0]))
     with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:
         free[0] = need - 1

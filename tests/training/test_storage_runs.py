@@ -17,7 +17,7 @@ from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.report import chart
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, resume_rules
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import Step, train_step
@@ -285,11 +285,11 @@ def test_resumed_bits_are_those_of_the_run_that_went_on(row: str, tmp_path: Path
 def test_a_resumed_run_keeps_the_state_it_has(before: str, now: str, line: str) -> None:
     recipe = small(*before.split())
     with pytest.raises(fp8cfg.ConfigError) as e:
-        job_state.refuse_changes(recipe, fp8cfg.compose([now], base=recipe), [])
+        resume_rules.refuse_changes(recipe, fp8cfg.compose([now], base=recipe), [])
     assert e.value.problems == [line]
     if "new run" in line:
         with pytest.raises(fp8cfg.ConfigError, match="start a new run"):
-            job_state.refuse_changes(recipe, fp8cfg.compose([now], base=recipe), [now.partition("=")[0]])
+            resume_rules.refuse_changes(recipe, fp8cfg.compose([now], base=recipe), [now.partition("=")[0]])
 
 
 @pytest.mark.parametrize(("before", "now", "key"), [
@@ -303,8 +303,8 @@ def test_an_allowed_change_then_fits(before: str, now: str, key: str) -> None:
     recipe = small(*before.split(), "optim.lr=1e-3")
     other = fp8cfg.compose([now], base=recipe)
     with pytest.raises(fp8cfg.ConfigError, match=f"repeat it with --allow {key}"):
-        job_state.refuse_changes(recipe, other, [])
-    job_state.refuse_changes(recipe, other, [key])
+        resume_rules.refuse_changes(recipe, other, [])
+    resume_rules.refuse_changes(recipe, other, [key])
     job, changed = fp8cfg.build(recipe), fp8cfg.build(other)
     list(steps(job, 3))
     tensors, state = job_state.collect(job, run_data(recipe)[0], 3)
@@ -355,7 +355,7 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
 
 
 def state(job: Job, world: World) -> dict[str, Tensor]:
-    return {k: t.clone() for k, t in {**job.model.state_dict(), **job_state.optimizer_tensors(job, world)}.items()}
+    return {k: t.clone() for k, t in {**job.model.state_dict(), **job_tensors.optimizer_tensors(job, world)}.items()}
 
 
 def spoil(p: Tensor) -> None:
@@ -363,7 +363,7 @@ def spoil(p: Tensor) -> None:
 
 
 def save(job: Job, world: World, path: Path) -> None:
-    tensors = job_state.optimizer_tensors(job, world)
+    tensors = job_tensors.optimizer_tensors(job, world)
     if world.first:
         path.mkdir(parents=True, exist_ok=True)
         checkpoint.save(path, 2, *job_state.collect(job, run_data(job.recipe)[0], 2, tensors), keep=1, world_size=world.size)

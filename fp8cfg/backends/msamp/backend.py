@@ -68,7 +68,7 @@ def convert(
         layer.weight.requires_grad = old.weight.requires_grad  # MS-AMP's are all trained
         metas = {"weight": layer.weight.meta, **layer.scaling_metas}
         same("FP8Linear", _WANTED, {key: (meta.qtype.name, meta.window_size) for key, meta in metas.items()})
-        layer.watch(region)
+        layer.watch(region, compute)
         replaced(model, name, layer)
 
 

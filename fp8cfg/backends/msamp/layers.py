@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fp8cfg.backends.flops import count
 from fp8cfg.backends.gemm_plan import GEMMS, HIGH_PRECISION, Kinds
 from fp8cfg.numerics import Region
+from fp8cfg.numerics.stored_form import in_stored_form
 
 KINDS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}
 _STATE = ("scale", "scale_inv", "amax", "amax_counter")
@@ -29,10 +30,11 @@ class WatchedLinear(nn.Module):
     weight: Any
     bias: nn.Parameter | None
     scaling_metas: dict[str, Any]
+    read_as: torch.dtype
 
-    def watch(self, region: Region) -> None:
-        """Attach the region and the record to the layer."""
-        self.region, self.ran = region, dict.fromkeys(GEMMS)
+    def watch(self, region: Region, read_as: torch.dtype) -> None:
+        """Attach the region and the record to the layer, and the dtype of the weight that its scaled one stands for."""
+        self.region, self.ran, self.read_as = region, dict.fromkeys(GEMMS), read_as
 
     def forward(self, x: Tensor) -> Tensor:
         """FP8 inside of the region. Outside of it MS-AMP has no gradient of the weight: raises RuntimeError where there would
@@ -61,22 +63,37 @@ class WatchedLinear(nn.Module):
                 yield f"fp8_{name}_{part}", getattr(meta, part)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self.weight.value.detach()
+        stored = in_stored_form()
+        destination[f"{prefix}weight"] = self.weight.value.detach() if stored else self.weight.float().to(self.read_as)
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
-        destination.update({prefix + name: tensor for name, tensor in self.state()})
+        if stored:
+            destination.update({prefix + name: tensor for name, tensor in self.state()})
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:
-        own = {"weight": self.weight.value, **({} if self.bias is None else {"bias": self.bias}), **dict(self.state())}
+        bias = {} if self.bias is None else {"bias": self.bias}
+        own = {"weight": self.weight.value, **bias, **dict(self.state())}
+        if not any(f"{prefix}{name}" in state_dict for name, _ in self.state()):
+            own = {"weight": self.weight, **bias}
+            self._forget(state_dict.get(f"{prefix}weight"))
         missing_keys += [prefix + name for name in own if prefix + name not in state_dict]
         unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k.removeprefix(prefix) not in own]
         with torch.no_grad():
             for name, tensor in own.items():
-                if (saved := state_dict.get(prefix + name)) is not None:
+                if (saved := state_dict.get(prefix + name)) is not None and tensor is not self.weight:
                     tensor.copy_(saved)
+
+    @torch.no_grad()
+    def _forget(self, weight: Tensor | None) -> None:
+        """Store a `weight` in high precision; of those before it no amax is kept."""
+        if weight is None:
+            return
+        self.weight.copy_(weight.to(self.weight.value.device).float().cast(self.weight.meta.qtype))  # type: ignore[attr-defined]
+        for meta in self.scaling_metas.values():
+            meta.amax.zero_(), meta.amax_counter.zero_(), meta.scale.fill_(1.0), meta.scale_inv.fill_(1.0)
 
 
 @functools.cache

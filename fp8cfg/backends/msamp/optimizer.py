@@ -20,6 +20,7 @@ from fp8cfg.backends.protocol import BackendError
 
 if TYPE_CHECKING:
     from fp8cfg.optim import LossScaler
+    from fp8cfg.optim.named_state import FP8State
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -29,6 +30,8 @@ class MSAMPOptimizer(torch.optim.Optimizer):
     from parameter groups: matrices with `weight_decay`, vectors without. Raises BackendError for a parameter of torch's that is
     not float32: MS-AMP would never update it.
     """
+
+    fp8_state: FP8State | None = None
 
     def __init__(
         self, model: nn.Module, build: Callable[[list[dict[str, Any]]], Any], weight_decay: float, clip_grad: float,
@@ -134,12 +137,17 @@ class MSAMPOptimizer(torch.optim.Optimizer):
             self.loss_scaler.load_state(json["loss_scale"])
 
     def state_dict(self) -> dict[str, Any]:
-        """`state_tensors`, `state_json` and the hyperparameters of the groups; by name, so not torch's own layout."""
+        """`state_tensors`, `state_json` and the hyperparameters of the groups, and the FP8 state of a job's model; by name, so
+        not torch's own layout."""
+        from fp8cfg.optim.named_state import carried
+
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups}
+        return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups} | carried(self.fp8_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`; raises ValueError as `load_state` does."""
+        if self.fp8_state is not None and "fp8" in state_dict:
+            self.fp8_state.load_state_dict(state_dict["fp8"])
         self.load_state(state_dict["tensors"], state_dict["json"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)

@@ -18,6 +18,7 @@ from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
 from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
 from fp8cfg.numerics.attention import FP8Attention
 from fp8cfg.numerics.scale_update import FP8Layer, discard_amax, fp8_layers, update_scales
+from fp8cfg.numerics.stored_form import say_scales_anew
 from fp8cfg.scalings import SCALINGS
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1)}
@@ -52,7 +53,7 @@ def convert(
         high = tuple(g is None for g in planned.gemms)
         replaced(model, planned.name, FP8Linear.from_linear(
             linear, scaling, region, high_precision=(high[0], high[1], high[2]), product=product,  # type: ignore[arg-type]
-            fp8_params=fp8.params and linear.weight not in shared))
+            fp8_params=fp8.params and linear.weight not in shared, read_as=compute if fp8.params else None))
     if fp8.dot_product_attention:
         _convert_attention(model, fp8, scaling, region)
 
@@ -103,8 +104,7 @@ def cache_weights(model: nn.Module, on: bool = True) -> None:
 
 def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:
     """The layers whose weight is stored in float8 only, by that weight."""
-    held = {layer.weight: layer for layer in fp8_linears(model) if layer.fp8_params}
-    return {weight: layer for weight, layer in held.items() if isinstance(weight, nn.Parameter)}
+    return {layer.parameter: layer for layer in fp8_linears(model) if layer.fp8_params}
 
 
 def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
@@ -112,6 +112,7 @@ def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
 
 
 def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
+    say_scales_anew(fp8_layers(model))
     update_scales(fp8_layers(model), group=group, step=step)
 
 
@@ -124,5 +125,5 @@ def plain(layer: nn.Module) -> nn.Linear | None:
         return None
     if layer.held:
         weight = layer.dequantized_weight(torch.float32)
-        return linear_with(nn.Parameter(weight, requires_grad=layer.weight.requires_grad), layer.bias)
-    return linear_with(layer.weight, layer.bias)
+        return linear_with(nn.Parameter(weight, requires_grad=layer.parameter.requires_grad), layer.bias)
+    return linear_with(layer.parameter, layer.bias)

@@ -17,6 +17,7 @@ from fp8cfg.backends.te.build import check
 from fp8cfg.backends.te.engine import entered
 from fp8cfg.backends.te.state import HISTORY, SCALE, load_columns
 from fp8cfg.config.fp8 import FP8
+from fp8cfg.numerics.stored_form import in_stored_form
 
 PRODUCTS = 3
 """As many as Transformer Engine's attention counts: it keeps three columns for each forward and two backward."""
@@ -69,7 +70,7 @@ class TEAttention(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if states := self._states():
+        if in_stored_form() and (states := self._states()):
             destination[prefix + SCALE] = torch.cat([state.scale for state in states])
             destination[prefix + HISTORY] = torch.cat([state.amax_history for state in states], 1)
 

@@ -38,6 +38,7 @@ from fp8cfg.backends.te.recipe import recipe_of
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.numerics import Region
+from fp8cfg.numerics.stored_form import say_scales_anew
 
 
 def convert(
@@ -153,6 +154,7 @@ def cache_weights(model: nn.Module, on: bool = True) -> None:
 
 def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
     """Mark cached weights as stale. Transformer Engine has moved its scales itself, over the group that `autocast` gave it."""
+    say_scales_anew(_layers(model).values())
     for engine in _engines(model):
         engine.weights_moved = True
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp8cfg.backends.flops import count
 from fp8cfg.backends.gemm_plan import HIGH_PRECISION, Kinds
 from fp8cfg.backends.te.layers import TELinear
+from fp8cfg.numerics.decoded_weight import operand
 
 Parameters = Mapping[str, tuple[nn.Module, str]]
 """The name of a Parameter in a Transformer Engine module -> the layer of the model that holds it, and its name there."""
@@ -36,7 +37,7 @@ class Engine:
         """Give `module` the Parameters that the model has now, as they are stored, or the values of those that are held in a
         codec, `decoded` anew."""
         for name, (owner, attribute) in self.parameters.items():
-            parameter = getattr(owner, attribute) if decoded else owner._parameters[attribute]
+            parameter = operand(owner) if decoded and attribute == "weight" else owner._parameters[attribute]
             if parameter is not getattr(self.module, name):
                 self.module._parameters[name] = parameter  # setattr would refuse what is decoded
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fp8cfg.backends.gemm_plan import GEMMS, Kinds
 from fp8cfg.backends.te.state import (
+    HISTORY,
     Columns,
     column_tensors,
     columns_of,
@@ -21,6 +22,7 @@ from fp8cfg.backends.te.state import (
     load_quantized,
     quantized_tensors,
 )
+from fp8cfg.numerics.stored_form import ANEW, in_stored_form
 
 if TYPE_CHECKING:
     from fp8cfg.backends.te.engine import Engine
@@ -91,6 +93,10 @@ class TELinear(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not in_stored_form():
+            if self.fp8_params:
+                destination[prefix + "weight"] = self.dequantized_weight(self.weight.dtype).detach()
+            return
         state = quantized_tensors(self.weight) if self.fp8_params else {}
         if columns := self._columns():
             state |= column_tensors(columns)
@@ -101,6 +107,7 @@ class TELinear(nn.Module):
         self.place[0].weights_moved = True
         theirs = [name for name in state_dict if name.startswith(prefix + "fp8_") and name[len(prefix):] not in self._buffers]
         saved = {name[len(prefix):]: state_dict.pop(name) for name in theirs}
+        vars(self)[ANEW] = bool(self._columns()) and HISTORY not in saved
         try:
             load_columns(self._columns(), saved)
             if self.fp8_params and prefix + "weight" in state_dict:

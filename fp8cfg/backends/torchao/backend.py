@@ -23,6 +23,7 @@ from fp8cfg.backends.torchao.recording import WatchedLinear, decode, watched
 from fp8cfg.backends.torchao.rules import blocks
 from fp8cfg.config.fp8 import FP8, per_row, power_2_scales
 from fp8cfg.numerics import Region
+from fp8cfg.numerics.decoded_weight import operand
 
 _matmul = watched(matmul_with_hp_or_float8_args)
 
@@ -31,13 +32,13 @@ class TorchaoLinear(WatchedLinear, Float8Linear):  # type: ignore[misc]
     """torchao's Float8Linear with an autocast region and a record of its products."""
 
     def multiply(self, x: Tensor) -> Tensor:
-        y: Tensor = _matmul.apply(self.gemms_ran, x, self.weight.t(), self.linear_mm_config, self.config)
+        y: Tensor = _matmul.apply(self.gemms_ran, x, operand(self).t(), self.linear_mm_config, self.config)
         return y
 
     @property
     def high_precision_weight(self) -> Tensor:
         """The weight in high precision, dequantized where it was gathered in FP8."""
-        weight: Tensor = self.weight
+        weight: Tensor = operand(self)
         return weight.to_original_precision() if isinstance(weight, Float8TrainingTensor) else weight
 
 
@@ -159,4 +160,4 @@ def after_skip(model: nn.Module) -> None:
 
 
 def plain(layer: nn.Module) -> nn.Linear | None:
-    return linear_with(layer.weight, layer.bias) if isinstance(layer, WatchedLinear) else None
+    return linear_with(layer._parameters["weight"], layer.bias) if isinstance(layer, WatchedLinear) else None

@@ -15,6 +15,7 @@ from fp8cfg.backends.protocol import same
 from fp8cfg.backends.torchao.recording import WatchedLinear, watched
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.fp8 import FP8
+from fp8cfg.numerics.decoded_weight import operand
 
 _mm = watched(mx_mm)
 _E4M3 = torch.float8_e4m3fn
@@ -31,7 +32,7 @@ class TorchaoMXLinear(WatchedLinear, MXFP8Linear):  # type: ignore[misc]
             raise ConfigError(f"backend=torchao: a layer got {tokens} tokens, its MXFP8 needs a multiple of {_BLOCK}; write "
                               "backend=native, or give the model another batch size or length")
         y: Tensor = _mm.apply(
-            self.gemms_ran, x, self.weight, _E4M3, _E4M3, _E4M3, _BLOCK, self.kernel_preference, MXFP8Dim0CastKernelChoice.TRITON,
+            self.gemms_ran, x, operand(self), _E4M3, _E4M3, _E4M3, _BLOCK, self.kernel_preference, MXFP8Dim0CastKernelChoice.TRITON,
             MXFP8Dim1CastKernelChoice.CUDA, self.scale_calculation_mode, self.wgrad_with_hp)
         return y
 

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8cfg.backends.gemm_plan import HIGH_PRECISION, Kinds
 from fp8cfg.numerics import Region
+from fp8cfg.numerics.decoded_weight import operand
 
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _PAIRS: list[Kinds] = [None, HIGH_PRECISION, *((a, b) for a in KINDS.values() for b in KINDS.values())]
@@ -89,6 +90,7 @@ class WatchedLinear(nn.Linear):
 
     region: Region
     gemms_ran: Tensor
+    _parameters: dict[str, nn.Parameter]  # type: ignore[assignment]
 
     def watch(self, region: Region) -> None:
         """Attach the region and the record to the layer."""
@@ -98,7 +100,7 @@ class WatchedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.region.applies():
             if torch.is_grad_enabled() and self.training:
-                for slot, runs in enumerate((True, x.requires_grad, self.weight.requires_grad)):
+                for slot, runs in enumerate((True, x.requires_grad, self._parameters["weight"].requires_grad)):
                     if runs:
                         self.gemms_ran[slot].fill_(_PAIRS.index(HIGH_PRECISION))
             return F.linear(x, self.high_precision_weight, self.bias)
@@ -112,7 +114,7 @@ class WatchedLinear(nn.Linear):
     @property
     def high_precision_weight(self) -> Tensor:
         """The weight that is used outside of the region."""
-        return self.weight
+        return operand(self)
 
     def multiply(self, x: Tensor) -> Tensor:
         """The library's product x [..., in] Wᵀ, recorded."""

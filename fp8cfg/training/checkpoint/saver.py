@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8cfg.config.errors import Fp8cfgError
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
-from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, OldCheckpointStays
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
@@ -37,7 +37,7 @@ class Saver:
 
     def check_room(self) -> None:
         """Raise RunFolderNotWritable where the disk has no space for one checkpoint: better before the first step than after."""
-        need, problem = job_state.checkpoint_bytes(self.job, self.world) + checkpoint.RESERVE, ""
+        need, problem = job_tensors.checkpoint_bytes(self.job, self.world) + checkpoint.RESERVE, ""
         if self.run and (free := self.run.files.free()) < need:
             problem = f"{self.run.path}: not enough space for one checkpoint: needs {need} bytes, {free} are free"
         if self.world.any(bool(problem)):
@@ -67,7 +67,7 @@ class Saver:
 
     def _try(self, done: int, keep: int | None) -> Fp8cfgError | None:
         """Why the checkpoint could not be written, or None."""
-        optimizer, model = job_state.optimizer_tensors(self.job, self.world), job_state.model_tensors(self.job, self.world)
+        optimizer, model = job_tensors.optimizer_tensors(self.job, self.world), job_tensors.model_tensors(self.job, self.world)
         if self.run is None:
             return None
         try:

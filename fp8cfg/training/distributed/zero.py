@@ -17,6 +17,7 @@ from fp8cfg.numerics import FP8Linear, fp8_linears
 from fp8cfg.numerics.codecs import Stored, codec
 from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
 from fp8cfg.numerics.scaling import WEIGHT
+from fp8cfg.numerics.weight_access import plain
 from fp8cfg.optim.low_bit.columns import Columns
 from fp8cfg.optim.low_bit.state import STORED
 from fp8cfg.optim.low_bit.training import LowBitTraining
@@ -34,7 +35,7 @@ def owner_of(names: Mapping[str, tuple[int, Columns, str]], shard: str, ranks: i
 
 def attach(optimizer: LowBitTraining, model: nn.Module, owner: Mapping[str, int], shard: str, world: World) -> None:
     """Hook ZeRO into `optimizer`: each step ends by gathering all weights from their owners, and its norm is the global one."""
-    layers = {layer.weight: layer for layer in fp8_linears(model) if isinstance(layer.weight, nn.Parameter)}
+    layers = {layer.parameter: layer for layer in fp8_linears(model)}
 
     @torch.no_grad()
     def hand_round() -> None:
@@ -58,7 +59,7 @@ def _written(p: nn.Parameter, optimizer: LowBitTraining, layer: FP8Linear | None
     if layer is None or not layer.fp8_params:
         return [(p.detach(),)]
     beside = (getattr(layer, name) for name in WEIGHT_BUFFERS)
-    return [(p.detach(),), *((t,) for t in beside if t is not None)]
+    return [(plain(p),), *((t,) for t in beside if t is not None)]
 
 
 @torch.no_grad()

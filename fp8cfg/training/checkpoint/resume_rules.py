@@ -1,0 +1,84 @@
+"""Resume rules: which keys of a recipe may differ from those of the run that is resumed, and which only where that is allowed."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fp8cfg.config import foreign_names
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.key_names import full, short
+from fp8cfg.config.node import Node
+from fp8cfg.config.recipe import Recipe, short_keys
+from fp8cfg.config.storage import columns_of, low_bit, others
+from fp8cfg.layer_plan import plan
+
+FREE = (
+    "name", "log.*", "checkpoint.*", "trainer.max_steps", "trainer.val_check_interval", "trainer.limit_val_batches",
+    "trainer.micro_batch_size", "trainer.num_nodes", "trainer.devices", "trainer.strategy.*", "trainer.gradient_clip_val",
+    "optim.lr", "optim.min_lr", "optim.weight_decay", "optim.warmup_steps", "optim.constant_steps", "optim.lr_decay_style",
+    "data.path", "storage.shard", "fp8.min_coverage", "fp8.use_autocast_during_eval", "model.recompute_granularity",
+)  # fmt: skip
+"""Keys that may differ on resume without being allowed: how long, where, how fast. Each change is printed."""
+FIXED = ("model.*", "precision.compute", "optim.name", "data.*", "trainer.seed", "trainer.global_batch_size")
+"""Keys that a checkpoint cannot change at all: its tensors, or its place in the data, would not fit."""
+STATE = (
+    "storage.*", "opt_level", "backend", "fp8.enabled", "fp8.params", "fp8.scaling", "fp8.include", "fp8.exclude",
+    "fp8.output_layer", "fp8.high_precision_at_start", "fp8.high_precision_at_end",
+)  # fmt: skip
+"""Keys that it cannot change either where the optimizer would keep other state: see `_kept`."""
+
+
+def changes(saved: Recipe, wanted: Recipe) -> list[str]:
+    """The keys, by their short names, that differ between two recipes."""
+    return [short(k) for k, v in _flat(wanted).items() if v != _flat(saved)[k]]
+
+
+def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
+    """Raise ConfigError for each change that a resumed run may not make, or not without being allowed."""
+    old, new = _flat(saved), _flat(wanted)
+    allow = [short(full(key)) for key in allow]
+    lines = [foreign_names.unknown(a, short_keys()) for a in allow if not any(matches(k, [a]) for k in short_keys())]
+    fixed = (*FIXED, *(STATE if _kept(saved) != _kept(wanted) else ()))
+    for key in changes(saved, wanted):
+        if not matches(key, fixed) and (matches(key, FREE) or matches(key, allow)):
+            continue
+        was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
+        cure = _instead(saved, wanted, key) if matches(key, fixed) else f"repeat it with --allow {key}"
+        lines.append(f"{key}={now}: this run was started with {was}; {cure}")
+    if lines:
+        raise ConfigError(lines)
+
+
+def _instead(saved: Recipe, wanted: Recipe, key: str) -> str:
+    """What to do where a checkpoint cannot change `key`. One of float32 weights that were split goes on in float32 alone."""
+    if key == "storage.shard" and saved.storage.shard == "fsdp" and wanted.storage.weight == "auto":
+        wide = wanted.model_copy(deep=True)
+        wide.storage.weight = "fp32"
+        if _kept(wide) == _kept(saved):
+            return "its weights are float32: repeat it with storage.weight=fp32 --allow storage.weight, or start a new run"
+    return "start a new run"
+
+
+def _kept(recipe: Recipe) -> dict[str, Any]:
+    """What a checkpoint has of the weight of each linear layer and, under an empty name, of all other parameters: the columns
+    that the low-bit optimizer keeps, or else whether there are masters."""
+    precision = recipe.precision
+    tied = {"output_layer"} if recipe.model.share_embeddings_and_output_weights else set()
+    columns = {p.name: columns_of(precision, p.name not in tied, p.fp8) for p in plan(recipe)} | {"": others(precision)}
+    state = ("weight", "master_weight", "exp_avg", "exp_avg_sq")
+    narrow = low_bit(precision)
+    return {name: [c[k] for k in state] if narrow else c["weight"] != "fp32" for name, c in columns.items()}
+
+
+def matches(key: str, patterns: tuple[str, ...] | list[str]) -> bool:
+    """Whether one of `patterns`, globs or names of nodes, has the key."""
+    return any(fnmatchcase(key, p) or key.startswith(p + ".") for p in patterns)
+
+
+def _flat(node: Node, at: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name in type(node).model_fields:
+        value = getattr(node, name)
+        out |= _flat(value, f"{at}{name}.") if isinstance(value, Node) else {at + name: value}
+    return out

@@ -1,0 +1,61 @@
+"""Saved state: the JSON of a checkpoint, and whether what was read is what a save writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.training.checkpoint import rng
+from fp8cfg.training.checkpoint.checkpoint import Tensors
+from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
+
+WRONG_CONTENTS = (KeyError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError)
+"""What reading a state raises that is not one of ours."""
+
+
+class SavedData(BaseModel):
+    """A place in the data, as `Batches.state` gives it."""
+
+    seed: int
+    seq_length: int
+    samples_seen: int = Field(ge=0)
+    corpus_sha256: str
+
+
+class SavedState(BaseModel):
+    """The JSON state of a checkpoint. What the optimizer and the generators keep is checked where they take it back."""
+
+    step: int = Field(ge=0)
+    data: SavedData
+    optimizer: dict[str, Any]
+    rng: dict[str, Any]
+    recipe: dict[str, Any]
+    compiled: bool
+
+
+def check(tensors: Tensors, state: dict[str, Any]) -> None:
+    """Raise DamagedCheckpoint where `state`, or a generator's, is not what a save writes: right sums say nothing of contents."""
+    name = "state.json"
+    try:
+        saved = SavedState.model_validate(state, strict=True)
+        recipe = Recipe(**state["recipe"])
+        if saved.data.samples_seen != saved.step * recipe.trainer.global_batch_size:
+            raise ValueError(f"{saved.data.samples_seen} samples seen are not those of {saved.step} steps")
+        if not 0 <= state["optimizer"].get("steps", 0) <= saved.step:
+            raise ValueError(f"optimizer.steps is not one of {saved.step} steps")
+        name = "rng.safetensors"
+        rng.check(tensors["rng"], state["rng"])
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise DamagedCheckpoint(f"{name}: {'.'.join(map(str, first['loc'])) or 'state'}: {first['msg']}") from None
+    except WRONG_CONTENTS as e:
+        raise DamagedCheckpoint(f"{name}: {one_line(e)}") from None
+
+
+def one_line(error: Exception) -> str:
+    """All that `error` says, a long list cut; torch begins a line for each kind of key that is wrong."""
+    text = str(error) if not isinstance(error, KeyError) else f"has no {error}"
+    line = " ".join(text.split()) or type(error).__name__
+    return line if len(line) <= 300 else f"{line[:297]}..."
