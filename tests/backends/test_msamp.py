@@ -19,6 +19,7 @@ from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.backends.msamp import rules as msamp_rules
 from fp8cfg.backends.protocol import BackendError
 from fp8cfg.config.precision import Precision
+from fp8cfg.numerics.stored_form import stored_state_dict
 from tests.support import msamp_standin
 from tests.support.small import small, steps
 
@@ -201,7 +202,7 @@ def test_resume_is_bit_for_bit(anywhere: None, words: tuple[str, ...]) -> None:
     words = (*words, *(WORDS[1:] if words[:1] == ("precision=fp16_fp8",) else ()))
     first = job(*words)
     before = [s.loss for s in steps(first, 3)]
-    model = {k: v.clone() for k, v in first.model.state_dict().items()}
+    model = {k: v.clone() for k, v in stored_state_dict(first.model).items()}
     tensors, json = {k: v.clone() for k, v in first.optimizer.state_tensors().items()}, first.optimizer.state_json()
     assert all(isinstance(v, torch.Tensor) for v in model.values()) and "layers.0.mlp.linear_fc1.fp8_input_amax" in model
     after = [s.loss for s in steps(first, 3, first=3)]
@@ -235,13 +236,13 @@ def test_layers_in_high_precision_and_evaluation(anywhere: None) -> None:
 def test_a_step_with_gradients_that_are_not_finite_is_skipped(anywhere: None) -> None:
     made = job("precision=fp16_fp8", *WORDS[1:], "precision.initial_loss_scale=1024", "precision.hysteresis=1")
     list(steps(made, 1))
-    before = {k: v.clone() for k, v in made.model.state_dict().items()}
+    before = {k: v.clone() for k, v in stored_state_dict(made.model).items()}
     weight: Any = made.model.get_submodule("layers.0.mlp.linear_fc1").weight
     for p in made.optimizer.names:  # type: ignore[union-attr]
         p.grad = None
     weight.grad = msamp_standin.cast(torch.full(weight.shape, math.inf), msamp_standin.Dtypes.kfloat8_e4m3)
     assert weight.grad.float().isfinite().all() and not made.optimizer.step()  # the bytes show nothing
-    assert all(torch.equal(v, before[k]) for k, v in made.model.state_dict().items()) and made.loss_scaler and made.loss_scaler.scale == 512
+    assert all(torch.equal(v, before[k]) for k, v in stored_state_dict(made.model).items()) and made.loss_scaler and made.loss_scaler.scale == 512
 
 
 def test_clipping(anywhere: None) -> None:

@@ -16,6 +16,7 @@ from fp8cfg.backends.gemm_plan import differences
 from fp8cfg.backends.module_swap import replaced
 from fp8cfg.backends.te import rules as te_rules
 from fp8cfg.numerics import Region
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.training.checkpoint import job_state
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
@@ -259,18 +260,18 @@ def test_state_goes_between_native_and_te(te: Any) -> None:
     native = fp8cfg.build(small(*words, "backend=native"))
     list(steps(native, 2))
     mine = fp8cfg.build(small(*CASES["delayed"]))
-    mine.model.load_state_dict(native.model.state_dict())
-    for name, tensor in mine.model.state_dict().items():
-        assert torch.equal(tensor, native.model.state_dict()[name]), name
-    fresh = {n: t for n, t in native.model.state_dict().items() if "fp8_" not in n}
+    mine.model.load_state_dict(stored_state_dict(native.model))
+    for name, tensor in stored_state_dict(mine.model).items():
+        assert torch.equal(tensor, stored_state_dict(native.model)[name]), name
+    fresh = {n: t for n, t in stored_state_dict(native.model).items() if "fp8_" not in n}
     mine.model.load_state_dict(fresh, strict=True)
-    scales = [t for n, t in mine.model.state_dict().items() if n.endswith("fp8_scale")]
+    scales = [t for n, t in stored_state_dict(mine.model).items() if n.endswith("fp8_scale")]
     assert scales and all((t == 1).all() for t in scales), "new weights, no memory of the old ones"
 
 
 @pytest.mark.parametrize("case", ["delayed params", "current params"])
 def test_weights_held_in_fp8_are_natives_bit_for_bit(case: str, te: Any) -> None:
-    mine, theirs = (fp8cfg.build(small(*[w for w in CASES[case] if w != "backend=te"], f"backend={b}")).model.state_dict() for b in ("te", "native"))
+    mine, theirs = (stored_state_dict(fp8cfg.build(small(*[w for w in CASES[case] if w != "backend=te"], f"backend={b}")).model) for b in ("te", "native"))
     held = [n for n, t in theirs.items() if t.dtype == torch.float8_e4m3fn]
     assert len(held) == 8 and mine.keys() == theirs.keys()
     for name in (n for n, t in theirs.items() if n in held or "fp8_" in n):
@@ -284,7 +285,7 @@ def test_scales_move_as_native_moves_them(te: Any) -> None:
     list(steps(a, 1))
     list(steps(b, 1))
     name = "layers.0.self_attention.linear_qkv.fp8_amax_history"
-    mine, theirs = a.model.state_dict()[name], b.model.state_dict()[name]
+    mine, theirs = stored_state_dict(a.model)[name], stored_state_dict(b.model)[name]
     assert torch.equal(mine[:, 1], theirs[:, 1]), "the weight's amax"
     assert torch.allclose(mine[:, 0], theirs[:, 0], rtol=0.02), "the input's, whose norm is not rounded to bfloat16 in between"
 
@@ -293,11 +294,11 @@ def test_evaluation_leaves_no_trace(te: Any, recwarn: pytest.WarningsRecorder) -
     for use in ("true", "false"):
         job = fp8cfg.build(small(*CASES["delayed params"], f"fp8.use_autocast_during_eval={use}"))
         list(steps(job, 1))
-        before = {n: t.clone() for n, t in job.model.state_dict().items()}
+        before = {n: t.clone() for n, t in stored_state_dict(job.model).items()}
         te_tex.CALLS.clear()
         evaluate(job, [run_data(job.recipe)[0].batch(3)], World())
         assert ("e4m3 x e4m3" in te_tex.CALLS[0]) == (use == "true")
-        assert all(torch.equal(t.reshape(-1).view(torch.uint8), before[n].reshape(-1).view(torch.uint8)) for n, t in job.model.state_dict().items())
+        assert all(torch.equal(t.reshape(-1).view(torch.uint8), before[n].reshape(-1).view(torch.uint8)) for n, t in stored_state_dict(job.model).items())
 
 
 @pytest.mark.parametrize("case", ["delayed", "current params", "block"])
@@ -471,11 +472,11 @@ def test_norms_are_transformer_engines_where_it_has_them(te: Any) -> None:
     want.pow(2).sum().backward()
     gradients = grads(model)
     model.zero_grad()
-    names = list(model.state_dict())
+    names = list(stored_state_dict(model))
     kinds = ("e4m3", "e4m3")
     backend().convert(model, node({"scaling": "current"}), [PlannedLinear("linear", 32, 32, (kinds, kinds, kinds))], Region(), "scaled_mm")
     assert [type(n).__name__ for n in model.norms] == ["TENorm", "TENorm", "LayerNorm", "RMSNorm", "LayerNorm"]
-    assert list(model.state_dict()) == names
+    assert list(stored_state_dict(model)) == names
     got = model(x)  # outside of the autocast: high precision
     got.pow(2).sum().backward()
     assert torch.allclose(got, want, atol=1e-5) and all(torch.allclose(g, grads(model)[n], atol=1e-3) for n, g in gradients.items())
@@ -531,14 +532,14 @@ def test_attention_is_asked_for_as_the_recipe_says(scaling: str, te: Any, monkey
     dpa = module.fp8_meta["recipe"]
     assert dpa.fp8_dpa and dpa.delayed(), "S and dP are scaled by the past under current scaling too"
     assert (dpa.margin, dpa.amax_history_len) == ((2, 8) if scaling == "delayed" else (0, 1))
-    state = model.state_dict()
+    state = stored_state_dict(model)
     name = "layers.1.self_attention.core_attention."
     columns = 15 if scaling == "delayed" else 5
     assert state[name + "fp8_scale"].shape == (columns,) and state[name + "fp8_amax_history"].shape == (dpa.amax_history_len, columns)
     state = {n: t.clone() for n, t in state.items()}
     state[name + "fp8_scale"] = torch.arange(1.0, columns + 1)
     model.load_state_dict(state)
-    assert torch.equal(model.state_dict()[name + "fp8_scale"], torch.arange(1.0, columns + 1))
+    assert torch.equal(stored_state_dict(model)[name + "fp8_scale"], torch.arange(1.0, columns + 1))
 
     def products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # cuDNN's, in high precision
         module.fp8 = te.FP8GlobalStateManager.is_fp8_enabled()

@@ -16,6 +16,7 @@ from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import Region
+from fp8cfg.numerics.stored_form import stored_state_dict
 from tests.support import te_standin
 from tests.support.te_small import converted, planned, tokens, transformer
 from tests.support.te_table import node
@@ -229,13 +230,13 @@ def test_a_layer_keeps_its_own_hooks_names_and_ties_and_comes_back(params: bool,
     model, called = transformer(), []
     model.layers[0].register_forward_hook(lambda module, args, out: called.append(type(module).__name__))
     model.layers[1].mlp.linear_fc1.weight.requires_grad_(False)
-    names, originals = list(model.state_dict()), list(model.parameters())
+    names, originals = list(stored_state_dict(model)), list(model.parameters())
     want = passed(model)
     model.zero_grad()
     convert(model, CURRENT | {"params": params})
     assert described(model) == WHOLE
     if not params:
-        assert list(model.state_dict()) == names and all(p is q for p, q in zip(originals, model.parameters(), strict=True))
+        assert list(stored_state_dict(model)) == names and all(p is q for p, q in zip(originals, model.parameters(), strict=True))
         assert apart(passed(model), want) < 2e-6 and called == ["TransformerLayer", "TEDecoderLayer"]
         assert model.layers[1].mlp.linear_fc1.weight.grad is None
     back = fp8cfg.convert_back(model)
@@ -253,10 +254,10 @@ def test_its_state_fits_its_parts(te: Any) -> None:
     for _ in range(2):
         with backend.autocast(made):
             made(tokens(), tokens()).backward()
-    part.load_state_dict(made.state_dict())
-    for name, tensor in part.state_dict().items():
-        assert torch.equal(tensor, made.state_dict()[name]), name
-    scales = [t for n, t in part.state_dict().items() if n.endswith("fp8_scale")]
+    part.load_state_dict(stored_state_dict(made))
+    for name, tensor in stored_state_dict(part).items():
+        assert torch.equal(tensor, stored_state_dict(made)[name]), name
+    scales = [t for n, t in stored_state_dict(part).items() if n.endswith("fp8_scale")]
     assert len(scales) == 8 and all((t != 1).all() for t in scales)
 
 

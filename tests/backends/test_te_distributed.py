@@ -22,12 +22,13 @@ def scales(world: World) -> dict[str, dict[str, torch.Tensor]]:
     for reduce_amax in (True, False):
         with te_standin.transformer_engine():
             from fp8cfg.backends.te import backend as te
+            from fp8cfg.numerics.stored_form import stored_state_dict
 
             model = converted(node({"reduce_amax": reduce_amax}))
             for step in range(2):
                 with te.autocast(model):
                     (model(tokens(10 * step + world.rank), tokens(world.rank)) * (1 + world.rank)).backward()
-            found[str(reduce_amax)] = {n: t for n, t in model.state_dict().items() if n.endswith("fp8_scale")}
+            found[str(reduce_amax)] = {n: t for n, t in stored_state_dict(model).items() if n.endswith("fp8_scale")}
     return found
 
 

@@ -19,6 +19,7 @@ from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import fields
 from fp8cfg.job import Job
 from fp8cfg.numerics import WEIGHT, fp8_linears
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.training.data import run_data
 from tests.support.small import small
 
@@ -47,12 +48,12 @@ def group(job: Job, key: str) -> Any:
 def dtype(job: Job, what: str) -> str:
     """Of the first linear layer's weight, or of its optimizer state."""
     name = "layers.0.self_attention.linear_qkv."
-    return str({**job.model.state_dict(), **job.optimizer.state_tensors()}[name + what].dtype)
+    return str({**stored_state_dict(job.model), **job.optimizer.state_tensors()}[name + what].dtype)
 
 
 def columns(job: Job) -> Any:
     """The codecs of the low-bit optimizer for that weight."""
-    return job.optimizer.columns[job.model.layers[0].self_attention.linear_qkv.weight]
+    return job.optimizer.columns[job.model.layers[0].self_attention.linear_qkv.parameter]
 
 
 ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
@@ -150,7 +151,7 @@ ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
         ["precision=bf16_nvfp4", WITHIN, "fp8.random_hadamard_transform=false"], lambda j: layer(j).scaling.hadamard, False),
     "fp8.stochastic_rounding": (["precision=bf16_nvfp4", WITHIN, "fp8.stochastic_rounding=false"], lambda j: layer(j).scaling.stochastic, False),
     "fp8.first_step": ([FP8, "fp8.first_step=te"], lambda j: layer(j).fp8_scale.tolist(), [1.0, 1.0, 1.0]),
-    "fp8.params": ([FP8, "fp8.params=false"], lambda j: str(layer(j).weight.dtype), "torch.bfloat16"),
+    "fp8.params": ([FP8, "fp8.params=false"], lambda j: str(layer(j).parameter.dtype), "torch.bfloat16"),
     "fp8.override_linear_precision.fprop": (
         [FP8, "fp8.override_linear_precision.fprop=true"], lambda j: layer(j).high_precision, (True, False, False)),
     "fp8.override_linear_precision.dgrad": (

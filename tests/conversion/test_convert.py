@@ -429,7 +429,7 @@ def test_a_job_around_a_model_of_ones_own(backend: str, compute: str) -> None:
 def test_a_job_holds_weights_in_fp8_alone_and_gives_them_back() -> None:
     model = Model()
     job = fp8cfg.build(recipe("fp8.params=true"), model=model)
-    assert model.h[0].up.weight.dtype == torch.float8_e4m3fn
+    assert model.h[0].up.parameter.dtype == torch.float8_e4m3fn and model.h[0].up.weight.dtype == torch.bfloat16
     with job.autocast():
         job.backward(model(TOKENS, TOKENS))
     job.optimizer.step()

@@ -10,6 +10,7 @@ from fp8cfg.backends.protocol import Hardware
 from fp8cfg.backends.te import decoder as te_decoder
 from fp8cfg.backends.te import rules as te_rules
 from fp8cfg.models.rotary import rotary_tables
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.training.checkpoint import job_state
 from fp8cfg.training.data import run_data
@@ -57,7 +58,7 @@ def test_a_checkpoint_holds_plain_tensors_and_gives_back_the_same_bits(case: str
     assert not any("extra_state" in name for found in tensors.values() for name in found)
     second = job(CASES[case])
     assert job_state.restore(second, tensors, state, run_data(second.recipe)[0]) == 2
-    before, after = first.model.state_dict(), second.model.state_dict()
+    before, after = stored_state_dict(first.model), stored_state_dict(second.model)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)), name
@@ -67,7 +68,7 @@ def test_a_checkpoint_holds_plain_tensors_and_gives_back_the_same_bits(case: str
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 def test_weights_held_in_fp8_are_natives_bit_for_bit(scaling: str) -> None:
     words = (*SCALINGS[scaling], "fp8.params=true")
-    mine, theirs = job(words).model.state_dict(), job(words, "native").model.state_dict()
+    mine, theirs = stored_state_dict(job(words).model), stored_state_dict(job(words, "native").model)
     held = [n for n, t in theirs.items() if t.dtype == torch.float8_e4m3fn]
     assert held
     for name in held:
@@ -89,7 +90,7 @@ def test_whole_layers_follow_their_parts_and_native(scaling: str, monkeypatch: p
 def test_a_whole_layer_computes_ours(fp8: bool) -> None:
     plain = job(("precision=bf16",), "auto")
     made = job((*SCALINGS["current"], "fp8.params=false"))
-    made.model.load_state_dict(plain.model.state_dict())
+    made.model.load_state_dict(stored_state_dict(plain.model))
     g = torch.Generator("cuda").manual_seed(0)
     x, dy = (torch.randn(2, 128, 256, device="cuda", generator=g).bfloat16() for _ in range(2))
     found = []

@@ -16,6 +16,7 @@ from fp8cfg.composition import to_yaml
 from fp8cfg.job import Job
 from fp8cfg.numerics import E2M1, GRAD_OUTPUT, FP8Linear, Region, Scaling, fp8_linears
 from fp8cfg.numerics.quantization_statistics import Statistics, collect
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
 from fp8cfg.training.run_folder import RunFolder
@@ -121,7 +122,7 @@ def same_with_and_without(root: Path, *words: str) -> None:
     (folder, job), (other, measured) = runs
     assert not folder.fp8_stats.exists() and {line["step"] for line in read(other.fp8_stats)} == {2, 4}
     assert [lines(f) for f in (folder, other)] == [lines(folder)] * 2
-    for (name, a), b in zip(job.model.state_dict().items(), measured.model.state_dict().values(), strict=True):
+    for (name, a), b in zip(stored_state_dict(job.model).items(), stored_state_dict(measured.model).values(), strict=True):
         assert torch.equal(a, b), name
     for name, tensor in job.optimizer.state_tensors().items():
         assert torch.equal(tensor, measured.optimizer.state_tensors()[name]), name

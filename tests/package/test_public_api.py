@@ -20,6 +20,7 @@ NAMES = {
     "plan", "Plan", "explain", "Explanation", "lower", "build", "Job", "fit", "resume", "RunFolder", "Callback", "coverage",
     # models of one's own
     "convert_model", "convert_back", "has_fp8_layers", "has_transformer_engine_layers", "contextual_fp8_autocast", "apply_fp8_autowrap",
+    "averaged", "Average",
     # precision presets
     "bf16_mixed", "fp16_mixed", "fp32", "bf16_with_fp8_mixed", "fp16_with_fp8_mixed", "bf16_with_fp8_delayed_scaling_mixed",
     "fp16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_current_scaling_mixed", "fp16_with_fp8_current_scaling_mixed",

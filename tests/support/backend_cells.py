@@ -80,7 +80,7 @@ WHERE = {
     "fp8.granularity": "layer.scaling.granularity", "fp8.use_power_2_scales": "layer.scaling.power_2_scales",
     "fp8.enable_2d_quantization": "layer.scaling.tile of the weight",
     "fp8.random_hadamard_transform": "layer.scaling.hadamard", "fp8.stochastic_rounding": "layer.scaling.stochastic", "fp8.first_step": "values of layer.fp8_scale",
-    "fp8.params": "layer.weight.dtype", **{f"fp8.override_linear_precision.{g}": "layer.high_precision" for g in ("fprop", "dgrad", "wgrad")},
+    "fp8.params": "layer.parameter.dtype", **{f"fp8.override_linear_precision.{g}": "layer.high_precision" for g in ("fprop", "dgrad", "wgrad")},
     **dict.fromkeys(("fp8.high_precision_at_start", "fp8.high_precision_at_end", "fp8.include", "fp8.exclude", "fp8.output_layer"),
                     "which layers are FP8Linear"),
     "fp8.dot_product_attention": "class of core_attention",

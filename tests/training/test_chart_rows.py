@@ -14,6 +14,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.job import Job
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.report import chart
 from fp8cfg.report.memory.layout import whole
 from fp8cfg.report.memory.peak import linears_of, parameters, persistent
@@ -40,7 +41,7 @@ def end(job: Job) -> dict[str, Any]:
     """What this rank has, and its bytes by kind without scales of whole tensors."""
     held = {**memory_measurement.stored(job), "gradients": memory_measurement.gradients(job)}
     kinds = {kind: sum(t.nbytes for t in tensors if t.dim()) for kind, tensors in held.items() if kind != "FP8 state"}
-    tensors = {k: t.contiguous().view(-1).view(torch.uint8).clone() for k, t in (job.model.state_dict() | job.optimizer.state_tensors()).items()}
+    tensors = {k: t.contiguous().view(-1).view(torch.uint8).clone() for k, t in (stored_state_dict(job.model) | job.optimizer.state_tensors()).items()}
     return {"tensors": tensors, "json": job.optimizer.state_json(), "bytes": kinds}
 
 

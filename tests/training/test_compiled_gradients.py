@@ -16,6 +16,7 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.backends.compile_options import compile_options
 from fp8cfg.job import Job
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.scalings import SCALINGS
 from fp8cfg.training import compiled_gradients
 from tests.support.small import SMALL, small
@@ -46,10 +47,10 @@ def test_compiled_layers_give_the_eager_bits_and_move_nothing(monkeypatch: pytes
     if "torchao" in words:
         pytest.importorskip("torchao")
     job = fp8cfg.build(small(*words.split()))
-    state, random = {k: v.clone() for k, v in job.model.state_dict().items()}, torch.get_rng_state()
+    state, random = {k: v.clone() for k, v in stored_state_dict(job.model).items()}, torch.get_rng_state()
     assert compiled_gradients.compare(job) == 0
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(v.view(torch.uint8), state[k].view(torch.uint8)) for k, v in job.model.state_dict().items() if v.dim())
+    assert all(torch.equal(v.view(torch.uint8), state[k].view(torch.uint8)) for k, v in stored_state_dict(job.model).items() if v.dim())
     assert all(p.grad is None for p in job.model.parameters())
 
 

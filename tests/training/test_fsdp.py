@@ -20,6 +20,7 @@ import fp8cfg
 from fp8cfg.config.storage import gathered
 from fp8cfg.job import Job
 from fp8cfg.layer_plan import plan
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, resume_rules
 from fp8cfg.training.compiled_gradients import compare
@@ -255,7 +256,7 @@ def test_one_rank_goes_on_from_whole_tensors(row: str, two: tuple[Path, list[dic
         assert again[group].keys() == tensors[group].keys()
         assert all(type(t) is Tensor and torch.equal(t, tensors[group][name]) and t.dtype == tensors[group][name].dtype for name, t in again[group].items())
     whole = fp8cfg.build(small(*ROWS[row].split(), "storage.weight=fp32"))
-    assert {n: t.shape for n, t in whole.model.state_dict().items()} == {n: t.shape for n, t in {**tensors["model"], **tensors.get("fp8", {})}.items()}
+    assert {n: t.shape for n, t in stored_state_dict(whole.model).items()} == {n: t.shape for n, t in {**tensors["model"], **tensors.get("fp8", {})}.items()}
     want = [loss for loss, _ in ranks[0][row]["losses"][2:]]
     assert [loss for loss, _ in run(job, World(), 2, 4)] == pytest.approx(want, abs=2e-3)
 
@@ -352,7 +353,7 @@ def test_layers_are_compiled_one_by_one() -> None:
     losses = [loss for loss, _ in run(job, World(), 0, 3)]
     job.prove()
     assert losses == pytest.approx([loss for loss, _ in run(eager, World(), 0, 3)], abs=1e-3)
-    assert job.compiled and [*job.model.state_dict()] == [*eager.model.state_dict()]
+    assert job.compiled and [*stored_state_dict(job.model)] == [*stored_state_dict(eager.model)]
 
 
 ZERO2 = "or storage.shard=zero2"
@@ -407,7 +408,7 @@ def test_an_fp8_gather_wants_equal_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 def on_three(folder: Path, world: World) -> dict[str, Any]:
     split, whole = (job_of(ROWS["bf16"], shard, NOT_CLIPPED, "trainer.global_batch_size=6 trainer.micro_batch_size=2") for shard in (FSDP, ""))
     found = {"split": run(split, world, 0, 2), "whole": run(whole, world, 0, 2)}
-    return {**found, "tensors": job_tensors.model_tensors(split, world), "want": whole.model.state_dict()}
+    return {**found, "tensors": job_tensors.model_tensors(split, world), "want": stored_state_dict(whole.model)}
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import fp8cfg
 from fp8cfg.composition import to_yaml
 from fp8cfg.job import Job
 from fp8cfg.numerics import fp8_linears
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.training import loop
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World
@@ -124,9 +125,9 @@ def test_evaluation_moves_no_fp8_state(in_fp8: bool) -> None:
     job, other = fp8cfg.build(small(*words)), fp8cfg.build(small(*words))
     list(steps(job, 2)), list(steps(other, 2))
     _, held_out = run_data(job.recipe)
-    before = [b.clone() for b in job.model.state_dict().values()]
+    before = [b.clone() for b in stored_state_dict(job.model).values()]
     loss = evaluate(job, validation_batches(job.recipe, held_out, World()), World())
-    assert all(torch.equal(a, b) for a, b in zip(before, job.model.state_dict().values(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, stored_state_dict(job.model).values(), strict=True))
     assert [s.loss for s in steps(job, 2, first=2)] == [s.loss for s in steps(other, 2, first=2)]
     reference = fp8cfg.build(small(FP8, f"fp8.use_autocast_during_eval={str(not in_fp8).lower()}"))
     list(steps(reference, 2))

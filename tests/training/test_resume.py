@@ -13,6 +13,7 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.fp8_state_dict import fit_history
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.training.checkpoint import checkpoint, job_state, resume_rules
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
@@ -44,7 +45,7 @@ def test_losses_and_state_go_on_bit_for_bit(words: tuple[str, ...], tmp_path: Pa
     job = fp8cfg.build(small(*words))
     assert job_state.restore(job, *checkpoint.load(path), run_data(job.recipe)[0]) == 4
     assert [s.loss for s in steps(job, 5, first=4)] == want
-    for (name, a), b in zip(job.model.state_dict().items(), whole.model.state_dict().values(), strict=True):
+    for (name, a), b in zip(stored_state_dict(job.model).items(), stored_state_dict(whole.model).values(), strict=True):
         assert torch.equal(a, b), name
     for name, tensor in whole.optimizer.state_tensors().items():
         assert torch.equal(job.optimizer.state_tensors()[name], tensor), name

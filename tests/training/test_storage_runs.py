@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fp8cfg
 from fp8cfg.job import Job
 from fp8cfg.numerics.codecs import codec
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.report import chart
 from fp8cfg.report.memory.operands import CODEC
@@ -85,7 +86,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def everything(job: Job) -> dict[str, Tensor]:
     state = {f"state {k}": t for k, t in job.optimizer.state_tensors().items()}
-    return {k: t.clone() for k, t in {**job.model.state_dict(), **state}.items()}
+    return {k: t.clone() for k, t in {**stored_state_dict(job.model), **state}.items()}
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -245,10 +246,10 @@ class Foreign(nn.Module):
 def test_frozen_weights_of_a_given_model_stay_and_have_no_state(row: str) -> None:
     model = Foreign()
     job = fp8cfg.build(small(*words(row)), model)
-    frozen = {k: t.clone() for k, t in job.model.state_dict().items() if k.startswith("up.") and "amax" not in k and k != "up.fp8_scale"}
+    frozen = {k: t.clone() for k, t in stored_state_dict(job.model).items() if k.startswith("up.") and "amax" not in k and k != "up.fp8_scale"}
     losses = [s.loss for s in steps(job, 6)]
     assert losses[-1] < losses[0] and job.model is model
-    assert equal(frozen, {k: job.model.state_dict()[k] for k in frozen}) and not model.up.weight.requires_grad and not model.up.bias.requires_grad
+    assert equal(frozen, {k: stored_state_dict(job.model)[k] for k in frozen}) and not model.up.weight.requires_grad and not model.up.bias.requires_grad
     assert not any(name.startswith("up.") for name in [*job.optimizer.names.values(), *job.optimizer.state_tensors()])
     assert model.up.weight.grad is None and model.up.weight not in getattr(job.optimizer, "stored_grads", {})
 
@@ -355,7 +356,7 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
 
 
 def state(job: Job, world: World) -> dict[str, Tensor]:
-    return {k: t.clone() for k, t in {**job.model.state_dict(), **job_tensors.optimizer_tensors(job, world)}.items()}
+    return {k: t.clone() for k, t in {**stored_state_dict(job.model), **job_tensors.optimizer_tensors(job, world)}.items()}
 
 
 def spoil(p: Tensor) -> None:
@@ -394,7 +395,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         found[f"{row} {before} {now}"] = {"losses": run(job, world, 2, 4), "state": state(job, world)}
     job = ranked_job("precision=bf16_fp8_block", "fp8.params=true", "opt_level=O3", "storage.shard=zero1")
     load(job, folder / "O3 zero1")
-    found["other scaling"] = {k: t.clone() for k, t in job.model.state_dict().items()}
+    found["other scaling"] = {k: t.clone() for k, t in stored_state_dict(job.model).items()}
     for shard in SHARDS:
         for name in SPOILED:
             job = ranked_job(*RANKED["O3"].split(), f"storage.shard={shard}")
