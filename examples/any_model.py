@@ -36,7 +36,7 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
             print(job.prove())  # stops here where FP8 did not run as planned
         print(f"step {step + 1}: loss {loss.item():.4f}")
         losses.append(loss.item())
-    # To save: fp8cfg.convert_back(job.model).save_pretrained(folder); weights in FP8 mean nothing to others without their scales.
+    # To save: job.model.save_pretrained(folder), which others read, or torch.save(job.model.state_dict(), file).
     return losses
 
 

@@ -36,7 +36,7 @@ def train(recipe: fp8cfg.Recipe, **arguments: Any) -> list[float]:
             logging_steps=1, report_to="none", use_cpu=job.device.type == "cpu", **arguments))
     trainer.train(resume_from_checkpoint=arguments.get("resume_from_checkpoint"))
     print(job.prove())
-    # To save: fp8cfg.convert_back(job.model).save_pretrained(folder); weights in FP8 mean nothing to others without their scales.
+    # To save: job.model.save_pretrained(folder), which others read, or torch.save(job.model.state_dict(), file).
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 

@@ -83,8 +83,10 @@ class Rules(Protocol):
 class Backend(Protocol):
     """The code of a backend. Converted models are found by their layers: a backend keeps no state outside of them.
 
-    State is the model's `state_dict`: plain tensors alone, FP8 scales and histories under names whose last part begins with
-    `fp8_`; `load_state_dict` takes it back. Names of parameters stay what they were.
+    State is plain tensors alone, in two forms (`fp8cfg.numerics.stored_form`). The model's `state_dict` has the keys of the model
+    before conversion, and usable weights: one that is stored in FP8 is dequantized. The stored form, `stored_state_dict`, is what
+    training goes on from: weights as they are stored, FP8 scales and histories under names whose last part begins with `fp8_`.
+    `load_state_dict` takes either; without FP8 state scales start anew. Names of parameters stay what they were.
 
     What a library does by itself, and what it has nothing for, is a function that does nothing: the callers ask all backends
     alike. `fp8cfg.config.backend_capabilities.Capabilities` says the rest.

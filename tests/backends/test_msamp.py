@@ -3,6 +3,7 @@ its kernels on a GPU, has never run here."""
 
 from __future__ import annotations
 
+import copy
 import math
 import subprocess
 import sys
@@ -215,6 +216,21 @@ def test_resume_is_bit_for_bit(anywhere: None, words: tuple[str, ...]) -> None:
         second.optimizer.load_state(tensors, {**json, "optimizer": "Other"})
     with pytest.raises(RuntimeError, match="Missing key"):
         second.model.load_state_dict({k: v for k, v in model.items() if "fp8_input_amax" not in k})
+
+
+def test_its_weights_are_the_plain_models_and_its_optimizer_has_the_fp8_state(anywhere: None) -> None:
+    first = job()
+    list(steps(first, 2))
+    weights, optimizer = ({k: v.clone() for k, v in first.model.state_dict().items()}, copy.deepcopy(first.optimizer.state_dict()))
+    plain = fp8cfg.build(small("precision=bf16_mixed")).model
+    assert list(weights) == list(plain.state_dict()) and weights["layers.0.mlp.linear_fc1.weight"].dtype == torch.bfloat16
+    plain.load_state_dict(weights, strict=True)
+    after = [s.loss for s in steps(first, 2, first=2)]
+    second = job()
+    second.model.load_state_dict(weights, strict=True)
+    assert torch.equal(second.model.state_dict()["layers.0.mlp.linear_fc1.weight"], weights["layers.0.mlp.linear_fc1.weight"])
+    second.optimizer.load_state_dict(optimizer)
+    assert [s.loss for s in steps(second, 2, first=2)] == after
 
 
 def test_layers_in_high_precision_and_evaluation(anywhere: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Iterator
@@ -267,6 +268,26 @@ def test_state_goes_between_native_and_te(te: Any) -> None:
     mine.model.load_state_dict(fresh, strict=True)
     scales = [t for n, t in stored_state_dict(mine.model).items() if n.endswith("fp8_scale")]
     assert scales and all((t == 1).all() for t in scales), "new weights, no memory of the old ones"
+
+
+@pytest.mark.parametrize("case", ["delayed", "delayed params"])
+def test_a_jobs_weights_are_the_plain_models_and_its_optimizer_has_the_fp8_state(case: str, te: Any) -> None:
+    job, plain = fp8cfg.build(small(*CASES[case])), fp8cfg.build(small("precision=bf16_mixed")).model
+    list(steps(job, 2))
+    weights, optimizer = ({k: t.clone() for k, t in job.model.state_dict().items()}, copy.deepcopy(job.optimizer.state_dict()))
+    assert list(weights) == list(plain.state_dict()) and {(type(t), t.dtype) for t in weights.values()} == {(torch.Tensor, torch.bfloat16)}
+    plain.load_state_dict(weights, strict=True)
+    want = [s.loss for s in steps(job, 2, first=2)]
+    te.FP8GlobalStateManager.reset()
+    resumed = fp8cfg.build(small(*CASES[case]))
+    resumed.model.load_state_dict(plain.state_dict(), strict=True)
+    resumed.optimizer.load_state_dict(optimizer)
+    assert [s.loss for s in steps(resumed, 2, first=2)] == want
+    other = fp8cfg.build(small(*CASES[case]))
+    other.model.load_state_dict(weights)
+    other.optimizer.load_state_dict({k: v for k, v in optimizer.items() if k != "fp8"})
+    with pytest.warns(RuntimeWarning, match="scales and amax histories started anew"):
+        list(steps(other, 1))
 
 
 @pytest.mark.parametrize("case", ["delayed params", "current params"])

@@ -53,7 +53,7 @@ def dtype(job: Job, what: str) -> str:
 
 def columns(job: Job) -> Any:
     """The codecs of the low-bit optimizer for that weight."""
-    return job.optimizer.columns[job.model.layers[0].self_attention.linear_qkv.parameter]
+    return job.optimizer.columns[job.model.layers[0].self_attention.linear_qkv._parameters["weight"]]
 
 
 ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {

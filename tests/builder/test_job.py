@@ -110,6 +110,35 @@ def test_a_job_is_not_copied_and_a_model_is() -> None:
     assert {p.dtype for p in plain.parameters()} == {torch.float32} and not fp8cfg.has_fp8_layers(plain) and fp8cfg.has_fp8_layers(job.model)
 
 
+class Classifier(nn.Module):
+    """Whose loss is a cross entropy of logits as the model gives them, after a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 16)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.down(torch.relu(self.norm(self.up(x)))), targets)
+
+
+def test_a_given_model_runs_in_torchs_autocast_and_a_recipes_does_not() -> None:
+    """The loss is torch's own in bfloat16, bit for bit, and float32: in bfloat16 it would be one of 32 values between 2 and 4."""
+    batch = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 16
+    for words in (("precision=bf16_mixed",), ("precision=bf16_fp8_current", "fp8.high_precision_at_start=0", "fp8.high_precision_at_end=0")):
+        job = fp8cfg.build(small(*words), model=Classifier())
+        with job.autocast(enabled=False), torch.no_grad():
+            loss = job.model(*batch)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            want = Classifier().bfloat16()(*batch)
+        assert loss.dtype == torch.float32 and loss != loss.bfloat16()
+        assert torch.equal(loss, want) or (job.recipe.fp8.enabled and abs(loss - want) < 2e-3), "weights in FP8 alone are others"
+        assert not torch.is_autocast_enabled("cpu")
+    for job, on in ((fp8cfg.build(small("precision=bf16_fp8")), False), (fp8cfg.build(small("precision=fp32"), model=Classifier()), False)):
+        with job.autocast():
+            assert torch.is_autocast_enabled("cpu") is on
+
+
 def test_an_average_of_plain_copies() -> None:
     """As the error of a job's copy says it; weights in FP8 alone are not averaged as they are."""
     job = fp8cfg.build(small("precision=bf16_fp8"))
