@@ -79,10 +79,17 @@ class NarrowWeight(nn.Module):
     def receiver_and_stored(self) -> tuple[Tensor, Tensor]:
         """The tensor that receives the gradient of a low-bit weight from autograd, and the stored values without gradient."""
         weight = self.parameter
-        narrow = weight.requires_grad and weight.dtype.itemsize < self.weight_grad_dtype.itemsize
-        if narrow and torch.compiler.is_compiling():
-            return self._gradient_of_weight, self._detached
+        if torch.compiler.is_compiling() and self._stands_in:
+            if weight.requires_grad:
+                return self._gradient_of_weight, self._detached
+            return self._detached.new_zeros((), dtype=self.weight_grad_dtype).expand(weight.shape), self._detached
         return weight, plain(weight)
+
+    @property
+    def _stands_in(self) -> bool:
+        """Whether compiled code gets other tensors in the place of the Parameter: of a dtype that is not its gradient's, or codes,
+        whose class AOTAutograd does not take."""
+        return self.scaled or self.parameter.dtype.itemsize < self.weight_grad_dtype.itemsize
 
     def _prepare_gradient(self) -> None:
         """Lets a weight that is stored in fewer bits have a wide gradient. Eager autograd only has to be told the dtype. Compiled
@@ -90,11 +97,15 @@ class NarrowWeight(nn.Module):
         one element, receives the gradient and hands it over. Seen with torch 2.13; can go with the first torch whose AOTAutograd
         respects the dtype.
         """
-        if not self.held or not (weight := self.parameter).requires_grad:
+        if not self.held:
+            return
+        weight = self.parameter
+        self._detached = plain(weight)  # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
+        if not weight.requires_grad:
             return
         if weight.grad_dtype != self.weight_grad_dtype:
             weight.grad_dtype = self.weight_grad_dtype
-        if weight.dtype == self.weight_grad_dtype:
+        if weight.dtype == self.weight_grad_dtype and not self.scaled:
             return
         receiver = torch.zeros((), dtype=self.weight_grad_dtype, device=weight.device).expand(weight.shape).requires_grad_()
 
@@ -107,7 +118,6 @@ class NarrowWeight(nn.Module):
 
         receiver.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
         self._gradient_of_weight = receiver
-        self._detached = plain(weight)  # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
 
     def _remember_grad_dtype(self) -> None:
         if self.held and self.parameter.grad_dtype is not None:

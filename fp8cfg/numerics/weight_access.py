@@ -94,7 +94,7 @@ def _aliases(made: Any, read: DecodedWeight) -> Any:
     """`made` of `read`, marked like it where they share memory."""
     if isinstance(made, tuple | list) and type(made) in (tuple, list):
         return type(made)(_aliases(one, read) for one in made)
-    if type(made) is not Tensor or made.device.type == "meta" or made.untyped_storage() is None:
+    if type(made) is not Tensor or made.device.type == "meta":
         return made
     if made.untyped_storage().data_ptr() != read.untyped_storage().data_ptr():
         return made

@@ -208,7 +208,7 @@ def test_in_a_loop_of_ones_own_gradients_under_way_stay() -> None:
 def test_float8_weights_without_their_masters_are_left_out() -> None:
     layer = linear(Scaling(), torch.randn(16, 16), fp8_params=True)
     assert list(stats_of(layer, torch.randn(3, 16), torch.randn(3, 16))) == ["input", "grad_output"]
-    assert [s.tensor for s in collect(layer, lambda: layer(torch.randn(3, 16)), {layer.weight: torch.randn(16, 16)})] == ["input", "weight"]
+    assert [s.tensor for s in collect(layer, lambda: layer(torch.randn(3, 16)), {layer.parameter: torch.randn(16, 16)})] == ["input", "weight"]
 
 
 def test_a_pass_outside_of_the_region_is_an_error() -> None:

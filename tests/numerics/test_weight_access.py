@@ -112,6 +112,24 @@ def test_copies_of_codes_are_codes(kind: str, how: str) -> None:
     assert torch.equal(plain(other.parameter).float(), plain(held.parameter).float()) and type(plain(held.parameter)) is Tensor
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@KINDS
+def test_traced_code_takes_codes_of_the_gradients_size(kind: str, frozen: bool) -> None:
+    """Codes are a class of their own, which AOTAutograd does not take; the gradient is the eager one and goes to the Parameter."""
+    found = []
+    for compiled in (False, True):
+        held = layer(kind)
+        held.set_weight_grad_dtype(torch.float16 if kind == "library" else torch.bfloat16)
+        held.parameter.requires_grad_(not frozen)
+        x = torch.linspace(-1, 1, 128).view(4, 32).bfloat16().requires_grad_()
+        y = (torch.compile(held, backend="aot_eager", fullgraph=True) if compiled else held)(x)
+        y.float().square().sum().backward()
+        found.append((y.detach(), x.grad, held.parameter.grad))
+    for eager, traced in zip(*found, strict=True):
+        assert (eager is None) == (traced is None) and (eager is None or torch.equal(eager, traced))
+    assert (found[0][2] is None) == frozen
+
+
 @pytest.mark.parametrize("kind", ["float8", "library"])
 def test_compiled_code_reads_it(kind: str) -> None:
     """Traced, not compiled: a dtype that is asked for, and a product with the weight, whose gradient arrives."""
