@@ -179,7 +179,7 @@ class Job:
         """A callback for transformers.Trainer, beside `optimizers=(job.optimizer, job.scheduler())`. Before the first step it
         raises ConfigError for TrainingArguments that the recipe contradicts, and says in a line whose words count; it sets
         max_grad_norm to 0, for `optimizer` clips. Without it the first step does so, after the Trainer has clipped once."""
-        from fp8cfg.conversion.trainer_arguments import callback
+        from fp8cfg.interop.trainer_arguments import callback
 
         self._trainer_checked = True
         return callback(self.recipe, self.optimizer)
@@ -239,7 +239,7 @@ class Job:
     def _check_trainer(self) -> None:
         if self._trainer_checked:
             return
-        from fp8cfg.conversion.trainer_arguments import running, settle
+        from fp8cfg.interop.trainer_arguments import running, settle
 
         self._trainer_checked = True
         if (trainer := running()) is not None:

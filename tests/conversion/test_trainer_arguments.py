@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import fp8cfg
-from fp8cfg.conversion.trainer_arguments import settle
+from fp8cfg.interop.trainer_arguments import settle
 from tests.support.small import small
 
 WORDS = ("precision=bf16_fp8", "trainer.max_steps=2", "optim.warmup_steps=1", "trainer.val_check_interval=0")
