@@ -228,9 +228,11 @@ def _below(part: type[Part], recipe: Recipe, idle: Collection[str]) -> dict[str,
 
 
 def _idle(recipe: Recipe) -> set[str]:
-    """Full keys that have no effect in a checked `recipe`: those which the rules refuse at their default, were they written."""
-    return {full(key) for line in rules.broken(recipe, short_keys()) if isinstance(line, Refusal)
-            for key, default in line.gives[:1] if attrgetter(key)(recipe) == default}
+    """Full keys that have no effect in a checked `recipe`: those which the rules refuse at their default, were they written, and
+    those that are null by default, which ask for nothing."""
+    refused = {full(key) for line in rules.broken(recipe, short_keys()) if isinstance(line, Refusal)
+               for key, default in line.gives[:1] if attrgetter(key)(recipe) == default}
+    return refused | {key for key, field in fields().items() if field.default is None and attrgetter(key)(recipe) is None}
 
 
 def _said(part: type[Part]) -> str:
