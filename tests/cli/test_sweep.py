@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fp8cfg.composition.sweep_words import MAX_JOBS, read, refused
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.recipes import llama_tiny
 from fp8cfg.training import metrics
+from tests.support.ranks import launch
 from tests.support.small import SMALL
 
 ROOT = Path(__file__).parents[2]
@@ -124,8 +126,7 @@ def test_what_a_launcher_or_sweeper_throws_is_one_line(word: str, code: int, lin
     assert not list(tmp_path.iterdir())
 
 
-def process(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "fp8cfg", *argv], cwd=ROOT, capture_output=True, text=True, timeout=300)
+process = partial(launch, 1)
 
 
 def test_composing_inside_a_sweep() -> None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8cfg
 from fp8cfg.conversion.convert import Conversion
 from tests.conversion.test_convert import BACKENDS, recipe
+from tests.support.traced import TRACE
 
 OUTSIDE = (r"layers\.1 \(fprop, dgrad, wgrad\): planned in FP8, ran in high precision, outside of the autocast context; layers\.2 .* "
            "and 6 more")
@@ -121,7 +122,7 @@ def test_compiled_it_is_found_out_and_nothing_is_compiled_anew(backend: str) -> 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, fp8, x = ten(backend, layers=3)
-    run = torch.compile(model, fullgraph=True)
+    run = TRACE(model)
     for _ in range(3):
         with fp8.autocast():
             run(x).sum().backward()
@@ -130,7 +131,7 @@ def test_compiled_it_is_found_out_and_nothing_is_compiled_anew(backend: str) -> 
     assert [p.rows for p in fp8cfg.coverage(model).linears] == [None] * 3, "sizes alone are known"
     with fp8.autocast():
         y = model.layers[0](x).detach().requires_grad_()
-    torch.compile(model.rest, fullgraph=True)(y).sum().backward()
+    TRACE(model.rest)(y).sum().backward()
     with pytest.raises(fp8cfg.NotFP8Error, match=r"layers\.1 \(fprop, dgrad, wgrad\)"):
         fp8.prove()
     torch._dynamo.reset()
