@@ -86,5 +86,11 @@ def test_widen_is_the_conversion_and_bfloat16_holds_all(fmt: Format, dtype: torc
     assert same(widen(codes, dtype), codes.to(dtype))
     assert same(widen(codes, torch.bfloat16).float(), widen(codes, torch.float32))
     assert same(widen(codes.t(), dtype), codes.to(dtype).t())
-    compiled = torch.compile(widen, fullgraph=True)(codes.t(), dtype).t()
-    assert same(compiled, codes.to(dtype)) and torch.equal(compiled.nan_to_num().signbit(), codes.to(dtype).nan_to_num().signbit())
+
+
+def test_compiled_widen_is_the_conversion() -> None:
+    codes, dtypes = torch.arange(256, dtype=torch.uint8), [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    every = [codes.view(fmt.dtype).view(16, 16) for fmt in (E4M3, E5M2)]
+    compiled = torch.compile(lambda every: [widen(codes.t(), dtype).t() for codes in every for dtype in dtypes], fullgraph=True)(every)
+    for got, want in zip(compiled, [codes.to(dtype) for codes in every for dtype in dtypes], strict=True):
+        assert same(got, want) and torch.equal(got.nan_to_num().signbit(), want.nan_to_num().signbit()), want.dtype

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from fp8cfg.numerics import E4M3, E5M2, FP8Linear, Region, Scaling, amax_of, discard_amax, roll, scale_from_amax, update_scales
+from fp8cfg.training.distributed.world import World
+from tests.support.ranks import on_ranks
 
 INF, NAN = math.inf, math.nan
 FLT_MAX = torch.finfo(torch.float32).max
@@ -22,16 +23,19 @@ def layer(**scaling: object) -> FP8Linear:
 # --- amax
 
 
+AMAXES: list[tuple[list[float], float]] = [([1, -3, 2], 3), ([NAN, -2, 1], 2), ([NAN, -INF, 1], INF), ([NAN, NAN], 0), ([0.0, -0.0], 0)]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("values", "want"),
-    [([1, -3, 2], 3), ([NAN, -2, 1], 2), ([NAN, -INF, 1], INF), ([NAN, NAN], 0), ([0.0, -0.0], 0)],
-)
-def test_amax_skips_nan_and_not_infinity(values: list[float], want: float, dtype: torch.dtype, compiled: bool) -> None:
-    torch._dynamo.reset()
-    got = (torch.compile(amax_of, fullgraph=True) if compiled else amax_of)(torch.tensor(values, dtype=dtype))
-    assert (got.item(), got.dtype, got.shape) == (want, torch.float32, ())
+def test_amax_skips_nan_and_not_infinity(compiled: bool) -> None:
+    def amaxes(tensors: list[Tensor]) -> list[Tensor]:
+        return [amax_of(t) for t in tensors]
+
+    cases = [(dtype, values, want) for dtype in (torch.float32, torch.bfloat16, torch.float16) for values, want in AMAXES]
+    tensors = [torch.tensor(values, dtype=dtype) for dtype, values, _ in cases]
+    found = (torch.compile(amaxes, fullgraph=True) if compiled else amaxes)(tensors)
+    for case, got in zip(cases, found, strict=True):
+        assert (got.item(), got.dtype, got.shape) == (case[-1], torch.float32, ()), case
 
 
 def test_amax_of_nothing_is_zero() -> None:
@@ -153,20 +157,17 @@ def test_wrong_values_are_named() -> None:
         Scaling(amax_history_len=0)
 
 
-def _reduce(rank: int, store: str, results: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def _reduced(world: World) -> list[list[Tensor]]:
     layers = [layer(amax_history_len=3), layer(amax_history_len=3)]
-    layers[0].fp8_amax_history[0] = torch.tensor([1.0, 5.0, 0.0]) if rank == 0 else torch.tensor([2.0, 4.0, 8.0])
-    if rank == 1:
+    layers[0].fp8_amax_history[0] = torch.tensor([1.0, 5.0, 0.0]) if world.first else torch.tensor([2.0, 4.0, 8.0])
+    if not world.first:
         layers[1].fp8_amax_history[0] = 7.0  # rank 0 did not run this one
     update_scales(layers, dist.group.WORLD)
-    torch.save([(one.fp8_scale, one.fp8_amax_history) for one in layers], f"{results}{rank}")
-    dist.destroy_process_group()
+    return [[one.fp8_scale, one.fp8_amax_history] for one in layers]
 
 
 def test_two_ranks_agree_on_the_largest_amax(tmp_path: Path) -> None:
-    mp.spawn(_reduce, (str(tmp_path / "store"), str(tmp_path / "rank")), nprocs=2)
-    first, second = (torch.load(tmp_path / f"rank{rank}") for rank in range(2))
+    first, second = on_ranks(2, _reduced, tmp_path)
     for (scale, history), other in zip(first, second, strict=True):
         assert torch.equal(scale, other[0])
         assert torch.equal(history, other[1])
