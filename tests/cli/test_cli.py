@@ -76,7 +76,6 @@ def test_min_coverage_ends_with_exit_code_3(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: fp8.min_coverage=0.99: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_a_recipe_file_and_a_folder_of_ones_own_train(tmp_path: Path) -> None:
     (tmp_path / "precision").mkdir()
     (tmp_path / "precision" / "mine.yaml").write_text("compute: bf16\nfp8: {enabled: true, scaling: current}\n")
@@ -88,7 +87,6 @@ def test_a_recipe_file_and_a_folder_of_ones_own_train(tmp_path: Path) -> None:
     assert "scaling: current" in done.stdout and next((tmp_path / "runs").iterdir()).name.startswith("mine-")
 
 
-@pytest.mark.slow
 def test_run_folders_that_cannot_be_had(tmp_path: Path) -> None:
     assert fp8cfg(*SMALL, "trainer.max_steps=2", f"log.dir={tmp_path / 'runs'}").returncode == 0
     folder = next((tmp_path / "runs").iterdir())
@@ -102,7 +100,6 @@ def test_run_folders_that_cannot_be_had(tmp_path: Path) -> None:
     assert blocked.returncode == 5 and blocked.stderr.startswith("error: ") and blocked.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_megatrons_token_files_train(tmp_path: Path) -> None:
     import numpy as np
 

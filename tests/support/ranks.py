@@ -94,6 +94,7 @@ def _command(rank: int, script: Path | None, argv: tuple[str, ...], cwd: Path, e
     torch.set_num_threads(1)
     sys.argv = [str(script or "fp8cfg"), *argv]
     if script:
+        sys.path.insert(0, str(script.parent))
         runpy.run_path(str(script), run_name="__main__")
     else:
         entry()

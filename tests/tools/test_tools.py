@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.ranks import launch
 
 TOOLS = Path(__file__).parents[2] / "tools"
 START = {"measure_bytes": ["--ranks", "1,2"], "kill_resume": ["--kills", "1", "--rows"], "check_memory": ["--size", "tiny"], "compare_losses": ["--steps", "2", "--seeds", "1"]}
@@ -15,7 +14,7 @@ START = {"measure_bytes": ["--ranks", "1,2"], "kill_resume": ["--kills", "1", "-
 
 
 def ends(tool: str, *argv: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, str(TOOLS / f"{tool}.py"), *argv], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(TOOLS.parent)})
+    done = launch(1, *argv, script=TOOLS / f"{tool}.py")
     notes = [line for line in done.stderr.splitlines(keepends=True) if line.startswith("note: ")]  # what gives way to the tool's own words
     return done.returncode, done.stdout, done.stderr.removeprefix("".join(notes))
 

@@ -15,7 +15,6 @@ from tests.support.ranks import launch, torchrun
 from tests.support.small import SMALL, small, small_words
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
 
 
 def run(ranks: int, root: Path, *words: str, micro: int = 4) -> Path:
@@ -44,6 +43,7 @@ def test_what_may_not_be_meant_is_noted_by_one_rank_and_once(tmp_path: Path) -> 
         assert done.returncode == 0 and len(notes) == bool(note) and all(line.startswith(f"note: {note}") for line in notes), done.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_with_half_the_batch_each_are_one_run(tmp_path: Path) -> None:
     words = ("precision=bf16_fp8", "trainer.max_steps=50", "checkpoint.every_n_steps=25", "trainer.val_check_interval=25")
     two = run(2, tmp_path / "two", *words, "optim.lr=3e-4")
@@ -56,6 +56,7 @@ def test_two_ranks_with_half_the_batch_each_are_one_run(tmp_path: Path) -> None:
     assert losses(two) == pytest.approx(losses(whole), abs=2e-3), "one rank with the batch in one pass"
 
 
+@pytest.mark.slow
 def test_the_first_scales_are_those_of_one_rank_with_the_batch_in_one_pass(tmp_path: Path) -> None:
     words = ("precision=bf16_fp8", "fp8.first_step=te", "fp8.amax_history_len=4", "trainer.max_steps=1", "optim.warmup_steps=0",
              "trainer.val_check_interval=0")
@@ -64,6 +65,7 @@ def test_the_first_scales_are_those_of_one_rank_with_the_batch_in_one_pass(tmp_p
         torch.testing.assert_close(two[name], scale, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_ranks_without_reduction_keep_their_own_amaxes(tmp_path: Path) -> None:
     words = ("precision=bf16_fp8", "trainer.max_steps=1", "optim.warmup_steps=0", "trainer.val_check_interval=0",
              "fp8.first_step=te")  # scales of 1, so that the products of the one step are the same
@@ -79,7 +81,7 @@ def test_ranks_without_reduction_keep_their_own_amaxes(tmp_path: Path) -> None:
     assert all(torch.equal(reduced[k], torch.maximum(mine[k], others[k])) for k in reduced)
 
 
-@pytest.mark.parametrize("reduce", ["true", "false"])
+@pytest.mark.parametrize("reduce", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_two_ranks_resume_to_the_same_losses(reduce: str, tmp_path: Path) -> None:
     words = ("precision=bf16_fp8", f"fp8.reduce_amax={reduce}", "trainer.max_steps=6", "checkpoint.every_n_steps=3", "checkpoint.keep=3")
     folder = run(2, tmp_path, *words)
@@ -107,6 +109,7 @@ def test_a_sharded_run_says_what_it_sends_and_goes_on_with_one_rank(tmp_path: Pa
     assert "sent_bytes" not in read(folder / "metrics.jsonl")[-1]
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_one_line() -> None:
     done = torchrun(2, *SMALL, "trainer.micro_batch_size=8")
     assert "error: trainer.global_batch_size=8: not a multiple of trainer.micro_batch_size x 2 ranks = 16; nearest is 16" in done.stderr
@@ -121,6 +124,7 @@ def test_ranks_that_have_not_met_are_refused(words: str, monkeypatch: pytest.Mon
         fp8cfg.fit(fp8cfg.build(small(*words.split())))
 
 
+@pytest.mark.slow
 def test_what_one_rank_alone_finds_is_said_by_it(tmp_path: Path) -> None:
     import numpy as np
 
