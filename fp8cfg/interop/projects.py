@@ -15,6 +15,7 @@ from fp8cfg.interop.accelerate import handlers
 from fp8cfg.interop.accelerate.config_file import ACCELERATE
 from fp8cfg.interop.deepspeed import DEEPSPEED
 from fp8cfg.interop.key_table import Dialect, Read, Written
+from fp8cfg.interop.megatron import nemo_python
 from fp8cfg.interop.megatron.nemo import BRIDGE, NEMO
 from fp8cfg.interop.megatron.precision_flags import MEGATRON
 from fp8cfg.interop.te import objects as te_objects
@@ -47,8 +48,8 @@ def _te_text(text: str) -> source_files.Said:
 DOORS = {
     "accelerate": Door(ACCELERATE, file_writers.yaml, call=handlers.from_call),
     "deepspeed": Door(DEEPSPEED, file_writers.json, remarks=False),
-    "nemo": Door(NEMO, file_writers.yaml, source_files.plugin, presets=True),
-    "bridge": Door(BRIDGE, file_writers.bridge, source_files.plugin, presets=True),
+    "nemo": Door(NEMO, file_writers.yaml, source_files.plugin, python=nemo_python.precision, presets=True),
+    "bridge": Door(BRIDGE, file_writers.bridge, source_files.plugin, python=nemo_python.precision, presets=True),
     "megatron": Door(MEGATRON, file_writers.flags, text=source_files.shell(MEGATRON)),
     "torchtitan": Door(TORCHTITAN, file_writers.toml, source_files.sections(SECTIONS, TORCHTITAN), python=configuration),
     "te": Door(TE, file_writers.te, text=_te_text),

@@ -8,10 +8,10 @@ from typing import Any
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 
 
-def call_in(text: str, names: tuple[str, ...], kind: str) -> dict[str, Any]:
-    """The values by name of the one call in `text` of a class in `names`, which stands under `class`. Raises ConfigError where
-    there is none (with the names that are near to that of a `kind` of class), or more than one, and for each value that is no
-    literal."""
+def call_in(text: str, names: tuple[str, ...], kind: str, only: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The values by name of the one call in `text` of a class in `names`, which stands under `class`; those in `only`, where it has
+    any. Raises ConfigError where there is none (with the names that are near to that of a `kind` of class), or more than one, and
+    for each value that is no literal."""
     try:
         every = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -27,7 +27,7 @@ def call_in(text: str, names: tuple[str, ...], kind: str) -> dict[str, Any]:
                 for text in (ast.unparse(value)[:40] for value in spread)]
     problems += [f"{last(calls[0].func)}: give its values by name"] if calls[0].args else []
     values: dict[str, Any] = {"class": last(calls[0].func)}
-    for word in calls[0].keywords if not problems else ():
+    for word in [w for w in calls[0].keywords if not only or w.arg in only] if not problems else ():
         if word.arg in values:
             problems.append(f"{word.arg}: stands twice")
         try:

@@ -16,6 +16,15 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 """Accelerate's TE and MS-AMP convert every linear layer, the output layer too; its torchao leaves the first and the last one."""
 LEVELS = {"o1": "O1", "o2": "O2"}
+
+
+def _level(value: Any) -> dict[str, Any]:
+    """Raises ValueError for another one; of O3, which Accelerate does not have, with what to write."""
+    if str(value).lower() == "o3":
+        raise ValueError("Accelerate has O1 and O2 alone; O3 is here: leave it out there, and add opt_level=O3")
+    return {"opt_level": one_of(value, LEVELS)}
+
+
 FIRST_LAYER = "Accelerate's torchao leaves the model's first linear layer in high precision too"
 HELD = "under DeepSpeed MS-AMP holds weights in E4M3 with FP16 masters at every level"
 """msamp.deepspeed: FP8Optimizer and FP8DeepSpeedZeroOptimizer have them whatever the level, which says the moments alone."""
@@ -97,7 +106,7 @@ HANDLER = (
     same("use_autocast_during_eval", "fp8.use_autocast_during_eval", boolean, te),
     Entry("use_mxfp8_block_scaling", lambda value: {"fp8.scaling": "mxfp8"} if boolean(value) else {},
           lambda ours: ours["fp8.scaling"] == "mxfp8" or SILENT, te),
-    Entry("opt_level", lambda value: {"opt_level": one_of(value, LEVELS)},
+    Entry("opt_level", _level,
           lambda ours: ours["opt_level"] if ours["opt_level"] in LEVELS.values() else SILENT, lambda ours: engine(ours) == "MSAMP"),
 )
 """What fp8_config, and the handler objects, say besides the backend."""

@@ -60,14 +60,26 @@ def from_handler(handler: Any, base: Recipe | None = None) -> Read:
     given = {e.theirs: value for e in HANDLER if (value := getattr(handler, e.theirs, None)) is not None}
     if name == "FP8RecipeKwargs" and backend == "MSAMP":  # it fills in what only TE reads
         given = {k: v for k, v in given.items() if k == "opt_level"}
-    return read(HANDLERS, {"backend": backend, **given}, base)
+    return _taken(read(HANDLERS, {"backend": backend, **given}, base), name, getattr(handler, "backend", None))
 
 
 def from_call(text: str, base: Recipe | None = None) -> Read:
-    """The recipe of the one call of a handler in Python text, which is read and not run."""
+    """The recipe of the one call of a handler in Python text, which is read and not run; where there is none, that of the mixed
+    precision of an Accelerator."""
+    if not any(name in text for name in NAMES) and "Accelerator" in text:
+        return read(accelerate.ACCELERATE, {"mixed_precision": call_in(text, ("Accelerator",), "class", ("mixed_precision",)).get(
+            "mixed_precision", "no")}, base)
     given = call_in(text, NAMES, "handler of Accelerate")
     name = given.pop("class")
-    return read(HANDLERS, {"backend": _CLASSES.get(name, "TE"), **given}, base)
+    return _taken(read(HANDLERS, {"backend": _CLASSES.get(name, "TE"), **given}, base), name, given.get("backend"))
+
+
+def _taken(found: Read, name: str, backend: object) -> Read:
+    """`found`, with a line on the backend that was taken where the old handler, which is for all three, says none."""
+    if name in _CLASSES or backend is not None:
+        return found
+    line = f"{name}.backend is not given: Accelerate takes the first that is installed; TE is taken here"
+    return found._replace(lost=(*found.lost, line))
 
 
 def to_handler(recipe: Recipe) -> Written:

@@ -1,0 +1,64 @@
+"""NeMo's Python, read as data: the precision plugin of a script, as a call of a preset function, of a plugin's class, or a name."""
+
+from __future__ import annotations
+
+import ast
+
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.presets import FUNCTIONS
+from fp8cfg.interop.python_calls import call_in, last
+from fp8cfg.interop.source_files import Said
+
+_CLASSES = ("MegatronMixedPrecision", "MegatronFSDPMixedPrecision")
+
+
+def precision(text: str, function: str = "") -> Said:
+    """What `text`, which is not run, says of precision; of `function` alone where one is named. Fields that are set on the plugin
+    afterwards are said with the line that does it here. Raises ConfigError where it says none, or several."""
+    try:
+        tree: ast.AST = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        raise ConfigError(f"not Python ({e})") from None
+    if function:
+        tree = _function(tree, function)
+    presets = dict.fromkeys(filter(None, (_preset(node) for node in ast.walk(tree))))
+    objects = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _class(node)]
+    if len(presets) + len(objects) != 1:
+        found = [*presets, *(_class(node) for node in objects)]
+        several = f"says {len(found)} precisions, {', '.join(found)}; name the function that has the one, as FILE.py:NAME"
+        raise ConfigError(several if found else "says no precision, such as plugins=bf16_with_fp8_mixed()")
+    later = tuple(f"{line}: not read; give it as a word, as in fp8.margin=1" for line in _later(tree))
+    if presets:
+        return Said({}, later, preset=next(iter(presets)))
+    call = ast.unparse(objects[0]).replace(f"Config({_class(objects[0])}, ", f"{_class(objects[0])}(")
+    values = call_in(call[call.index(_class(objects[0])):], _CLASSES, "plugin of NeMo")
+    return Said({k: v for k, v in values.items() if k != "class"}, later)
+
+
+def _preset(node: ast.AST) -> str:
+    """The preset that `node` calls or names as a plugin."""
+    if isinstance(node, ast.Call) and last(node.func) in FUNCTIONS:
+        return last(node.func)
+    value = node.value if isinstance(node, ast.keyword) and node.arg == "plugins" else None
+    if isinstance(node, ast.Assign) and any(last(target) == "plugins" for target in node.targets):
+        value = node.value
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
+
+
+def _class(node: ast.Call) -> str:
+    """The plugin's class that `node` calls, or configures as run.Config does."""
+    names = [last(node.func), *([last(node.args[0])] if node.args and last(node.func) in ("Config", "Partial") else [])]
+    return next((name for name in names if name in _CLASSES), "")
+
+
+def _later(tree: ast.AST) -> list[str]:
+    """The statements that set a field of the plugin."""
+    return [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Assign)
+            for target in node.targets if isinstance(target, ast.Attribute) and last(target.value) == "plugins"]
+
+
+def _function(tree: ast.AST, name: str) -> ast.AST:
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    if not found:
+        raise ConfigError(f"{name}: no such function in it")
+    return found[0]
