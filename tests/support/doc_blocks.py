@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,8 +87,8 @@ def short_runs(shape: dict[str, int] | None = None) -> Iterator[None]:
     registered meanwhile are forgotten."""
     whole = recipes.llama_tiny
 
-    def llama_tiny() -> fp8cfg.Recipe:
-        recipe = whole()
+    def llama_tiny(**given: Any) -> fp8cfg.Recipe:
+        recipe = whole(**given)
         recipe.model = recipe.model.merged(TINY if shape is None else shape)
         recipe.trainer = recipe.trainer.merged({"global_batch_size": 1, "micro_batch_size": 1, "max_steps": 2 if shape is None else 1, "limit_val_batches": 1,
                                                 "compile": "off", "accelerator": "cpu"})
