@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg import job_parts
+from fp8cfg import job_parts, smoke
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear
@@ -34,7 +34,7 @@ def lower(
     """
     from fp8cfg import graph_nodes
 
-    planned(_checked(recipe), hardware or Hardware("cpu"), model, choice)
+    planned(_sized(_checked(recipe), model), hardware or Hardware("cpu"), model, choice)
     return graph_nodes.graph(job, recipe, model)
 
 
@@ -50,7 +50,7 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
     from fp8cfg import graph_nodes
 
     if model is None:
-        _checked(recipe)
+        _sized(_checked(recipe))
     else:
         from fp8cfg.conversion import convert
 
@@ -74,6 +74,7 @@ def job(**parts: Any) -> Job:
         from fp8cfg.conversion import convert
 
         recipe, model = convert.to_build(recipe, model)
+    recipe = _sized(recipe, model)
     hardware = find_hardware(recipe.trainer.accelerator)
     plans, choice = planned(recipe, hardware, model)
     if model is None:
@@ -142,3 +143,13 @@ def _checked(recipe: Recipe) -> Recipe:
         raise ConfigError(f"expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b']) gives one")
     recipe.check()
     return recipe
+
+
+def _sized(recipe: Recipe, model: nn.Module | None = None) -> Recipe:
+    """`recipe`, cut where trainer.smoke asks for it. Raises ConfigError where a `model` is given, which cannot be cut."""
+    from fp8cfg.report.memory.layout import ranks
+
+    if model is not None and recipe.trainer.smoke:
+        raise ConfigError("trainer.smoke=True: cuts the Transformer of a recipe, not a model of your own; write false, and a small "
+                          "trainer.global_batch_size and trainer.max_steps")
+    return smoke.cut(recipe, ranks())

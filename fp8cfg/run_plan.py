@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8cfg import builder
+from fp8cfg import builder, smoke
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report import graph, plan_report
@@ -43,6 +43,7 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
 
 def planned(recipe: Recipe, ranks: int | None, gpu: GPU | None) -> Plan:
     """Plan of a checked `recipe`, with what will be built."""
+    recipe = smoke.cut(recipe, ranks or recipe.trainer.num_nodes * recipe.trainer.devices)
     found = plan_report.make(recipe, ranks or recipe.trainer.num_nodes * recipe.trainer.devices, gpu)
     if found.choice is None:
         return found

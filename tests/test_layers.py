@@ -34,11 +34,12 @@ TOP = {  # room -> rooms that its modules may import at their top
     "job": {"backends", "report"},
     "job_parts": {"backends", "config", "models"},
     "conversion": {"backends", "composition", "config", "job", "numerics", "optim", "report", "scalings"},
+    "smoke": {"composition", "config", "layer_plan", "models"},
     "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},
-    "builder": {"backends", "config", "job_parts", "job", "layer_plan", "optim"},
-    "run_plan": {"builder", "config", "report"},
+    "builder": {"backends", "config", "job_parts", "job", "layer_plan", "optim", "smoke"},
+    "run_plan": {"builder", "config", "report", "smoke"},
     "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job", "layer_plan", "numerics", "optim",
-                 "report", "training.distributed"},
+                 "report", "smoke", "training.distributed"},
     "cli": {"backends", "config", "report", "training"},
     "__main__": {"cli"},
 }
@@ -57,13 +58,13 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
     "training": {
         "composition": "readers of a run folder that want no recipe from it load no YAML",
         "training.distributed": "FSDP2 is loaded where storage.shard=fsdp asks for it"},
-    "cli": dict.fromkeys(("builder", "composition", "config", "interop", "layer_plan", "report", "run_plan", "training",
+    "cli": dict.fromkeys(("builder", "composition", "config", "interop", "layer_plan", "report", "run_plan", "smoke", "training",
                           "training.distributed"), "a verb loads what it needs when it runs: help and completion read its module without"),
     "__main__": {"cli": "what the verb at hand does not need is not loaded", "config": "as above: errors alone need it",
                  "training": "signals are heeded from the start of a verb that trains"},
 }
 TYPES = {  # room -> rooms of which it names types alone, under TYPE_CHECKING
-    "job": {"config"}, "graph_nodes": {"job"},
+    "cli": {"job"}, "job": {"config"}, "graph_nodes": {"job"},
     "training.distributed": {"models"},
 }
 CIRCLES = {  # files that import one another, and why

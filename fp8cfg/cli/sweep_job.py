@@ -42,7 +42,7 @@ def _train(values: Any, words: list[str], authors: Authors, folder: Path, made: 
     """Train the recipe of `values`, composed of `words`, into `folder`, which is put into `made` once it is this job's. Returns
     the exit code, and the lines of the error."""
     from fp8cfg.cli.composed import say
-    from fp8cfg.cli.launch import launch
+    from fp8cfg.cli.launch import launch, sized
     from fp8cfg.composition import to_yaml
     from fp8cfg.composition.authors import of_words
     from fp8cfg.composition.giving_way import settled
@@ -56,7 +56,7 @@ def _train(values: Any, words: list[str], authors: Authors, folder: Path, made: 
         found = settled(Recipe(**values), of_words(words, authors), sweep=True)
         refuse_if(found.problems)
         say(found.notes)
-        recipe = found.recipe
+        recipe = sized(found.recipe)
         return launch(recipe, own, None), ""
     except Fp8cfgError as e:
         print(*(f"error: {printable(line)}" for line in str(e).splitlines()), sep="\n", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.cli import hydra_flags
 from fp8cfg.cli.argv import Arguments, is_hydra, recipe_file, split, wrong_words
-from fp8cfg.cli.launch import launch
+from fp8cfg.cli.launch import launch, sized
 from fp8cfg.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ fp8cfg [train] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
 Composes a recipe, prints its precision, planned coverage and memory, and trains
 it into a new run folder under log.dir. Several ranks:
   torchrun --nproc-per-node 2 -m fp8cfg recipe=llama_tiny precision=bf16_fp8
+
+Any recipe in small, three steps that are saved and resumed:
+  fp8cfg recipe=llama_405b precision=bf16_fp8 trainer.smoke=true
 
 As in Hydra:
   -m, --multirun       a run for each combination of values: fp8cfg sweep --help
@@ -58,7 +61,7 @@ def run(argv: list[str]) -> int:
     idle = [f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in arguments.words if is_hydra(w)]
     if idle:
         raise ConfigError(idle + wrong_words(arguments))
-    recipe = composed(arguments.words, arguments.one("--config-dir"), file)
+    recipe = sized(composed(arguments.words, arguments.one("--config-dir"), file))
     now = datetime.now()
 
     def folder() -> RunFolder:

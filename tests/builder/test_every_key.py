@@ -124,6 +124,7 @@ ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
     "trainer.accelerator": (["trainer.accelerator=cpu"], lambda j: j.device.type, "cpu"),
     "trainer.max_steps": (["trainer.max_steps=9"], lambda j: j.schedule.max_steps, 9),
     "trainer.global_batch_size": (["trainer.global_batch_size=16"], lambda j: run_data(j.recipe)[0].global_batch_size, 16),
+    "trainer.smoke": (["trainer.smoke=true"], lambda j: j.schedule.max_steps, 3),
     "trainer.gradient_clip_val": (["trainer.gradient_clip_val=0.25"], lambda j: j.optimizer.clip_grad, 0.25),
     "trainer.seed": (
         ["trainer.seed=7"], lambda j: (j.model.embedding.weight != fp8cfg.build(small()).model.embedding.weight).any().item(), True),

@@ -53,6 +53,17 @@ class World:
         dist.gather(value.contiguous(), found)
         return found or []
 
+    def text(self, value: str) -> str:
+        """The text of the first rank, on every rank."""
+        if self.size == 1:
+            return value
+        data = torch.frombuffer(bytearray(value.encode() or b" "), dtype=torch.uint8).to(_device())
+        length = torch.tensor(data.numel(), device=_device())
+        dist.broadcast(length, 0)
+        sent = data if self.first else data.new_empty(int(length.item()))
+        dist.broadcast(sent, 0)
+        return bytes(sent.tolist()).decode()
+
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
         if self.size == 1:

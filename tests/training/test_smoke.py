@@ -1,0 +1,123 @@
+"""trainer.smoke: every shipped recipe and preset cut to a size for any machine, and some of them trained, saved and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import fp8cfg
+from fp8cfg import smoke
+from fp8cfg.__main__ import main
+from fp8cfg.composition.config_groups import Library
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.recipe_registry import recipes
+from fp8cfg.layer_plan import plan
+from fp8cfg.report.coverage import planned
+from fp8cfg.report.memory.layout import whole
+from fp8cfg.report.memory.peak import memory
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.loop import Result
+from fp8cfg.training.smoke_resume import ResumeDiffers, resume
+
+LARGEST = 4 << 30
+PRESETS = sorted(Library().choices("precision"))
+
+
+@functools.cache
+def composed(*words: str) -> Recipe:
+    return fp8cfg.compose(list(words))
+
+
+def cut(*words: str, ranks: int = 1) -> Recipe:
+    recipe = composed(*words).model_copy(deep=True)
+    recipe.trainer.smoke = True
+    return smoke.cut(recipe, ranks)
+
+
+@pytest.mark.parametrize("words", [*((f"recipe={name}", "precision=bf16_fp8") for name in recipes()),
+                                   *(("recipe=llama_8b", f"precision={name}") for name in PRESETS)], ids=" ".join)
+def test_every_recipe_and_preset_is_planned_in_four_gib_over_all_ranks(words: tuple[str, ...]) -> None:
+    small, eight = cut(*words), cut(*words, ranks=8)
+    m, t = small.model, small.trainer
+    assert sum(memory(small, "cpu").values()) <= LARGEST >= 8 * sum(memory(eight, "cpu", whole(eight, 8)).values())
+    assert not any(size % 16 for size in (m.hidden_size, m.ffn_hidden_size, m.vocab_size, m.seq_length))
+    assert m.num_attention_heads % m.num_query_groups == 0 and t.strategy.size == 1 and t.max_steps == 3
+    assert t.global_batch_size % t.micro_batch_size == 0 == eight.trainer.global_batch_size % (eight.trainer.micro_batch_size * 8)
+    assert smoke.cut(small, 1) == small and smoke.cut(eight, 8) == eight, "what is cut is cut no further"
+    assert planned(small, plan(small)).layers_in_fp8 >= 4 * small.fp8.enabled
+
+
+@pytest.mark.parametrize(("words", "key", "new"), [
+    (["fp8.high_precision_at_start=4", "fp8.high_precision_at_end=4"], "num_layers", 4),
+    (["fp8.exclude=['layers.17.*','*.linear_fc2']"], "exclude", ("*.linear_fc2",)),
+    (["fp8.min_coverage=0.9"], "min_coverage", 0.0),
+    (["model.kv_channels=256"], "kv_channels", 128),
+])
+def test_what_a_small_model_has_not_is_cut_with_it(words: list[str], key: str, new: object) -> None:
+    small = cut("recipe=llama_8b", "precision=bf16_fp8", *words)
+    assert getattr(small.fp8 if key in ("exclude", "min_coverage") else small.model, key) == new
+    assert planned(small, plan(small)).layers_in_fp8 > 0
+
+
+def test_a_global_batch_of_many_ranks_leaves_tokens_for_an_evaluation() -> None:
+    small = cut("recipe=llama_405b", ranks=256)
+    assert small.trainer.global_batch_size * small.model.seq_length <= 10_000 and small.model.seq_length % 16 == 0
+
+
+def test_without_the_key_nothing_is_cut() -> None:
+    recipe = composed("recipe=llama_405b")
+    assert smoke.cut(recipe, 1) is recipe and smoke.note(recipe, recipe) == ""
+
+
+class Run(NamedTuple):
+    folder: Path
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module", params=["recipe=llama_405b precision=bf16_fp8_current", "recipe=llama_1b precision=fp16_fp8 storage.shard=zero2"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A smoke run through the command line."""
+    folder = tmp_path_factory.mktemp("smoke")
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main([*request.param.split(), "trainer.smoke=true", "trainer.compile=off"]) == 0
+    return Run(next((folder / "runs").iterdir()), out.getvalue(), err.getvalue())
+
+
+def test_three_steps_an_evaluation_a_save_and_a_resume(run: Run) -> None:
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    assert [line["step"] for line in lines if "val_loss" in line] == [3]
+    assert sorted(p.name for p in (run.folder / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+    assert "resume: step 3 from step-00000002 gave the same losses" in run.out
+    notes = [line for line in run.err.splitlines() if "trainer.smoke" in line]
+    assert len(notes) == 1 and "model.num_layers " in notes[0] and "data.name stdlib -> tiny" in notes[0]
+
+
+def test_a_resume_with_another_loss_ends_with_exit_code_4(run: Run) -> None:
+    recipe = fp8cfg.from_yaml(run.folder / "recipe.yaml")
+    losses = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    loss = next(line["loss"] for line in losses if line["step"] == 3 and "loss" in line)
+    val = next(line["val_loss"] for line in losses if "val_loss" in line)
+    first = Result(3, loss, val)
+    with pytest.raises(ResumeDiffers, match="a training loss of") as e:
+        resume(recipe, run.folder, dataclasses.replace(first, loss=loss + 1e-6), World(), print)
+    assert e.value.exit_code == 4
+
+
+def test_a_model_of_one_s_own_is_not_cut() -> None:
+    import torch
+
+    recipe = composed("recipe=llama_tiny", "precision=bf16_fp8").model_copy(deep=True)
+    recipe.trainer.smoke = True
+    with pytest.raises(fp8cfg.ConfigError, match=r"trainer\.smoke=True: cuts the Transformer of a recipe"):
+        fp8cfg.build(recipe, model=torch.nn.Sequential(torch.nn.Linear(16, 16)))
