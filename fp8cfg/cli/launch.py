@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fp8cfg.config.errors import printable
@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from fp8cfg.training.run_folder import RunFolder
 
 
-def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded | None) -> int:
-    """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given."""
+def launch(
+    recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded | None,
+    whole_line: Callable[[Sequence[str]], str] = " ".join,
+) -> int:
+    """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given.
+    `whole_line` makes a command line of the words that a refusal offers; without it they stand alone."""
     from fp8cfg.report import before_run, chart, machine
     from fp8cfg.report.memory import layout
     from fp8cfg.training.signals import waiting_to_stop
@@ -27,7 +31,7 @@ def launch(recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded |
     say(before_run.head(recipe))
     hardware = machine.find_hardware(recipe.trainer.accelerator)
     say(before_run.body(recipe, hardware))
-    before_run.refuse_layout(recipe, layout.ranks())
+    before_run.refuse(recipe, hardware, whole_line)
     for line in chart.remarks(recipe, layout.ranks()):
         say(line, file=sys.stderr)
 

@@ -6,7 +6,7 @@ import json
 import textwrap
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli.argv import recipe_file, split, wrong_words
+from fp8cfg.cli.argv import Arguments, command_line, recipe_file, split, wrong_words
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.report.gpus import GPUS, named
 
@@ -33,9 +33,9 @@ sizes, and what will be built.
                        Python that makes it again
   --config-dir FOLDER  recipes and presets of your own
 
-Exit code: 0, also where it does not fit the GPU's memory; 2 where the recipe is
-refused, there or anywhere: of a recipe that cannot run on that hardware alone
-the plan is printed first.
+Exit code: 0 where training runs as the recipe stands; 2 where it does not,
+because of the hardware, its memory or a layout that this version plans and does
+not train: after the plan, with the line that runs there at the least cost.
 """
 _OUTPUTS = ("--json", "--tree", "--dot", "--code")
 
@@ -68,11 +68,25 @@ def run(argv: list[str]) -> int:
     plan = planned(recipe, ranks, gpu)
     print(_shown(plan, *arguments.flags))
     refuse_if(plan.refusals)
+    refuse_if(_problems(plan, arguments))
     if "--measure" in arguments.flags:
         from fp8cfg.training.memory_measurement import measured_table
 
         print(f"\n{measured_table(recipe)}")
     return 0
+
+
+def _problems(plan: Plan, arguments: Arguments) -> list[str]:
+    """Why the recipe does not run there as it stands, the last line with what does."""
+    if not plan.problems:
+        return []
+    from fp8cfg.report.memory.nearest_fit import SMOKE
+    from fp8cfg.run_plan import machines
+
+    t, (nodes, devices) = plan.recipe.trainer, machines(plan.world)
+    own = plan.world == t.num_nodes * t.devices or tuple(plan.write) == (SMOKE,)
+    meant = [] if own else [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
+    return [*plan.problems[:-1], f"{plan.problems[-1]}; runs there: {command_line(arguments, [*plan.write, *meant])}"]
 
 
 def _shown(plan: Plan, output: str = "") -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli import hydra_flags
-from fp8cfg.cli.argv import Arguments, is_hydra, recipe_file, split, wrong_words
+from fp8cfg.cli.argv import Arguments, command_line, is_hydra, recipe_file, split, wrong_words
 from fp8cfg.cli.launch import launch, sized
 from fp8cfg.config.errors import ConfigError
 
@@ -69,4 +69,4 @@ def run(argv: list[str]) -> int:
 
         return RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe))
 
-    return launch(recipe, folder, None)
+    return launch(recipe, folder, None, lambda changes: command_line(arguments, changes))

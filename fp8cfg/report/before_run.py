@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import prod
 
 from fp8cfg import __version__
 from fp8cfg.backends.backend_choice import Hardware, choose
 from fp8cfg.composition.flatten import listed
-from fp8cfg.config.errors import ConfigError, NotFP8Error
+from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import gathered, resolved
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report.coverage import planned
-from fp8cfg.report.memory.layout import ranks
+from fp8cfg.report.machine import free_memory
+from fp8cfg.report.memory import layout
+from fp8cfg.report.memory.nearest_fit import SMOKE, cheapest, too_large
 from fp8cfg.report.memory.peak import memory_table
 from fp8cfg.report.plan_text import passed_over
 from fp8cfg.report.tables import amount, wrapped
@@ -71,26 +74,38 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
     return "\n" + "\n\n".join(parts) + "\n"
 
 
-def refuse_layout(recipe: Recipe, ranks: int) -> None:
-    """Raise ConfigError for a parallel layout that is launched on the `ranks` it is meant for: training does not have it."""
-    s, t = recipe.trainer.strategy, recipe.trainer
-    if s.size > 1 and ranks == t.num_nodes * t.devices:
-        keys = [f"{way}_parallel_size" for way in ("tensor_model", "pipeline_model", "context")]
-        sizes = {k: getattr(s, k) for k in keys}
-        lines = [f"{s.key(k)}={n}: not in this version, training is data-parallel; write 1" for k, n in sizes.items() if n > 1]
-        raise ConfigError(lines)
+def refuse_layout(recipe: Recipe) -> None:
+    """Raise ConfigError for a tensor, pipeline or context parallel layout, which is never changed for the user: training does not
+    have it."""
+    refuse_if(layout.refused(recipe))
+
+
+def refuse(recipe: Recipe, hardware: Hardware, whole_line: Callable[[Sequence[str]], str]) -> None:
+    """Raise ConfigError, before anything is made, for a recipe whose layout or memory the ranks here do not have. Its line ends
+    with one that runs here, which `whole_line` makes of the words that change."""
+    free = free_memory(hardware.device)
+
+    def backend(other: Recipe) -> str:
+        return choose(other.precision, hardware, statistics=other.log.fp8_stats_every_n_steps).backend
+
+    large = too_large(recipe, hardware.device, free, backend(recipe))
+    problems = layout.refused(recipe) or ([large] if large else [])
+    if problems:
+        found = cheapest(recipe, hardware.device, free, layout.ranks(), backend)
+        offered = [whole_line(w) for w in ([found.words] if found else []) + ([] if recipe.trainer.smoke else [(SMOKE,)])]
+        raise ConfigError([*problems[:-1], "; ".join([problems[-1], *(["runs here: " + " · ".join(offered)] if offered else [])])])
 
 
 def _scaled_down(recipe: Recipe) -> str:
     """The line that says how a layout for other machines is run here, or an empty one."""
-    t, here = recipe.trainer, ranks()
-    meant = t.num_nodes * t.devices
+    t, here = recipe.trainer, layout.ranks()
+    meant, s = t.num_nodes * t.devices, t.strategy
+    if s.size > 1:
+        return (f"meant for {meant} GPUs (tensor {s.tensor_model_parallel_size}, pipeline {s.pipeline_model_parallel_size}, "
+                f"context {s.context_parallel_size})")
     if meant == here:
         return ""
-    s = t.strategy
-    layout = f" (tensor {s.tensor_model_parallel_size}, pipeline {s.pipeline_model_parallel_size}, " \
-             f"context {s.context_parallel_size})" if s.size > 1 else ""
     steps = t.global_batch_size / (t.micro_batch_size * here)
     many = "1 rank" if here == 1 else f"{here} ranks"
-    return f"meant for {meant} GPUs{layout}\nruns here data-parallel on {many}, {steps:g} microbatches a step on each"
+    return f"meant for {meant} GPUs\nruns here data-parallel on {many}, {steps:g} microbatches a step on each"
 

@@ -13,8 +13,13 @@ from fp8cfg.layer_plan import plan
 from fp8cfg.report import chart, plan_text, speedups
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU
-from fp8cfg.report.memory.layout import Part, parts, whole
+from fp8cfg.report.memory.layout import Part, parts, refused, whole
+from fp8cfg.report.memory.nearest_fit import SMOKE, cheapest
 from fp8cfg.report.memory.peak import linears_of, memory, parameters
+from fp8cfg.report.tables import size
+
+UNBOUNDED = 1 << 62
+"""Bytes where no GPU is named: the layout alone is looked at."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,11 @@ class Plan:
     """Formats of every linear layer's three GEMMs, and their share of the FLOPs."""
     ranks: Sequence[Rank]
     """Ranks that differ, one of each kind."""
+    problems: Sequence[str] = ()
+    """Why it does not run as it stands where somebody multiplies: its layout, or its memory. Empty where it does run."""
+    write: Sequence[str] = ()
+    """Words with which it runs on these ranks, at the least cost; of a smoke run where the whole model does not. Empty where
+    there are no `problems`."""
     built: Mapping[str, Mapping[str, Any]] | None = None
     """Autocast context, optimizer, schedule and loss scaler that will be built, each "name" and its arguments; None where
     nobody multiplies."""
@@ -99,7 +109,7 @@ class Plan:
             "ranks": [{"name": rank.part.name, "layers": len(rank.part.layers), "tensor": rank.part.tensor,
                        "context": rank.part.context, "data": rank.part.data, "parameters": rank.parameters,
                        "memory": rank.memory, "total": rank.total} for rank in self.ranks],
-            "widest": self.widest.part.name, "fits": fits,
+            "widest": self.widest.part.name, "fits": fits, "problems": self.problems, "write": self.write,
             "recompute": {granularity: self.recomputing(granularity) for granularity in ("none", "full")},
             "published": [asdict(g) for g in published], "measured_here": False,
             "too_small": [{"name": name, "in": k, "out": n} for name, (k, n) in self.too_small().items()],
@@ -116,12 +126,31 @@ def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
     hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
     choice, refusals = None, list[str]()
     try:
-        choice = choose(recipe.precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps, here=gpu is None)
+        choice = _chosen(recipe, hardware)
     except ConfigError as e:
         refusals = e.problems
     backend = choice.backend if choice else None
     ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend))
              for part in parts(recipe, world)]
     coverage = planned(recipe, plan(recipe, backend))
-    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks)
+    problems = refused(recipe) or _too_large(recipe, ranks, gpu) if choice else []
+    write = _write(recipe, world, hardware, gpu.memory if gpu else UNBOUNDED) if problems else ()
+    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, write)
+
+
+def _chosen(recipe: Recipe, hardware: Hardware) -> Choice:
+    statistics = recipe.log.fp8_stats_every_n_steps
+    return choose(recipe.precision, hardware, statistics=statistics, here=hardware.device == "cpu")
+
+
+def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:
+    need = max(rank.total for rank in ranks)
+    if gpu is None or need <= gpu.memory:
+        return []
+    return [f"recipe={recipe.name}: needs {size(need)} on each rank, {gpu.name} has {size(gpu.memory)}"]
+
+
+def _write(recipe: Recipe, world: int, hardware: Hardware, free: int) -> tuple[str, ...]:
+    found = cheapest(recipe, hardware.device, free, world, lambda other: _chosen(other, hardware).backend)
+    return found.words if found else (SMOKE,)
 

@@ -19,6 +19,8 @@ def text(p: Plan) -> str:
     sections = [_runs(p), str(p.coverage), chart.text(p.recipe, p.widest.part.data), _layout(p), _memory(p)]
     if p.recipe.fp8.enabled:
         sections.append(_gains(p))
+    if p.problems:
+        sections.append(_verdict(p))
     if p.built:
         sections.append("will be built\n" + "\n".join(_call(kind, **part) for kind, part in p.built.items()))
     return "\n\n".join(sections)
@@ -30,6 +32,11 @@ def _runs(p: Plan) -> str:
         lines = [wrapped(f"backend on {where}: {p.choice.backend}, {p.choice.why}", more="  ")]
         return "\n".join([*lines, *passed_over(p.choice)])
     return "\n".join(wrapped(f"cannot run on {where}: {line}", more="  ") for line in p.refusals)
+
+
+def _verdict(p: Plan) -> str:
+    lines = [wrapped(f"does not run as it stands: {line}", more="  ") for line in p.problems]
+    return "\n".join([*lines, wrapped(f"runs with: {' '.join(p.write)}", more="  ")])
 
 
 def passed_over(choice: Choice) -> list[str]:
@@ -64,6 +71,8 @@ def _memory(p: Plan) -> str:
     if p.gpu:
         left = p.gpu.memory - p.widest.total
         gpu = f"{p.gpu.name}, {size(p.gpu.memory)}"
+        if p.recipe.trainer.strategy.size > 1:
+            gpu += ", as planned for"
         lines.append(f"fits {gpu}: {size(left)} to spare" if left >= 0 else f"does not fit {gpu}: {size(-left)} too much")
     return "\n".join(lines)
 

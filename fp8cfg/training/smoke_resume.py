@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fp8cfg.builder import build
 from fp8cfg.config.errors import Fp8cfgError
 from fp8cfg.smoke import SAVED_AT, STEPS
-from fp8cfg.training.checkpoint import checkpoint
+from fp8cfg.training.checkpoint import checkpoint, step_folders
 from fp8cfg.training.loop import Result, train
 from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
 
@@ -31,9 +31,9 @@ def resume(recipe: Recipe, folder: Path | None, first: Result, world: World, say
     """Train the last step of `recipe`, a smoke run that ended with `first`, from the checkpoint before it in the run folder, whose
     path the first rank has. Raises ResumeDiffers where losses are others, and NoUsableCheckpoint."""
     root = RunFolder.reading(Path(world.text(str(folder or "")))).files.folder(CHECKPOINTS)
-    name = next((name for step, name in checkpoint.steps(root) if step == SAVED_AT), None)
+    name = next((name for step, name in step_folders.steps(root) if step == SAVED_AT), None)
     if name is None:
-        raise checkpoint.none_usable(root)
+        raise step_folders.none_usable(root)
     again = train(build(recipe), None, checkpoint.load_named(root, name), world, lambda _: None)
     exact = world.size == 1 and not _on_gpu()
     for what, old, new in (("training", first.loss, again.loss), ("validation", first.val_loss, again.val_loss)):

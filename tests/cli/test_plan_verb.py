@@ -105,7 +105,8 @@ will be built
 
 
 def test_the_count_to_the_digit_and_why_a_level_takes_more_than_the_chart_has(capsys: pytest.CaptureFixture[str]) -> None:
-    out = plan(capsys, "recipe=llama_8b", "precision=bf16_fp8", "opt_level=O2")
+    assert main(["plan", "recipe=llama_8b", "precision=bf16_fp8", "opt_level=O2"]) == 2
+    out = capsys.readouterr().out
     assert "\nmodel: 8.03B parameters (8,030,261,248)\n" in out
     assert """
 together 10.9 B/param; the chart's 6 is what a parameter of a linear layer keeps
@@ -119,7 +120,9 @@ together 10.9 B/param; the chart's 6 is what a parameter of a linear layer keeps
 
 
 def test_the_largest_recipe_on_its_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    out = plan(capsys, *LARGE)
+    out, lines = refused(capsys, *LARGE)
+    assert lines[-1].endswith("; runs there: fp8cfg recipe=llama_405b precision=bf16_fp8 trainer.smoke=true")
+    assert "\ndoes not run as it stands: trainer.strategy.tensor_model_parallel_size=8: not in" in out and "\nruns with: trainer.smoke=true\n" in out
     assert """\
 layout: 512 ranks = tensor 8 x pipeline 8 x context 4 x data 2
 planned for, not run: training in this version is data-parallel
@@ -128,15 +131,15 @@ first stage       15       6.24B  126.9 GiB
 middle stage      16       6.38B  128.1 GiB
 last stage        15       6.24B  111.1 GiB
 """ in out
-    assert "FP8: 504 of 505 linear layers" in out and "of the middle stage, which takes most" in out and "\ndoes not fit h100, 79.1 GiB: 49.0 GiB too much\n" in out
+    assert "FP8: 504 of 505 linear layers" in out and "of the middle stage, which takes most" in out and "\ndoes not fit h100, 79.1 GiB, as planned for: 49.0 GiB too much\n" in out
     assert "too small to win: none" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
 def test_it_takes_no_torch_and_no_second(capsys: pytest.CaptureFixture[str]) -> None:
-    script = f"import sys; from fp8cfg.__main__ import main; assert main({['plan', *LARGE]}) == 0; assert 'torch' not in sys.modules"
+    script = f"import sys; from fp8cfg.__main__ import main; assert main({['plan', *LARGE]}) == 2; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=Path(__file__).parents[2])
-    assert calls(lambda: plan(capsys, *LARGE)) < 1_000_000
+    assert calls(lambda: refused(capsys, *LARGE)) < 1_000_000
 
 
 @pytest.mark.parametrize(("argv", "parts"), [
@@ -168,11 +171,12 @@ def test_a_recipe_that_nothing_runs_there_is_planned_and_refused(argv: list[str]
 
 
 def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str]) -> None:
-    out = plan(capsys, *LARGE, "--json")
-    assert out == plan(capsys, *LARGE, "--json")
+    out, problems = refused(capsys, *LARGE, "--json")
+    assert out == refused(capsys, *LARGE, "--json")[0]
     found = json.loads(out)
-    assert list(found) == ["recipe", "gpu", "gpus", "runs", "refusals", "coverage", "chart", "parameters", "ranks", "widest", "fits", "recompute",
+    assert list(found) == ["recipe", "gpu", "gpus", "runs", "refusals", "coverage", "chart", "parameters", "ranks", "widest", "fits", "problems", "write", "recompute",
                            "published", "measured_here", "too_small", "built"]
+    assert found["problems"] == [line.partition("; runs there")[0] for line in problems] and found["write"] == ["trainer.smoke=true"]
     assert found["fits"] is False and found["measured_here"] is False and found["built"]["optimizer"]["inner"] == "adamw"
     assert [r["name"] for r in found["ranks"]] == ["first stage", "middle stage", "last stage"]
     assert all(sum(r["memory"].values()) == r["total"] for r in found["ranks"])

@@ -221,10 +221,11 @@ def test_fit_compiles_where_the_recipe_says_so() -> None:
         assert len(compared) == compiled
 
 
-def test_a_parallel_layout_on_the_ranks_it_is_meant_for_is_refused_by_name() -> None:
+def test_a_parallel_layout_is_refused_by_name_on_any_number_of_ranks() -> None:
     job = fp8cfg.build(small("trainer.devices=2", "trainer.strategy.tensor_model_parallel_size=2"))
-    with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: not in this version"):
-        loop.train(job, world=World(0, 2), say=lambda _: None)
+    for world in (World(0, 1), World(0, 2)):
+        with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: not in this version"):
+            loop.train(job, world=world, say=lambda _: None)
 
 
 def test_when_to_compile() -> None:

@@ -39,6 +39,14 @@ def whole(recipe: Recipe, ranks: int = 1) -> Part:
     return Part("every rank", range(recipe.model.num_layers), data=ranks)
 
 
+def refused(recipe: Recipe) -> list[str]:
+    """A line for each way in which `recipe` splits a model replica over ranks: training does not have them."""
+    s = recipe.trainer.strategy
+    keys = [f"{way}_parallel_size" for way in ("tensor_model", "pipeline_model", "context")]
+    sizes = {k: getattr(s, k) for k in keys}
+    return [f"{s.key(k)}={n}: not in this version, training is data-parallel; write 1" for k, n in sizes.items() if n > 1]
+
+
 def parts(recipe: Recipe, world: int) -> list[Part]:
     """The parts that differ: first, middle and last pipeline stage, or one where there is no pipeline.
 

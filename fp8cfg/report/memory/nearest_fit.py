@@ -1,60 +1,183 @@
-"""Out-of-memory check before a run, and the nearest recipes that fit into a given memory."""
+"""Nearest fit: the changes that make a recipe fit into a given memory at the least cost, and the refusal of one that does not.
+
+A fit keeps the model and the global batch. It is searched over the data-parallel layout, storage.shard, recomputation, the
+microbatch and MS-AMP's levels, the cheapest first; what contradicts a change gives way as it does to a word of the command line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any, get_args
 
+from fp8cfg.composition.authors import Author
+from fp8cfg.composition.flatten import assigned, flat, typed
+from fp8cfg.composition.giving_way import settled
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.key_names import full, short
+from fp8cfg.config.model import Model
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.recipe_registry import recipes
+from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.layer_plan import plan
-from fp8cfg.report.memory.layout import whole
+from fp8cfg.report.memory.layout import ranks, whole
 from fp8cfg.report.memory.peak import memory, parameters
 from fp8cfg.report.tables import size
 
+RECOMPUTE = {"none": 0.0, "selective": 0.05, "full": 0.33}
+"""Cost of model.recompute_granularity in steps: full repeats the forward pass, a third of the products; selective, of attention
+alone, takes some per cent (arXiv 2205.05198, section 5)."""
+SHARD = {"none": 0.0, "zero1": 0.02, "zero2": 0.03, "fsdp": 0.1}
+"""Cost of storage.shard: ZeRO sends what an all-reduce does, FSDP half as much again (arXiv 1910.02054, section 7)."""
+LEVEL = {None: 0.0, "O1": 1.0, "O2": 1.1, "O3": 1.2}
+"""A level changes the numbers, and goes after everything that does not."""
+HALVED = 0.02
+"""Cost of halving the microbatch, whose products are smaller then."""
+SMOKE = "trainer.smoke=true"
+_FLOAT32 = 4
+
+Backend = Callable[[Recipe], str | None]
+"""Who multiplies a recipe; raises ConfigError where nobody does."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`recipe` fits, with `spare` bytes left on each rank. `words` change the recipe that was asked about into it."""
+
+    recipe: Recipe
+    words: tuple[str, ...]
+    spare: int
+
+
+@dataclass
+class _Search:
+    recipe: Recipe
+    device: str
+    free: int
+    world: int
+    backend: Backend
+
+    def fits(self) -> Iterator[Fit]:
+        """Fits of the whole model, by rising cost."""
+        alive = [pair for pair in product(SHARD if self.world > 1 else (self._own.shard,), LEVEL) if self._lean(*pair)]
+        every = [(SHARD[s] + LEVEL[o] + RECOMPUTE[r] + HALVED * i, s, o, r, m)
+                 for s, o in alive for r in self._recompute for i, m in enumerate(self._micro)]
+        for _, *values in sorted(every, key=lambda each: each[0]):
+            if found := self._fit(*values):
+                yield found
+
+    @cached_property
+    def _own(self) -> Any:
+        return self.recipe.storage
+
+    @cached_property
+    def _recompute(self) -> list[str]:
+        """What recomputes no less than the recipe does."""
+        own = self.recipe.model.recompute_granularity
+        offered = get_args(Model.model_fields["recompute_granularity"].annotation)
+        return [name for name in sorted(offered, key=lambda name: RECOMPUTE[name]) if RECOMPUTE[name] >= RECOMPUTE[own]]
+
+    @cached_property
+    def _micro(self) -> list[int]:
+        """Microbatches, halved from that of the recipe on, that divide the global batch over the ranks."""
+        t, found = self.recipe.trainer, list[int]()
+        size = t.micro_batch_size
+        while size:
+            found += [size] if t.global_batch_size % (size * self.world) == 0 else []
+            size //= 2
+        return found
+
+    def _lean(self, shard: str, level: str | None) -> bool:
+        return bool(self._micro) and self._fit(shard, level, self._recompute[-1], self._micro[-1]) is not None
+
+    def _fit(self, shard: str, level: str | None, recompute: str, micro: int) -> Fit | None:
+        values = {"storage.shard": shard, "opt_level": level, "model.recompute_granularity": recompute,
+                  "trainer.micro_batch_size": micro}
+        found = self.changed({**values, **_flat_layout()})
+        left = None if found is None else self.spare(found)
+        return None if found is None or left is None or left < 0 else Fit(found, words(self.recipe, found), left)
+
+    def changed(self, values: Mapping[str, Any]) -> Recipe | None:
+        """The recipe with `values`, to which others have given way; None where it is refused."""
+        own = flat(self.recipe)
+        new = {full(key): value for key, value in values.items() if own[full(key)] != value}
+        try:
+            found = settled(assigned(self.recipe, new), dict.fromkeys(new, Author.USER))
+            plan(found.recipe)
+        except ConfigError:
+            return None
+        return None if found.problems else found.recipe
+
+    def spare(self, recipe: Recipe) -> int | None:
+        """Bytes that `recipe` leaves on each rank; None where nobody multiplies it."""
+        try:
+            backend = self.backend(recipe)
+        except ConfigError:
+            return None
+        return self.free - sum(memory(recipe, self.device, whole(recipe, self.world), backend).values())
+
+    def fewer_layers(self) -> Fit | None:
+        """The recipe at its leanest with as many layers as fit; None where there is no such number."""
+        lean = self.changed({"trainer.micro_batch_size": (self._micro or [1])[-1],
+                             "model.recompute_granularity": self._recompute[-1], **_flat_layout()})
+        least, most = 0, self.recipe.model.num_layers  # fits with `least` layers, does not with `most`: halve what lies between
+        while lean and most - least > 1:
+            middle = (least + most) // 2
+            some = self._of_layers(lean, middle)
+            least, most = (middle, most) if some and (self.spare(some) or -1) >= 0 else (least, middle)
+        found = self._of_layers(lean, least) if lean and least else None
+        return Fit(found, words(self.recipe, found), self.spare(found) or 0) if found else None
+
+    def _of_layers(self, lean: Recipe, layers: int) -> Recipe | None:
+        some = lean.model_copy(deep=True)
+        some.model.num_layers = layers
+        try:
+            some.check()
+            plan(some)
+        except ConfigError:
+            return None
+        return some
+
+
+def cheapest(recipe: Recipe, device: str, free: int, world: int, backend: Backend) -> Fit | None:
+    """The changes at the least cost with which `recipe` runs on `world` data-parallel ranks, each with `free` bytes of `device`
+    ("cpu" or "cuda"); None where it does not, whatever is changed."""
+    if _FLOAT32 * parameters(recipe, whole(recipe)).total > free:
+        return None  # in which each rank makes the model before it splits or rounds it
+    return next(_Search(recipe, device, free, world, backend).fits(), None)
+
 
 def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
-    """Raise ConfigError where the run needs more than `free` bytes, with the nearest overrides that fit."""
+    """Raise ConfigError where the run needs more than `free` bytes, with the nearest words that fit."""
+    if line := too_large(recipe, device, free, backend):
+        raise ConfigError(f"{line}; nearest that fit: {' · '.join(nearest(recipe, device, free, lambda _: backend))}")
+
+
+def too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> str:
+    """Why `recipe` does not fit into `free` bytes of this machine; empty where it does."""
     need = sum(memory(recipe, device, backend=backend).values())
-    if need > free:
-        near = list(fitting(recipe, device, free, backend))
-        hint = f"; nearest that fit: {' · '.join(near)}" if near else ""
-        raise ConfigError(f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}{hint}")
+    return f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}" if need > free else ""
 
 
-def fitting(recipe: Recipe, device: str, free: int, backend: str | None = None) -> Iterator[str]:
-    """Overrides that make `recipe` fit into `free` bytes of `device`: the same model with less memory, else with fewer layers; and
-    the largest recipe that fits."""
-
-    def fits(r: Recipe) -> bool:
-        return _valid(r) and sum(memory(r, device, backend=backend).values()) <= free
-
-    lean, words = recipe.model_copy(deep=True), list[str]()
-    for node, key, value in ((lean.trainer, "micro_batch_size", 1), (lean.model, "recompute_granularity", "full")):
-        if getattr(node, key) != value:
-            setattr(node, key, value)
-            words.append(f"{node.key(key)}={value}")
-            if fits(lean):
-                yield " ".join(words)
-                return
-    least, most = 0, recipe.model.num_layers  # fits with `least` layers, does not with `most`: halve what lies between
-    while most - least > 1:
-        lean.model.num_layers = (least + most) // 2
-        least, most = (lean.model.num_layers, most) if fits(lean) else (least, lean.model.num_layers)
-    if least:
-        yield " ".join([f"model.num_layers={least}", *words])
-    others = [r for make in recipes().values() if (r := make()) and r.name != recipe.name]
-    for other in others:
-        other.precision = recipe.precision
-    fit = [r for r in others if fits(r)]
-    if fit:
-        yield f"recipe={max(fit, key=lambda r: parameters(r, whole(r)).total).name}"
+def nearest(recipe: Recipe, device: str, free: int, backend: Backend) -> Iterator[str]:
+    """The words of the cheapest fit on the ranks here, or those of as many layers as fit; and of a smoke run."""
+    found = cheapest(recipe, device, free, ranks(), backend) or _Search(recipe, device, free, ranks(), backend).fewer_layers()
+    yield from [" ".join(found.words)] if found else []
+    yield SMOKE
 
 
-def _valid(recipe: Recipe) -> bool:
-    try:
-        recipe.check()
-        plan(recipe)
-    except ConfigError:
-        return False
-    return True
+def words(before: Recipe, after: Recipe) -> tuple[str, ...]:
+    """The words that make `before` into `after`, a key each, the model's first."""
+    old = flat(before)
+    return tuple(f"{short(key)}={_word(value)}" for key, value in flat(after).items() if old[key] != value)
+
+
+def _flat_layout() -> dict[str, Any]:
+    """No tensor, pipeline or context parallelism, which this version does not run."""
+    return {key: typed(key, value) for key, value in flat(Strategy(), "trainer.strategy").items()}
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(list(value) if isinstance(value, tuple) else value)

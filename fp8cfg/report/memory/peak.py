@@ -61,7 +61,7 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     kinds |= {"activations": live.pop("kept"), **live}
     step = step_bytes(recipe, part, linears)
     kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
-    if fsdp:
+    if recipe.storage.shard != "none":
         kinds["to start"] = max(0, 4 * parameters(recipe, part).total - sum(kinds.values()))
     return kinds
 
