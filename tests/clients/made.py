@@ -38,8 +38,8 @@ class Made:
     model: nn.Module
     optimizer: Any
     context: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    backward: Callable[[Tensor], None] = lambda loss: loss.backward()  # type: ignore[no-untyped-call]  # noqa: E731
-    step: Callable[[], None] = lambda: None  # noqa: E731
+    backward: Callable[[Tensor], None] = lambda loss: loss.backward()  # type: ignore[no-untyped-call]
+    step: Callable[[], None] = lambda: None
     job: fp8cfg.Job | None = None
     conversion: Any = None
     losses: list[float] = field(default_factory=list)
