@@ -10,6 +10,7 @@ from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.hugging_face_folder import family_of_weights
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
 from fp8cfg.layer_plan import plan, transformer_config
@@ -112,7 +113,8 @@ def _put_together(recipe: Recipe, model: nn.Module | None, device: str, plans: S
     foreign = model is not None
     if model is None:
         model = job_parts.transformer(
-            transformer_config(recipe), recompute=recipe.model.recompute_granularity == "full", device=device, seed=t.seed)
+            transformer_config(recipe), recompute=recipe.model.recompute_granularity == "full", device=device, seed=t.seed,
+            weights=recipe.model.weights, family=family_of_weights(recipe.model) if recipe.model.weights else None)
     else:
         model = job_parts.given(model, device)
     prepared = job_parts.prepared_model(model, p, plans, choice, t.seed)

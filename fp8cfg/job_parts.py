@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.hugging_face import Family
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import Columns, as_held, foreign_others, gathered, low_bit, others
 from fp8cfg.config.training_nodes import Optim
@@ -25,8 +28,11 @@ if TYPE_CHECKING:
 
 
 
-def transformer(config: TransformerConfig, recompute: bool, device: str, seed: int) -> torch.nn.Module:
-    """The model in float32 on `device`, its weights drawn from `seed`; shaped on the meta device first."""
+def transformer(
+    config: TransformerConfig, recompute: bool, device: str, seed: int, weights: str | None = None, family: Family | None = None
+) -> torch.nn.Module:
+    """The model in float32 on `device`, its weights drawn from `seed`, or read from the folder `weights` as `family` lays them out;
+    shaped on the meta device first. Raises ConfigError for a folder without weights of this model."""
     import torch
 
     from fp8cfg.models.transformer import Transformer
@@ -34,7 +40,16 @@ def transformer(config: TransformerConfig, recompute: bool, device: str, seed: i
     with torch.device("meta"):
         model = Transformer(config, recompute=recompute)
     model.to_empty(device=device)
-    model.init_weights(torch.Generator().manual_seed(seed))
+    if weights is None or family is None:
+        model.init_weights(torch.Generator().manual_seed(seed))
+        return model
+    from fp8cfg.models import hf, hf_checkpoint
+
+    layout = hf.Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
+    try:
+        hf_checkpoint.load(model, config, Path(weights).expanduser(), layout)
+    except ValueError as e:
+        raise ConfigError(f"model.weights={weights}: {e}") from None
     return model
 
 

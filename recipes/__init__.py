@@ -7,6 +7,7 @@ A module of this folder is a family; every function that it registers is here by
 """
 
 from fp8cfg.config import recipe_registry
+from fp8cfg.recipes.from_hf import *  # noqa: F403
 from fp8cfg.recipes.gemma import *  # noqa: F403
 from fp8cfg.recipes.gpt import *  # noqa: F403
 from fp8cfg.recipes.llama import *  # noqa: F403

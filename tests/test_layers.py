@@ -183,4 +183,4 @@ def test_what_is_left_of_build_loads_no_torch(rooms: str) -> None:
     subprocess.run([sys.executable, "-c", f"import sys, {', '.join(names)}; assert 'torch' not in sys.modules"], check=True, cwd=ROOT.parent)
 
 
-LATE = {f"fp8cfg.models.{name}" for name in ("attention", "hf", "layers", "norms", "rotary", "transformer")}
+LATE = {f"fp8cfg.models.{name}" for name in ("attention", "hf", "hf_checkpoint", "layers", "norms", "rotary", "transformer")}

@@ -16,6 +16,7 @@ from fp8cfg.composition.yaml_lines import key_lines
 from fp8cfg.composition.yaml_recipe import choices_in, full_names
 from fp8cfg.config import presets, recipe_registry
 from fp8cfg.config.files import CONF, default_recipe
+from fp8cfg.config.hugging_face_folder import CONFIG
 from fp8cfg.config.key_names import PLUGIN, full
 from fp8cfg.config.recipe import Recipe
 
@@ -77,6 +78,11 @@ def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path
         name, given, _ = parsed(word)
         for key, value in settings({full(name): given}).items():
             tracer.add(key, Layer("command line", value, Origin(text=word)))
+    if settled.recipe.model.path:
+        read = Origin(Path(settled.recipe.model.path) / CONFIG)
+        for key, value in flat(settled.recipe).items():
+            if key.startswith("model.") and (not tracer.layers[key] or tracer.layers[key][-1].value != value):
+                tracer.add(key, Layer("checkpoint", value, read))
     for change in settled.changes:
         tracer.add(change.key, Layer("gave way", change.new, Origin(text=change.cause)))
     assert {key: layers[-1].value for key, layers in tracer.layers.items()} == flat(settled.recipe)

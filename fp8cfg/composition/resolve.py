@@ -19,6 +19,7 @@ from fp8cfg.composition.yaml_recipe import choices_in, full_names
 from fp8cfg.config import foreign_names, recipe_registry
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import STDIN, default_recipe
+from fp8cfg.config.hugging_face_folder import FROM_HF, shaped
 from fp8cfg.config.key_names import full
 from fp8cfg.config.recipe import Recipe
 
@@ -36,7 +37,24 @@ def unchecked(words: Sequence[str], library: Library, file: Path | None = None, 
     nodes = {group: node(group, stem, library) for group, stem in chosen.items()}
     if given is not None:
         nodes["recipe"] = listed(given)
-    return Recipe(**merge(nodes, chosen, values))
+    recipe = Recipe(**merge(nodes, chosen, values))
+    path = recipe.model.path
+    if given is None and chosen["recipe"] == FROM_HF:
+        if path is None:
+            raise ConfigError(f"recipe={FROM_HF}: needs model.path, the folder of a Hugging Face checkpoint")
+        nodes["recipe"] = listed(_from_hf(path))
+        recipe = Recipe(**merge(nodes, chosen, values))
+    elif path is not None and path != (given or Recipe(**nodes["recipe"])).model.path:
+        raise ConfigError(f"model.path={path}: gives a shape to recipe={FROM_HF} alone; of other recipes write "
+                          f"model.weights={path}")
+    return recipe
+
+
+def _from_hf(folder: str) -> Recipe:
+    """The recipe from_hf with the shape that a folder has."""
+    base = recipe_registry.named(FROM_HF)
+    base.model.path = folder
+    return shaped(base)
 
 
 def node(group: str, stem: str, library: Library) -> dict[str, Any]:
@@ -71,7 +89,11 @@ def recipe_of(data: dict[str, Any], path: Path, library: Library, above: tuple[P
     refuse_if(problems)
     if path in above or len(above) >= _MAX_BASES:
         raise ConfigError("recipe: recipes build on one another in a circle")
-    values = listed(_base(chosen.get("recipe") or default_recipe(), path, library, above))
+    base = _base(chosen.get("recipe") or default_recipe(), path, library, above)
+    folder = deep_merge({}, full_names(data)).get("model", {}).get("path")
+    if chosen.get("recipe") == FROM_HF and isinstance(folder, str):
+        base = _from_hf(folder)
+    values = listed(base)
     for group, (_, home) in LEAVES.items():
         if group in chosen:
             values = deep_merge(values, nested({home: node(group, library.stem(group, chosen[group]), library)}))

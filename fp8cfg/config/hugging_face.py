@@ -133,11 +133,11 @@ def of_config(config: Mapping[str, Any]) -> Family:
 
 def of_model(model: Model) -> Family:
     """The family that `model` is written as. Raises ConfigError where none says all of its keys."""
-    wanted = _compared(model)
+    wanted = computed(model)
     nearest: list[str] = []
     for one in registered().values():
         try:
-            found = _compared(one.read(one.write(model)))
+            found = computed(one.read(one.write(model)))
         except ConfigError:
             continue
         differs = [key for key in wanted if wanted[key] != found[key]]
@@ -148,10 +148,10 @@ def of_model(model: Model) -> Family:
     raise ConfigError(f"no model of transformers computes this one: {'; '.join(nearest)}")
 
 
-def _compared(model: Model) -> dict[str, Any]:
+def computed(model: Model) -> dict[str, Any]:
     """The keys that say what is computed. Weights around 0 or 1 can be had of either; a head's width may be said or follow."""
-    said = model.model_dump(exclude={"seq_length", "max_position_embeddings", "recompute_granularity", "init_method_std",
-                                     "layernorm_zero_centered_gamma", "add_qkv_bias"})
+    said = model.model_dump(exclude={"seq_length", "max_position_embeddings", "recompute_granularity", "init_method_std", "path",
+                                     "weights", "layernorm_zero_centered_gamma", "add_qkv_bias"})
     scalar = model.query_pre_attn_scalar
     return {**said, "kv_channels": model.head_dim, "add_qkv_bias": model.add_qkv_bias or model.add_bias_linear,
             "query_pre_attn_scalar": model.head_dim if scalar is None else scalar}

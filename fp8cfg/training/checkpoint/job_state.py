@@ -16,7 +16,7 @@ from fp8cfg.training.checkpoint import rng
 from fp8cfg.training.checkpoint.checkpoint import Tensors
 from fp8cfg.training.checkpoint.job_tensors import model_tensors, of_this_rank, optimizer_tensors
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
-from fp8cfg.training.checkpoint.resume_rules import FREE, changes, matches
+from fp8cfg.training.checkpoint.resume_rules import FREE, ORIGIN, changes, matches
 from fp8cfg.training.checkpoint.saved_state import WRONG_CONTENTS, check, one_line
 from fp8cfg.training.distributed.world import World
 
@@ -46,7 +46,7 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     interruption, bit for bit. Raises DamagedCheckpoint, and ConfigError where the recipe is another and the tensors do not fit it.
     """
     check(tensors, state)
-    changed = [k for k in changes(Recipe(**state["recipe"]), job.recipe) if not matches(k, FREE)]
+    changed = [k for k in changes(Recipe(**state["recipe"]), job.recipe) if not matches(k, (*FREE, *ORIGIN))]
     optimizer = tensors.get("optimizer", {})  # none before a step where parameters are their own masters, nor of plain SGD
     try:
         saved = {**tensors["model"], **of_this_rank(tensors.get("fp8", {}))}

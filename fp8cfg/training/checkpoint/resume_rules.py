@@ -20,6 +20,8 @@ FREE = (
     "data.path", "storage.shard", "fp8.min_coverage", "fp8.use_autocast_during_eval", "model.recompute_granularity",
 )  # fmt: skip
 """Keys that may differ on resume without being allowed: how long, where, how fast. Each change is printed."""
+ORIGIN = ("model.path", "model.weights")
+"""Keys that say where the first weights came from: a resumed run has others, and does without."""
 FIXED = ("model.*", "precision.compute", "optim.name", "data.*", "trainer.seed", "trainer.global_batch_size")
 """Keys that a checkpoint cannot change at all: its tensors, or its place in the data, would not fit."""
 STATE = (
@@ -41,7 +43,7 @@ def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
     lines = [foreign_names.unknown(a, short_keys()) for a in allow if not any(matches(k, [a]) for k in short_keys())]
     fixed = (*FIXED, *(STATE if _kept(saved) != _kept(wanted) else ()))
     for key in changes(saved, wanted):
-        if not matches(key, fixed) and (matches(key, FREE) or matches(key, allow)):
+        if key in ORIGIN or (not matches(key, fixed) and (matches(key, FREE) or matches(key, allow))):
             continue
         was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
         cure = _instead(saved, wanted, key) if matches(key, fixed) else f"repeat it with --allow {key}"

@@ -1,0 +1,108 @@
+"""Hugging Face checkpoint: safetensors in one file or sharded, read tensor by tensor; FP8 weights are dequantized as they are read.
+
+A float8_e4m3fn weight has its scales beside it, in float32: `weight_scale_inv` for each 128x128 block or for the whole
+(DeepSeek-V3, transformers' `fp8`), or `weight_scale` for the whole or for each row (compressed-tensors). Either multiplies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fp8cfg.models.config import TransformerConfig
+from fp8cfg.models.hf import Layout, stream
+
+SCALES = ("_scale_inv", "_scale")
+IGNORED = (*SCALES, ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+METHODS = {"fp8", "compressed-tensors"}
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Checkpoint:
+    """The tensors of a folder. Raises ValueError for a folder without safetensors, an index that does not fit, or a quantization
+    other than those above."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.opened = {name: self._open(name) for name in self._files()}
+        self.where: dict[str, Any] = {tensor: file for file in self.opened.values() for tensor in file.keys()}  # noqa: SIM118
+        self.block = self._block()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each weight by name; of scales none."""
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self.where.items() if not name.endswith(IGNORED)}
+
+    def read(self, name: str) -> Tensor:
+        """A weight, on the CPU: in its dtype, or in float32 where it is quantized."""
+        tensor: Tensor = self.where[name].get_tensor(name)
+        if tensor.dtype.itemsize > 1:
+            return tensor
+        scales = [name + end for end in SCALES if name + end in self.where]
+        if tensor.dtype != torch.float8_e4m3fn or not scales:
+            raise ValueError(f"{name}: {str(tensor.dtype).removeprefix('torch.')} without scales that are known")
+        return dequantized(tensor, self.where[scales[0]].get_tensor(scales[0]).float(), self.block)
+
+    def _files(self) -> list[str]:
+        if (self.folder / INDEX).is_file():
+            try:
+                files = sorted(set(json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError, TypeError) as e:
+                raise ValueError(f"{INDEX} cannot be read ({e})") from None
+            if strange := [name for name in files if not isinstance(name, str) or Path(name).name != name]:
+                raise ValueError(f"{INDEX}: {strange[0]!r} is no file of this folder")
+            return files
+        if (self.folder / WHOLE).is_file():
+            return [WHOLE]
+        if any(self.folder.glob("pytorch_model*.bin")) or any(self.folder.glob("*.pt*")):
+            raise ValueError(
+                "has pickled weights, which can run code and are not read; write them as safetensors: python -c \"from "
+                f"transformers import AutoModelForCausalLM as A; A.from_pretrained('{self.folder}').save_pretrained('{self.folder}')\"")
+        raise ValueError(f"has neither {WHOLE} nor {INDEX}")
+
+    def _open(self, name: str) -> Any:
+        try:
+            return safe_open(self.folder / name, framework="pt")
+        except (OSError, SafetensorError) as e:
+            raise ValueError(f"{name} cannot be read ({e})") from None
+
+    def _block(self) -> tuple[int, int] | None:
+        try:
+            said = json.loads((self.folder / "config.json").read_text(encoding="utf-8")).get("quantization_config") or {}
+        except (OSError, ValueError):
+            said = {}
+        if said and said.get("quant_method") not in METHODS:
+            raise ValueError(f"quant_method={said.get('quant_method')}: not read here; {' and '.join(sorted(METHODS))} are")
+        block = said.get("weight_block_size") or (128, 128)
+        return int(block[0]), int(block[1])
+
+
+def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """`weight` float8 [rows, columns] x `scale`, in float32: one for the whole, one for each row [rows, 1], or one for each block.
+    Raises ValueError where the scales fit none of these."""
+    wide, (rows, columns) = weight.float(), weight.shape
+    if scale.numel() == 1 or tuple(scale.shape) == (rows, 1):
+        return wide * scale.reshape(-1, 1)
+    if block and tuple(scale.shape) == (-(-rows // block[0]), -(-columns // block[1])):
+        spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+        return wide.mul_(spread)
+    raise ValueError(f"scales {list(scale.shape)} fit no weight of {rows} x {columns}")
+
+
+@torch.no_grad()
+def load(model: torch.nn.Module, config: TransformerConfig, folder: Path, layout: Layout) -> None:
+    """Fill the parameters of `model`, a Transformer of `config`, from `folder`, one tensor of ours at a time. Raises ValueError as
+    Checkpoint and `stream` do."""
+    checkpoint, parameters = Checkpoint(folder), dict(model.named_parameters())
+
+    def take(name: str, tensor: Tensor) -> None:
+        parameters[name].copy_(tensor)
+
+    shapes: Mapping[str, tuple[int, ...]] = checkpoint.shapes
+    stream(shapes, checkpoint.read, config, layout, take)

@@ -1,0 +1,27 @@
+"""A Hugging Face checkpoint's shape and weights: `recipe=from_hf model.path=FOLDER`, or `of_folder(FOLDER)` in Python.
+
+Training defaults are NeMo's for full fine-tuning: learning rate 5e-6 with a warm-up of 50 steps, 128 samples a step, 1000 steps.
+"""
+
+from __future__ import annotations
+
+from fp8cfg.config.hugging_face_folder import shaped
+from fp8cfg.config.presets import precision_preset
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.recipe_registry import recipe
+from fp8cfg.config.training_nodes import Optim, Trainer
+
+
+@recipe
+def from_hf() -> Recipe:
+    """The shape and the weights of a local Hugging Face checkpoint, model.path=FOLDER."""
+    return Recipe(
+        name="from_hf", optim=Optim(lr=5e-6, min_lr=0, warmup_steps=50, betas=(0.9, 0.98)),
+        trainer=Trainer(plugins=precision_preset("bf16"), max_steps=1000, global_batch_size=128, micro_batch_size=1))
+
+
+def of_folder(folder: str) -> Recipe:
+    """As `recipe=from_hf model.path=FOLDER`. Raises ConfigError for a folder that is none, or a model that a recipe cannot say."""
+    made = from_hf()
+    made.model.path = folder
+    return shaped(made)

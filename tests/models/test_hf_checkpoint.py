@@ -1,0 +1,132 @@
+"""Local Hugging Face checkpoints: read whole and in shards, tied and in FP8; trained, exported, and loaded by transformers again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+import fp8cfg  # noqa: E402
+from fp8cfg.config.errors import ConfigError  # noqa: E402
+from fp8cfg.models.hf_checkpoint import Checkpoint, dequantized  # noqa: E402
+from fp8cfg.recipes.from_hf import of_folder  # noqa: E402
+
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 144, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "vocab_size": 272, "max_position_embeddings": 64, "head_dim": 16, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+WORDS = ["data=tiny", "precision=fp32", "model.seq_length=32", "trainer.global_batch_size=4", "trainer.micro_batch_size=4",
+         "trainer.accelerator=cpu"]
+
+
+def saved(folder: Path, kind: str = "qwen3", shards: str = "10GB", **said: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**SHAPE, "initializer_range": 0.1, **said})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.save_pretrained(folder, max_shard_size=shards)
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    tokens = torch.randint(272, (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = model(tokens)
+    return getattr(found, "logits", found)
+
+
+@pytest.mark.parametrize(("kind", "shards", "tied"), [("qwen3", "10GB", True), ("llama", "40KB", False), ("gemma2", "40KB", True)])
+def test_from_hf_has_the_shape_and_the_weights(tmp_path: Path, kind: str, shards: str, tied: bool) -> None:
+    theirs = saved(tmp_path, kind, shards, tie_word_embeddings=tied)
+    assert ((tmp_path / "model.safetensors.index.json").exists()) == (shards == "40KB")
+    recipe = fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path}", *WORDS])
+    assert recipe.model.share_embeddings_and_output_weights is tied and recipe.model.weights == str(tmp_path)
+    assert recipe.model == of_folder(str(tmp_path)).model.model_copy(update={"seq_length": 32})
+    torch.testing.assert_close(logits(fp8cfg.build(recipe).model), logits(theirs), rtol=1e-5, atol=2e-5)
+
+
+def test_a_recipe_from_a_folder_reads_back_equal(tmp_path: Path) -> None:
+    saved(tmp_path / "theirs")
+    recipe = fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path / 'theirs'}", *WORDS, "model.rotary_base=500"])
+    file = tmp_path / "mine.yaml"
+    file.write_text(fp8cfg.to_yaml(recipe))
+    assert fp8cfg.from_yaml(file) == recipe
+    file.write_text(f"recipe: from_hf\nmodel: {{path: {tmp_path / 'theirs'}, rotary_base: 500}}\n")
+    assert fp8cfg.from_yaml(file).model == recipe.model.model_copy(update={"seq_length": 64})
+    said = fp8cfg.explain(["recipe=from_hf", f"model.path={tmp_path / 'theirs'}"], "model.hidden_size")
+    assert "config.json" in str(said) and "64" in str(said)
+
+
+def test_weights_that_were_trained_otherwise_are_said(tmp_path: Path) -> None:
+    saved(tmp_path)
+    recipe = of_folder(str(tmp_path))
+    recipe.model.rotary_base = 500.0
+    with pytest.warns(UserWarning, match=r"were trained otherwise: model.rotary_base=500.0 \(config.json: 10000.0\)"):
+        fp8cfg.lower(recipe)
+    recipe.model.hidden_size, recipe.model.rotary_base = 80, 10000.0
+    with pytest.warns(UserWarning, match=r"model.hidden_size=80"), pytest.raises(ConfigError, match=r"model.weights=.*has shape"):
+        fp8cfg.build(recipe)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["recipe=from_hf"], "recipe=from_hf: needs model.path"),
+    (["recipe=llama_tiny", "model.path=here"], "model.path=here: gives a shape to recipe=from_hf alone; of other recipes write model.weights=here"),
+    (["recipe=from_hf", "model.path=meta/llama"], "model.path=meta/llama: there is no meta/llama/config.json; the hub is not asked"),
+])
+def test_words_without_a_folder(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        fp8cfg.compose(words)
+
+
+def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path: Path) -> None:
+    theirs = saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"model.weights=.*: has pickled weights.*from_pretrained\('.*'\).save_pretrained") as e:
+        fp8cfg.build(fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path}", *WORDS]))
+    line = str(e.value).partition('-c "')[2].rpartition('"')[0]
+    exec(compile(line, "converted", "exec"), {})  # the line that the error gives
+    assert logits(fp8cfg.build(fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path}", *WORDS])).model).shape == (2, 32, 272)
+
+
+@pytest.mark.parametrize("block", [(128, 128), None])
+def test_fp8_weights_are_read_as_transformers_dequantizes_them(tmp_path: Path, block: tuple[int, int] | None) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved(tmp_path, "llama", hidden_size=256, head_dim=64, intermediate_size=384, tie_word_embeddings=False)
+    state = load_file(tmp_path / "model.safetensors")
+    for name in [n for n in state if "_proj" in n]:
+        weight = state[name]
+        rows, columns = block or weight.shape
+        scale = torch.rand(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)) * 0.01 + 0.001
+        spread = scale.repeat_interleave(rows, 0)[:weight.shape[0]].repeat_interleave(columns, 1)[:, :weight.shape[1]]
+        state[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        state[f"{name}_scale_inv"] = scale if block else scale.squeeze()
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block and list(block)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    ours = fp8cfg.build(fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path}", *WORDS])).model
+    torch.testing.assert_close(logits(ours), logits(theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_scales_of_blocks_at_the_edges() -> None:
+    """transformers takes rows / scales for the size of a block, DeepSeek's and vLLM's readers the size that config.json says."""
+    weight, scale = torch.ones(5, 3).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    found = dequantized(weight, scale, (4, 2))
+    assert found.tolist() == [[1.0, 1.0, 2.0]] * 4 + [[3.0, 3.0, 4.0]]
+
+
+def test_other_quantizations_and_scales_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ValueError, match="quant_method=gptq: not read here; compressed-tensors and fp8 are"):
+        Checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"scales \[3, 1\] fit no weight of 4 x 4"):
+        dequantized(torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(3, 1), (128, 128))
