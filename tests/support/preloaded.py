@@ -1,13 +1,13 @@
 """Preloaded modules, and a composition, of the process that others are forked from (forked.py)."""
 
+import importlib
 from contextlib import suppress
 
 import fp8cfg
-import fp8cfg.cli.resume
-import fp8cfg.cli.train
-import fp8cfg.training.loop
 from tests.support.small import small
 
-with suppress(ImportError):
-    import torchao.float8  # noqa: F401
+# torch's optimizers want Dynamo, and FSDP2 and gloo's functions would be imported by each process that needs them.
+for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.nn", "torchao.float8", "fp8cfg.cli.train", "fp8cfg.cli.resume"):
+    with suppress(ImportError):
+        importlib.import_module(name)
 fp8cfg.build(small("precision=bf16_fp8"))
