@@ -61,7 +61,7 @@ def linear(width: int = 48) -> nn.Linear:
     (Body(heads=nn.ModuleList(linear() for _ in range(3))), {"heads.0", "heads.1", "heads.2"}),  # several tokens at once
     (Body(last=linear()), {"last"}),  # as wide as the vocabulary
     (Body(up=linear(128)), set()),
-], ids=lambda v: "" if isinstance(v, nn.Module) else ",".join(v) or "none")
+], ids=lambda v: "" if isinstance(v, nn.Module) else ",".join(sorted(v)) or "none")
 def test_output_layers_by_name_place_and_width(model: nn.Module, found: set[str]) -> None:
     model = copy.deepcopy(model)
     assert {name for name in heads(model)} == found and heads_stay(model, found)
