@@ -1,0 +1,1 @@
+"""Small cases of other libraries under convert_model and build, for tools/check_libraries.py."""
