@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8cfg
 from tests.clients.gpt import batch
-from tests.clients.loops import LOOPS
+from tests.clients.loops import LOOPS, model
 from tests.clients.made import Made, Way
+from tests.clients.made import made as bring
 
 FP8: tuple[Way, ...] = ("converted", "built")
 both = pytest.mark.parametrize("way", FP8)
@@ -25,13 +26,13 @@ def run(name: str, way: Way) -> Made:
     return LOOPS[name](way)
 
 
-def stripped(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("base_model."): value for name, value in state.items()}
-
-
 def loss_of(model: nn.Module) -> float:
+    """Of an evaluation, in high precision."""
+    model.eval()
     with torch.no_grad():
-        return float(copy.deepcopy(model).float().eval()(*batch(999))[1])
+        loss = float(model(*batch(999))[1])
+    model.train()
+    return loss
 
 
 @both
@@ -53,7 +54,7 @@ def test_it_ran_in_fp8(name: str, way: Way) -> None:
     left_out = {p.name.rpartition("h.")[2] if ".h." in f".{p.name}" else p.name for p in seen.linears if not p.fp8}
     head = {"x-transformers": "to_logits"}.get(name, "lm_head")
     adapters = {f"{i}.c_attn.lora_{side}.default" for i in range(2) for side in "AB"} if name == "PEFT" else set()
-    assert {n.removeprefix("base_model.") for n in left_out} == {head} | adapters and seen.layers_in_fp8 == 8 and seen.share > 0.5
+    assert {n.removeprefix("base_model.") for n in left_out} == {head} | adapters and seen.layers_in_fp8 == 8 and seen.share > 0.4
 
 
 @both
@@ -66,7 +67,8 @@ def test_checkpoints_load_both_ways_strictly(name: str, way: Way) -> None:
     assert all(value.dtype in (torch.float32, torch.bfloat16) for value in trained.values())
     plain_weights = copy.deepcopy(plain.state_dict())
     plain.load_state_dict(trained, strict=True)
-    assert loss_of(plain) == pytest.approx(made.losses[-1], abs=1.0) != loss_of(run(name, "plain").model)
+    assert loss_of(plain) == pytest.approx(loss_of(made.model), abs=1e-5 if way == "converted" else 0.02)
+    assert loss_of(plain) != loss_of(run(name, "plain").model)
     assert {k: v.shape for k, v in plain.state_dict().items()} == {k: v.shape for k, v in trained.items()}
     assert all(torch.equal(value.float(), trained[key].float()) for key, value in plain.state_dict().items())
     made.model.load_state_dict(plain_weights, strict=True)
@@ -85,8 +87,6 @@ def test_a_stock_sample_script_reads_the_checkpoint_of_a_converted_model(tmp_pat
     resumed.load_state_dict(saved["model"])
     want = loss_of(made.model)
     assert loss_of(resumed) == want
-    from tests.clients.made import made as bring
-
     again = bring("converted", resumed)
     again.optimizer.load_state_dict(saved["optimizer"])
     with again.context:
@@ -98,13 +98,12 @@ def test_a_stock_sample_script_reads_the_checkpoint_of_a_converted_model(tmp_pat
     assert loss.item() == pytest.approx(made.losses[-1], abs=0.5)
 
 
-def test_an_average_of_weights(way: Way = "converted") -> None:
+def test_an_average_of_weights() -> None:
     """torch's EMA goes over the parameters of a converted model, fp8cfg.averaged over a job's masters."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-    made = LOOPS["minGPT"]("plain")
-    converted, job = copy.deepcopy(run("minGPT", "converted").model), run("minGPT", "built").job
-    assert job is not None and made.losses
+    converted, job = copy.deepcopy(run("minGPT", "converted").model), bring("built", model()).job
+    assert job is not None
     average = AveragedModel(converted, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     average.update_parameters(converted)
     before = {name: p.detach().clone() for name, p in converted.named_parameters()}
@@ -123,3 +122,23 @@ def test_an_average_of_weights(way: Way = "converted") -> None:
     of_job.update()
     moved = [not torch.equal(p, start[name]) for name, p in of_job.model.named_parameters()]
     assert all(moved), "held weights too"
+
+
+@pytest.mark.slow
+def test_a_compiled_script() -> None:
+    """Converted, and then compiled."""
+    whole = model(tied=False)
+    made = bring("converted", whole)
+    compiled = torch.compile(whole, dynamic=False)
+    losses = []
+    for step in range(10):
+        with made.context:
+            loss = compiled(*batch(step))[1]
+            loss.backward()
+        made.clip()
+        made.optimizer.step()
+        made.step()
+        made.optimizer.zero_grad()
+        losses.append(loss.item())
+    made.conversion.prove()
+    assert losses == pytest.approx(run("nanochat", "plain").losses[:10], abs=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def test_a_checkpoint_goes_on(way: Way, trained: Any, tmp_path: Path) -> None:
     losses, _, folder = trained(way)
     again = bring(way)
     loop = trainer(again, tmp_path)
-    loop.train(resume_from_checkpoint=str(folder / "checkpoint-15"))
+    with pytest.warns(RuntimeWarning, match="scales and amax histories started anew") if way == "converted" else nullcontext():
+        loop.train(resume_from_checkpoint=str(folder / "checkpoint-15"))
     found = [line["loss"] for line in loop.state.log_history if "loss" in line][-5:]
     assert max(abs(a - b) for a, b in zip(found, losses[-5:], strict=True)) < 0.01
