@@ -35,7 +35,10 @@ def lower(
     """
     from fp8cfg import graph_nodes
 
-    planned(_sized(_checked(recipe), model), hardware or Hardware("cpu"), model, choice)
+    small = _sized(_checked(recipe), model)
+    planned(small, hardware or Hardware("cpu"), model, choice)
+    if model is None and small.model.weights:
+        family_of_weights(small.model)
     return graph_nodes.graph(job, recipe, model)
 
 

@@ -51,6 +51,7 @@ def note(recipe: Recipe, small: Recipe) -> str:
 def _shape(small: Recipe) -> None:
     """Layers with one in high precision at each end at most, heads in two groups of two, and what goes with them."""
     m, f = small.model, small.fp8
+    m.path = m.weights = None  # of another size
     f.high_precision_at_start, f.high_precision_at_end = min(1, f.high_precision_at_start), min(1, f.high_precision_at_end)
     m.num_layers = min(m.num_layers, 2 + f.high_precision_at_start + f.high_precision_at_end)
     whole, head = m.hidden_size, min(m.head_dim, HEAD)

@@ -61,9 +61,10 @@ class Checkpoint:
         if (self.folder / WHOLE).is_file():
             return [WHOLE]
         if any(self.folder.glob("pytorch_model*.bin")) or any(self.folder.glob("*.pt*")):
-            raise ValueError(
-                "has pickled weights, which can run code and are not read; write them as safetensors: python -c \"from "
-                f"transformers import AutoModelForCausalLM as A; A.from_pretrained('{self.folder}').save_pretrained('{self.folder}')\"")
+            line = ("from transformers import AutoModelForCausalLM as A; "
+                    f"A.from_pretrained('{self.folder}').save_pretrained('{self.folder}')")
+            raise ValueError("has pickled weights, which can run code and are not read; write them as safetensors: "
+                             f'python -c "{line}"')
         raise ValueError(f"has neither {WHOLE} nor {INDEX}")
 
     def _open(self, name: str) -> Any:
