@@ -12,7 +12,7 @@ from fp8cfg.config.key_names import short
 from fp8cfg.config.node import Node, walk
 from fp8cfg.config.value_text import shown
 
-_WIDTH, _COLUMN = 80, 14
+_WIDTH = 80
 
 
 class Leaf(NamedTuple):
@@ -58,15 +58,14 @@ def page(name: str, recipe: Node) -> str:
 
 
 def _nodes(found: list[Leaf]) -> Iterator[str]:
-    """A paragraph for each node that has keys in `found`, its name in a column of its own."""
+    """A paragraph for each node that has keys in `found`."""
     by_node: dict[str, list[str]] = {}
     for node, name, value in ((*x.key.rpartition(".")[::2], x.value) for x in found):
         by_node.setdefault(node, []).append(f"{name}={shown(value)}")
     for node, values in by_node.items():
-        lines = textwrap.wrap(", ".join(values), _WIDTH - _COLUMN, break_long_words=False, break_on_hyphens=False)
-        head = f"  {node}  ".ljust(_COLUMN)
-        first, rest = (head, lines) if len(head) > _COLUMN else (head + lines[0], lines[1:])
-        yield "\n".join([first.rstrip(), *(" " * _COLUMN + line for line in rest)])
+        head = f"  {node}: " if node else "  "
+        yield textwrap.fill(", ".join(values), _WIDTH, initial_indent=head, subsequent_indent="    ", break_long_words=False,
+                            break_on_hyphens=False)
 
 
 def _row(*cells: Any) -> str:

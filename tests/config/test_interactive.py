@@ -75,7 +75,7 @@ def test_a_key_at_the_class_changes_nothing_of_the_values() -> None:
         recipe.fp8.margin = -1
     with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margin: a key always has a value"):
         del recipe.fp8.margin
-    with pytest.raises(AttributeError, match="no attribute 'margn'"):
+    with pytest.raises(AttributeError, match=r"fp8\.margn: no such key; did you mean 'fp8\.margin'"):
         recipe.fp8.margn  # type: ignore[attr-defined]  # noqa: B018
 
 

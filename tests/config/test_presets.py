@@ -36,6 +36,8 @@ TABLE = [
     ("bf16_with_fp8_block_deepseek_v3_mixed",                    "bf16", "block",    "e4m3",   False, 0, 0),
     ("bf16_adamw_fp8_mixed",                                     "bf16", None,       None,     False, 0, 0),
     ("bf16_with_fp8_current_coat_mixed",                         "bf16", "current",  "hybrid", False, 0, 0),
+    ("fp16_amp",                                                 "fp16", None,       None,     False, 0, 0),
+    ("bf16_with_fp8_amp",                                        "bf16", "delayed",  "hybrid", False, 0, 0),
     ("fp32",                                                     "fp32", None,       None,     False, 0, 0),
 ]
 

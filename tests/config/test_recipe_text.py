@@ -24,8 +24,8 @@ def test_what_differs_comes_first_and_all_of_it_fits_a_screen(recipe: fp8cfg.Rec
     lines = repr(recipe).splitlines()
     assert len(lines) <= 50 and max(map(len, lines)) <= 80 and str(recipe) == repr(recipe)
     head, rest = repr(recipe).split("at their defaults\n")
-    assert head.startswith("Recipe llama_8b\n  model       num_layers=32, hidden_size=4096,")
-    assert "  fp8         enabled=true, margin=3, params=true\n" in head and "scaling" not in head.replace("rope_scaling", "")
+    assert head.startswith("Recipe llama_8b\n  model: num_layers=32, hidden_size=4096,")
+    assert "  fp8: enabled=true, margin=3, params=true\n" in head and "scaling" not in head.replace("rope_scaling", "")
     assert "lr=0.0003" in rest and "num_layers" not in rest
     for key in fp8cfg.Recipe().diff(recipe):
         assert f"{key.rpartition('.')[2]}=" in head or key == "name"

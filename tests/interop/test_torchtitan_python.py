@@ -139,8 +139,8 @@ def test_each_function_is_read_once(tmp_path: Path) -> None:
 def test_python_of_a_project_that_is_not_read_from_it(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("x = 1\n")
-    with pytest.raises(ConfigError, match=r"a.py: is Python, which NeMo is not read from; expected YAML or JSON"):
-        interop.from_file("nemo", file)
+    with pytest.raises(ConfigError, match=r"a.py: is Python, which DeepSpeed is not read from; expected YAML or JSON"):
+        interop.from_file("deepspeed", file)
 
 
 @pytest.mark.parametrize(("project", "data"), [
