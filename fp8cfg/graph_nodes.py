@@ -7,7 +7,7 @@ tell; so are nodes without any.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -227,12 +227,20 @@ def _below(part: type[Part], recipe: Recipe, idle: Collection[str]) -> dict[str,
     return found
 
 
+_ACTS: dict[str, Callable[[Recipe], bool]] = {
+    "trainer.strategy.sequence_parallel": lambda r: r.trainer.strategy.tensor_model_parallel_size > 1,
+    full("fp8.multi_head_attention"): lambda r: r.fp8.dot_product_attention,
+}
+"""When keys have an effect whose rules refuse another value than their default alone."""
+
+
 def _idle(recipe: Recipe) -> set[str]:
     """Full keys that have no effect in a checked `recipe`: those which the rules refuse at their default, were they written, and
     those that are null by default, which ask for nothing."""
     refused = {full(key) for line in rules.broken(recipe, short_keys()) if isinstance(line, Refusal)
                for key, default in line.gives[:1] if attrgetter(key)(recipe) == default}
-    return refused | {key for key, field in fields().items() if field.default is None and attrgetter(key)(recipe) is None}
+    null = {key for key, field in fields().items() if field.default is None and attrgetter(key)(recipe) is None}
+    return refused | null | {key for key, acts in _ACTS.items() if not acts(recipe)}
 
 
 def _said(part: type[Part]) -> str:

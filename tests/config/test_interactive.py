@@ -62,7 +62,7 @@ def test_every_key_is_documented_at_its_class() -> None:
             assert isinstance(key, property) and getattr(type(node), name) is key
             text = str(inspect.getdoc(key))
             assert text.startswith(f"{node.key(name)}: {' '.join(str(field.description).split())}")
-    assert "Keys: num_layers" in str(inspect.getdoc(Recipe.model))
+    assert "Keys: path, weights, num_layers" in str(inspect.getdoc(Recipe.model))
     assert "fp8.margin: Delayed scaling: scales are divided by 2^margin" in pydoc.plain(pydoc.render_doc(fp8cfg.FP8))
 
 
