@@ -10,8 +10,9 @@ from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 from fp8cfg.config.files import plain
 from fp8cfg.config.key_names import PLUGIN, full, short
-from fp8cfg.config.node import THOUSANDS, Node, example
+from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import Recipe, fields, short_keys
+from fp8cfg.config.validation_errors import THOUSANDS, example
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import pydantic
-from pydantic.fields import FieldInfo
 
 from fp8cfg.config import foreign_names
-from fp8cfg.config.errors import ConfigError, NoSuchKey, refuse_if, suggest
+from fp8cfg.config.errors import ConfigError, NoSuchKey, refuse_if
 from fp8cfg.config.key_descriptors import Key, describe, listed
 from fp8cfg.config.key_names import full, short
 from fp8cfg.config.preset_keys import preset_keys, written
+from fp8cfg.config.validation_errors import options, problems, shown_value, unknown_key
 
 N = TypeVar("N", bound="Node")
-_ON, _OFF = ("yes", "on", "1", "y", "enabled"), ("no", "off", "0", "n", "disabled")
-_NUMBER, _UNIT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"), re.compile(r"(\d+\.?\d*) ?([kKmMgGbB])")
-THOUSANDS = re.compile(r"\d{1,3}([,_]\d{3})+")
-"""A number as it is printed, or typed in Python: 50,257 and 50_257."""
-_EXPECTED = {
-    "int_type": "an integer", "float_type": "a number", "bool_type": "true or false", "string_type": "a string",
-    "tuple_type": "a list", "finite_number": "a finite number", "model_type": "a mapping of keys",
-}
 WATCH: ContextVar[Callable[[Node, Iterable[str], Node | None], None] | None] = ContextVar("WATCH", default=None)
 """Where it is set, called after a node is built or changed, with the fields that were given, and after one is copied, with
 its original."""
@@ -76,7 +67,7 @@ class Node(pydantic.BaseModel):
         if isinstance(node, Node) and isinstance(value, dict):  # as at the other doors, a mapping merges
             value = node.merged(value)
         if name not in type(self).model_fields:  # pydantic would take a name that begins with an underscore
-            raise ConfigError(_unknown(type(self), name))
+            raise ConfigError(unknown_key(type(self), name))
         of_preset = preset_keys(self)
         try:
             super().__setattr__(name, value)
@@ -88,10 +79,10 @@ class Node(pydantic.BaseModel):
     def __delattr__(self, name: str) -> None:
         field = type(self).model_fields.get(name)
         if field is None:
-            raise ConfigError(_unknown(type(self), name))
+            raise ConfigError(unknown_key(type(self), name))
         default = field.get_default(call_default_factory=True)
         plain = not (field.is_required() or isinstance(default, Node))
-        write = f"; write {self.key(name)}={_shown(default)}, its default" if plain else ""
+        write = f"; write {self.key(name)}={shown_value(default)}, its default" if plain else ""
         raise ConfigError(f"{self.key(name)}: a key always has a value and cannot be deleted{write}")
 
     if not TYPE_CHECKING:  # to a type checker a class with __setattr__ or __getattr__ has every attribute
@@ -100,7 +91,7 @@ class Node(pydantic.BaseModel):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):
                 return super().__getattr__(name)
-            raise NoSuchKey(_unknown(type(self), name))
+            raise NoSuchKey(unknown_key(type(self), name))
 
     def __copy__(self) -> Self:
         return _watched(super().__copy__(), (), self)
@@ -144,14 +135,6 @@ class Node(pydantic.BaseModel):
         return short(full(f"{cls.home}.{field}" if cls.home else field))
 
 
-def walk(cls: type[Node], at: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key below the node class `cls`, nodes included, by its full name from there, with pydantic's FieldInfo."""
-    for name, info in cls.model_fields.items():
-        yield at + name, info
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Node):
-            yield from walk(info.annotation, f"{at}{name}.")
-
-
 def _own(value: Any) -> Any:
     """A copy of a node; any mapping as a dictionary and any sequence as a list, such as OmegaConf's; anything else itself."""
     if isinstance(value, Node):
@@ -174,109 +157,3 @@ def _watched(node: N, given: Iterable[str], copied: Node | None = None) -> N:
     if watch:
         watch(node, given, copied)
     return node
-
-
-def options(annotation: Any) -> list[str]:
-    """The string options of a Literal, also inside a union; an empty list for other annotations."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return [o for o in typing.get_args(annotation) if isinstance(o, str)]
-    return [o for a in typing.get_args(annotation) for o in options(a)]
-
-
-def problems(cls: type[Node], error: pydantic.ValidationError) -> list[str]:
-    """One line for each thing that pydantic found, those of nested nodes included."""
-    lines: list[str] = []
-    for e in error.errors(include_url=False):
-        cause = e.get("ctx", {}).get("error")
-        lines += cause.problems if isinstance(cause, ConfigError) else [_line(cls, e)]
-    return list(dict.fromkeys(lines))
-
-
-def _line(cls: type[Node], e: Any) -> str:
-    field, given, ctx = str(e["loc"][0]), e["input"], e.get("ctx", {})
-    at = f"{cls.key(field)}={_shown(given)}"
-    if e["type"] in ("extra_forbidden", "no_such_attribute"):
-        return _unknown(cls, field)
-    if e["type"] == "literal_error" or options(cls.model_fields[field].annotation):
-        ours = foreign_names.meant(cls.key(field), given)
-        if ours and " " in ours:  # another key has a part in it
-            return f"{at}: not an option; write {cls.key(field)}={ours}"
-        near = f"; did you mean {ours!r}?" if ours else suggest(str(given), options(cls.model_fields[field].annotation))
-        return f"{at}: not an option{near}"
-    for bound, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
-        if bound in ctx:
-            return f"{at}: must be {words} {ctx[bound]:{'d' if isinstance(ctx[bound], int) else 'g'}}"
-    if e["type"] in ("too_short", "too_long", "missing") and isinstance(given, tuple):
-        return f"{at}: expected {len(typing.get_args(cls.model_fields[field].annotation))} values, got {len(given)}"
-    if e["type"] == "string_too_short":
-        return f"{at}: needs a name"
-    if e["type"] == "string_pattern_mismatch":
-        return f"{at}: letters, digits, '_', '.' and '-' alone, at most 64 of them"
-    if given == "":
-        return f"{at}: needs a value"
-    expected = _EXPECTED.get(e["type"])
-    got = {"NoneType": "null", "tuple": "a list"}.get(type(given).__name__, type(given).__name__)
-    instead = _instead(cls.key(field), e["type"], given)
-    if e["type"] == "model_type":
-        if isinstance(given, tuple) and len(given) == 1 and isinstance(given[0], Node):
-            return f"{cls.key(field)}: expected one, got a list; write it without the list"
-        instead = _node_instead(cls.key(field), cls.model_fields[field].annotation, given)  # type: ignore[arg-type]
-    return f"{at}: expected {expected}, got {got}{instead}" if expected else f"{at}: {e['msg']}"
-
-
-def _instead(key: str, kind: str, given: Any) -> str:
-    """What to write in place of a value of another type, where that is plain."""
-    if kind == "tuple_type":
-        return f"; write \"{key}=['{given}']\"" if isinstance(given, str) else ""
-    if kind == "bool_type":
-        word = str(given).lower()
-        if word in ("true", "false"):
-            return "; write it without quotes"
-        return f"; write {key}={'true' if word in _ON else 'false'}" if word in (*_ON, *_OFF) else ""
-    if kind not in ("int_type", "float_type"):
-        return ""
-    if isinstance(given, tuple) and len(given) == 1:
-        return f"; write {key}={given[0]}"
-    if not isinstance(given, str):
-        return ""
-    if _NUMBER.fullmatch(given):
-        return "; write it without quotes"
-    if THOUSANDS.fullmatch(given):
-        return f"; write it out, as {re.sub('[,_]', '', given)}"
-    if unit := _UNIT.fullmatch(given):
-        powers = {"k": 1, "m": 2, "g": 3, "b": 3}[unit[2].lower()]
-        return f"; write it out, as {float(unit[1]) * 1000**powers:.0f} or {float(unit[1]) * 1024**powers:.0f}"
-    return ""
-
-
-def _node_instead(key: str, node: type[Node], given: Any) -> str:
-    """What to write in place of a `given` value that is no node and no mapping."""
-    if key == "precision":
-        ours = foreign_names.meant(key, given)
-        return f"; did you mean {ours!r}?" if ours else f"; write {given.__name__}()" if callable(given) else ""
-    if isinstance(given, (str, bool)):
-        return example(full(key), node, given)
-    return ""
-
-
-def example(key: str, node: type[Node], value: Any) -> str:
-    """The key of `node` that takes `value`: its switch for true and false, or the one of which it is an option; else its first."""
-    if isinstance(value, bool) and "enabled" in node.model_fields:
-        return f"; write {short(key)}.enabled={str(value).lower()}"
-    taken = (leaf for leaf, field in node.model_fields.items() if str(value).lower() in options(field.annotation))
-    if leaf := next(taken, None):
-        return f"; write {short(key)}.{leaf}={str(value).lower()}"
-    if "enabled" in node.model_fields:
-        return f"; write {short(key)}.enabled={'false' if str(value).lower() in ('0', 'off', 'no', 'none') else 'true'}"
-    leaf = next(iter(node.model_fields))
-    return f", as in {short(key)}.{leaf}={node.model_fields[leaf].get_default(call_default_factory=True)}"
-
-
-def _unknown(cls: type[Node], field: str) -> str:
-    known = frozenset(short(key) for key, _ in walk(Node.root or cls))  # the whole tree: a key in the wrong node finds its own
-    return foreign_names.unknown(cls.key(field), known)
-
-
-def _shown(value: Any) -> str:
-    text = str(list(value)) if isinstance(value, tuple) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -11,9 +11,10 @@ from fp8cfg.config import recipe_text
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.key_names import ALIASES, short
 from fp8cfg.config.model import Model
-from fp8cfg.config.node import Node, as_declared, walk
+from fp8cfg.config.node import Node, as_declared
 from fp8cfg.config.precision import Backend, OptLevel, Precision, Storage
 from fp8cfg.config.training_nodes import Checkpoint, Data, Log, Optim, Trainer
+from fp8cfg.config.validation_errors import walk
 
 
 class Recipe(Node):

@@ -9,7 +9,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fp8cfg.config.key_names import short
-from fp8cfg.config.node import Node, walk
+from fp8cfg.config.node import Node
+from fp8cfg.config.validation_errors import walk
 from fp8cfg.config.value_text import shown
 
 _WIDTH = 80
