@@ -9,6 +9,7 @@ from fp8cfg import job_parts, smoke
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.hugging_face_folder import family_of_weights
 from fp8cfg.config.recipe import Recipe
@@ -110,17 +111,24 @@ def planned(
     return plan_model(model, recipe.fp8, backend_registry.rules(choice.backend).misfit), choice
 
 
+def prepared_model(
+    recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice
+) -> PreparedModel:
+    """The model of `recipe`, or the given `model`, with its layers as planned, on `device`."""
+    if model is not None:
+        model = job_parts.given(model, device)
+    else:
+        model = job_parts.transformer(
+            transformer_config(recipe), recompute=recipe.model.recompute_granularity == "full", device=device,
+            seed=recipe.trainer.seed, weights=recipe.model.weights,
+            family=family_of_weights(recipe.model) if recipe.model.weights else None)
+    return job_parts.prepared_model(model, recipe.precision, plans, choice, recipe.trainer.seed)
+
+
 def _put_together(recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice) -> Job:
     """The parts, each once: the optimizer holds the parameters of this model, and the job its loss scaler."""
     p, o, t = recipe.precision, recipe.optim, recipe.trainer
-    foreign = model is not None
-    if model is None:
-        model = job_parts.transformer(
-            transformer_config(recipe), recompute=recipe.model.recompute_granularity == "full", device=device, seed=t.seed,
-            weights=recipe.model.weights, family=family_of_weights(recipe.model) if recipe.model.weights else None)
-    else:
-        model = job_parts.given(model, device)
-    prepared = job_parts.prepared_model(model, p, plans, choice, t.seed)
+    prepared = prepared_model(recipe, model, device, plans, choice)
     scaler = LossScaler(
         loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale, min_loss_scale=p.min_loss_scale,
         loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis) if p.compute == "fp16" else None
@@ -128,7 +136,7 @@ def _put_together(recipe: Recipe, model: nn.Module | None, device: str, plans: S
     schedule = Schedule(
         max_lr=o.lr, min_lr=o.end_lr, warmup_steps=o.warmup_steps, max_steps=t.max_steps, constant_steps=o.constant_steps,
         decay=o.lr_decay_style)
-    return Job(recipe, prepared, optimizer, schedule, plans, choice, scaler, foreign)
+    return Job(recipe, prepared, optimizer, schedule, plans, choice, scaler, foreign=model is not None)
 
 
 def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:

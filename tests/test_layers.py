@@ -58,7 +58,7 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
     "training": {
         "composition": "readers of a run folder that want no recipe from it load no YAML",
         "training.distributed": "FSDP2 is loaded where storage.shard=fsdp asks for it"},
-    "cli": dict.fromkeys(("builder", "composition", "config", "interop", "layer_plan", "report", "run_plan", "smoke", "training",
+    "cli": dict.fromkeys(("builder", "composition", "config", "interop", "layer_plan", "models", "report", "run_plan", "smoke", "training",
                           "training.distributed"), "a verb loads what it needs when it runs: help and completion read its module without"),
     "__main__": {"cli": "what the verb at hand does not need is not loaded", "config": "as above: errors alone need it",
                  "training": "signals are heeded from the start of a verb that trains"},
@@ -72,6 +72,7 @@ CIRCLES = {  # files that import one another, and why
         "types alone: loading completes the state of the layers that call it",
     frozenset({"report.plan_report", "report.plan_text"}): "str(plan) is its text, which is made from its fields",
     frozenset({"backends.te.engine", "backends.te.layers"}): "types alone: each layer knows its engine, and the engine its layers",
+    frozenset({"config.node", "config.validation_errors"}): "types alone: a line is about a class of nodes",
     frozenset({"config.recipe", "config.rules", "config.rules_fsdp", "config.rules_precision"}):
         "Recipe.check() runs the rules, and names them when it does; of it they take the type alone",
 }
@@ -183,4 +184,4 @@ def test_what_is_left_of_build_loads_no_torch(rooms: str) -> None:
     subprocess.run([sys.executable, "-c", f"import sys, {', '.join(names)}; assert 'torch' not in sys.modules"], check=True, cwd=ROOT.parent)
 
 
-LATE = {f"fp8cfg.models.{name}" for name in ("attention", "hf", "hf_checkpoint", "layers", "norms", "rotary", "transformer")}
+LATE = {f"fp8cfg.models.{name}" for name in ("attention", "hf", "hf_checkpoint", "hf_export", "layers", "norms", "rotary", "transformer")}

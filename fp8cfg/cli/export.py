@@ -18,6 +18,7 @@ USAGE = f"""
 fp8cfg export [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...]
               [--yaml | --json | --python] [--full] [--output FILE]
 fp8cfg export PROJECT [recipe=NAME | FILE.yaml] [key=value ...] [--output FILE]
+fp8cfg export hf RUN_FOLDER OUT [--fp8 block | tensor]
 
 A composed recipe, to keep and to edit: the names of a shipped recipe and of
 shipped presets, and the values that differ from them. It reads back equal.
@@ -34,6 +35,11 @@ shipped presets, and the values that differ from them. It reads back equal.
 PROJECT is accelerate, deepspeed, nemo, bridge, megatron, torchtitan or te: a
 file as that project reads it, which `fp8cfg import PROJECT` reads too. What it
 cannot say stands in it as comments, and their number on standard error.
+
+hf writes the weights of the newest checkpoint of a run into the new folder OUT
+as transformers loads them: BF16, or FP8 with scales of 128x128 blocks, which
+vLLM reads too, or of whole weights. Embeddings, norms and output layer stay
+BF16, and of a run in FP8 the layers that did not run in it.
 """
 
 
@@ -49,7 +55,13 @@ def run(argv: list[str]) -> int:
     from fp8cfg.composition.provenance import trace
     from fp8cfg.report import recipe_export
 
-    arguments = split(argv, ("--config-dir", "--output"), (*FORMS, "--full"))
+    arguments = split(argv, ("--config-dir", "--output", "--fp8"), (*FORMS, "--full"))
+    if arguments.plain[:1] == ["hf"]:
+        from fp8cfg.cli import export_hf
+
+        return export_hf.run(arguments)
+    if arguments.one("--fp8"):
+        raise ConfigError("--fp8: of export hf alone")
     project = _project(arguments)
     forms = [form for form in FORMS if form in arguments.flags] or ["--yaml"]
     try:

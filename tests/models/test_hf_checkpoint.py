@@ -130,3 +130,105 @@ def test_other_quantizations_and_scales_are_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"scales \[3, 1\] fit no weight of 4 x 4"):
         dequantized(torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(3, 1), (128, 128))
+
+
+WIDE = ["recipe=qwen3_tiny", "data=tiny", "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.kv_channels=64",
+        "model.seq_length=32", "trainer.global_batch_size=4", "trainer.micro_batch_size=4", "trainer.max_steps=2", "optim.warmup_steps=1",
+        "trainer.val_check_interval=0", "checkpoint.every_n_steps=2", "trainer.compile=off", "trainer.accelerator=cpu"]
+
+
+def trained(folder: Path, *words: str) -> Path:
+    """A run folder."""
+    from fp8cfg.__main__ import main
+
+    base = [w for w in WIDE if not w.startswith(tuple(f"{word.partition('=')[0]}=" for word in words))]
+    assert main([*base, *words, f"log.dir={folder}"]) == 0
+    (run,) = folder.iterdir()
+    return run
+
+
+@pytest.fixture(scope="module")
+def in_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that holds its weights in FP8 by blocks."""
+    return trained(tmp_path_factory.mktemp("block"), "precision=bf16_fp8_block", "fp8.params=true")
+
+
+def loaded(folder: Path, dtype: torch.dtype) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+
+
+def plain(run: Path) -> Any:
+    """The run's model with plain weights, dequantized in float32."""
+    from fp8cfg.training import run_model
+
+    found = run_model.load(run, print)
+    return fp8cfg.convert_back(found.model.float())
+
+
+@pytest.mark.parametrize("words", [
+    ["precision=bf16"], ["recipe=gpt3_tiny", "precision=bf16", "model.kv_channels=null"], ["recipe=gemma2_tiny", "precision=bf16"]], ids=["qwen3", "gpt2", "gemma2"])
+def test_an_exported_run_has_equal_logits_in_transformers(tmp_path: Path, words: list[str]) -> None:
+    from fp8cfg.__main__ import main
+
+    run = trained(tmp_path / "runs", *words)
+    assert main(["export", "hf", str(run), str(tmp_path / "out")]) == 0
+    rounding = 1e-2 if "recipe=gpt3_tiny" in words else 1e-4  # weights around 0 are rounded again around 1
+    torch.testing.assert_close(logits(loaded(tmp_path / "out", torch.float32)), logits(plain(run)), rtol=rounding, atol=rounding)
+    recipe = fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path / 'out'}", *WORDS])
+    torch.testing.assert_close(logits(fp8cfg.build(recipe).model), logits(plain(run)), rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("fp8", ["block", "tensor"])
+def test_fp8_weights_are_exported_bit_for_bit(tmp_path: Path, in_fp8: Path, fp8: str) -> None:
+    """As transformers dequantizes them they are ours: blocks under powers of two; whole weights under the scale that they had."""
+    from fp8cfg.__main__ import main
+
+    run = in_fp8 if fp8 == "block" else trained(tmp_path / "runs", "precision=bf16_fp8_current", "fp8.params=true",
+                                                "fp8={high_precision_at_start: 0, high_precision_at_end: 0}")
+    assert main(["export", "hf", str(run), str(tmp_path / "out"), "--fp8", fp8]) == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert config["weight_block_size"] == ([128, 128] if fp8 == "block" else None) and config["modules_to_not_convert"] == ["lm_head"]
+    stored = Checkpoint(tmp_path / "out")
+    assert stored.where["model.layers.0.mlp.gate_proj.weight"].get_tensor("model.layers.0.mlp.gate_proj.weight").dtype == torch.float8_e4m3fn
+    from fp8cfg.training import run_model
+
+    ours = dict(run_model.load(run, print).model.named_modules())
+    for number in (0, 1):
+        wide = ours[f"layers.{number}.mlp.linear_fc1"].dequantized_weight(torch.float32)
+        found = [stored.read(f"model.layers.{number}.mlp.{part}_proj.weight") for part in ("gate", "up")]
+        assert torch.equal(torch.cat(found), wide)
+    theirs = loaded(tmp_path / "out", torch.float32)
+    torch.testing.assert_close(theirs.model.layers[0].mlp.gate_proj.weight.float(), found_gate(stored), rtol=0, atol=0)
+    read = fp8cfg.build(fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path / 'out'}", *WORDS])).model
+    torch.testing.assert_close(logits(theirs.float()), logits(read), rtol=1e-4, atol=1e-4)
+
+
+def found_gate(stored: Checkpoint) -> torch.Tensor:
+    return stored.read("model.layers.0.mlp.gate_proj.weight")
+
+
+def test_export_hf_says_what_is_wrong(tmp_path: Path, in_fp8: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fp8cfg.__main__ import main
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    for words, message in ((["hf"], "needs a run folder and a new folder"), (["hf", str(in_fp8), str(tmp_path / "full")], "exists already"),
+                           (["hf", str(in_fp8), str(tmp_path / "new"), "--fp8", "row"], "--fp8 row: not an option"),
+                           (["hf", str(tmp_path / "none"), str(tmp_path / "new")], "is not a run folder")):
+        assert main(["export", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_shards_are_named_by_the_index(tmp_path: Path) -> None:
+    from fp8cfg.models import TransformerConfig, hf, hf_export
+    from fp8cfg.models.transformer import Transformer
+
+    config = TransformerConfig(2, 64, 96, 4, 2, 16, 272, 32)
+    model = Transformer(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    hf_export.write(tmp_path, config, {}, hf.Layout(hf.LLAMA), model.state_dict().__getitem__, shard=40_000)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2 and not list(tmp_path.glob("*.part"))
+    stored = Checkpoint(tmp_path)
+    back = hf.from_hf({name: stored.read(name) for name in stored.shapes}, config)
+    assert all(torch.equal(back[name], tensor.bfloat16()) for name, tensor in model.state_dict().items())
