@@ -21,13 +21,19 @@ class Key(property):
     """While a class of nodes is made: pydantic would take keys of its bases as defaults, and warn of those that it has again."""
 
     def __init__(self, name: str, doc: str) -> None:
-        super().__init__(lambda node: _value(node, name), lambda node, value: _set(node, name, value))
+        super().__init__(lambda node: self.__get__(node), lambda node, value: _set(node, name, value))
         self.name, self.__doc__ = name, doc
 
     def __get__(self, node: Any, cls: type | None = None) -> Any:
-        if node is None and Key.hidden:
-            raise AttributeError(self.name)
-        return super().__get__(node, cls)
+        """The value as pydantic keeps it, without a call of property's own: plans read millions of them."""
+        if node is None:
+            if Key.hidden:
+                raise AttributeError(self.name)
+            return self
+        try:
+            return node.__dict__[self.name]
+        except KeyError:  # while it is made
+            raise AttributeError(self.name) from None
 
 
 def describe(cls: type[BaseModel], key_of: Callable[[str], str]) -> None:
@@ -48,13 +54,6 @@ def listed(cls: type[BaseModel], names: Iterable[str]) -> list[str]:
     ours = {name for base in cls.__mro__ if base.__module__.partition(".")[0] != "pydantic" for name, member in vars(base).items()
             if not name.startswith("_") and (isinstance(member, property | classmethod) or isroutine(member))}
     return [name for name in names if name in ours or (name.startswith("__") and "pydantic" not in name)]
-
-
-def _value(node: Any, name: str) -> Any:
-    try:
-        return vars(node)[name]
-    except KeyError:  # while it is made
-        raise AttributeError(name) from None
 
 
 def _set(node: Any, name: str, value: Any) -> None:
