@@ -90,7 +90,8 @@ def recipe_of(data: dict[str, Any], path: Path, library: Library, above: tuple[P
     if path in above or len(above) >= _MAX_BASES:
         raise ConfigError("recipe: recipes build on one another in a circle")
     base = _base(chosen.get("recipe") or default_recipe(), path, library, above)
-    folder = deep_merge({}, full_names(data)).get("model", {}).get("path")
+    model = deep_merge({}, full_names(data)).get("model")
+    folder = model.get("path") if isinstance(model, dict) else None
     if chosen.get("recipe") == FROM_HF and isinstance(folder, str):
         base = _from_hf(folder)
     values = listed(base)

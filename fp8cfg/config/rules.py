@@ -49,7 +49,8 @@ def family_rules(recipe: Recipe) -> Iterator[str]:
             yield (f"model.seq_length={m.seq_length}: more than model.max_position_embeddings={m.max_position_embeddings}, the "
                    "positions that are learned")
     else:
-        if (turned := m.head_dim * m.rotary_percent) != int(turned) or int(turned) % 2:
+        turned = m.head_dim * m.rotary_percent
+        if m.rotary_percent < 1 and (turned != int(turned) or int(turned) % 2):  # all of an odd head is refused above
             yield (f"model.rotary_percent={m.rotary_percent:g}: of {m.head_dim} channels of a head that is {turned:g}, and must be "
                    f"an even number; nearest is {max(2, round(turned / 2) * 2) / m.head_dim:g}")
     if m.sliding_window is None:

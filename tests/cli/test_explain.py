@@ -40,13 +40,14 @@ set by, in order
 
 
 def test_through_derived_recipe_functions(capsys: Out) -> None:
-    made, renamed, preset = (line("recipes/llama.py", part) for part in ("    return Recipe(", "base.name = name", "plugins=precision_preset"))
+    made, preset = (line("recipes/pretraining.py", part) for part in ("    return Recipe(", "plugins=precision_preset"))
+    renamed = line("recipes/llama.py", "base.name = name")
     assert said(capsys, "explain", "name", "recipe=llama_8b").splitlines()[-4:] == [
         "set by, in order", "     unnamed     schema default",
-        f"     llama31_8b  recipes/llama.py:{made} in llama_8b > llama31_8b > _pretrain",
+        f"     llama31_8b  recipes/pretraining.py:{made} in llama_8b > llama31_8b > _pretrain",
         f"  -> llama_8b    recipes/llama.py:{renamed} in llama_8b > _renamed"]
     assert said(capsys, "explain", "trainer.plugins.compute", "recipe=llama_1b").splitlines()[-2:] == [
-        f"  -> bf16  conf/precision/bf16.yaml:2, by recipes/llama.py:{preset} in llama_1b >", "           llama32_1b > _pretrain"]
+        f"  -> bf16  conf/precision/bf16.yaml:2, by recipes/pretraining.py:{preset} in llama_1b >", "           llama32_1b > _pretrain"]
 
 
 def test_files_with_their_bases(capsys: Out, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ TYPED = {
     ("precision=“bf16_fp8”",): "precision=“bf16_fp8”: '“' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
     ("trainer.max_steps=\uff11\uff10",): "trainer.max_steps=\uff11\uff10: '\uff11' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
     # names
-    ("recipe=8b",): "recipe=8b: no such recipe; did you mean one of llama31_8b, llama3_8b, llama_8b?",
+    ("recipe=8b",): "recipe=8b: no such recipe; did you mean one of llama31_8b, llama3_8b, llama_8b, nemotron3_8b, qwen3_8b?",
     ("recipe=meta-llama/Llama-3.1-8B",):
         "recipe=meta-llama/Llama-3.1-8B: a choice is a name of letters, digits and '_', not a path; did you mean 'llama31_8b'?",
     ("Precision=bf16_fp8",): "Precision: no such key; did you mean 'precision'?",
