@@ -49,11 +49,12 @@ def note(recipe: Recipe, small: Recipe) -> str:
 
 
 def _shape(small: Recipe) -> None:
-    """Layers with one in high precision at each end at most, heads in two groups of two, and what goes with them."""
+    """Layers with one in high precision at each end at most and more than half in FP8, heads in two groups of two, and what goes
+    with them."""
     m, f = small.model, small.fp8
     m.path = m.weights = None  # of another size
     f.high_precision_at_start, f.high_precision_at_end = min(1, f.high_precision_at_start), min(1, f.high_precision_at_end)
-    m.num_layers = min(m.num_layers, 2 + f.high_precision_at_start + f.high_precision_at_end)
+    m.num_layers = min(m.num_layers, 2 + 3 * (f.high_precision_at_start + f.high_precision_at_end) // 2)
     whole, head = m.hidden_size, min(m.head_dim, HEAD)
     groups = min(2, m.num_query_groups)
     m.num_attention_heads, m.num_query_groups = groups * min(2, m.num_attention_heads // m.num_query_groups), groups

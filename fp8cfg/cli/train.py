@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli import hydra_flags
+from fp8cfg.cli import hydra_flags, local_ranks
 from fp8cfg.cli.argv import Arguments, command_line, is_hydra, recipe_file, split, wrong_words
 from fp8cfg.cli.launch import launch, sized
 from fp8cfg.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fp8cfg.config.recipe import Recipe
     from fp8cfg.training.run_folder import RunFolder
 
 USAGE = """
@@ -19,7 +21,8 @@ fp8cfg [train] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
                [key=value ...] [--config-dir FOLDER]
 
 Composes a recipe, prints its precision, planned coverage and memory, and trains
-it into a new run folder under log.dir. Several ranks:
+it into a new run folder under log.dir: on as many GPUs of this machine as
+trainer.devices says, a rank on each. On CPUs, or started by yourself:
   torchrun --nproc-per-node 2 -m fp8cfg recipe=llama_tiny precision=bf16_fp8
 
 Any recipe in small, three steps that are saved and resumed:
@@ -61,7 +64,14 @@ def run(argv: list[str]) -> int:
     idle = [f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in arguments.words if is_hydra(w)]
     if idle:
         raise ConfigError(idle + wrong_words(arguments))
-    recipe = sized(composed(arguments.words, arguments.one("--config-dir"), file))
+    recipe = composed(arguments.words, arguments.one("--config-dir"), file)
+    if not local_ranks.launched():
+        from fp8cfg.report.machine import gpus
+
+        ranks = _ranks(recipe, gpus(), argv)
+        if ranks > 1:
+            return local_ranks.start(ranks, argv)
+    recipe = sized(recipe)
     now = datetime.now()
 
     def folder() -> RunFolder:
@@ -70,3 +80,17 @@ def run(argv: list[str]) -> int:
         return RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe))
 
     return launch(recipe, folder, None, lambda changes: command_line(arguments, changes))
+
+
+def _ranks(recipe: Recipe, gpus: int, argv: list[str]) -> int:
+    """The ranks to start here, with a line where they are not one on each GPU that the recipe is meant for. Raises ConfigError,
+    with the line of each node, for a recipe of several."""
+    try:
+        ranks = local_ranks.count(recipe, gpus)
+    except ConfigError as e:
+        raise ConfigError(f"{e}: {local_ranks.node_line(recipe, argv)}") from None
+    if gpus and ranks != (meant := min(gpus, recipe.trainer.devices)) and recipe.trainer.strategy.size == 1:
+        t = recipe.trainer
+        print(f"note: {ranks} of {meant} GPUs are used, over which trainer.global_batch_size={t.global_batch_size} divides in "
+              f"microbatches of {t.micro_batch_size}", file=sys.stderr)
+    return ranks

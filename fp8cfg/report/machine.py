@@ -23,6 +23,13 @@ def find_hardware(accelerator: str) -> Hardware:
     return Hardware("cuda", (major, minor), (version[0], version[1]))
 
 
+def gpus() -> int:
+    """GPUs of this machine that CUDA sees."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def free_memory(device: str) -> int:
     """Bytes that a run on `device` could take now, on this rank: free on the GPU, or on the machine within its limits."""
     if device == "cuda":

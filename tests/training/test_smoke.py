@@ -55,7 +55,7 @@ def test_every_recipe_and_preset_is_planned_in_four_gib_over_all_ranks(words: tu
 
 
 @pytest.mark.parametrize(("words", "key", "new"), [
-    (["fp8.high_precision_at_start=4", "fp8.high_precision_at_end=4"], "num_layers", 4),
+    (["fp8.high_precision_at_start=4", "fp8.high_precision_at_end=4"], "num_layers", 5),
     (["fp8.exclude=['layers.17.*','*.linear_fc2']"], "exclude", ("*.linear_fc2",)),
     (["fp8.min_coverage=0.9"], "min_coverage", 0.0),
     (["model.kv_channels=256"], "kv_channels", 128),

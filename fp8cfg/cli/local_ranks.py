@@ -1,0 +1,63 @@
+"""Local ranks: outside a launcher `fp8cfg` starts one on each GPU of this machine, through torch.distributed's own launcher."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fp8cfg.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fp8cfg.config.recipe import Recipe
+
+PORT = 29400
+"""Of the rendezvous of several nodes; torchrun's own default."""
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher has started this process: torchrun, or one that sets the same variables."""
+    return "RANK" in environment or "WORLD_SIZE" in environment
+
+
+def count(recipe: Recipe, gpus: int) -> int:
+    """Ranks to start for `recipe` on a machine with that many GPUs: at most trainer.devices, in whole replicas over which the
+    global batch divides. 1, this process, without GPUs and for a layout that is refused. Raises ConfigError for several nodes."""
+    t = recipe.trainer
+    smoke, replica = t.smoke, 1 if t.smoke else t.strategy.size
+    if gpus == 0 or t.accelerator == "cpu" or replica > 1:
+        return 1
+    if t.num_nodes > 1 and not smoke:
+        raise ConfigError(f"trainer.num_nodes={t.num_nodes}: this process would train alone; start it on each node with torchrun")
+    most = min(gpus, t.devices)
+    return most if smoke else next(n for n in range(most, 0, -1) if n == 1 or t.global_batch_size % (t.micro_batch_size * n) == 0)
+
+
+def node_line(recipe: Recipe, argv: Sequence[str]) -> str:
+    """The torchrun line of `fp8cfg ARGV`, one and the same on each of its nodes; this host is where they meet."""
+    t = recipe.trainer
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{socket.gethostname()}:{PORT}", "--rdzv-id", recipe.name]
+    ranks = ["--nnodes", str(t.num_nodes), "--nproc-per-node", str(t.devices)]
+    return shlex.join(["torchrun", *ranks, *meeting, "-m", "fp8cfg", *argv])
+
+
+def start(ranks: int, argv: Sequence[str]) -> int:
+    """Run `fp8cfg ARGV` on that many ranks of this machine. Returns the exit code of the rank that failed first; 75 where a signal
+    stopped them, 0 where none failed."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say in a line what was wrong
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, of which it would warn
+    try:
+        run.run(run.parse_args(["--standalone", "--nproc-per-node", str(ranks), "-m", "fp8cfg", *argv]))
+    except ChildFailedError as e:
+        _, first = e.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException:
+        return 75
+    return 0

@@ -1,0 +1,58 @@
+"""Ranks that `fp8cfg` starts by itself: how many on a machine with so many GPUs, and what they end with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fp8cfg
+from fp8cfg.cli import local_ranks, train
+from fp8cfg.config.recipe import Recipe
+
+DATA_PARALLEL = ("recipe=llama_8b", "trainer.strategy.context_parallel_size=1")
+
+
+def composed(*words: str) -> Recipe:
+    return fp8cfg.compose([*words])
+
+
+@pytest.mark.parametrize(("words", "gpus", "ranks"), [
+    (DATA_PARALLEL, 8, 8), (DATA_PARALLEL, 4, 4), (DATA_PARALLEL, 16, 8), (DATA_PARALLEL, 0, 1), (DATA_PARALLEL, 7, 4),
+    ((*DATA_PARALLEL, "trainer.accelerator=cpu"), 8, 1), (("recipe=llama_tiny",), 8, 1), (("recipe=llama_8b",), 8, 1),
+    (("recipe=llama_8b", "trainer.smoke=true"), 7, 7), (("recipe=llama_405b", "trainer.smoke=true"), 4, 4),
+])
+def test_as_many_ranks_as_gpus_and_whole_batches(words: tuple[str, ...], gpus: int, ranks: int) -> None:
+    assert local_ranks.count(composed(*words), gpus) == ranks
+
+
+def test_fewer_ranks_than_gpus_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train._ranks(composed(*DATA_PARALLEL), 7, []) == 4
+    assert capsys.readouterr().err == (
+        "note: 4 of 7 GPUs are used, over which trainer.global_batch_size=512 divides in microbatches of 1\n")
+    assert train._ranks(composed(*DATA_PARALLEL), 8, []) == 8 and capsys.readouterr().err == ""
+
+
+def test_of_several_nodes_the_line_of_each_is_printed() -> None:
+    argv = [*DATA_PARALLEL, "trainer.num_nodes=2", "name=two nodes".replace(" ", "_")]
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        train._ranks(composed(*argv), 8, argv)
+    line, = e.value.problems
+    assert line.startswith("trainer.num_nodes=2: this process would train alone; start it on each node with torchrun: torchrun --nnodes 2 "
+                           "--nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint ")
+    assert line.endswith(f" --rdzv-id two_nodes -m fp8cfg {' '.join(argv)}")
+
+
+def test_a_launcher_is_seen_by_its_variables() -> None:
+    assert not local_ranks.launched({}) and local_ranks.launched({"RANK": "0"}) and local_ranks.launched({"WORLD_SIZE": "1"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "code"), [(["trainer.smoke=true"], 0), (["data=text", "data.path=nowhere"], 2)], ids=["trains", "refused"])
+def test_ranks_are_started_and_their_exit_code_is_that_of_the_command(words: list[str], code: int, tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    assert local_ranks.start(2, ["recipe=llama_tiny", "precision=bf16_fp8", "trainer.micro_batch_size=8", *words]) == code
+    runs = list(tmp_path.glob("runs/*/checkpoints/*"))
+    assert sorted(p.name for p in runs) == (["step-00000002", "step-00000003"] if code == 0 else [])
