@@ -141,7 +141,8 @@ def test_clipping_is_that_of_the_decoded_gradients() -> None:
     for p, q in zip(job.model.parameters(), other.model.parameters(), strict=True):
         q.grad = codec("fp8").decode(job.optimizer.stored_grads[p]) if p in job.optimizer.stored_grads else p.grad.clone()
     norm = nn.utils.clip_grad_norm_(other.model.parameters(), 0.01)
-    assert job.optimizer.step() and other.optimizer.step()
+    with other.autocast(enabled=False):  # a step without a pass in FP8, on purpose
+        assert job.optimizer.step() and other.optimizer.step()
     assert job.optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-6) and norm > 1
     theirs = other.optimizer.state_tensors()
     for name, t in job.optimizer.state_tensors().items():
@@ -159,7 +160,8 @@ def test_weight_decay_is_in_the_moments_of_adam_and_not_of_adamw(name: str, move
         p.grad = torch.zeros(p.shape)
     weight = job.model.layers[0].mlp.linear_fc1.in_codec
     before = codec("fp16_scaled").decode(weight)
-    assert job.optimizer.step() and not torch.equal(before, codec("fp16_scaled").decode(weight))
+    with job.autocast(enabled=False):  # a step without a pass in FP8, on purpose
+        assert job.optimizer.step() and not torch.equal(before, codec("fp16_scaled").decode(weight))
     found = job.optimizer.state_tensors()["layers.0.mlp.linear_fc1.weight.exp_avg"]
     assert bool(found.float().any()) == moved
 
@@ -243,6 +245,7 @@ class Foreign(nn.Module):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.filterwarnings("ignore:only .* ran in FP8:RuntimeWarning")  # the head is as large as the rest
 @pytest.mark.parametrize("row", ["O2, fp32", "O2, bf16", "O2, delayed", "O3, delayed", "O3, current", "bf16 moments"])
 def test_frozen_weights_of_a_given_model_stay_and_have_no_state(row: str) -> None:
     model = Foreign()

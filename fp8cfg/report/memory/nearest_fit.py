@@ -60,17 +60,16 @@ class _Search:
     backend: Backend
 
     def fits(self) -> Iterator[Fit]:
-        """Fits of the whole model, by rising cost."""
-        alive = [pair for pair in product(SHARD if self.world > 1 else (self._own.shard,), LEVEL) if self._lean(*pair)]
-        every = [(SHARD[s] + LEVEL[o] + RECOMPUTE[r] + HALVED * i, s, o, r, m)
-                 for s, o in alive for r in self._recompute for i, m in enumerate(self._micro)]
-        for _, *values in sorted(every, key=lambda each: each[0]):
-            if found := self._fit(*values):
+        """Fits of the whole model, by rising cost, of the recipe's own sharding and level and of those that store less."""
+        own, own_level = self.recipe.storage.shard, self.recipe.precision.opt_level
+        shards = [s for s in SHARD if SHARD[s] >= SHARD[own]] if self.world > 1 else [own]
+        alive = [pair for pair in product(shards, [o for o in LEVEL if LEVEL[o] >= LEVEL[own_level]]) if self._lean(*pair)]
+        every: list[tuple[float, str, str | None, str, int]] = [
+            (SHARD[s] + LEVEL[o] + RECOMPUTE[r] + HALVED * i, s, o, r, m)
+            for s, o in alive for r in self._recompute for i, m in enumerate(self._micro)]
+        for _, shard, level, recompute, micro in sorted(every, key=lambda each: each[0]):
+            if found := self._fit(shard, level, recompute, micro):
                 yield found
-
-    @cached_property
-    def _own(self) -> Any:
-        return self.recipe.storage
 
     @cached_property
     def _recompute(self) -> list[str]:
