@@ -54,7 +54,7 @@ def usage(verb: str | None = None) -> str:
     """The help text of `verb`, its module's USAGE; or, with the names that can be chosen, that of all."""
     if verb and verb != "help":
         return str(importlib.import_module(f"fp8cfg.cli.{verb}").USAGE).strip()
-    named = {group: _wrapped(choices(group)) for group in GROUPS}
+    named = {group: _wrapped(_by_family(choices(group)) if group == "recipe" else choices(group)) for group in GROUPS}
     verbs = "\n".join(f"  {name:<11} {verb.about}" for name, verb in VERBS.items())
     return _TEXT.format(version=__version__, verbs=verbs, **named).rstrip()
 
@@ -91,6 +91,14 @@ def recipes_in(file: Path) -> dict[str, str]:
             if words[:1] == [node.targets[0].id]:
                 found[words[0]] = words[1] if len(words) > 1 else ""
     return found
+
+
+def _by_family(names: list[str]) -> list[str]:
+    """Names of one family as a shell writes them: `qwen3_{4b,8b}`."""
+    sizes: dict[str, list[str]] = {}
+    for family, _, size in (name.partition("_") for name in names):
+        sizes.setdefault(family, []).append(size)
+    return [f"{family}_{{{','.join(found)}}}" if len(found) > 1 else f"{family}_{found[0]}" for family, found in sizes.items()]
 
 
 def _wrapped(names: list[str], width: int = 66) -> str:

@@ -128,8 +128,9 @@ def example(key: str, node: type[Node], value: Any) -> str:
         return f"; write {short(key)}.{leaf}={str(value).lower()}"
     if "enabled" in node.model_fields:
         return f"; write {short(key)}.enabled={'false' if str(value).lower() in ('0', 'off', 'no', 'none') else 'true'}"
-    leaf = next(iter(node.model_fields))
-    return f", as in {short(key)}.{leaf}={node.model_fields[leaf].get_default(call_default_factory=True)}"
+    defaults = ((leaf, field.get_default(call_default_factory=True)) for leaf, field in node.model_fields.items())
+    leaf, default = next((leaf, default) for leaf, default in defaults if default is not None)
+    return f", as in {short(key)}.{leaf}={default}"
 
 
 def unknown_key(cls: type[Node], field: str) -> str:

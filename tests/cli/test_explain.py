@@ -47,7 +47,7 @@ def test_through_derived_recipe_functions(capsys: Out) -> None:
         f"     llama31_8b  recipes/pretraining.py:{made} in llama_8b > llama31_8b > _pretrain",
         f"  -> llama_8b    recipes/llama.py:{renamed} in llama_8b > _renamed"]
     assert said(capsys, "explain", "trainer.plugins.compute", "recipe=llama_1b").splitlines()[-2:] == [
-        f"  -> bf16  conf/precision/bf16.yaml:2, by recipes/pretraining.py:{preset} in llama_1b >", "           llama32_1b > _pretrain"]
+        f"  -> bf16  conf/precision/bf16.yaml:2, by recipes/pretraining.py:{preset} in llama_1b", "           > llama32_1b > _pretrain"]
 
 
 def test_files_with_their_bases(capsys: Out, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ def test_help_names_every_verb_and_choice_in_few_narrow_lines(capsys: pytest.Cap
     assert len(lines) <= 60 and max(map(len, lines)) <= 80
     for verb in set(VERBS) - {"help"}:
         assert any(line.startswith(f"  {verb} ") for line in lines), verb
-    for word in (*recipe_registry.recipes(), *choices(), "stdlib", "Exit codes", "75"):
+    written = {f"{family}_{size}" for family, sizes in re.findall(r"(\w+)_\{([\w,]+)\}", out) for size in sizes.split(",")}
+    assert set(recipe_registry.recipes()) <= written | set(out.split())
+    for word in (*choices(), "stdlib", "Exit codes", "75"):
         assert word in out, word
 
 

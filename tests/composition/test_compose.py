@@ -55,6 +55,8 @@ def test_yaml_equals_python(text: str) -> None:
 
 def test_every_recipe_and_preset_survives_yaml() -> None:
     for name, make in recipes().items():
+        if name == "from_hf":  # has no shape without a folder: tests/models/test_hf_checkpoint.py
+            continue
         assert fp8cfg.compose([f"recipe={name}"]) == make() == fp8cfg.from_yaml(fp8cfg.to_yaml(make()))
     for name in choices():
         r = fp8cfg.compose([f"precision={name}", "model.num_layers=32"])
