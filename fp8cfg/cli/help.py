@@ -13,11 +13,9 @@ _TEXT = """fp8cfg {version}: typed recipes for low-precision training
 
   fp8cfg [VERB] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
          [key=value ...] [--config-dir FOLDER]
-
-FILE.yaml may be JSON, FILE.json, and - is standard input.
+FILE.yaml may be JSON, and - is standard input. `fp8cfg VERB --help` says more.
 
 {verbs}
-`fp8cfg VERB --help` says more.
 
 Presets are chosen first, whatever their order, then values are set:
   recipe     {recipe}
@@ -29,9 +27,8 @@ name; and, short for trainer.plugins.*: precision.*, fp8.*, storage.*, backend,
 opt_level. A mapping sets several: 'fp8={{margin: 1, amax_history_len: 16}}'.
 `fp8cfg explain fp8` lists a node's keys, `fp8cfg explain fp8.margin` is on one.
 
-Where values contradict one another, what a recipe, a preset or a default says
-gives way to what you wrote, with a note. What you wrote and what would have no
-effect is refused.
+Where values contradict one another, what you did not write gives way, with a
+note. What you wrote and what would have no effect is refused.
 
 Options:
   -cd, --config-dir FOLDER
@@ -94,11 +91,12 @@ def recipes_in(file: Path) -> dict[str, str]:
 
 
 def _by_family(names: list[str]) -> list[str]:
-    """Names of one family as a shell writes them: `qwen3_{4b,8b}`."""
-    sizes: dict[str, list[str]] = {}
-    for family, _, size in (name.partition("_") for name in names):
-        sizes.setdefault(family, []).append(size)
-    return [f"{family}_{{{','.join(found)}}}" if len(found) > 1 else f"{family}_{found[0]}" for family, found in sizes.items()]
+    """Names with one beginning as a shell writes them: `qwen3_{4b,8b}`."""
+    ends: dict[str, list[str]] = {}
+    for name in names:
+        family, dash, end = name.partition("_")
+        ends.setdefault(family + dash, []).append(end)
+    return [f"{family}{{{','.join(found)}}}" if len(found) > 1 else family + found[0] for family, found in ends.items()]
 
 
 def _wrapped(names: list[str], width: int = 66) -> str:
