@@ -30,5 +30,5 @@ def test_a_size(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("llama32_2b 20 2560 True\n")
     assert "llama32_2b        Llama 3.2 2B, one node, tied embeddings.\n" in done.stdout
-    assert " llama32_2b " in done.stdout.partition("recipe     ")[2].partition("precision  ")[0]
+    assert " llama32_{1b,2b,3b}" in done.stdout.partition("recipe     ")[2].partition("precision  ")[0]
     assert "recipe=llama32_2b\n" in done.stdout and "in llama32_2b > _pretrain" in done.stdout
