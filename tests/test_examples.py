@@ -64,6 +64,7 @@ def llama_losses(*words: str) -> list[float]:
 
 @pytest.mark.parametrize(("words", "layers"), [(DELAYED, 2), (CURRENT, 1), (O2, 2)], ids=["delayed", "current", "O2"])
 @pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.filterwarnings("ignore:only .* ran in FP8:RuntimeWarning")  # current: one layer of three, the others are the preset's ends
 def test_losses_are_those_of_our_own_loop_bit_for_bit_and_in_fp8(
     name: str, words: tuple[str, ...], layers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
