@@ -331,7 +331,7 @@ def test_compiled_losses_are_the_eager_ones() -> None:
     """Compiled sums round differently, and FP8 passes that on: losses are equal to 1e-3."""
     job, eager = (fp8cfg.build(small(*words("O2, delayed"), "model.num_layers=1", "trainer.micro_batch_size=4")) for _ in range(2))
     job.compile_model()
-    job.optimizer.compiled = False  # tests/optim/test_low_bit.py holds its bits against the eager ones
+    job.optimizer.compiled = False  # tests/optim/test_low_bit_memory.py holds its bits against the eager ones
     assert [s.loss for s in steps(job, 3)] == pytest.approx([s.loss for s in steps(eager, 3)], abs=1e-3)
     assert len(job.optimizer.stored_grads) == 5 and all(p.grad is None for p in job.optimizer.stored_grads)
 

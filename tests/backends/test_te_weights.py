@@ -1,0 +1,175 @@
+"""Weights under the Transformer Engine backend: held in FP8, quantized once for a step, tied, stored at a level, given back."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8cfg
+from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.training.loop import train
+from tests.support.small import small, steps
+from tests.support.te_cases import CASES, backend
+from tests.support.te_small import converted, tokens
+from tests.support.te_table import node
+
+
+@pytest.mark.parametrize("case", ["current O2", "current O3"])
+def test_only_stored_bytes_stay_from_step_to_step(case: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = fp8cfg.build(small(*CASES[case]))
+    list(steps(job, 1))
+    layers = list(backend()._layers(job.model).values())
+    owned = {id(p) for p in job.model.parameters()}
+    kept = [t for engine in backend()._engines(job.model) for t in engine.module._parameters.values() if t is not None]
+    assert len(kept) >= len(layers) and sum(t.nbytes for t in kept if id(t) not in owned) == 0
+    decoded = []
+    monkeypatch.setattr("fp8cfg.numerics.codecs.Codec.decode", lambda *_: decoded.append(1))
+    assert not any(layer.fp8_params for layer in layers) or case == "current O3"
+    assert len(backend().writers(job.model)) == (8 if case == "current O3" else 0) and not decoded, "a flag is asked of what is stored"
+
+
+def test_weights_tied_to_an_embedding_stay_tied_under_a_level(te: Any) -> None:
+    job = fp8cfg.build(small(*CASES["current O2"], "model.share_embeddings_and_output_weights=true", "fp8.output_layer=true"))
+    found = [s.loss for s in steps(job, 4)]
+    assert found[-1] < found[0] - 0.05 and job.model.output_layer._parameters["weight"] is job.model.embedding.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_under_a_level_comes_back_decoded(tied: bool, te: Any) -> None:
+    job = fp8cfg.build(small(*CASES["current O2"], f"model.share_embeddings_and_output_weights={tied}", f"fp8.output_layer={tied}"))
+    list(steps(job, 1))
+    layer = job.model.layers[0].mlp.linear_fc1
+    want, stored = layer.codec.decode(layer.in_codec), layer.parameter
+    model = fp8cfg.convert_back(job.model)
+    assert torch.equal(model.layers[0].mlp.linear_fc1.weight, want) and stored.dtype == torch.float16
+    assert {type(m) for n, m in model.named_modules() if "linear" in n} == {nn.Linear} and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (model.output_layer.weight is model.embedding.weight) == tied
+    model(*(torch.zeros(1, 32, dtype=torch.int64),) * 2).backward()
+
+
+@pytest.mark.parametrize("case", ["delayed", "delayed params"])
+def test_a_jobs_weights_are_the_plain_models_and_its_optimizer_has_the_fp8_state(case: str, te: Any) -> None:
+    job, plain = fp8cfg.build(small(*CASES[case])), fp8cfg.build(small("precision=bf16_mixed")).model
+    list(steps(job, 2))
+    weights, optimizer = ({k: t.clone() for k, t in job.model.state_dict().items()}, copy.deepcopy(job.optimizer.state_dict()))
+    assert list(weights) == list(plain.state_dict()) and {(type(t), t.dtype) for t in weights.values()} == {(torch.Tensor, torch.bfloat16)}
+    plain.load_state_dict(weights, strict=True)
+    want = [s.loss for s in steps(job, 2, first=2)]
+    te.FP8GlobalStateManager.reset()
+    resumed = fp8cfg.build(small(*CASES[case]))
+    resumed.model.load_state_dict(plain.state_dict(), strict=True)
+    resumed.optimizer.load_state_dict(optimizer)
+    assert [s.loss for s in steps(resumed, 2, first=2)] == want
+    other = fp8cfg.build(small(*CASES[case]))
+    other.model.load_state_dict(weights)
+    other.optimizer.load_state_dict({k: v for k, v in optimizer.items() if k != "fp8"})
+    with pytest.warns(RuntimeWarning, match="scales and amax histories started anew"):
+        list(steps(other, 1))
+
+
+@pytest.mark.parametrize("case", ["delayed params", "current params"])
+def test_weights_held_in_fp8_are_natives_bit_for_bit(case: str, te: Any) -> None:
+    mine, theirs = (stored_state_dict(fp8cfg.build(small(*[w for w in CASES[case] if w != "backend=te"], f"backend={b}")).model) for b in ("te", "native"))
+    held = [n for n, t in theirs.items() if t.dtype == torch.float8_e4m3fn]
+    assert len(held) == 8 and mine.keys() == theirs.keys()
+    for name in (n for n, t in theirs.items() if n in held or "fp8_" in n):
+        assert torch.equal(mine[name].reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8)), name
+
+
+def test_weights_are_quantized_once_for_a_step(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = {"quantized": 0}
+    base = sys.modules["transformer_engine.pytorch.module.base"]
+    for name in ("linear", "layernorm_linear", "layernorm_mlp"):
+        module = sys.modules[f"transformer_engine.pytorch.module.{name}"]
+
+        def counted(*, update_workspace: bool = True, **given: Any) -> Any:
+            count["quantized"] += update_workspace
+            return base.quantize_weight(update_workspace=update_workspace, **given)
+
+        monkeypatch.setattr(module, "quantize_weight", counted)
+    found = []
+    for on in (False, True):
+        model = converted(node({"scaling": "current"}))
+        backend().cache_weights(model, on)
+        for step in range(2):
+            for microbatch in range(3):
+                with backend().autocast(model):
+                    model(tokens(microbatch), tokens(microbatch)).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.01 * p.grad
+            backend().after_step(model, None, step + 1)
+        found.append(({n: p.clone() for n, p in model.named_parameters()}, count.pop("quantized")))
+        count["quantized"] = 0
+    (plain, every), (cached, once) = found
+    assert (every, once) == (8 * 6, 8 * 2)
+    assert all(torch.equal(plain[n], cached[n]) for n in plain)
+
+
+@pytest.mark.parametrize(("accumulated", "want"), [(1, [None]), (4, [True, False, False, False])])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_run_quantizes_weights_in_the_first_microbatch_of_a_step(accumulated: int, want: list[bool | None], recompute: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[bool | None]] = {"LayerNormLinear": [], "Linear": [], "LayerNormMLP": []}
+    for name in seen:
+        plain = getattr(te, name).forward
+
+        def watched(self: Any, x: Any, plain: Any = plain, **options: Any) -> Any:
+            if torch.is_grad_enabled():  # not an evaluation
+                seen[type(self).__name__].append(options["is_first_microbatch"])
+            return plain(self, x, **options)
+
+        monkeypatch.setattr(getattr(te, name), "forward", watched)
+    words = (*CASES["current"], f"trainer.micro_batch_size={8 // accumulated}", "trainer.global_batch_size=8", "trainer.max_steps=2",
+             f"model.recompute_granularity={recompute}")
+    train(fp8cfg.build(small(*words)))
+    again = [w if w is None else False for w in want]
+    passes = [x for w, a in zip(want, again, strict=True) for x in ([w] * 2 + [a] * 2 * (recompute == "full"))]  # two layers
+    assert seen == dict.fromkeys(seen, passes * 2)
+
+
+def test_a_pass_in_high_precision_keeps_no_weight_of_the_step_before(te: Any) -> None:
+    model, found = converted(node({"scaling": "current"})), []
+    for keep in (True, False):
+        backend().cache_weights(model, keep)
+        for enabled in (True, False, True):  # weights move after the first
+            with backend().autocast(model, enabled):
+                loss = model(tokens(), tokens())
+                loss.backward()
+            if keep and not found:
+                with torch.no_grad():
+                    [p.mul_(1.5) for p in model.parameters()]
+                backend().after_step(model, None, 1)
+            found.append(loss.item())
+    assert found[2] == found[3] != found[0]
+
+
+def test_weights_kept_over_microbatches_change_no_loss(te: Any) -> None:
+    found = []
+    for keep in (False, True):
+        job = fp8cfg.build(small(*CASES["current"], "trainer.micro_batch_size=2", "model.recompute_granularity=full"))
+        backend().cache_weights(job.model, keep)
+        found.append([s.loss for s in steps(job, 3)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("entry", ["quantized_model_init", "fp8_model_init"])
+def test_weights_are_quantized_by_the_entry_point_that_is_there(entry: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    genuine, signature = te.quantized_model_init, inspect.signature(getattr(te, entry))
+
+    def recorded(**arguments: Any) -> Any:
+        given.append(signature.bind(**arguments).arguments)
+        return genuine(**arguments)
+
+    monkeypatch.delattr(te, "quantized_model_init")
+    monkeypatch.delattr(te, "__getattr__")  # mocks whatever a package of the stand-in lacks
+    monkeypatch.setattr(te, entry, recorded, raising=False)
+    model = converted(node({"scaling": "current", "params": True}))
+    assert {type(layer.weight).__name__ for layer in backend()._layers(model).values()} == {"Float8Tensor"}
+    assert {(g["enabled"], type(g["recipe"]).__name__) for g in given} == {(True, "Float8CurrentScaling")}

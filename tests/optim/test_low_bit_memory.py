@@ -1,0 +1,126 @@
+"""Tensor groups of a low-bit optimizer: bytes of the chart, no copy of a group, the same bits compiled and in pieces."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8cfg.numerics import codecs
+from fp8cfg.optim.low_bit import tensor_groups
+from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
+from tests.support.low_bit import ROWS, build, equal, everything, normal, parameters, train
+
+BYTES = {"fp32": 12, "O1": 10, "O2": 5, "O3": 6, "Megatron": 10, "bf16 stochastic": 6, "block moments": 4 + 2 * (1 + 1 / 32)}
+
+
+@pytest.mark.parametrize(("row", "expected"), BYTES.items())
+def test_bytes_of_the_chart(row: str, expected: float) -> None:
+    """Persistent bytes of a parameter beside its gradient, which is one more byte under O1 to O3; and the scales."""
+    p = parameters(ROWS[row], (256, 128))
+    stored = build(ROWS[row], p).state_tensors()
+    weight = {} if "p0.weight" in stored else {"p0": p["p0"]}
+    scales = 4 * sum(t.dim() == 0 for t in stored.values())
+    assert sum(t.nbytes for t in {**stored, **weight}.values()) - scales == expected * 256 * 128
+    assert scales <= 16
+
+
+SHAPES = ((33, 256), (33, 256), (5, 77), (), (128,), (0, 3))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_pieces_make_no_difference(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for chunk in (1 << 16, 1024, 128):
+        monkeypatch.setattr(codecs, "CHUNK", chunk)
+        p = parameters(ROWS[row], *SHAPES)
+        optimizer = build(ROWS[row], p)
+        train(optimizer, p, range(3))
+        found.append(everything(optimizer, p))
+    assert equal(found[0], found[1]) and equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(("row", "cls", "backend"), [
+    ("O2", LowBitAdamW, "inductor"), ("O3", LowBitAdam, "aot_eager"), ("bf16 stochastic", LowBitAdamW, "inductor"),
+    ("block moments", LowBitAdamW, "inductor"), ("expanded moments", LowBitAdamW, "inductor")])
+def test_compiled_bits_are_the_eager_ones(row: str, cls: type[LowBitOptimizer], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph a kernel: neither another length nor another step compiles again. O2 has copies in bf16. Inductor's code for every
+    codec is in tests/numerics/test_codecs.py."""
+    compiles, found = torch.compile, []
+    if backend != "inductor":
+        monkeypatch.setattr(torch, "compile", lambda run, options, **more: compiles(run, backend=backend, **more))
+    for compiled in (False, True):
+        p = parameters(ROWS[row], (16, 128), (16, 128), (24, 128), (5, 77), (3,), (), dtype=torch.bfloat16 if row == "O2" else None)
+        optimizer = build(ROWS[row], p, cls, compiled=compiled)
+        tensor_groups._compiled.cache_clear()
+        torch._dynamo.utils.counters.clear()
+        train(optimizer, p, range(4))
+        kernels = (2 if ROWS[row].per_tensor else 1) if compiled else 0
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == tensor_groups._compiled.cache_info().currsize == kernels
+        found.append(everything(optimizer, p))
+    assert equal(*found)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made under it held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.peak = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+            return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)}
+        known = storages((args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        for pointer, storage in storages(out).items():
+            if pointer not in known:
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, storage.nbytes())
+        return out
+
+    def _gone(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_step_makes_no_copy_of_a_group(row: str) -> None:
+    """Temporaries are some twenty float32 pieces, whatever the group: here 40 MiB of float32 in two tensors."""
+    p = parameters(ROWS[row], (5 << 20,), (5 << 20,))
+    optimizer = build(ROWS[row], p)
+    grads = {k: normal(*v.shape).to(v.dtype) for k, v in p.items()}
+    peaks = []
+    for count in (1, 2):
+        for name in list(p)[:count]:
+            p[name].grad = grads[name]
+        if optimizer.param_groups[0]["columns"].grad is not None:
+            optimizer.store_grads()  # what they leave behind is the stored gradient, no temporary
+        with LiveBytes() as live:
+            optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(live.peak)
+    assert peaks[1] < 1.05 * peaks[0] < 24 * 4 * codecs.CHUNK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["O2", "block moments"])
+def test_compiled_code_makes_no_float32_copy(row: str) -> None:
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    tensor_groups._compiled.cache_clear()
+    p = parameters(ROWS[row], (256, 128))
+    optimizer = build(ROWS[row], p, compiled=True)
+    p["p0"].grad = normal(256, 128)
+    if ROWS[row].grad is not None:
+        optimizer.store_grads()
+    torch._dynamo.reset()
+    with fresh_cache():
+        _, code = run_and_get_code(functools.partial(optimizer.step))
+    made = [line for text in code for line in text.splitlines() if "= empty_strided_cpu(" in line]
+    whole = [line for line in made if "empty_strided_cpu((s" in line and ("128" in line or row == "O2")]
+    assert code and not whole, whole
