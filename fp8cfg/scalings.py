@@ -24,14 +24,15 @@ class Descriptor:
     `block` is how many elements along the contracted dimension share a scale, 0 where all of a tensor do, or of a row under
     fp8.granularity=row; `scale` the dtype of scales, by which numerics quantizes; `history` whether scales come from the amaxes
     of past steps, which are state. `power_2_scales` and `weights_2d` are what fp8.use_power_2_scales and
-    fp8.enable_2d_quantization stand for where they are null.
+    fp8.enable_2d_quantization stand for where they are null; scales of rows are powers of two then, as torchao's.
 
     `element` is the format of operands in forward, and `formats` the values of fp8.format, of which hybrid has E5M2 gradients.
     `keys` are the keys of `fp8` that mean something under this scaling and not under all, `attention` the switches of FP8
     attention that it can have.
 
     `least` is the least CUDA compute capability with which torch multiplies it, None where it is emulated alone, `below` the first
-    that has no such products any more, `cuda` the least version of CUDA; `fp8_gather` whether torchao's FP8 all-gather takes it.
+    that has no such products any more, `cuda` the least version of CUDA, `multiplied` the values of fp8.format that it takes there;
+    `fp8_gather` whether torchao's FP8 all-gather takes it.
 
     The rest is what others call it, empty where they have none: the recipe class of Transformer Engine, fp8_recipe of Megatron,
     NeMo and Bridge (fp4_recipe, of four bits), the converter of torchtitan with torchao's class, the engine of Accelerate; and
@@ -50,6 +51,7 @@ class Descriptor:
     least: Capability | None = (8, 9)
     below: Capability | None = None
     cuda: Capability = (0, 0)
+    multiplied: tuple[str, ...] = ("hybrid", "e4m3")
     fp8_gather: bool = False
     te: str = ""
     megatron: str = ""
@@ -99,7 +101,7 @@ SCALINGS: dict[str, Descriptor] = {
         spellings=("tensorwise", "per_tensor")),
     "block": Descriptor(  # DeepSeek-V3, arXiv 2412.19437: 1x128, weights 128x128
         block=128, power_2_scales=True, weights_2d=True, keys=("use_power_2_scales", "enable_2d_quantization"),
-        least=(9, 0), below=(10, 0), cuda=(12, 9),
+        least=(9, 0), below=(10, 0), cuda=(12, 9), multiplied=("e4m3",),  # torch 2.15 refuses E5M2 with scales of blocks still
         te="Float8BlockScaling", megatron="blockwise", spellings=("blockwise", "subchannel")),
     "mxfp8": Descriptor(  # OCP Microscaling Formats 1.0: 1x32
         block=32, scale="e8m0", formats=("e4m3",), keys=("enable_2d_quantization",), attention=("dot_product_attention",),

@@ -40,16 +40,16 @@ from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.numerics import FP8Linear, Region, Scaling, fp8_linears, update_scales
+from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, fp8_linears, update_scales
 from fp8cfg.report.coverage import planned
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
 
 SCALINGS = {"delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row"),
-            "block": Scaling("block", power_2_scales=True, weights_2d=True)}
+            "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True)}
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 WORDS = {"bf16": ["precision=bf16"], "delayed": ["precision=bf16_fp8"], "current": ["precision=bf16_fp8_current", EVERYWHERE],
-         "row": ["precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"], "block": ["precision=bf16_fp8_block"]}
+         "row": ["precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"], "block": ["precision=bf16_fp8_block", "fp8.format=e4m3"]}
 TRAINER = ["optim.lr=1e-30", "optim.warmup_steps=0", "trainer.devices=1", "trainer.gradient_clip_val=0"]  # weights stay as they are
 SHAPES = {
     False: {"linear": (15872, 4096, 16384), "block": ["recipe=llama_8b"],

@@ -51,7 +51,7 @@ SECONDS = 120
 PLAIN = ["fp8.params=false", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"]
 PRESETS = {"delayed": "bf16_fp8", "current": "bf16_fp8_current", "row": "bf16_fp8_current", "block": "bf16_fp8_block", "mxfp8": "bf16_mxfp8", "nvfp4": "bf16_nvfp4"}
 MORE = {
-    ("te", "delayed"): ["fp8.first_step=te"], ("native", "row"): ["fp8.granularity=row"], ("torchao", "row"): ["fp8.granularity=row"],
+    ("te", "delayed"): ["fp8.first_step=te"], ("native", "row"): ["fp8.granularity=row"], ("native", "block"): ["fp8.format=e4m3"], ("torchao", "row"): ["fp8.granularity=row"],
     ("msamp", "delayed"): ["opt_level=O2", "fp8.amax_history_len=16", "fp8.reduce_amax=false", "storage.accumulate=stored"],
 }
 SCALINGS = {"native": list(PRESETS), "te": [s for s in PRESETS if s != "row"], "torchao": ["current", "row", "mxfp8"], "msamp": ["delayed"]}

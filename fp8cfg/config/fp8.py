@@ -49,8 +49,8 @@ class FP8(Node):
     """Current scaling: one scale for a tensor, or one for each row along the contracted dimension. Default tensor (TE
     Float8CurrentScaling, NeMo tensorwise); row is torchao's rowwise."""
     use_power_2_scales: bool | None = None
-    """Current and block scaling: round scales down to powers of two. Default null: false under current, true under block (TE
-    use_power_2_scales, use_f32_scales)."""
+    """Current and block scaling: round scales down to powers of two. Default null: true under block (TE use_f32_scales) and
+    with scales of rows (torchao's from_recipe_name("rowwise")), false under current with one of a tensor (TE)."""
     enable_2d_quantization: bool | None = None
     """Block, mxfp8 and nvfp4: scale weights in squares, which fprop and dgrad read alike. Default null: true under block (128x128)
     and nvfp4 (16x16), false under mxfp8 (TE)."""
@@ -100,7 +100,9 @@ ONLY_UNDER = {
 
 def power_2_scales(fp8: FP8) -> bool:
     """`fp8.use_power_2_scales` with null resolved."""
-    return SCALINGS[fp8.scaling].power_2_scales if fp8.use_power_2_scales is None else fp8.use_power_2_scales
+    if fp8.use_power_2_scales is not None:
+        return fp8.use_power_2_scales
+    return SCALINGS[fp8.scaling].power_2_scales or per_row(fp8)
 
 
 def weights_2d(fp8: FP8) -> bool:

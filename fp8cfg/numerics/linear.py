@@ -72,6 +72,9 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
             raise ValueError(f"product={product!r}; choose one of emulate, scaled_mm")
         if product == "scaled_mm" and scaling.layout.least is None:
             raise ValueError(f"{scaling.kind} is emulated alone, not multiplied by scaled_mm")
+        if product == "scaled_mm" and not scaling.multiplied(high_precision):
+            raise ValueError(f"scaled_mm multiplies {scaling.kind} scaling in E4M3 alone, not gradients in "
+                             f"{scaling.backward.name.upper()}")
         if product == "scaled_mm" and (n % 16 or k % 16):
             shape = f"in_features={k} and out_features={n}"
             raise ValueError(f"{shape}: scaled_mm needs both divisible by 16; keep this layer in high precision")

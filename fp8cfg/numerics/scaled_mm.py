@@ -5,7 +5,7 @@ row-major and the second column-major. x @ Wᵀ has that layout as stored; dgrad
 contracted and the last dimension must be divisible by 16, by 128 under block scaling; zeros complete them, exactly.
 
     one scale a tensor      torch._scaled_mm, scalars
-    one scale a row         torch._scaled_mm, [M, 1] and [1, N]; bfloat16 out
+    one scale a row         torch._scaled_mm, [M, 1] and [1, N], bfloat16 out; else the sums are scaled after it
     1x128 and 128x128       torch.nn.functional.scaled_mm: CUDA 12.9, compute capability 9.0. Scales of 1x128 tiles run down
                             the rows first in memory, a multiple of 4 of them; those of 128x128 tiles along the contracted
                             dimension, in steps of 4. (cuBLAS documentation, "1D and 128x128 2D block scaling for FP8 data
@@ -35,11 +35,14 @@ def scaled_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fas
     x, w = _padded(a.data, 16), _padded(b.data, 16)
     rows = a.scale_inv.dim() == 2
     scales = (a.scale_inv.flatten()[:, None], b.scale_inv.flatten()[None]) if rows else (a.scale_inv, b.scale_inv)
-    direct = torch.bfloat16 if rows and x.is_cuda else out
-    inside = bias.to(out) if bias is not None and direct == out and out.itemsize == 2 else None
+    if rows and out != torch.bfloat16:  # which is all that torch's product with scales of rows gives
+        one = torch.ones((), device=x.device)
+        y = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast_accumulation)
+        y = y * (scales[0] * scales[1])
+        return in_dtype(y if bias is None else y + bias.float(), out)
+    inside = bias.to(out) if bias is not None and out.itemsize == 2 else None
     y = torch._scaled_mm(
-        x, w.t(), scale_a=scales[0], scale_b=scales[1], bias=inside, out_dtype=direct, use_fast_accum=fast_accumulation)
-    y = in_dtype(y, out)
+        x, w.t(), scale_a=scales[0], scale_b=scales[1], bias=inside, out_dtype=out, use_fast_accum=fast_accumulation)
     return y if bias is None or inside is not None else y + bias.to(out)
 
 
@@ -75,7 +78,8 @@ def _blocks(t: Tensor, scale: Tensor, rows: bool) -> tuple[Tensor, Tensor, F.Sca
     missing = -len(t) % 4
     if missing:
         t, scale = F.pad(t.view(torch.uint8), (0, 0, 0, missing)).view(t.dtype), F.pad(scale, (0, 0, 0, missing))
-    return t, scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
+    # A copy has fresh strides: those of a single column are any, and torch 2.11 wants (1, rows) there too.
+    return t, scale.t().clone(memory_format=torch.contiguous_format).t(), F.ScalingType.BlockWise1x128
 
 
 def _padded(t: Tensor, multiple: int) -> Tensor:

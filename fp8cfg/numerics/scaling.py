@@ -71,6 +71,10 @@ class Scaling:
         """The descriptor of this scaling in the table of scalings."""
         return SCALINGS[self.kind]
 
+    def multiplied(self, high_precision: tuple[bool, bool, bool]) -> bool:
+        """Whether torch has these products on a GPU, where those of `high_precision` are not in FP8."""
+        return all(high_precision[1:]) or ("e4m3" if self.backward == self.forward else "hybrid") in self.layout.multiplied
+
     def format_of(self, role: int) -> Format:
         return self.backward if role == GRAD_OUTPUT else self.forward
 

@@ -11,6 +11,7 @@ import pytest
 import fp8cfg
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Hardware, choose
+from fp8cfg.backends.native import rules as native_rules
 from fp8cfg.backends.te import rules as te_rules
 from fp8cfg.backends.torchao import rules as torchao_rules
 from fp8cfg.config.precision import Precision
@@ -103,6 +104,16 @@ def test_what_torchao_refuses(change: dict[str, dict[str, object]], hardware: Ha
     p = Precision(**change | {"fp8": {"enabled": True, **change["fp8"]}})
     found = torchao_rules.refusals(p, hardware)
     assert len(found) == 1 and found[0].startswith(line) and "; " in found[0]
+
+
+def test_blocks_with_e5m2_gradients_have_no_product_on_a_gpu() -> None:
+    """torch's scaled_mm takes E4M3 x E4M3 alone with scales of blocks: three of the block presets would fail in their first step."""
+    hybrid = Precision(fp8={"enabled": True, "scaling": "block", "format": "hybrid"})
+    assert native_rules.refusals(hybrid, HOPPER) == [
+        "fp8.format=hybrid: torch multiplies block scaling in E4M3 alone, gradients too; write fp8.format=e4m3, or fp8.emulate=true to emulate"]
+    assert native_rules.refusals(hybrid, CPU) == []
+    for words in ({"format": "e4m3"}, {"emulate": True}, {"override_linear_precision": {"dgrad": True, "wgrad": True}}):
+        assert native_rules.refusals(Precision(fp8={"enabled": True, "scaling": "block", **words}), HOPPER) == []
 
 
 def test_shapes_and_tokens() -> None:

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.gpu
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 FP8 = {
     "delayed": ("precision=bf16_fp8",), "current": ("precision=bf16_fp8_current", EVERYWHERE),
-    "row": ("precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"), "block": ("precision=bf16_fp8_block", "fp8.params=true"),
+    "row": ("precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"), "block": ("precision=bf16_fp8_block", "fp8.format=e4m3", "fp8.params=true"),
 }
 SCALINGS = {
     "delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row"),
-    "block": Scaling("block", power_2_scales=True, weights_2d=True), "block float32": Scaling("block", weights_2d=True),
-    "block 1x128": Scaling("block", power_2_scales=True),
+    "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True),
+    "block float32": Scaling("block", backward=E4M3, weights_2d=True), "block 1x128": Scaling("block", backward=E4M3, power_2_scales=True),
 }
 SHAPE = ("model.num_layers=4", "model.hidden_size=256", "model.ffn_hidden_size=256", "model.num_attention_heads=4", "model.num_query_groups=2")
 """Every linear layer is a multiple of 128 wide, which block scaling divides."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_against_float64_of_the_dequantized_operands(scaling: Scaling, product: 
 @pytest.mark.parametrize("mixes", [True, False])
 def test_nvfp4_multiplies_what_its_parts_say(mixes: bool) -> None:
     """400 draws; without its transform the same of the plain tensors."""
-    scaling, (x, w, g) = dataclasses.replace(TILED["nvfp4"], hadamard=mixes), (torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48) * 1e-6)
+    scaling, (x, w, g) = replace(TILED["nvfp4"], hadamard=mixes), (torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48) * 1e-6)
     layer = FP8Linear.from_linear(nn.Linear(64, 48, bias=False), scaling, Region(True))
     layer.weight.data.copy_(w)
     x.requires_grad_()
@@ -164,13 +164,16 @@ def test_the_hardware_product_gets_the_layout_it_wants(monkeypatch: pytest.Monke
     assert fast == [True, False, False]
 
 
+E4M3_BLOCKS = Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True)
+
+
 def test_block_products_get_the_layout_they_want(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the CUDA operation: it holds shapes and strides against cuBLAS's rules, and multiplies what was meant."""
 
     def dequantized_operand(t: Tensor, scale: Tensor, recipe: F.ScalingType) -> Tensor:
-        assert t.shape[1] % 128 == 0 and t.is_contiguous()
+        assert t.shape[1] % 128 == 0 and t.is_contiguous() and t.dtype == torch.float8_e4m3fn
         if recipe is F.ScalingType.BlockWise1x128:
-            assert len(t) % 4 == 0 and scale.shape == (len(t), t.shape[1] // 128) and scale.stride(0) == 1
+            assert len(t) % 4 == 0 and scale.shape == (len(t), t.shape[1] // 128) and scale.stride() == (1, len(t))
             return t.float() * scale.repeat_interleave(128, 1)
         assert recipe is F.ScalingType.BlockWise128x128 and scale.shape == (-(-t.shape[1] // 128 // 4) * 4, -(-len(t) // 128))
         assert scale.stride(0) == 1
@@ -181,11 +184,11 @@ def test_block_products_get_the_layout_they_want(monkeypatch: pytest.MonkeyPatch
         return (x @ w.t()).to(output_dtype)
 
     monkeypatch.setattr(F, "scaled_mm", picky)
-    for shape in ((21, 160, 48), (130, 256, 384)):
+    for shape, scaling in (((21, 160, 48), E4M3_BLOCKS), ((130, 256, 384), E4M3_BLOCKS), ((21, 160, 48), replace(E4M3_BLOCKS, weights_2d=False))):
         linear = nn.Linear(*shape[1:], bias=False)
         found = []
         for product in ("emulate", "scaled_mm"):
-            layer = FP8Linear.from_linear(copy.deepcopy(linear), TILED["block"], Region(True), product=product)
+            layer = FP8Linear.from_linear(copy.deepcopy(linear), scaling, Region(True), product=product)
             x = torch.randn(shape[0], shape[1], generator=torch.Generator().manual_seed(0)).requires_grad_()
             # traced, and not compiled for the CPU: inductor's loop splitting (torch 2.13) fails on float8 tiles there
             y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x) if product == "scaled_mm" else layer(x)
@@ -193,7 +196,16 @@ def test_block_products_get_the_layout_they_want(monkeypatch: pytest.MonkeyPatch
             found.append([y, x.grad, layer.weight.grad])
         for a, b in zip(*found, strict=True):
             assert (a - b).norm() <= 1e-6 * a.norm()
-        assert ran(layer) == in_fp8(TILED["block"], "scaled_mm")
+        assert ran(layer) == in_fp8(scaling, "scaled_mm")
+
+
+def test_e5m2_gradients_in_blocks_are_no_product_of_the_hardware() -> None:
+    """ATen takes E4M3 x E4M3 alone with scales of blocks: refused where the layer is made, unless both gradients' products are not in FP8."""
+    linear = nn.Linear(32, 48)
+    with pytest.raises(ValueError, match="scaled_mm multiplies block scaling in E4M3 alone, not gradients in E5M2"):
+        FP8Linear.from_linear(linear, TILED["block"], Region(), product="scaled_mm")
+    FP8Linear.from_linear(linear, TILED["block"], Region(), product="scaled_mm", high_precision=(False, True, True))
+    FP8Linear.from_linear(linear, E4M3_BLOCKS, Region(), product="scaled_mm")
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -36,6 +36,8 @@ def _takes(backend: str, scaling: str, hardware: Hardware, emulate: bool) -> str
     precision.backend, precision.fp8.emulate = backend, emulate  # type: ignore[assignment]
     if backend in ("torchao", "msamp"):
         precision.fp8.params = False
+    if backend == "native" and scaling == "block" and hardware.device == "cuda":
+        precision.fp8.format = "e4m3"
     if backend == "msamp" and scaling == "delayed":
         precision.fp8.amax_history_len, precision.fp8.reduce_amax, precision.storage.accumulate = 16, False, "stored"
     return "" if against(backend, precision, hardware, here=False) else rules(backend).product(precision, hardware)[0]
@@ -43,7 +45,8 @@ def _takes(backend: str, scaling: str, hardware: Hardware, emulate: bool) -> str
 
 def support_page() -> str:
     return "\n\n".join([
-        "# Backends, scalings and hardware", "As the rules of the backends have it, for bf16 presets.", support_table(),
+        "# Backends, scalings and hardware", "As the rules of the backends have it, for bf16 presets; native multiplies blocks on a "
+        "GPU under `fp8.format=e4m3`.", support_table(),
         "ran: trained on a CPU by the tests, FP8 emulated, with the values that FP8 hardware rounds to. not run: the backend takes the recipe on "
         "that GPU, and it has not been run there. emulation: taken there with `fp8.emulate=true` alone, not run either. `-`: refused with exit "
         "code 2 and the reason. H100 stands for compute capability 9.0 with CUDA 12.9, B200 for 10.0 with CUDA 13.0.",

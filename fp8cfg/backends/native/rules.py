@@ -95,6 +95,11 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
     if (hardware.cuda or (0, 0)) < scaling.cuda:
         version, needs = (".".join(map(str, of)) for of in (hardware.cuda or ("unknown",), scaling.cuda))
         return [f"fp8.scaling={name}: torch has CUDA {version}, {name} scaling needs {needs}; {EMULATE}, or precision={preset}"]
+    kept = p.fp8.override_linear_precision
+    if p.fp8.format not in scaling.multiplied and not (kept.dgrad and kept.wgrad):
+        takes = scaling.multiplied[0]
+        return [f"fp8.format={p.fp8.format}: torch multiplies {name} scaling in {takes.upper()} alone, gradients too; write "
+                f"fp8.format={takes}, or {EMULATE.removeprefix('write ')}"]
     if p.fp8.dot_product_attention:
         return [f"fp8.dot_product_attention=True: the native backend has it by emulation alone; {EMULATE}, or drop it"]
     return []
