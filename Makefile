@@ -15,10 +15,13 @@ endif
 train: $(VENV)/.installed
 	$(BIN)/python -m fp8cfg $(ARGS)
 
+# Bytecode is written, whatever the environment says: else each worker and each process of a test compiles every module again.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.tested-with
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(TESTS)
 
 # The same with every example of the property tests, and then what it leaves out (tests/slow.toml, and tests marked slow).
+test-all: export PYTHONDONTWRITEBYTECODE =
 test-all: export FP8CFG_ALL_EXAMPLES = 1
 test-all: test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(TESTS)

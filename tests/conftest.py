@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ FEWER = 5
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is signal.SIG_IGN:  # under nohup or as a shell's background job, which children inherit
+            signal.signal(number, handler)
+    # Six programs that find out whether the compiler knows the CPU's instructions: ten seconds, and what is compiled then says it too.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     # Compiled graphs, kept by their source from one test, worker and run to the next.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "inductor"))
     # Before a sweep Hydra closes every logging handler, and absl's (Fiddle's) closes what was sys.stderr when it was imported:

@@ -13,8 +13,9 @@ from fp8cfg.backends.backend_choice import Hardware
 from fp8cfg.cli.help import choices
 from fp8cfg.report.before_run import body, head
 from fp8cfg.report.tables import table, wrapped
+from tests.support.every_recipe import every_recipe
 
-RECIPES, PRESETS = choices("recipe"), choices("precision")
+PRESETS = choices("precision")
 FP8 = ["precision=bf16_fp8", "model.num_layers=16"]
 MANY = "fp8.exclude=['*.linear_fc2','layers.0.*','layers.1.*','layers.2.mlp.*','layers.*.self_attention.linear_proj']"
 ENDS = [["--gpu", "b200"], ["--gpu", "a100-80"], ["--tree"]]
@@ -27,7 +28,6 @@ VERBS = [
     *(["plan", "precision=bf16_fp8", f"opt_level={level}", "trainer.micro_batch_size=2", "--gpus", "8", "--gpu", "h100"] for level in ("O1", "O2", "O3")),
     ["plan", "precision=bf16_fp8", "opt_level=O2", "backend=msamp", "--gpu", "h100"],
     ["plan", "precision=bf16_fp8_current", "fp8.params=false", "backend=torchao", "opt_level=O2", "--tree"],
-    *(["plan", f"recipe={r}", "precision=bf16_fp8_current", "--gpu", "h100"] for r in RECIPES if r != "from_hf"),
     *(["plan", f"precision={p}", "model.num_layers=32", *end] for p, end in zip(PRESETS, cycle(ENDS), strict=False)),
 ]
 
@@ -37,6 +37,11 @@ def test_a_verb_that_reads(argv: list[str], capsys: pytest.CaptureFixture[str]) 
     code, out = main(argv), capsys.readouterr()
     assert code == (2 if "error: " in out.err else 0) and len(out.out.splitlines()) >= 1
     assert [line for line in out.out.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("words", every_recipe("precision=bf16_fp8_current"), ids=" ".join)
+def test_plans_of_every_recipe(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    test_a_verb_that_reads(["plan", *words, "--gpu", "h100"], capsys)
 
 
 @pytest.mark.parametrize("words", [["backend=torchao", "fp8.params=false"], ["backend=native"], ["fp8.min_coverage=0.2"]], ids=" ".join)

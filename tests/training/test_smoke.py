@@ -17,7 +17,6 @@ from fp8cfg import smoke
 from fp8cfg.__main__ import main
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.recipe_registry import recipes
 from fp8cfg.layer_plan import plan
 from fp8cfg.report.coverage import planned
 from fp8cfg.report.memory.layout import whole
@@ -25,6 +24,7 @@ from fp8cfg.report.memory.peak import memory
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.loop import Result
 from fp8cfg.training.smoke_resume import ResumeDiffers, resume
+from tests.support.every_recipe import every_recipe
 
 LARGEST = 4 << 30
 PRESETS = sorted(Library().choices("precision"))
@@ -41,7 +41,7 @@ def cut(*words: str, ranks: int = 1) -> Recipe:
     return smoke.cut(recipe, ranks)
 
 
-@pytest.mark.parametrize("words", [*((f"recipe={name}", "precision=bf16_fp8") for name in recipes() if name != "from_hf"),
+@pytest.mark.parametrize("words", [*every_recipe("precision=bf16_fp8"),
                                    *(("recipe=llama_8b", f"precision={name}") for name in PRESETS)], ids=" ".join)
 def test_every_recipe_and_preset_is_planned_in_four_gib_over_all_ranks(words: tuple[str, ...]) -> None:
     small, eight = cut(*words), cut(*words, ranks=8)
