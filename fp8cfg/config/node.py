@@ -77,11 +77,11 @@ class Node(pydantic.BaseModel):
         _watched(self, (name,))
 
     def __delattr__(self, name: str) -> None:
-        field = type(self).model_fields.get(name)
-        if field is None:
+        field, short_name = type(self).model_fields.get(name), isinstance(getattr(type(self), name, None), property)
+        if field is None and not short_name:
             raise ConfigError(unknown_key(type(self), name))
-        default = field.get_default(call_default_factory=True)
-        plain = not (field.is_required() or isinstance(default, Node))
+        default = field.get_default(call_default_factory=True) if field else None
+        plain = field and not (field.is_required() or isinstance(default, Node))
         write = f"; write {self.key(name)}={shown_value(default)}, its default" if plain else ""
         raise ConfigError(f"{self.key(name)}: a key always has a value and cannot be deleted{write}")
 
@@ -119,8 +119,6 @@ class Node(pydantic.BaseModel):
     @classmethod
     def _lenient(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         annotation = cls.model_fields[info.field_name or ""].annotation
-        if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
-            value = value.item()
         if isinstance(value, Node) and isinstance(annotation, type) and isinstance(value, annotation):
             return as_declared(value, annotation)
         if isinstance(value, str):
@@ -136,9 +134,12 @@ class Node(pydantic.BaseModel):
 
 
 def _own(value: Any) -> Any:
-    """A copy of a node; any mapping as a dictionary and any sequence as a list, such as OmegaConf's; anything else itself."""
+    """A copy of a node; any mapping as a dictionary and any sequence as a list, such as OmegaConf's; NumPy's numbers and arrays as
+    Python's; anything else itself."""
     if isinstance(value, Node):
         return value.model_copy(deep=True)
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
     if isinstance(value, Mapping):
         return {key: _own(inner) for key, inner in value.items()}
     return [_own(inner) for inner in value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value

@@ -32,6 +32,8 @@ def test_a_recipe_made_of_nodes_has_its_own() -> None:
 @pytest.mark.parametrize(("delete", "line"), [
     ("fp8.margin", "fp8.margin: a key always has a value and cannot be deleted; write fp8.margin=0, its default"),
     ("model", "model: a key always has a value and cannot be deleted"),
+    ("fp8", "fp8: a key always has a value and cannot be deleted"),
+    ("opt_level", "opt_level: a key always has a value and cannot be deleted"),
     ("fp8.margn", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
 ])
 def test_a_key_cannot_be_deleted(delete: str, line: str) -> None:
@@ -46,5 +48,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
     recipe.trainer.max_steps, recipe.optim.lr, recipe.fp8.enabled = np.int64(55), np.float64(1e-3), np.bool_(True)
     assert (recipe.trainer.max_steps, recipe.optim.lr, recipe.fp8.enabled) == (55, 1e-3, True)
     assert type(recipe.trainer.max_steps) is int and type(recipe.fp8.enabled) is bool
+    recipe.optim.betas = np.array([0.8, 0.9])
+    assert recipe.optim.betas == (0.8, 0.9) and type(recipe.optim.betas[0]) is float
+    assert fp8cfg.Recipe(trainer={"max_steps": np.int64(55)}).trainer.max_steps == 55
+    with pytest.raises(fp8cfg.ConfigError, match=r"^fp8\.margin=\[1\]: expected an integer, got a list; write fp8\.margin=1$"):
+        recipe.fp8.margin = np.array([1])
     with pytest.raises(fp8cfg.ConfigError, match=r"trainer\.max_steps=-1: must be at least"):
         recipe.trainer.max_steps = np.int32(-1)
