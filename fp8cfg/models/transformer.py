@@ -56,7 +56,8 @@ class Transformer(nn.Module):
         x = self._embedded(tokens)
         tables = self._positions(tokens)
         for number, layer in enumerate(self.layers):
-            cos, sin = tables[self.config.window(number) is not None]
+            # No bool for an index: Dynamo of torch 2.11 takes none (TypeError), that of 2.13 does.
+            cos, sin = tables[0 if self.config.window(number) is None else 1]
             if self.recompute and torch.is_grad_enabled():
                 # No dropout: the second forward draws nothing, so there is no generator state to restore.
                 x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
