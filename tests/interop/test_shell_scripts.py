@@ -9,6 +9,7 @@ import pytest
 from fp8cfg import interop
 from fp8cfg.__main__ import main
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.interop.shell import flags
 from fp8cfg.interop.shell.words import Word, tokens
 
 IN_PLACE = "; write what it stands for"
@@ -58,6 +59,14 @@ UNKNOWN = {
     "case $1 in\n  big) H=128;;\n  *) H=64;;\nesac\npython pretrain.py --bf16 --hidden-size $H\n":
         ["line 5: --hidden-size $H: H is set in a condition (line 1: case $1 in)" + IN_PLACE],
     "for LR in 1e-4 1e-3; do\n  python pretrain.py --bf16 --lr $LR\ndone\n": ["line 2: --lr $LR: LR is not set in the script" + IN_PLACE],
+    'A="--fp8-format hybrid"\nif [ "$1" ]; then A=""; fi\npython pretrain.py --bf16 $A\n':
+        ["line 1: --fp8-format: is replaced in a condition that the script does not decide (line 2: if [ $1 ]); leave it in or out"],
+    'A=(--fp8-format hybrid)\nif [ "$1" ]; then A=(); fi\npython pretrain.py --bf16 ${A[@]}\n':
+        ["line 1: --fp8-format: is replaced in a condition that the script does not decide (line 2: if [ $1 ]); leave it in or out"],
+    'A="--fp8-format hybrid"\nif [ "$1" ]; then unset A; fi\npython pretrain.py --num-layers 2 $A --bf16\n':
+        ["line 3: $A: A is set in a condition (line 2: if [ $1 ])" + IN_PLACE],
+    "H=128\nif [ $1 ]; then unset H; fi\npython pretrain.py --bf16 --hidden-size $H\n":
+        ["line 3: --hidden-size $H: H is set in a condition (line 2: if [ $1 ])" + IN_PLACE],
     'A="$A --bf16"\npython pretrain.py $A\n': ["line 1: $A: A is not set in the script" + IN_PLACE],
 }
 
@@ -88,6 +97,16 @@ def test_a_flag_that_stands_in_every_branch_is_read() -> None:
     assert interop.from_words("megatron", [text]).recipe.model.num_layers == 3
     with pytest.raises(ConfigError, match=r"line 1: --num-layers: stands in a condition .*if \[ \$1 \]"):
         interop.from_words("megatron", [text.replace("3", "4", 1)])
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ('A="--bf16 --fp8-format hybrid"\nif [ $1 ]; then A="$A --log-interval 10"; fi\npython pretrain.py $A\n', "hybrid"),
+    ("A=(--fp8-format hybrid)\nif [ $1 ]; then A=(--fp8-format hybrid --x 1); elif [ $2 ]; then A=(--x 1 --fp8-format hybrid); fi\n"
+     "python pretrain.py ${A[@]}\n", "hybrid"),
+    ('A="--fp8-format hybrid"\nunset A\npython pretrain.py --bf16 $A\n', None),
+])
+def test_what_a_condition_replaces_by_the_same_is_known(text: str, wanted: str | None) -> None:
+    assert flags.found(text, lambda name: "fp8" in name)[0].get("fp8_format") == wanted
 
 
 def test_a_variable_that_no_precision_hangs_on_is_left_alone() -> None:

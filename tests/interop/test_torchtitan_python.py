@@ -99,6 +99,10 @@ REFUSED = {
     "def a() -> Trainer.Config:\n    c = Trainer.Config()\n    if X:\n        c.model_spec = model_registry('8B', converters=[])\n    return c\n":
         "line 3: if X: what stands below is not decided here; write it without",
     "def a() -> Trainer.Config:\n    return Trainer.Config(**K)\n": "line 2: **K: not read; write its fields out",
+    ONE.replace("model_spec=", "model_convertors="): "line 2: model_convertors: no field of a configuration that is read; did you mean 'model_converters'?",
+    ONE.replace("model_spec=", "seed=1, quantization="): "line 2: quantization: no field of a configuration that is read",
+    "def a() -> Trainer.Config:\n    c = Trainer.Config()\n    c.extras = [MXFP8Converter.Config()]\n    return c\n":
+        "line 3: extras: no field of a configuration that is read",
     "x = 1\n": "no configuration of torchtitan's, which is a Trainer.Config(...)",
     "x = = 1\n": "line 1: not Python",
 }

@@ -37,10 +37,12 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class Field:
-    """A word of a command after expansion, and the undecided branches that it stands in."""
+    """A word of a command after expansion; the undecided branches that it stands in; and those, later in the script, each of which
+    puts something else in its place."""
 
     pieces: tuple[Piece, ...]
     under: tuple[Branch, ...] = ()
+    lost: tuple[tuple[Branch, ...], ...] = ()
 
     @property
     def text(self) -> str:

@@ -96,8 +96,14 @@ def _unknown(flag: _Flag, here: list[_Flag]) -> str:
     """The line for a flag whose value, or presence, the script alone does not say; empty where it does."""
     if flag.value and flag.value.unknown:
         return f"{flag.shown} {flag.value.text}: {flag.value.unknown}; write what it stands for"
+    equal = [each.word for each in here if (each.name, each.said) == (flag.name, flag.said)]
+    gone = [lost for lost in flag.word.lost if not any(set(w.under) <= set(lost) and lost not in w.lost for w in equal)]
+    if gone:
+        return f"{flag.shown}: is replaced in a condition that the script does not decide ({where(gone[0][0])}); leave it in or out"
+    if any(not w.under for w in equal):
+        return ""
+    alike = {branch for w in equal for branch in w.under}
     for branch in flag.word.under:
-        alike = {other for each in here if (each.name, each.said) == (flag.name, flag.said) for other in each.word.under}
         if not branch.of.otherwise or any(Branch(branch.of, n + 1) not in alike for n in range(branch.of.branches)):
             return f"{flag.shown}: stands in a condition that the script does not decide ({where(branch)}); leave it in or out"
     return ""

@@ -75,6 +75,10 @@ class _Script:
                 under = (*under, Branch(Condition(words[0].line, f"{joined} {words[0].text}"), 0))
         while words and words[0].plain in _DECLARES:
             words = words[1:]
+        if words and words[0].plain == "unset":
+            for word in words[1:]:
+                self.variables.unset(word.plain, word.line, under)
+            return
         assigned = 0
         for word in words:
             if not self.variables.assign(word, under):

@@ -48,19 +48,33 @@ class Variables:
             value = Word((Part(first.text[found.end():], False, True), *word.parts[1:]), word.line)
             fields = [self.whole(value, under)]
         before = self.named.get(name)
-        if before and (more or under):
+        if before and more:
             fields = [*before.fields, *fields]
-            if more and word.array is None and not under and len(fields) == 2:
-                fields = [Field((*fields[0].pieces, *fields[1].pieces), fields[0].under)]
-        elif before and not before.used and any(f.unknown for f in fields):
-            self.overwritten.append(before)  # by what is not known, and may come from it
-        self.named[name] = Variable(fields, word.line)
+            if word.array is None and not under and len(fields) == 2:
+                fields = [replace(fields[0], pieces=(*fields[0].pieces, *fields[1].pieces))]
+            self.named[name] = Variable(fields, word.line)
+        else:
+            self._replace(name, Variable(fields, word.line), under)
         return True
+
+    def unset(self, name: str, line: int, under: tuple[Branch, ...]) -> None:
+        """Carry `unset name` out."""
+        if name in self.named:
+            self._replace(name, Variable([], line), under)
+
+    def _replace(self, name: str, new: Variable, under: tuple[Branch, ...]) -> None:
+        before = self.named.get(name)
+        if before and under:
+            new.fields = [*(replace(f, lost=(*f.lost, under)) for f in before.fields), *new.fields]
+        elif before and not before.used and any(f.unknown for f in new.fields):
+            self.overwritten.append(before)  # by what is not known, and may come from it
+        self.named[name] = new
 
     def whole(self, word: Word, under: tuple[Branch, ...]) -> Field:
         """A word that stays one, whatever it expands to."""
         pieces = list[Piece]()
         inner: tuple[Branch, ...] = ()
+        lost: tuple[tuple[Branch, ...], ...] = ()
         line = word.line
         for part in word.parts:
             if part.expands:
@@ -68,10 +82,11 @@ class Variables:
                 for i, each in enumerate(fields):
                     pieces += [Piece(" ", line)] * bool(i) + list(each.pieces)
                     inner += tuple(b for b in each.under if b not in inner)
+                    lost += tuple(b for b in each.lost if b not in lost)
             elif part.text:
                 pieces.append(Piece(part.text, line))
             line += part.text.count("\n")
-        return Field(tuple(pieces), tuple(dict.fromkeys((*under, *inner))))
+        return Field(tuple(pieces), tuple(dict.fromkeys((*under, *inner))), lost)
 
     def expanded(self, word: Word, under: tuple[Branch, ...]) -> list[Field]:
         """The words that `word` expands to."""
@@ -99,7 +114,7 @@ class Variables:
         if self.expanded_to > _MAX_EXPANSION:
             raise ValueError("its variables expand to too much text")
         reason = _reason(name, variable)
-        conditional = any(f.under for f in fields) and not any(FLAGS.search(f.text) for f in fields)
+        conditional = any(f.under or f.lost for f in fields) and not any(FLAGS.search(f.text) for f in fields)
         if reason and (op or conditional):
             return [unknown(text, line, reason, under)]
         empty = not any(f.text for f in fields)
@@ -115,8 +130,8 @@ class Variables:
 def _reason(name: str, variable: Variable) -> str:
     """Why a variable that the script sets is not known; empty where it is."""
     for each in variable.fields:
-        if each.under:
-            return f"{name} is set in a condition ({where(each.under[0])})"
+        if branches := (*each.under, *(branch for lost in each.lost for branch in lost)):
+            return f"{name} is set in a condition ({where(branches[0])})"
         if each.unknown:
             what = next(piece.text for piece in each.pieces if piece.unknown)
             why = "which the environment may set" if each.unknown.startswith(f"{name} is ") else each.unknown

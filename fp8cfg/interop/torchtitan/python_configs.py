@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Callable, Sequence
 
-from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.config.errors import ConfigError, nearest, refuse_if, suggest
 from fp8cfg.interop.python_calls import last, short
 from fp8cfg.interop.python_constants import constants
 from fp8cfg.interop.source_files import Said
 from fp8cfg.interop.torchtitan.python_fields import TRAINING, FieldReader, Settings, is_config
 
 _RELEVANT = ("model_spec", "model_converters", "training")
+_PRECISION = re.compile("quant|convert|float8|fp8|precision")
+"""Parts of names that no other field of a configuration has."""
 
 
 def configuration(text: str, name: str = "") -> Said:
@@ -107,19 +110,29 @@ class _Reader:
                 self.fields.refuse(node, f"**{short(word.value)}: not read; write its fields out")
             elif word.arg in _RELEVANT:
                 self.fields.field(found, word.arg, word.value, names)
+            else:
+                self.other(word.arg, word)
         return found
 
     def assign(self, target: ast.Attribute, value: ast.expr, names: dict[str, ast.expr], made: dict[str, Settings]) -> None:
         """A statement such as config.model_spec = model_registry(...)."""
         parts = ast.unparse(target).split(".")
         if parts[1] not in _RELEVANT:
-            return
+            return self.other(parts[1], target, value)
         if parts[0] not in made:
             self.fields.refuse(target, f"{parts[0]}: what it is is not in this file")
         elif len(parts) == 2:
             self.fields.field(made[parts[0]], parts[1], value, names)
         elif parts[1] == "training" and parts[2] in TRAINING:
             self.fields.take(made[parts[0]].training, parts[2], value, names)
+
+
+    def other(self, name: str, *nodes: ast.AST) -> None:
+        """A field that is not about precision, unless its name or what it is given says that it is."""
+        names = (node.id for each in nodes for node in ast.walk(each) if isinstance(node, ast.Name))
+        if _PRECISION.search(name) or any(each.endswith("Converter") for each in names):
+            near = f"; did you mean {near!r}?" if (near := nearest(name, _RELEVANT)) else ""
+            self.fields.refuse(nodes[0], f"{name}: no field of a configuration that is read{near}")
 
 
 def _annotated(node: ast.FunctionDef) -> bool:
