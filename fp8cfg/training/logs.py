@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import TracebackType
 
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.data import Batches
@@ -79,8 +80,8 @@ class RunLogs:
     def __enter__(self) -> RunLogs:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._opened.__exit__(kind, error, trace)
 
 
 def _log(files: RunFiles, name: str, done: int, opened: ExitStack) -> MetricsLog:

@@ -34,6 +34,7 @@ class MetricsLog:
     def __init__(self, folder: RunFiles, name: str, done: int | None = None) -> None:
         """Opens `name` in `folder`. Raises OSError, StrangeFile, and ValueError as read() does."""
         path = folder.path / name
+        self._at = folder, name
         self.last: dict[str, int] = {}
         """The step of the last line that was found of each value, where `done` is given."""
         self._waiting = bytearray()
@@ -65,14 +66,21 @@ class MetricsLog:
         try:
             if not self._file.closed:
                 self._flush()
+        except OSError as error:
+            folder, name = self._at
+            raise OSError(error.errno, error.strerror, str(folder.path / name)) from None
         finally:
             self._file.close()
 
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except OSError:
+            if kind is None:  # what ends the run already says more than that lines found no space
+                raise
 
     def _flush(self) -> None:
         while self._waiting:

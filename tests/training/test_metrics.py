@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import struct
@@ -113,6 +114,23 @@ def shown(console: Console, steps: range, every: int = 5) -> None:
     with Progress(steps.stop - 1, every, console, clock=lambda: float(next(times))) as progress:
         for step in steps:
             progress.update(step, loss=2.25 / step, lr=3e-4, tokens_per_s=12345.6)
+
+
+def test_lines_without_space_wait_and_hide_no_other_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, full = MetricsLog(RunFiles.at(tmp_path), "metrics.jsonl"), OSError(errno.ENOSPC, "No space left on device")
+
+    def flush() -> None:
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log, "_flush", flush)
+        log.write(1, {"loss": 1.0})
+        with pytest.raises(RuntimeError, match="the last save"), log:
+            raise RuntimeError("the last save")
+    log = MetricsLog(RunFiles.at(tmp_path), "metrics.jsonl")
+    monkeypatch.setattr(log, "_flush", flush)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/metrics.jsonl'"), log:
+        log.write(1, {"loss": 1.0})
 
 
 def test_progress_in_a_pipe() -> None:
