@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics.stored_form import in_stored_form, persistent
+from fp8cfg.numerics.stored_form import StoredWeight, in_stored_form, persistent
 from fp8cfg.numerics.weight_access import as_read, codes, plain
 
 SCALE_INV = "fp8_weight_scale_inv"
 """The buffer of a layer's weight that is stored in float8, or in a codec with a scale: what its codes are multiplied by."""
 
 
-class NarrowWeight(nn.Module):
+class NarrowWeight(StoredWeight):
     """Base class of a layer whose weight, while `held`, is stored in float8 or in a codec and stands for one in `read_as`. `kept`
     names the buffers that are never cast, and which the stored form of its state has.
     """
@@ -128,7 +128,7 @@ class NarrowWeight(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in ("_gradient_of_weight", "_detached")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._prepare_gradient()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -154,7 +154,7 @@ class NarrowWeight(nn.Module):
         if self.scaled and in_stored_form():
             destination[prefix + "weight"] = self.parameter if keep_vars else plain(self.parameter)
         elif self.scaled:
-            destination[prefix + "weight"] = plain(self.decoded_weight())
+            destination[prefix + "weight"] = self.saved(plain(self.decoded_weight()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         self._remember_grad_dtype()

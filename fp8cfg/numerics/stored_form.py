@@ -5,7 +5,7 @@
     fp8_state_dict()        what of the stored form is not in the other
 
 `load_state_dict` of a model takes the first two. A load without FP8 state is a load of new weights, and scales start anew: the
-next step says so, once.
+next step says so, once. A weight that is dequantized for `state_dict()` is a new tensor: a write to it does not reach the layer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,30 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor, nn
+
+from fp8cfg.numerics.weight_access import as_saved
 
 _stored: ContextVar[bool] = ContextVar("stored_form", default=False)
 ANEW = "fp8_scales_anew"
 """Attribute of a layer that has lost its scales and amax history to a load without them."""
+
+
+class StoredWeight(nn.Module):
+    """Base class of a layer whose `state_dict()` gives its weight dequantized. That of a copy refuses writes: classes of averages
+    (timm's ModelEma) copy a model and then write into `state_dict()` of the copy, which for such a weight would do nothing."""
+
+    copied = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.copied = True
+
+    def saved(self, weight: Tensor) -> Tensor:
+        """`weight`, dequantized, as an entry of `state_dict()`."""
+        return as_saved(weight) if self.copied else weight
 
 
 def in_stored_form() -> bool:

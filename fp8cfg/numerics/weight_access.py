@@ -142,6 +142,16 @@ def as_read(values: Tensor, parameter: nn.Parameter) -> Tensor:
     return values if torch.compiler.is_compiling() else _marked(values, parameter)
 
 
+def is_arithmetic(name: str) -> bool:
+    """Whether torch's function of that name reads codes as numbers."""
+    return name in _ARITHMETIC
+
+
+def as_saved(values: Tensor) -> Tensor:
+    """`values`, decoded, for code that would write to them in vain: a write is a RuntimeError."""
+    return _marked(values, None)
+
+
 def codes(data: Tensor, requires_grad: bool) -> nn.Parameter:
     """A Parameter of codes whose scale stands elsewhere."""
     return nn.Parameter(data.as_subclass(Codes), requires_grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fp8cfg.backends.flops import count
 from fp8cfg.backends.gemm_plan import GEMMS, HIGH_PRECISION, Kinds
 from fp8cfg.numerics import Region
-from fp8cfg.numerics.stored_form import in_stored_form
+from fp8cfg.numerics.stored_form import StoredWeight, in_stored_form
+from fp8cfg.numerics.weight_access import INSTEAD
 
 KINDS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}
 _STATE = ("scale", "scale_inv", "amax", "amax_counter")
@@ -22,7 +23,7 @@ _LAYERS: weakref.WeakValueDictionary[int, WatchedLinear] = weakref.WeakValueDict
 """The layers by the identities of their scaling metas, which their operands carry into every product."""
 
 
-class WatchedLinear(nn.Module):
+class WatchedLinear(StoredWeight):
     """Mixin that precedes MS-AMP's FP8Linear in a converted layer. `weight` is a ScalingParameter, no torch.Tensor."""
 
     region: Region
@@ -56,6 +57,11 @@ class WatchedLinear(nn.Module):
             amax[0] = kept
         return y
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a copy `detach` of the weight is refused, which torch's AveragedModel calls, and MS-AMP's own layers do not."""
+        super().__setstate__(state)
+        self.weight.detach = _refuse_averages
+
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """The scales and amaxes of weight, input and gradients by name, the tensors themselves."""
         for name, meta in {"weight": self.weight.meta, **self.scaling_metas}.items():
@@ -64,7 +70,7 @@ class WatchedLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         stored = in_stored_form()
-        destination[f"{prefix}weight"] = self.weight.value.detach() if stored else self.weight.float().to(self.read_as)
+        destination[f"{prefix}weight"] = self.weight.value.detach() if stored else self.saved(self.weight.float().to(self.read_as))
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
         if stored:
@@ -94,6 +100,10 @@ class WatchedLinear(nn.Module):
         self.weight.copy_(weight.to(self.weight.value.device).float().cast(self.weight.meta.qtype))  # type: ignore[attr-defined]
         for meta in self.scaling_metas.values():
             meta.amax.zero_(), meta.amax_counter.zero_(), meta.scale.fill_(1.0), meta.scale_inv.fill_(1.0)
+
+
+def _refuse_averages(*args: Any) -> NoReturn:
+    raise RuntimeError(f"this weight is stored with a scale by MS-AMP, and no average can be kept in it; {INSTEAD}")
 
 
 @functools.cache

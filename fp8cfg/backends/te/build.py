@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fp8cfg.backends.protocol import same
+from fp8cfg.backends.te.average_refusal import refuse_averages
 from fp8cfg.backends.te.engine import Engine, Parameters
 from fp8cfg.backends.te.layers import TELinear
 
@@ -53,6 +54,7 @@ class Maker:
         for n, linear in enumerate(linears):
             if quantized:
                 linear.weight = _quantized(linear.weight, module.quantizers["scaling_fwd"][3 * n + 1], self.dtype)
+                refuse_averages(linear)
         Engine(module, self.recipe, linears, parameters)
 
     def _quantizes(self, linears: Sequence[TELinear]) -> bool:

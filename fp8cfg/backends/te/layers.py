@@ -6,12 +6,14 @@ Transformer Engine's pickled extra state never reaches a state dict.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends.gemm_plan import GEMMS, Kinds
+from fp8cfg.backends.te.average_refusal import refuse_averages
 from fp8cfg.backends.te.state import (
     HISTORY,
     Columns,
@@ -22,13 +24,13 @@ from fp8cfg.backends.te.state import (
     load_quantized,
     quantized_tensors,
 )
-from fp8cfg.numerics.stored_form import ANEW, in_stored_form
+from fp8cfg.numerics.stored_form import ANEW, StoredWeight, in_stored_form
 
 if TYPE_CHECKING:
     from fp8cfg.backends.te.engine import Engine
 
 
-class TELinear(nn.Module):
+class TELinear(StoredWeight):
     """Linear layer computed by Transformer Engine: y = x wᵀ + b, x [..., in] in the dtype of the weight.
 
     `place` is its engine and its number there; where that computes a whole MLP, or is part of a te.TransformerLayer, `forward` is
@@ -88,6 +90,26 @@ class TELinear(nn.Module):
         said = f"{self.in_features}, {self.out_features}, te.{module}, {type(self.recipe).__name__}"
         return f"{said}; not te.TransformerLayer: {self.obstacle}" if self.obstacle else said
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TELinear:
+        """Without gradients, as torch copies its own Parameters: of one of Transformer Engine's it copies them, but not the dtype
+        that they may have (seen with torch 2.13)."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        weights = {layer.parameter: layer.parameter.grad for layer in self.place[0].linears}  # its engine's, which is copied along
+        try:
+            for weight in weights:
+                weight.grad = None
+            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        finally:
+            for weight, gradient in weights.items():
+                weight.grad = gradient
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.fp8_params:
+            refuse_averages(self)
+
     def _columns(self) -> Columns:
         return columns_of(self.place[0].module, self.place[1]) if self.recipe.delayed() else []
 
@@ -95,7 +117,7 @@ class TELinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not in_stored_form():
             if self.fp8_params:
-                destination[prefix + "weight"] = self.dequantized_weight(self.weight.dtype).detach()
+                destination[prefix + "weight"] = self.saved(self.dequantized_weight(self.weight.dtype).detach())
             return
         state = quantized_tensors(self.weight) if self.fp8_params else {}
         if columns := self._columns():

@@ -69,6 +69,12 @@ def is_quantized(weight: Tensor) -> bool:
     return type(weight).__name__ in _FIELDS or _base(weight) in _FIELDS
 
 
+def codes_of(tensor: Any) -> Tensor | None:
+    """The bytes of one of Transformer Engine's quantized tensors; None of another, and of one that has its columns alone."""
+    fields = _FIELDS.get(_base(tensor))
+    return getattr(tensor, fields["weight"]) if fields else None
+
+
 def quantized_tensors(weight: Any) -> dict[str, Tensor]:
     """The bytes of a quantized weight by our names; E4M3 codes of full size as float8, so that `weight` reads as what it is."""
     found = {name: getattr(weight, field, None) for name, field in _FIELDS[_base(weight)].items()}
