@@ -17,3 +17,7 @@ from fp8cfg.recipes.olmo import *  # noqa: F403
 from fp8cfg.recipes.qwen import *  # noqa: F403
 
 __all__ = recipe_registry.of_package(__name__)
+
+
+def __dir__() -> list[str]:
+    return sorted([*(name for name in globals() if name.startswith("__")), *__all__])

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from inspect import isroutine
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass as _ModelType
+else:
+    _ModelType = type(BaseModel)
 
 
 class Key(property):
@@ -36,6 +41,20 @@ class Key(property):
             raise AttributeError(self.name) from None
 
 
+class NodeType(_ModelType):
+    """The class of nodes' classes, for completion: IPython lists `dir` of an object and of its class, and Python's own prompt
+    that of each base too, down to pydantic's."""
+
+    def __dir__(cls) -> list[str]:
+        return sorted(listed(cls, super().__dir__()))
+
+    if not TYPE_CHECKING:
+
+        @property
+        def __bases__(cls) -> tuple[type, ...]:
+            return tuple(base for base in vars(type)["__bases__"].__get__(cls) if isinstance(base, NodeType))
+
+
 def describe(cls: type[BaseModel], key_of: Callable[[str], str]) -> None:
     """Give the class of a node its keys; `key_of` has the key of a field."""
     for name, field in cls.model_fields.items():
@@ -49,7 +68,7 @@ def describe(cls: type[BaseModel], key_of: Callable[[str], str]) -> None:
             member.fget.__annotations__.pop("return", None)
 
 
-def listed(cls: type[BaseModel], names: Iterable[str]) -> list[str]:
+def listed(cls: type, names: Iterable[str]) -> list[str]:
     """Of `names`, those for a person: keys, properties and methods of nodes; none of pydantic's own."""
     ours = {name for base in cls.__mro__ if base.__module__.partition(".")[0] != "pydantic" for name, member in vars(base).items()
             if not name.startswith("_") and (isinstance(member, property | classmethod) or isroutine(member))}

@@ -11,7 +11,7 @@ import pydantic
 
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, NoSuchKey, refuse_if
-from fp8cfg.config.key_descriptors import Key, describe, listed
+from fp8cfg.config.key_descriptors import Key, NodeType, describe, listed
 from fp8cfg.config.key_names import full, short
 from fp8cfg.config.preset_keys import preset_keys, written
 from fp8cfg.config.validation_errors import options, problems, shown_value, unknown_key
@@ -22,7 +22,7 @@ WATCH: ContextVar[Callable[[Node, Iterable[str], Node | None], None] | None] = C
 its original."""
 
 
-class Node(pydantic.BaseModel):
+class Node(pydantic.BaseModel, metaclass=NodeType):
     """A node of the recipe tree. Unknown keys, wrong types and values out of bounds raise ConfigError at once,
     at construction and at assignment alike. Numbers and strings are not converted into one another; options are
     matched without case, a whole float is an integer, NumPy's numbers are Python's, a list is a tuple, and any mapping does

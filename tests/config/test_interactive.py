@@ -9,6 +9,7 @@ import rlcompleter
 import warnings
 
 import jedi
+import pydantic
 import pytest
 
 import fp8cfg
@@ -49,9 +50,21 @@ def test_completion(code: str, names: list[str]) -> None:
     assert completed(code) == names
 
 
-def test_completion_of_pythons_own_prompt() -> None:
-    complete = rlcompleter.Completer({"r": llama_tiny()}).complete
-    assert [complete("r.fp8.ma", i) for i in range(2)] == ["r.fp8.margin", None]
+@pytest.mark.parametrize("code", ["r", "r.fp8", "r.trainer.plugins.storage", "fp8cfg", "fp8cfg.FP8", "fp8cfg.Recipe", "fp8cfg.recipes"])
+def test_completion_of_pythons_own_prompt(code: str) -> None:
+    """It lists the class of an object and every base, down to pydantic's; IPython without jedi lists the class."""
+    names = {"r": llama_tiny(), "fp8cfg": fp8cfg}
+    complete, found = rlcompleter.Completer(names).complete, list[str]()
+    while (word := complete(f"{code}.", len(found))) is not None:
+        found.append(word.removeprefix(f"{code}.").partition("(")[0])
+    thing = eval(code, names)
+    of_classes = {"mro", "register"} if isinstance(thing, type) else set()
+    assert set(found) == {name for name in dir(thing) if not name.startswith("_")} | of_classes and not set(found) & {*PYDANTIC, "Any", "Path"}
+    assert not {name for name in dir(type(thing)) if not name.startswith("_")} - set(found)
+
+
+def test_what_the_class_of_nodes_hides_is_no_base() -> None:
+    assert issubclass(fp8cfg.FP8, pydantic.BaseModel) and fp8cfg.FP8.__mro__[1:3] == (Node, pydantic.BaseModel) and fp8cfg.FP8.__bases__ == (Node,)
 
 
 def test_every_key_is_documented_at_its_class() -> None:
