@@ -2,40 +2,47 @@
 
 DistributedDataParallel keeps the gradients of a bucket in one dtype, that of the weights, and broadcasts weights as they are. A
 job's weights in FP8 have no sums (`Invalid scalar type`), and gradients of another dtype than their weights fail in the first
-backward pass (`Expected BFloat16, got Float`). It asks a module for the names of parameters that it is to leave out, as it is made:
-that is where it is refused. Seen with torch 2.13; a torch that calls it otherwise goes on to its own errors.
+backward pass (`Expected BFloat16, got Float`). A script may wrap the model itself or a module that holds it, and a library may do
+so: what they all do is to register a module in a DistributedDataParallel, which torch lets be watched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NoReturn
+import functools
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8cfg.config.errors import ConfigError
 
-_ASKED = "_ddp_params_and_buffers_to_ignore"
+_JOB = "fp8cfg_job_model"
+"""Attribute of a job's model."""
 
 
 def refuse_ddp(model: nn.Module) -> None:
-    """Let DistributedDataParallel refuse `model`, unless the gradient of each parameter that trains has the dtype of the parameter,
-    two bytes or more, as in a float32 job."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if any(p.dtype.itemsize < 2 or (p.grad_dtype or p.dtype) != p.dtype for p in trained):
-        vars(model)[_ASKED] = Refusal()
+    """Let DistributedDataParallel refuse `model`, and whatever module holds it, unless each of its parameters has two bytes or more
+    and, where it trains, a gradient of its own dtype, as in a float32 job."""
+    vars(model)[_JOB] = True
+    _watch()
 
 
 def allow_ddp(model: nn.Module) -> None:
     """Undo `refuse_ddp`."""
-    if isinstance(vars(model).get(_ASKED), Refusal):
-        del vars(model)[_ASKED]
+    vars(model).pop(_JOB, None)
 
 
-class Refusal:
-    """Names of parameters that cannot be told."""
+@functools.cache
+def _watch() -> None:
+    """Once in a process."""
+    register_module_module_registration_hook(_registered)
 
-    def __iter__(self) -> Iterator[NoReturn]:
+
+def _registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    if module is None or not isinstance(owner, DistributedDataParallel):
+        return
+    of_jobs = (p for part in module.modules() if _JOB in vars(part) for p in part.parameters())
+    if any(p.dtype.itemsize < 2 or (p.requires_grad and (p.grad_dtype or p.dtype) != p.dtype) for p in of_jobs):
         raise ConfigError(
             "DistributedDataParallel: this model is a job's, and it cannot sum weights in FP8, nor gradients of another dtype than "
             "their weights; leave the model out of it and call job.sum_gradients() before the optimizer's step, or take "

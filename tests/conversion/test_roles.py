@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -315,17 +316,21 @@ def one_rank(tmp_path: Any) -> Any:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("held", [lambda model: model, lambda model: nn.Sequential(nn.Identity(), model)], ids=["model", "holder"])
 @pytest.mark.parametrize(("words", "refused"), [(("fp8.params=true",), True), ((), True), (("precision.compute=fp32",), False)])
-def test_ddp_around_a_job_is_refused_where_it_wraps(one_rank: None, words: tuple[str, ...], refused: bool) -> None:
+def test_ddp_around_a_job_is_refused_where_it_wraps(
+    one_rank: None, words: tuple[str, ...], refused: bool, held: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Its model, or a module that holds it."""
     job = fp8cfg.build(recipe(*words), model=nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     x = torch.randn(16, 64).to(torch.float32 if "precision.compute=fp32" in words else torch.bfloat16)
     if refused:
         with pytest.raises(fp8cfg.ConfigError, match=r"^DistributedDataParallel: .* call job\.sum_gradients\(\) .* fp8cfg\.convert_model\(model, recipe\)"):
-            nn.parallel.DistributedDataParallel(job.model)
+            nn.parallel.DistributedDataParallel(held(job.model))
         fp8cfg.convert_back(job.model)
         nn.parallel.DistributedDataParallel(job.model)
         return
-    wrapped = nn.parallel.DistributedDataParallel(job.model)
+    wrapped = nn.parallel.DistributedDataParallel(held(job.model))
     with warnings.catch_warnings(), job.autocast():
         warnings.simplefilter("ignore")
         job.backward(wrapped(x).square().mean())
