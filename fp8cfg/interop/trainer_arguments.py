@@ -93,9 +93,11 @@ def _steps(recipe: Recipe, max_steps: int) -> list[str]:
 
 
 def _precision(recipe: Recipe, args: Any) -> list[str]:
+    """A line for each argument that asks for torch.autocast, or casts the model. `bf16` around a job in bf16 asks for the autocast
+    that it has; TRL's configurations write it where nobody has, and what it would do to another job cannot be taken back here."""
     compute = recipe.precision.compute
     return [f"TrainingArguments.{name}=True: precision is the job's, with precision.compute={compute}; write {name}=False"
-            for name in _PRECISION if getattr(args, name, False)]
+            for name in _PRECISION if getattr(args, name, False) and (name, compute) != ("bf16", "bf16")]
 
 
 def _clipping(recipe: Recipe, args: Any, clipped: bool) -> list[str]:

@@ -29,7 +29,7 @@ def trainer(run: Made, folder: Path, **given: Any) -> Trainer:
     more: dict[str, Any] = {}
     if run.job:
         more = {"optimizers": (run.optimizer, run.job.scheduler()), "callbacks": [run.job.trainer_callback()]}
-    words = {} if run.job else {"learning_rate": LR, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "max_grad_norm": CLIP, "lr_scheduler_type": "constant"}
+    words = {"bf16": True} if run.job else {"learning_rate": LR, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "max_grad_norm": CLIP, "lr_scheduler_type": "constant"}
     args = TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH // 2, gradient_accumulation_steps=2, use_cpu=True, report_to="none",
         disable_tqdm=True, logging_steps=1, train_sampling_strategy="sequential", save_strategy="steps", save_steps=15, **words, **given)

@@ -49,7 +49,10 @@ def job(*words: str) -> fp8cfg.Job:
     ({"weight_decay": 0.3}, (), "TrainingArguments.weight_decay=0.3: the optimizer and the schedule are the job's, with optim.weight_decay=0.1; drop "
      "it, or write optim.weight_decay in the recipe"),
     ({"max_grad_norm": 0.5}, (), "TrainingArguments.max_grad_norm=0.5: the job's optimizer clips, with trainer.gradient_clip_val=1; write max_grad_norm=0"),
-    ({"bf16": True}, (), "TrainingArguments.bf16=True: precision is the job's, with precision.compute=bf16; write bf16=False"),
+    ({"bf16": True}, ("precision=fp32",), "TrainingArguments.bf16=True: precision is the job's, with precision.compute=fp32; write bf16=False"),
+    ({"bf16": True}, ("precision=fp16_fp8",), "TrainingArguments.bf16=True: precision is the job's, with precision.compute=fp16; write bf16=False"),
+    ({"bf16_full_eval": True}, (), "TrainingArguments.bf16_full_eval=True: precision is the job's, with precision.compute=bf16; write bf16_full_eval=False"),
+    ({"bf16": True}, (), None), ({"bf16": True}, ("precision=bf16_mixed",), None),
     ({"max_steps": 9}, (), "TrainingArguments.max_steps=9: the recipe's cosine schedule ends at trainer.max_steps=2; write trainer.max_steps=9, or "
      "optim.lr_decay_style=constant"),
     ({"learning_rate": 3e-3, "warmup_steps": 0.5, "lr_scheduler_type": "cosine", "optim": "adamw_torch", "adam_epsilon": 1e-5}, (), None),
