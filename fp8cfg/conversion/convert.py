@@ -17,7 +17,6 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +45,16 @@ from fp8cfg.report.tables import wrapped
 from fp8cfg.scalings import SCALINGS
 
 
-@dataclass
 class Conversion:
     """Result of `convert_model`. `model` is the model that was given, or its replacement where that was itself an nn.Linear;
-    `plan` has for each linear layer the format of each GEMM, and the reason where one stays in high precision."""
+    `plan` has for each linear layer the format of each GEMM, and the reason where one stays in high precision.
 
-    model: nn.Module
-    plan: Sequence[PlannedLinear]
-    choice: Choice
-    fp8: FP8
-    _watch: StepWatch | None = field(init=False, repr=False, compare=False, default=None)
+    It is saved beside the model as anything with a state dict: `accelerator.register_for_checkpointing(fp8)`, or
+    `fabric.save(path, {"model": model, "optimizer": optimizer, "fp8": fp8})`. (Fabric takes a dataclass apart.)"""
+
+    def __init__(self, model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> None:
+        self.model, self.plan, self.choice, self.fp8 = model, plan, choice, fp8
+        self._watch: StepWatch | None = None
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
         """A context inside which the converted layers multiply in FP8; outside they multiply in high precision. One that was made
