@@ -42,10 +42,10 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
     plan = read(words, library, recipe_from(file, library) if file else None)
     recipe = _checked(plan, config_dir, file)
     overrides = ["hydra/job_logging=none", *plan.overrides, *hydra_words, "hydra.mode=MULTIRUN"]
-    authors = of_file(library.data(file)) if file else {}
+    authors = of_file(file, library.data(file), library) if file else {}
     with application(plan.nodes, hydra_flags.settings(recipe)) as hydra:
         folder = _folder(hydra, overrides, len(plan.combinations))
-        ended = _multirun(hydra, folder, overrides, functools.partial(job, authors))
+        ended = _multirun(hydra, folder, overrides, functools.partial(job, authors, library))
     return sweep_results.report(folder, ended)
 
 

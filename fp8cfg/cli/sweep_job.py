@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from fp8cfg.composition.authors import Authors
+    from fp8cfg.composition.config_groups import Library
 
 
-def job(authors: Authors, config: DictConfig) -> float:
-    """Train, and leave the result in the folder of the job. `authors` are those of the recipe that the words of the job change.
-    Returns the loss, for sweepers that search. Raises nothing but KeyboardInterrupt, once a signal has stopped it."""
+def job(authors: Authors, library: Library, config: DictConfig) -> float:
+    """Train, and leave the result in the folder of the job. `authors` are those of the recipe that the words of the job change,
+    of which `library` has the choices. Returns the loss, for sweepers that search. Raises nothing but KeyboardInterrupt, once a
+    signal has stopped it."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
@@ -30,7 +32,7 @@ def job(authors: Authors, config: DictConfig) -> float:
     folder = Path(hydra.runtime.output_dir)
     made = list[RunFolder]()
     words = list(hydra.overrides.task)
-    code, error = _train(OmegaConf.to_container(config, resolve=True), words, authors, folder, made)
+    code, error = _train(OmegaConf.to_container(config, resolve=True), words, (library, authors), folder, made)
     result = sweep_results.write(folder, hydra.job.num, words, code, error, ran=bool(made))
     if code in (75, 130):
         raise KeyboardInterrupt
@@ -38,7 +40,7 @@ def job(authors: Authors, config: DictConfig) -> float:
     return float(found[0]) if found and code == 0 else float("nan")
 
 
-def _train(values: Any, words: list[str], authors: Authors, folder: Path, made: list[RunFolder]) -> tuple[int, str]:
+def _train(values: Any, words: list[str], written: tuple[Library, Authors], folder: Path, made: list[RunFolder]) -> tuple[int, str]:
     """Train the recipe of `values`, composed of `words`, into `folder`, which is put into `made` once it is this job's. Returns
     the exit code, and the lines of the error."""
     from fp8cfg.cli.composed import say
@@ -53,7 +55,7 @@ def _train(values: Any, words: list[str], authors: Authors, folder: Path, made: 
         return made[0]
 
     try:
-        found = settled(Recipe(**values), of_words(words, authors), sweep=True)
+        found = settled(Recipe(**values), of_words(words, *written), sweep=True)
         refuse_if(found.problems)
         say(found.notes)
         recipe = sized(found.recipe)

@@ -44,12 +44,11 @@ def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) ->
     library = Library(Path(config_dir) if config_dir else None)
     if isinstance(text_or_path, Path):
         recipe, data = recipe_from(text_or_path, library), library.data(text_or_path)
-    else:
-        if "\n" not in text_or_path and text_or_path.endswith((".yaml", ".yml", ".json")):
-            raise ConfigError(f"from_yaml: {text_or_path}: a str is the text itself; write from_yaml(Path({text_or_path!r}))")
-        data = parse_yaml(text_or_path, "YAML")
-        recipe = recipe_of(data, Path("YAML"), library)
-    return _checked(settled(recipe, of_file(data)))
+        return _checked(settled(recipe, of_file(text_or_path, data, library)))
+    if "\n" not in text_or_path and text_or_path.endswith((".yaml", ".yml", ".json")):
+        raise ConfigError(f"from_yaml: {text_or_path}: a str is the text itself; write from_yaml(Path({text_or_path!r}))")
+    data, nowhere = parse_yaml(text_or_path, "YAML"), Path("YAML")
+    return _checked(settled(recipe_of(data, nowhere, library), of_file(nowhere, data, library)))
 
 
 def _checked(found: Settled) -> Recipe:

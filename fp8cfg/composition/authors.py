@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
-from fp8cfg.composition.config_groups import GROUPS, LEAVES
+from fp8cfg.composition.config_groups import LEAVES, Library
+from fp8cfg.composition.defaults_list import SELF, steps
 from fp8cfg.composition.flatten import flat, settings
-from fp8cfg.composition.override_words import parsed
-from fp8cfg.composition.yaml_recipe import choices_in, full_names
-from fp8cfg.config.key_names import PLUGIN, full, short
+from fp8cfg.composition.override_words import one, parsed
+from fp8cfg.composition.resolve import part_of
+from fp8cfg.composition.yaml_recipe import full_names
+from fp8cfg.config.key_names import full, short
 from fp8cfg.config.recipe import Recipe
 
 
@@ -28,29 +31,44 @@ Authors = dict[str, Author]
 """Author by full key; where a key is not there, RECIPE."""
 
 
-def of_words(words: Sequence[str], authors: Mapping[str, Author] = {}) -> Authors:
+def of_words(words: Sequence[str], library: Library, authors: Mapping[str, Author] = {}) -> Authors:
     """The authors of a recipe, of which `authors` are known, once `words`, which are valid, are applied."""
-    found = dict(authors)
-    values: dict[str, Author] = {}
-    for word in words:
-        name, value, _ = parsed(word)
-        group = "precision" if name == PLUGIN else name
-        if group not in GROUPS or isinstance(value, dict):
-            values |= dict.fromkeys(settings({full(name): value}), Author.USER)
-        elif group in LEAVES and value is not None:
+    found, parts, values = dict(authors), Authors(), Authors()
+    words = [word for word in words if not word.startswith("recipe=")]
+    chosen = {group: stem for group, stem in (one(word, library) for word in words) if group}
+    for group, stem in chosen.items():
+        if library.own(group):
+            said = part_of(group, stem, library)
+            for other in said.chosen.keys() - chosen.keys() & LEAVES.keys():
+                found |= _below(other)
+            parts |= dict.fromkeys(said.values, Author.PRESET)
+        elif group in LEAVES:
             found |= _below(group)
-    return {**found, **values}
+    for word in words:
+        group, text = one(word, library)
+        if not group and text:
+            name, value, _ = parsed(word)
+            values |= dict.fromkeys(settings({full(name): value}), Author.USER)
+    return {**found, **parts, **values}
 
 
-def of_file(data: Mapping[str, Any]) -> Authors:
-    """The authors of the recipe in a file with the content `data`. A file with every key is an export, which nobody wrote."""
-    data, found = dict(data), Authors()
-    for group in choices_in(data):
-        found |= _below(group) if group in LEAVES else {}
-    values = settings(full_names(data))
-    if values.keys() >= defaults().keys():
-        return {}
-    return found | {key: Author.USER for key, value in values.items() if value != defaults()[key]}
+def of_file(path: Path, data: Mapping[str, Any], library: Library) -> Authors:
+    """The authors of the recipe in the file `path` with the content `data`. A file with every key is an export, which nobody
+    wrote."""
+    found = Authors()
+    for step in steps(data, path, library):
+        group = step.choice.group
+        if group == "recipe":
+            found = {}
+        elif group == SELF and not step.above:
+            values = settings(full_names(dict(step.values)))
+            if values.keys() >= defaults().keys():
+                return {}
+            found |= {key: Author.USER for key, value in values.items() if value != defaults()[key]}
+        elif group != SELF and step.path == path:
+            own = None if group in LEAVES else part_of(group, step.choice.name, library)
+            found |= dict.fromkeys(own.values, Author.PRESET) if own else _below(group)
+    return found
 
 
 @functools.cache

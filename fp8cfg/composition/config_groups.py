@@ -1,4 +1,8 @@
-"""Config groups: recipes, precision presets and data presets that can be chosen by name, shipped or from a given folder.
+"""Config groups: recipes, precision presets and data presets that can be chosen by name, shipped or from a given folder, and every
+other group that the folder has.
+
+A group of one's own is a folder of files with keys of the recipe: those of the node with its path (optim/, trainer/strategy/), or
+of the one that the file names in its first line, as in Hydra: `# @package _global_` is the recipe itself.
 
 A library lists each folder and reads each file once, however many words and files name it; what is composed of them is
 resolve.py's. Make another to see what has changed on disk.
@@ -20,6 +24,9 @@ from fp8cfg.config.training_nodes import Data
 LEAVES: dict[str, tuple[type[Node], str]] = {"precision": (Precision, PLUGIN), "data": (Data, "data")}
 """Groups whose choices are one node: the node's class, and its home in the recipe."""
 GROUPS = ("recipe", *LEAVES)
+"""Groups of which there are shipped choices."""
+_DEEP = 3
+"""Folders, one in another, of which the path of a group is made."""
 
 
 class Library:
@@ -29,8 +36,27 @@ class Library:
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"--config-dir {folder}: no such folder")
         self.folder = folder.resolve() if folder else None
+        self._groups: list[str] | None = None
         self._choices: dict[str, list[str]] = {}
         self._data: dict[Path, dict[str, Any]] = {}
+
+    def groups(self) -> list[str]:
+        """Every group: those with shipped choices, and then those of the folder alone, by its path."""
+        if self._groups is None:
+            found = {p.parent for n in range(_DEEP) for p in self.folder.glob("*/" * (n + 1) + "*.yaml")} if self.folder else set()
+            paths = (p.relative_to(self.folder) for p in sorted(found) if self.folder)
+            own = (path.as_posix() for path in paths if all(NAME.fullmatch(part) for part in path.parts))
+            self._groups = [*GROUPS, *(group for group in own if group.split("/")[0] not in (*GROUPS, "hydra"))]
+        return self._groups
+
+    def own(self, key: str) -> str | None:
+        """The group of the folder that `key` names, with '/' or '.' in it; None where it is none."""
+        group = key.replace(".", "/")
+        return group if group not in GROUPS and group in self.groups() else None
+
+    def home(self, group: str) -> str:
+        """The key of the node that choices of `group` are of; of the whole recipe _global_."""
+        return LEAVES[group][1] if group in LEAVES else "_global_" if group == "recipe" else group.replace("/", ".")
 
     def choices(self, group: str) -> list[str]:
         """The names that `group` offers, sorted; file stems and recipe functions."""

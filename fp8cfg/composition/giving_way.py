@@ -82,7 +82,8 @@ def composed(
     """The recipe of `words`, as `compose` takes them, in which values have given way; with `sweep` as in one job of it. Raises
     ConfigError with every problem of a word or a file."""
     recipe = unchecked(words, library, file, base)
-    return settled(recipe, of_words(words, of_file(library.data(file)) if file else {}), sweep, tacitly=base is None)
+    of = of_file(file, library.data(file), library) if file else {}
+    return settled(recipe, of_words(words, library, of), sweep, tacitly=base is None)
 
 
 def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, tacitly: bool = True) -> Settled:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.composition.config_groups import LEAVES
+from fp8cfg.composition.config_groups import GROUPS, LEAVES
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.files import primary_config
 
@@ -66,7 +66,7 @@ def _composed(nodes: dict[str, dict[str, Any]], chosen: dict[str, str]) -> DictC
         if (key := repr((nodes, chosen))) not in _COMPOSED:
             names = {group: chosen.get(group, GIVEN) for group in nodes}
             with application({group: {names[group]: node} for group, node in nodes.items()}):
-                config = compose(NAME, [f"{group}={name}" for group, name in names.items()])
+                config = compose(NAME, [f"{'' if group in GROUPS else '+'}{group}={name}" for group, name in names.items()])
             _COMPOSED[key] = config
             if len(_COMPOSED) > 64:
                 del _COMPOSED[next(iter(_COMPOSED))]

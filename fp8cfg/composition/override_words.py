@@ -48,8 +48,14 @@ def parse(words: Iterable[str], library: Library, has_recipe: bool = False) -> t
 def one(word: str, library: Library) -> tuple[str, str]:
     """A choice as (group, name), or a value as ("", override); ("", "") where there is nothing to do."""
     key, value, text = parsed(word)
-    if value is None and key in GROUPS:
+    if value is None and (key in GROUPS or library.own(key)):
         return "", ""
+    if isinstance(value, str) and (own := library.own(key)):
+        if problem := library.problem(own, value):
+            raise ConfigError(problem)
+        return own, value
+    if word[:1] == "+" and _node(key):
+        raise ConfigError(f"{word}: every key exists already; write {word.lstrip('+')}")
     if key in ("precision", PLUGIN) and isinstance(value, str):
         key = "precision"
     elif key not in GROUPS or isinstance(value, dict):
@@ -104,9 +110,9 @@ def override(word: str) -> Override:
         raise ConfigError(f"{word}: settings of Hydra itself are not part of a recipe")
     if parsed.type is OverrideType.DEL:
         raise ConfigError(f"{word}: keys cannot be removed; set {key.partition('=')[0]} to its default instead")
-    if parsed.type is not OverrideType.CHANGE:
-        if full(key) not in {*fields(), *GROUPS}:
-            raise ConfigError(foreign_names.unknown(short(full(key)), short_keys() | set(GROUPS)))
+    if parsed.type is not OverrideType.CHANGE and key.rpartition(".")[2] in foreign_names.CODE_KEYS:
+        raise ConfigError(foreign_names.unknown(key, ()))
+    if parsed.type is not OverrideType.CHANGE and full(key) in {*fields(), *GROUPS} and (key in GROUPS or not _node(key)):
         raise ConfigError(f"{word}: every key exists already; write {word.lstrip('+')}")
     if parsed.package:
         raise ConfigError(f"{word}: packages are fixed; write {key}={word.partition('=')[2]}")

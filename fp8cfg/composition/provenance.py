@@ -9,11 +9,13 @@ from typing import Any
 
 from fp8cfg.composition import giving_way
 from fp8cfg.composition.config_groups import LEAVES, Library
+from fp8cfg.composition.defaults_list import SELF, Step, steps
 from fp8cfg.composition.flatten import flat, settings
 from fp8cfg.composition.override_words import one, parsed
 from fp8cfg.composition.python_provenance import Event, Recorder, at_import
+from fp8cfg.composition.resolve import part_of
 from fp8cfg.composition.yaml_lines import key_lines
-from fp8cfg.composition.yaml_recipe import choices_in, full_names
+from fp8cfg.composition.yaml_recipe import full_names
 from fp8cfg.config import presets, recipe_registry
 from fp8cfg.config.files import CONF, default_recipe
 from fp8cfg.config.hugging_face_folder import CONFIG
@@ -66,6 +68,12 @@ def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path
             chosen[group] = text, Origin(text=word)
         elif text:
             values.append(word)
+    parts = {group: said for group, said in chosen.items() if library.own(group)}
+    for group, (name, _) in parts.items():
+        path = library.file(group, name)
+        for other, its in part_of(group, name, library).chosen.items():
+            if other not in chosen or chosen[other][1] == Origin():
+                chosen[other] = its, Origin(path)
     tracer = _Tracer(library)
     if file:
         tracer.file(file, Origin())
@@ -74,6 +82,8 @@ def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path
     for group in LEAVES:
         if group in chosen:
             tracer.preset(group, *chosen[group])
+    for group, (name, by) in parts.items():
+        tracer.part(group, name, by)
     for word in values:
         name, given, _ = parsed(word)
         for key, value in settings({full(name): given}).items():
@@ -100,12 +110,15 @@ class _Tracer:
     def add(self, key: str, layer: Layer) -> None:
         self.layers[key].append(layer)
 
-    def recipe(self, name: str, by: Origin, inside: Path | None = None) -> None:
+    def recipe(self, name: str, by: Origin) -> None:
         path = self.offered.file("recipe", name)
-        if path and path != inside:
+        if path:
             return self.file(path, by)
         if by != Origin():
             self.named["recipe"] = name
+        self.function(name, by)
+
+    def function(self, name: str, by: Origin) -> None:
         recorder = Recorder(at_import())
         made = recorder.run(recipe_registry.recipes()[name])
         for key in self.layers:
@@ -113,15 +126,37 @@ class _Tracer:
                 self.add(key, _of_event(event, key, by))
 
     def file(self, path: Path, by: Origin) -> None:
-        data, lines = dict(self.offered.data(path)), key_lines(path)
-        chosen = {group: (choice.name, Origin(path, lines[choice.key])) for group, choice in choices_in(data).items()}
-        self.recipe(*chosen.get("recipe", (default_recipe(), Origin())), inside=path.resolve())
-        for group in LEAVES:
-            if group in chosen:
-                self.preset(group, *chosen[group])
-        lines = {full(key): line for key, line in lines.items()}
-        for key, value in settings(full_names(data)).items():
-            self.add(key, Layer("recipe file", value, Origin(path, lines[key]), by))
+        found = list(steps(self.offered.data(path), path, self.offered))
+        last = max(i for i, step in enumerate(found) if step.choice.group == "recipe")
+        for i, step in enumerate(found):
+            group, name = step.choice.group, step.choice.name
+            lines = key_lines(step.path)
+            says = Origin(step.path, lines.get(step.choice.key))
+            if group == SELF:
+                chose = Origin(step.by[0], key_lines(step.by[0])[step.by[1]]) if step.by else Origin()
+                self.values(step, chose if step.above else by)
+            elif group == "recipe":
+                if i == last and not step.choice.standard:
+                    self.named["recipe"] = name
+                self.function(name, Origin() if step.choice.standard else says)
+            elif group in LEAVES:
+                self.preset(group, name, says)
+            else:
+                self.part(group, name, says)
+
+    def values(self, step: Step, by: Origin) -> None:
+        """The own values of a file, which `by` chose."""
+        lines = {full(key): line for key, line in key_lines(step.path).items()}
+        for key, value in settings(full_names(dict(step.values))).items():
+            self.add(key, Layer("recipe file", value, Origin(step.path, lines[key]), by))
+
+    def part(self, group: str, name: str, by: Origin) -> None:
+        """The keys that a file of a group of one's own has."""
+        path, said = self.offered.file(group, name), part_of(group, name, self.offered)
+        assert path is not None  # composition has read it
+        lines = {full(f"{said.package}.{key}".lstrip(".")): line for key, line in key_lines(path).items()}
+        for key, value in said.values.items():
+            self.add(key, Layer("preset", value, Origin(path, lines.get(key)), by))
 
     def preset(self, group: str, name: str, by: Origin) -> None:
         path = self.offered.file(group, self.offered.stem(group, name))

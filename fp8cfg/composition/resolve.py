@@ -5,26 +5,29 @@ Words of the command line are merged by Hydra; a recipe's file is merged key by 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8cfg.composition.config_groups import LEAVES, Library
+from fp8cfg.composition.defaults_list import SELF, Step, steps, taken
 from fp8cfg.composition.flatten import deep_merge, listed, nested
+from fp8cfg.composition.group_files import Part, part, refuse_package
 from fp8cfg.composition.hydra_compose import merge
 from fp8cfg.composition.override_words import parse
 from fp8cfg.composition.yaml_lines import key_lines
-from fp8cfg.composition.yaml_recipe import choices_in, full_names
+from fp8cfg.composition.yaml_recipe import full_names
 from fp8cfg.config import foreign_names, recipe_registry
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import STDIN, default_recipe
 from fp8cfg.config.hugging_face_folder import FROM_HF, shaped
 from fp8cfg.config.key_names import full
+from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import Recipe
 
 T = TypeVar("T")
-_MAX_BASES = 16
 
 
 def unchecked(words: Sequence[str], library: Library, file: Path | None = None, base: Recipe | None = None) -> Recipe:
@@ -32,11 +35,17 @@ def unchecked(words: Sequence[str], library: Library, file: Path | None = None, 
     problem of a word or a file."""
     given = recipe_from(file, library) if file else base
     chosen, values = parse(words, library, given is not None)
+    for group in [group for group in chosen if library.own(group)]:
+        for other, name in part_of(group, chosen[group], library).chosen.items():
+            if other == "recipe" and given is not None:
+                raise ConfigError(f"{group}={chosen[group]}: chooses recipe={name}, and the recipe is given already")
+            chosen.setdefault(other, name)
     if given is None and "recipe" not in chosen:
         chosen["recipe"] = default_recipe()
-    nodes = {group: node(group, stem, library) for group, stem in chosen.items()}
+    in_order = sorted(chosen.items(), key=lambda choice: library.own(choice[0]) is not None)
+    nodes = {group: node(group, stem, library) for group, stem in in_order}
     if given is not None:
-        nodes["recipe"] = listed(given)
+        nodes = {"recipe": listed(given), **nodes}
     recipe = Recipe(**merge(nodes, chosen, values))
     path = recipe.model.path
     if given is None and chosen["recipe"] == FROM_HF:
@@ -58,55 +67,86 @@ def _from_hf(folder: str) -> Recipe:
 
 
 def node(group: str, stem: str, library: Library) -> dict[str, Any]:
-    """The complete node of the choice `stem` of `group`, which `library.problem` does not refuse, as plain data. Raises
-    ConfigError, naming the file where one is at fault."""
+    """The choice `stem` of `group`, which `library.problem` does not refuse, as plain data: a complete node; of a group of one's
+    own the keys that it sets, from the recipe down, with the choices that it makes as Hydra's `defaults`. Raises ConfigError,
+    naming the file where one is at fault."""
     path = library.file(group, stem)
     if group == "recipe":
         return listed(recipe_from(path, library) if path else recipe_registry.named(stem))
     assert path is not None, f"{group}={stem} is no choice"
+    if group in LEAVES:
+        return listed(_in_file(path, lambda: _whole(group, path, library)))
+    said = part_of(group, stem, library)
+    defaults = [{f"override /{other}": name} for other, name in said.chosen.items()]
+    return {**({"defaults": ["_self_", *defaults]} if defaults else {}), **said.data}
+
+
+def part_of(group: str, stem: str, library: Library) -> Part:
+    """As `node`, of a group of one's own."""
+    path = library.file(group, stem)
+    assert path is not None, f"{group}={stem} is no choice"
+    return _in_file(path, lambda: part(path, group, library))
+
+
+def _whole(group: str, path: Path, library: Library) -> Node:
+    refuse_package(path, group, library)
+    return LEAVES[group][0](**library.data(path))
+
+
+def recipe_from(path: Path, library: Library) -> Recipe:
+    """The recipe in the file `path`."""
     data = library.data(path)
-    return listed(_in_file(path, lambda: LEAVES[group][0](**data)))
+    return _in_file(path, lambda: recipe_of(data, path, library))
 
 
-def recipe_from(path: Path, library: Library, above: tuple[Path, ...] = ()) -> Recipe:
-    """The recipe in the file `path`; `above` are the files that build on it."""
-    data = library.data(path)
-    return _in_file(path, lambda: recipe_of(data, path, library, above))
-
-
-def recipe_of(data: dict[str, Any], path: Path, library: Library, above: tuple[Path, ...] = ()) -> Recipe:
-    """The recipe that the file `path` with the content `data` says; `above` are the files that build on it."""
+def recipe_of(data: dict[str, Any], path: Path, library: Library) -> Recipe:
+    """The recipe that the file `path` with the content `data` says."""
     if project := foreign_names.project(data):
         raise ConfigError(f"has the keys of another project; write: fp8cfg import {project} {path}")
-    data = dict(data)
-    chosen = {group: choice.name for group, choice in choices_in(data).items()}
-    problems = [p for group, name in chosen.items() if (p := library.problem(group, name))]
-    if problems:  # all at once: what is wrong with the values does not depend on the recipe that they change
+    _refuse_choices(data, library)
+    found, made = list(steps(data, path, library)), dict[str, Any]()
+    for step in found:
+        after = functools.partial(_after, made, step, found, library)
+        made = after() if step.path == path else _in_file(step.path, after)
+    return Recipe(**made)
+
+
+def _refuse_choices(data: Mapping[str, Any], library: Library) -> None:
+    """Raise ConfigError for choices that there are not, and then at once for wrong values: these do not depend on the recipe that
+    they change."""
+    values = dict(data)
+    chosen = [c for c in taken(values, library) if c.group != SELF and c.name and not c.optional]
+    if problems := [p for c in chosen if (p := library.problem(c.group, c.name))]:
         try:
-            Recipe(**deep_merge(listed(Recipe()), full_names(data)))
+            Recipe(**deep_merge(listed(Recipe()), full_names(values)))
         except ConfigError as e:
             problems += e.problems
     refuse_if(problems)
-    if path in above or len(above) >= _MAX_BASES:
-        raise ConfigError("recipe: recipes build on one another in a circle")
-    base = _base(chosen.get("recipe") or default_recipe(), path, library, above)
-    model = deep_merge({}, full_names(data)).get("model")
-    folder = model.get("path") if isinstance(model, dict) else None
-    if chosen.get("recipe") == FROM_HF and isinstance(folder, str):
-        base = _from_hf(folder)
-    values = listed(base)
-    for group, (_, home) in LEAVES.items():
-        if group in chosen:
-            values = deep_merge(values, nested({home: node(group, library.stem(group, chosen[group]), library)}))
-    return Recipe(**deep_merge(values, full_names(data)))
 
 
-def _base(name: str, inside: Path, library: Library, above: tuple[Path, ...]) -> Recipe:
-    """The recipe `name` that the file `inside` builds on; a file of the same name builds on the shipped recipe."""
-    path = library.file("recipe", name)
-    if path is None or path == inside.resolve():
-        return recipe_registry.named(name)
-    return recipe_from(path, library, (*above, inside.resolve()))
+def _after(made: dict[str, Any], step: Step, found: Sequence[Step], library: Library) -> dict[str, Any]:
+    """The recipe `made` by the steps before `step`, of those that are `found`, after it."""
+    group, name = step.choice.group, step.choice.name
+    if group == SELF:
+        return listed(Recipe(**deep_merge(made, full_names(dict(step.values)))))
+    if problem := library.problem(group, name):
+        raise ConfigError(problem)
+    if group == "recipe":
+        folders = [path for s in found if (path := _model_path(s.values))] if name == FROM_HF else []
+        return listed(_from_hf(folders[-1]) if folders else recipe_registry.named(name))
+    if group not in LEAVES:
+        said = part_of(group, name, library)
+        refuse_if([f"{group}={name}: chooses {other} itself, where it is a word; write '/{other}: {its}' in this file too"
+                   for other, its in said.chosen.items()])
+        return deep_merge(made, said.data)
+    return deep_merge(made, nested({LEAVES[group][1]: node(group, library.stem(group, name), library)}))
+
+
+def _model_path(values: Mapping[str, Any]) -> str | None:
+    """What a file's own `values` say for model.path."""
+    model = full_names(dict(values)).get("model")
+    path = model.get("path") if isinstance(model, dict) else None
+    return path if isinstance(path, str) else None
 
 
 def _in_file(path: Path, build: Callable[[], T]) -> T:

@@ -8,11 +8,11 @@ from itertools import chain, islice, product
 from math import prod
 from typing import TYPE_CHECKING
 
-from fp8cfg.composition.config_groups import GROUPS, Library
+from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.flatten import listed
 from fp8cfg.composition.hydra_compose import GIVEN, Nodes
 from fp8cfg.composition.override_words import one, override
-from fp8cfg.composition.resolve import node
+from fp8cfg.composition.resolve import node, part_of
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import default_recipe
 from fp8cfg.config.key_names import PLUGIN, full, short
@@ -105,9 +105,10 @@ def _vary(word: str, library: Library) -> tuple[str, list[str]]:
         return f"{full(key)}={text}", single
     if len(kinds) > 1:
         raise ConfigError(f"{word}: expected names of presets alone")
-    group = "precision" if key == PLUGIN else key
+    group = library.own(key) or ("precision" if key == PLUGIN else key)
     nothing = default_recipe() if group == "recipe" else "null"
-    return f"{group}={','.join(name or nothing for _, name in chosen)}", single
+    plus = "+" if library.own(key) else ""  # it stands in no list of defaults
+    return f"{plus}{group}={','.join(name or nothing for _, name in chosen)}", single
 
 
 def _values(parsed: Override, word: str, library: Library) -> list[str]:
@@ -119,9 +120,10 @@ def _values(parsed: Override, word: str, library: Library) -> list[str]:
     if isinstance(value, IntervalSweep):
         return [str(value.start), str(value.end)]
     if isinstance(value, Glob):
-        if key not in GROUPS:
+        group = library.own(key) or key
+        if group not in library.groups():
             raise ConfigError(f"{word}: glob() chooses among presets, and {short(full(key))} is no group of them")
-        found = value.filter(library.choices(key))
+        found = value.filter(library.choices(group))
     else:
         try:
             found = list(islice(parsed.sweep_string_iterator(), MAX_JOBS + 1))
@@ -134,8 +136,15 @@ def _values(parsed: Override, word: str, library: Library) -> list[str]:
 
 def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> Nodes:
     """The node of every preset that `overrides` choose."""
-    names = {key: text.split(",") for key, _, text in (o.partition("=") for o in overrides) if key in GROUPS}
+    said = ((key.lstrip("+"), text.split(",")) for key, _, text in (o.partition("=") for o in overrides))
+    names = {key: text for key, text in said if key in library.groups()}
     if given is None:
         names.setdefault("recipe", [default_recipe()])
+    for group in [group for group in names if library.own(group)]:
+        for name in names[group]:
+            for other, its in part_of(group, name, library).chosen.items():
+                if other == "recipe" and given is not None:
+                    raise ConfigError(f"{group}={name}: chooses recipe={its}, and the recipe is given already")
+                names[other] = list(dict.fromkeys([*names.get(other, []), its]))
     nodes = {group: {name: node(group, name, library) for name in of if name != "null"} for group, of in names.items()}
     return nodes if given is None else {**nodes, "recipe": {GIVEN: listed(given)}}

@@ -167,7 +167,7 @@ def test_replacing_precision_is_a_layer_of_the_keys_that_it_puts_back() -> None:
 def folder(tmp_path: Path) -> Path:
     for name, text in {
         "recipe/mine.yaml": "# @package _global_\nrecipe: llama_8b\nprecision: own\nfp8:\n  margin: 2\noptim: {lr: 1e-3}\n",
-        "recipe/on_top.yaml": "defaults:\n  - mine\n  - override /precision: bf16_fp8_current\nfp8.interval: 1\ntrainer: {plugins: {fp8: {margin: 0}}}\n",
+        "recipe/on_top.yaml": "defaults:\n  - mine\n  - /precision: bf16_fp8_current\nfp8.interval: 1\ntrainer: {plugins: {fp8: {margin: 0}}}\n",
         "recipe/llama_tiny.yaml": "recipe: llama_tiny\nname: mine\n",
         "precision/own.yaml": "compute: bf16\nfp8: {enabled: true,\n      interval: 4}\n",
     }.items():
