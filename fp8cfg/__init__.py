@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers and editors the same names as in _HOMES; 
     from fp8cfg.composition import compose as compose
     from fp8cfg.composition import from_yaml as from_yaml
     from fp8cfg.composition import to_yaml as to_yaml
+    from fp8cfg.composition.structured_config import structured_config as structured_config
     from fp8cfg.config.errors import ConfigError as ConfigError
     from fp8cfg.config.errors import NotFP8Error as NotFP8Error
     from fp8cfg.config.fp8 import FP8 as FP8
@@ -88,6 +89,7 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
     _HOMES = {
         "fp8cfg.builder": "build lower",
         "fp8cfg.composition": "compose from_yaml to_yaml",
+        "fp8cfg.composition.structured_config": "structured_config",
         "fp8cfg.config.errors": "ConfigError NotFP8Error",
         "fp8cfg.config.fp8": "FP8 OverrideLinearPrecision",
         "fp8cfg.config.model": "Model RopeScaling",

@@ -101,7 +101,7 @@ def command_line(arguments: Arguments, changes: Sequence[str], verb: str = "") -
     from fp8cfg.config.key_names import full
 
     new = {full(parsed(word)[0]) for word in changes}
-    kept = [word for word in arguments.words if full(parsed(word)[0]) not in new]
+    kept = [word for word in arguments.words if is_hydra(word) or full(parsed(word)[0]) not in new]
     folder = [f"--config-dir={name}" for name in arguments.options.get("--config-dir", [])]
     return shlex.join(["fp8cfg", *([verb] if verb else []), *arguments.plain, *kept, *changes, *folder])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
+    from fp8cfg.composition.giving_way import Change
     from fp8cfg.config.recipe import Recipe
 
 OPTIONS = ("--config-dir", "--cfg", "--info", "--package")
@@ -20,6 +22,7 @@ FLAGS = ("--multirun", "--resolve", "--hydra-help")
 SHORT = {"-m": "--multirun", "-c": "--cfg", "-i": "--info", "-p": "--package"}
 CHOICES = {"--cfg": ("job", "hydra", "all"),
             "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
+RUN_DIR = "hydra.run.dir="
 _NOT_OURS = {"--run", "--version", "--shell-completion", "--config-path", "--config-name", "--experimental-rerun"}
 """Flags of a Hydra application that mean nothing, or something else, here."""
 
@@ -79,6 +82,32 @@ def hydra_split(words: list[str]) -> tuple[list[str], list[str]]:
     refuse_if([f"{w}: not accepted; presets of your own go to --config-dir FOLDER" for w in theirs
                if w.lstrip("+~").startswith("hydra.searchpath")])
     return ours, theirs
+
+
+def run_dir(arguments: Arguments, file: Path | None, changes: Sequence[Change]) -> Path | None:
+    """The folder that hydra.run.dir names for a single run, in which `changes` gave way; None where no word does. Raises
+    ConfigError for other words of Hydra's, which would do nothing there."""
+    from fp8cfg.cli.argv import wrong_words
+    from fp8cfg.composition.config_groups import Library
+    from fp8cfg.composition.hydra_compose import NAME, application
+    from fp8cfg.composition.resolve import recipe_from
+    from fp8cfg.composition.sweep_words import read
+
+    words, theirs = hydra_split(arguments.words)
+    idle = [f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in theirs if not w.startswith(RUN_DIR)]
+    if idle:
+        raise ConfigError(idle + wrong_words(arguments))
+    if not theirs:
+        return None
+    from hydra.types import RunMode
+
+    folder = arguments.one("--config-dir")
+    library = Library(Path(folder) if folder else None)
+    plan = read(words, library, recipe_from(file, library) if file else None)
+    with application(plan.nodes) as hydra:
+        said = [*plan.overrides, *(change.word for change in changes), *theirs]
+        made = hydra.compose_config(NAME, said, RunMode.RUN, with_log_configuration=False)
+        return Path(str(made.hydra.run.dir))
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:

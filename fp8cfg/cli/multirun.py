@@ -37,6 +37,8 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("-m: a sweep starts runs of its own, each on one rank; start it without torchrun")
     words, hydra_words = hydra_flags.hydra_split(arguments.words)
+    single = [word for word in hydra_words if word.startswith(hydra_flags.RUN_DIR)]
+    refuse_if([f"{word}: is of a single run; write hydra.sweep.dir=FOLDER" for word in single])
     config_dir = arguments.one("--config-dir")
     library = Library(Path(config_dir) if config_dir else None)
     plan = read(words, library, recipe_from(file, library) if file else None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8cfg.cli import hydra_flags, local_ranks
 from fp8cfg.cli.argv import Arguments, command_line, is_hydra, recipe_file, split, wrong_words
 from fp8cfg.cli.launch import launch, sized
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -36,14 +36,15 @@ As in Hydra:
   -i, --info all|config|defaults|defaults-tree|plugins|searchpath
                        print how it is composed
   --hydra-help         Hydra's own flags and groups
-hydra.* and hydra/* words are for these; a recipe has none.
+hydra.run.dir=FOLDER is the run folder itself; other hydra.* and hydra/* words
+are for these flags.
 """
 
 
 def run(argv: list[str]) -> int:
     """Train the recipe of `argv`, or what its flags ask for instead. Returns the exit code."""
     from fp8cfg.cli import WORDS
-    from fp8cfg.cli.composed import composed
+    from fp8cfg.cli.composed import say, settled
     from fp8cfg.composition import to_yaml
 
     arguments = Arguments(words=[a for a in argv if "=" in a and not a.startswith("-")])
@@ -61,10 +62,12 @@ def run(argv: list[str]) -> int:
         return multirun(arguments, file)
     if asked:
         return hydra_flags.show(arguments, file)
-    idle = [f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in arguments.words if is_hydra(w)]
-    if idle:
-        raise ConfigError(idle + wrong_words(arguments))
-    recipe = composed(arguments.words, arguments.one("--config-dir"), file)
+    ours = [word for word in arguments.words if not is_hydra(word)]
+    found = settled(ours, arguments.one("--config-dir"), file)
+    exactly = hydra_flags.run_dir(arguments, file, found.changes)
+    refuse_if(found.problems)
+    say(found.notes)
+    recipe = found.recipe
     if not local_ranks.launched():
         from fp8cfg.report.machine import gpus
 
@@ -77,7 +80,7 @@ def run(argv: list[str]) -> int:
     def folder() -> RunFolder:
         from fp8cfg.training.run_folder import RunFolder
 
-        return RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe))
+        return RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe), exactly)
 
     return launch(recipe, folder, None, lambda changes: command_line(arguments, changes))
 
