@@ -115,14 +115,13 @@ def prepared_model(
     recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice
 ) -> PreparedModel:
     """The model of `recipe`, or the given `model`, with its layers as planned, on `device`."""
+    seed = recipe.trainer.seed
     if model is not None:
-        model = job_parts.given(model, device)
-    else:
-        model = job_parts.transformer(
-            transformer_config(recipe), recompute=recipe.model.recompute_granularity == "full", device=device,
-            seed=recipe.trainer.seed, weights=recipe.model.weights,
-            family=family_of_weights(recipe.model) if recipe.model.weights else None)
-    return job_parts.prepared_model(model, recipe.precision, plans, choice, recipe.trainer.seed)
+        return job_parts.prepared_model(job_parts.given(model, device), recipe.precision, plans, choice, seed)
+    config, m = transformer_config(recipe), recipe.model
+    fill = job_parts.first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
+    empty = job_parts.transformer(config, recompute=m.recompute_granularity == "full")
+    return job_parts.prepared_model(empty, recipe.precision, plans, choice, seed, device, fill)
 
 
 def _put_together(recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice) -> Job:

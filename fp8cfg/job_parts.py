@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from fp8cfg.models.config import TransformerConfig
 if TYPE_CHECKING:
     import torch
 
+    from fp8cfg.models.hf import Layout
     from fp8cfg.models.transformer import Transformer
     from fp8cfg.numerics import Region
     from fp8cfg.optim import LossScaler
@@ -28,29 +29,42 @@ if TYPE_CHECKING:
 
 
 
-def transformer(
-    config: TransformerConfig, recompute: bool, device: str, seed: int, weights: str | None = None, family: Family | None = None
-) -> torch.nn.Module:
-    """The model in float32 on `device`, its weights drawn from `seed`, or read from the folder `weights` as `family` lays them out;
-    shaped on the meta device first. Raises ConfigError for a folder without weights of this model."""
+Fill = Callable[[Any], None]
+"""Writes the first weights of a model, in place: of one that is split this rank's parts."""
+
+
+def transformer(config: TransformerConfig, recompute: bool) -> Transformer:
+    """The model in float32 on the meta device: its shapes, and no memory."""
     import torch
 
     from fp8cfg.models.transformer import Transformer
 
     with torch.device("meta"):
-        model = Transformer(config, recompute=recompute)
-    model.to_empty(device=device)
+        return Transformer(config, recompute=recompute)
+
+
+def first_weights(config: TransformerConfig, seed: int, weights: str | None = None, family: Family | None = None) -> Fill:
+    """The weights that a Transformer of `config` starts with: drawn from `seed`, or read from the folder `weights` as `family` lays
+    them out. What is returned raises ConfigError for a folder without weights of this model."""
     if weights is None or family is None:
-        model.init_weights(torch.Generator().manual_seed(seed))
-        return model
-    from fp8cfg.models import hf, hf_checkpoint
+        return partial(_drawn, seed)
+    from fp8cfg.models import hf
 
     layout = hf.Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
+    return partial(_read, config, Path(weights).expanduser(), weights, layout)
+
+
+def _drawn(seed: int, model: Transformer) -> None:
+    model.init_weights(seed)
+
+
+def _read(config: TransformerConfig, folder: Path, named: str, layout: Layout, model: Transformer) -> None:
+    from fp8cfg.models import hf_checkpoint
+
     try:
-        hf_checkpoint.load(model, config, Path(weights).expanduser(), layout)
+        hf_checkpoint.load(model, config, folder, layout)
     except ValueError as e:
-        raise ConfigError(f"model.weights={weights}: {e}") from None
-    return model
+        raise ConfigError(f"model.weights={named}: {e}") from None
 
 
 def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
@@ -65,10 +79,12 @@ def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
 
 
 def prepared_model(
-    model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, seed: int
+    model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, seed: int, device: str = "",
+    fill: Fill | None = None,
 ) -> PreparedModel:
     """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
-    originals become the optimizer's masters, so that no second copy is made.
+    originals become the optimizer's masters, so that no second copy is made. One on the meta device gets memory on `device`, and
+    its weights by `fill`: under storage.shard=fsdp no more than this rank's parts.
 
     Where storage leaves embeddings and norms in float32, that goes for our Transformer, which multiplies them with activations of
     another dtype. Of a model that is not ours nothing tells which parameters can be: all but the weights of linear layers get the
@@ -81,8 +97,10 @@ def prepared_model(
 
     region = Region()
     if precision.storage.shard == "fsdp":
-        assert isinstance(model, Transformer), "builder.lower refuses others"
-        return _fully_sharded(model, precision, plan, choice, region, seed)
+        assert isinstance(model, Transformer) and fill, "builder.lower refuses others"
+        return _fully_sharded(model, precision, plan, choice, region, seed, device, fill)
+    if fill:
+        fill(model.to_empty(device=device))
     originals = {name: p.detach() for name, p in model.named_parameters()}
     columns = stored_weights.parameter_columns(model, precision, plan)
     own = backend_registry.capabilities(choice.backend).own_state
@@ -99,25 +117,32 @@ def prepared_model(
     if mixed and others(precision)["weight"] != precision.compute:
         stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
     narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32 and p.requires_grad}
-    device = next(model.parameters()).device
-    return PreparedModel(model, {n: t for n, t in originals.items() if n in narrow}, region, device, columns)
+    masters = {n: t for n, t in originals.items() if n in narrow}
+    return PreparedModel(model, masters, region, next(model.parameters()).device, columns)
 
 
 def _fully_sharded(
-    model: Transformer, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, region: Region, seed: int
+    model: Transformer, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, region: Region, seed: int, device: str,
+    fill: Fill,
 ) -> PreparedModel:
-    """`model` with its linear layers in FP8 as planned, split over the ranks by FSDP2, which casts what it gathers."""
+    """`model`, on the meta device, with its linear layers in FP8 as planned, split over the ranks by FSDP2, which casts what it
+    gathers; then it gets memory and weights, so that no rank ever has more than its parts."""
     from fp8cfg.backends import backend_registry, stored_weights
     from fp8cfg.numerics import seed_rounding
+    from fp8cfg.numerics.scale_update import fp8_layers, reset_state
     from fp8cfg.training.distributed import fsdp
 
     columns = stored_weights.parameter_columns(model, precision, plan)
+    backend = backend_registry.backend(choice.backend)
     if precision.fp8.enabled:
-        backend_registry.backend(choice.backend).convert(
-            model, as_held(precision).fp8, plan, region, choice.product, compute=stored_weights.DTYPES[precision.compute],
-            fp8_gather=gathered(precision, choice.backend) == "fp8")
+        backend.convert(model, as_held(precision).fp8, plan, region, choice.product,
+                        compute=stored_weights.DTYPES[precision.compute], fp8_gather=gathered(precision, choice.backend) == "fp8")
+    fsdp.shard(model, precision, device)
+    fill(model.to_empty(device=device))
+    if precision.fp8.enabled:
+        reset_state(fp8_layers(model))
+        backend.forget_observed(model)
         seed_rounding(model, seed)
-    fsdp.shard(model, precision)
     return PreparedModel(model, {}, region, next(model.parameters()).device, columns)
 
 

@@ -184,4 +184,5 @@ def test_what_is_left_of_build_loads_no_torch(rooms: str) -> None:
     subprocess.run([sys.executable, "-c", f"import sys, {', '.join(names)}; assert 'torch' not in sys.modules"], check=True, cwd=ROOT.parent)
 
 
-LATE = {f"fp8cfg.models.{name}" for name in ("attention", "hf", "hf_checkpoint", "hf_export", "layers", "norms", "rotary", "transformer")}
+LATE = {f"fp8cfg.models.{name}" for name in ("attention", "hf", "hf_checkpoint", "hf_export", "layers", "norms", "rotary", "transformer",
+                                            "weight_init")}

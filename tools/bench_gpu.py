@@ -359,7 +359,7 @@ def main() -> None:
     if args.device == "cpu":
         torch.set_num_threads(1)
     draw = Transformer.init_weights  # on the GPU: a billion numbers take a CPU ten seconds, each time
-    Transformer.init_weights = lambda model, _: draw(model, torch.Generator(args.device).manual_seed(0))  # type: ignore[method-assign]
+    Transformer.init_weights = lambda model, seed: draw(model, seed, args.device)  # type: ignore[method-assign]
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread, FP8 emulated"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformer-engine", "torchao") if version(name))
     head = f"{where}; {versions}; compiled by {args.compiler}\n" + line("case", "", ["ms", "TFLOP/s", "tokens/s", "GiB", "xBF16", "error"])

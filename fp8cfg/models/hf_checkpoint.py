@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.hf import Layout, stream
+from fp8cfg.models.weight_init import local_part
 
 SCALES = ("_scale_inv", "_scale")
 IGNORED = (*SCALES, ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
@@ -98,12 +99,15 @@ def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) ->
 
 @torch.no_grad()
 def load(model: torch.nn.Module, config: TransformerConfig, folder: Path, layout: Layout) -> None:
-    """Fill the parameters of `model`, a Transformer of `config`, from `folder`, one tensor of ours at a time. Raises ValueError as
-    Checkpoint and `stream` do."""
+    """Fill the parameters of `model`, a Transformer of `config`, or this rank's parts of them, from `folder`, one whole tensor
+    of ours at a time. Raises ValueError as Checkpoint and `stream` do."""
     checkpoint, parameters = Checkpoint(folder), dict(model.named_parameters())
 
     def take(name: str, tensor: Tensor) -> None:
-        parameters[name].copy_(tensor)
+        part, first = local_part(parameters[name])
+        for dim, start in enumerate(first):
+            tensor = tensor.narrow(dim, start, part.shape[dim]) if part.numel() else tensor.new_empty(part.shape)
+        part.copy_(tensor)
 
     shapes: Mapping[str, tuple[int, ...]] = checkpoint.shapes
     stream(shapes, checkpoint.read, config, layout, take)

@@ -5,7 +5,7 @@ Build it without memory, then give it some:
     with torch.device("meta"):
         model = Transformer(config)
     model.to(torch.bfloat16).to_empty(device="cuda")
-    model.init_weights(torch.Generator().manual_seed(1234))
+    model.init_weights(1234)
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.norms import norm
 from fp8cfg.models.rotary import rotary_tables
+from fp8cfg.models.weight_init import draw_normal, local_part
 
 RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
@@ -88,19 +89,20 @@ class Transformer(nn.Module):
         return full, rotary_tables(self.config, tokens.shape[1], tokens.device, local=True)
 
     @torch.no_grad()
-    def init_weights(self, generator: torch.Generator) -> None:
-        """Fill every parameter: norms so that they multiply by 1, biases with 0, weights from normal(0, init_std), as Megatron.
+    def init_weights(self, seed: int, device: str = "cpu") -> None:
+        """Fill every parameter, or this rank's part of it: norms so that they multiply by 1, biases with 0, weights from normal(0,
+        init_std), as Megatron.
 
-        Layers that write into the residual stream are scaled by 1 / sqrt(2 * num_layers), so that its variance does
-        not grow with depth. Values are drawn in float32 on the generator's device, in the order of the parameters: one
-        seed gives one model, whatever device and dtype the parameters have and however many ranks hold them.
+        Layers that write into the residual stream are scaled by 1 / sqrt(2 * num_layers), so that its variance does not grow with
+        depth. Values are drawn in float32 on `device` from the seed, the parameter's name and the place in it (weight_init.py): one
+        seed gives one model, whatever device and dtype the parameters have and however they are split over ranks.
         """
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith(".bias") or self.config.layernorm_zero_centered_gamma else 1.0)
+            part, first = local_part(parameter)
+            if part.dim() == 1:
+                part.fill_(0.0 if name.endswith(".bias") or self.config.layernorm_zero_centered_gamma else 1.0)
             else:
-                drawn = torch.empty(parameter.shape, dtype=torch.float32, device=generator.device)
-                parameter.copy_(drawn.normal_(0.0, self._init_std(name), generator=generator))
+                draw_normal(part, self._init_std(name), seed, name, parameter.shape[1], (first[0], first[1]), device)
 
     def _init_std(self, name: str) -> float:
         if name.endswith(RESIDUAL_OUTPUTS):

@@ -78,3 +78,13 @@ def discard_amax(layers: Iterable[FP8Layer]) -> None:
         if layer.fp8_amax_history is not None:
             kept = isinstance(layer, FP8Linear) and layer.fp8_params
             layer.fp8_amax_history[0, [INPUT, GRAD_OUTPUT] if kept else slice(None)] = 0
+
+
+@torch.no_grad()
+def reset_state(layers: Iterable[FP8Layer]) -> None:
+    """Scales, histories and counts of random draws as they are before the first pass, in place: for layers that were made on the
+    meta device and got memory since, which holds whatever it held."""
+    for layer in layers:
+        state = layer.fresh_state() if layer.scaling.layout.history else {}
+        for name, buffer in layer.named_buffers():
+            buffer.copy_(state.get(name, torch.zeros_like(buffer)))

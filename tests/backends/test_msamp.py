@@ -276,7 +276,7 @@ def test_trap_frozen_weights_stay_frozen(anywhere: None) -> None:
 
     recipe = small(*WORDS)
     model = Transformer(transformer_config(recipe))
-    model.init_weights(torch.Generator().manual_seed(0))
+    model.init_weights(0)
     model.get_submodule("layers.0.mlp.linear_fc1").weight.requires_grad = False
     made = fp8cfg.build(recipe, model=model)
     frozen: Any = made.model.get_submodule("layers.0.mlp.linear_fc1").weight

@@ -226,7 +226,7 @@ def test_shards_are_named_by_the_index(tmp_path: Path) -> None:
 
     config = TransformerConfig(2, 64, 96, 4, 2, 16, 272, 32)
     model = Transformer(config)
-    model.init_weights(torch.Generator().manual_seed(0))
+    model.init_weights(0)
     hf_export.write(tmp_path, config, {}, hf.Layout(hf.LLAMA), model.state_dict().__getitem__, shard=40_000)
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2 and not list(tmp_path.glob("*.part"))
     stored = Checkpoint(tmp_path)

@@ -33,7 +33,7 @@ CLIP, DECAY = 0.5, 0.1
 
 def make_model(dtype: torch.dtype, seed: int = 0) -> Transformer:
     model = Transformer(CONFIG).to(dtype)
-    model.init_weights(torch.Generator().manual_seed(seed))
+    model.init_weights(seed)
     if dtype == torch.bfloat16:
         set_grad_dtype(model.parameters(), torch.float32)
     return model

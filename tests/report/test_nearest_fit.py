@@ -8,7 +8,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.report.memory.nearest_fit import SMOKE, cheapest
+from fp8cfg.report.memory.nearest_fit import cheapest
 from fp8cfg.report.memory.peak import memory
 from tests.support.small import small
 
@@ -19,9 +19,9 @@ from tests.support.small import small
     ("recipe=llama_8b precision=bf16", "b200", 16, ["storage.shard=zero1", "trainer.strategy.context_parallel_size=1"]),
     ("recipe=llama2_13b precision=bf16_fp8_current fp8.params=true", "h100", 8, ["fp8.params=false", "storage.shard=fsdp", "trainer.strategy.tensor_model_parallel_size=1"]),
     ("recipe=llama_1b precision=bf16_fp8 trainer.micro_batch_size=4", "h100", 8, ["trainer.micro_batch_size=2"]),
-    ("recipe=llama_70b precision=bf16_fp8", "h100", 64, [SMOKE]),
-    ("recipe=llama_70b precision=bf16", "b200", 32, [SMOKE]),
-    ("recipe=llama_405b precision=bf16_fp8", "h200", 512, [SMOKE]),
+    ("recipe=llama_70b precision=bf16_fp8", "h100", 64, ["model.recompute_granularity=full", "fp8.params=false", "storage.shard=fsdp"]),
+    ("recipe=llama_70b precision=bf16", "b200", 32, ["model.recompute_granularity=full", "storage.shard=fsdp", "trainer.strategy.tensor_model_parallel_size=1"]),
+    ("recipe=llama_405b precision=bf16_fp8", "h200", 512, ["model.recompute_granularity=full", "fp8.params=false", "storage.shard=fsdp"]),
 ])
 def test_what_is_offered_fits_and_each_word_is_needed(words: str, gpu: str, gpus: int, write: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words.split(), "--gpu", gpu, "--gpus", str(gpus)]) == 2
@@ -49,7 +49,7 @@ def test_levels_change_numbers_and_go_last() -> None:
     assert cheapest(recipe, "cpu", need, 1, lambda _: "native").words == ()  # type: ignore[union-attr]
 
 
-def test_nothing_is_offered_where_the_float32_model_does_not_fit() -> None:
+def test_nothing_is_offered_where_nothing_fits() -> None:
     assert cheapest(small("precision=bf16"), "cpu", 1 << 10, 8, lambda _: "native") is None
 
 

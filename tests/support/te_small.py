@@ -22,7 +22,7 @@ def transformer(**changed: Any) -> Transformer:
     import dataclasses
 
     model = Transformer(dataclasses.replace(CONFIG, **changed))
-    model.init_weights(torch.Generator().manual_seed(0))
+    model.init_weights(0)
     return model
 
 

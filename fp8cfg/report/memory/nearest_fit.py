@@ -23,7 +23,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.layer_plan import plan
 from fp8cfg.report.memory.layout import ranks, whole
-from fp8cfg.report.memory.peak import memory, parameters
+from fp8cfg.report.memory.peak import memory
 from fp8cfg.report.tables import size
 
 RECOMPUTE = {"none": 0.0, "selective": 0.05, "full": 0.33}
@@ -36,7 +36,6 @@ LEVEL = {None: 0.0, "O1": 1.0, "O2": 1.1, "O3": 1.2}
 HALVED = 0.02
 """Cost of halving the microbatch, whose products are smaller then."""
 SMOKE = "trainer.smoke=true"
-_FLOAT32 = 4
 
 Backend = Callable[[Recipe], str | None]
 """Who multiplies a recipe; raises ConfigError where nobody does."""
@@ -143,8 +142,6 @@ class _Search:
 def cheapest(recipe: Recipe, device: str, free: int, world: int, backend: Backend) -> Fit | None:
     """The changes at the least cost with which `recipe` runs on `world` data-parallel ranks, each with `free` bytes of `device`
     ("cpu" or "cuda"); None where it does not, whatever is changed."""
-    if _FLOAT32 * parameters(recipe, whole(recipe)).total > free:
-        return None  # in which each rank makes the model before it splits or rounds it
     return next(_Search(recipe, device, free, world, backend).fits(), None)
 
 

@@ -61,7 +61,7 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     kinds |= {"activations": live.pop("kept"), **live}
     step = step_bytes(recipe, part, linears)
     kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
-    if recipe.storage.shard != "none":
+    if not fsdp:
         kinds["to start"] = max(0, 4 * parameters(recipe, part).total - sum(kinds.values()))
     return kinds
 
@@ -175,5 +175,5 @@ def _note(recipe: Recipe, kind: str, part: Part) -> str:
         "logits": f"vocab_size={recipe.model.vocab_size}",
         "backward": "gradients of activations" if recipe.model.recompute_granularity == "none" else "one layer again",
         "optimizer step": "fp32 gradients" if widens else "pieces on their way to codecs",
-        "to start": "more: the model in fp32, before it is split",
+        "to start": "more: the model in fp32, before it is stored in fewer bits",
     }[kind]

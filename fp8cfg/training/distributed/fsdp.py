@@ -68,10 +68,9 @@ def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: 
                           f"not divide; write storage.gather={precision.compute}, or start another number of ranks")
 
 
-def shard(model: Transformer, precision: Precision) -> None:
-    """Split `model`, in place, over all ranks: each layer by itself, then the rest. One rank alone gets a process group of its
-    own, so that it computes what several do."""
-    device = next(model.parameters()).device.type
+def shard(model: Transformer, precision: Precision, device: str) -> None:
+    """Split `model`, in place, over all ranks, which compute on `device`: each layer by itself, then the rest. One rank alone gets
+    a process group of its own, so that it computes what several do."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)

@@ -1,0 +1,57 @@
+"""Weight initialization: random numbers of a parameter, block of rows by block, the same whoever draws them.
+
+Each block of a weight's rows has a generator state of its own, of the seed, the parameter's name and the block's number. So a rank
+draws the rows that it has and no more than two blocks beside, and one seed gives one model whatever the layout: whole on every
+rank, split over data-parallel ranks, or a pipeline stage. A rank that has columns draws whole rows and keeps its own.
+
+Torch's generator on a CPU keeps 32 bits of a seed: among the hundred thousand blocks of eight billion parameters two may be alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 16
+"""Elements of a block, at least one row. Seeding costs as much as drawing some hundred numbers."""
+
+
+@torch.no_grad()
+def draw_normal(
+    out: Tensor, std: float, seed: int, name: str, columns: int | None = None, first: tuple[int, int] = (0, 0), device: str = "cpu"
+) -> None:
+    """Fill `out` [r, c], of any floating dtype and device, from normal(0, `std`): with the rows and columns from `first` on of the
+    parameter `name`, which has as many `columns`, by default those of `out`. Numbers are drawn in float32 on `device`; those of a
+    GPU are others than those of a CPU."""
+    row, column = first
+    columns = columns or out.shape[1]
+    rows = max(1, BLOCK // columns)
+    generator = torch.Generator(device)
+    drawn = torch.empty(rows, columns, device=device)
+    last = row + len(out)
+    for block in range(row // rows, -(-last // rows)) if out.numel() else ():
+        at = block * rows
+        generator.manual_seed(block_seed(seed, name, block))
+        drawn.normal_(0.0, std, generator=generator)
+        start, stop = max(at, row), min(at + rows, last)
+        out[start - row : stop - row].copy_(drawn[start - at : stop - at, column : column + out.shape[1]])
+
+
+def block_seed(seed: int, name: str, block: int) -> int:
+    """The seed of a block, 63 bits."""
+    digest = hashlib.blake2b(repr((seed, name, block)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a parameter, and where in the whole it begins: of a DTensor the local tensor, or else all of it."""
+    whole: Any = parameter
+    if not hasattr(whole, "to_local"):
+        return parameter, (0,) * parameter.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # inside: it takes a second to load
+
+    _, first = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    return whole.to_local(), tuple(first)
