@@ -70,6 +70,7 @@ def job(**parts: Any) -> Job:
     from fp8cfg import graph_nodes
     from fp8cfg.backends.ddp_refusal import refuse_ddp
     from fp8cfg.backends.exclusions import mark
+    from fp8cfg.report.before_run import refuse_layout
     from fp8cfg.report.machine import find_hardware, free_memory
     from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
 
@@ -82,6 +83,10 @@ def job(**parts: Any) -> Job:
     recipe = _sized(recipe, model)
     hardware = find_hardware(recipe.trainer.accelerator)
     plans, choice = planned(recipe, hardware, model)
+    if model is None and recipe.trainer.strategy.size > 1:
+        from fp8cfg.training.distributed.world import current
+
+        refuse_layout(recipe, current().size)
     if model is None:
         refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device), choice.backend)
     if recipe.storage.shard == "fsdp":
@@ -121,6 +126,11 @@ def prepared_model(
     config, m = transformer_config(recipe), recipe.model
     fill = job_parts.first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
     empty = job_parts.transformer(config, recompute=m.recompute_granularity == "full")
+    if recipe.trainer.strategy.context_parallel_size > 1:
+        from fp8cfg.parallel.context import split_sequences
+        from fp8cfg.parallel.mesh import device_mesh
+
+        split_sequences(empty, device_mesh(recipe.trainer.strategy, device))
     return job_parts.prepared_model(empty, recipe.precision, plans, choice, seed, device, fill)
 
 
@@ -143,10 +153,13 @@ def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:
     t, multiple = recipe.trainer, 1
     if choice.product != "none":
         multiple = backend_registry.rules(choice.backend).tokens_multiple(recipe.fp8, choice.product)
-    if (tokens := t.micro_batch_size * recipe.model.seq_length) % multiple:
-        raise ConfigError(f"trainer.micro_batch_size={t.micro_batch_size}: with model.seq_length={recipe.model.seq_length} that is "
+    context = t.strategy.context_parallel_size
+    if (tokens := t.micro_batch_size * recipe.model.seq_length // context) % multiple:
+        length, near = recipe.model.seq_length, -(-recipe.model.seq_length // (multiple * context)) * multiple * context
+        split = f" over {context} context ranks" if context > 1 else ""
+        raise ConfigError(f"trainer.micro_batch_size={t.micro_batch_size}: with model.seq_length={length}{split} that is "
                           f"{tokens} tokens, backend={choice.backend} needs a multiple of {multiple}; write backend=native, or "
-                          f"model.seq_length={-(-recipe.model.seq_length // multiple) * multiple}")
+                          f"model.seq_length={near}")
 
 
 def _checked(recipe: Recipe) -> Recipe:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from math import gcd, lcm
 from typing import Any
 
 from fp8cfg.composition.flatten import flat
@@ -30,7 +31,7 @@ LOSS_SCALE = 1024.0
 
 
 def cut(recipe: Recipe, ranks: int) -> Recipe:
-    """`recipe` itself, or its smoke run on `ranks` data-parallel ranks where trainer.smoke asks for it. What is cut is cut no
+    """`recipe` itself, or its smoke run on `ranks` ranks where trainer.smoke asks for it. What is cut is cut no
     further. Raises ConfigError where what is left breaks a rule."""
     if not recipe.trainer.smoke:
         return recipe
@@ -72,15 +73,16 @@ def _shape(small: Recipe) -> None:
 
 
 def _run(small: Recipe, ranks: int, accumulates: bool) -> None:
-    """Three steps on the shipped corpus with an evaluation and two checkpoints, data-parallel."""
+    """Three steps on the shipped corpus with an evaluation and two checkpoints, on a layout that the ranks have: of context ranks
+    as many as divide them, the others data-parallel."""
     t, o, p = small.trainer, small.optim, small.precision
-    t.strategy, t.num_nodes, t.devices = Strategy(), 1, ranks
+    context = gcd(t.strategy.context_parallel_size, ranks)
+    t.strategy, t.num_nodes, t.devices = Strategy(context_parallel_size=context), 1, ranks
     small.data = {"name": "tiny", "path": None}  # type: ignore[assignment]
-    small.model.seq_length = min(small.model.seq_length, TOKENS)
     t.micro_batch_size = min(t.micro_batch_size, 2)
-    t.global_batch_size = t.micro_batch_size * ranks * (1 + accumulates)
-    if (most := HELD_OUT // t.global_batch_size) < small.model.seq_length:
-        small.model.seq_length = max(16, most // 16 * 16)
+    t.global_batch_size = t.micro_batch_size * ranks // context * (1 + accumulates)
+    chunks, most = lcm(16, 2 * context), min(TOKENS, HELD_OUT // t.global_batch_size)
+    small.model.seq_length = min(small.model.seq_length, max(chunks, most // chunks * chunks))
     o.warmup_steps, o.constant_steps = min(1, o.warmup_steps), min(1, o.constant_steps)
     t.max_steps = t.val_check_interval = STEPS
     t.limit_val_batches, small.log.every_n_steps = 1, 1

@@ -24,7 +24,7 @@ NESTED = {"training.distributed"}
 
 TOP = {  # room -> rooms that its modules may import at their top
     "models": set(), "data": set(), "scalings": set(), "config": {"scalings"}, "numerics": {"scalings"},
-    "optim": {"numerics"},
+    "optim": {"numerics"}, "parallel": {"config"},
     "composition": {"config"},
     "backends": {"config", "numerics", "scalings"},
     "layer_plan": {"backends", "config", "models"},
@@ -39,7 +39,7 @@ TOP = {  # room -> rooms that its modules may import at their top
     "builder": {"backends", "config", "job_parts", "job", "layer_plan", "optim", "smoke"},
     "run_plan": {"builder", "config", "report", "smoke"},
     "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job", "layer_plan", "numerics", "optim",
-                 "report", "smoke", "training.distributed"},
+                 "parallel", "report", "smoke", "training.distributed"},
     "cli": {"backends", "config", "report", "training"},
     "__main__": {"cli"},
 }
@@ -53,7 +53,7 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
     "job": {"backends": TORCH, "interop": "words of a Trainer are looked at where one runs", "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
     "job_parts": {"backends": TORCH, "models": TORCH, "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
     "graph_nodes": {"composition": "`lower` reads the keys of a recipe that is composed"},
-    "builder": {"backends": TORCH, "conversion": TORCH, "training.distributed": TORCH, "graph_nodes": "it loads Fiddle",
+    "builder": {"backends": TORCH, "conversion": TORCH, "parallel": TORCH, "training.distributed": TORCH, "graph_nodes": "it loads Fiddle",
                 "report": "`lower` makes the graph alone; the machine and its memory are looked at by `build`"},
     "training": {
         "composition": "readers of a run folder that want no recipe from it load no YAML",

@@ -231,7 +231,7 @@ def block_case(args: argparse.Namespace, words: list[str]) -> ModuleCase:
     recipe = fp8cfg.compose([*words, "model.num_layers=1"])
     config = transformer_config(recipe)
     x, dy = (torch.randn(1, config.seq_length, config.hidden_size, device=args.device, dtype=torch.bfloat16) for _ in range(2))
-    rotary = rotary_tables(config, config.seq_length, x.device)
+    rotary = rotary_tables(config, torch.arange(config.seq_length, device=x.device))
     return ModuleCase(args, TransformerLayer(config), x, dy, rotary, flops_per_token(recipe, output_layer=False) * config.seq_length)
 
 

@@ -26,14 +26,19 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
 def count(recipe: Recipe, gpus: int) -> int:
     """Ranks to start for `recipe` on a machine with that many GPUs: at most trainer.devices, in whole replicas over which the
     global batch divides. 1, this process, without GPUs and for a layout that is refused. Raises ConfigError for several nodes."""
+    from fp8cfg.report.memory.layout import refused
+
     t = recipe.trainer
     smoke, replica = t.smoke, 1 if t.smoke else t.strategy.size
-    if gpus == 0 or t.accelerator == "cpu" or replica > 1:
+    if gpus == 0 or t.accelerator == "cpu" or (not smoke and refused(recipe, replica)):
         return 1
     if t.num_nodes > 1 and not smoke:
         raise ConfigError(f"trainer.num_nodes={t.num_nodes}: this process would train alone; start it on each node with torchrun")
     most = min(gpus, t.devices)
-    return most if smoke else next(n for n in range(most, 0, -1) if n == 1 or t.global_batch_size % (t.micro_batch_size * n) == 0)
+    if smoke:
+        return most
+    whole = range(most // replica * replica, 0, -replica)
+    return next((n for n in whole if t.global_batch_size % (t.micro_batch_size * (n // replica)) == 0), 1)
 
 
 def node_line(recipe: Recipe, argv: Sequence[str]) -> str:

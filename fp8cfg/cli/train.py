@@ -88,12 +88,15 @@ def run(argv: list[str]) -> int:
 def _ranks(recipe: Recipe, gpus: int, argv: list[str]) -> int:
     """The ranks to start here, with a line where they are not one on each GPU that the recipe is meant for. Raises ConfigError,
     with the line of each node, for a recipe of several."""
+    from fp8cfg.report.memory.layout import refused
+
     try:
         ranks = local_ranks.count(recipe, gpus)
     except ConfigError as e:
         raise ConfigError(f"{e}: {local_ranks.node_line(recipe, argv)}") from None
-    if gpus and ranks != (meant := min(gpus, recipe.trainer.devices)) and recipe.trainer.strategy.size == 1:
-        t = recipe.trainer
-        print(f"note: {ranks} of {meant} GPUs are used, over which trainer.global_batch_size={t.global_batch_size} divides in "
-              f"microbatches of {t.micro_batch_size}", file=sys.stderr)
+    t = recipe.trainer
+    if gpus and ranks != (meant := min(gpus, t.devices)) and not refused(recipe, ranks):
+        split = f" {t.strategy.size} to a replica," if t.strategy.size > 1 else ""
+        print(f"note: {ranks} of {meant} GPUs are used,{split} over which trainer.global_batch_size={t.global_batch_size} divides "
+              f"in microbatches of {t.micro_batch_size}", file=sys.stderr)
     return ranks

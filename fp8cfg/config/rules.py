@@ -138,8 +138,22 @@ def strategy_rules(recipe: Recipe) -> Iterator[str]:
     if s.sequence_parallel and tp == 1:
         yield Refusal("trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1",
                       [("trainer.strategy.sequence_parallel", False)], ["trainer.strategy.tensor_model_parallel_size"])
-    if cp > 1 and m.seq_length % (2 * cp):
-        yield f"model.seq_length={m.seq_length}: must be a multiple of 2 x context_parallel_size = {2 * cp}"
+    if cp > 1:
+        yield from _context_rules(recipe, cp)
+
+
+def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:
+    """Of sequences that are split over `cp` ranks, each with two chunks of them."""
+    length, key = recipe.model.seq_length, "trainer.strategy.context_parallel_size"
+    if length % (2 * cp):
+        yield (f"model.seq_length={length}: must be a multiple of 2 x context_parallel_size = {2 * cp}; nearest is "
+               f"{_multiple(length, 2 * cp)}")
+    if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
+        yield Refusal(f"fp8.dot_product_attention=True: attention in FP8 takes whole sequences, and {key}={cp} splits them; write "
+                      "false", [("fp8.dot_product_attention", False)], [key])
+    if every := recipe.log.fp8_stats_every_n_steps:
+        yield Refusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key}={cp} none has whole sequences; "
+                      "drop it", [("log.fp8_stats_every_n_steps", 0)], [key])
 
 
 RULES = (model_rules, family_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules, log_rules)

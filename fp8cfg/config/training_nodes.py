@@ -59,7 +59,8 @@ class Optim(Node):
 
 
 class Strategy(Node):
-    """The parallel layout that a recipe is meant for. Planned and exported; training runs data-parallel."""
+    """The parallel layout, which is never changed: the data-parallel size is what the launch leaves beside it. Training has
+    context parallelism; the others are planned and exported."""
 
     home: ClassVar[str] = "trainer.strategy"
 
@@ -70,7 +71,7 @@ class Strategy(Node):
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
     """Model chunks of each pipeline stage. Default null (none)."""
     context_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that share each sequence. Default 1."""
+    """GPUs that share each sequence: attention gathers its keys and values (Megatron's cp_comm_type all_gather). Default 1."""
     sequence_parallel: bool = False
     """Split norms over the tensor-parallel GPUs. Default false."""
 
@@ -110,8 +111,8 @@ class Trainer(Node):
     seed: int = Field(default=1234, ge=0, le=2**31 - 1)
     """Seeds weights and sample order. Default 1234 (Megatron)."""
     smoke: bool = False
-    """Train three steps of the recipe cut to a size for any machine, on the shipped corpus and data-parallel, with an evaluation, a
-    save and a resume; what was cut is said. At most 4 GiB over eight ranks. Default false."""
+    """Train three steps of the recipe cut to a size for any machine, on the shipped corpus and data- and context-parallel, with an
+    evaluation, a save and a resume; what was cut is said. At most 4 GiB over eight ranks. Default false."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile the model; true and false are on and off. Default auto: where a compiler is present and the run is long enough
     to pay for it."""

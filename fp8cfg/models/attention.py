@@ -8,21 +8,24 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.norms import norm
 from fp8cfg.models.rotary import apply_rotary
 
 
-def hidden_from(tokens: int, window: int | None, device: torch.device) -> Tensor:
-    """The mask of what a token (row) must not see, bool [T, T]: later tokens, and those `window` or more before it."""
-    future = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
-    later = future.triu(1)
-    return later if window is None else later | future.tril(-window)
+def hidden_from(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """The mask of what a token (row) must not see, bool [queries, keys]: later tokens, and those `window` or more before it. The
+    queries are the last of the keys."""
+    every, before = torch.ones(queries, keys, dtype=torch.bool, device=device), keys - queries
+    later = every.triu(1 + before)
+    return later if window is None else later | every.tril(before - window)
 
 
 class CoreAttention(nn.Module):
-    """softmax(q kᵀ x scale) v, causal: q [B, heads, T, head_dim], k and v [B, G, T, head_dim], out as q.
+    """softmax(q kᵀ x scale) v, causal: q [B, heads, T, head_dim], k and v [B, G, S, head_dim], out as q. S is T, or more: the
+    queries are the last of the keys.
 
     `scale` None is 1 / √head_dim. A token sees itself and the `window` - 1 before it. `softcap` c bounds scores by
     c tanh(scores / c), which torch's fused attention does not know: they are computed explicitly then, in float32 (Gemma 2,
@@ -34,11 +37,12 @@ class CoreAttention(nn.Module):
         self.scale, self.window, self.softcap = scale, window, softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        tokens = q.shape[-2]
-        window = self.window if self.window is not None and self.window < tokens else None
-        if self.softcap is None and window is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] > k.shape[1])
-        hidden = hidden_from(tokens, window, q.device)
+        queries, keys = q.shape[-2], k.shape[-2]
+        window = self.window if self.window is not None and self.window < keys else None
+        if self.softcap is None and window is None and (queries == keys or q.is_cuda):
+            causal = {"is_causal": True} if queries == keys else {"attn_mask": causal_lower_right(queries, keys)}
+            return F.scaled_dot_product_attention(q, k, v, **causal, scale=self.scale, enable_gqa=q.shape[1] > k.shape[1])
+        hidden = hidden_from(queries, keys, window, q.device)
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))  # no kernel has both a mask and grouped queries
         if self.softcap is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=self.scale)

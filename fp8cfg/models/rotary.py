@@ -14,17 +14,16 @@ from torch import Tensor
 from fp8cfg.models.config import RopeScaling, TransformerConfig
 
 
-def rotary_tables(config: TransformerConfig, length: int, device: torch.device, local: bool = False) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's angles, each float32 [length, rotary_size / 2]; `local` for layers with a sliding
-    window where these have a base of their own, which no scaling stretches (Gemma 3)."""
-    channels = torch.arange(0, config.rotary_size, 2, dtype=torch.float32, device=device)
+def rotary_tables(config: TransformerConfig, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles of `positions`, integers [T], each float32 [T, rotary_size / 2]; `local` for layers with a
+    sliding window where these have a base of their own, which no scaling stretches (Gemma 3)."""
+    channels = torch.arange(0, config.rotary_size, 2, dtype=torch.float32, device=positions.device)
     local = local and config.rotary_base_local is not None
     base = config.rotary_base_local if local and config.rotary_base_local else config.rotary_base
     frequencies = 1.0 / base ** (channels / config.rotary_size)
     if config.rope_scaling is not None and not local:
         frequencies = scale_frequencies(frequencies, config.rope_scaling)
-    positions = torch.arange(length, dtype=torch.float32, device=device)
-    angles = positions[:, None] * frequencies
+    angles = positions.float()[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 

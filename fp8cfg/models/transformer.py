@@ -48,14 +48,16 @@ class Transformer(nn.Module):
         if config.tie_embeddings:
             self.output_layer.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Mean cross entropy of `targets` (float32, 0-d), or logits [B, T, vocab_size] where there are none.
 
         `tokens` and `targets` are int64 [B, T]; `targets[b, t]` is the token that follows `tokens[b, t]`, and a target
-        of -100 is left out of the mean. The logits have the dtype of the output layer; the loss upcasts them.
+        of -100 is left out of the mean. `positions`, int64 [T], are the tokens' places in their sequence, by default 0 to T - 1.
+        The logits have the dtype of the output layer; the loss upcasts them.
         """
-        x = self._embedded(tokens)
-        tables = self._positions(tokens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        x = self._embedded(tokens, positions)
+        tables = self._tables(positions)
         for number, layer in enumerate(self.layers):
             # No bool for an index: Dynamo of torch 2.11 takes none (TypeError), that of 2.13 does.
             cos, sin = tables[0 if self.config.window(number) is None else 1]
@@ -71,22 +73,22 @@ class Transformer(nn.Module):
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.embedding(tokens)
         if self.config.scale_embeddings:  # by a factor that is rounded to the dtype of `x`, as Gemma was trained
             x = x * torch.full((), self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
         if self.config.learned_positions:
-            x = x + self.position_embedding(torch.arange(tokens.shape[1], device=tokens.device))
+            x = x + self.position_embedding(positions)
         return x
 
-    def _positions(self, tokens: Tensor) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
+    def _tables(self, positions: Tensor) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
         """The rotary tables of layers with full attention, and of those with a sliding window."""
         if self.config.position_embedding_type != "rope":
             return (None, None), (None, None)
-        full = rotary_tables(self.config, tokens.shape[1], tokens.device)
+        full = rotary_tables(self.config, positions)
         if self.config.rotary_base_local is None:
             return full, full
-        return full, rotary_tables(self.config, tokens.shape[1], tokens.device, local=True)
+        return full, rotary_tables(self.config, positions, local=True)
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: str = "cpu") -> None:

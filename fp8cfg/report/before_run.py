@@ -74,10 +74,10 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
     return "\n" + "\n\n".join(parts) + "\n"
 
 
-def refuse_layout(recipe: Recipe) -> None:
-    """Raise ConfigError for a tensor, pipeline or context parallel layout, which is never changed for the user: training does not
-    have it."""
-    refuse_if(layout.refused(recipe))
+def refuse_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
+    """Raise ConfigError for a parallel layout, which is never changed for the user, that training does not have, or not on so many
+    `ranks`, or not of a model that is `given`."""
+    refuse_if(layout.refused(recipe, ranks, given))
 
 
 def refuse(recipe: Recipe, hardware: Hardware, whole_line: Callable[[Sequence[str]], str]) -> None:
@@ -89,7 +89,7 @@ def refuse(recipe: Recipe, hardware: Hardware, whole_line: Callable[[Sequence[st
         return choose(other.precision, hardware, statistics=other.log.fp8_stats_every_n_steps).backend
 
     large = too_large(recipe, hardware.device, free, backend(recipe))
-    problems = layout.refused(recipe) or ([large] if large else [])
+    problems = layout.refused(recipe, layout.ranks()) or ([large] if large else [])
     if problems:
         found = cheapest(recipe, hardware.device, free, layout.ranks(), backend)
         offered = [whole_line(w) for w in ([found.words] if found else []) + ([] if recipe.trainer.smoke else [(SMOKE,)])]
@@ -100,12 +100,14 @@ def _scaled_down(recipe: Recipe) -> str:
     """The line that says how a layout for other machines is run here, or an empty one."""
     t, here = recipe.trainer, layout.ranks()
     meant, s = t.num_nodes * t.devices, t.strategy
-    if s.size > 1:
+    if layout.refused(recipe, here):
         return (f"meant for {meant} GPUs (tensor {s.tensor_model_parallel_size}, pipeline {s.pipeline_model_parallel_size}, "
                 f"context {s.context_parallel_size})")
-    if meant == here:
+    if meant == here and s.size == 1:
         return ""
-    steps = t.global_batch_size / (t.micro_batch_size * here)
+    steps = t.global_batch_size / (t.micro_batch_size * (here // s.size))
     many = "1 rank" if here == 1 else f"{here} ranks"
-    return f"meant for {meant} GPUs\nruns here data-parallel on {many}, {steps:g} microbatches a step on each"
+    how = f"data-parallel on {many}" if s.size == 1 else f"on {many} = context {s.context_parallel_size} x data {here // s.size}"
+    runs = f"runs here {how}, {steps:g} microbatches a step on each"
+    return runs if meant == here else f"meant for {meant} GPUs\n{runs}"
 

@@ -19,11 +19,12 @@ def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
 
 
 def _layout(recipe: Recipe) -> list[str]:
-    """Parallel layouts, which are planned and exported, and not trained."""
+    """Parallel layouts that are planned and exported, and not trained."""
     s = recipe.trainer.strategy
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     keys = [f"{s.key(name)}={value}" for name in sizes if (value := getattr(s, name)) > 1]
-    return [f"{', '.join(keys)}: not in this version, which plans and exports it and trains data-parallel"] if keys else []
+    later = "not in this version, which plans and exports it and trains data- and context-parallel"
+    return [f"{', '.join(keys)}: {later}"] if keys else []
 
 
 def _backend(recipe: Recipe) -> list[str]:

@@ -98,7 +98,7 @@ class Plan:
     def data(self) -> dict[str, Any]:
         """All of the plan as plain data, in an order that stays, as `fp8cfg plan --json` prints it."""
         row, fits = chart.row(self.recipe), self.gpu and self.widest.total <= self.gpu.memory
-        each = chart.bytes_per_parameter(row, self.recipe.storage.shard, self.widest.part.data)
+        each = chart.bytes_per_parameter(row, self.recipe.storage.shard, self.widest.part.shards)
         published = speedups.published(self.recipe, self.hardware.capability)
         return {
             "recipe": self.recipe.name, "gpu": asdict(self.gpu) if self.gpu else None, "gpus": self.world,
@@ -133,7 +133,7 @@ def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
     ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend))
              for part in parts(recipe, world)]
     coverage = planned(recipe, plan(recipe, backend))
-    problems = refused(recipe) or _too_large(recipe, ranks, gpu) if choice else []
+    problems = refused(recipe, world) or _too_large(recipe, ranks, gpu) if choice else []
     write = _write(recipe, world, hardware, gpu.memory if gpu else UNBOUNDED) if problems else ()
     return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, write)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.report import chart, speedups
+from fp8cfg.report.memory.layout import refused
 from fp8cfg.report.memory.peak import NOT_PARAMETERS, memory_table
 from fp8cfg.report.tables import amount, size, table, wrapped
 from fp8cfg.scalings import SCALINGS
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def text(p: Plan) -> str:
     """The sections of the plan."""
-    sections = [_runs(p), str(p.coverage), chart.text(p.recipe, p.widest.part.data), _layout(p), _memory(p)]
+    sections = [_runs(p), str(p.coverage), chart.text(p.recipe, p.widest.part.shards), _layout(p), _memory(p)]
     if p.recipe.fp8.enabled:
         sections.append(_gains(p))
     if p.problems:
@@ -53,8 +54,8 @@ def _layout(p: Plan) -> str:
     ways = (("tensor", s.tensor_model_parallel_size), ("pipeline", s.pipeline_model_parallel_size),
             ("context", s.context_parallel_size), ("data", p.widest.part.data))
     lines = [model, f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}"]
-    if s.size > 1:
-        lines.append("planned for, not run: training in this version is data-parallel")
+    if refused(p.recipe, p.world):
+        lines.append("planned for, not run: training in this version is data- and context-parallel")
     if len(p.ranks) > 1:
         rows = [[r.part.name, str(len(r.part.layers)), amount(r.parameters), size(r.total)] for r in p.ranks]
         lines.append(table(["", "layers", "parameters", "memory"], rows, right=(1, 2, 3)))
@@ -71,7 +72,7 @@ def _memory(p: Plan) -> str:
     if p.gpu:
         left = p.gpu.memory - p.widest.total
         gpu = f"{p.gpu.name}, {size(p.gpu.memory)}"
-        if p.recipe.trainer.strategy.size > 1:
+        if refused(p.recipe, p.world):
             gpu += ", as planned for"
         lines.append(f"fits {gpu}: {size(left)} to spare" if left >= 0 else f"does not fit {gpu}: {size(-left)} too much")
     return "\n".join(lines)
@@ -81,7 +82,7 @@ def _beyond_the_chart(p: Plan) -> list[str]:
     """Why the lines of memory come to more bytes a parameter than the chart has; nothing where they do not."""
     rank, shard = p.widest, p.recipe.storage.shard
     kinds = {kind: n / rank.parameters for kind, n in rank.memory.items() if n and kind not in NOT_PARAMETERS}
-    chart_has, together = chart.bytes_per_parameter(chart.row(p.recipe), shard, rank.part.data), sum(kinds.values())
+    chart_has, together = chart.bytes_per_parameter(chart.row(p.recipe), shard, rank.part.shards), sum(kinds.values())
     if together < chart_has + 0.5:
         return []
     more = {kind: n for kind, n in kinds.items() if kind in ("gathered", "FP8 copies", "accumulation")}

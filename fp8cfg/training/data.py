@@ -9,6 +9,7 @@ from torch import Tensor
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.data import Batches, Corpus, DataError, eval_batches, load_corpus, split
+from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.training.distributed.world import World
 
 
@@ -27,7 +28,7 @@ def validation_batches(recipe: Recipe, held_out: Corpus, world: World) -> Iterat
     """This rank's share of one evaluation. Raises ConfigError, before the first batch, where there is not one to be had."""
     m, t = recipe.model, recipe.trainer
     try:
-        size, limit = t.global_batch_size, t.limit_val_batches
-        return eval_batches(held_out.tokens, m.seq_length, size, limit, m.vocab_size, world.rank, world.size)
+        size, limit, share = t.global_batch_size, t.limit_val_batches, batch_share(t.strategy, world.rank, world.size)
+        return eval_batches(held_out.tokens, m.seq_length, size, limit, m.vocab_size, *share)
     except DataError as e:
         raise ConfigError(f"data={recipe.data.name}: {e}") from None

@@ -100,7 +100,7 @@ class _Training:
         self.callbacks = callbacks if world.first else ()
         self.recipe = job.recipe
         self.batches, self.held_out = run_data(job.recipe)
-        refuse_layout(self.recipe)
+        refuse_layout(self.recipe, self.world.size, job.foreign)
         self.backend = backend_registry.backend(job.choice.backend)
         if microbatches(job, world) > 1:
             self.backend.cache_weights(job.model)

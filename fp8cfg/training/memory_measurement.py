@@ -21,7 +21,7 @@ from fp8cfg.builder import build
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
 from fp8cfg.report.memory.fsdp_gather import root_bytes
-from fp8cfg.report.memory.layout import whole
+from fp8cfg.report.memory.layout import ranks, whole
 from fp8cfg.report.memory.linears import LOGITS
 from fp8cfg.report.memory.peak import linears_of, memory, parameters, persistent, step_bytes
 from fp8cfg.report.tables import size, table
@@ -145,7 +145,7 @@ def by_kind(job: Job) -> dict[str, list[Tensor]]:
 
 def planned(recipe: Recipe, device: str, backend: str) -> dict[str, int]:
     """What the plan says of the kinds that `measure` measures, on `device` ("cpu" or "cuda") where `backend` multiplies."""
-    kinds, part = memory(recipe, device, backend=backend), whole(recipe)
+    kinds, part = memory(recipe, device, backend=backend), whole(recipe, ranks())
     linears = linears_of(recipe, part)
     stays = persistent(recipe, part, linears)
     state = stays.pop("FP8 copies")

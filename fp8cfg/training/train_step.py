@@ -13,6 +13,8 @@ from torch import Tensor
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
+from fp8cfg.parallel.mesh import batch_share
+from fp8cfg.training.context_traffic import count_pass
 from fp8cfg.training.distributed.gradient_sync import stores_early, sum_gradients
 from fp8cfg.training.distributed.world import World
 
@@ -35,26 +37,29 @@ class Stopped(Exception):
 def microbatches(job: Job, world: World) -> int:
     """Forward and backward passes of one optimizer step on each rank. Raises ConfigError where batches do not divide."""
     t = job.recipe.trainer
-    per_pass = t.micro_batch_size * world.size
+    _, data = batch_share(t.strategy, world.rank, world.size)
+    per_pass = t.micro_batch_size * data
     if t.global_batch_size % per_pass:
         nearest = max(1, round(t.global_batch_size / per_pass)) * per_pass
+        kind = "" if data == world.size else "data-parallel "
         raise ConfigError(f"trainer.global_batch_size={t.global_batch_size}: not a multiple of trainer.micro_batch_size x "
-                          f"{world.size} ranks = {per_pass}; nearest is {nearest}")
+                          f"{data} {kind}ranks = {per_pass}; nearest is {nearest}")
     return t.global_batch_size // per_pass
 
 
 def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     """Optimizer step number `step`, the first being 0."""
-    count = microbatches(job, world)
+    count, share = microbatches(job, world), batch_share(job.recipe.trainer.strategy, world.rank, world.size)
     total = torch.zeros((), device=job.device)
     again = job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
     job.optimizer.zero_grad()
     for i in range(count):
-        tokens, targets = batches.batch(step, world.rank, world.size, i, count)
+        tokens, targets = batches.batch(step, *share, i, count)
         stores = not again and i + 1 == count and stores_early(job.prepared, world)
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
             loss = _loss(job, tokens, targets)
             job.backward(loss, parts=count * world.size)
+        count_pass(job.recipe, len(tokens), world)
         total += loss.detach()
     sum_gradients(job.prepared, job.optimizer, job.recipe.storage.shard, world)
     job.summed = True

@@ -79,7 +79,7 @@ class Handmade(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         from fp8cfg.models.rotary import rotary_tables
 
-        h, (cos, sin) = self.source.embedding(x), rotary_tables(self.source.config, x.shape[1], x.device)
+        h, (cos, sin) = self.source.embedding(x), rotary_tables(self.source.config, torch.arange(x.shape[1]))
         angles = torch.atan2(sin, cos)
         for layer in self.parts:
             h = layer(h, rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None])

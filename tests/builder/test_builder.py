@@ -9,6 +9,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.config.recipe_registry import recipes
+from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.shapes import parameter_counts
 from fp8cfg.numerics import FP8Linear, fp8_linears
@@ -169,7 +170,7 @@ def test_a_model_that_does_not_fit_is_refused_before_memory_is_taken() -> None:
     from fp8cfg.recipes import llama_405b
 
     recipe = llama_405b()
-    recipe.trainer.accelerator = "cpu"
+    recipe.trainer.accelerator, recipe.trainer.strategy = "cpu", Strategy()
     with pytest.raises(fp8cfg.ConfigError, match=r"recipe=llama_405b: needs .* GiB, this machine has .* nearest that fit: trainer.smoke=true$"):
         fp8cfg.build(recipe)
 

@@ -10,6 +10,7 @@ import fp8cfg
 from fp8cfg.cli import local_ranks, train
 from fp8cfg.config.recipe import Recipe
 
+CONTEXT = ("recipe=llama_8b", "trainer.strategy.context_parallel_size=2")
 DATA_PARALLEL = ("recipe=llama_8b", "trainer.strategy.context_parallel_size=1")
 
 
@@ -19,7 +20,8 @@ def composed(*words: str) -> Recipe:
 
 @pytest.mark.parametrize(("words", "gpus", "ranks"), [
     (DATA_PARALLEL, 8, 8), (DATA_PARALLEL, 4, 4), (DATA_PARALLEL, 16, 8), (DATA_PARALLEL, 0, 1), (DATA_PARALLEL, 7, 4),
-    ((*DATA_PARALLEL, "trainer.accelerator=cpu"), 8, 1), (("recipe=llama_tiny",), 8, 1), (("recipe=llama_8b",), 8, 1),
+    ((*DATA_PARALLEL, "trainer.accelerator=cpu"), 8, 1), (("recipe=llama_tiny",), 8, 1), (CONTEXT, 8, 8), (CONTEXT, 7, 4), (CONTEXT, 3, 2), (CONTEXT, 1, 1),
+    ((*CONTEXT, "trainer.strategy.tensor_model_parallel_size=2"), 8, 1),
     (("recipe=llama_8b", "trainer.smoke=true"), 7, 7), (("recipe=llama_405b", "trainer.smoke=true"), 4, 4),
 ])
 def test_as_many_ranks_as_gpus_and_whole_batches(words: tuple[str, ...], gpus: int, ranks: int) -> None:
@@ -30,6 +32,9 @@ def test_fewer_ranks_than_gpus_are_said(capsys: pytest.CaptureFixture[str]) -> N
     assert train._ranks(composed(*DATA_PARALLEL), 7, []) == 4
     assert capsys.readouterr().err == (
         "note: 4 of 7 GPUs are used, over which trainer.global_batch_size=512 divides in microbatches of 1\n")
+    assert train._ranks(composed(*CONTEXT), 3, []) == 2
+    assert capsys.readouterr().err == (
+        "note: 2 of 3 GPUs are used, 2 to a replica, over which trainer.global_batch_size=512 divides in microbatches of 1\n")
     assert train._ranks(composed(*DATA_PARALLEL), 8, []) == 8 and capsys.readouterr().err == ""
 
 

@@ -105,7 +105,7 @@ will be built
 
 
 def test_the_count_to_the_digit_and_why_a_level_takes_more_than_the_chart_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "recipe=llama_8b", "precision=bf16_fp8", "opt_level=O2"]) == 2
+    assert main(["plan", "recipe=llama_8b", "precision=bf16_fp8", "opt_level=O2"]) == 0
     out = capsys.readouterr().out
     assert "\nmodel: 8.03B parameters (8,030,261,248)\n" in out
     assert """
@@ -125,13 +125,13 @@ def test_the_largest_recipe_on_its_layout(capsys: pytest.CaptureFixture[str]) ->
     assert "\ndoes not run as it stands: trainer.strategy.tensor_model_parallel_size=8: not in" in out and "\nruns with: trainer.smoke=true\n" in out
     assert """\
 layout: 512 ranks = tensor 8 x pipeline 8 x context 4 x data 2
-planned for, not run: training in this version is data-parallel
+planned for, not run: training in this version is data- and context-parallel
               layers  parameters     memory
-first stage       15       6.24B  126.9 GiB
-middle stage      16       6.38B  128.1 GiB
-last stage        15       6.24B  111.1 GiB
+first stage       15       6.24B  126.0 GiB
+middle stage      16       6.38B  127.2 GiB
+last stage        15       6.24B  110.8 GiB
 """ in out
-    assert "FP8: 504 of 505 linear layers" in out and "of the middle stage, which takes most" in out and "\ndoes not fit h100, 79.1 GiB, as planned for: 49.0 GiB too much\n" in out
+    assert "FP8: 504 of 505 linear layers" in out and "of the middle stage, which takes most" in out and "\ndoes not fit h100, 79.1 GiB, as planned for: 48.1 GiB too much\n" in out
     assert "too small to win: none" in out
     assert max(map(len, out.splitlines())) <= 80
 

@@ -168,8 +168,13 @@ def test_a_layout_shares_activations_too() -> None:
     first, _, last = (memory(laid_out(pp=3), "cuda", p) for p in parts(laid_out(pp=3), 3))
     assert first["logits"] == 0 and last["logits"] == one["logits"], "logits are the last stage's"
     assert first["activations"] > last["activations"] - one["activations"] / 3, "as many microbatches in flight as stages"
-    split = Part("", range(6), tensor=2, context=2, sequence_parallel=True)
-    assert memory(laid_out(), "cuda", split)["activations"] * 4 == pytest.approx(one["activations"], rel=0.01)
+    halves = Part("", range(6), tensor=2, sequence_parallel=True)
+    assert memory(laid_out(), "cuda", halves)["activations"] * 2 == pytest.approx(one["activations"], rel=0.01)
+    by_sequence, m = memory(laid_out(), "cuda", Part("", range(6), context=2)), laid_out().model
+    # Of a token a rank keeps two keys and two values, its own and the other rank's, where one rank keeps the output of the projection,
+    # of which the values are a view, and keys; and attention's output twice, by chunks and put together.
+    more = 2 * m.head_dim * m.num_query_groups  # bytes
+    assert by_sequence["activations"] == pytest.approx(one["activations"] / 2 + 6 * m.seq_length / 2 * more, rel=0.001)
 
 
 @pytest.mark.parametrize(("world", "line"), [

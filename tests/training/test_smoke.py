@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +50,9 @@ def test_every_recipe_and_preset_is_planned_in_four_gib_over_all_ranks(words: tu
     assert sum(memory(small, "cpu").values()) <= LARGEST >= 8 * sum(memory(eight, "cpu", whole(eight, 8)).values())
     assert not any(size % 16 for size in (m.hidden_size, m.ffn_hidden_size, m.vocab_size, m.seq_length))
     assert m.num_attention_heads % m.num_query_groups == 0 and t.strategy.size == 1 and t.max_steps == 3
-    assert t.global_batch_size % t.micro_batch_size == 0 == eight.trainer.global_batch_size % (eight.trainer.micro_batch_size * 8)
+    context = math.gcd(composed(*words).trainer.strategy.context_parallel_size, 8)
+    assert eight.trainer.strategy.size == context and m.seq_length % (2 * context) == 0
+    assert t.global_batch_size % t.micro_batch_size == 0 == eight.trainer.global_batch_size % (eight.trainer.micro_batch_size * 8 // context)
     assert smoke.cut(small, 1) == small and smoke.cut(eight, 8) == eight, "what is cut is cut no further"
     assert planned(small, plan(small)).layers_in_fp8 >= 4 * small.fp8.enabled
 

@@ -17,6 +17,8 @@ LayerNorm keeps no normalized input. Where scores have a soft cap attention keep
 sliding window a mask; with either a copy of keys and values for each head. Norms of queries and keys keep these in float32;
 norms after attention and MLP are two more. A soft cap of logits keeps cV.
 
+With sequences split over context ranks keys and values are whole ones (report/memory/context_attention.py).
+
 Attention in FP8 (numerics/attention.py) keeps quantized queries, keys and values alone, e(Q + 2K), and takes its matrices of
 scores one layer at a time: 8 + 2e and a mask for each of heads x T x T in the backward pass.
 
@@ -32,6 +34,7 @@ from dataclasses import dataclass
 
 from fp8cfg.backends.gemm_plan import PlannedLinear, plan_attention
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.report.memory import context_attention
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.linears import LinearBytes
 
@@ -88,7 +91,9 @@ class _Layer:
         self.kind = attends, b.scores(number), *(p.gemms for p in linears)
         self.fc1_in, self.fc2_in = b.input(self.fc1, b.d), b.input(self.fc2, b.f)
         attention = b.e * (b.q + 2 * b.k) + b.input(proj, b.q)
-        if not attends:
+        if b.context > 1:
+            attention = context_attention.kept(b, number, b.keeps_quantized(proj)) + (b.e * b.q if b.keeps_quantized(proj) else 0)
+        elif not attends:
             rotated = b.q + b.k if b.recipe.model.position_embedding_type == "rope" else 0
             attention = b.c * (2 * b.q + 2 * b.k + rotated) + b.scores(number) + (b.e * b.q if b.keeps_quantized(proj) else 0)
         attention += b.input(qkv, b.d)
@@ -118,6 +123,8 @@ class _Layer:
         used += self.fc1_in
         yield b.tokens * (2 * residual - used) + b.gradient(self.fc1, made=False)
         yield b.tokens * (residual + b.norm_backward - used)
+        if b.context > 1:  # of gathered keys and values, as they were gathered and in their order
+            yield b.tokens * (2 * residual - used + 2 * context_attention.gathered(b))
         if self.attends:
             scores = b.recipe.model.num_attention_heads / b.tp * b.recipe.model.seq_length
             yield b.tokens * (2 * residual - used + (8.5 + 2 * b.e) * scores)

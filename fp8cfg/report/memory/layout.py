@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
@@ -28,6 +28,11 @@ class Part:
     sequence_parallel: bool = False
     in_flight: float = 1.0
 
+    @property
+    def shards(self) -> int:
+        """The ranks that have the same parameters, over which storage.shard splits state: data-parallel and context ranks."""
+        return self.data * self.context
+
 
 def ranks() -> int:
     """The ranks of this run, as torchrun says (WORLD_SIZE); 1 without it."""
@@ -35,16 +40,26 @@ def ranks() -> int:
 
 
 def whole(recipe: Recipe, ranks: int = 1) -> Part:
-    """The whole model, as each of `ranks` ranks holds it in data-parallel training."""
-    return Part("every rank", range(recipe.model.num_layers), data=ranks)
+    """The whole model, as each of `ranks` ranks holds it: sequences are split where these are whole groups of context ranks."""
+    context = recipe.trainer.strategy.context_parallel_size
+    context = 1 if ranks % context else context
+    return Part("every rank", range(recipe.model.num_layers), context=context, data=ranks // context)
 
 
-def refused(recipe: Recipe) -> list[str]:
-    """A line for each way in which `recipe` splits a model replica over ranks: training does not have them."""
+def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
+    """A line for each way in which `recipe` splits a model replica over ranks that training does not have, or not on so many
+    `ranks`; or, of a model that is `given`, not at all."""
     s = recipe.trainer.strategy
-    keys = [f"{way}_parallel_size" for way in ("tensor_model", "pipeline_model", "context")]
-    sizes = {k: getattr(s, k) for k in keys}
-    return [f"{s.key(k)}={n}: not in this version, training is data-parallel; write 1" for k, n in sizes.items() if n > 1]
+    sizes = {k: getattr(s, k) for k in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
+    lines = [f"{s.key(k)}={n}: not in this version; write 1" for k, n in sizes.items() if n > 1]
+    cp, key = s.context_parallel_size, s.key("context_parallel_size")
+    if cp > 1 and given:
+        lines.append(f"{key}={cp}: splits the sequences of a recipe's Transformer, not those of a model of your own; write 1")
+    elif ranks % cp:
+        here = f"{ranks} ranks are" if ranks > 1 else "1 rank is"
+        lines.append(f"{key}={cp}: so many ranks share a sequence, and {here} no multiple of it; start {-(-ranks // cp) * cp}, "
+                     f"or write {gcd(cp, ranks)}")
+    return lines
 
 
 def parts(recipe: Recipe, world: int) -> list[Part]:

@@ -21,7 +21,7 @@ class LinearBytes:
 
     def __init__(self, recipe: Recipe, device: str, part: Part, grads: float, backend: str) -> None:
         m, tp = recipe.model, part.tensor
-        self.requantizes = backend_registry.capabilities(backend).requantizes
+        self.requantizes, self.context = backend_registry.capabilities(backend).requantizes, part.context
         self.recipe, self.device, self.grads, self.tp = recipe, device, grads, tp
         self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
         self.d = m.hidden_size / (tp if part.sequence_parallel else 1)
@@ -45,13 +45,16 @@ class LinearBytes:
 
     def scores(self, layer: int) -> float:
         """What attention in high precision keeps beside queries, keys, values and its output."""
-        m = self.recipe.model
-        window = transformer_config(self.recipe).window(layer)
-        hidden = window is not None and window < m.seq_length
+        m, hidden = self.recipe.model, self.window(layer) is not None
         copied = 2 * self.c * (self.q - self.k) if hidden or m.attn_logit_softcapping is not None else 0  # keys and values by head
         if m.attn_logit_softcapping is not None:  # tanh, the softmax, and that in the compute dtype; the mask
             return copied + m.seq_length * (m.num_attention_heads / self.tp * (8 + (self.c if self.c < 4 else 0)) + 1)
         return self.softmax + copied + (self.c * m.seq_length if hidden else 0)
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of that layer, None where it is as long as a sequence."""
+        window = transformer_config(self.recipe).window(layer)
+        return window if window is not None and window < self.recipe.model.seq_length else None
 
     def input(self, linear: PlannedLinear, width: float) -> float:
         """What `linear` keeps of its input: the quantized one, or the input itself for a wgrad in high precision."""

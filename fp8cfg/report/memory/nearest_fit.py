@@ -1,7 +1,7 @@
 """Nearest fit: the changes that make a recipe fit into a given memory at the least cost, and the refusal of one that does not.
 
-A fit keeps the model and the global batch. It is searched over the data-parallel layout, storage.shard, recomputation, the
-microbatch and MS-AMP's levels, the cheapest first; what contradicts a change gives way as it does to a word of the command line.
+A fit keeps the model and the global batch. It is searched over storage.shard, recomputation, the microbatch, the parallel layout
+and MS-AMP's levels, the cheapest first; what contradicts a change gives way as it does to a word of the command line.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ RECOMPUTE = {"none": 0.0, "selective": 0.05, "full": 0.33}
 alone, takes some per cent (arXiv 2205.05198, section 5)."""
 SHARD = {"none": 0.0, "zero1": 0.02, "zero2": 0.03, "fsdp": 0.1}
 """Cost of storage.shard: ZeRO sends what an all-reduce does, FSDP half as much again (arXiv 1910.02054, section 7)."""
+LAYOUT = 0.5
+"""Cost of giving up a layout that runs, which is never changed for the user: it is offered after all that keeps it."""
 LEVEL = {None: 0.0, "O1": 1.0, "O2": 1.1, "O3": 1.2}
 """A level changes the numbers, and goes after everything that does not."""
 HALVED = 0.02
@@ -62,13 +64,20 @@ class _Search:
         """Fits of the whole model, by rising cost, of the recipe's own sharding and level and of those that store less."""
         own, own_level = self.recipe.storage.shard, self.recipe.precision.opt_level
         shards = [s for s in SHARD if SHARD[s] >= SHARD[own]] if self.world > 1 else [own]
-        alive = [pair for pair in product(shards, [o for o in LEVEL if LEVEL[o] >= LEVEL[own_level]]) if self._lean(*pair)]
-        every: list[tuple[float, str, str | None, str, int]] = [
-            (SHARD[s] + LEVEL[o] + RECOMPUTE[r] + HALVED * i, s, o, r, m)
-            for s, o in alive for r in self._recompute for i, m in enumerate(self._micro)]
-        for _, shard, level, recompute, micro in sorted(every, key=lambda each: each[0]):
-            if found := self._fit(shard, level, recompute, micro):
+        levels = [o for o in LEVEL if LEVEL[o] >= LEVEL[own_level]]
+        alive = [each for each in product(self._contexts, shards, levels) if self._lean(*each)]
+        every: list[tuple[float, int, str, str | None, str, int]] = [
+            (LAYOUT * self._contexts.index(c) + SHARD[s] + LEVEL[o] + RECOMPUTE[r] + HALVED * i, c, s, o, r, m)
+            for c, s, o in alive for r in self._recompute for i, m in enumerate(self._micro(c))]
+        for _, context, shard, level, recompute, micro in sorted(every, key=lambda each: each[0]):
+            if found := self._fit(context, shard, level, recompute, micro):
                 yield found
+
+    @cached_property
+    def _contexts(self) -> list[int]:
+        """Context-parallel sizes that run on these ranks: the recipe's own where it does, and 1."""
+        own = self.recipe.trainer.strategy.context_parallel_size
+        return [own, 1] if own > 1 and self.world % own == 0 else [1]
 
     @cached_property
     def _recompute(self) -> list[str]:
@@ -77,23 +86,23 @@ class _Search:
         offered = get_args(Model.model_fields["recompute_granularity"].annotation)
         return [name for name in sorted(offered, key=lambda name: RECOMPUTE[name]) if RECOMPUTE[name] >= RECOMPUTE[own]]
 
-    @cached_property
-    def _micro(self) -> list[int]:
-        """Microbatches, halved from that of the recipe on, that divide the global batch over the ranks."""
+    def _micro(self, context: int) -> list[int]:
+        """Microbatches, halved from that of the recipe on, that divide the global batch over the data-parallel ranks."""
         t, found = self.recipe.trainer, list[int]()
         size = t.micro_batch_size
         while size:
-            found += [size] if t.global_batch_size % (size * self.world) == 0 else []
+            found += [size] if t.global_batch_size % (size * self.world // context) == 0 else []
             size //= 2
         return found
 
-    def _lean(self, shard: str, level: str | None) -> bool:
-        return bool(self._micro) and self._fit(shard, level, self._recompute[-1], self._micro[-1]) is not None
+    def _lean(self, context: int, shard: str, level: str | None) -> bool:
+        micro = self._micro(context)
+        return bool(micro) and self._fit(context, shard, level, self._recompute[-1], micro[-1]) is not None
 
-    def _fit(self, shard: str, level: str | None, recompute: str, micro: int) -> Fit | None:
+    def _fit(self, context: int, shard: str, level: str | None, recompute: str, micro: int) -> Fit | None:
         values = {"storage.shard": shard, "opt_level": level, "model.recompute_granularity": recompute,
                   "trainer.micro_batch_size": micro}
-        found = self.changed({**values, **_flat_layout()})
+        found = self.changed({**values, **_layout(context)})
         left = None if found is None else self.spare(found)
         return None if found is None or left is None or left < 0 else Fit(found, words(self.recipe, found), left)
 
@@ -118,8 +127,9 @@ class _Search:
 
     def fewer_layers(self) -> Fit | None:
         """The recipe at its leanest with as many layers as fit; None where there is no such number."""
-        lean = self.changed({"trainer.micro_batch_size": (self._micro or [1])[-1],
-                             "model.recompute_granularity": self._recompute[-1], **_flat_layout()})
+        context = self._contexts[0]
+        lean = self.changed({"trainer.micro_batch_size": (self._micro(context) or [1])[-1],
+                             "model.recompute_granularity": self._recompute[-1], **_layout(context)})
         least, most = 0, self.recipe.model.num_layers  # fits with `least` layers, does not with `most`: halve what lies between
         while lean and most - least > 1:
             middle = (least + most) // 2
@@ -140,7 +150,7 @@ class _Search:
 
 
 def cheapest(recipe: Recipe, device: str, free: int, world: int, backend: Backend) -> Fit | None:
-    """The changes at the least cost with which `recipe` runs on `world` data-parallel ranks, each with `free` bytes of `device`
+    """The changes at the least cost with which `recipe` runs on `world` ranks, each with `free` bytes of `device`
     ("cpu" or "cuda"); None where it does not, whatever is changed."""
     return next(_Search(recipe, device, free, world, backend).fits(), None)
 
@@ -170,9 +180,9 @@ def words(before: Recipe, after: Recipe) -> tuple[str, ...]:
     return tuple(f"{short(key)}={_word(value)}" for key, value in flat(after).items() if old[key] != value)
 
 
-def _flat_layout() -> dict[str, Any]:
-    """No tensor, pipeline or context parallelism, which this version does not run."""
-    return {key: typed(key, value) for key, value in flat(Strategy(), "trainer.strategy").items()}
+def _layout(context: int) -> dict[str, Any]:
+    """Sequences split over so many ranks, and no tensor or pipeline parallelism, which this version does not run."""
+    return {key: typed(key, value) for key, value in flat(Strategy(context_parallel_size=context), "trainer.strategy").items()}
 
 
 def _word(value: Any) -> str:

@@ -85,7 +85,7 @@ def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict
     split = {"none": (), "zero1": ("masters", "moments"), "zero2": ("masters", "moments", "gradients"),
              "fsdp": ("weights", "masters", "moments", "gradients")}
     for kind in split[recipe.storage.shard]:
-        kinds[kind] //= part.data
+        kinds[kind] //= part.shards
     state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if SCALINGS[recipe.fp8.scaling].history else 0
     held = counts.linear if fp8_weights(recipe.precision) else 0
     return {**kinds, "FP8 copies": state + int(held * held_beside(recipe))}
@@ -102,7 +102,7 @@ def before_step(recipe: Recipe, part: Part) -> int:
     of them also where a rank keeps those of its own alone."""
     columns, counts = chart.row(recipe), parameters(recipe, part)
     summed = microbatches(recipe, part) > 1 and recipe.storage.accumulate == "wide"
-    added = summed or (part.data > 1 and columns["comm"] != columns["weight_grad"])
+    added = summed or (part.shards > 1 and columns["comm"] != columns["weight_grad"])
     each = gradient_bytes(recipe) if added else CODEC[columns["weight_grad"]]
     return int(counts.linear * each + counts.other * CODEC[others(recipe.precision)["weight_grad"]])
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fp8cfg.report.tables import size
 
-Kind = Literal["gradients", "scales", "weights"]
+Kind = Literal["gradients", "scales", "weights", "keys and values"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch >= 2.13 is required
 
 

@@ -1,0 +1,1 @@
+"""Parallel layouts of one model over ranks, on torch.distributed: the device mesh, and context parallelism."""

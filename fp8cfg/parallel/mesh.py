@@ -1,0 +1,56 @@
+"""Device mesh: the ranks of a run on named axes, in the order and by the names of Megatron and torchtitan.
+
+    pp            pipeline stages, each with consecutive layers
+    dp_replicate  replicas that share no state
+    dp_shard      data-parallel ranks, over which storage.shard splits state
+    cp            parts of each sequence
+    tp            parts of each matrix
+
+The last axis varies fastest: ranks that talk most are neighbours. The axes of the model (pp, cp, tp) are the recipe's; what the
+launch has beyond these is data-parallel. Context ranks have the same weights as data-parallel ones and other tokens, so that
+gradients, scales and state go over both together.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from fp8cfg.config.training_nodes import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def axis_sizes(strategy: Strategy, ranks: int) -> dict[str, int]:
+    """The size of each axis on so many ranks. Raises ValueError where these are no whole number of model replicas."""
+    if ranks % strategy.size:
+        raise ValueError(f"{ranks} ranks are no whole number of replicas, each of {strategy.size}")
+    return {"pp": strategy.pipeline_model_parallel_size, "dp_replicate": 1, "dp_shard": ranks // strategy.size,
+            "cp": strategy.context_parallel_size, "tp": strategy.tensor_model_parallel_size}
+
+
+def coordinates(strategy: Strategy, rank: int, ranks: int) -> dict[str, int]:
+    """The place of `rank` on each axis."""
+    sizes = axis_sizes(strategy, ranks)
+    inner = {axis: prod(sizes[after] for after in AXES[i + 1:]) for i, axis in enumerate(AXES)}
+    return {axis: rank // inner[axis] % sizes[axis] for axis in AXES}
+
+
+def batch_share(strategy: Strategy, rank: int, ranks: int) -> tuple[int, int]:
+    """The share of each batch that `rank` reads, and how many shares there are: one for each data-parallel rank, whatever the ranks
+    that split a model replica."""
+    sizes, place = axis_sizes(strategy, ranks), coordinates(strategy, rank, ranks)
+    return place["dp_replicate"] * sizes["dp_shard"] + place["dp_shard"], sizes["dp_replicate"] * sizes["dp_shard"]
+
+
+def device_mesh(strategy: Strategy, device: str) -> DeviceMesh:
+    """The mesh of the process group that is initialised, over `device` ("cpu" or "cuda"); all ranks call it. Axes of one rank are
+    left out, for which there is nothing to send."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = {axis: n for axis, n in axis_sizes(strategy, dist.get_world_size()).items() if n > 1}
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

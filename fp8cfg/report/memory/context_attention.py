@@ -1,0 +1,37 @@
+"""Context-parallel attention memory: what attention keeps of a token of this rank where sequences are split over ranks.
+
+Keys and values are gathered once a layer, 2cK for each token of the whole sequence; the projection's output, of which the local
+ones are views, is let go of unless queries are views of it too. Each of a rank's two chunks is a call of its own, whose output
+stays beside the two put together (fp8cfg/parallel/context.py). Where a kernel takes a mask, the mask in the compute dtype and a
+copy of keys and values for each head stay, of the keys that a chunk sees. Letters as in report/memory/activations.py.
+"""
+
+from __future__ import annotations
+
+from fp8cfg.report.memory.linears import LinearBytes
+
+
+def kept(b: LinearBytes, layer: int, proj_quantized: bool) -> float:
+    """Bytes of one token that attention of `layer` in high precision keeps, all but the quantized input of linear_proj."""
+    m, window = b.recipe.model, b.window(layer)
+    queries = b.q if m.position_embedding_type == "rope" else b.q + 2 * b.k
+    found = b.c * (queries + b.q * (1 if proj_quantized else 2))
+    keys = keys_seen(m.seq_length, b.context, window)
+    copied = 2 * b.c * b.q * keys * 2 * b.context / m.seq_length
+    if m.attn_logit_softcapping is not None:  # tanh, the softmax, and that in the compute dtype; the mask
+        return found + copied + keys * (m.num_attention_heads / b.tp * (8 + (b.c if b.c < 4 else 0)) + 1)
+    if window is not None or b.device == "cpu":
+        return found + b.softmax + copied + b.c * keys
+    return found + b.softmax + gathered(b)
+
+
+def gathered(b: LinearBytes) -> float:
+    """Bytes of the gathered keys and values, for one token of this rank."""
+    return 2 * b.c * b.k * b.context
+
+
+def keys_seen(length: int, context: int, window: int | None) -> float:
+    """Keys that a call for one chunk takes: the mean over a rank's two, on the rank that has most."""
+    chunk = length // (2 * context)
+    most = length if window is None else chunk + window - 1
+    return max(sum(min((c + 1) * chunk, most) for c in (r, 2 * context - 1 - r)) for r in range(context)) / 2
