@@ -26,6 +26,7 @@ the sources of the other scalings.
 from __future__ import annotations
 
 from fp8cfg.numerics.autocast_region import Region
+from fp8cfg.numerics.delayed_overflow import Overflow, overflow
 from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast, round_to_grid
 from fp8cfg.numerics.fp8_state_dict import high_precision_state_dict
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Ran, decode
@@ -34,7 +35,7 @@ from fp8cfg.numerics.scale_update import discard_amax, update_scales
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, amax_of, roll, scale_from_amax
 
 __all__ = [
-    "DGRAD", "E2M1", "E4M3", "E5M2", "FPROP", "FP8Linear", "Format", "GRAD_OUTPUT", "INPUT", "Ran", "Region", "Scaling",
-    "WEIGHT", "WGRAD", "amax_of", "cast", "decode", "discard_amax", "fp8_linears", "high_precision_state_dict", "roll",
+    "DGRAD", "E2M1", "E4M3", "E5M2", "FPROP", "FP8Linear", "Format", "GRAD_OUTPUT", "INPUT", "Overflow", "Ran", "Region", "Scaling",
+    "WEIGHT", "WGRAD", "amax_of", "cast", "decode", "discard_amax", "fp8_linears", "high_precision_state_dict", "overflow", "roll",
     "round_to_grid", "scale_from_amax", "seed_rounding", "update_scales",
 ]  # fmt: skip

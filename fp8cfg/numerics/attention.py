@@ -141,6 +141,7 @@ class FP8Attention(nn.Module):
     gemms_ran: Tensor
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
+    range_used: Tensor | None = None
 
     def __init__(
         self, scaling: Scaling, region: Region, device: torch.device | None = None, plain: nn.Module | None = None

@@ -14,6 +14,7 @@ to the grid, carry the values in bfloat16, multiply with float32 accumulation.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -30,6 +31,11 @@ class Format(NamedTuple):
     max: float
     mantissa_bits: int
     min_exponent: int
+
+    @property
+    def reach(self) -> float:
+        """The largest magnitude that rounds to `max`, half a step above it: what is larger is clipped."""
+        return self.max + 2.0 ** (math.frexp(self.max)[1] - 2 - self.mantissa_bits)
 
 
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)

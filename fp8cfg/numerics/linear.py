@@ -46,6 +46,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
     gemms_ran: Tensor
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
+    range_used: Tensor | None = None
     fp8_weight_scale_inv: Tensor | None
 
     @classmethod

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.attention import ROLES, FP8Attention
 from fp8cfg.numerics.linear import FP8Linear
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, roll
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, range_used, roll
 
 FP8Layer = FP8Linear | FP8Attention
 
@@ -41,7 +41,9 @@ def update_scales(layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = 
     rows = torch.split(now, [len(roles) for _, roles in kinds])
     for kind in dict.fromkeys(kinds):
         those = [i for i, other in enumerate(kinds) if other == kind]
-        _update([_state(delayed[i]) for i in those], torch.stack([rows[i] for i in those]), *kind, step)
+        used = _update([_state(delayed[i]) for i in those], torch.stack([rows[i] for i in those]), *kind, step)
+        for i, row in zip(those, used.unbind(), strict=True):
+            delayed[i].range_used = row
 
 
 def _roles(layer: FP8Layer) -> tuple[int, ...]:
@@ -55,18 +57,21 @@ def _state(layer: FP8Layer) -> tuple[Tensor, Tensor]:
     return scale, history
 
 
-def _update(states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, roles: tuple[int, ...], step: int | None) -> None:
+def _update(states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, roles: tuple[int, ...], step: int | None) -> Tensor:
+    """One update of layers of one scaling; what their tensors used of the range of the scales before it."""
     if step is None and scaling.interval > 1:
         raise ValueError(f"update_scales: interval={scaling.interval} needs the number of the optimizer step")
     scales, histories = ([pair[i] for pair in states] for i in range(2))
     old = torch.stack(scales)
-    largest = [scaling.format_of(role).max * 2.0**-scaling.margin for role in roles]
-    target = torch.tensor(largest, device=now.device).expand_as(now)
+    formats = [scaling.format_of(role) for role in roles]
+    target = torch.tensor([f.max * 2.0**-scaling.margin for f in formats], device=now.device).expand_as(now)
+    reach = torch.tensor([f.reach for f in formats], device=now.device)
     history, new = roll(torch.stack(histories, 1), old, now, target, scaling.amax_compute_algo)
     if step is not None and step % scaling.interval:
         new = torch.where(old == 0, new, old)
     torch._foreach_copy_(histories, list(history.unbind(1)))
     torch._foreach_copy_(scales, list(new.unbind()))
+    return range_used(now, old, reach)
 
 
 @torch.no_grad()
@@ -75,6 +80,7 @@ def discard_amax(layers: Iterable[FP8Layer]) -> None:
     recorded when the weight was written, and the weight has not changed.
     """
     for layer in layers:
+        layer.range_used = None
         if layer.fp8_amax_history is not None:
             kept = isinstance(layer, FP8Linear) and layer.fp8_params
             layer.fp8_amax_history[0, [INPUT, GRAD_OUTPUT] if kept else slice(None)] = 0

@@ -147,6 +147,12 @@ def roll(history: Tensor, scale: Tensor, amax_now: Tensor, target: Tensor, algo:
     return torch.where(seen, rolled, history), torch.where(seen, _scale(amax, target, scale), scale)
 
 
+def range_used(amax_now: Tensor, scale: Tensor, reach: Tensor) -> Tensor:
+    """Amaxes of a step as multiples of what the formats reach under the scales that it had, float32 and broadcast: values beyond 1
+    were clipped. Infinite for an infinite amax; 0 for a scale of 0, which was not set yet: each tensor had its own then."""
+    return torch.where(amax_now.isinf(), amax_now, amax_now * scale / reach)
+
+
 def scale_now(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, history: Tensor | None, record: bool) -> Tensor:
     """The float32 scalar scale to quantize `t` with in this pass.
 

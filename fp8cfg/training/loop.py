@@ -27,6 +27,7 @@ from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.logs import RunLogs
 from fp8cfg.training.metrics import Progress, Value
+from fp8cfg.training.overflow_watch import OverflowWatch
 from fp8cfg.training.run_folder import COVERAGE, RunFolder
 from fp8cfg.training.run_folder_errors import RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
@@ -108,6 +109,7 @@ class _Training:
             validation_batches(self.recipe, self.held_out, world)  # a batch that cannot be had is said before the first step
         self.val_loss: float | None = None
         self.saver = Saver(job, run, world, self.batches, self.say, self._saved)
+        self.overflows = OverflowWatch(self.say)
         self.traffic_said = False
         self.skipped = 0
 
@@ -199,6 +201,7 @@ class _Training:
             "tokens": done * tokens, "seconds": seconds}
         if scaler:
             values["loss_scale"] = scaler.scale
+        values |= self.overflows.values(self.job.model, done)
         if self.world.size > 1:
             values["sent_bytes"] = self._sent(result)
         self.logs.write(done, values)

@@ -143,7 +143,7 @@ def test_it_takes_no_torch_and_no_second(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(("argv", "parts"), [
-    (["precision=bf16_fp8_block", "--gpu", "h100"], ["backend on h100: native", "1.40x"]),
+    (["precision=bf16_fp8_block", "fp8.format=e4m3", "--gpu", "h100"], ["backend on h100: native", "1.40x"]),
     (["precision=bf16_fp8_current", "fp8.high_precision_at_start=0", "--gpu", "b200"], ["1.39x", "at most"]),
     (["precision=bf16_fp8"], ["backend on a CPU (name a GPU: --gpu h100): native", "gains: none, FP8 is emulated here"]),
     (["precision=bf16", "--gpu", "H200"], ["backend on h200: native, no FP8 asked for", "this recipe: Megatron BF16"]),

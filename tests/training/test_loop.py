@@ -248,7 +248,7 @@ def test_skipped_steps_do_not_use_up_the_warm_up() -> None:
     taken = list(steps(job, 40))
     first = next(i for i, s in enumerate(taken) if s.stepped)
     assert first > 3 and taken[first].lr == job.schedule.lr_at(0)
-    assert taken[-1].lr == job.schedule.lr_at(job.optimizer.steps - 1)
+    assert [s.lr for s in taken if s.stepped][-1] == job.schedule.lr_at(job.optimizer.steps - 1)
 
 
 def test_skips_are_said_and_a_run_of_skips_alone_is_not_done() -> None:

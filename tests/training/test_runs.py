@@ -134,3 +134,23 @@ def test_the_exported_script_leaves_a_run_folder(
 def test_fit_wants_a_job() -> None:
     with pytest.raises(fp8cfg.ConfigError, match=r"fit: expected a Job, got Recipe; fp8cfg\.build\(recipe\) gives one"):
         fp8cfg.fit(small())  # type: ignore[arg-type]
+
+
+class Spoils(fp8cfg.Callback):
+    """Makes the delayed scales of one layer too large after a step."""
+
+    def __init__(self, job: fp8cfg.Job, after: int) -> None:
+        self.layer, self.after = job.model.get_submodule("layers.1.mlp.linear_fc1"), after
+
+    def step(self, done: int, values: Any) -> None:
+        if done == self.after:
+            self.layer.fp8_scale.mul_(1024)
+
+
+def test_what_delayed_scaling_clips_is_counted_and_said_once(tmp_path: Path) -> None:
+    job, said = fp8cfg.build(small("precision=bf16_fp8", "fp8.margin=4", "trainer.max_steps=4")), list[str]()
+    fp8cfg.fit(job, tmp_path / "run", say=said.append, callbacks=[Spoils(job, 2)])
+    counts = [(row["fp8_clipped"], row["fp8_infinite"]) for row in rows(tmp_path / "run") if "loss" in row]
+    assert counts == [(0, 0), (0, 0), (3, 0), (0, 0)], "input, weight and grad_output of the layer, until its scales move again"
+    (line,) = [" ".join(s.split()) for s in said if "clipped" in s]
+    assert line.startswith("warning: step 3: layers.1.mlp.linear_fc1 ") and "times what its delayed scale holds" in line

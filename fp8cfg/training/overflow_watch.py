@@ -1,0 +1,45 @@
+"""Overflow in a run: counts of clipped and infinite FP8 tensors in metrics.jsonl, and a line where delayed scaling loses values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from fp8cfg.numerics import Overflow, overflow
+from fp8cfg.report.tables import wrapped
+from fp8cfg.training.metrics import Value
+
+SAID = 2.0
+"""A tensor that grows a little from step to step is clipped by as little; a line is worth one whose largest value is halved."""
+
+
+class OverflowWatch:
+    """What delayed scaling clipped, step by step. `say` gets one line for the first step in which a tensor's largest value was cut
+    to half of it or less, and one for the first in which an infinite value became a finite one."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._left = say, {"clipped", "infinite"}
+
+    def values(self, model: nn.Module, done: int) -> dict[str, Value]:
+        """`fp8_clipped` and `fp8_infinite`, numbers of tensors, as metrics.jsonl has them of step `done`; empty without delayed
+        scaling."""
+        found = overflow(model)
+        if found is None:
+            return {}
+        if found.infinite:
+            self._once("infinite", f"step {done}: {found.tensor} had infinite values, which FP8 has as its largest finite one "
+                       f"({found.infinite} tensors)")
+        elif found.largest >= SAID:
+            self._once("clipped", _clipped(found, done))
+        return {"fp8_clipped": found.clipped, "fp8_infinite": found.infinite}
+
+    def _once(self, kind: str, line: str) -> None:
+        if kind in self._left:
+            self._left.remove(kind)
+            self._say(wrapped(f"warning: {line}; metrics.jsonl counts them in each step"))
+
+
+def _clipped(found: Overflow, done: int) -> str:
+    return (f"step {done}: {found.tensor} was clipped, it grew to {found.largest:.3g} times what its delayed scale holds "
+            f"({found.clipped} tensors); fp8.margin leaves room, fp8.scaling=current scales each tensor from itself")
