@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -20,6 +21,8 @@ N = TypeVar("N", bound="Node")
 WATCH: ContextVar[Callable[[Node, Iterable[str], Node | None], None] | None] = ContextVar("WATCH", default=None)
 """Where it is set, called after a node is built or changed, with the fields that were given, and after one is copied, with
 its original."""
+LARGEST = 2**63 - 1
+"""Of whole numbers: what tensors and files count by. Sizes that are made of several stay within a float."""
 
 
 class Node(pydantic.BaseModel, metaclass=NodeType):
@@ -119,6 +122,9 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
     @classmethod
     def _lenient(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         annotation = cls.model_fields[info.field_name or ""].annotation
+        whole = isinstance(value, int) or (isinstance(value, float) and int in (annotation, *typing.get_args(annotation)))
+        if whole and LARGEST < abs(value) < math.inf:
+            raise ConfigError(f"{cls.key(info.field_name or '')}: a number of more digits than any key takes")
         if isinstance(value, Node) and isinstance(annotation, type) and isinstance(value, annotation):
             return as_declared(value, annotation)
         if isinstance(value, str):

@@ -139,5 +139,8 @@ def unknown_key(cls: type[Node], field: str) -> str:
 
 
 def shown_value(value: Any) -> str:
-    text = str(list(value)) if isinstance(value, tuple) else str(value)
+    try:
+        text = str(list(value)) if isinstance(value, tuple) else str(value)
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        text = "a number of many digits"
     return text if len(text) <= 60 else text[:57] + "..."

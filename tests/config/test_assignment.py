@@ -55,3 +55,18 @@ def test_numbers_of_numpy_are_numbers() -> None:
         recipe.fp8.margin = np.array([1])
     with pytest.raises(fp8cfg.ConfigError, match=r"trainer\.max_steps=-1: must be at least"):
         recipe.trainer.max_steps = np.int32(-1)
+
+
+@pytest.mark.parametrize("statement", [
+    "recipe.trainer.max_steps = 10**5000", "recipe.trainer.max_steps = -10**5000", "recipe.model.hidden_size = 1e308", "recipe.model.seq_length = 2**63",
+    "recipe.optim.lr = 10**400", "recipe.fp8.scaling = 10**5000", "recipe.name = 10**5000"])
+def test_numbers_that_nothing_counts_by_are_refused(statement: str) -> None:
+    """Sizes above a float's range were a traceback of check and plan."""
+    with pytest.raises(fp8cfg.ConfigError, match=r"^[a-z_.0-9]+: a number of more digits than any key takes$"):
+        exec(statement, {"recipe": llama_tiny()})
+    recipe = llama_tiny()
+    with pytest.raises(fp8cfg.ConfigError, match=r"^optim\.betas=a number of many digits: expected a number"):
+        recipe.optim.betas = [10**5000, 0.9]  # type: ignore[assignment]
+    for key in ("hidden_size", "vocab_size", "seq_length", "kv_channels", "ffn_hidden_size"):
+        setattr(recipe.model, key, 2**62)
+    fp8cfg.plan(recipe)
