@@ -13,6 +13,7 @@ from typing import Any
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.hugging_face_rope import read_rope, write_rope
 from fp8cfg.config.model import Model
+from fp8cfg.config.validation_errors import shown_value
 
 Names = Mapping[str, tuple[str, ...]]
 """Our modules, `{}` standing for a layer's number, each with the modules of theirs that make it up."""
@@ -68,12 +69,16 @@ class Family:
 
     def read(self, config: Mapping[str, Any]) -> Model:
         """The model of a config.json. Raises ConfigError for what a recipe cannot say."""
+        _check_kinds(config)
         fixed = {**FIXED, **self.fixed}
         wrong = [f"config.json: {key}={config[key]}: not in this version, {self.model_type} is read with {fixed[key]}"
                  for key in fixed if config.get(key) not in (None, fixed[key])]
         if wrong:
             raise ConfigError(wrong)
         said = {ours: config[theirs] for theirs, ours in self.spelled.items() if config.get(theirs) is not None}
+        spelled = {ours: theirs for theirs, ours in self.spelled.items()}
+        if missing := [spelled[key] for key in ("num_layers", "hidden_size", "num_attention_heads") if key not in said]:
+            raise ConfigError([f"config.json: has no {key}" for key in missing])
         if "ffn_hidden_size" not in said:  # GPT-2's n_inner
             said["ffn_hidden_size"] = 4 * said["hidden_size"]
         if "num_query_groups" not in said:
@@ -155,6 +160,18 @@ def computed(model: Model) -> dict[str, Any]:
     scalar = model.query_pre_attn_scalar
     return {**said, "kv_channels": model.head_dim, "add_qkv_bias": model.add_qkv_bias or model.add_bias_linear,
             "query_pre_attn_scalar": model.head_dim if scalar is None else scalar}
+
+
+def _check_kinds(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a value of another kind than it is calculated with; the schema checks those that a key takes over."""
+    kinds: dict[str, tuple[Any, str]] = {
+        **dict.fromkeys(("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "max_position_embeddings", "n_positions",
+                         "sliding_window", "sliding_window_pattern"), (int, "a whole number")),
+        **dict.fromkeys(("rope_parameters", "rope_scaling"), (Mapping, "an object")), "layer_types": (list, "a list")}
+    wrong = [f"config.json: {key}={shown_value(config[key])}: expected {words}" for key, (kind, words) in kinds.items()
+             if config.get(key) is not None and (not isinstance(config[key], kind) or isinstance(config[key], bool))]
+    if wrong:
+        raise ConfigError(wrong)
 
 
 def _windows(config: Mapping[str, Any], model: Model, layers: int) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def model_in(folder: str, key: str) -> tuple[Family, Model]:
         return family, family.read(config)
     except ConfigError as e:
         raise ConfigError([f"{key}={folder}: {line}" for line in e.problems]) from None
-    except (KeyError, TypeError) as e:
-        raise ConfigError(f"{key}={folder}: {CONFIG}: {type(e).__name__}: {e}") from None
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as e:
+        raise ConfigError(f"{key}={folder}: {CONFIG} says what no such model has ({e})") from None
 
 
 def shaped(recipe: Recipe) -> Recipe:

@@ -16,19 +16,22 @@ def read_rope(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
     """The rotary keys of the `model` node; those that config.json leaves out are `model`'s. Raises ConfigError for a scaling that
     is not known."""
     given = config.get("rope_parameters") or {}
-    full = given.get("full_attention", given)
+    full, local = given.get("full_attention", given), given.get("sliding_attention", {})
+    if not isinstance(full, Mapping) or not isinstance(local, Mapping):
+        raise ConfigError("config.json: rope_parameters: expected an object for each kind of layers")
     scaling = full if given else config.get("rope_scaling") or {}
     said = {"rotary_base": full.get("rope_theta", config.get("rope_theta", model.rotary_base)),
             "rotary_percent": full.get("partial_rotary_factor", config.get("partial_rotary_factor", model.rotary_percent)),
             "rope_scaling": _scaling(scaling)}
     if model.rotary_base_local is not None:
-        local = given.get("sliding_attention", {})
         said["rotary_base_local"] = local.get("rope_theta", config.get("rope_local_base_freq", model.rotary_base_local))
     return {key: float(value) if isinstance(value, int) else value for key, value in said.items()}
 
 
 def _scaling(said: Mapping[str, Any]) -> RopeScaling:
     kind = said.get("rope_type", said.get("type", "default"))
+    if kind in ("linear", "llama3") and "factor" not in said:
+        raise ConfigError(f"config.json: rope_type={kind}: has no factor")
     if kind == "default":
         return RopeScaling()
     if kind == "linear":

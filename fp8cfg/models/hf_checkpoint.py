@@ -22,7 +22,9 @@ from fp8cfg.models.weight_init import local_part
 SCALES = ("_scale_inv", "_scale")
 IGNORED = (*SCALES, ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
 METHODS = {"fp8", "compressed-tensors"}
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, WHOLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+MAX_BYTES = 1 << 26
+"""A larger index is none."""
 
 
 class Checkpoint:
@@ -43,22 +45,22 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """A weight, on the CPU: in its dtype, or in float32 where it is quantized."""
         tensor: Tensor = self.where[name].get_tensor(name)
-        if tensor.dtype.itemsize > 1:
-            return tensor
+        if not tensor.is_floating_point() or tensor.dtype.itemsize > 1:
+            return _finite(name, tensor)
         scales = [name + end for end in SCALES if name + end in self.where]
         if tensor.dtype != torch.float8_e4m3fn or not scales:
             raise ValueError(f"{name}: {str(tensor.dtype).removeprefix('torch.')} without scales that are known")
-        return dequantized(tensor, self.where[scales[0]].get_tensor(scales[0]).float(), self.block)
+        return _finite(name, dequantized(tensor, self.where[scales[0]].get_tensor(scales[0]).float(), self.block))
 
     def _files(self) -> list[str]:
         if (self.folder / INDEX).is_file():
-            try:
-                files = sorted(set(json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError, TypeError) as e:
-                raise ValueError(f"{INDEX} cannot be read ({e})") from None
-            if strange := [name for name in files if not isinstance(name, str) or Path(name).name != name]:
-                raise ValueError(f"{INDEX}: {strange[0]!r} is no file of this folder")
-            return files
+            where = self._json(INDEX).get("weight_map")
+            files = list(where.values()) if isinstance(where, dict) else []
+            if strange := [name for name in files if not isinstance(name, str) or not name or Path(name).name != name]:
+                raise ValueError(f"{INDEX}: {str(strange[0])[:60]!r} is no file of this folder")
+            if not files:
+                raise ValueError(f"{INDEX}: has no weight_map, which says what is in which file")
+            return sorted(set(files))
         if (self.folder / WHOLE).is_file():
             return [WHOLE]
         if any(self.folder.glob("pytorch_model*.bin")) or any(self.folder.glob("*.pt*")):
@@ -69,25 +71,49 @@ class Checkpoint:
         raise ValueError(f"has neither {WHOLE} nor {INDEX}")
 
     def _open(self, name: str) -> Any:
+        path = self.folder / name
         try:
-            return safe_open(self.folder / name, framework="pt")
-        except (OSError, SafetensorError) as e:
+            if path.exists() and not path.is_file():
+                raise OSError("is no file")  # a pipe would be waited for
+            return safe_open(path, framework="pt")
+        except (OSError, ValueError, SafetensorError) as e:
+            raise ValueError(f"{name[:60]} cannot be read ({e})") from None
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            with (self.folder / name).open("rb") as file:
+                said = json.loads(file.read(MAX_BYTES))
+        except (OSError, ValueError, RecursionError) as e:
             raise ValueError(f"{name} cannot be read ({e})") from None
+        if not isinstance(said, dict):
+            raise ValueError(f"{name} is no JSON object")
+        return said
 
     def _block(self) -> tuple[int, int] | None:
-        try:
-            said = json.loads((self.folder / "config.json").read_text(encoding="utf-8")).get("quantization_config") or {}
-        except (OSError, ValueError):
-            said = {}
-        if said and said.get("quant_method") not in METHODS:
-            raise ValueError(f"quant_method={said.get('quant_method')}: not read here; {' and '.join(sorted(METHODS))} are")
-        block = said.get("weight_block_size") or (128, 128)
-        return int(block[0]), int(block[1])
+        said = self._json(CONFIG).get("quantization_config") if (self.folder / CONFIG).is_file() else None
+        method = said.get("quant_method") if isinstance(said, dict) else said
+        if said and (not isinstance(method, str) or method not in METHODS):
+            raise ValueError(f"quant_method={method}: not read here; {' and '.join(sorted(METHODS))} are")
+        block = (said or {}).get("weight_block_size") or (128, 128)
+        if not isinstance(block, (list, tuple)) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+            raise ValueError(f"weight_block_size={block}: expected two whole numbers")
+        return block[0], block[1]
+
+
+def _finite(name: str, weight: Tensor) -> Tensor:
+    """`weight`, unless it holds what no training goes on from."""
+    if not weight.is_floating_point():
+        raise ValueError(f"{name}: {str(weight.dtype).removeprefix('torch.')} is no dtype of weights")
+    if not weight.isfinite().all():
+        raise ValueError(f"{name}: has values that are not finite")
+    return weight
 
 
 def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
     """`weight` float8 [rows, columns] x `scale`, in float32: one for the whole, one for each row [rows, 1], or one for each block.
     Raises ValueError where the scales fit none of these."""
+    if weight.dim() != 2:
+        raise ValueError(f"a weight of {weight.dim()} dimension{'s' * (weight.dim() != 1)} in FP8: not read here")
     wide, (rows, columns) = weight.float(), weight.shape
     if scale.numel() == 1 or tuple(scale.shape) == (rows, 1):
         return wide * scale.reshape(-1, 1)
