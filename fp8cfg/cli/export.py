@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import Arguments, is_recipe_file, recipe_file, split, wrong_words
-from fp8cfg.config.errors import ConfigError, Fp8cfgError, nearest, refuse_if
+from fp8cfg.config.errors import ConfigError, NotWritable, nearest, refuse_if
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -41,12 +41,6 @@ as transformers loads them: BF16, or FP8 with scales of 128x128 blocks, which
 vLLM reads too, or of whole weights. Embeddings, norms and output layer stay
 BF16, and of a run in FP8 the layers that did not run in it.
 """
-
-
-class NotWritable(Fp8cfgError):
-    """A file that cannot be written. Exit code 5."""
-
-    exit_code = 5
 
 
 def run(argv: list[str]) -> int:

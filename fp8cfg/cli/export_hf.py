@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import Arguments
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, NotWritable, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,18 +27,44 @@ def run(arguments: Arguments) -> int:
     fp8, out = arguments.one("--fp8"), Path(arguments.plain[2])
     if fp8 not in (None, "block", "tensor"):
         raise ConfigError(f"--fp8 {fp8}: not an option; write --fp8 block or --fp8 tensor, or leave it out for BF16")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: exists already; name a new folder")
+    _refuse_what_is_there(out)
     from fp8cfg.config import hugging_face
     from fp8cfg.training import run_model
 
     found = run_model.load(Path(arguments.plain[1]), print)
     family = hugging_face.of_model(found.recipe.model)
-    out.mkdir(parents=True, exist_ok=True)
-    _write(found, family, out, fp8)
+    with _new_folder(out) as made:
+        _write(found, family, made, fp8)
     what = f"FP8 with {fp8} scales" if fp8 else "BF16"
-    print(f"wrote {out}: {family.architecture}, {what}, the weights of step {found.step}")
+    print(f"wrote {printable(str(out))}: {family.architecture}, {what}, the weights of step {found.step}")
     return 0
+
+
+def _refuse_what_is_there(out: Path) -> None:
+    try:
+        empty = not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir()))
+    except OSError as e:
+        raise ConfigError(f"{str(out)[:60]}: cannot be looked at ({e.strerror})") from None
+    if not empty:
+        raise ConfigError(f"{out}: exists already; name a new folder")
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder that is `out` at the end of the block, and gone where that fails: half an export would be taken for a whole one.
+    Raises NotWritable."""
+    from safetensors import SafetensorError
+
+    whole = out.resolve()
+    made = whole.with_name(f".{whole.name[:100]}.tmp-{uuid.uuid4().hex[:12]}")
+    try:
+        made.mkdir(parents=True)
+        yield made
+        made.rename(whole)
+    except (OSError, SafetensorError) as e:
+        raise NotWritable(f"{out}: cannot be written ({getattr(e, 'strerror', None) or e})") from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def _write(found: RunModel, family: Family, out: Path, fp8: str | None) -> None:

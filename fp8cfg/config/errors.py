@@ -39,6 +39,12 @@ class RankLost(Fp8cfgError):
     """Another rank of the group ended, and this one cannot go on. Exit code 1."""
 
 
+class NotWritable(Fp8cfgError):
+    """A file or folder of the user's that cannot be written. Exit code 5."""
+
+    exit_code = 5
+
+
 class PackageWarning(UserWarning):
     """An entry point of an installed package that cannot be used, and is left out: one line that names the package."""
 

@@ -132,6 +132,73 @@ def test_other_quantizations_and_scales_are_refused(tmp_path: Path) -> None:
         dequantized(torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(3, 1), (128, 128))
 
 
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint in shards."""
+    folder = tmp_path_factory.mktemp("theirs")
+    saved(folder, "llama", "40KB", tie_word_embeddings=False)
+    return folder
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"num_hidden_layers": None}, "has no num_hidden_layers"), ({"num_hidden_layers": "2"}, "num_hidden_layers=2: expected a whole number"),
+    ({"num_hidden_layers": -1}, "model.num_layers=-1: must be at least 1"), ({"head_dim": 1e308}, "model.kv_channels: a number of more digits"),
+    ({"max_position_embeddings": [3]}, r"max_position_embeddings=\[3\]: expected a whole number"), ({"hidden_size": True}, "hidden_size=True: expected a whole"),
+    ({"layer_types": 1}, "layer_types=1: expected a list"), ({"rope_parameters": "x"}, "rope_parameters=x: expected an object"),
+    ({"rope_parameters": {"full_attention": 3}}, "rope_parameters: expected an object for each kind of layers"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type=linear: has no factor"), ({"model_type": ["llama"]}, "no such family here"),
+]
+
+
+@pytest.mark.parametrize(("said", "line"), CONFIGS, ids=str)
+def test_a_config_of_other_kinds_is_one_line(said: dict[str, Any], line: str, theirs: Path, tmp_path: Path) -> None:
+    config = json.loads((theirs / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **said}))
+    with pytest.raises(ConfigError, match=f"^model.path=.*{line}[^\n]*$"):
+        of_folder(str(tmp_path))
+
+
+INDEXES: list[tuple[Any, str]] = [
+    ([], "is no JSON object"), ({"weight_map": [1]}, "has no weight_map"), ({"weight_map": {Q: 3, "b": "x"}}, "'3' is no file of this folder"),
+    ({"weight_map": {Q: "../x.safetensors"}}, "'../x.safetensors' is no file"), ({"weight_map": {Q: ""}}, "'' is no file"),
+    ({"weight_map": {Q: "pipe"}}, r"pipe cannot be read \(is no file\)"), ({"weight_map": {Q: "a\0b"}}, "cannot be read"),
+    ({"weight_map": {Q: "a" * 5000}}, "a{60} cannot be read"), ("[" * 100_000, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("index", "line"), INDEXES, ids=range(len(INDEXES)))
+def test_an_index_of_somebody_else_is_one_line(index: Any, line: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "model.safetensors.index.json").write_text(index if isinstance(index, str) else json.dumps(index))
+    with pytest.raises(ValueError, match=line):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("weight", "line"), [
+    (torch.ones(4, 4, dtype=torch.int32), "int32 is no dtype of weights"), (torch.ones(4, 4, dtype=torch.bool), "bool is no dtype"),
+    (torch.tensor([1.0, torch.nan]), "has values that are not finite"), (torch.tensor([torch.inf]).bfloat16(), "has values that are not finite"),
+    (torch.ones(4).to(torch.float8_e4m3fn), "a weight of 1 dimension in FP8"), (torch.ones(4, 4).to(torch.float8_e5m2), "float8_e5m2 without scales"),
+])
+def test_what_is_no_weight_is_refused(weight: torch.Tensor, line: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({Q: weight, f"{Q}_scale_inv": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=line):
+        Checkpoint(tmp_path).read(Q)
+
+
+@pytest.mark.parametrize("said", [3, [1], {"quant_method": ["fp8"]}, *({"quant_method": "fp8", "weight_block_size": b} for b in (3, [128], [0, 0], ["a", 1], [1e400, 1]))],
+                         ids=str)
+def test_a_quantization_of_other_kinds_is_one_line(said: Any, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({Q: torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    with pytest.raises(ValueError, match=r"not read here|expected two whole numbers"):
+        Checkpoint(tmp_path)
+
+
 WIDE = ["recipe=qwen3_tiny", "data=tiny", "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.kv_channels=64",
         "model.seq_length=32", "trainer.global_batch_size=4", "trainer.micro_batch_size=4", "trainer.max_steps=2", "optim.warmup_steps=1",
         "trainer.val_check_interval=0", "checkpoint.every_n_steps=2", "trainer.compile=off", "trainer.accelerator=cpu"]
@@ -218,6 +285,31 @@ def test_export_hf_says_what_is_wrong(tmp_path: Path, in_fp8: Path, capsys: pyte
         assert main(["export", *words]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_an_export_is_whole_or_is_not_there(tmp_path: Path, in_fp8: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors import SafetensorError
+
+    from fp8cfg.__main__ import main
+    from fp8cfg.models import hf_export
+
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "elsewhere")
+    assert main(["export", "hf", str(in_fp8), str(tmp_path / "dangling")]) == 2
+    assert main(["export", "hf", str(in_fp8), str(tmp_path / "file" / "new")]) in (2, 5)
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_export, "save_file", full)
+        assert main(["export", "hf", str(in_fp8), str(tmp_path / "new")]) == 5
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 3 and err[2] == f"error: {tmp_path}/new: cannot be written (Error while serializing: I/O error: No space left on device (os error 28))"
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "file"]
+    (tmp_path / "empty").mkdir()
+    assert main(["export", "hf", str(in_fp8), str(tmp_path / "empty")]) == 0
+    assert sorted(os.listdir(tmp_path / "empty")) == ["config.json", "model.safetensors"] and len(os.listdir(tmp_path)) == 3
 
 
 def test_shards_are_named_by_the_index(tmp_path: Path) -> None:
