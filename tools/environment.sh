@@ -61,7 +61,7 @@ install_packages() {
     echo "pip install $*"
     if ! said=$("$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2>&1); then
         case $said in
-        *"from versions: none"* | *"onnection"* | *"Temporary failure"* | *"timed out"* | *ProxyError* | *SSLError*)
+        *"from versions: none"* | *"onnection"* | *"Temporary failure"* | *"timed out"* | *"No matching distributions available"* | *ProxyError* | *SSLError*)
             fail "pip reaches no package index; connect to a network, or set PIP_INDEX_URL or HTTPS_PROXY, and run make again" ;;
         *)
             why=$(echo "$said" | sed -n 's/^ *ERROR: //p' | head -n 1)
