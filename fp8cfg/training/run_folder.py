@@ -89,7 +89,7 @@ class RunFolder:
             return cls(RunFiles.at(Path(path)))
         except (OSError, ValueError) as e:
             if isinstance(e, OSError) and e.errno == errno.ENAMETOOLONG:
-                raise  # said with as much of the name as helps
+                raise RunFolderError(f"{str(path)[:40]}...: {e.strerror}") from None
             missing = isinstance(e, FileNotFoundError | NotADirectoryError)
             raise RunFolderError(f"{path} is not a run folder: " + (f"there is no {path}" if missing else str(e))) from None
 

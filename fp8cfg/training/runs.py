@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -40,11 +41,12 @@ def fit(
     """
     if not isinstance(job, Job):
         raise ConfigError(f"fit: expected a Job, got {type(job).__name__}; fp8cfg.build(recipe) gives one")
+    _check_callbacks(callbacks)
     world = world or current()
     if not world.first or isinstance(folder, RunFolder):
         run = folder if isinstance(folder, RunFolder) and world.first else None
         return _left(train(job, run, start_from, world, say, callbacks), run)
-    r, exactly = job.recipe, Path(folder) if folder else None
+    r, exactly = job.recipe, None if folder is None else _path(folder)
     with RunFolder.create(Path(r.log.dir), r.name, datetime.now(), to_yaml(r), exactly) as run:
         return _trained(job, run, start_from, world, say, callbacks)
 
@@ -57,9 +59,11 @@ def resume(
     words that change its recipe, such as "trainer.max_steps=200"; one that would not continue the same run is refused unless
     `allow` has its key. `model` is that of a run of your own model, as it was given to `build`. Otherwise as `fit`.
     """
+    _check_callbacks(callbacks)
+    allow = _keys(allow)
     world = current()
     tell = say if world.first else _nothing
-    with RunFolder.open(Path(folder), lock=world.first) as run:
+    with RunFolder.open(_path(folder), lock=world.first) as run:
 
         def go_on(name: str, loaded: Loaded | None) -> Result:
             recipe = continued(run, name, loaded, lambda before: compose(overrides, base=before), allow, tell)
@@ -119,6 +123,31 @@ def _trained(
 
 def _left(result: Result, run: RunFolder | None) -> Result:
     return replace(result, folder=run.path if run else None)
+
+
+def _path(folder: object) -> Path:
+    """The path that a user gave for a run folder. Raises ConfigError for what is none."""
+    if isinstance(folder, (str, os.PathLike)) and (path := str(folder)) and "\0" not in path:
+        return Path(path)
+    raise ConfigError(f"folder: expected a path, got {folder!r:.40}")
+
+
+def _keys(allow: Iterable[str] | None) -> list[str]:
+    """The keys of `allow`. Raises ConfigError for one text, whose letters are no keys, and for what is no text."""
+    keys = None if isinstance(allow, str) else list(allow or ())
+    if keys is None or not all(isinstance(key, str) for key in keys):
+        raise ConfigError("allow: expected a list of keys, as in allow=['optim.lr']")
+    return keys
+
+
+def _check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Raise ConfigError for what a run could not call, before it has trained a step."""
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks: expected a list, got {type(callbacks).__name__}")
+    for each in callbacks:
+        if isinstance(each, type) or not all(callable(getattr(each, name, None)) for name in ("step", "evaluation", "save")):
+            call = f"; write {each.__name__}()" if isinstance(each, type) else ""
+            raise ConfigError(f"callbacks: expected objects of a class below fp8cfg.Callback, got {each!r:.40}{call}")
 
 
 def _nothing(_: str) -> None:

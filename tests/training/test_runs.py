@@ -131,6 +131,11 @@ def test_the_exported_script_leaves_a_run_folder(
     assert {f.name for f in folder.iterdir()} >= {"recipe.yaml", "metrics.jsonl", "coverage.json", "checkpoints"}
 
 
+@pytest.fixture(scope="module")
+def job() -> fp8cfg.Job:
+    return fp8cfg.build(small())
+
+
 def test_fit_wants_a_job() -> None:
     with pytest.raises(fp8cfg.ConfigError, match=r"fit: expected a Job, got Recipe; fp8cfg\.build\(recipe\) gives one"):
         fp8cfg.fit(small())  # type: ignore[arg-type]
@@ -154,3 +159,22 @@ def test_what_delayed_scaling_clips_is_counted_and_said_once(tmp_path: Path) -> 
     assert counts == [(0, 0), (0, 0), (3, 0), (0, 0)], "input, weight and grad_output of the layer, until its scales move again"
     (line,) = [" ".join(s.split()) for s in said if "clipped" in s]
     assert line.startswith("warning: step 3: layers.1.mlp.linear_fc1 ") and "times what its delayed scale holds" in line
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ({"folder": 3}, "folder: expected a path, got 3"), ({"folder": ""}, "folder: expected a path, got ''"), ({"folder": "a\0b"}, "folder: expected a path"),
+    ({"callbacks": 3}, "callbacks: expected a list, got int"), ({"callbacks": [print]}, "callbacks: expected objects of a class below fp8cfg.Callback, got <built-in"),
+    ({"callbacks": [fp8cfg.Callback]}, r"write Callback\(\)$"),
+])
+def test_arguments_of_other_kinds_are_refused_before_a_step(trained: Any, words: dict[str, Any], line: str, job: fp8cfg.Job) -> None:
+    for call in (lambda **w: fp8cfg.fit(job, **w), lambda folder=trained[0], **w: fp8cfg.resume(folder, **w)):
+        with pytest.raises(fp8cfg.ConfigError, match=line):
+            call(**words)
+
+
+@pytest.mark.parametrize("allow", ["optim.lr", [3]])
+def test_keys_to_allow_are_a_list(trained: Any, allow: Any) -> None:
+    with pytest.raises(fp8cfg.ConfigError, match=r"^allow: expected a list of keys, as in allow=\['optim\.lr'\]$"):
+        fp8cfg.resume(trained[0], ["optim.lr=1e-4"], allow)
+    with pytest.raises(RunFolderError, match=r"^x{40}\.\.\.: File name too long$"):
+        fp8cfg.resume("x" * 5000)
