@@ -36,7 +36,8 @@ def lower(
     """
     from fp8cfg import graph_nodes
 
-    small = _sized(_checked(recipe), model)
+    recipe = checked(recipe)
+    small = _sized(recipe, model)
     planned(small, hardware or Hardware("cpu"), model, choice)
     if model is None and small.model.weights:
         family_of_weights(small.model)
@@ -55,7 +56,8 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
     from fp8cfg import graph_nodes
 
     if model is None:
-        _sized(_checked(recipe))
+        recipe = checked(recipe)
+        _sized(recipe)
     else:
         from fp8cfg.conversion import convert
 
@@ -162,10 +164,13 @@ def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:
                           f"model.seq_length={near}")
 
 
-def _checked(recipe: Recipe) -> Recipe:
-    """`recipe`, if it is one and breaks no rule; else ConfigError."""
+def checked(recipe: Recipe) -> Recipe:
+    """`recipe`, if it is one and breaks no rule, with what its preset says given way; else ConfigError."""
+    from fp8cfg.composition.giving_way import fitted
+
     if not isinstance(recipe, Recipe):
         raise ConfigError(f"expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b']) gives one")
+    recipe = fitted(recipe)
     recipe.check()
     return recipe
 

@@ -30,13 +30,12 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
         raise ConfigError(f"gpus={gpus!r}: expected a number of GPUs, 1 to {MOST}")
     found = named(gpu, "gpu=") if gpu else None
     try:
-        recipe.check()
+        recipe = builder.checked(recipe)
     except ConfigError:  # a layout for more GPUs than the recipe has, which `gpus` may name
         if gpus is None:
             raise
         nodes, devices = machines(gpus)
-        recipe = recipe.model_copy(update={"trainer": {"num_nodes": nodes, "devices": devices}})
-        recipe.check()
+        recipe = builder.checked(recipe.model_copy(update={"trainer": {"num_nodes": nodes, "devices": devices}}))
     refuse_hardware(recipe, gpu, "gpu=")
     return planned(recipe.model_copy(deep=True), gpus, found)
 

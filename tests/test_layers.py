@@ -53,7 +53,8 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
     "job": {"backends": TORCH, "interop": "words of a Trainer are looked at where one runs", "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
     "job_parts": {"backends": TORCH, "models": TORCH, "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
     "graph_nodes": {"composition": "`lower` reads the keys of a recipe that is composed"},
-    "builder": {"backends": TORCH, "conversion": TORCH, "parallel": TORCH, "training.distributed": TORCH, "graph_nodes": "it loads Fiddle",
+    "builder": {"backends": TORCH, "composition": "`import fp8cfg.builder` reads no YAML", "conversion": TORCH, "parallel": TORCH,
+                "training.distributed": TORCH, "graph_nodes": "it loads Fiddle",
                 "report": "`lower` makes the graph alone; the machine and its memory are looked at by `build`"},
     "training": {
         "composition": "readers of a run folder that want no recipe from it load no YAML",

@@ -15,6 +15,7 @@ from fp8cfg.composition.override_words import one, parsed
 from fp8cfg.composition.resolve import part_of
 from fp8cfg.composition.yaml_recipe import full_names
 from fp8cfg.config.key_names import full, short
+from fp8cfg.config.preset_keys import preset_keys
 from fp8cfg.config.recipe import Recipe
 
 
@@ -68,6 +69,16 @@ def of_file(path: Path, data: Mapping[str, Any], library: Library) -> Authors:
         elif group != SELF and step.path == path:
             own = None if group in LEAVES else part_of(group, step.choice.name, library)
             found |= dict.fromkeys(own.values, Author.PRESET) if own else _below(group)
+    return found
+
+
+def of_object(recipe: Recipe) -> Authors:
+    """The authors of a recipe that Python statements have changed, as far as it tells: its preset, of the fields of the `fp8` node
+    that it wrote (config/preset_keys.py); the user, of the others there and of every key elsewhere that is not at its default."""
+    preset, found = preset_keys(recipe.fp8), {key: Author.USER for key, value in flat(recipe).items() if value != defaults()[key]}
+    for name in type(recipe.fp8).model_fields if preset else ():
+        author = Author.PRESET if name in preset else Author.USER
+        found |= dict.fromkeys((key for key in defaults() if f"{key}.".startswith(full(f"fp8.{name}."))), author)
     return found
 
 

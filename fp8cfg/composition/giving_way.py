@@ -8,12 +8,13 @@ user wrote are refused, and so is a recipe that contradicts itself.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.composition.authors import Author, defaults, of_file, of_words, written
+from fp8cfg.composition.authors import Author, defaults, of_file, of_object, of_words, written
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.flatten import assigned, flat
 from fp8cfg.composition.resolve import unchecked
@@ -21,6 +22,7 @@ from fp8cfg.config import backend_capabilities, rules
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.hardware import Hardware
 from fp8cfg.config.key_names import full, short
+from fp8cfg.config.node import as_declared
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import Refusal, holds
 from fp8cfg.config.storage import as_held
@@ -106,6 +108,17 @@ def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, 
         derived[change.key] = max(derived.get(full(key), Author.RECIPE) for key in change.to)
     problems = [line for line in dict.fromkeys(rules.broken(recipe, by_user)) if holds(line, by_user)]
     return Settled(recipe, tuple(changes.values()), tuple(problems), by_user)
+
+
+def fitted(recipe: Recipe) -> Recipe:
+    """`recipe`, which Python statements have changed, as `build` takes it: a copy in which what its preset says has given way, with
+    a line to the logger; itself where nothing does. What the rules refuse they refuse of the result. Raises ConfigError for a field
+    of a subclass."""
+    recipe = as_declared(recipe, Recipe)
+    found = settled(recipe, of_object(recipe), tacitly=False)
+    for line in found.notes:
+        logging.getLogger("fp8cfg").warning(line)
+    return found.recipe
 
 
 def _given(line: Refusal, recipe: Recipe, authors: Mapping[str, Author], derived: Mapping[str, Author]) -> Change | None:

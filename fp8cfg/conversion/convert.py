@@ -31,6 +31,7 @@ from fp8cfg.backends.misuse_warnings import StepWatch
 from fp8cfg.backends.module_swap import replaced
 from fp8cfg.backends.observed_gemms import beside
 from fp8cfg.backends.protocol import Hardware
+from fp8cfg.composition.giving_way import fitted
 from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
@@ -194,7 +195,7 @@ def checked(recipe: Recipe, model: nn.Module) -> Recipe:
                           "fp8cfg.numerics.quantization_statistics.collect(model, run) in your loop")
     recipe, lists = recipe.model_copy(deep=True), layer_lists(model)
     recipe.model.num_layers = max(lists.values(), default=recipe.model.num_layers)  # for the rules about layers
-    recipe = fit_layers(recipe, lists)
+    recipe = fitted(fit_layers(recipe, lists))
     recipe.check()
     return recipe
 

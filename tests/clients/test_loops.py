@@ -42,6 +42,7 @@ def test_losses_are_those_of_the_plain_script(name: str, way: Way) -> None:
     assert len(plain) == len(ours) and plain[-1] < plain[0] - (0.2 if name == "PEFT" else 1.0)
     differences = [abs(a - b) for a, b in zip(plain, ours, strict=True)]
     assert max(differences[-5:]) < 0.01 and max(differences) > 0, differences
+    assert sum(differences) / len(differences) < 0.0025, "a loss in bfloat16 alone is 0.008 off, on the average"
 
 
 @both

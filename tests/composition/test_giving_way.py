@@ -9,11 +9,12 @@ import pytest
 import fp8cfg
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.flatten import flat
-from fp8cfg.composition.giving_way import composed
+from fp8cfg.composition.giving_way import composed, fitted
 from fp8cfg.composition.provenance import trace
 from fp8cfg.config import presets
 from fp8cfg.config.key_names import full
 from fp8cfg.recipes import llama_tiny
+from tests.support.small import small
 
 LIBRARY = Library()
 NEMOTRON = "precision=nemotron_3_super_bf16_nvfp4"
@@ -227,3 +228,38 @@ def test_every_given_value_has_its_layer() -> None:
         assert {key: layers[-1].value for key, layers in traced.layers.items()} == flat(traced.recipe)
         key = full(str(note).split()[0])
         assert traced.layers[key][-1].kind == "gave way" and str(note).endswith(traced.layers[key][-1].at.text)
+
+
+# Python's door.
+
+@pytest.mark.parametrize(("preset", "statement", "words", "note"), [
+    ("bf16_fp8_current", "model.num_layers = 2", "model.num_layers=2", "fp8.high_precision_at_end 1 -> 0: what the preset says gives way to model.num_layers=2"),
+    ("bf16_fp8", "storage.shard = 'fsdp'", "storage.shard=fsdp", "fp8.params True -> False: what the preset says gives way to storage.shard=fsdp"),
+    ("bf16_fp8", "fp8.scaling = 'mxfp8'", "fp8.scaling=mxfp8", "fp8.format hybrid -> e4m3: what the preset says gives way to fp8.scaling=mxfp8"),
+])
+def test_a_preset_that_python_assigns_gives_way_as_one_of_words(preset: str, statement: str, words: str, note: str, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = llama_tiny()
+    recipe.precision = preset  # type: ignore[assignment]
+    exec(f"recipe.{statement}")
+    before = recipe.model_copy(deep=True)
+    caplog.clear()
+    of_words = fp8cfg.compose(["recipe=llama_tiny", f"precision={preset}", words])
+    for door in (fp8cfg.lower, fp8cfg.plan):
+        door(recipe)
+    assert caplog.messages == [f"note: {note}"] * 3 and recipe == before and fitted(recipe) == of_words
+
+
+def test_what_python_assigned_itself_is_refused() -> None:
+    recipe = llama_tiny()
+    recipe.precision = "bf16_fp8_current"  # type: ignore[assignment]
+    recipe.model.num_layers, recipe.fp8.high_precision_at_start, recipe.fp8.high_precision_at_end = 2, 1, 1
+    for door in (fp8cfg.lower, fp8cfg.plan, fp8cfg.build):
+        with pytest.raises(fp8cfg.ConfigError, match=r"leave no layer of model\.num_layers=2 in FP8; nearest is fp8\.high_precision_at_end=0"):
+            door(recipe)
+
+
+def test_a_small_recipe_of_python_is_built() -> None:
+    recipe = small()
+    recipe.precision, recipe.model.num_layers = "bf16_fp8_current", 2  # type: ignore[assignment]
+    job = fp8cfg.build(recipe)
+    assert (job.recipe.fp8.high_precision_at_start, job.recipe.fp8.high_precision_at_end) == (1, 0) and any(p.fp8 for p in job.plan)
