@@ -22,6 +22,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _AUTOCAST = (torch.bfloat16, torch.float16)
 
 
+class _NotALinear(Exception):
+    """A forward depends on more than its input."""
+
+
 class Casts(NamedTuple):
     """The dtype in which a layer multiplies: its input's, its weight's, or a fixed one; `back` says that the output is cast to the
     dtype of the input."""
@@ -62,6 +66,8 @@ def differs(linear: nn.Linear) -> bool:
         try:
             small = _small(linear)
             return any(_ran(small, x) is not None for x in _inputs(small))
+        except _NotALinear:
+            return True
         except Exception:
             return False
 
@@ -111,7 +117,7 @@ def _inputs(small: nn.Linear) -> Iterator[Tensor]:
 
 def _ran(small: nn.Linear, x: Tensor) -> list[Tensor] | None:
     """What the forward of `small` makes of `x`, in training and evaluation, and its gradients. None where it refuses the dtype, as
-    nn.Linear itself does. Raises where it is not the same twice."""
+    nn.Linear itself does. Raises _NotALinear where it is not the same twice, or in evaluation."""
     found: list[list[Tensor] | None] = []
     for training in (True, False, True):
         vars(small)["training"] = training
@@ -122,7 +128,7 @@ def _ran(small: nn.Linear, x: Tensor) -> list[Tensor] | None:
     if found[0] is None and found[1] is None:
         return None
     if found[0] is None or any(other is None or not _same(found[0], other) for other in found[1:]):
-        raise ValueError("its forward depends on more than its input")
+        raise _NotALinear
     return found[0]
 
 
@@ -130,7 +136,9 @@ def _run(forward: Any, small: nn.Linear, x: Tensor) -> list[Tensor]:
     y = forward(x)
     inputs = [x, *(p for p in small._parameters.values() if p is not None)]
     g = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)
-    return [y.detach(), *torch.autograd.grad(y, inputs, g)]
+    if not y.requires_grad:
+        return [y]
+    return [y.detach(), *torch.autograd.grad(y, inputs, g, materialize_grads=True)]  # zeros for what it does not read
 
 
 def _reference(small: nn.Linear, casts: Casts, x: Tensor) -> Tensor:

@@ -171,6 +171,19 @@ class OtherGradient(nn.Linear):
         return super().forward(x.detach())
 
 
+class Doubled(nn.Linear):
+    """It does not read its bias, so that there is no gradient of that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * F.linear(x, self.weight)
+
+
+class Constant(nn.Linear):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class Strange(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         raise AttributeError("needs what a small copy has not")
@@ -178,7 +191,7 @@ class Strange(nn.Linear):
 
 @pytest.mark.parametrize(("cls", "casts"), [
     (ToInput, Casts("input", False)), (ToWeight, Casts("weight", True)), (ToBfloat16, Casts(torch.bfloat16, False)),
-    *((cls, None) for cls in (Clamped, Noisy, OtherGradient, Strange))])
+    *((cls, None) for cls in (Clamped, Noisy, OtherGradient, Doubled, Constant, Strange))])
 def test_a_forward_is_known_by_running_it(cls: type[nn.Linear], casts: Casts | None) -> None:
     state = torch.get_rng_state()
     layer = cls(64, 64)
@@ -235,8 +248,12 @@ def test_a_class_that_cannot_be_run_is_named() -> None:
     for named, line in (([Clamped], "linear=Clamped: the model has no such layer"), ([nn.Conv1d], "expected a subclass of torch.nn.Linear")):
         with pytest.raises(fp8cfg.ConfigError, match=line):
             fp8cfg.convert_model(model, recipe(), linear=named)  # type: ignore[arg-type]
-    with pytest.raises(fp8cfg.ConfigError, match=r"linear=Clamped: its forward is not F\.linear of input and weight"):
-        fp8cfg.convert_model(nn.Sequential(Clamped(64, 64), nn.Linear(64, 64)), recipe(), linear=[Clamped])
+
+
+@pytest.mark.parametrize("cls", [Clamped, Noisy, OtherGradient, Doubled, Constant])
+def test_a_class_that_computes_something_else_is_refused_by_its_name(cls: type[nn.Linear]) -> None:
+    with pytest.raises(fp8cfg.ConfigError, match=rf"^linear={cls.__name__}: its forward is not F\.linear of input and weight"):
+        fp8cfg.convert_model(nn.Sequential(cls(64, 64), nn.Linear(64, 64)), recipe(), linear=[cls])
 
 
 def test_a_subclass_without_a_forward_comes_back_as_itself() -> None:
