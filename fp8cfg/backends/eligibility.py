@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fp8cfg.backends.casting_linear import casts_of, differs
+from fp8cfg.backends.conv1d import conv1ds, planned_as
 from fp8cfg.backends.gemm_plan import OWN_FORWARD, Misfit, Numbering, PlannedLinear, plan_linears
 from fp8cfg.backends.output_layers import output_layers
+from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.backends.unconverted_modules import unwatched
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.fp8 import FP8
 
 _ADAPTER = re.compile(r"(?:^|\.)lora_\w+(?:\.|$)", re.IGNORECASE)
 """Adapters of PEFT (lora_A, lora_B), diffusers (lora_down, lora_up) and torchtune (lora_a, lora_b)."""
-_INSTEAD = {"Conv1D is no linear layer": ": transformers.pytorch_utils.Conv1D, whose weight is transposed; put an nn.Linear with "
-            "weight.T in its place"}
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?=\.)")
 
 
 def plan_model(model: nn.Module, fp8: FP8, misfit: Misfit, linear: Collection[type[nn.Linear]] = ()) -> list[PlannedLinear]:
-    """The GEMM plan of each linear layer of `model`, by name; `linear` are subclasses of nn.Linear that the user says are linear.
-    Raises ConfigError as `plan_linears` does, for a key that only the Transformer of this project supports, and for a class of
-    `linear` whose forward computes something else.
+    """The GEMM plan of each linear layer of `model`, Conv1D of transformers among them, by name; `linear` are subclasses of
+    nn.Linear that the user says are linear. Raises ConfigError as `plan_linears` does, for a key that only the Transformer of this
+    project supports, and for a class of `linear` whose forward computes something else.
     """
     if fp8.dot_product_attention:
         raise ConfigError("fp8.dot_product_attention=True: has no effect on a model of your own, whose attention stays as it is")
-    found = dict(linears(model))
+    convs = dict(conv1ds(model, shared_weights(model)))
+    found = {name: planned_as(m) if name in convs else m for name, m in model.named_modules()
+             if name in convs or isinstance(m, nn.Linear)}
     refuse_if(_not_linear(linear, found.values()))
     ends = ("high_precision_at_start", "high_precision_at_end")
     first_last = {f"fp8.{key}": count for key in ends if (count := getattr(fp8, key))}
@@ -41,13 +43,8 @@ def plan_model(model: nn.Module, fp8: FP8, misfit: Misfit, linear: Collection[ty
     shapes = [(name, m.in_features, m.out_features) for name, m in found.items()]
     owners = {id(m): parent for parent in model.modules() for m in parent.children()}
     odd = _adapters(found, fp8) | {name: why for name, m in found.items() if (why := _odd(m, owners.get(id(m)), linear))}
-    other = sorted({f"{part.reason}{_INSTEAD.get(part.reason, '')}" for part in unwatched(model, ())})
+    other = sorted({part.reason for part in unwatched(model, [*convs.values()])})
     return plan_linears(shapes, fp8, _numbering(lists), misfit, output_layers(model, found, lists), odd, other)
-
-
-def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """All nn.Linear modules of `model`, subclasses included, each once under its first name."""
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear))
 
 
 def layer_lists(model: nn.Module) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8cfg.backends.casting_linear import cast_as
 from fp8cfg.config.errors import NotFP8Error
 
-_CARRIED = "carried_attributes"
+CARRIED = "carried_attributes"
 """Attribute of a layer that took the place of another: names of the user's own attributes, to be taken back."""
 _CLASS = "carried_class"
 """Attribute of a layer that took the place of one of a subclass of nn.Linear: that class, to be given back."""
@@ -25,15 +25,15 @@ def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
     nn.Linear the FP8 one casts as it did, and the plain one that takes that one's place has its class.
     """
     old = model.get_submodule(name)
-    carried = vars(old).get(_CARRIED, [key for key in vars(old) if key not in vars(new)])
+    carried = vars(old).get(CARRIED, [key for key in vars(old) if key not in vars(new)])
     for key, value in vars(old).items():
         if key.endswith(_HOOKS):
             value.update(vars(new)[key])  # the same dict: a handle of the user's removes its hook from it
             _follow(value.values(), new)
         if key.endswith(_HOOKS) or key in carried or key in ("training", "_is_full_backward_hook"):
             vars(new)[key] = value
-    if _CARRIED not in vars(old):
-        vars(new)[_CARRIED] = carried
+    if CARRIED not in vars(old):
+        vars(new)[CARRIED] = carried
         if isinstance(old, nn.Linear) and type(old) is not nn.Linear:
             vars(new)[_CLASS] = type(old)
             cast_as(old, new)

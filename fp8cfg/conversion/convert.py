@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.backends import backend_registry, first_pass, flops, stored_weights
+from fp8cfg.backends import backend_registry, conv1d, first_pass, flops, stored_weights
 from fp8cfg.backends.autocast_context import AutocastContext
 from fp8cfg.backends.backend_choice import Choice, choose
 from fp8cfg.backends.eligibility import layer_lists, plan_model
@@ -130,7 +130,13 @@ def convert_model(model: nn.Module, recipe: Recipe, linear: Collection[type[nn.L
     holder.model = model
     whole = holder if isinstance(model, nn.Linear) else model  # a root has no place of its own to be replaced in
     plan = plan_model(whole, fp8, backend_registry.rules(choice.backend).misfit, linear)
-    backend_registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
+    convs = conv1d.to_linear(whole, [planned.name for planned in plan])
+    try:
+        backend_registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
+    except ConfigError:
+        conv1d.back(whole, convs)
+        raise
+    conv1d.attach(whole, convs)
     seed_rounding(model, recipe.trainer.seed)
     mark(whole, fp8, plan, choice)
     flops.watch(whole)
@@ -148,6 +154,7 @@ def convert_back(model: nn.Module) -> nn.Module:
                           "weights (model.safetensors)")
     holder = nn.Module()
     holder.model = model
+    convs = conv1d.shells(holder)
     held = {layer.parameter for layer in stored_weights.in_codec(model)}
     wide = Counter(p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1 and p not in held)
     dtype = wide.most_common(1)[0][0] if wide else torch.float32
@@ -160,6 +167,7 @@ def convert_back(model: nn.Module) -> nn.Module:
                 replaced(holder, name, plain)
     unmark(holder)
     first_pass.unwatch(holder)
+    conv1d.back(holder, convs)
     return holder.model
 
 
