@@ -47,6 +47,7 @@ def to_linear(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
             replaced(model, name, linear := linear_with(weight, bias))
             del vars(linear)[CARRIED]  # what stands in its place next notes that for itself
             conv._parameters.update(weight=None, bias=None)
+            _tell_adapter(model, name, transposed=False)
             found[name] = conv
     return found
 
@@ -75,6 +76,14 @@ def back(model: nn.Module, convs: dict[str, nn.Module]) -> None:
         _transpose(weight)
         conv._parameters.update(weight=weight, bias=linear._parameters["bias"])
         replaced(model, name, conv)
+        _tell_adapter(model, name, transposed=True)
+
+
+def _tell_adapter(model: nn.Module, name: str, transposed: bool) -> None:
+    """PEFT's layer around the layer `name`, if that is what holds it, adds its product to a weight that is `transposed`, or not."""
+    adapter = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(getattr(adapter, "fan_in_fan_out", None), bool):
+        adapter.fan_in_fan_out = transposed  # type: ignore[assignment]
 
 
 def _is_conv1d(module: nn.Module) -> bool:

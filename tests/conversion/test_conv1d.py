@@ -94,6 +94,17 @@ def test_a_job_of_gpt2_saves_and_loads_weights_as_the_plain_model(words: tuple[s
     assert type(fp8cfg.convert_back(job.model).transformer.h[0].mlp.c_fc) is transformers.pytorch_utils.Conv1D
 
 
+def test_an_adapter_is_told_which_way_the_weight_lies() -> None:
+    """PEFT's layers have it from the class of the layer that they were put around, and merge by it."""
+    model, adapter = gpt2(), nn.Module()
+    adapter.base_layer, adapter.fan_in_fan_out = model.transformer.h[0].mlp.c_fc, True  # type: ignore[assignment]
+    holder = nn.ModuleList([adapter, model.transformer.h[1]])
+    fp8cfg.convert_model(holder, recipe(*WORDS))
+    assert adapter.base_layer.weight.shape == (256, 64) and adapter.fan_in_fan_out is False
+    fp8cfg.convert_back(holder)
+    assert adapter.base_layer.weight.shape == (64, 256) and adapter.fan_in_fan_out is True
+
+
 def test_excluded_layers_and_those_that_cannot_be_converted() -> None:
     """Excluded ones are listed; a weight that another module reads is left [in, out]; a recipe that reaches no layer changes none."""
     model = gpt2()
