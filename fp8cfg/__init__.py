@@ -49,6 +49,12 @@ if TYPE_CHECKING:  # for type checkers and editors the same names as in _HOMES; 
     from fp8cfg.conversion.convert import convert_model as convert_model
     from fp8cfg.conversion.convert import has_fp8_layers as has_fp8_layers
     from fp8cfg.conversion.convert import has_transformer_engine_layers as has_transformer_engine_layers
+    from fp8cfg.execution.executor import Executor as Executor
+    from fp8cfg.execution.executor import LocalExecutor as LocalExecutor
+    from fp8cfg.execution.executor import TorchrunExecutor as TorchrunExecutor
+    from fp8cfg.execution.runs import Execution as Execution
+    from fp8cfg.execution.runs import run as run
+    from fp8cfg.execution.slurm import SlurmExecutor as SlurmExecutor
     from fp8cfg.job import Job as Job
     from fp8cfg.report.coverage import coverage as coverage
     from fp8cfg.report.key_explanation import Explanation as Explanation
@@ -100,6 +106,9 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
         "fp8cfg.conversion.autowrap": "apply_fp8_autowrap contextual_fp8_autocast",
         "fp8cfg.conversion.averaging": "Average averaged",
         "fp8cfg.conversion.convert": "convert_back convert_model has_fp8_layers has_transformer_engine_layers",
+        "fp8cfg.execution.executor": "Executor LocalExecutor TorchrunExecutor",
+        "fp8cfg.execution.runs": "Execution run",
+        "fp8cfg.execution.slurm": "SlurmExecutor",
         "fp8cfg.job": "Job",
         "fp8cfg.report.coverage": "coverage",
         "fp8cfg.report.key_explanation": "Explanation explain",

@@ -40,7 +40,8 @@ TOP = {  # room -> rooms that its modules may import at their top
     "run_plan": {"builder", "config", "report", "smoke"},
     "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job", "layer_plan", "numerics", "optim",
                  "parallel", "report", "smoke", "training.distributed"},
-    "cli": {"backends", "config", "report", "training"},
+    "execution": {"composition", "config"},
+    "cli": {"backends", "config", "execution", "report", "training"},
     "__main__": {"cli"},
 }
 TORCH = "its modules import torch, and this one is imported without"

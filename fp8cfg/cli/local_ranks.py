@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import socket
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.execution.torchrun import start as start
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -47,22 +47,3 @@ def node_line(recipe: Recipe, argv: Sequence[str]) -> str:
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{socket.gethostname()}:{PORT}", "--rdzv-id", recipe.name]
     ranks = ["--nnodes", str(t.num_nodes), "--nproc-per-node", str(t.devices)]
     return shlex.join(["torchrun", *ranks, *meeting, "-m", "fp8cfg", *argv])
-
-
-def start(ranks: int, argv: Sequence[str]) -> int:
-    """Run `fp8cfg ARGV` on that many ranks of this machine. Returns the exit code of the rank that failed first; 75 where a signal
-    stopped them, 0 where none failed."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say in a line what was wrong
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, of which it would warn
-    try:
-        run.run(run.parse_args(["--standalone", "--nproc-per-node", str(ranks), "-m", "fp8cfg", *argv]))  # type: ignore[no-untyped-call]
-    except ChildFailedError as e:
-        _, first = e.get_first_failure()
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-    except SignalException:
-        return 75
-    return 0

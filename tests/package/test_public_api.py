@@ -18,6 +18,7 @@ NAMES = {
     "Checkpoint", "Log", "ConfigError", "NotFP8Error", "recipe", "recipes", "compose", "from_yaml", "to_yaml", "structured_config", "interop",
     # what one does with them
     "plan", "Plan", "explain", "Explanation", "lower", "build", "Job", "fit", "resume", "RunFolder", "Callback", "coverage",
+    "run", "Execution", "Executor", "LocalExecutor", "TorchrunExecutor", "SlurmExecutor",
     # models of one's own
     "convert_model", "convert_back", "has_fp8_layers", "has_transformer_engine_layers", "contextual_fp8_autocast", "apply_fp8_autowrap",
     "averaged", "Average",

@@ -1,0 +1,1 @@
+"""Executors: where and how a recipe is run: a process of its own, ranks of torchrun, a Slurm job, or one of nemo_run's."""

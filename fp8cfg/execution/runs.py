@@ -1,0 +1,60 @@
+"""`fp8cfg.run`: a recipe through an executor, into a run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from fp8cfg.composition import to_yaml
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.execution import nemo
+from fp8cfg.execution.executor import REQUEST, STARTED, Command, Executor, LocalExecutor, RunFailed
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A run that an executor has taken: its folder, for `fp8cfg.resume` and `fp8cfg.RunFolder`, and its exit code, which is None
+    while it is not waited for."""
+
+    folder: Path
+    exit_code: int | None
+
+
+def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) -> Execution:
+    """Train `recipe` through `executor` into `folder`, or a new one under log.dir: LocalExecutor (the default), TorchrunExecutor,
+    SlurmExecutor, one of nemo_run's, or whatever has `execute(command)`. Raises ConfigError for a recipe that breaks a rule, before
+    anything starts, and RunFailed with the exit code of a run that failed."""
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"run: expected a Recipe, got {type(recipe).__name__}; to train a job write fp8cfg.fit(job)")
+    chosen = nemo.NemoExecutor(executor) if nemo.is_one(executor) else LocalExecutor() if executor is None else executor
+    if not isinstance(chosen, Executor) or isinstance(chosen, type):
+        raise ConfigError(f"run: executor: expected one with execute(command), such as fp8cfg.LocalExecutor(), got {executor!r}")
+    recipe.check()
+    t, path = recipe.trainer, (Path(folder) if folder else _new(recipe)).absolute()
+    if (path / STARTED).exists():
+        raise ConfigError(f"{path} already holds a run; write fp8cfg.resume({str(path)!r}), or name another folder")
+    path.mkdir(parents=True, exist_ok=True)
+    (path / REQUEST).write_text(to_yaml(recipe), encoding="utf-8")
+    code = chosen.execute(Command(path, ranks=t.devices, nodes=t.num_nodes))
+    if code:
+        raise RunFailed(path, code)
+    return Execution(path, code)
+
+
+def _new(recipe: Recipe) -> Path:
+    """A folder under log.dir that nobody has, made here."""
+    root = Path(recipe.log.dir)
+    name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    root.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        path = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")

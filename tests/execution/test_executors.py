@@ -1,0 +1,188 @@
+"""Executors of `fp8cfg.run`: on this machine, in a queue that stands for Slurm's, and nemo_run's own where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import fp8cfg
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.execution import executor as executors
+from fp8cfg.execution import nemo
+from fp8cfg.execution.executor import Command, RunFailed
+from fp8cfg.training import metrics
+from tests.cli.test_hydra_habits import TINY
+
+
+def tiny(folder: Path, *words: str) -> Recipe:
+    return fp8cfg.compose([*(w for w in TINY if not any(w.startswith(x.partition("=")[0] + "=") for x in words)), f"log.dir={folder}", "name=one", *words])
+
+
+@dataclass
+class Recorded:
+    """An executor of one's own."""
+
+    code: int | None = 0
+    seen: list[Command] = field(default_factory=list)
+
+    def execute(self, command: Command) -> int | None:
+        self.seen.append(command)
+        return self.code
+
+
+def test_an_executor_gets_a_command_that_is_the_recipe(tmp_path: Path) -> None:
+    mine, recipe = Recorded(), tiny(tmp_path, "trainer.devices=4", "trainer.num_nodes=2", "trainer.global_batch_size=16")
+    done = fp8cfg.run(recipe, mine)
+    command, = mine.seen
+    assert done == fp8cfg.Execution(command.folder, 0) and done.folder.parent == tmp_path and (command.ranks, command.nodes) == (4, 2)
+    file, word = command.words()
+    assert fp8cfg.from_yaml(Path(file)) == recipe and word == f"hydra.run.dir='{done.folder}'"
+    assert command.words(again=True) == command.words(), "which has not started"
+    (done.folder / "recipe.yaml").write_text("")
+    assert command.words(again=True) == ["resume", str(done.folder)]
+    with pytest.raises(fp8cfg.ConfigError, match=r"already holds a run; write fp8cfg\.resume"):
+        fp8cfg.run(recipe, mine, done.folder)
+    assert fp8cfg.run(recipe, Recorded(None)).exit_code is None and isinstance(mine, fp8cfg.Executor)
+    with pytest.raises(RunFailed, match="the run ended with exit code 3") as e:
+        fp8cfg.run(recipe, Recorded(3), tmp_path / "three")
+    assert e.value.exit_code == 3
+
+
+def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    recipe = tiny(tmp_path)
+    for wrong in ("local", fp8cfg.LocalExecutor, 5):
+        with pytest.raises(fp8cfg.ConfigError, match="executor: expected one with execute"):
+            fp8cfg.run(recipe, wrong)
+    with pytest.raises(fp8cfg.ConfigError, match="expected a Recipe, got str"):
+        fp8cfg.run("llama_tiny")
+    recipe.model.num_attention_heads = 3
+    with pytest.raises(fp8cfg.ConfigError, match="not a multiple"):
+        fp8cfg.run(recipe, Recorded())
+    with pytest.raises(fp8cfg.ConfigError, match="TorchrunExecutor has one machine"):
+        fp8cfg.run(tiny(tmp_path, "trainer.num_nodes=2", "trainer.micro_batch_size=1"), fp8cfg.TorchrunExecutor())
+    with pytest.raises(fp8cfg.ConfigError, match="ranks=0: must be at least 1"):
+        fp8cfg.TorchrunExecutor(0)
+
+
+def test_processes_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words that they get; test_a_run_on_this_machine runs them."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(executors, "_process", lambda argv: ran.append(list(argv)) or 0)
+    fp8cfg.run(tiny(tmp_path), folder=tmp_path / "a")
+    fp8cfg.run(tiny(tmp_path, "trainer.devices=2", "trainer.micro_batch_size=1"), fp8cfg.TorchrunExecutor(), tmp_path / "b")
+    fp8cfg.run(tiny(tmp_path), fp8cfg.TorchrunExecutor(3), tmp_path / "c")
+    assert [r[:-2] for r in ran] == [["-m", "fp8cfg"], ["-m", "fp8cfg.execution.torchrun", "2"], ["-m", "fp8cfg.execution.torchrun", "3"]]
+    monkeypatch.setenv("RANK", "1")
+    assert "RANK" not in executors.environment() and Path(executors.environment()["PYTHONPATH"].split(os.pathsep)[0], "fp8cfg").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", [fp8cfg.LocalExecutor(), fp8cfg.TorchrunExecutor(2)], ids=["local", "torchrun"])
+def test_a_run_on_this_machine(executor: fp8cfg.Executor, tmp_path: Path) -> None:
+    words = ["trainer.micro_batch_size=1"]
+    done = fp8cfg.run(tiny(tmp_path, *words), executor)
+    assert done.exit_code == 0 and [m["step"] for m in metrics.read(done.folder / "metrics.jsonl")][-1] == 2
+    with pytest.raises(RunFailed) as e:
+        fp8cfg.run(tiny(tmp_path, *words, "data=text", "data.path=nowhere"), executor)
+    assert e.value.exit_code == 2
+
+
+SBATCH = """#!/bin/bash
+# A queue of one machine: starts the job again as often as it is put back.
+echo "Submitted batch job 77"
+(
+  export SLURM_JOB_ID=77 SLURM_JOBID=77 SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_JOB_NODELIST=localhost
+  export SLURM_NTASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=1
+  for n in 0 1 2 3; do
+    SLURM_RESTART_COUNT=$n bash "$1" > $QUEUE/job.$n.log 2>&1
+    [ -e $QUEUE/requeue ] || break
+    rm $QUEUE/requeue
+  done
+  touch $QUEUE/ended
+) > /dev/null 2>&1 &
+"""
+SRUN = """#!/bin/bash
+while [[ "$1" == -* ]]; do if [[ "$1" == --output || "$1" == --error ]]; then shift; fi; shift; done
+exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" == show ]; then echo localhost; else echo "$@" >> $QUEUE/scontrol.log; touch $QUEUE/requeue; fi
+"""
+SACCT = """#!/bin/bash
+echo "JobID|State|NodeList"
+if [ -e $QUEUE/ended ]; then echo "77|COMPLETED|localhost"; else echo "77|RUNNING|localhost"; fi
+"""
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with commands that stand for Slurm's."""
+    pytest.importorskip("submitit", reason="pip install 'fp8cfg[slurm]'")
+    folder = tmp_path / "queue"
+    folder.mkdir()
+    for name, text in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "sacct": SACCT}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("QUEUE", str(folder))
+    return folder
+
+
+def test_slurm_is_asked_for_what_the_recipe_is_meant_for(queue: Path, tmp_path: Path) -> None:
+    """A batch script, which is not run."""
+    (queue / "sbatch").write_text("#!/bin/bash\necho Submitted batch job 5\n")
+    recipe = tiny(tmp_path, "trainer.num_nodes=4", "trainer.devices=8", "trainer.global_batch_size=64")
+    done = fp8cfg.run(recipe, fp8cfg.SlurmExecutor({"partition": "gpu", "time": 30}))
+    script = (done.folder / "slurm/5_submission.sh").read_text() if done.exit_code is None else ""
+    for line in ("--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--partition=gpu", "--time=30", "--requeue", "--signal=USR2@90", f"--job-name={done.folder.name}"):
+        assert f"#SBATCH {line}\n" in script, script
+    with pytest.raises(fp8cfg.ConfigError, match="partitoin"):
+        fp8cfg.run(recipe, fp8cfg.SlurmExecutor({"partitoin": "gpu"}))
+
+
+def test_without_slurm_or_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(fp8cfg.ConfigError, match=r"there is no srun here|pip install 'fp8cfg\[slurm\]'"):
+        fp8cfg.run(tiny(tmp_path), fp8cfg.SlurmExecutor())
+
+
+@pytest.mark.slow
+def test_a_slurm_job_whose_time_is_over_goes_on_in_the_queue(queue: Path, tmp_path: Path) -> None:
+    """Slurm's warning comes at the first checkpoint; the run stops with 75, is put back, and goes on to the end."""
+    (queue / "srun").write_text(SRUN.replace('exec "$@"', '''"$@" &
+task=$!
+if [ $SLURM_RESTART_COUNT == 0 ]; then
+  until ls $RUN/checkpoints/step-*/MANIFEST.json; do sleep 0.1; done
+  kill -USR2 $task
+fi
+wait $task'''))
+    folder = tmp_path / "run"
+    os.environ["RUN"] = str(folder)
+    recipe = tiny(tmp_path, "trainer.max_steps=400", "checkpoint.every_n_steps=50", "trainer.accelerator=cpu", "optim.warmup_steps=2")
+    done = fp8cfg.run(recipe, fp8cfg.SlurmExecutor(wait=True), folder)
+    log = "".join(p.read_text() for p in sorted(queue.glob("job.*.log")))
+    assert done.exit_code == 0, log
+    assert (queue / "scontrol.log").read_text() == "requeue 77\n" and sorted(p.name for p in queue.glob("job.*.log")) == ["job.0.log", "job.1.log"]
+    assert [m["step"] for m in metrics.read(folder / "metrics.jsonl")] == list(range(1, 401))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("nemo_run"), reason="nemo_run is not installed")
+def test_nemo_runs_own_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "home"))
+    import nemo_run
+
+    done = fp8cfg.run(tiny(tmp_path), nemo_run.LocalExecutor())
+    assert done.exit_code == 0 and (done.folder / "coverage.json").exists()
+    with pytest.raises(RunFailed):
+        fp8cfg.run(tiny(tmp_path, "data=text", "data.path=nowhere"), nemo_run.LocalExecutor())
+
+
+def test_nemo_runs_executors_are_told_by_their_class() -> None:
+    base = type("Executor", (), {"__module__": "nemo_run.core.execution.base"})
+    assert nemo.is_one(type("LocalExecutor", (base,), {})()) and not nemo.is_one(fp8cfg.LocalExecutor())
