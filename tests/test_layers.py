@@ -51,6 +51,7 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
         "models": "TE builds its own modules in the place of our Transformer's layers, and only where a model has these",
         "optim": "MS-AMP's optimizer checks saved state as the low-bit ones do, and only where it loads one"},
     "report": {"backends": TORCH, "config": "`list` prints the text of values, no places, and is quick"},
+    "conversion": {"interop": "objects of other projects are read where one is given"},
     "job": {"backends": TORCH, "interop": "words of a Trainer are looked at where one runs", "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
     "job_parts": {"backends": TORCH, "models": TORCH, "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
     "graph_nodes": {"composition": "`lower` reads the keys of a recipe that is composed"},

@@ -24,20 +24,23 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.preset_keys import preset_keys
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.conversion.convert import prove, strangers
+from fp8cfg.conversion.given_recipe import given_recipe
 from fp8cfg.conversion.preset_values import GIVE_WAY
 
 
 def contextual_fp8_autocast(
-    model_forward: Callable[..., Any], recipe: Recipe, use_during_eval: bool = False
+    model_forward: Callable[..., Any], recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
     """`model_forward`, which is bound, as a function of the model and its arguments that runs it in FP8: while the model is in
-    training mode, or always with `use_during_eval` or the recipe's fp8.use_autocast_during_eval.
+    training mode, or always with `use_during_eval` or the recipe's fp8.use_autocast_during_eval. `recipe` is what `convert_model`
+    was given, or equal to it.
 
     A training pass first rolls the histories of the pass before it, as Transformer Engine does for each forward pass: call no
     `step` beside it (the optimizer of a job rolls by itself). The pass after the first training pass raises NotFP8Error where
     that did not run in FP8, or a converted layer ran outside of it. Raises ConfigError where the layers were converted with
     another `fp8` node than the recipe's.
     Compile a model before, not after."""
+    recipe = given_recipe(recipe)
     owner, function = getattr(model_forward, "__self__", None), getattr(model_forward, "__func__", None)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -50,10 +53,11 @@ def contextual_fp8_autocast(
     return forward
 
 
-def apply_fp8_autowrap(model: nn.Module, recipe: Recipe) -> nn.Module:
+def apply_fp8_autowrap(model: nn.Module, recipe: Any) -> nn.Module:
     """Let `model` run in FP8 by itself, whether it is called or its `forward` is: see `contextual_fp8_autocast`. `model` holds
     converted layers, and may be a wrapper such as DistributedDataParallel. Raises ConfigError where it holds none, or is wrapped
     already."""
+    recipe = given_recipe(recipe)
     refuse_if(strangers(recipe, model))
     refuse_if(_other(converted(model).fp8, recipe.fp8))
     if any(autowraps(hook) for hook in model._forward_pre_hooks.values()):

@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import changed
 from fp8cfg.config.storage import fp8_weights
+from fp8cfg.conversion.given_recipe import given_recipe
 from fp8cfg.conversion.preset_values import fit_layers, leave_parameters
 from fp8cfg.numerics import Region, seed_rounding
 from fp8cfg.numerics.stored_form import fp8_state_dict, load_fp8_state_dict
@@ -112,13 +114,16 @@ class Conversion:
     __repr__ = __str__
 
 
-def convert_model(model: nn.Module, recipe: Recipe, linear: Collection[type[nn.Linear]] = ()) -> Conversion:
-    """Replace, in place, the linear layers of `model` that the recipe's precision has in FP8, by those of its backend.
+def convert_model(model: nn.Module, recipe: Any, linear: Collection[type[nn.Linear]] = ()) -> Conversion:
+    """Replace, in place, the linear layers of `model` that the recipe's precision has in FP8, by those of its backend. `recipe` is
+    a Recipe, a Precision, or a handler of Accelerate's or a recipe of Transformer Engine's, which mean the recipe that they import
+    as.
 
     Parameters stay the very same objects: tied ones tied, frozen ones frozen. So do hooks, dtypes, devices and training flags.
     `linear` are subclasses of nn.Linear whose forward is F.linear of input and weight, cast to some dtype: their layers are
     converted too, and cast as theirs. Where a small copy of such a layer can be run, it is known without being named.
     Raises ConfigError for a recipe that cannot run here or reaches no layer, before anything is replaced."""
+    recipe = given_recipe(recipe)
     fp8 = _fp8_of(recipe, model)
     if _ours(model) or has_fp8_layers(model):
         raise ConfigError("convert_model: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
