@@ -185,7 +185,6 @@ class Root(
     """The parts of a job, which are its recipe."""
 
 
-
 def graph(job: Any, recipe: Recipe, model: nn.Module | None = None) -> fdl.Config[Job]:
     """The graph of a checked `recipe`: a call of `job` with the parts of Root, and with `model` as `given`, where there is one."""
     given = {} if model is None else {"given": model}
@@ -232,6 +231,7 @@ _ACTS: dict[str, Callable[[Recipe], bool]] = {
     full("fp8.multi_head_attention"): lambda r: r.fp8.dot_product_attention,
 }
 """When keys have an effect whose rules refuse another value than their default alone."""
+_NULLABLE = [(key, attrgetter(key)) for key, field in fields().items() if field.default is None]
 
 
 def _idle(recipe: Recipe) -> set[str]:
@@ -239,7 +239,7 @@ def _idle(recipe: Recipe) -> set[str]:
     those that are null by default, which ask for nothing."""
     refused = {full(key) for line in rules.broken(recipe, short_keys()) if isinstance(line, Refusal)
                for key, default in line.gives[:1] if attrgetter(key)(recipe) == default}
-    null = {key for key, field in fields().items() if field.default is None and attrgetter(key)(recipe) is None}
+    null = {key for key, value in _NULLABLE if value(recipe) is None}
     return refused | null | {key for key, acts in _ACTS.items() if not acts(recipe)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
@@ -132,8 +132,10 @@ def plan_linears(
     if not fp8.enabled:
         return [PlannedLinear(*s, gemms=(None, None, None), reason="FP8 is off") for s in shapes]
     refuse_if(_unmatched(fp8, [s[0] for s in shapes]))
-    plans = [replace(_plan(s, fp8, (odd or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output)),
-                     output=s[0] in output) for s in shapes]
+    made, kept = _products(fp8)
+    why_not = [(odd or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output) for s in shapes]
+    plans = [PlannedLinear(*s, gemms=(None, None, None) if reason else made, reason=reason or kept, output=s[0] in output)
+             for s, reason in zip(shapes, why_not, strict=True)]
     if not any(p.fp8 for p in plans):
         why = "; ".join([*(sorted({p.reason for p in plans}) or ["the model has none"]), *other])
         cure = f"; {_NAME_IT}" if any(p.reason.endswith(OWN_FORWARD) for p in plans) else ""
@@ -148,13 +150,11 @@ def formats(fp8: FP8) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]
     return (forward, forward), (gradient, forward), (gradient, forward)
 
 
-def _plan(shape: tuple[str, int, int], fp8: FP8, reason: str) -> PlannedLinear:
-    if reason:
-        return PlannedLinear(*shape, (None, None, None), reason)
+def _products(fp8: FP8) -> tuple[tuple[Kinds, Kinds, Kinds], str]:
+    """The three products of a layer that runs in FP8, and why one of them does not, where one does not."""
     kept = [g for g in GEMMS if getattr(fp8.override_linear_precision, g)]
-    products = [None if g in kept else f for g, f in zip(GEMMS, formats(fp8), strict=True)]
-    reason = f"fp8.override_linear_precision.{'|'.join(kept)}" if kept else ""
-    return PlannedLinear(*shape, (products[0], products[1], products[2]), reason)
+    fprop, dgrad, wgrad = (None if g in kept else f for g, f in zip(GEMMS, formats(fp8), strict=True))
+    return (fprop, dgrad, wgrad), f"fp8.override_linear_precision.{'|'.join(kept)}" if kept else ""
 
 
 def _excluded(shape: tuple[str, int, int], fp8: FP8, number: Numbering, misfit: Misfit, output: Collection[str]) -> str:
