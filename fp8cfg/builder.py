@@ -115,7 +115,8 @@ def planned(
     if recipe.storage.shard == "fsdp":
         raise ConfigError("storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write "
                           "fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's fully_shard on it")
-    return plan_model(model, recipe.fp8, backend_registry.rules(choice.backend).misfit), choice
+    norms = backend_registry.capabilities(choice.backend).norms
+    return plan_model(model, recipe.fp8, backend_registry.rules(choice.backend).misfit, norms=norms), choice
 
 
 def prepared_model(

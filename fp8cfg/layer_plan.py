@@ -9,7 +9,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
 from fp8cfg.config.model import Model
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.models.config import RopeScaling, TransformerConfig
-from fp8cfg.models.shapes import linear_layers
+from fp8cfg.models.shapes import linear_layers, norm_names
 
 _SAME = tuple(f.name for f in dataclasses.fields(TransformerConfig) if f.name in Model.model_fields and f.name != "rope_scaling")
 """Keys of the model node that the model room calls the same."""
@@ -28,5 +28,7 @@ def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
     """What each linear layer of `recipe` is meant to do under `backend`, by default the one it names, or native. Raises
     ConfigError where a layer pattern matches nothing."""
     name = backend or (recipe.backend if backend_registry.exists(recipe.backend) else backend_registry.REFERENCE)
-    shapes = linear_layers(transformer_config(recipe))
-    return plan_linears(shapes, recipe.fp8, layers(recipe.model.num_layers), backend_registry.rules(name).misfit)
+    config = transformer_config(recipe)
+    norms = norm_names(config) if recipe.fp8.exclude and backend_registry.capabilities(name).norms else ()
+    misfit = backend_registry.rules(name).misfit
+    return plan_linears(linear_layers(config), recipe.fp8, layers(recipe.model.num_layers), misfit, norms=norms)

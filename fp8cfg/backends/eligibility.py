@@ -23,10 +23,13 @@ _ADAPTER = re.compile(r"(?:^|\.)lora_\w+(?:\.|$)", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?=\.)")
 
 
-def plan_model(model: nn.Module, fp8: FP8, misfit: Misfit, linear: Collection[type[nn.Linear]] = ()) -> list[PlannedLinear]:
+def plan_model(
+    model: nn.Module, fp8: FP8, misfit: Misfit, linear: Collection[type[nn.Linear]] = (), norms: bool = False
+) -> list[PlannedLinear]:
     """The GEMM plan of each linear layer of `model`, Conv1D of transformers among them, by name; `linear` are subclasses of
-    nn.Linear that the user says are linear. Raises ConfigError as `plan_linears` does, for a key that only the Transformer of this
-    project supports, and for a class of `linear` whose forward computes something else.
+    nn.Linear that the user says are linear, and `norms` whether the backend replaces norms too. Raises ConfigError as
+    `plan_linears` does, for a key that only the Transformer of this project supports, and for a class of `linear` whose forward
+    computes something else.
     """
     if fp8.dot_product_attention:
         raise ConfigError("fp8.dot_product_attention=True: has no effect on a model of your own, whose attention stays as it is")
@@ -44,7 +47,8 @@ def plan_model(model: nn.Module, fp8: FP8, misfit: Misfit, linear: Collection[ty
     owners = {id(m): parent for parent in model.modules() for m in parent.children()}
     odd = _adapters(found, fp8) | {name: why for name, m in found.items() if (why := _odd(m, owners.get(id(m)), linear))}
     other = sorted({part.reason for part in unwatched(model, [*convs.values()])})
-    return plan_linears(shapes, fp8, _numbering(lists), misfit, output_layers(model, found, lists), odd, other)
+    return plan_linears(shapes, fp8, _numbering(lists), misfit, output_layers(model, found, lists), odd, other,
+                        [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)] if norms else ())
 
 
 def layer_lists(model: nn.Module) -> dict[str, int]:

@@ -121,9 +121,11 @@ def layers(num_layers: int) -> Numbering:
 def plan_linears(
     shapes: Shapes, fp8: FP8, number: Numbering, misfit: Misfit,
     output: Collection[str] = ("output_layer",), odd: Mapping[str, str] | None = None, other: Sequence[str] = (),
+    norms: Iterable[str] = (),
 ) -> list[PlannedLinear]:
     """The plan of every linear layer of `shapes` (name, in_features, out_features), of which `output` are the output layers;
-    `odd` are those that cannot be replaced, by name, and why. `other` says what else multiplies.
+    `odd` are those that cannot be replaced, by name, and why. `other` says what else multiplies. `norms` are the norms
+    that the backend replaces.
 
     Raises ConfigError for a pattern of fp8.include or fp8.exclude that matches no layer, and where FP8 is enabled and no
     layer would run in it.
@@ -131,7 +133,7 @@ def plan_linears(
     shapes = list(shapes)
     if not fp8.enabled:
         return [PlannedLinear(*s, gemms=(None, None, None), reason="FP8 is off") for s in shapes]
-    refuse_if(_unmatched(fp8, [s[0] for s in shapes]))
+    refuse_if(_unmatched(fp8, [s[0] for s in shapes], norms))
     made, kept = _products(fp8)
     why_not = [(odd or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output) for s in shapes]
     plans = [PlannedLinear(*s, gemms=(None, None, None) if reason else made, reason=reason or kept, output=s[0] in output)
@@ -224,11 +226,16 @@ def _without_effect(fp8: FP8, plans: Sequence[PlannedLinear], output: Collection
             for key, found in asked.items() if found and not any(p.fp8 for p in found)]
 
 
-def _unmatched(fp8: FP8, names: Sequence[str]) -> list[str]:
-    lines = []
-    for key in ("include", "exclude"):
+def excluded(name: str, fp8: FP8) -> bool:
+    """Whether a pattern of fp8.exclude is the layer's or the norm's that is called `name`."""
+    return any(fnmatchcase(name, pattern) for pattern in fp8.exclude)
+
+
+def _unmatched(fp8: FP8, names: Sequence[str], norms: Iterable[str]) -> list[str]:
+    lines, beside = [], {"include": (), "exclude": tuple(norms)}
+    for key, more in beside.items():
         for pattern in getattr(fp8, key):
-            if not any(fnmatchcase(n, pattern) for n in names):
+            if not any(fnmatchcase(n, pattern) for n in (*names, *more)):
                 generic = sorted({_LAYER.sub(lambda m: m[0].replace(m[1], "*"), n) for n in names})
                 lines.append(f"fp8.{key}={pattern}: matches no linear layer" + suggest(pattern, generic))
     return lines

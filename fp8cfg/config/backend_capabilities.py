@@ -49,6 +49,8 @@ class Capabilities:
     """Whether FSDP2 can gather its weights in FP8: storage.gather=fp8."""
     requantizes: bool = False
     """Whether its layers keep input and weight as they came, and quantize both again in the backward pass."""
+    norms: bool = False
+    """Whether its norms take the place of the model's, as far as fp8.exclude lets them."""
     layer_modules: tuple[str, ...] = ()
     """Modules, or packages of them, whose nn.Modules can multiply in FP8."""
     distributions: tuple[str, ...] = ()

@@ -75,7 +75,8 @@ class FP8(Node):
     include: tuple[str, ...] = ()
     """Glob patterns of layer names that run in FP8; empty means all. One that matches nothing is an error. Default all."""
     exclude: tuple[str, ...] = ()
-    """Glob patterns of layer names that stay in high precision; wins over include. Default none."""
+    """Glob patterns of layer names that stay in high precision; wins over include. Of norms too, which backend=te replaces and then
+    leaves as they are. Default none."""
     output_layer: bool = False
     """Whether the output layer (the LM head) runs in FP8 too. Default false (Megatron, torchtitan)."""
     dot_product_attention: bool = False

@@ -134,7 +134,8 @@ def convert_model(model: nn.Module, recipe: Any, linear: Collection[type[nn.Line
     holder = nn.Module()
     holder.model = model
     whole = holder if isinstance(model, nn.Linear) else model  # a root has no place of its own to be replaced in
-    plan = plan_model(whole, fp8, backend_registry.rules(choice.backend).misfit, linear)
+    norms = backend_registry.capabilities(choice.backend).norms
+    plan = plan_model(whole, fp8, backend_registry.rules(choice.backend).misfit, linear, norms)
     convs = conv1d.to_linear(whole, [planned.name for planned in plan])
     try:
         backend_registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)

@@ -28,6 +28,11 @@ def linear_layers(config: TransformerConfig) -> list[LinearShape]:
     return [*layers, LinearShape("output_layer", config.hidden_size, config.vocab_size)]
 
 
+def norm_names(config: TransformerConfig) -> list[str]:
+    """Module names of the norms, the final one last."""
+    return [*(f"layers.{i}.{name}" for i in range(config.num_layers) for name in _block_norms(config)), "final_layernorm"]
+
+
 def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter by name; a tied weight appears once, as `embedding.weight`."""
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, config.hidden_size)}

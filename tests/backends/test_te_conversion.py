@@ -14,6 +14,7 @@ from fp8cfg.backends.gemm_plan import differences
 from fp8cfg.numerics import Region
 from fp8cfg.numerics.stored_form import stored_state_dict
 from tests.support import te_tex
+from tests.support.small import small
 from tests.support.te_cases import CURRENT, DELAYED, backend, grads, restore
 from tests.support.te_small import converted, planned, tokens, transformer
 from tests.support.te_table import node
@@ -209,3 +210,28 @@ def test_attention_is_asked_for_as_the_recipe_says(scaling: str, te: Any, monkey
     assert [seen[g] for g in ("p", "o", "ds", "dq")] == [("e4m3", "e4m3")] * 2 + [("e5m2", "e4m3")] * 2
     restore(model)
     assert type(model.layers[1].self_attention.core_attention).__name__ == "CoreAttention"
+
+
+def test_norms_that_are_excluded_stay(te: Any) -> None:
+    """Alone, in front of a fused product, and in a Transformer layer, which is not fused then; products are in FP8 all the same."""
+    from fp8cfg.layer_plan import plan
+
+    def names(*patterns: str) -> dict[str, str]:
+        model = converted(node({"exclude": patterns}))
+        return {n: type(m).__name__ for n, m in model.named_modules() if n.endswith("layernorm")}
+
+    assert set(names().values()) == {"TENorm"}
+    first = names("layers.0.input_layernorm", "final_layernorm")
+    assert {n for n, kind in first.items() if kind == "RMSNorm"} == {"layers.0.input_layernorm", "final_layernorm"}
+    assert set(names("*layernorm").values()) == {"RMSNorm"}
+    logits, ran = [], []
+    for patterns in ((), ("*layernorm",)):
+        model = converted(node({"exclude": patterns}))
+        with backend().autocast(model):
+            logits.append(model(tokens()).float())
+        ran.append(sum(gemms["fprop"] is not None for gemms in backend().observed(model).values()))
+    assert ran == [8, 8] and (logits[0] - logits[1]).norm() < 0.05 * logits[0].norm()
+    recipe = small("precision=bf16_fp8", "backend=te", "fp8.first_step=te", "fp8.exclude=['*layernorm']")
+    assert all(p.fp8 for p in plan(recipe, "te")[:-1])
+    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.exclude=\*layernorm: matches no linear layer"):
+        plan(recipe, "native")

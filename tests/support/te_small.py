@@ -10,7 +10,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
 from fp8cfg.backends.native import rules as native_rules
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.models.config import TransformerConfig
-from fp8cfg.models.shapes import linear_layers
+from fp8cfg.models.shapes import linear_layers, norm_names
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import Region
 
@@ -27,7 +27,7 @@ def transformer(**changed: Any) -> Transformer:
 
 
 def planned(fp8: FP8, model: Transformer) -> list[PlannedLinear]:
-    return plan_linears(linear_layers(model.config), fp8, layers(model.config.num_layers), native_rules.misfit)
+    return plan_linears(linear_layers(model.config), fp8, layers(model.config.num_layers), native_rules.misfit, norms=norm_names(model.config))
 
 
 def converted(fp8: FP8, **changed: Any) -> Transformer:

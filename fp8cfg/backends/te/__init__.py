@@ -2,4 +2,5 @@
 
 from fp8cfg.config.backend_capabilities import Capabilities
 
-CAPABILITIES = Capabilities(priority=30, compiles=False, layer_modules=("transformer_engine", "fp8cfg.backends.te.layers"))
+CAPABILITIES = Capabilities(
+    priority=30, compiles=False, norms=True, layer_modules=("transformer_engine", "fp8cfg.backends.te.layers"))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.gemm_plan import PlannedLinear, excluded
 from fp8cfg.backends.module_swap import linear_with, replaced
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.stored_weights import shared_weights
@@ -50,7 +50,8 @@ def convert(
     contradict `fp8`, and for heads that FP8 attention has no kernel for. `region` is not asked: use `autocast`."""
     refuse_if([*contradictions(fp8, os.environ), *te_attention.misfits(model, fp8)])
     te = importlib.import_module("transformer_engine.pytorch")
-    make = Maker(te, recipe_of(fp8), fp8.params, shared_weights(model), compute)
+    kept = {module for name, module in model.named_modules() if excluded(name, fp8)}
+    make = Maker(te, recipe_of(fp8), fp8.params, shared_weights(model), compute, kept)
     for planned in plan:
         if planned.fp8:
             linear = model.get_submodule(planned.name)
@@ -64,7 +65,7 @@ def convert(
             held = {name: (layer, name) for name in ("weight", "bias") if getattr(layer, name) is not None}
             make("Linear", [layer], (layer.in_features, layer.out_features), held, bias=layer.bias is not None)
     for name, module in list(model.named_modules()):
-        if norm := _norm(module, te):
+        if module not in kept and (norm := _norm(module, te)):
             replaced(model, name, TENorm(module, norm))
 
 

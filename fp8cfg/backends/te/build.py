@@ -19,11 +19,12 @@ _LACKS = object()
 
 class Maker:
     """Builder of the engines of one conversion. Weights are stored quantized where `fp8_params`, except those of `shared`, and
-    stand for weights in `dtype`.
+    stand for weights in `dtype`. `kept` are the norms that stay as they are.
     """
 
-    def __init__(self, te: Any, recipe: Any, fp8_params: bool, shared: set[nn.Parameter], dtype: torch.dtype) -> None:
-        self.te, self.recipe, self.fp8_params, self.shared, self.dtype = te, recipe, fp8_params, shared, dtype
+    def __init__(self, te: Any, recipe: Any, fp8_params: bool, shared: set[nn.Parameter], dtype: torch.dtype,
+                 kept: Collection[nn.Module] = ()) -> None:  # fmt: skip
+        self.te, self.recipe, self.fp8_params, self.shared, self.dtype, self.kept = te, recipe, fp8_params, shared, dtype, kept
 
     def __call__(self, kind: str, linears: Sequence[TELinear], sizes: tuple[int, int], parameters: Parameters, bias: bool = False,
                  **options: Any) -> None:  # fmt: skip

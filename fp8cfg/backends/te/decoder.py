@@ -76,6 +76,8 @@ def obstacle(layer: Any, make: Maker) -> str:
         return f"self_attention.core_attention is a {type(attention.core_attention).__name__}"
     if attention.head_dim % 8:
         return f"head_dim={attention.head_dim} is not a multiple of 8, which its fast attention wants"
+    if kept := [n for n in ("input_layernorm", "pre_mlp_layernorm") if getattr(layer, n) in make.kept]:
+        return f"fp8.exclude leaves {kept[0]} as it is"
     if layer.input_layernorm.eps != layer.pre_mlp_layernorm.eps:
         return "its norms differ in eps"
     if not layer.pre_mlp_layernorm.weight.requires_grad:

@@ -48,7 +48,7 @@ def fuse(model: nn.Module, make: Maker) -> None:
 def _fuse_norm(name: str, model: nn.Module, linear: Any, make: Maker) -> None:
     """The norm called `name` and the layer behind it."""
     norm: Any = model.get_submodule(name)
-    if _fusable(norm, linear):
+    if norm not in make.kept and _fusable(norm, linear):
         held = TENorm(norm, None)
         make("LayerNormLinear", [linear], (linear.in_features, linear.out_features),
              {"layer_norm_weight": (held, "weight"), "weight": (linear, "weight")}, eps=norm.eps, normalization="RMSNorm")
@@ -57,7 +57,7 @@ def _fuse_norm(name: str, model: nn.Module, linear: Any, make: Maker) -> None:
 
 def _fuse_mlp(at: str, model: nn.Module, layer: Any, make: Maker) -> None:
     fc1, fc2, norm = layer.mlp.linear_fc1, layer.mlp.linear_fc2, layer.pre_mlp_layernorm
-    if _fusable(norm, fc1, fc2):
+    if norm not in make.kept and _fusable(norm, fc1, fc2):
         held = TENorm(norm, None)
         make("LayerNormMLP", [fc1, fc2], (fc1.in_features, fc2.in_features),
              {"layer_norm_weight": (held, "weight"), "fc1_weight": (fc1, "weight"), "fc2_weight": (fc2, "weight")},
