@@ -20,6 +20,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "train": Verb("train a recipe; also without a verb", trains=True),
+    "launch": Verb("train through an executor: ranks of this machine, or a Slurm job", trains=True),
     "sweep": Verb("train every combination of key=a,b; also -m", trains=True),
     "resume": Verb("go on with a run from its newest checkpoint that verifies", trains=True, path=True),
     "rerun": Verb("the same run again; what has changed, and are the losses equal", trains=True, path=True),

@@ -19,7 +19,7 @@ _READ = {".toml": "torchtitan", ".sh": "megatron"}
 """Files of other projects, by their ending, and who reads them."""
 _ABSENT = ("sample",)
 """Commands of other trainers, of which ours has no like."""
-_THEIRS = {"run": "train", "fit": "train", "pretrain": "train", "finetune": "train", "launch": "train", "start": "train",
+_THEIRS = {"run": "train", "fit": "train", "pretrain": "train", "finetune": "train", "start": "train",
            "validate": "check", "verify": "check", "lint": "check", "estimate": "plan", "info": "doctor", "env": "doctor"}
 """Commands of other trainers by ours."""
 

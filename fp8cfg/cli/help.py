@@ -38,8 +38,7 @@ Options:
                        as in Hydra: fp8cfg train --help
   --help, --version
 
-Everything works as `python -m fp8cfg` too, and under torchrun:
-  torchrun --nproc-per-node 2 -m fp8cfg recipe=llama_tiny precision=bf16_fp8
+Everything works as `python -m fp8cfg` too, and as `torchrun ... -m fp8cfg`.
 
 Exit codes: 0 done, 2 configuration, 3 asked for FP8 and did not get it, 4 no
 usable checkpoint, 5 out of space or not writable, 6 run folder in use, 75

@@ -1,4 +1,5 @@
-"""Launch: what `train`, `resume`, `rerun` and each job of a sweep do with a checked recipe."""
+"""Launch: what `train`, `resume`, `rerun` and each job of a sweep do with a checked recipe; and `launch`, the verb, which hands one
+to an executor of `fp8cfg.run`."""
 
 from __future__ import annotations
 
@@ -7,14 +8,70 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fp8cfg.config.errors import printable
+from fp8cfg.config.errors import ConfigError, printable
 
 if TYPE_CHECKING:
+    from fp8cfg.cli.argv import Arguments
     from fp8cfg.config.recipe import Recipe
+    from fp8cfg.execution.executor import TorchrunExecutor
+    from fp8cfg.execution.slurm import SlurmExecutor
     from fp8cfg.job import Job
     from fp8cfg.training.distributed.world import World
     from fp8cfg.training.loop import Loaded
     from fp8cfg.training.run_folder import RunFolder
+
+
+USAGE = """
+fp8cfg launch --local N WORDS
+fp8cfg launch --slurm KEY=VALUE,... [--wait] WORDS
+
+Trains the recipe of WORDS through an executor, as fp8cfg.run does in Python.
+
+  --local N            N processes on this machine, through torchrun
+  --slurm KEY=VALUE,.. a Slurm job of trainer.num_nodes x trainer.devices ranks,
+                       through submitit (pip install 'fp8cfg[slurm]'), with
+                       sbatch's settings: partition=gpu,time=240,account=me.
+                       Before its time is over it saves, goes back into the
+                       queue (exit code 75, scontrol requeue) and goes on
+  --wait               stay until the job has ended
+  --config-dir FOLDER  recipes and presets of your own
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Train the recipe of `argv` through the executor that it names. Returns the exit code."""
+    from fp8cfg.cli import WORDS
+    from fp8cfg.cli.argv import recipe_file, split
+    from fp8cfg.cli.composed import composed
+    from fp8cfg.execution import runs
+
+    arguments = split(argv, ("--config-dir", "--local", "--slurm"), ("--wait",))
+    file = recipe_file(arguments.plain, WORDS)
+    executor = _executor(arguments)
+    done = runs.run(composed(arguments.words, arguments.one("--config-dir"), file), executor)
+    if done.exit_code is None:
+        print(f"run folder: {printable(str(done.folder))}")
+    return done.exit_code or 0
+
+
+def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
+    """The executor that --local or --slurm names. Raises ConfigError for both, neither, or a value that is none."""
+    from fp8cfg.execution.executor import TorchrunExecutor
+    from fp8cfg.execution.slurm import SlurmExecutor
+
+    local, slurm = arguments.one("--local"), arguments.one("--slurm")
+    if (local is None) == (slurm is None):
+        raise ConfigError("launch: needs one of --local N and --slurm KEY=VALUE,...")
+    if local is not None:
+        if "--wait" in arguments.flags:
+            raise ConfigError("--wait: is of --slurm; processes of this machine are waited for")
+        if not local.isdecimal():
+            raise ConfigError(f"--local {local}: expected a number of processes, as in --local 2")
+        return TorchrunExecutor(int(local))
+    pairs = [pair.partition("=") for pair in (slurm or "").split(",")]
+    if wrong := next(("".join(pair) for pair in pairs if not (pair[0] and pair[2])), ""):
+        raise ConfigError(f"--slurm {wrong}: not of the form key=value, as in --slurm partition=gpu,time=240")
+    return SlurmExecutor({key: int(value) if value.isdecimal() else value for key, _, value in pairs}, "--wait" in arguments.flags)
 
 
 def launch(

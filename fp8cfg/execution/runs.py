@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -39,7 +40,13 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
         raise ConfigError(f"{path} already holds a run; write fp8cfg.resume({str(path)!r}), or name another folder")
     path.mkdir(parents=True, exist_ok=True)
     (path / REQUEST).write_text(to_yaml(recipe), encoding="utf-8")
-    code = chosen.execute(Command(path, ranks=t.devices, nodes=t.num_nodes))
+    try:
+        code = chosen.execute(Command(path, ranks=t.devices, nodes=t.num_nodes))
+    except ConfigError:  # nothing has started
+        (path / REQUEST).unlink()
+        with contextlib.suppress(OSError):
+            path.rmdir()
+        raise
     if code:
         raise RunFailed(path, code)
     return Execution(path, code)

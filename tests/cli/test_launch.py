@@ -1,0 +1,48 @@
+"""`launch`: the command line's door to the executors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fp8cfg
+from fp8cfg.__main__ import main
+from fp8cfg.execution import runs
+
+
+@pytest.mark.parametrize(("options", "executor"), [
+    (["--local", "2"], fp8cfg.TorchrunExecutor(2)), (["--slurm", "partition=gpu,time=240"], fp8cfg.SlurmExecutor({"partition": "gpu", "time": 240})),
+    (["--slurm=qos=high", "--wait"], fp8cfg.SlurmExecutor({"qos": "high"}, wait=True))])
+def test_words_go_to_an_executor(options: list[str], executor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Any] = []
+
+    def run(recipe: fp8cfg.Recipe, chosen: Any) -> fp8cfg.Execution:
+        seen.append((recipe, chosen))
+        return fp8cfg.Execution(tmp_path, None)
+
+    monkeypatch.setattr(runs, "run", run)
+    assert main(["launch", *options, "precision=bf16_fp8", "fp8.margin=1"]) == 0
+    assert seen == [(fp8cfg.compose(["precision=bf16_fp8", "fp8.margin=1"]), executor)]
+    assert capsys.readouterr().out == f"run folder: {tmp_path}\n"
+
+
+@pytest.mark.parametrize(("argv", "line"), [
+    ([], "launch: needs one of --local N and --slurm KEY=VALUE,..."), (["--local", "2", "--slurm", "a=b"], "launch: needs one of --local N and --slurm KEY=VALUE,..."),
+    (["--local", "two"], "--local two: expected a number of processes, as in --local 2"), (["--local", "0"], "TorchrunExecutor: ranks=0: must be at least 1"),
+    (["--slurm", "gpu"], "--slurm gpu: not of the form key=value, as in --slurm partition=gpu,time=240"),
+    (["--local", "2", "--wait"], "--wait: is of --slurm; processes of this machine are waited for"),
+    (["--local", "2", "fp8.margn=1"], "fp8.margn: no such key; did you mean 'fp8.margin'?"),
+    (["--local", "2", "trainer.num_nodes=2", "trainer.micro_batch_size=8"], "trainer.num_nodes=2: TorchrunExecutor has one machine; write 1, or use SlurmExecutor"),
+])
+def test_mistakes(argv: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *argv, *([f"log.dir={tmp_path}"] if argv else [])]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_exit_code_of_the_run_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fp8cfg.execution.executor._process", lambda argv: 3)
+    assert main(["launch", "--local", "2", f"log.dir={tmp_path}"]) == 3
+    assert "the run ended with exit code 3" in capsys.readouterr().err
