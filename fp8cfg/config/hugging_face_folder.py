@@ -24,7 +24,7 @@ def config_of(folder: str, key: str) -> dict[str, Any]:
         with open_regular(path) as file:
             said = json.loads(file.read(MAX_BYTES))
     except FileNotFoundError:
-        hub = folder.count("/") == 1 and not Path(folder).exists()
+        hub = folder.count("/") == 1 and folder[0] not in "/~." and not Path(folder).exists()
         near = "; the hub is not asked: download the checkpoint first" if hub else ""
         raise ConfigError(f"{key}={folder}: there is no {path}{near}") from None
     except (OSError, ValueError, RecursionError) as e:
