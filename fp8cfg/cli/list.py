@@ -19,7 +19,8 @@ data presets, or of those the groups that are named. One group alone is printed
 with all that its files say.
 
   --config-dir FOLDER  list FOLDER/recipe/*.yaml, FOLDER/precision/*.yaml and
-                       FOLDER/data/*.yaml too, each with its file
+                       FOLDER/data/*.yaml too, and groups of your own, each
+                       choice with its file
   --json               the same as JSON
 """
 
@@ -47,12 +48,13 @@ def run(argv: list[str]) -> int:
     """List the groups of `argv`. Returns the exit code."""
     arguments = split(argv, ("--config-dir",), ("--json",))
     named = [_PLURAL.get(word, word) for word in arguments.plain]
-    wrong = [f"list {word}: no such group" + suggest(word, GROUPS) for word in named if word not in GROUPS]
+    folder = arguments.one("--config-dir")
+    groups = [*GROUPS, *(_own(Path(folder)) if folder else ())]
+    wrong = [f"list {word}: no such group" + suggest(word, groups) for word in named if word not in groups]
     refuse_if(wrong + [f"list: takes no values, drop {word!r}" for word in arguments.words])
-    given = arguments.one("--config-dir")
-    if given and not Path(given).is_dir():
-        raise ConfigError(f"--config-dir {given}: no such folder")
-    found = {g: entries(g, Path(given) if given else None) for g in GROUPS if not named or g in named}
+    if folder and not Path(folder).is_dir():
+        raise ConfigError(f"--config-dir {folder}: no such folder")
+    found = {g: entries(g, Path(folder) if folder else None) for g in groups if not named or g in named}
     if "--json" in arguments.flags:
         import json
 
@@ -63,6 +65,13 @@ def run(argv: list[str]) -> int:
     else:
         print("\n\n".join("\n".join([group, *_overview(those)]) for group, those in found.items()))
     return 0
+
+
+def _own(folder: Path) -> list[str]:
+    """The groups that `folder` has besides the shipped ones."""
+    from fp8cfg.composition.config_groups import Library
+
+    return Library(folder).groups()[len(GROUPS):] if folder.is_dir() else []
 
 
 def entries(group: str, folder: Path | None) -> list[Entry]:

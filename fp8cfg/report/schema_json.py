@@ -44,10 +44,13 @@ def recipe_schema(library: Library) -> dict[str, Any]:
         own[group] = {"description": about, "anyOf": [names[group], {"$ref": f"#/$defs/{cls.__name__}"}]}
     own |= {alias: _any_case(key_schema(key)) for alias, key in ALIASES.items() if alias not in own}
     rest = {key: value for key, value in full.items() if key not in own}
-    entry = {"type": "object", "additionalProperties": False,
-             "patternProperties": {f"^(override )?/*{group}(@.*)?$": names[group] for group in names}}
+    chosen = names | {group: {"enum": [*library.choices(group), None]} for group in library.groups() if group not in names}
+    entry = {"type": "object", "additionalProperties": False, "patternProperties": {
+        f"^((override|optional) )*/*{group}(@.*)?$": {"anyOf": [of, {"type": "array", "items": of}]}
+        for group, of in chosen.items()}}
+    path = {"type": "string", "pattern": f"^/({'|'.join(chosen)})/\\w+(@.*)?$"}
     own["defaults"] = {"description": _DEFAULTS, "type": ["array", "null"],
-                       "items": {"anyOf": [{"const": "_self_"}, names["recipe"], entry]}}
+                       "items": {"anyOf": [{"const": "_self_"}, names["recipe"], path, entry]}}
     return {"$schema": DIALECT, **schema, "title": "A recipe of fp8cfg", "properties": own | rest, "patternProperties": _dotted()}
 
 

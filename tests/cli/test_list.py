@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8cfg.__main__ import main
 from fp8cfg.cli import help
 from fp8cfg.cli import list as verb
 from fp8cfg.composition.config_groups import GROUPS, Library
@@ -91,3 +92,12 @@ def test_mistakes(capsys: Out) -> None:
 
 def test_nothing_slow_is_loaded() -> None:
     assert not loads("list") & {"pydantic", "hydra", "omegaconf", "fiddle", "torch", "yaml", "numpy"}
+
+
+def test_groups_of_ones_own_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "slow.yaml").write_text("# A low learning rate.\nlr: 1e-5\n")
+    assert main(["list", "optim", "--config-dir", str(tmp_path)]) == 0
+    assert " ".join(capsys.readouterr().out.split()) == f"slow {tmp_path}/optim/slow.yaml: A low learning rate."
+    assert main(["list", "optm", "--config-dir", str(tmp_path)]) == 2
+    assert "did you mean 'optim'?" in capsys.readouterr().err

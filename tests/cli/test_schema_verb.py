@@ -47,7 +47,7 @@ GOOD = [
     "", "recipe: llama_8b", "recipe: null\nprecision: null\ndata: null", "precision: bf16_fp8", "precision: bf16-mixed", "precision: bf16_with_mxfp8_mixed",
     "precision: {compute: fp16, fp8: {margin: 1}}", "fp8: {margin: 1, exclude: ['*.linear_fc2']}", "storage: {comm: fp32}", "backend: native", "opt_level: O2",
     "opt_level: null", "data: tiny", "data: {name: text, path: /x}", "trainer: {plugins: bf16_fp8}", "trainer: {plugins: {compute: fp32}}",
-    "defaults: [llama_8b, {override /precision: bf16_fp8}, {data: null}, _self_]", "defaults: null", "optim: {lr: 1, betas: [0.9, 0.99]}", "trainer: {max_steps: 1e3}",
+    "defaults: [llama_8b, {override /precision: bf16_fp8}, {data: null}, _self_]", "defaults: null", "defaults: [{optional /precision: bf16}, {/data: [tiny, stdlib]}, /precision/fp16]", "optim: {lr: 1, betas: [0.9, 0.99]}", "trainer: {max_steps: 1e3}",
     "name: a.b-c", "model: {rope_scaling: {factor: 8}, kv_channels: null}",
     # options in any case, precision presets too
     "fp8: {format: HYBRID, amax_compute_algo: Most_Recent}", "opt_level: o2", "backend: NATIVE", "storage: {comm: FP16_scaled}", "precision: BF16_FP8",
