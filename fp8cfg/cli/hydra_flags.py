@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.cli.argv import Arguments, is_hydra
+from fp8cfg.cli.argv import Arguments, is_hydra, wrong_words
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 
 if TYPE_CHECKING:
@@ -84,19 +84,22 @@ def hydra_split(words: list[str]) -> tuple[list[str], list[str]]:
     return ours, theirs
 
 
+def refuse_idle(arguments: Arguments) -> None:
+    """Raise ConfigError for words of Hydra's that would do nothing in a single run."""
+    idle = [w for w in arguments.words if is_hydra(w) and not w.startswith(RUN_DIR)]
+    if idle:
+        lines = [f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in idle]
+        raise ConfigError(lines + wrong_words(arguments))
+
+
 def run_dir(arguments: Arguments, file: Path | None, changes: Sequence[Change]) -> Path | None:
-    """The folder that hydra.run.dir names for a single run, in which `changes` gave way; None where no word does. Raises
-    ConfigError for other words of Hydra's, which would do nothing there."""
-    from fp8cfg.cli.argv import wrong_words
+    """The folder that hydra.run.dir names for a single run, in which `changes` gave way; None where no word does."""
     from fp8cfg.composition.config_groups import Library
     from fp8cfg.composition.hydra_compose import NAME, application
     from fp8cfg.composition.resolve import recipe_from
     from fp8cfg.composition.sweep_words import read
 
     words, theirs = hydra_split(arguments.words)
-    idle = [f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in theirs if not w.startswith(RUN_DIR)]
-    if idle:
-        raise ConfigError(idle + wrong_words(arguments))
     if not theirs:
         return None
     from hydra.types import RunMode

@@ -62,6 +62,7 @@ def run(argv: list[str]) -> int:
         return multirun(arguments, file)
     if asked:
         return hydra_flags.show(arguments, file)
+    hydra_flags.refuse_idle(arguments)
     ours = [word for word in arguments.words if not is_hydra(word)]
     found = settled(ours, arguments.one("--config-dir"), file)
     exactly = hydra_flags.run_dir(arguments, file, found.changes)

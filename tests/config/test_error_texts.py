@@ -82,14 +82,14 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("~fp8.margin", "~fp8.margin: keys cannot be removed; set fp8.margin to its default instead"),
     ("precision@x=bf16", "precision@x=bf16: packages are fixed; write precision=bf16"),
     ("name=${oc.env:HOME}", "name=${oc.env:HOME}: interpolation is not accepted; write the value"),
-    ("hydra.run.dir=x", "hydra.run.dir=x: does nothing in a single run; -m, --cfg and --info take it"),
+    ("hydra.verbose=true", "hydra.verbose=true: does nothing in a single run; -m, --cfg and --info take it"),
     ("hydra/launcher=basic", "hydra/launcher=basic: does nothing in a single run; -m, --cfg and --info take it"),
     # all at once: options, verbs and words
     ("--foo fp8.margn=1 recipe=lama_8b --config-dir", [
         f"--foo: no such option; {OPTIONS}", "--config-dir: needs a value",
         "fp8.margn: no such key; did you mean 'fp8.margin'?", "recipe=lama_8b: no such recipe; did you mean 'llama_8b'?"]),
     ("exprt fp8.margn=1 --json", ["exprt: no such command; did you mean 'export'?", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
-    ("hydra.run.dir=x fp8.margn=1", ["hydra.run.dir=x: does nothing in a single run; -m, --cfg and --info take it",
+    ("hydra.verbose=true fp8.margn=1", ["hydra.verbose=true: does nothing in a single run; -m, --cfg and --info take it",
                                      "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
     ("resume x --alow fp8 fp8.margn=1", ["--alow: no such option; did you mean '--allow'?", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
     ("-m fp8.margin=0,99 --foo", [f"--foo: no such option; {OPTIONS}", "fp8.margin=99: must be at most 16"]),
@@ -132,7 +132,7 @@ def test_a_name_too_long_for_a_file_is_one_line(verb: str, capsys: pytest.Captur
     ("hydra/launcher: x", "hydra/launcher: settings of Hydra itself are not part of a recipe; the command line takes them"),
     ("fp8: {override_linear_precision.wgrad: true}",
      "fp8.override_linear_precision.wgrad: dotted names are read at the top of a file alone; write a node for each dot"),
-    ("recipe: 5", "recipe=5: needs the name of a preset"), ("defaults: [{data: [tiny]}]", "data=['tiny']: needs the name of a preset"),
+    ("recipe: 5", "recipe=5: needs the name of a preset"), ("defaults: [{data: [5]}]", "data=5: needs the name of a preset"),
     ("defaults: {}", "defaults={}: expected a list, as in defaults: [llama_8b]"),
 ])
 def test_a_mistake_in_a_file(text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
