@@ -74,12 +74,9 @@ def of_file(path: Path, data: Mapping[str, Any], library: Library) -> Authors:
 
 def of_object(recipe: Recipe) -> Authors:
     """The authors of a recipe that Python statements have changed, as far as it tells: its preset, of the fields of the `fp8` node
-    that it wrote (config/preset_keys.py); the user, of the others there and of every key elsewhere that is not at its default."""
-    preset, found = preset_keys(recipe.fp8), {key: Author.USER for key, value in flat(recipe).items() if value != defaults()[key]}
-    for name in type(recipe.fp8).model_fields if preset else ():
-        author = Author.PRESET if name in preset else Author.USER
-        found |= dict.fromkeys((key for key in defaults() if f"{key}.".startswith(full(f"fp8.{name}."))), author)
-    return found
+    that it wrote (config/preset_keys.py), but for nodes below that; and the user, who may have written anything else."""
+    preset = {full(recipe.fp8.key(name)) for name in preset_keys(recipe.fp8)}
+    return {key: Author.PRESET if key in preset else Author.USER for key in defaults()}
 
 
 @functools.cache
