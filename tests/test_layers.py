@@ -24,7 +24,7 @@ NESTED = {"training.distributed"}
 
 TOP = {  # room -> rooms that its modules may import at their top
     "models": set(), "data": set(), "scalings": set(), "config": {"scalings"}, "numerics": {"scalings"},
-    "optim": {"numerics"}, "parallel": {"config"},
+    "optim": {"numerics"}, "parallel": {"config", "models"},
     "composition": {"config"},
     "backends": {"config", "numerics", "scalings"},
     "layer_plan": {"backends", "config", "models"},

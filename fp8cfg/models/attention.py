@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.norms import norm
@@ -21,6 +21,15 @@ def hidden_from(queries: int, keys: int, window: int | None, device: torch.devic
     every, before = torch.ones(queries, keys, dtype=torch.bool, device=device), keys - queries
     later = every.triu(1 + before)
     return later if window is None else later | every.tril(before - window)
+
+
+_LOWER_RIGHT: dict[tuple[int, int], CausalBias] = {}
+
+
+def expect_queries(queries: int, keys: int) -> None:
+    """Prepare for so many queries that are the last of more keys: the bias with which flash attention takes them on a GPU, which
+    torch 2.13 cannot make inside of compiled code. Without it, and on a CPU, an explicit mask does it."""
+    _LOWER_RIGHT[queries, keys] = causal_lower_right(queries, keys)
 
 
 class CoreAttention(nn.Module):
@@ -39,9 +48,10 @@ class CoreAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         queries, keys = q.shape[-2], k.shape[-2]
         window = self.window if self.window is not None and self.window < keys else None
-        if self.softcap is None and window is None and (queries == keys or q.is_cuda):
-            causal = {"is_causal": True} if queries == keys else {"attn_mask": causal_lower_right(queries, keys)}
-            return F.scaled_dot_product_attention(q, k, v, **causal, scale=self.scale, enable_gqa=q.shape[1] > k.shape[1])
+        bias = _LOWER_RIGHT.get((queries, keys)) if q.is_cuda else None
+        if self.softcap is None and window is None and (queries == keys or bias is not None):
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, is_causal=bias is None, scale=self.scale, enable_gqa=q.shape[1] > k.shape[1])
         hidden = hidden_from(queries, keys, window, q.device)
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))  # no kernel has both a mask and grouped queries
         if self.softcap is None:

@@ -19,6 +19,9 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp8cfg.models.attention import expect_queries
+from fp8cfg.models.config import TransformerConfig
+
 _all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd  # until torch 2.13
 
 
@@ -74,6 +77,9 @@ def split_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     over that part, its logits are those of that part. Ranks with the same batch are the axis cp of `mesh`."""
     group = mesh.get_group("cp")
     here = ContextRank(dist.get_rank(group), dist.get_world_size(group), group.group_name)
+    chunk = cast(TransformerConfig, model.config).seq_length // (2 * here.size)
+    for number in here.chunks:
+        expect_queries(chunk, (number + 1) * chunk)
     for layer in model.layers:  # type: ignore[union-attr]
         attention = layer.self_attention
         attention.core_attention = ContextParallelAttention(attention.core_attention, here)
