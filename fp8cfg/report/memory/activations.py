@@ -29,7 +29,7 @@ The final norm and the output layer's input come on top. Recomputation keeps cD 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8cfg.backends.gemm_plan import PlannedLinear, plan_attention
@@ -57,7 +57,10 @@ def activations(
     gradient has `grads` bytes."""
     model = LinearBytes(recipe, device, part, grads, backend)
     attends = {int(p.name.split(".")[1]) for p in plan_attention(recipe.fp8, recipe.model.num_layers) if p.fp8_share}
-    layers = [_Layer(model, linears[4 * i:4 * i + 4], n, n in attends) for i, n in enumerate(part.layers)]
+    kinds: dict[Hashable, _Layer] = {}  # of layers that are alike one is looked at
+    layers = [kinds.get(key) or kinds.setdefault(key, _Layer(model, linears[4 * i:4 * i + 4], n, n in attends))
+              for i, n in enumerate(part.layers)
+              for key in [(n in attends, model.window(n), *(p.gemms for p in linears[4 * i:4 * i + 4]))]]
     recompute = recipe.model.recompute_granularity == "full"
     kept = sum(model.c * model.d if recompute else layer.kept for layer in layers) * part.in_flight * model.tokens
     head = _Head(model, linears[-1]) if part.output else None

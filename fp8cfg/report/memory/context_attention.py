@@ -8,6 +8,8 @@ copy of keys and values for each head stay, of the keys that a chunk sees. Lette
 
 from __future__ import annotations
 
+from functools import cache
+
 from fp8cfg.report.memory.linears import LinearBytes
 
 
@@ -30,6 +32,7 @@ def gathered(b: LinearBytes) -> float:
     return 2 * b.c * b.k * b.context
 
 
+@cache
 def keys_seen(length: int, context: int, window: int | None) -> float:
     """Keys that a call for one chunk takes: the mean over a rank's two, on the rank that has most."""
     chunk = length // (2 * context)

@@ -26,7 +26,7 @@ class LinearBytes:
         self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
         self.d = m.hidden_size / (tp if part.sequence_parallel else 1)
         self.q, self.k = m.num_attention_heads * m.head_dim / tp, -(-m.num_query_groups // tp) * m.head_dim
-        config = transformer_config(recipe)
+        self.config = config = transformer_config(recipe)
         self.f, self.fc1, self.v = m.ffn_hidden_size / tp, config.fc1_size / tp, -(-m.vocab_size // tp)
         self.tokens = recipe.trainer.micro_batch_size * m.seq_length / part.context
         rms = m.normalization == "RMSNorm"
@@ -53,7 +53,7 @@ class LinearBytes:
 
     def window(self, layer: int) -> int | None:
         """The sliding window of that layer, None where it is as long as a sequence."""
-        window = transformer_config(self.recipe).window(layer)
+        window = self.config.window(layer)
         return window if window is not None and window < self.recipe.model.seq_length else None
 
     def input(self, linear: PlannedLinear, width: float) -> float:

@@ -61,11 +61,13 @@ class _Search:
     backend: Backend
 
     def fits(self) -> Iterator[Fit]:
-        """Fits of the whole model, by rising cost, of the recipe's own sharding and level and of those that store less."""
+        """Fits of the whole model, by rising cost, of the recipe's own sharding and level and of those that store less. What does
+        not fit at its leanest with split sequences is not tried with whole ones, which take more."""
         own, own_level = self.recipe.storage.shard, self.recipe.precision.opt_level
         shards = [s for s in SHARD if SHARD[s] >= SHARD[own]] if self.world > 1 else [own]
         levels = [o for o in LEVEL if LEVEL[o] >= LEVEL[own_level]]
-        alive = [each for each in product(self._contexts, shards, levels) if self._lean(*each)]
+        pairs = [pair for pair in product(shards, levels) if self._lean(self._contexts[0], *pair)]
+        alive = [(c, *pair) for c in self._contexts for pair in pairs]
         every: list[tuple[float, int, str, str | None, str, int]] = [
             (LAYOUT * self._contexts.index(c) + SHARD[s] + LEVEL[o] + RECOMPUTE[r] + HALVED * i, c, s, o, r, m)
             for c, s, o in alive for r in self._recompute for i, m in enumerate(self._micro(c))]

@@ -55,14 +55,14 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     live = asdict(activations(recipe, device, part, linears, added, backend))
     kinds["FP8 copies"] += live.pop("copies")
     if fsdp:
-        kinds["gathered"] = gathered_bytes(recipe, part, linears, parameters(recipe, part).total, backend)
-    elif (wide := before_step(recipe, part) - kinds["gradients"]) > 0:
+        kinds["gathered"] = gathered_bytes(recipe, part, linears, parameters(recipe, part, linears).total, backend)
+    elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
     kinds |= {"activations": live.pop("kept"), **live}
     step = step_bytes(recipe, part, linears)
     kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
     if not fsdp:
-        kinds["to start"] = max(0, 4 * parameters(recipe, part).total - sum(kinds.values()))
+        kinds["to start"] = max(0, 4 * parameters(recipe, part, linears).total - sum(kinds.values()))
     return kinds
 
 
@@ -78,7 +78,7 @@ def multiplying(recipe: Recipe) -> str:
 
 def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, int]:
     """The kinds that stay from step to step; of FP8 copies the scales, histories and second copies that are state."""
-    columns, rest, counts = chart.row(recipe), others(recipe.precision), parameters(recipe, part)
+    columns, rest, counts = chart.row(recipe), others(recipe.precision), parameters(recipe, part, linears)
     each = {"weights": "weight", "masters": "master_weight", "gradients": "weight_grad"}
     kinds = {kind: int(counts.linear * CODEC[columns[k]] + counts.other * CODEC[rest[k]]) for kind, k in each.items()}
     kinds["moments"] = int(counts.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]]))
@@ -97,10 +97,10 @@ def gradient_bytes(recipe: Recipe) -> float:
     return 4 if name in SCALED else CODEC[name]
 
 
-def before_step(recipe: Recipe, part: Part) -> int:
+def before_step(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
     """Bytes of the gradients at the end of the last backward pass: wide where a microbatch was added or ranks are to be, and all
     of them also where a rank keeps those of its own alone."""
-    columns, counts = chart.row(recipe), parameters(recipe, part)
+    columns, counts = chart.row(recipe), parameters(recipe, part, linears)
     summed = microbatches(recipe, part) > 1 and recipe.storage.accumulate == "wide"
     added = summed or (part.shards > 1 and columns["comm"] != columns["weight_grad"])
     each = gradient_bytes(recipe) if added else CODEC[columns["weight_grad"]]
@@ -113,11 +113,12 @@ def microbatches(recipe: Recipe, part: Part) -> int:
     return max(1, t.global_batch_size // (t.micro_batch_size * part.data))
 
 
-def parameters(recipe: Recipe, part: Part) -> Parameters:
-    """The parameters of `part`. A tied output layer on its own pipeline stage holds a copy of the embedding."""
+def parameters(recipe: Recipe, part: Part, linears: list[PlannedLinear] | None = None) -> Parameters:
+    """The parameters of `part`, whose linear layers are `linears` where the caller has them. A tied output layer on its own
+    pipeline stage holds a copy of the embedding."""
     shapes = parameter_shapes(transformer_config(recipe))
     tied = recipe.model.share_embeddings_and_output_weights
-    own = [p for p in linears_of(recipe, part) if not (tied and p.name == "output_layer")]
+    own = [p for p in linears or linears_of(recipe, part) if not (tied and p.name == "output_layer")]
     every = not fp8_layers_alone(recipe.precision)
     narrow = sum(-(-p.in_features * p.out_features // part.tensor) for p in own if p.fp8 or every)
     matrices = sum(-(-p.in_features * p.out_features // part.tensor) for p in own) - narrow
@@ -151,7 +152,7 @@ def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
     """Temporary bytes of the optimizer's step: float32 copies of narrower gradients; one weight on its way into FP8, in
     float32 before and after it is cut to the range, and rounded. Compiled code takes no more than pieces do."""
     pieces = low_bit(recipe.precision)
-    widened = 4 * parameters(recipe, part).total if gradient_bytes(recipe) < 4 and not pieces else 0
+    widened = 4 * parameters(recipe, part, linears).total if gradient_bytes(recipe) < 4 and not pieces else 0
     in_fp8 = fp8_weights(recipe.precision)
     held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
     tensors = [prod(shape) for shape in parameter_shapes(transformer_config(recipe)).values()] if pieces else [0]
