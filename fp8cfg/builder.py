@@ -12,7 +12,9 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.hugging_face_folder import family_of_weights
+from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import as_sharded
 from fp8cfg.job import Job
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.optim import LossScaler, Schedule
@@ -84,6 +86,7 @@ def job(**parts: Any) -> Job:
         recipe, model = convert.to_build(recipe, model)
     recipe = _sized(recipe, model)
     hardware = find_hardware(recipe.trainer.accelerator)
+    precision = _sharded(recipe, model)
     plans, choice = planned(recipe, hardware, model)
     if model is None and recipe.trainer.strategy.size > 1:
         from fp8cfg.training.distributed.world import current
@@ -91,11 +94,11 @@ def job(**parts: Any) -> Job:
         refuse_layout(recipe, current().size)
     if model is None:
         refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device), choice.backend)
-    if recipe.storage.shard == "fsdp":
+    if precision.storage.shard == "fsdp":
         from fp8cfg.training.distributed.fsdp import refuse_uneven
 
-        refuse_uneven(plans, recipe.precision, choice.backend)
-    made = _put_together(recipe, model, hardware.device, plans, choice)
+        refuse_uneven(plans, precision, choice.backend)
+    made = _put_together(recipe, precision, model, hardware.device, plans, choice)
     mark(made.model, recipe.fp8, plans, choice, own_optimizer=True, torch_autocast=made.torch_autocast)
     refuse_ddp(made.model)
     return made
@@ -105,7 +108,7 @@ def planned(
     recipe: Recipe, hardware: Hardware, model: nn.Module | None = None, choice: Choice | None = None
 ) -> tuple[Sequence[PlannedLinear], Choice]:
     """What each linear layer is to do on `hardware`, and who does it. Raises ConfigError for what cannot run there."""
-    choice = choice or choose(recipe.precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps)
+    choice = choice or choose(_sharded(recipe, model), hardware, statistics=recipe.log.fp8_stats_every_n_steps)
     if model is None:
         plans = plan(recipe, choice.backend)
         _refuse_tokens(recipe, choice)
@@ -120,12 +123,15 @@ def planned(
 
 
 def prepared_model(
-    recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice
+    recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice,
+    precision: Precision | None = None,
 ) -> PreparedModel:
-    """The model of `recipe`, or the given `model`, with its layers as planned, on `device`."""
+    """The model of `recipe`, or the given `model`, with its layers as planned, on `device`; in `precision`, by default the
+    recipe's."""
+    precision = precision or recipe.precision
     seed = recipe.trainer.seed
     if model is not None:
-        return job_parts.prepared_model(job_parts.given(model, device), recipe.precision, plans, choice, seed)
+        return job_parts.prepared_model(job_parts.given(model, device), precision, plans, choice, seed)
     config, m = transformer_config(recipe), recipe.model
     fill = job_parts.first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
     empty = job_parts.transformer(config, recompute=m.recompute_granularity == "full")
@@ -134,13 +140,15 @@ def prepared_model(
         from fp8cfg.parallel.mesh import device_mesh
 
         split_sequences(empty, device_mesh(recipe.trainer.strategy, device))
-    return job_parts.prepared_model(empty, recipe.precision, plans, choice, seed, device, fill)
+    return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill)
 
 
-def _put_together(recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice) -> Job:
+def _put_together(
+    recipe: Recipe, p: Precision, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice
+) -> Job:
     """The parts, each once: the optimizer holds the parameters of this model, and the job its loss scaler."""
-    p, o, t = recipe.precision, recipe.optim, recipe.trainer
-    prepared = prepared_model(recipe, model, device, plans, choice)
+    o, t = recipe.optim, recipe.trainer
+    prepared = prepared_model(recipe, model, device, plans, choice, p)
     scaler = LossScaler(
         loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale, min_loss_scale=p.min_loss_scale,
         loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis) if p.compute == "fp16" else None
@@ -149,6 +157,14 @@ def _put_together(recipe: Recipe, model: nn.Module | None, device: str, plans: S
         max_lr=o.lr, min_lr=o.end_lr, warmup_steps=o.warmup_steps, max_steps=t.max_steps, constant_steps=o.constant_steps,
         decay=o.lr_decay_style)
     return Job(recipe, prepared, optimizer, schedule, plans, choice, scaler, foreign=model is not None)
+
+
+def _sharded(recipe: Recipe, model: nn.Module | None) -> Precision:
+    """The precision of `recipe` with storage.shard as it applies on the ranks here: around a given model auto is none, since a
+    loop of one's own may save what each rank has as if it were whole."""
+    from fp8cfg.report.memory.layout import ranks
+
+    return as_sharded(recipe.precision, 1 if model is not None else ranks())
 
 
 def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:

@@ -163,7 +163,7 @@ class Job:
         if self.summed:
             raise RuntimeError("the gradients of this step were summed already; call job.sum_gradients() after its last microbatch")
         world = current()
-        sum_gradients(self.prepared, self.optimizer, self.recipe.storage.shard, world)
+        sum_gradients(self.prepared, self.optimizer, world)
         self.summed = world.size > 1
 
     def scheduler(self) -> StepScheduler:
@@ -192,7 +192,7 @@ class Job:
     def compile_model(self) -> None:
         """Let `forward` be the compiled model, and the step of a low-bit optimizer be compiled; a graph break is an error."""
         compiled = self.compiler()
-        if self.recipe.storage.shard == "fsdp":  # a layer at a time, between its gathering and its summing, as torchtitan does
+        if self.prepared.shard == "fsdp":  # a layer at a time, between its gathering and its summing, as torchtitan does
             for layer in self.model.layers:  # type: ignore[union-attr]
                 layer.forward = compiled(layer.forward)
         else:
@@ -215,7 +215,7 @@ class Job:
         return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        if self.recipe.storage.shard == "fsdp":
+        if self.prepared.shard == "fsdp":
             from fp8cfg.training.distributed.fsdp import COPY
 
             raise TypeError(f"a Job cannot be copied, nor its model: {COPY}")
@@ -229,7 +229,7 @@ class Job:
             warn_of_share(self.model, ran(self.recipe, self.model, self.plan, self.choice.backend, self.foreign))
 
     def _check_sums(self) -> None:
-        if self.summed or self._sums_checked or self.recipe.storage.shard == "fsdp":
+        if self.summed or self._sums_checked or self.prepared.shard == "fsdp":
             return
         from fp8cfg.backends.misuse_warnings import warn_of_sums
 

@@ -120,7 +120,7 @@ def prepared_model(
     conv1d.attach(model, convs)
     narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32 and p.requires_grad}
     masters = {n: t for n, t in originals.items() if n in narrow}
-    return PreparedModel(model, masters, region, next(model.parameters()).device, columns)
+    return PreparedModel(model, masters, region, next(model.parameters()).device, columns, shard=precision.storage.shard)
 
 
 def _fully_sharded(
@@ -145,7 +145,7 @@ def _fully_sharded(
         reset_state(fp8_layers(model))
         backend.forget_observed(model)
         seed_rounding(model, seed)
-    return PreparedModel(model, {}, region, next(model.parameters()).device, columns)
+    return PreparedModel(model, {}, region, next(model.parameters()).device, columns, shard="fsdp")
 
 
 def _in_compute_dtype(
@@ -179,6 +179,8 @@ def optimizer(
 
     from fp8cfg.backends import backend_registry, stored_weights
     from fp8cfg.optim.groups import param_groups
+    from fp8cfg.training.distributed import zero
+    from fp8cfg.training.distributed.world import current
 
     model, backend = prepared.model, backend_registry.backend(choice.backend)
     built: MixedPrecisionOptimizer | LowBitTraining
@@ -194,10 +196,14 @@ def optimizer(
         from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
         named = dict(model.named_parameters())
+        owned = zero.owned(prepared, precision)
+        prepared.masters = {name: t for name, t in prepared.masters.items() if owned is None or name in owned}
         built = MixedPrecisionOptimizer(
             groups, _inner(optim, split=precision.storage.shard == "fsdp"),
             masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
-            loss_scaler=loss_scaler, clip_grad=clip_grad)
+            loss_scaler=loss_scaler, clip_grad=clip_grad, owned=owned)
+    if prepared.owner:
+        zero.attach(built, model, prepared.owner, precision.storage.shard, current())
     if precision.fp8.enabled:
         def move_scales() -> None:
             group = dist.group.WORLD if precision.fp8.reduce_amax and dist.is_available() and dist.is_initialized() else None
@@ -214,38 +220,28 @@ def _low_bit(
 ) -> LowBitTraining:
     """The low-bit Adam. The float32 originals are dropped once its state is made from them."""
     from fp8cfg.backends import stored_weights
-    from fp8cfg.optim.low_bit.columns import named_columns
+    from fp8cfg.numerics.codecs import codec
     from fp8cfg.optim.low_bit.training import LowBitTrainingAdam, LowBitTrainingAdamW
     from fp8cfg.training.distributed import zero
-    from fp8cfg.training.distributed.world import World, current
 
-    model, rounding = prepared.model, precision.storage.rounding
+    model = prepared.model
     named = dict(model.named_parameters())
     held = {p: partial(getattr, layer, "in_codec") for p, layer in stored_weights.held(model).items()}
     writers = {p: write for p, write in writers.items() if p not in held}  # a step stores those itself
     split: dict[Any, dict[str, Any]] = {}
     for number, group in enumerate(groups):
         for name, p in group["params"]:
-            codecs = {k: v for k, v in prepared.columns[name].items() if k != "comm"}
+            columns = zero.columns_of(prepared, precision, name)
             if p in writers:
-                codecs["weight"] = "fp32"  # what the writer is given
-            columns = named_columns(**codecs, rounding=rounding)
+                columns = columns._replace(weight=codec("fp32"))  # what the writer is given
             split.setdefault((number, columns), {**group, "params": [], "columns": columns})["params"].append((name, p))
-    shard = precision.storage.shard
-    world = World() if shard == "none" else current()
-    if world.size > 1:
-        sizes = {name: (p.numel(), group["columns"], prepared.columns[name]["weight_grad"])
-                 for group in split.values() for name, p in group["params"]}
-        prepared.owner = zero.owner_of(sizes, shard, world.size)
-    owned = {name for name, rank in prepared.owner.items() if rank == world.rank} if prepared.owner else None
     cls = LowBitTrainingAdamW if optim.name == "adamw" else LowBitTrainingAdam
     built = cls(
-        split.values(), lr=optim.lr, betas=optim.betas, eps=optim.eps, held=held, writers=writers, owned=owned, seed=seed,
+        split.values(), lr=optim.lr, betas=optim.betas, eps=optim.eps, held=held, writers=writers,
+        owned=zero.owned(prepared, precision), seed=seed,
         originals={named[name]: t for name, t in prepared.masters.items()}, loss_scaler=loss_scaler, clip_grad=clip_grad,
         adds_stored=precision.storage.accumulate == "stored")
     prepared.masters.clear()
-    if prepared.owner:
-        zero.attach(built, model, prepared.owner, shard, world)
     return built
 
 

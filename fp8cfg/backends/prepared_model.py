@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class PreparedModel:
     """A model in the recipe's precision, the float32 masters of its parameters by name, the autocast region of its FP8 layers, and
     the storage columns of its parameters by name. `owner` gives the rank that keeps the state of each parameter, where that is
-    sharded.
+    sharded, as `shard` says: storage.shard, resolved.
     """
 
     model: torch.nn.Module
@@ -25,3 +25,4 @@ class PreparedModel:
     device: torch.device
     columns: dict[str, dict[str, str]] = field(default_factory=dict)
     owner: dict[str, int] = field(default_factory=dict)
+    shard: str = "none"

@@ -166,5 +166,5 @@ def _sgd(p: Precision) -> Iterator[str]:
         yield Refusal(f"opt_level={level(p)}: needs optim.name=adamw or adam, not sgd (MS-AMP)",
                       [("opt_level", None)] if p.opt_level else [], ["optim.name"])
     elif low_bit(p):
-        yield from conflicting(p.storage, ("weight", "master_weight", "weight_grad", "rounding", "shard"),
+        yield from conflicting(p.storage, ("weight", "master_weight", "weight_grad", "rounding"),
                                "needs optim.name=adamw or adam, not sgd", "optim.name")

@@ -116,14 +116,28 @@ def columns_of(precision: Precision, linear: bool, runs_fp8: bool) -> Columns:
 
 def low_bit(precision: Precision) -> bool:
     """Whether state needs the low-bit optimizer: anything but float32 moments over float32 masters or weights, with gradients
-    that autograd can add up, on every rank."""
+    that autograd can add up."""
     storage = precision.storage
-    return storage.rounding != "nearest" or storage.shard in ("zero1", "zero2") or any(
+    return storage.rounding != "nearest" or any(
         columns["exp_avg"] != "fp32" or columns["exp_avg_sq"] != "fp32" or columns["weight_grad"] in SCALED
         or "fp32" not in (columns["weight"], columns["master_weight"])
         or (columns["master_weight"] == "none" and columns["weight_grad"] != "fp32")
         or columns["weight"] not in ("fp32", "fp8", precision.compute)
         for columns in (resolved(precision), others(precision)))
+
+
+def sharding(precision: Precision, ranks: int) -> str:
+    """storage.shard over `ranks` that hold the same parameters, with auto resolved."""
+    if precision.storage.shard != "auto":
+        return precision.storage.shard
+    stays = fp8_weights(precision) and not capabilities(precision.backend).zero_fp8_weights
+    return "none" if ranks == 1 or stays or level(precision) or low_bit(precision) else "zero1"
+
+
+def as_sharded(precision: Precision, ranks: int) -> Precision:
+    """A copy of `precision` with storage.shard as it applies on `ranks`."""
+    shard = sharding(precision, ranks)
+    return precision.model_copy(update={"storage": precision.storage.model_copy(update={"shard": shard})})
 
 
 def gathered(precision: Precision, backend: str) -> str:

@@ -71,7 +71,7 @@ def _under_msamp(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
     for key in columns:
         del ours[key]
     ours |= _MSAMP
-    if ours.get("opt_level") == "O3" or ours.get("storage.shard", "none") != "none":
+    if ours.get("opt_level") == "O3" or ours.get("storage.shard", "none") not in ("auto", "none"):
         stored = of_level(Precision(backend="msamp", opt_level=ours.get("opt_level")))
         ours |= {f"storage.{column}": codec for column, codec in stored.items() if codec == "fp8_pow2"}
         ours |= {"backend": "native", "opt_level": ours.get("opt_level", "O2")}

@@ -11,7 +11,7 @@ from fp8cfg.config.fp8 import ONLY_UNDER, power_2_scales, weights_2d
 from fp8cfg.config.key_names import PLUGIN, full, short
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import gathered, level, resolved
+from fp8cfg.config.storage import gathered, level, resolved, sharding
 from fp8cfg.interop import implications
 from fp8cfg.interop.key_table import SILENT, TYPO, Dialect, Read, Values, Written
 from fp8cfg.interop.precision_effect import changed, without_effect
@@ -84,6 +84,7 @@ def table(recipe: Recipe) -> dict[str, Any]:
     found = {short(k): v for k, v in flat(recipe).items()}
     found |= {f"storage.{column}": codec for column, codec in resolved(p).items()}
     found["opt_level"] = level(p)
+    found["storage.shard"] = sharding(p, 1)  # what others split by themselves is their own default
     if p.storage.shard == "fsdp":
         found["storage.gather"] = gathered(p, p.backend)
     if p.fp8.scaling in ONLY_UNDER["use_power_2_scales"]:

@@ -38,12 +38,15 @@ def collect_json(names: Names, masters: Masters, inner: torch.optim.Optimizer) -
 def restore(
     names: Names, masters: Masters, inner: torch.optim.Optimizer, tensors: Mapping[str, Tensor], json: Mapping[str, Any]
 ) -> None:
-    """Copy collected state into `masters` and `inner`. Raises ValueError before anything is changed."""
+    """Copy collected state into `masters`, which may be those of some of `names`, and `inner`. Raises ValueError before anything is
+    changed."""
     if json["optimizer"] != type(inner).__name__:
         raise ValueError(f"the saved state is of {json['optimizer']}, this optimizer is {type(inner).__name__}")
-    saved = json["state"]
     named = {names[p]: master for p, master in masters.items()}
-    check_names("parameters", saved.keys(), named.keys())
+    check_names("parameters", json["state"].keys(), set(names.values()))
+    saved = {name: entry for name, entry in json["state"].items() if name in named}
+    elsewhere = {f"{name}." for name in json["state"].keys() - named.keys()}
+    tensors = {k: t for k, t in tensors.items() if not any(k.startswith(prefix) for prefix in elsewhere)}
     separate = _separate_masters(names, masters)
     moments = {f"{name}.{key}": named[name] for name, entry in saved.items() for key in entry["tensors"]}
     check_tensors(tensors, {**separate, **moments})
@@ -57,6 +60,31 @@ def restore(
             state["step"] = _step_tensor(inner, master, saved[name]["step"])
         if state:
             inner.state[master] = state
+
+
+def moments(inner: torch.optim.Optimizer) -> list[str]:
+    """The tensors that `inner`, torch's SGD, Adam or AdamW, keeps of a parameter that it has stepped."""
+    if isinstance(inner, torch.optim.SGD):
+        return ["momentum_buffer"] if inner.defaults["momentum"] else []
+    return ["exp_avg", "exp_avg_sq"]
+
+
+def stepped(inner: torch.optim.Optimizer, count: int) -> dict[str, Any]:
+    """The entry of `collect_json` for a parameter that `inner` has stepped so often, on whatever rank."""
+    if not count:
+        return {"tensors": []}
+    return {"tensors": moments(inner)} | ({} if isinstance(inner, torch.optim.SGD) else {"step": count})
+
+
+def from_low_bit(json: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The JSON of a low-bit optimizer whose state is float32 throughout, as ZeRO once had it, as that of torch's Adam, whose
+    tensors it has; any other as it is."""
+    name = str(json.get("optimizer", "")).removeprefix("LowBitTraining")
+    state = json.get("state", {})
+    if name == json.get("optimizer") or any(set(entry["codecs"].values()) - {"fp32"} for entry in state.values()):
+        return json
+    entries = {k: {"tensors": ["exp_avg", "exp_avg_sq"], "step": entry["step"]} for k, entry in state.items()}
+    return {**{k: v for k, v in json.items() if k != "seed"}, "optimizer": name, "state": entries}
 
 
 def _separate_masters(names: Names, masters: Masters) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ up in the master. A float32 parameter is its own master.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from fp8cfg.optim.inner_state import collect_json, collect_tensors, restore
+from fp8cfg.optim.inner_state import collect_json, collect_tensors, from_low_bit, moments, restore, stepped
 from fp8cfg.optim.loss_scale import LossScaler
 from fp8cfg.optim.masters import make_masters
 from fp8cfg.optim.named_state import NamedOptimizer, hyperparameters
@@ -40,7 +40,11 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
     After a step `grad_norm` is the norm before clipping (float32, unscaled); `steps` counts those that were not skipped.
     `clip_grad` of 0 clips nothing. `on_step` is called after the inner step and before parameters are written, `on_skip`
-    when the gradients were not finite.
+    when the gradients were not finite, `on_written` once parameters are written.
+
+    Of the parameters that are not `owned`, by name, no master and no moment is kept, and a step leaves them to the rank that owns
+    them; `on_written` is then there to hand weights round. Norms are of the gradients of all, or, where this rank has those of its
+    own alone, `sum_norms` adds them up over the ranks, 0 standing for the others.
     """
 
     def __init__(
@@ -52,13 +56,17 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         writers: Mapping[nn.Parameter, Callable[[Tensor], None]] | None = None,
         loss_scaler: LossScaler | None = None,
         clip_grad: float = 0.0,
+        owned: Container[str] | None = None,
     ) -> None:
         super().__init__(params, {})
         self.names = {p: name for group in self.param_groups for name, p in named_parameters(group)}
         if len(set(self.names.values())) < len(self.names):
             raise ValueError("two parameters have one name, and state is kept by name")
-        self.writers = dict(writers or {})
-        self.masters = make_masters(self.names, masters or {})
+        self._owned = owned
+        mine = {p: name for p, name in self.names.items() if self.owns(p)}
+        self.writers = {p: write for p, write in (writers or {}).items() if p in mine or p not in self.names}
+        given = {p: master for p, master in (masters or {}).items() if p in mine or p not in self.names}
+        self.masters = make_masters(mine, given)
         self._narrow = {p: master for p, master in self.masters.items() if master is not p}
         if self.writers.keys() - self._narrow.keys():
             raise ValueError("writers are for optimized parameters that have a master of their own")
@@ -73,7 +81,22 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self.steps = 0
         self.on_step: list[Callable[[], None]] = []
         self.on_skip: list[Callable[[], None]] = []
+        self.on_written: list[Callable[[], None]] = []
+        self.sum_norms: Callable[[Tensor], Tensor] | None = None
+        self.counts = dict.fromkeys(self.names, 0)
+        self._elsewhere: set[nn.Parameter] = set()
         self._written = WriteGuard(self.names, "their masters were made", self._narrow)
+
+    def owns(self, p: nn.Parameter) -> bool:
+        """Whether this optimizer keeps the state of `p` and steps it."""
+        return self._owned is None or self.names[p] in self._owned
+
+    def drop_others(self) -> None:
+        """Forget the gradients of parameters that other ranks own and have; that there were some is remembered till the step."""
+        for p in self.names:
+            if p.grad is not None and not self.owns(p):
+                p.grad = None
+                self._elsewhere.add(p)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> bool:  # type: ignore[override]
@@ -92,6 +115,8 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         if finite:
             for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
                 inner_group.update(hyperparameters(group))
+            for p in self.names:
+                self.counts[p] += p.grad is not None or p in self._elsewhere
             self.inner.step()
             self.steps += 1
         for hook in self.on_step if finite else self.on_skip:
@@ -100,6 +125,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             self.write_parameters()
         for master in self._narrow.values():
             master.grad = None
+        self._elsewhere.clear()
         return finite
 
     def storing(self) -> AbstractContextManager[None]:
@@ -107,21 +133,31 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         return nullcontext()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state itself, no copies: `<parameter>.master` where there is one, `<parameter>.exp_avg`, and so on."""
+        """The state itself, no copies: `<parameter>.master` where there is one, `<parameter>.exp_avg`, and so on; of owned ones."""
         return collect_tensors(self.names, self.masters, self.inner)
+
+    def state_names(self, p: nn.Parameter) -> list[str]:
+        """What stands in the state of `p`, whoever owns it: its master, where it has one, and moments after its first step."""
+        own = ["master"] if p.dtype != torch.float32 else []
+        return own + (moments(self.inner) if self.counts[p] else [])
 
     def state_json(self) -> dict[str, Any]:
         """The rest of the state, for JSON: inner optimizer, step counts, loss scale. The learning rate is a schedule's."""
         scale = None if self.loss_scaler is None else self.loss_scaler.state()
-        return {**collect_json(self.names, self.masters, self.inner), "steps": self.steps, "loss_scale": scale}
+        found = collect_json(self.names, self.masters, self.inner)
+        others = {self.names[p]: stepped(self.inner, count) for p, count in self.counts.items() if not self.owns(p)}
+        found["state"] = {name: {**found["state"], **others}[name] for name in self.names.values()}
+        return {**found, "steps": self.steps, "loss_scale": scale}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """Restore the results of `state_tensors` and `state_json`. Training then continues with the same bits.
+        """Restore the results of `state_tensors` and `state_json`, for the parameters owned here. Training then continues with the
+        same bits. The state of a low-bit optimizer whose codecs are all float32 is taken too.
 
         The model's own weights are the model's state: load them first. Raises ValueError, before any tensor is changed,
         for missing and unexpected names, other shapes or dtypes, another inner optimizer, and a loss scale on one side.
         """
+        json = from_low_bit(json)
         if json.keys() != self.state_json().keys():
             raise ValueError(f"optimizer state: the JSON has {sorted(json)}, expected {sorted(self.state_json())}")
         if (json["loss_scale"] is None) != (self.loss_scaler is None):
@@ -129,38 +165,49 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         if self.loss_scaler is not None:
             self.loss_scaler.load_state(json["loss_scale"])
         restore(self.names, self.masters, self.inner, tensors, json)
+        entries = {p: json["state"][name] for p, name in self.names.items()}
+        self.counts = {p: int(entry.get("step", bool(entry["tensors"]))) for p, entry in entries.items()}  # SGD counts no steps
         self.steps = int(json["steps"])
         self._written.remember()
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**hyperparameters(group), "params": [self.masters[p] for p in group["params"]]}
+        return {**hyperparameters(group), "params": [self.masters[p] for p in group["params"] if p in self.masters]}
 
     def _prepare_gradients(self) -> bool:
         """Give every master its float32 gradient, unscaled and clipped; False if they are not finite."""
+        every = {p: p.grad if p.grad.dtype == torch.float32 else p.grad.float() for p in self.names if p.grad is not None}
         for p, master in self._narrow.items():
-            master.grad = None if p.grad is None else p.grad.float()
-        moved = [master for master in self.masters.values() if master.grad is not None]
-        grads = [master.grad for master in moved if master.grad is not None]
-        if self.loss_scaler is not None and grads:
-            torch._foreach_mul_(grads, 1.0 / self.loss_scaler.scale)
-        norm = get_total_norm(grads)
-        if hasattr(norm, "full_tensor"):  # of gradients that are split over ranks
-            norm = norm.full_tensor()
+            master.grad = every.get(p)
+        if self.loss_scaler is not None and every:
+            torch._foreach_mul_([*every.values()], 1.0 / self.loss_scaler.scale)
+        norm = self._norm(every)
         self.grad_norm = norm.item()
         if not math.isfinite(self.grad_norm):
             return False
         if self.clip_grad > 0.0:
-            clip_grads_with_norm_(moved, self.clip_grad, norm)
+            clip_grads_with_norm_([master for master in self.masters.values() if master.grad is not None], self.clip_grad, norm)
         return True
+
+    def _norm(self, every: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """The norm of all gradients together."""
+        if self.sum_norms is None:
+            norm = get_total_norm([*every.values()])
+            return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of gradients that are split over ranks
+        device = next(iter(self.names)).device
+        each = [torch.linalg.vector_norm(every[p]) if p in every else torch.zeros((), device=device) for p in self.names]
+        total: Tensor = torch.linalg.vector_norm(self.sum_norms(torch.stack(each)))
+        return total
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """Store every master in its parameter, as each step does."""
+        """Store every master in its parameter, as each step does, and call `on_written`."""
         plain = {p: master for p, master in self._narrow.items() if p not in self.writers}
         if plain:
             torch._foreach_copy_([*plain], [*plain.values()])
         for p, write in self.writers.items():
             write(self.masters[p])
+        for hook in self.on_written:
+            hook()
         self._written.remember()
 
 

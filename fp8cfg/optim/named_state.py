@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -36,6 +36,7 @@ class NamedOptimizer(torch.optim.Optimizer):
     """
 
     fp8_state: FP8State | None = None
+    _owned: Container[str] | None = None
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
@@ -52,7 +53,11 @@ class NamedOptimizer(torch.optim.Optimizer):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """`state_tensors`, `state_json` and the hyperparameters of the groups, and the FP8 state of a job's model."""
+        """`state_tensors`, `state_json` and the hyperparameters of the groups, and the FP8 state of a job's model. Raises
+        RuntimeError where the state is split over ranks, of which none has it whole."""
+        if self._owned is not None:
+            raise RuntimeError("the optimizer's state is split over the ranks (storage.shard); save checkpoints by fp8cfg.fit, or "
+                               "write storage.shard=none")
         groups = [hyperparameters(group) for group in self.param_groups]
         return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups} | carried(self.fp8_state)
 

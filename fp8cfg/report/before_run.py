@@ -11,7 +11,7 @@ from fp8cfg.composition.flatten import listed
 from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import gathered, resolved
+from fp8cfg.config.storage import as_sharded, gathered, resolved
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report.coverage import planned
@@ -57,7 +57,8 @@ def _fp8(recipe: Recipe) -> dict[str, object]:
 def body(recipe: Recipe, hardware: Hardware) -> str:
     """The planned coverage, the backend that will do it, the memory it takes, and the layout. Raises ConfigError as
     `choose` and `plan` do."""
-    choice = choose(recipe.precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps)
+    precision = as_sharded(recipe.precision, layout.ranks())
+    choice = choose(precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps)
     parts = []
     if recipe.fp8.enabled:
         coverage = planned(recipe, plan(recipe, choice.backend))
@@ -69,7 +70,7 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
         parts.append(f"{backend}\n{coverage}")
     split = [f"weights are split over the ranks and gathered in {gathered(recipe.precision, choice.backend)}"]
     memory = memory_table(recipe, hardware.device, backend=choice.backend)
-    parts.append("\n".join([memory, *(split if recipe.storage.shard == "fsdp" else ())]))
+    parts.append("\n".join([memory, *(split if precision.storage.shard == "fsdp" else ())]))
     parts += [line for line in [_scaled_down(recipe)] if line]
     return "\n" + "\n\n".join(parts) + "\n"
 
@@ -86,7 +87,7 @@ def refuse(recipe: Recipe, hardware: Hardware, whole_line: Callable[[Sequence[st
     free = free_memory(hardware.device)
 
     def backend(other: Recipe) -> str:
-        return choose(other.precision, hardware, statistics=other.log.fp8_stats_every_n_steps).backend
+        return choose(as_sharded(other.precision, layout.ranks()), hardware, statistics=other.log.fp8_stats_every_n_steps).backend
 
     large = too_large(recipe, hardware.device, free, backend(recipe))
     problems = layout.refused(recipe, layout.ranks()) or ([large] if large else [])

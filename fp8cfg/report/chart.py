@@ -6,7 +6,7 @@ from textwrap import fill, wrap
 
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules_storage import late_updates, lost_averages, slow_averages
-from fp8cfg.config.storage import level, resolved
+from fp8cfg.config.storage import level, resolved, sharding
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.tables import table
 from fp8cfg.scalings import SCALINGS
@@ -58,7 +58,7 @@ def bytes_per_parameter(columns: Row, shard: str = "none", ranks: int = 1) -> fl
 def text(recipe: Recipe, ranks: int = 1) -> str:
     """The chart with the recipe's row first, on so many data-parallel ranks, in a sentence where its codecs are too long for a
     table of 80 columns."""
-    mine, named, shard = row(recipe), name(recipe), recipe.storage.shard
+    mine, named, shard = row(recipe), name(recipe), sharding(recipe.precision, ranks)
     header = ["low-precision chart", "GEMM", "comm", "weight", "master", "grad", "moments", "B/param"]
     own = [f"this recipe: {named}", *_shown(mine, shard, ranks)]
     rows = [[n, *_shown(columns)] for n, columns in ROWS.items() if n != named]
@@ -77,9 +77,9 @@ def remarks(recipe: Recipe, ranks: int) -> list[str]:
     found = [] if o.name == "sgd" else [*slow_averages(resolved(p), o.betas), *lost_averages(resolved(p))]
     if o.name != "sgd" and o.lr_decay_style != "constant":
         found += late_updates(resolved(p), p.storage.rounding, o.lr, o.end_lr, recipe.model.init_method_std)
-    if level(p) == "O3" and p.storage.shard == "none":
+    if level(p) == "O3" and sharding(p, ranks) == "none":
         found.append("opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state")
-    if p.storage.shard != "none" and ranks == 1:
+    if p.storage.shard not in ("auto", "none") and ranks == 1:
         found.append(f"storage.shard={p.storage.shard}: splits state over data-parallel ranks; on one there is nothing to split")
     return [f"note: {line}" for line in found]
 

@@ -11,7 +11,7 @@ from fp8cfg.config import rules
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.key_names import PLUGIN, short
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import resolved
+from fp8cfg.config.storage import as_sharded, resolved, sharding
 from fp8cfg.layer_plan import plan
 from fp8cfg.report.schema_json import key_schema
 
@@ -31,7 +31,7 @@ def refusals(recipe: Recipe, written: Collection[str] = ()) -> list[str]:
 
 def _refused_on(recipe: Recipe, hardware: Hardware) -> list[str]:
     every = recipe.log.fp8_stats_every_n_steps
-    return _problems(lambda: choose(recipe.precision, hardware, statistics=every, here=False))
+    return _problems(lambda: choose(as_sharded(recipe.precision, _ranks(recipe)), hardware, statistics=every, here=False))
 
 
 def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
@@ -51,6 +51,12 @@ def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
         return _resolved(recipe, key) or "takes effect"
     reasons = [line.partition(": ")[2] for line in answers if _LATER not in line]
     return f"other values are refused: {reasons[0]}" if reasons else f"other values are {_LATER}"
+
+
+def _ranks(recipe: Recipe) -> int:
+    """The ranks that hold the same parameters where the recipe is meant to run."""
+    t = recipe.trainer
+    return max(1, t.num_nodes * t.devices // (t.strategy.tensor_model_parallel_size * t.strategy.pipeline_model_parallel_size))
 
 
 def _none(line: str) -> str:
@@ -100,6 +106,9 @@ def _resolved(recipe: Recipe, key: str) -> str:
     if key in columns and flat(recipe)[key] == "auto":
         return f"auto is {columns[key]} under this recipe"
     m, o = recipe.model, recipe.optim
+    if key == f"{PLUGIN}.storage.shard" and recipe.storage.shard == "auto":
+        ranks = _ranks(recipe)
+        return f"auto is {sharding(recipe.precision, ranks)} on {ranks} data-parallel rank{'s' * (ranks > 1)} under this recipe"
     if key == "model.kv_channels" and m.kv_channels is None:
         return f"null is {m.head_dim}, model.hidden_size={m.hidden_size} / model.num_attention_heads={m.num_attention_heads}"
     if key == "optim.min_lr" and o.min_lr is None:

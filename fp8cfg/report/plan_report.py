@@ -9,6 +9,7 @@ from typing import Any
 from fp8cfg.backends.backend_choice import BLOCK_CUDA, Choice, Hardware, choose
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import as_sharded, sharding
 from fp8cfg.layer_plan import plan
 from fp8cfg.report import chart, plan_text, speedups
 from fp8cfg.report.coverage import Coverage, planned
@@ -79,6 +80,11 @@ class Plan:
         return parameters(self.recipe, whole(self.recipe)).total
 
     @property
+    def shard(self) -> str:
+        """What storage.shard comes to on these ranks."""
+        return sharding(self.recipe.precision, self.widest.part.shards)
+
+    @property
     def widest(self) -> Rank:
         """The rank that takes most memory."""
         return max(self.ranks, key=lambda rank: rank.total)
@@ -98,14 +104,14 @@ class Plan:
     def data(self) -> dict[str, Any]:
         """All of the plan as plain data, in an order that stays, as `fp8cfg plan --json` prints it."""
         row, fits = chart.row(self.recipe), self.gpu and self.widest.total <= self.gpu.memory
-        each = chart.bytes_per_parameter(row, self.recipe.storage.shard, self.widest.part.shards)
+        each = chart.bytes_per_parameter(row, self.shard, self.widest.part.shards)
         published = speedups.published(self.recipe, self.hardware.capability)
         return {
             "recipe": self.recipe.name, "gpu": asdict(self.gpu) if self.gpu else None, "gpus": self.world,
             "runs": asdict(self.choice) if self.choice else None, "refusals": self.refusals,
             "coverage": self.coverage.data(),
             "chart": {"name": chart.name(self.recipe), **row, "bytes_per_parameter": each},
-            "parameters": self.parameters,
+            "parameters": self.parameters, "shard": self.shard,
             "ranks": [{"name": rank.part.name, "layers": len(rank.part.layers), "tensor": rank.part.tensor,
                        "context": rank.part.context, "data": rank.part.data, "parameters": rank.parameters,
                        "memory": rank.memory, "total": rank.total} for rank in self.ranks],
@@ -124,23 +130,23 @@ def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
     """The plan of `recipe`, on a GPU with a CUDA that is new enough for whatever the GPU can do. Raises ConfigError for layer
     patterns that match nothing and a world that does not divide."""
     hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
-    choice, refusals = None, list[str]()
+    choice, refusals, layout = None, list[str](), parts(recipe, world)
     try:
-        choice = _chosen(recipe, hardware)
+        choice = _chosen(recipe, hardware, layout[0].shards)
     except ConfigError as e:
         refusals = e.problems
     backend = choice.backend if choice else None
     ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend))
-             for part in parts(recipe, world)]
+             for part in layout]
     coverage = planned(recipe, plan(recipe, backend))
     problems = refused(recipe, world) or _too_large(recipe, ranks, gpu) if choice else []
     write = _write(recipe, world, hardware, gpu.memory if gpu else UNBOUNDED) if problems else ()
     return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, write)
 
 
-def _chosen(recipe: Recipe, hardware: Hardware) -> Choice:
+def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
     statistics = recipe.log.fp8_stats_every_n_steps
-    return choose(recipe.precision, hardware, statistics=statistics, here=hardware.device == "cpu")
+    return choose(as_sharded(recipe.precision, ranks), hardware, statistics=statistics, here=hardware.device == "cpu")
 
 
 def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:
@@ -151,6 +157,6 @@ def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[s
 
 
 def _write(recipe: Recipe, world: int, hardware: Hardware, free: int) -> tuple[str, ...]:
-    found = cheapest(recipe, hardware.device, free, world, lambda other: _chosen(other, hardware).backend)
+    found = cheapest(recipe, hardware.device, free, world, lambda other: _chosen(other, hardware, world).backend)
     return found.words if found else (SMOKE,)
 

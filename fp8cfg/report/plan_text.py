@@ -80,7 +80,7 @@ def _memory(p: Plan) -> str:
 
 def _beyond_the_chart(p: Plan) -> list[str]:
     """Why the lines of memory come to more bytes a parameter than the chart has; nothing where they do not."""
-    rank, shard = p.widest, p.recipe.storage.shard
+    rank, shard = p.widest, p.shard
     kinds = {kind: n / rank.parameters for kind, n in rank.memory.items() if n and kind not in NOT_PARAMETERS}
     chart_has, together = chart.bytes_per_parameter(chart.row(p.recipe), shard, rank.part.shards), sum(kinds.values())
     if together < chart_has + 0.5:

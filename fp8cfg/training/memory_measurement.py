@@ -113,7 +113,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
 
 def _gathered(job: Job) -> list[Tensor]:
     """The weights that FSDP2 gathers under shard=fsdp: it frees their memory and keeps the tensors."""
-    if job.recipe.storage.shard != "fsdp":
+    if job.prepared.shard != "fsdp":
         return []
     from fp8cfg.training.distributed.fsdp import gathered_weights
 

@@ -61,7 +61,7 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
             job.backward(loss, parts=count * world.size)
         count_pass(job.recipe, len(tokens), world)
         total += loss.detach()
-    sum_gradients(job.prepared, job.optimizer, job.recipe.storage.shard, world)
+    sum_gradients(job.prepared, job.optimizer, world)
     job.summed = True
     lr = job.schedule.apply(job.optimizer, job.optimizer.steps)  # a skipped step does not move it (Megatron's training.py)
     stepped = job.optimizer.step()
@@ -106,7 +106,7 @@ def evaluate(
                     losses.append(job.model(tokens.to(job.device), targets.to(job.device)))
     finally:
         job.model.train(training)
-        if job.recipe.storage.shard == "fsdp":
+        if job.prepared.shard == "fsdp":
             from fp8cfg.training.distributed.fsdp import let_go
 
             let_go(job.model)

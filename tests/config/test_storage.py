@@ -54,7 +54,7 @@ TABLE = [
     ("precision=bf16 storage.master_weight=fp16_scaled", "bf16 fp16_scaled fp32 fp32 fp32 fp32", "bf16 fp16_scaled fp32 fp32 fp32 fp32", True, False),
     ("precision=bf16 storage.weight=fp16_scaled", "fp16_scaled fp32 fp32 fp32 fp32 fp32", BF16, True, False),
     ("precision=fp32 storage.weight=bf16",   BF16, F32,  True,  False),
-    ("precision=bf16 storage.shard=zero1",   BF16, BF16, True,  False),
+    ("precision=bf16 storage.shard=zero1",   BF16, BF16, False, False),
     ("precision=bf16 storage.shard=fsdp",    F32,  F32,  False, False),
     ("precision=fp16 storage.shard=fsdp",    F32,  F32,  False, False),
     ("precision=bf16_fp8 fp8.params=false storage.shard=fsdp storage.comm=bf16", "fp32 none fp32 bf16 fp32 fp32", "fp32 none fp32 bf16 fp32 fp32", False, False),
@@ -99,7 +99,6 @@ REFUSED = [
      "optim.betas=[0.98, 0.95]: storage.exp_avg=fp8_pow2 rounds an average of rate 0.98 back to where it was, so it never comes down; "
      "nearest is 0.9444, or write storage.exp_avg=fp8"),
     *((f"precision=bf16_fp8 optim.name=sgd opt_level={n}", f"opt_level={n}: needs optim.name=adamw or adam, not sgd (MS-AMP)") for n in ("O1", "O2", "O3")),
-    ("precision=bf16 optim.name=sgd storage.shard=zero1", "storage.shard=zero1: needs optim.name=adamw or adam, not sgd"),
     ("precision=bf16_fp8 opt_level=O3 storage.master_weight=none", "storage.master_weight=none: storage.weight=fp8 needs masters; write fp16_scaled or fp32"),
     ("precision=bf16_fp8 opt_level=O3 storage.master_weight=fp8",
      "storage.master_weight=fp8: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32"),

@@ -6,6 +6,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import sharding
 from fp8cfg.report import chart
 from tests.support.small import small
 
@@ -51,14 +52,15 @@ O3                   fp8   fp8   fp8     fp16    fp8   fp8+fp16         7"""
 @pytest.mark.parametrize(("words", "ranks", "each"), [
     ("opt_level=O3", 8, 7), ("opt_level=O3 storage.shard=zero1", 8, 2 + 5 / 8), ("opt_level=O3 storage.shard=zero2", 8, 1 + 6 / 8),
     ("opt_level=O2 storage.shard=zero1", 4, 3 + 3 / 4), ("opt_level=O2 storage.shard=zero2", 4, 2 + 4 / 4),
+    ("", 1, 1 + 4 + 4 + 8), ("", 8, 1 + 4 + 12 / 8), ("storage.exp_avg=bf16", 8, 1 + 4 + 4 + 6),
     ("fp8.params=false storage.shard=fsdp", 4, 16 / 4), ("opt_level=O3 storage.shard=zero2", 1, 7),
 ])
 def test_what_is_split_over_ranks_is_counted_once_for_all_of_them(words: str, ranks: int, each: float) -> None:
     recipe = small("precision=bf16_fp8", *words.split())
-    assert chart.bytes_per_parameter(chart.row(recipe), recipe.storage.shard, ranks) == each
+    assert chart.bytes_per_parameter(chart.row(recipe), sharding(recipe.precision, ranks), ranks) == each
     lines = chart.text(recipe, ranks).splitlines()
     own = next(line for line in lines if line.startswith("this recipe: "))
     assert own.split()[-1] == f"{each:.3g}"
     whole = chart.bytes_per_parameter(chart.row(recipe))
-    said = f"B/param here: on each of {ranks} ranks under storage.shard={recipe.storage.shard}; unsharded {whole:g}"
+    said = f"B/param here: on each of {ranks} ranks under storage.shard={sharding(recipe.precision, ranks)}; unsharded {whole:g}"
     assert (said in lines) == (each != whole)

@@ -14,9 +14,8 @@ from tests.support.small import small
 
 
 @pytest.mark.parametrize(("words", "gpu", "gpus", "write"), [
-    ("recipe=llama_8b precision=bf16_fp8", "h100", 8, ["storage.shard=zero1"]),
-    ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.context_parallel_size=1", "h100", 8, ["model.recompute_granularity=full", "storage.shard=zero1"]),
-    ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.context_parallel_size=2", "h200", 8, ["storage.shard=zero1"]),
+    ("recipe=llama_8b precision=bf16", "h100", 8, ["model.recompute_granularity=full"]),
+    ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.context_parallel_size=1", "h100", 8, ["storage.shard=fsdp"]),
     ("recipe=llama_8b precision=bf16 trainer.strategy.tensor_model_parallel_size=2", "b200", 16, ["trainer.strategy.tensor_model_parallel_size=1"]),
     ("recipe=llama2_13b precision=bf16_fp8_current fp8.params=true", "h100", 8, ["fp8.params=false", "storage.shard=fsdp", "trainer.strategy.tensor_model_parallel_size=1"]),
     ("recipe=llama_1b precision=bf16_fp8 trainer.micro_batch_size=4", "h100", 8, ["trainer.micro_batch_size=2"]),

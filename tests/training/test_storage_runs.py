@@ -277,7 +277,6 @@ def test_resumed_bits_are_those_of_the_run_that_went_on(row: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(("before", "now", "line"), [
-    ("precision=bf16", "storage.shard=zero1", "storage.shard=zero1: this run was started with none; start a new run"),
     (f"{FP8}", "opt_level=O2", "opt_level=O2: this run was started with None; start a new run"),
     (f"{FP8} opt_level=O2", "storage.exp_avg=fp8_pow2", "storage.exp_avg=fp8_pow2: this run was started with auto; start a new run"),
     (f"{FP8} opt_level=O2", "opt_level=O1", "opt_level=O1: this run was started with O2; start a new run"),
@@ -343,9 +342,11 @@ RANKED = {
     "O3, summed in float32": f"{FP8} opt_level=O3 storage.comm=fp32", "bf16 moments": "precision=bf16 storage.exp_avg=bf16 storage.exp_avg_sq=bf16",
     "gradients in scaled fp16": "precision=bf16 storage.weight_grad=fp16_scaled",
     "O3, tied": f"{FP8} opt_level=O3 fp8.output_layer=true model.share_embeddings_and_output_weights=true",
+    "fp32": "precision=fp32", "FP8 weights": FP8, "fp16": f"precision=fp16 {SCALE}", "momentum": "precision=bf16 optim.name=sgd optim.momentum=0.9 optim.lr=0.1 trainer.gradient_clip_val=0.5",
 }
 SHARDS = ("none", "zero1", "zero2")
-RESUMED = [("O2", "none", "zero2"), ("O2", "zero1", "zero1"), ("O3", "zero2", "zero2"), ("O3", "zero2", "none"), ("O3", "none", "zero1"), ("O3, tied", "zero1", "zero2")]
+RESUMED = [("O2", "none", "zero2"), ("O2", "zero1", "zero1"), ("O3", "zero2", "zero2"), ("O3", "zero2", "none"), ("O3", "none", "zero1"), ("O3, tied", "zero1", "zero2"),
+           ("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "zero2"), ("momentum", "zero1", "zero2")]
 SENT = ("fp32", "bf16", "fp8")
 SPOILED = ("layers.0.mlp.linear_fc1.weight", "final_layernorm.weight")
 
@@ -427,7 +428,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
 def test_sharded_runs_have_the_bits_of_the_unsharded_one(row: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
     _, ranks = two
     whole = ranks[0][f"{row} none"]
-    assert [loss for loss, _ in whole["losses"]] == sorted((loss for loss, _ in whole["losses"]), reverse=True)
+    if row != "momentum":  # whose steps are small beside the differences of batches
+        assert [loss for loss, _ in whole["losses"]] == sorted((loss for loss, _ in whole["losses"]), reverse=True)
     for shard in SHARDS:
         first, second = (found[f"{row} {shard}"] for found in ranks)
         assert first["losses"] == second["losses"] == whole["losses"] and first["json"] == second["json"] == whole["json"]

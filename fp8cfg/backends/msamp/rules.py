@@ -48,7 +48,7 @@ def instead(precision: Precision) -> str:
     """The override words for the native backend with the storage of MS-AMP, its power-of-two scales included."""
     own = precision.model_copy(update={"backend": "msamp"})
     pow2 = [f"storage.{column}=fp8_pow2" for column, codec in of_level(own).items() if codec == "fp8_pow2"]
-    shard = ["storage.shard=zero1"] if level(own) == "O3" and precision.storage.shard == "none" else []
+    shard = ["storage.shard=zero1"] if level(own) == "O3" and precision.storage.shard in ("auto", "none") else []
     return " ".join(["backend=native", f"opt_level={level(own)}", *pow2, *shard])
 
 
@@ -111,7 +111,7 @@ def _storage(p: Precision) -> list[str]:
     if s.rounding != "nearest":
         lines.append(Refusal(f"storage.rounding={s.rounding}: MS-AMP rounds to nearest; drop it, or write {words}",
                              [("storage.rounding", "nearest")], ["backend"]))
-    if s.shard != "none":
+    if s.shard not in ("auto", "none"):
         lines.append(Refusal(f"storage.shard={s.shard}: MS-AMP shards {export}; drop it, or write {words}",
                              [("storage.shard", "none")], ["backend"]))
     return lines

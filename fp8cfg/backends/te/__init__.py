@@ -3,4 +3,5 @@
 from fp8cfg.config.backend_capabilities import Capabilities
 
 CAPABILITIES = Capabilities(
-    priority=30, compiles=False, norms=True, layer_modules=("transformer_engine", "fp8cfg.backends.te.layers"))
+    priority=30, compiles=False, norms=True, zero_fp8_weights=False,
+    layer_modules=("transformer_engine", "fp8cfg.backends.te.layers"))

@@ -89,7 +89,7 @@ def tokens_multiple(fp8: FP8, product: str) -> int:
 
 def against_sharding(precision: Precision) -> list[str]:
     shard, lines = precision.storage.shard, list[str]()
-    if shard != "none" and fp8_weights(precision):
+    if shard not in ("auto", "none") and fp8_weights(precision):
         lines.append(Refusal(
             f"storage.shard={shard}: Transformer Engine's FP8 weights are not handed round; write backend=native, or "
             "storage.weight=fp16_scaled with fp8.params=false", [("fp8.params", False)], ["storage.shard", "backend"]))

@@ -20,10 +20,11 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.key_names import full, short
 from fp8cfg.config.model import Model
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import sharding
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.layer_plan import plan
 from fp8cfg.report.memory.layout import ranks, whole
-from fp8cfg.report.memory.peak import memory
+from fp8cfg.report.memory.peak import linears_of, memory, persistent
 from fp8cfg.report.tables import size
 
 RECOMPUTE = {"none": 0.0, "selective": 0.05, "full": 0.33}
@@ -63,7 +64,7 @@ class _Search:
     def fits(self) -> Iterator[Fit]:
         """Fits of the whole model, by rising cost, of the recipe's own sharding and level and of those that store less. What does
         not fit at its leanest with split sequences is not tried with whole ones, which take more."""
-        own, own_level = self.recipe.storage.shard, self.recipe.precision.opt_level
+        own, own_level = sharding(self.recipe.precision, self.world), self.recipe.precision.opt_level
         shards = [s for s in SHARD if SHARD[s] >= SHARD[own]] if self.world > 1 else [own]
         levels = [o for o in LEVEL if LEVEL[o] >= LEVEL[own_level]]
         pairs = [pair for pair in product(shards, levels) if self._lean(self._contexts[0], *pair)]
@@ -102,7 +103,10 @@ class _Search:
         return bool(micro) and self._fit(context, shard, level, self._recompute[-1], micro[-1]) is not None
 
     def _fit(self, context: int, shard: str, level: str | None, recompute: str, micro: int) -> Fit | None:
-        values = {"storage.shard": shard, "opt_level": level, "model.recompute_granularity": recompute,
+        own = self.recipe.precision
+        if (shard, level) == (sharding(own, self.world), own.opt_level):
+            shard = own.storage.shard
+        values: dict[str, Any] = {"storage.shard": shard, "opt_level": level, "model.recompute_granularity": recompute,
                   "trainer.micro_batch_size": micro}
         found = self.changed({**values, **_layout(context)})
         left = None if found is None else self.spare(found)
@@ -114,18 +118,21 @@ class _Search:
         new = {full(key): value for key, value in values.items() if own[full(key)] != value}
         try:
             found = settled(assigned(self.recipe, new), dict.fromkeys(new, Author.USER))
-            plan(found.recipe)
         except ConfigError:
             return None
         return None if found.problems else found.recipe
 
     def spare(self, recipe: Recipe) -> int | None:
-        """Bytes that `recipe` leaves on each rank; None where nobody multiplies it."""
+        """Bytes that `recipe` leaves on each rank, or that its lasting state alone leaves, where that is too much; None where
+        nobody multiplies it, or a pattern of layers matches nothing."""
+        part = whole(recipe, self.world)
         try:
+            if (left := self.free - sum(persistent(recipe, part, linears_of(recipe, part)).values())) < 0:
+                return left
             backend = self.backend(recipe)
         except ConfigError:
             return None
-        return self.free - sum(memory(recipe, self.device, whole(recipe, self.world), backend).values())
+        return self.free - sum(memory(recipe, self.device, part, backend).values())
 
     def fewer_layers(self) -> Fit | None:
         """The recipe at its leanest with as many layers as fit; None where there is no such number."""

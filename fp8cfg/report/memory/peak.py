@@ -7,13 +7,14 @@ all gradients there; a step of one microbatch peaks lower, since its gradients c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, low_bit, others, resolved
+from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, low_bit, others, resolved, sharding
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
@@ -50,7 +51,7 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     part = part or whole(recipe, ranks())
     linears = linears_of(recipe, part)
     kinds = persistent(recipe, part, linears)
-    fsdp = recipe.storage.shard == "fsdp"  # which adds up gradients in parts alone
+    fsdp = sharding(recipe.precision, part.shards) == "fsdp"  # which adds up gradients in parts alone
     added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
     live = asdict(activations(recipe, device, part, linears, added, backend))
     kinds["FP8 copies"] += live.pop("copies")
@@ -84,7 +85,7 @@ def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict
     kinds["moments"] = int(counts.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]]))
     split = {"none": (), "zero1": ("masters", "moments"), "zero2": ("masters", "moments", "gradients"),
              "fsdp": ("weights", "masters", "moments", "gradients")}
-    for kind in split[recipe.storage.shard]:
+    for kind in split[sharding(recipe.precision, part.shards)]:
         kinds[kind] //= part.shards
     state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if SCALINGS[recipe.fp8.scaling].history else 0
     held = counts.linear if fp8_weights(recipe.precision) else 0
@@ -97,7 +98,7 @@ def gradient_bytes(recipe: Recipe) -> float:
     return 4 if name in SCALED else CODEC[name]
 
 
-def before_step(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
+def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
     """Bytes of the gradients at the end of the last backward pass: wide where a microbatch was added or ranks are to be, and all
     of them also where a rank keeps those of its own alone."""
     columns, counts = chart.row(recipe), parameters(recipe, part, linears)
@@ -113,7 +114,7 @@ def microbatches(recipe: Recipe, part: Part) -> int:
     return max(1, t.global_batch_size // (t.micro_batch_size * part.data))
 
 
-def parameters(recipe: Recipe, part: Part, linears: list[PlannedLinear] | None = None) -> Parameters:
+def parameters(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear] | None = None) -> Parameters:
     """The parameters of `part`, whose linear layers are `linears` where the caller has them. A tied output layer on its own
     pipeline stage holds a copy of the embedding."""
     shapes = parameter_shapes(transformer_config(recipe))
@@ -165,12 +166,14 @@ def _note(recipe: Recipe, kind: str, part: Part) -> str:
     state = "scales, amax histories" if SCALINGS[recipe.fp8.scaling].history else "for dgrad, and scales"
     tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
     widens = gradient_bytes(recipe) < 4 and not low_bit(recipe.precision)
+    shard = sharding(recipe.precision, part.shards)
+    over = f", {shard} over {part.shards}" if shard in ("zero1", "zero2") and part.shards > 1 else ""
     return {
         **{kind: rest[k] if columns[k] == rest[k] else f"{rest[k]}, {layers} {columns[k]}"
            for kind, k in (("weights", "weight"), ("masters", "master_weight"), ("gradients", "weight_grad"))},
         "gathered": "whole: embedding, output, two layers",
         "accumulation": "gradients until they are summed and stored",
-        "moments": chart.moments(columns),
+        "moments": chart.moments(columns) + over,
         "FP8 copies": state if fp8_weights(recipe.precision) else "quantized weights, forward to backward",
         "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
         "logits": f"vocab_size={recipe.model.vocab_size}",

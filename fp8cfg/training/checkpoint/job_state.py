@@ -50,7 +50,7 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     optimizer = tensors.get("optimizer", {})  # none before a step where parameters are their own masters, nor of plain SGD
     try:
         saved = {**tensors["model"], **of_this_rank(tensors.get("fp8", {}))}
-        if job.recipe.storage.shard == "fsdp":
+        if job.prepared.shard == "fsdp":
             from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
 
             saved, optimizer = fsdp.parts(saved, job.model), fsdp.parts(optimizer, job.model)

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8cfg.job import Job
 from fp8cfg.numerics.stored_form import stored_state_dict
-from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.distributed.zero import full_state
@@ -20,7 +19,7 @@ OWN = ("fp8_scale", "fp8_amax_history")
 def model_tensors(job: Job, world: World) -> dict[str, Tensor]:
     """The model's tensors, on the first rank whole where they are split, and with the scales and histories of every rank where
     each has its own. All ranks call it."""
-    if job.recipe.storage.shard == "fsdp":
+    if job.prepared.shard == "fsdp":
         from fp8cfg.training.distributed import fsdp  # inside, here and below: it takes a second to load
 
         tensors = fsdp.whole(stored_state_dict(job.model, keep_vars=True), world.first)
@@ -36,12 +35,11 @@ def model_tensors(job: Job, world: World) -> dict[str, Tensor]:
 
 def optimizer_tensors(job: Job, world: World) -> dict[str, Tensor]:
     """The optimizer's tensors, on the first rank those that other ranks keep among them. All ranks call it."""
-    if job.recipe.storage.shard == "fsdp":
+    if job.prepared.shard == "fsdp":
         from fp8cfg.training.distributed import fsdp
 
         return fsdp.whole(job.optimizer.state_tensors(), world.first)
     if job.prepared.owner:
-        assert isinstance(job.optimizer, LowBitTraining), "sharding needs it"
         return full_state(job.optimizer, job.prepared.owner, world)
     return job.optimizer.state_tensors()
 

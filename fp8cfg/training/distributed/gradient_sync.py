@@ -27,11 +27,11 @@ def stores_early(prepared: PreparedModel, world: World) -> bool:
                                   for columns in prepared.columns.values())
 
 
-def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, shard: str, world: World) -> None:
-    """Add up the gradients of the model over the ranks, in place, as `shard`, storage.shard, says; FSDP2 has done so by itself."""
-    if world.size == 1 or shard == "fsdp":
+def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -> None:
+    """Add up the gradients of the model over the ranks, in place, as it is sharded; FSDP2 has done so by itself."""
+    if world.size == 1 or prepared.shard == "fsdp":
         return
-    to_owners = shard == "zero2"
+    to_owners = prepared.shard == "zero2"
     stored: dict[str, list[nn.Parameter]] = {}
     plain: dict[str, list[nn.Parameter]] = {}
     held = stored_grads(optimizer)
@@ -68,7 +68,9 @@ def _owners(prepared: PreparedModel, optimizer: Optimizer, params: Sequence[nn.P
 
 def _drop_others(optimizer: Optimizer, held: dict[nn.Parameter, Stored]) -> None:
     """Forget gradients that other ranks have; an empty one says that there was one."""
-    assert isinstance(optimizer, LowBitTraining), "sharding needs it"
+    if not isinstance(optimizer, LowBitTraining):
+        optimizer.drop_others()
+        return
     for p in optimizer.names:
         if not optimizer.owns(p) and (p.grad is not None or p in held):
             p.grad, held[p] = None, ()

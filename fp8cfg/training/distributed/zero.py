@@ -9,21 +9,29 @@ Weights, moments and masters are those of the unsharded optimizer, bit for bit, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from fp8cfg.backends.prepared_model import PreparedModel
+from fp8cfg.config.precision import Precision
 from fp8cfg.numerics import FP8Linear, fp8_linears
 from fp8cfg.numerics.codecs import Stored, codec
 from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
 from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.numerics.weight_access import plain
-from fp8cfg.optim.low_bit.columns import Columns
+from fp8cfg.optim.low_bit.columns import Columns, named_columns
 from fp8cfg.optim.low_bit.state import STORED
 from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.training.distributed.owners import owners, sharded_bytes
 from fp8cfg.training.distributed.quantized_allreduce import gather_from_owners
-from fp8cfg.training.distributed.world import World
+from fp8cfg.training.distributed.world import World, current
+
+if TYPE_CHECKING:
+    from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+
+    Optimizer = MixedPrecisionOptimizer | LowBitTraining
 
 
 def owner_of(names: Mapping[str, tuple[int, Columns, str]], shard: str, ranks: int) -> dict[str, int]:
@@ -33,7 +41,25 @@ def owner_of(names: Mapping[str, tuple[int, Columns, str]], shard: str, ranks: i
     return dict(zip(names, owners(sizes, ranks), strict=True))
 
 
-def attach(optimizer: LowBitTraining, model: nn.Module, owner: Mapping[str, int], shard: str, world: World) -> None:
+def owned(prepared: PreparedModel, precision: Precision) -> set[str] | None:
+    """Under ZeRO the names of the parameters whose state this rank keeps, and in `prepared` the owner of each; None where every
+    rank keeps all."""
+    world = World() if (shard := precision.storage.shard) not in ("zero1", "zero2") else current()
+    if world.size == 1:
+        return None
+    prepared.owner = owner_of({
+        name: (p.numel(), columns_of(prepared, precision, name), prepared.columns[name]["weight_grad"])
+        for name, p in prepared.model.named_parameters() if p.requires_grad}, shard, world.size)
+    return {name for name, rank in prepared.owner.items() if rank == world.rank}
+
+
+def columns_of(prepared: PreparedModel, precision: Precision, name: str) -> Columns:
+    """The codecs of a parameter's state."""
+    codecs = {k: v for k, v in prepared.columns[name].items() if k != "comm"}
+    return named_columns(**codecs, rounding=precision.storage.rounding)
+
+
+def attach(optimizer: Optimizer, model: nn.Module, owner: Mapping[str, int], shard: str, world: World) -> None:
     """Hook ZeRO into `optimizer`: each step ends by gathering all weights from their owners, and its norm is the global one."""
     layers = {layer.parameter: layer for layer in fp8_linears(model)}
 
@@ -52,9 +78,9 @@ def attach(optimizer: LowBitTraining, model: nn.Module, owner: Mapping[str, int]
         optimizer.sum_norms = world.sum
 
 
-def _written(p: nn.Parameter, optimizer: LowBitTraining, layer: FP8Linear | None) -> list[Stored]:
+def _written(p: nn.Parameter, optimizer: Optimizer, layer: FP8Linear | None) -> list[Stored]:
     """The tensors that a step writes for `p`."""
-    if p in optimizer.held:
+    if isinstance(optimizer, LowBitTraining) and p in optimizer.held:
         return [optimizer.held[p]()]
     if layer is None or not layer.fp8_params:
         return [(p.detach(),)]
@@ -63,17 +89,24 @@ def _written(p: nn.Parameter, optimizer: LowBitTraining, layer: FP8Linear | None
 
 
 @torch.no_grad()
-def full_state(optimizer: LowBitTraining, owner: Mapping[str, int], world: World) -> dict[str, Tensor]:
+def full_state(optimizer: Optimizer, owner: Mapping[str, int], world: World) -> dict[str, Tensor]:
     """The state of all parameters, on the first rank; a parameter at a time goes over the wire. All ranks call it."""
     found: dict[str, Tensor] = {}
+    mine = {} if isinstance(optimizer, LowBitTraining) else optimizer.state_tensors()
     for group in optimizer.param_groups:
         for p in group["params"]:
-            name, state = optimizer.names[p], optimizer.state[p]
-            kept: dict[str, Stored] = {
-                column: state[column] if optimizer.owns(p) else getattr(group["columns"], column).zeros(p.shape, p.device)
-                for column in STORED if column in state["codecs"]}
+            name = optimizer.names[p]
+            kept = _of_low_bit(optimizer, p, group["columns"]) if isinstance(optimizer, LowBitTraining) else {
+                column: (mine[f"{name}.{column}"] if optimizer.owns(p) else torch.zeros(p.shape, device=p.device),)
+                for column in optimizer.state_names(p)}
             gather_from_owners(list(kept.values()), [owner[name]] * len(kept), world, world.traffic)
             if world.first:
                 found |= {f"{name}.{column}{suffix}": t for column, stored in kept.items()
                           for suffix, t in zip(("", ".scale_inv"), stored, strict=False)}
     return found
+
+
+def _of_low_bit(optimizer: LowBitTraining, p: nn.Parameter, columns: Columns) -> dict[str, Stored]:
+    state = optimizer.state[p]
+    return {column: state[column] if optimizer.owns(p) else getattr(columns, column).zeros(p.shape, p.device)
+            for column in STORED if column in state["codecs"]}
