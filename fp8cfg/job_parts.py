@@ -130,7 +130,8 @@ def _fully_sharded(
     """`model`, on the meta device, with its linear layers in FP8 as planned, split over the ranks by FSDP2, which casts what it
     gathers; then it gets memory and weights, so that no rank ever has more than its parts."""
     from fp8cfg.backends import backend_registry, stored_weights
-    from fp8cfg.numerics import seed_rounding
+    from fp8cfg.numerics import fp8_linears, seed_rounding
+    from fp8cfg.numerics.gathered_weight import refresh_shards
     from fp8cfg.numerics.scale_update import fp8_layers, reset_state
     from fp8cfg.training.distributed import fsdp
 
@@ -143,6 +144,7 @@ def _fully_sharded(
     fill(model.to_empty(device=device))
     if precision.fp8.enabled:
         reset_state(fp8_layers(model))
+        refresh_shards(fp8_linears(model))
         backend.forget_observed(model)
         seed_rounding(model, seed)
     return PreparedModel(model, {}, region, next(model.parameters()).device, columns, shard="fsdp")

@@ -12,7 +12,7 @@ import importlib
 import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, Literal
 
 from fp8cfg.config import entry_points
 from fp8cfg.config.errors import ConfigError
@@ -47,8 +47,9 @@ class Capabilities:
     """Whether `Backend.after_step` is what rolls delayed scaling's histories and moves its scales."""
     zero_fp8_weights: bool = True
     """Whether ZeRO can hand round the weights that it holds in FP8."""
-    fp8_gather: bool = False
-    """Whether FSDP2 can gather its weights in FP8: storage.gather=fp8."""
+    fp8_gather: Literal["", "cast", "params"] = ""
+    """How FSDP2 gathers its weights in FP8, storage.gather=fp8: cast with one scale, as torchao does, or as fp8.params holds them;
+    empty where it cannot."""
     requantizes: bool = False
     """Whether its layers keep input and weight as they came, and quantize both again in the backward pass."""
     norms: bool = False
@@ -136,6 +137,6 @@ def ordered() -> tuple[str, ...]:
     return tuple(sorted((n for n in names() if capabilities(n).priority > 0), key=lambda n: -capabilities(n).priority))
 
 
-def gathering() -> str:
-    """The first of them whose weights FSDP2 can gather in FP8."""
-    return next(name for name in ordered() if capabilities(name).fp8_gather)
+def gathering() -> list[str]:
+    """Those of them whose weights FSDP2 can gather in FP8."""
+    return [name for name in ordered() if capabilities(name).fp8_gather]

@@ -49,8 +49,9 @@ class Storage(Node):
     optimizer) over several ranks where masters and moments are float32, none under a level or other low-bit state, under
     backend=te with weights held in FP8, around a model of your own, and on one rank."""
     gather: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """Weights on the wire under shard=fsdp: precision.compute, or fp8 (torchao's FP8 all-gather) for layers that run in FP8 under
-    backend=torchao with current scaling per tensor. Default auto: fp8 where that can be, else precision.compute."""
+    """Weights on the wire under shard=fsdp: precision.compute, or fp8 for layers that run in FP8: under fp8.params native layers
+    with delayed, current (per tensor) and block scaling, and backend=torchao with current scaling per tensor (torchao's FP8
+    all-gather). Default auto: fp8 where that can be, else precision.compute."""
 
 
 class Precision(Node):

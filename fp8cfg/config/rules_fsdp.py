@@ -16,7 +16,7 @@ KEPT = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32", "exp_a
 """The columns of a rank's parts: float32, and weights are their own masters."""
 _INSTEAD = "or storage.shard=zero2"
 _GATHERS = ("fp8.enabled", "fp8.scaling", "fp8.granularity", "fp8.use_power_2_scales", "fp8.override_linear_precision.fprop",
-            "fp8.override_linear_precision.dgrad", "backend")
+            "fp8.override_linear_precision.dgrad", "fp8.params", "backend")
 """The keys that decide whether weights can be gathered in FP8."""
 
 
@@ -31,9 +31,6 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
         said = f"opt_level={p.opt_level}" if p.opt_level else f"backend={p.backend}"
         yield Refusal(f"{said}: storage.shard=fsdp keeps float32 weights and moments; drop it, {_INSTEAD}",
                       [("opt_level", None)], ["storage.shard"])
-    elif p.fp8.enabled and p.fp8.params:
-        yield Refusal(f"fp8.params=True: storage.shard=fsdp keeps float32 weights; write fp8.params=false, {_INSTEAD}",
-                      [("fp8.params", False)], ["storage.shard"])
     for column, codec in KEPT.items():
         if (given := getattr(s, column)) not in ("auto", codec):
             yield Refusal(f"storage.{column}={given}: storage.shard=fsdp has {codec} there; write that, {_INSTEAD}",
@@ -46,9 +43,9 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
         yield Refusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under storage.shard=fsdp none has whole "
                       f"weights; drop it, {_INSTEAD}", [("log.fp8_stats_every_n_steps", 0)], ["storage.shard"])
     if s.gather == "fp8":
-        backend = gathering() if p.backend == "auto" else p.backend
+        reasons = [against_fp8_gather(p, backend) for backend in (gathering() if p.backend == "auto" else [p.backend])]
         yield from (Refusal(f"storage.gather=fp8: {why}", [("storage.gather", "auto")], _GATHERS)
-                    for why in against_fp8_gather(p, backend))
+                    for why in (reasons[0] if all(reasons) else ()))
     elif s.gather not in ("auto", p.compute):
         yield Refusal(f"storage.gather={s.gather}: FSDP2 gathers weights in precision.compute={p.compute}; write auto, or fp8",
                       [("storage.gather", "auto")], ["precision.compute"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8cfg.config.backend_capabilities import capabilities, gathering
-from fp8cfg.config.fp8 import per_row, power_2_scales
+from fp8cfg.config.fp8 import FP8, per_row, power_2_scales, weights_2d
 from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
@@ -148,11 +148,13 @@ def gathered(precision: Precision, backend: str) -> str:
 
 
 def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
-    """Every reason why torchao cannot gather weights in FP8, and the nearest thing to write. It casts them with one scale, which it
-    never rounds, and products then read what came over the wire."""
+    """Every reason why `backend` cannot gather weights in FP8, and the nearest thing to write. torchao casts them with one scale,
+    which it never rounds, and products then read what came over the wire; native layers gather what fp8.params would hold."""
     fp8, high = precision.fp8, precision.fp8.override_linear_precision
     if not fp8.enabled:
         return [f"precision.compute={precision.compute} runs no FP8; write precision=bf16_fp8_current, or drop it"]
+    if capabilities(backend).fp8_gather == "params":
+        return _against_gathered_params(fp8, backend)
     takes = SCALINGS[fp8.scaling].fp8_gather
     lines = []
     if not takes:
@@ -166,6 +168,25 @@ def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
     lines += [f"needs fp8.override_linear_precision.{gemm}=false, which reads the weight; write that, or storage.gather=auto"
               for gemm in ("fprop", "dgrad") if getattr(high, gemm)]
     if not capabilities(backend).fp8_gather:
-        lines.append(f"backend={backend} gathers weights in {precision.compute}; write backend={gathering()}, or "
+        lines.append(f"backend={backend} gathers weights in {precision.compute}; write backend={gathering()[0]}, or "
                      "storage.gather=auto")
+    return lines
+
+
+def gathers_params(precision: Precision, backend: str) -> bool:
+    """Whether FSDP gathers what fp8.params would hold: the FP8 weights as products of `backend` read them."""
+    return (precision.storage.shard == "fsdp" and capabilities(backend).fp8_gather == "params"
+            and gathered(precision, backend) == "fp8")
+
+
+def _against_gathered_params(fp8: FP8, backend: str) -> list[str]:
+    """Why the float8 weights of fp8.params are not gathered: none are asked for, or products read two matrices of each."""
+    lines = []
+    if not fp8.params:
+        lines.append(f"backend={backend} gathers the FP8 weights of fp8.params; write fp8.params=true, or storage.gather=auto")
+    scaling = SCALINGS[fp8.scaling]
+    if per_row(fp8) or (scaling.block and (scaling.scale != "float32" or not weights_2d(fp8))):
+        of = f" with fp8.granularity={fp8.granularity}" if per_row(fp8) else ""
+        lines.append(f"fp8.scaling={fp8.scaling}{of} needs two matrices of a weight, which take as many bytes as "
+                     "bf16; write storage.gather=auto")
     return lines

@@ -21,6 +21,7 @@ from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.codecs import Stored as InCodec
 from fp8cfg.numerics.fp8_state_dict import BUFFERS, ROUNDING_COUNT, WEIGHT_BUFFERS, prepare_load
 from fp8cfg.numerics.fp8_weights import Stored, store
+from fp8cfg.numerics.gathered_weight import GatheredWeight, quantized, shard_parameter
 from fp8cfg.numerics.linear_function import LinearFunction, Plan, Products, State
 from fp8cfg.numerics.low_bit_weight import SCALE_INV, NarrowWeight
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling, scale_now
@@ -48,6 +49,9 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
     fp8_amax_history: Tensor | None
     range_used: Tensor | None = None
     fp8_weight_scale_inv: Tensor | None
+    sharded = False
+    shard_scale: Tensor | None = None
+    shard_quantized: Stored | None = None
 
     @classmethod
     def from_linear(
@@ -115,6 +119,16 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
             self._store(data, old.requires_grad)
         self._prepare_gradient()
 
+    def shard_in_fp8(self) -> None:
+        """Let FSDP2, which is to split the weight, gather it in FP8."""
+        self._parameters["weight"], self.sharded = shard_parameter(self.parameter), True
+
+    def quantized_shard(self, shard: Tensor) -> Stored:
+        """This rank's rows of the weight in float8, made once a step."""
+        if self.shard_quantized is None:
+            self.shard_quantized = quantized(shard, self.scaling, self.shard_scale)
+        return self.shard_quantized
+
     def fresh_state(self) -> dict[str, Tensor]:
         """Scales and amax history before the first pass: a scale of 0 stands for "not set yet"."""
         first, device = torch.ones if self.scaling.first_step == "te" else torch.zeros, self.parameter.device
@@ -129,10 +143,12 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
         high_precision = self.high_precision if self.region.applies() else (True, True, True)
         weight, stored = self.receiver_and_stored() if self.held else (self.parameter, None)
         weight_grad = weight.dtype if stored is None else self.weight_grad_dtype
+        beside: list[Tensor | None] = [getattr(self, name) for name in WEIGHT_BUFFERS]
+        if isinstance(weight, GatheredWeight):
+            stored, *beside = weight.stored
         product = None if self.product == "scaled_mm" else carrier
         records = torch.is_grad_enabled()
         plan = Plan(self.scaling, high_precision, product, out, weight_grad, records, self.codec, trains=records and self.training)
-        beside: list[Tensor | None] = [getattr(self, name) for name in WEIGHT_BUFFERS]
         of_rounding = getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)
         state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, *of_rounding, self.gemms_ran])
         with torch.autocast(device, enabled=False):

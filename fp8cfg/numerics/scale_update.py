@@ -82,7 +82,7 @@ def discard_amax(layers: Iterable[FP8Layer]) -> None:
     for layer in layers:
         layer.range_used = None
         if layer.fp8_amax_history is not None:
-            kept = isinstance(layer, FP8Linear) and layer.fp8_params
+            kept = isinstance(layer, FP8Linear) and (layer.fp8_params or layer.sharded)
             layer.fp8_amax_history[0, [INPUT, GRAD_OUTPUT] if kept else slice(None)] = 0
 
 

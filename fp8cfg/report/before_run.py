@@ -11,12 +11,13 @@ from fp8cfg.composition.flatten import listed
 from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import as_sharded, gathered, resolved
+from fp8cfg.config.storage import as_sharded, resolved
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report.coverage import planned
 from fp8cfg.report.machine import free_memory
 from fp8cfg.report.memory import layout
+from fp8cfg.report.memory.fsdp_gather import gather_line
 from fp8cfg.report.memory.nearest_fit import SMOKE, cheapest, too_large
 from fp8cfg.report.memory.peak import memory_table
 from fp8cfg.report.plan_text import passed_over
@@ -68,7 +69,7 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
         who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
         backend = "\n".join([who, *passed_over(choice)])
         parts.append(f"{backend}\n{coverage}")
-    split = [f"weights are split over the ranks and gathered in {gathered(recipe.precision, choice.backend)}"]
+    split = [gather_line(recipe, plan(recipe, choice.backend), layout.ranks(), choice.backend)]
     memory = memory_table(recipe, hardware.device, backend=choice.backend)
     parts.append("\n".join([memory, *(split if precision.storage.shard == "fsdp" else ())]))
     parts += [line for line in [_scaled_down(recipe)] if line]

@@ -125,12 +125,12 @@ class Built:
         with mock.patch.object(gradient_sync, "sum_over_ranks") as sums:
             for p in self.job.model.parameters():
                 p.grad_dtype, p.grad = None, p.detach()
-            gradient_sync.sum_gradients(self.job.prepared, self.job.optimizer, self.job.recipe.storage.shard, World(0, 2))
+            gradient_sync.sum_gradients(self.job.prepared, self.job.optimizer, World(0, 2))
         return {call.args[1] for call in sums.call_args_list}
 
     @property
     def owners(self) -> set[int]:
-        with mock.patch("fp8cfg.training.distributed.world.current", lambda: World(0, 2)):
+        with mock.patch("fp8cfg.training.distributed.zero.current", lambda: World(0, 2)):
             return set(self.job.prepared.owner.values())
 
     @property

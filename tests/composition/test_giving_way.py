@@ -48,7 +48,6 @@ GIVES_WAY = [
     ("precision=bf16_fp8_current backend=torchao", "fp8.params True -> False: what the preset says gives way to backend=torchao"),
     ("precision=bf16_fp8 backend=te storage.shard=zero1",
      "fp8.params True -> False: what the preset says gives way to storage.shard=zero1 and backend=te"),
-    ("precision=bf16_fp8 storage.shard=fsdp", "fp8.params True -> False: what the preset says gives way to storage.shard=fsdp"),
     ("precision=bf16_fp8 storage.weight=bf16", "fp8.params True -> False: what the preset says gives way to storage.weight=bf16"),
     ("precision=bf16_fp8 opt_level=O1", "fp8.params True -> False: what the preset says gives way to opt_level=O1"),
     ("precision=bf16_fp8 opt_level=O2", "fp8.params True -> False: what the preset says gives way to opt_level=O2"),
@@ -128,8 +127,6 @@ REFUSED = [
     ("precision=bf16_fp8 fp8.high_precision_at_start=9 fp8.high_precision_at_end=1",
      "fp8.high_precision_at_start=9 and fp8.high_precision_at_end=1: leave no layer of model.num_layers=4 in FP8; nearest is "
      "fp8.high_precision_at_start=3 fp8.high_precision_at_end=0"),
-    ("precision=bf16_fp8 fp8.params=true storage.shard=fsdp",
-     "fp8.params=True: storage.shard=fsdp keeps float32 weights; write fp8.params=false, or storage.shard=zero2"),
     ("precision=bf16_fp8 fp8.params=true opt_level=O1", "fp8.params=True: has no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"),
     ("precision=bf16_fp8 fp8.params=true opt_level=O2", "fp8.params=True: has no effect, opt_level=O2 stores weights in fp16_scaled; drop one of the two"),
     ("precision=bf16 opt_level=O2 storage.comm=fp8_pow2",

@@ -92,7 +92,7 @@ def check_words_of_text(block: Block, capsys: pytest.CaptureFixture[str]) -> Non
         return  # help texts, held by test_reference.py
     for line in re.findall(r"^fp8cfg (.*)$", block.text, re.MULTILINE):
         words = [word for word in shlex.split(line) if not word.startswith(("-m", "hydra"))]
-        checked(block, [re.sub(r"^([\w.]+=[\w.]+),.*", r"\1", word) for word in words], capsys)
+        checked(block, [re.sub(r"^([\w.]+=)(?:interval\()?([\w.-]+),.*", r"\1\2", word) for word in words], capsys)
 
 
 def checked(block: Block, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ def native() -> list[Cell]:
                 "fp8.dot_product_attention=True: the native backend has none under fp8.scaling=mxfp8"),
         Refused("native", "fp8.multi_head_attention", (*BASE["native"], "fp8.dot_product_attention=true", "fp8.multi_head_attention=true"),
                 "fp8.multi_head_attention=True: needs FP8 outputs"),
-        Refused("native", "storage.gather", (*CURRENT, PLAIN, FSDP, "storage.gather=fp8"), "storage.gather=fp8: backend=native gathers weights in bf16"),
+        Refused("native", "storage.gather", (*CURRENT, PLAIN, FSDP, "storage.gather=fp8"), "storage.gather=fp8: backend=native gathers the FP8 weights of fp8.params"),
     ]
     return cells
 

@@ -44,6 +44,8 @@ TORCHAO = f"{CURRENT} backend=torchao"
 NATIVE = {
     "fp32": "precision=fp32", "bf16": "precision=bf16", "bf16 sums": "precision=bf16 storage.comm=bf16", "fp16": "precision=fp16 precision.initial_loss_scale=1024 storage.weight_grad=fp32 storage.comm=fp32",
     "delayed": f"precision=bf16_fp8 {PLAIN}", "current": CURRENT, "block": f"precision=bf16_fp8_block {PLAIN}",
+    "FP8 weights": "precision=bf16_fp8", "FP8 weights, current": f"precision=bf16_fp8_current {EVERYWHERE} fp8.params=true", "FP8 weights, block": "precision=bf16_fp8_block fp8.params=true",
+    "FP8 weights, mxfp8": "precision=bf16_mxfp8",
     "sgd": "precision=bf16 optim.name=sgd", "adam": "precision=bf16 optim.name=adam", "recomputed": f"{CURRENT} model.recompute_granularity=full",
 }
 WITH_TORCHAO = {
@@ -53,9 +55,11 @@ WITH_TORCHAO = {
 }
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 ROWS = NATIVE | (WITH_TORCHAO if HAS_TORCHAO else {})
-SAME = [row for row in ROWS if not row.startswith("torchao, fp8")]
+SAME = [row for row in ROWS if not row.startswith(("torchao, fp8", "FP8 weights"))]
 """Rows whose products read the same operands as those of the run that is not split."""
-RESUMED = [row for row in ("fp32", "delayed", "sgd", "torchao, fp8", "torchao, fp8, tied") if row in ROWS]
+HELD = [row for row in ROWS if row.startswith("FP8 weights")]
+"""Rows that gather what the run that is not split holds in FP8; their weight gradients have the dtype of what is gathered, bf16."""
+RESUMED = [row for row in ("fp32", "delayed", "FP8 weights", "sgd", "torchao, fp8", "torchao, fp8, tied") if row in ROWS]
 NOT_CLIPPED = "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
 
 
@@ -131,7 +135,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         validation = held_out(job, world)
         losses += run(job, world, 3, 4)
         kept = {kind: nbytes(tensors) for kind, tensors in (*memory_measurement.stored(job).items(), ("gradients", memory_measurement.gradients(job)))}
-        whole = job_of(its.partition(" storage.gather")[0], NOT_CLIPPED) if row in SAME else None
+        whole = job_of(its.partition(" storage.gather")[0], NOT_CLIPPED) if row in SAME or row in HELD else None
         found[row] = {"losses": losses, "sent": sent, "handed": [handed["all_gather"], handed["reduce_scatter"]], "kept": kept, "validation": validation,
                       "whole": run(whole, world, 0, 4) if whole else [], "elements": sum(p.numel() for p in job.model.parameters()),
                       "weight": type(first_weight(job)).__name__ + " " + str(getattr(first_weight(job), "_data", first_weight(job)).dtype)}
@@ -208,6 +212,9 @@ def test_a_split_run_has_the_bits_of_one_that_is_not(row: str, two: tuple[Path, 
     if row in SAME:
         assert losses == [loss for loss, _ in first["whole"]]
         assert [norm for _, norm in first["losses"]] == pytest.approx([norm for _, norm in first["whole"]], rel=1e-5)
+    if row in HELD:
+        whole = [loss for loss, _ in first["whole"]]
+        assert losses == pytest.approx(whole, rel=2e-4) and (losses[0] == whole[0] or row.endswith(("mxfp8", "block")))  # gathered in bf16, in part
 
 
 @pytest.mark.slow
@@ -235,6 +242,9 @@ def test_weights_are_gathered_in_their_codec(two: tuple[Path, list[dict[str, Any
     found = two[1][0]
     fp8 = [row for row in ROWS if row.startswith("torchao, fp8")]
     assert {row: found[row]["weight"] for row in fp8} == dict.fromkeys(fp8, "Float8TrainingTensor torch.float8_e4m3fn")
+    gathered = [row for row in HELD if not row.endswith("mxfp8")]
+    assert {row: found[row]["weight"] for row in gathered} == dict.fromkeys(gathered, "GatheredWeight torch.float8_e4m3fn")
+    assert found["FP8 weights, mxfp8"]["weight"] == "Parameter torch.bfloat16" and found["FP8 weights"]["sent"]["weights"] < found["delayed"]["sent"]["weights"]
     wide = {"fp32": "Parameter torch.float32", "fp16": "Parameter torch.float16"}
     assert {row: found[row]["weight"] for row in SAME} == {row: wide.get(row, "Parameter torch.bfloat16") for row in SAME}
     if fp8:
@@ -299,7 +309,7 @@ def test_split_layers_are_not_exchanged() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("words", ["precision=bf16", CURRENT, *([f"{TORCHAO} storage.gather=bf16", TORCHAO] if HAS_TORCHAO else [])])
+@pytest.mark.parametrize("words", ["precision=bf16", CURRENT, "precision=bf16_fp8", *([f"{TORCHAO} storage.gather=bf16", TORCHAO] if HAS_TORCHAO else [])])
 def test_the_plan_is_what_is_measured(words: str, recompute: str) -> None:
     """The peak is that of several ranks, which gather ahead; one takes less."""
     found = memory_measurement.measure(fp8cfg.compose(["recipe=llama_tiny", "data=tiny", *words.split(), FSDP, "trainer.micro_batch_size=4", f"model.recompute_granularity={recompute}"]))
@@ -329,7 +339,7 @@ def test_a_split_model_is_not_copied_and_what_is_said_instead_works(words: str) 
 @pytest.mark.parametrize(("words", "more", "cure"), [
     ("precision=bf16", "storage.shard=none", "its weights are float32: repeat it with storage.weight=fp32 --allow storage.weight, or start a new run"),
     (CURRENT, "storage.shard=none", "its weights are float32: repeat it with storage.weight=fp32 --allow storage.weight, or start a new run"),
-    ("precision=bf16", "storage.shard=zero2", "start a new run"), ("precision=bf16", "storage.shard=none storage.weight=bf16", "start a new run"),
+    ("precision=bf16", "storage.shard=zero2", "its weights are float32: repeat it with storage.weight=fp32 --allow storage.weight, or start a new run"), ("precision=bf16", "storage.shard=none storage.weight=bf16", "start a new run"),
 ])
 def test_a_run_goes_on_whole_with_the_key_that_is_named(words: str, more: str, cure: str, tmp_path: Path) -> None:
     split, whole = (small("trainer.micro_batch_size=8", *words.split(), *NOT_CLIPPED.split(), *shard.split()) for shard in (FSDP, more))
@@ -365,8 +375,7 @@ ZERO2 = "or storage.shard=zero2"
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    ("storage.gather=bf16", "storage.gather=bf16: has no effect, storage.shard=none keeps whole weights on every rank; drop it or write storage.shard=fsdp"),
-    (f"{FSDP} precision=bf16_fp8 fp8.params=true", f"fp8.params=True: storage.shard=fsdp keeps float32 weights; write fp8.params=false, {ZERO2}"),
+    ("storage.gather=bf16", "storage.gather=bf16: has no effect, storage.shard=auto keeps whole weights on every rank; drop it or write storage.shard=fsdp"),
     (f"{FSDP} opt_level=O2 precision=bf16_fp8", f"opt_level=O2: storage.shard=fsdp keeps float32 weights and moments; drop it, {ZERO2}"),
     (f"{FSDP} backend=msamp precision=bf16_fp8 {PLAIN}", f"backend=msamp: storage.shard=fsdp keeps float32 weights and moments; drop it, {ZERO2}"),
     (f"{FSDP} storage.weight=bf16", f"storage.weight=bf16: storage.shard=fsdp has fp32 there; write that, {ZERO2}"),
@@ -385,7 +394,10 @@ ZERO2 = "or storage.shard=zero2"
      "storage.gather=fp8: torchao does not round the scales of weights that it gathers; write fp8.use_power_2_scales=false, or storage.gather=auto"),
     (f"{FSDP} {TORCHAO} fp8.override_linear_precision.dgrad=true storage.gather=fp8",
      "storage.gather=fp8: needs fp8.override_linear_precision.dgrad=false, which reads the weight; write that, or storage.gather=auto"),
-    (f"{FSDP} {CURRENT} backend=native storage.gather=fp8", "storage.gather=fp8: backend=native gathers weights in bf16; write backend=torchao, or storage.gather=auto"),
+    (f"{FSDP} {CURRENT} backend=native storage.gather=fp8",
+     "storage.gather=fp8: backend=native gathers the FP8 weights of fp8.params; write fp8.params=true, or storage.gather=auto"),
+    (f"{FSDP} precision=bf16_mxfp8 backend=native storage.gather=fp8",
+     "storage.gather=fp8: fp8.scaling=mxfp8 needs two matrices of a weight, which take as many bytes as bf16; write storage.gather=auto"),
 ])
 def test_what_cannot_be_is_refused_in_one_line(words: str, line: str) -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
@@ -394,8 +406,10 @@ def test_what_cannot_be_is_refused_in_one_line(words: str, line: str) -> None:
 
 
 @pytest.mark.parametrize(("words", "backend", "gather"), [
-    (CURRENT, "native", "bf16"), (CURRENT, "torchao", "fp8"), (f"{CURRENT} fp8.use_power_2_scales=true", "torchao", "bf16"), (f"{CURRENT} fp8.override_linear_precision.wgrad=true", "torchao", "fp8"),
+    (CURRENT, "native", "bf16"), (CURRENT, "torchao", "fp8"),  (f"{CURRENT} fp8.use_power_2_scales=true", "torchao", "bf16"), (f"{CURRENT} fp8.override_linear_precision.wgrad=true", "torchao", "fp8"),
     (f"{CURRENT} precision.compute=fp32", "native", "fp32"), (f"{CURRENT} storage.gather=bf16", "torchao", "bf16"), ("precision=fp16", "native", "fp16"),
+    ("precision=bf16_fp8", "native", "fp8"), ("precision=bf16_fp8_block", "native", "fp8"), ("precision=bf16_mxfp8", "native", "bf16"),
+    ("precision=bf16_fp8_current fp8.params=true fp8.granularity=row", "native", "bf16"),
 ])
 def test_what_auto_comes_to(words: str, backend: str, gather: str) -> None:
     assert gathered(small(*words.split(), FSDP).precision, backend) == gather
@@ -411,9 +425,11 @@ def test_an_fp8_gather_wants_equal_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def on_three(folder: Path, world: World) -> dict[str, Any]:
+    three = "trainer.global_batch_size=6 trainer.micro_batch_size=2"
+    padded = [run(job_of(ROWS["FP8 weights"], shard, NOT_CLIPPED, three), world, 0, 3) for shard in (FSDP, "storage.shard=none")]
     split, whole = (job_of(ROWS["bf16"], shard, NOT_CLIPPED, "trainer.global_batch_size=6 trainer.micro_batch_size=2") for shard in (FSDP, ""))
     found = {"split": run(split, world, 0, 2), "whole": run(whole, world, 0, 2)}
-    return {**found, "tensors": job_tensors.model_tensors(split, world), "want": stored_state_dict(whole.model)}
+    return {**found, "padded": padded, "tensors": job_tensors.model_tensors(split, world), "want": stored_state_dict(whole.model)}
 
 
 @pytest.mark.slow
@@ -421,6 +437,8 @@ def test_parts_of_other_sizes_make_the_same_whole(tmp_path: Path) -> None:
     first = on_ranks(3, functools.partial(on_three, tmp_path), tmp_path)[0]
     assert [loss for loss, _ in first["split"]] == [loss for loss, _ in first["whole"]]
     assert all(torch.equal(t.bfloat16(), first["want"][name]) for name, t in first["tensors"].items())
+    (one, *more), whole = ([loss for loss, _ in losses] for losses in first["padded"])
+    assert one == whole[0] and more == pytest.approx(whole[1:], rel=2e-4)
 
 
 def test_an_fp8_gather_picks_the_backend_that_has_it() -> None:

@@ -17,6 +17,7 @@ from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
 from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
 from fp8cfg.numerics.attention import FP8Attention
+from fp8cfg.numerics.gathered_weight import gathers, refresh_shards
 from fp8cfg.numerics.scale_update import FP8Layer, discard_amax, fp8_layers, update_scales
 from fp8cfg.numerics.stored_form import say_scales_anew
 from fp8cfg.scalings import SCALINGS
@@ -45,15 +46,21 @@ def convert(
     """
     shared = shared_weights(model)
     scaling = scaling_of(fp8)
+    ranks = dist.get_world_size() if fp8_gather and dist.is_initialized() else 1
     for planned in plan:
         if not planned.fp8:
             continue
         linear = model.get_submodule(planned.name)
         assert isinstance(linear, nn.Linear)
         high = tuple(g is None for g in planned.gemms)
-        replaced(model, planned.name, FP8Linear.from_linear(
+        layer = FP8Linear.from_linear(
             linear, scaling, region, high_precision=(high[0], high[1], high[2]), product=product,  # type: ignore[arg-type]
-            fp8_params=fp8.params and linear.weight not in shared, read_as=compute if fp8.params else None))
+            fp8_params=fp8.params and linear.weight not in shared, read_as=compute if fp8.params else None)
+        replaced(model, planned.name, layer)
+        if fp8_gather and linear.weight not in shared and gathers(scaling, linear.out_features, ranks):
+            layer.shard_in_fp8()
+    if fp8_gather:
+        model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))  # type: ignore[no-untyped-call]
     if fp8.dot_product_attention:
         _convert_attention(model, fp8, scaling, region)
 
@@ -114,6 +121,7 @@ def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
 def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
     say_scales_anew(fp8_layers(model))
     update_scales(fp8_layers(model), group=group, step=step)
+    refresh_shards(fp8_linears(model))
 
 
 def after_skip(model: nn.Module) -> None:

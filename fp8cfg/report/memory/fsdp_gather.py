@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import gathered, resolved
+from fp8cfg.config.storage import against_fp8_gather, gathered, gathers_params, resolved
 from fp8cfg.report.memory.layout import Part, vectors
 from fp8cfg.report.memory.operands import CODEC
+from fp8cfg.report.tables import wrapped
+from fp8cfg.scalings import SCALINGS
 
 
 def gathered_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int, backend: str) -> int:
@@ -19,6 +21,21 @@ def gathered_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear],
     layer = (parameters - root) // len(part.layers)
     compute, sent, weight = CODEC[p.compute], CODEC[resolved(p)["comm"]], CODEC[gathered(p, backend)]
     return int(root * 2 * compute + max(layer * (2 * weight + compute + sent), root * sent))
+
+
+def gather_line(recipe: Recipe, linears: Sequence[PlannedLinear], ranks: int, backend: str) -> str:
+    """What weights are gathered in over `ranks`, and why not in FP8 where fp8.params asks for that."""
+    p, codec = recipe.precision, gathered(recipe.precision, backend)
+    said = f"weights are split over the ranks and gathered in {codec}"
+    if codec != "fp8":
+        why = against_fp8_gather(p, backend) if p.fp8.enabled and p.fp8.params and p.storage.gather == "auto" else []
+        return wrapped(f"{said}: {why[0].partition(';')[0]}", more="  ") if why else said
+    squares = (SCALINGS[p.fp8.scaling].block or 1) * ranks
+    high = [q.name for q in linears if q.fp8 and gathers_params(p, backend) and q.out_features % squares] if squares > ranks else []
+    if high:
+        said += (f", {len(high)} layers in {p.compute} ({high[0]} among them): {ranks} ranks do not get whole squares of "
+                 f"{squares // ranks} rows")
+    return wrapped(said, more="  ")
 
 
 def root_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import fp8_weights
+from fp8cfg.config.storage import fp8_weights, gathers_params
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.operands import CODEC, decoded, directions, operand, product, quantizing
@@ -21,6 +21,7 @@ class LinearBytes:
 
     def __init__(self, recipe: Recipe, device: str, part: Part, grads: float, backend: str) -> None:
         m, tp = recipe.model, part.tensor
+        self.in_fp8 = fp8_weights(recipe.precision) or gathers_params(recipe.precision, backend)
         self.requantizes, self.context = backend_registry.capabilities(backend).requantizes, part.context
         self.recipe, self.device, self.grads, self.tp = recipe, device, grads, tp
         self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
@@ -65,9 +66,9 @@ class LinearBytes:
         return bool(linear.gemms[2]) and not self.requantizes
 
     def held(self, linear: PlannedLinear) -> bool:
-        """Whether the weight is held in FP8 alone; a tied output layer's is the embedding's, in high precision."""
+        """Whether the weight is held or gathered in FP8 alone; a tied output layer's is the embedding's, in high precision."""
         tied = self.recipe.model.share_embeddings_and_output_weights and linear.name == "output_layer"
-        return fp8_weights(self.recipe.precision) and linear.fp8 and not tied
+        return self.in_fp8 and linear.fp8 and not tied
 
     def copy(self, linear: PlannedLinear) -> float:
         """The quantized weight that is kept for dgrad, all of it; none of a weight that is held in FP8, or quantized again."""

@@ -14,7 +14,17 @@ from math import prod
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import SCALED, fp8_layers_alone, fp8_weights, low_bit, others, resolved, sharding
+from fp8cfg.config.storage import (
+    SCALED,
+    against_fp8_gather,
+    fp8_layers_alone,
+    fp8_weights,
+    gathers_params,
+    low_bit,
+    others,
+    resolved,
+    sharding,
+)
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
@@ -56,6 +66,8 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     live = asdict(activations(recipe, device, part, linears, added, backend))
     kinds["FP8 copies"] += live.pop("copies")
     if fsdp:
+        if gathers_params(recipe.precision, backend):
+            kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
         kinds["gathered"] = gathered_bytes(recipe, part, linears, parameters(recipe, part, linears).total, backend)
     elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
@@ -73,8 +85,10 @@ def multiplying(recipe: Recipe) -> str:
     p = recipe.precision
     if p.backend != "auto" and p.fp8.enabled:
         return p.backend
-    in_fp8 = p.storage.shard == "fsdp" and p.storage.gather == "fp8"
-    return backend_registry.gathering() if in_fp8 else backend_registry.REFERENCE
+    if p.storage.shard != "fsdp" or p.storage.gather != "fp8":
+        return backend_registry.REFERENCE
+    offered = backend_registry.gathering()
+    return next((name for name in offered if not against_fp8_gather(p, name)), offered[0])
 
 
 def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, int]:

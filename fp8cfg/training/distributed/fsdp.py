@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.stored_weights import DTYPES
+from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import gathered, resolved
@@ -63,7 +64,7 @@ def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: 
     """Raise ConfigError where torchao's FP8 all-gather would get shards of different sizes, which nothing pads."""
     ranks = current().size
     uneven = [p for p in plan if p.fp8 and p.out_features % ranks]
-    if uneven and gathered(precision, backend) == "fp8":
+    if uneven and capabilities(backend).fp8_gather == "cast" and gathered(precision, backend) == "fp8":
         raise ConfigError(f"storage.gather=fp8: {uneven[0].name} has out_features={uneven[0].out_features}, which {ranks} ranks do "
                           f"not divide; write storage.gather={precision.compute}, or start another number of ranks")
 
