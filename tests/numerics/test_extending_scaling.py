@@ -26,7 +26,7 @@ import fp8cfg
 from fp8cfg.interop.projects import DOORS, to_text
 
 def planned(scaling, gpu, *words):
-    recipe = fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8_block", f"fp8.scaling={scaling}", *words])
+    recipe = fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8_block", "fp8.format=e4m3", f"fp8.scaling={scaling}", *words])
     data = fp8cfg.plan(recipe, gpu=gpu, gpus=8).data()
     assert data["runs"]["backend"] == "native", data["runs"]
     return {key: data[key] for key in ("coverage", "chart", "ranks", "recompute", "too_small")}
