@@ -61,7 +61,7 @@ if TYPE_CHECKING:  # for type checkers and editors the same names as in _HOMES; 
     from fp8cfg.report.key_explanation import explain as explain
     from fp8cfg.report.plan_report import Plan as Plan
     from fp8cfg.run_plan import plan as plan
-    from fp8cfg.training.loop import Callback as Callback
+    from fp8cfg.training.callback import Callback as Callback
     from fp8cfg.training.run_folder import RunFolder as RunFolder
     from fp8cfg.training.runs import fit as fit
     from fp8cfg.training.runs import resume as resume
@@ -114,7 +114,7 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
         "fp8cfg.report.key_explanation": "Explanation explain",
         "fp8cfg.report.plan_report": "Plan",
         "fp8cfg.run_plan": "plan",
-        "fp8cfg.training.loop": "Callback",
+        "fp8cfg.training.callback": "Callback",
         "fp8cfg.training.run_folder": "RunFolder",
         "fp8cfg.training.runs": "fit resume",
     }

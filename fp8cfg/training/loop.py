@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from fp8cfg.job import Job
 from fp8cfg.report.before_run import refuse_layout
 from fp8cfg.report.coverage import low_share
 from fp8cfg.report.tables import wrapped
+from fp8cfg.training.callback import Callback
 from fp8cfg.training.checkpoint import checkpoint, job_state, saved_state
 from fp8cfg.training.checkpoint.saver import Diverged, Saver
 from fp8cfg.training.compile_choice import compiles
@@ -57,20 +58,6 @@ class Result:
 
 Loaded = tuple[checkpoint.Tensors, dict[str, Any]]
 """What `checkpoint.load` returns."""
-
-
-class Callback:
-    """What a run calls, on the first rank alone: each method does nothing, for a class of your own to say otherwise. An error that
-    one raises ends the run."""
-
-    def step(self, done: int, values: Mapping[str, Value]) -> None:
-        """Optimizer step `done`, the first being 1, is done; `values` are what metrics.jsonl has of it: loss, lr, grad_norm."""
-
-    def evaluation(self, done: int, loss: float) -> None:
-        """The validation loss after `done` steps."""
-
-    def save(self, done: int, folder: Path) -> None:
-        """The checkpoint of step `done` stands in `folder`, whole."""
 
 
 def train(

@@ -14,10 +14,11 @@ from fp8cfg.composition import compose, to_yaml
 from fp8cfg.config.errors import ConfigError, printable
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
+from fp8cfg.training.callback import Callback
 from fp8cfg.training.checkpoint import checkpoint, resume_rules, saved_state, step_folders
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.distributed.world import World, current
-from fp8cfg.training.loop import Callback, Loaded, Result, train
+from fp8cfg.training.loop import Loaded, Result, train
 from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
 
 if TYPE_CHECKING:
