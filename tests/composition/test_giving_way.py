@@ -231,7 +231,6 @@ def test_every_given_value_has_its_layer() -> None:
 
 @pytest.mark.parametrize(("preset", "statement", "words", "note"), [
     ("bf16_fp8_current", "model.num_layers = 2", "model.num_layers=2", "fp8.high_precision_at_end 1 -> 0: what the preset says gives way to model.num_layers=2"),
-    ("bf16_fp8", "storage.shard = 'fsdp'", "storage.shard=fsdp", "fp8.params True -> False: what the preset says gives way to storage.shard=fsdp"),
     ("bf16_fp8", "fp8.scaling = 'mxfp8'", "fp8.scaling=mxfp8", "fp8.format hybrid -> e4m3: what the preset says gives way to fp8.scaling=mxfp8"),
 ])
 def test_a_preset_that_python_assigns_gives_way_as_one_of_words(preset: str, statement: str, words: str, note: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,8 +16,8 @@ from fp8cfg.__main__ import main
 from tests.support.doc_blocks import INFOS, OWN_TESTS, PAGES, RUN, Block, Command, blocks, commands, matches, run, short_runs
 from tests.support.verbs import ROOT
 
-SLOW = {"docs/guides/sweeps.md"}
-"""Pages whose blocks train several times over."""
+SLOW = {"docs/guides/sweeps.md", "docs/guides/executors.md"}
+"""Pages whose blocks train several times over, or start processes of their own."""
 
 
 @pytest.fixture(scope="module")

@@ -266,6 +266,7 @@ def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> N
         fp8cfg.fit(fp8cfg.build(recipe, model=torch.nn.Sequential(torch.nn.Linear(64, 64))))
 
 
+@pytest.mark.slow
 def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> None:
     done = launch(4, "recipe=llama_8b", "precision=bf16_fp8", "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -273,6 +274,7 @@ def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> Non
     assert "resume: step 3 from step-00000002 gave " in done.stdout and CONTEXT not in done.stderr
 
 
+@pytest.mark.slow
 def test_three_ranks_are_refused_with_a_line_that_runs_there() -> None:
     done = launch(3, *small_words("trainer.devices=2", "trainer.micro_batch_size=2", "trainer.global_batch_size=12", f"{CONTEXT}=2"))
     assert done.returncode == 2
