@@ -34,7 +34,7 @@ recipe.yaml alone: what else is missing or damaged is named, and not compared.
 def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
     from fp8cfg.cli.composed import composed
-    from fp8cfg.cli.launch import launch
+    from fp8cfg.cli.run_recipe import launch
     from fp8cfg.composition import to_yaml
     from fp8cfg.training.run_folder import RECIPE, RunFolder
 

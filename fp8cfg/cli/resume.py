@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
 
         def go_on(name: str, loaded: Loaded | None) -> int:
             from fp8cfg.cli.composed import composed
-            from fp8cfg.cli.launch import launch
+            from fp8cfg.cli.run_recipe import launch
             from fp8cfg.composition import to_yaml
 
             recipe = runs.continued(

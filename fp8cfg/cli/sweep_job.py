@@ -44,7 +44,7 @@ def _train(values: Any, words: list[str], written: tuple[Library, Authors], fold
     """Train the recipe of `values`, composed of `words`, into `folder`, which is put into `made` once it is this job's. Returns
     the exit code, and the lines of the error."""
     from fp8cfg.cli.composed import say
-    from fp8cfg.cli.launch import launch, sized
+    from fp8cfg.cli.run_recipe import launch, sized
     from fp8cfg.composition import to_yaml
     from fp8cfg.composition.authors import of_words
     from fp8cfg.composition.giving_way import settled

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.cli import hydra_flags, local_ranks
 from fp8cfg.cli.argv import Arguments, command_line, is_hydra, recipe_file, split, wrong_words
-from fp8cfg.cli.launch import launch, sized
+from fp8cfg.cli.run_recipe import launch, sized
 from fp8cfg.config.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.cli import launch, train
+from fp8cfg.cli import run_recipe, train
 from fp8cfg.config import recipe_registry
 from tests.support.small import SMALL, small
 
@@ -116,7 +116,7 @@ def test_a_folder_for_runs_is_printed_escaped(tmp_path: Path, monkeypatch: pytes
     hostile = f"{tmp_path}/\x1b]0;owned\x07\nrm"
     recipe = small(f"log.dir={tmp_path}")
     recipe.log.dir = hostile
-    assert launch.launch(recipe, lambda: _folder(recipe), None) == 0
+    assert run_recipe.launch(recipe, lambda: _folder(recipe), None) == 0
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err and "\x07" not in out + err and "\\x1b]0;owned\\x07\\nrm" in out
     (run,) = Path(hostile).iterdir()

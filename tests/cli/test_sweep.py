@@ -189,7 +189,7 @@ def test_what_the_user_did_not_write_gives_way_in_each_job(tmp_path: Path, monke
         ran.append(recipe)
         return 0
 
-    monkeypatch.setattr("fp8cfg.cli.launch.launch", launched)
+    monkeypatch.setattr("fp8cfg.cli.run_recipe.launch", launched)
     file = tmp_path / "mine.yaml"
     file.write_text("optim: {constant_steps: 3}\n")
     assert main(["-m", str(file), "trainer.max_steps=5,200", f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0

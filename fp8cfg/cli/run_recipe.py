@@ -1,0 +1,79 @@
+"""Launch of a run: what `train`, `resume`, `rerun` and each job of a sweep do with a checked recipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from fp8cfg.config.errors import printable
+
+if TYPE_CHECKING:
+    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.job import Job
+    from fp8cfg.training.distributed.world import World
+    from fp8cfg.training.loop import Loaded
+    from fp8cfg.training.run_folder import RunFolder
+
+
+def launch(
+    recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded | None,
+    whole_line: Callable[[Sequence[str]], str] = " ".join,
+) -> int:
+    """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given.
+    `whole_line` makes a command line of the words that a refusal offers; without it they stand alone."""
+    from fp8cfg.report import before_run, chart, machine
+    from fp8cfg.report.memory import layout
+    from fp8cfg.training.signals import waiting_to_stop
+
+    say = print if os.environ.get("RANK", "0") == "0" else _nothing
+    say(before_run.head(recipe))
+    hardware = machine.find_hardware(recipe.trainer.accelerator)
+    say(before_run.body(recipe, hardware))
+    before_run.refuse(recipe, hardware, whole_line)
+    for line in chart.remarks(recipe, layout.ranks()):
+        say(line, file=sys.stderr)
+
+    with waiting_to_stop():
+        from fp8cfg.builder import build
+        from fp8cfg.training.distributed.world import world
+
+        with world(hardware.device) as ranks:
+            _train(build(recipe), folder() if ranks.first else None, start_from, ranks, say)
+    return 0
+
+
+def sized(recipe: Recipe) -> Recipe:
+    """`recipe` as it runs on the ranks here: cut, with a line that says how, where trainer.smoke asks for it."""
+    from fp8cfg import smoke
+    from fp8cfg.cli.composed import say
+    from fp8cfg.report.memory.layout import ranks
+
+    small = smoke.cut(recipe, ranks())
+    say(line for line in [smoke.note(recipe, small)] if line)
+    return small
+
+
+def _train(job: Job, run_folder: RunFolder | None, start_from: Loaded | None, ranks: World, say: Callable[[str], None]) -> None:
+    from fp8cfg.training.loop import train
+
+    recipe = job.recipe
+    try:
+        result = train(job, run_folder, start_from, ranks, say)
+        del job
+        losses = {"training loss": result.loss, "validation loss": result.val_loss}
+        say(f"done: {result.steps} steps" + "".join(f", {k} {v:.4f}" for k, v in losses.items() if v is not None))
+        if recipe.trainer.smoke and start_from is None:
+            from fp8cfg.training.smoke_resume import resume
+
+            resume(recipe, run_folder.path if run_folder else None, result, ranks, say)
+    finally:
+        if run_folder:
+            if run_folder.files.there:
+                say(f"run folder: {printable(str(run_folder.path))}")
+            run_folder.close()
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """What ranks other than the first print."""
