@@ -160,11 +160,14 @@ def _put_together(
 
 
 def _sharded(recipe: Recipe, model: nn.Module | None) -> Precision:
-    """The precision of `recipe` with storage.shard as it applies on the ranks here: around a given model auto is none, since a
-    loop of one's own may save what each rank has as if it were whole."""
+    """The precision of `recipe` with storage.shard as it applies on the ranks of the process group: around a given model auto is
+    none, since a loop of one's own may save what each rank has as if it were whole."""
+    import torch.distributed as dist
+
     from fp8cfg.report.memory.layout import ranks
 
-    return as_sharded(recipe.precision, 1 if model is not None else ranks())
+    here = dist.get_world_size() if dist.is_available() and dist.is_initialized() else ranks()
+    return as_sharded(recipe.precision, 1 if model is not None else here)
 
 
 def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:

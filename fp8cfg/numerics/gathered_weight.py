@@ -57,6 +57,13 @@ class WeightShard(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"WeightShard({self._tensor})"
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_tensor"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], _: None, size: Any, stride: Any) -> WeightShard:
+        return WeightShard(inner["_tensor"])
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         made = func(*tree_map_only(WeightShard, lambda t: t._tensor, args),

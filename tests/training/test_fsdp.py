@@ -408,7 +408,7 @@ def test_what_cannot_be_is_refused_in_one_line(words: str, line: str) -> None:
 @pytest.mark.parametrize(("words", "backend", "gather"), [
     (CURRENT, "native", "bf16"), (CURRENT, "torchao", "fp8"),  (f"{CURRENT} fp8.use_power_2_scales=true", "torchao", "bf16"), (f"{CURRENT} fp8.override_linear_precision.wgrad=true", "torchao", "fp8"),
     (f"{CURRENT} precision.compute=fp32", "native", "fp32"), (f"{CURRENT} storage.gather=bf16", "torchao", "bf16"), ("precision=fp16", "native", "fp16"),
-    ("precision=bf16_fp8", "native", "fp8"), ("precision=bf16_fp8_block", "native", "fp8"), ("precision=bf16_mxfp8", "native", "bf16"),
+    ("precision=bf16_fp8", "native", "fp8"), ("precision=bf16_fp8_block fp8.params=true", "native", "fp8"), ("precision=bf16_mxfp8", "native", "bf16"),
     ("precision=bf16_fp8_current fp8.params=true fp8.granularity=row", "native", "bf16"),
 ])
 def test_what_auto_comes_to(words: str, backend: str, gather: str) -> None:
