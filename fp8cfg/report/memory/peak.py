@@ -165,13 +165,16 @@ def memory_table(recipe: Recipe, device: str, part: Part | None = None, backend:
 
 def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
     """Temporary bytes of the optimizer's step: float32 copies of narrower gradients; one weight on its way into FP8, in
-    float32 before and after it is cut to the range, and rounded. Compiled code takes no more than pieces do."""
+    float32 before and after it is cut to the range, and rounded; amax histories on their way to the next step. Compiled code
+    takes no more than pieces do."""
     pieces = low_bit(recipe.precision)
     widened = 4 * parameters(recipe, part, linears).total if gradient_bytes(recipe) < 4 and not pieces else 0
     in_fp8 = fp8_weights(recipe.precision)
     held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
     tensors = [prod(shape) for shape in parameter_shapes(transformer_config(recipe)).values()] if pieces else [0]
-    return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * min(PIECE, max(tensors)))
+    history = recipe.fp8.amax_history_len if SCALINGS[recipe.fp8.scaling].history else 0
+    rolled = 3 * 3 * 4 * history * sum(p.fp8 for p in linears)
+    return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * min(PIECE, max(tensors)), rolled)
 
 
 def _note(recipe: Recipe, kind: str, part: Part) -> str:
