@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -162,11 +163,10 @@ def _put_together(
 def _sharded(recipe: Recipe, model: nn.Module | None) -> Precision:
     """The precision of `recipe` with storage.shard as it applies on the ranks of the process group: around a given model auto is
     none, since a loop of one's own may save what each rank has as if it were whole."""
-    import torch.distributed as dist
-
     from fp8cfg.report.memory.layout import ranks
 
-    here = dist.get_world_size() if dist.is_available() and dist.is_initialized() else ranks()
+    dist: Any = sys.modules.get("torch.distributed")  # whoever has made a group has loaded it; `lower` loads no torch
+    here = dist.get_world_size() if dist and dist.is_available() and dist.is_initialized() else ranks()
     return as_sharded(recipe.precision, 1 if model is not None else here)
 
 
