@@ -172,6 +172,7 @@ wait $task'''))
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # what it imports warns
 @pytest.mark.skipif(not importlib.util.find_spec("nemo_run"), reason="nemo_run is not installed")
 def test_nemo_runs_own_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "home"))
