@@ -31,8 +31,8 @@ _LOCK = threading.RLock()
 _COMPOSED: dict[str, DictConfig] = {}
 """What Hydra composed of the last choices, without values."""
 _PLUGINS = {
-    "hydra/launcher/submitit": "'fp8cfg[slurm]'", "hydra/sweeper/optuna": "hydra-optuna-sweeper",
-    "hydra/sweeper/ax": "hydra-ax-sweeper",
+    "hydra/launcher/submitit": "'fp8cfg[slurm]'", "hydra/launcher/joblib": "hydra-joblib-launcher",
+    "hydra/sweeper/optuna": "hydra-optuna-sweeper", "hydra/sweeper/ax": "hydra-ax-sweeper",
 }  # fmt: skip
 """What brings choices of Hydra's own groups."""
 

@@ -14,6 +14,7 @@ import yaml
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.composition.flatten import listed
+from tests.support.hydra_plugins import offered
 
 FP8 = ["recipe=llama_8b", "precision=bf16_fp8", "fp8.margin=1"]
 
@@ -106,9 +107,9 @@ def test_a_recipe_file_and_a_folder_of_ones_own(tmp_path: Path, capsys: pytest.C
     ("--cfg job fp8.margin=0,1", "fp8.margin=0,1: several values are a sweep, and a run takes one; a list is written [a,b]"),
     ("--cfg job fp8.margin=1", "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"),
     ("--cfg job hydra.nothing=1", "Could not override 'hydra.nothing'."),
-    ("--cfg job hydra/launcher=nothing", "In 'hydra/config': Could not find 'hydra/launcher/nothing'; choose from basic"),
-    ("--cfg job hydra/launcher=submitit_slurm",
-     "In 'hydra/config': Could not find 'hydra/launcher/submitit_slurm'; choose from basic; pip install 'fp8cfg[slurm]'"),
+    ("--cfg job hydra/launcher=nothing", f"In 'hydra/config': Could not find 'hydra/launcher/nothing'; choose from {offered('hydra/launcher')}"),
+    ("--cfg job hydra/sweeper=ax",
+     f"In 'hydra/config': Could not find 'hydra/sweeper/ax'; choose from {offered('hydra/sweeper')}; pip install hydra-ax-sweeper"),
     ("--info hydra.searchpath=[/tmp]", "hydra.searchpath=[/tmp]: not accepted; presets of your own go to --config-dir FOLDER"),
 ])
 def test_mistakes(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from fp8cfg.composition.sweep_words import MAX_JOBS, read, refused
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.recipes import llama_tiny
 from fp8cfg.training import metrics
+from tests.support.hydra_plugins import offered
 from tests.support.ranks import launch
 from tests.support.small import SMALL
 
@@ -79,10 +80,10 @@ REFUSED = [
     ("hydra.nothing=1", ["Could not override 'hydra.nothing'."]),
     ("hydra.sweeper.max_batch_size=x", ["Error merging override hydra.sweeper.max_batch_size=x: Value 'x' of type 'str' could not be converted to Integer"]),
     ("hydra.verbose=true,false", ["Sweeping over Hydra's configuration is not supported : 'hydra.verbose=true,false'"]),
-    ("hydra/launcher=submitit_slurm", ["In 'hydra/config': Could not find 'hydra/launcher/submitit_slurm'; choose from basic; pip install 'fp8cfg[slurm]'"]),
+    ("hydra/sweeper=ax", [f"In 'hydra/config': Could not find 'hydra/sweeper/ax'; choose from {offered('hydra/sweeper')}; pip install hydra-ax-sweeper"]),
     ("hydra.sweep.subdir=x trainer.seed=1,2",
      ["hydra.sweep.subdir=x: one folder for all of 2 runs; name the run in it, as in 'hydra.sweep.subdir=${hydra.job.num}'"]),
-    ("hydra/sweeper=nothing", ["In 'hydra/config': Could not find 'hydra/sweeper/nothing'; choose from basic"]),
+    ("hydra/sweeper=nothing", [f"In 'hydra/config': Could not find 'hydra/sweeper/nothing'; choose from {offered('hydra/sweeper')}"]),
 ]
 
 
