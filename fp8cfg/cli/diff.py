@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
 
 USAGE = """
-fp8cfg diff A ... -- B ... [--json]
+fp8cfg diff A ... -- B ... [--tree] [--json]
 fp8cfg diff RUN_FOLDER RUN_FOLDER
 
 The keys in which two recipes differ, with both values. A and B are each the
@@ -27,6 +27,8 @@ with are compared too.
   fp8cfg diff runs/llama_tiny-20260102-030405 -- mine.yaml
 
   --config-dir FOLDER  recipes and presets of your own
+  --tree               the leaves of the two Fiddle graphs that differ, instead
+                       of keys; - where a graph has none, for it would do nothing
   --json               the same as JSON
 """
 
@@ -52,11 +54,14 @@ def run(argv: list[str]) -> int:
     from fp8cfg.report import differences
 
     a, b = sides
-    found = {"key": differences.keys(a.recipe, b.recipe)}
+    if "--tree" in flags:
+        found = {"leaf": differences.pairs(_leaves(a), _leaves(b))}
+    else:
+        found = {"key": differences.keys(a.recipe, b.recipe)}
     if a.environment is not None and b.environment is not None:
         found["version"] = differences.versions(a.environment, b.environment)
     if "--json" in flags:
-        names = {"key": "keys", "version": "versions"}
+        names = {"key": "keys", "leaf": "leaves", "version": "versions"}
         print(json.dumps({"a": a.name, "b": b.name, **{names[k]: v for k, v in found.items()}}, indent=1))
     else:
         print(differences.text(a.name, b.name, found))
@@ -66,13 +71,21 @@ def run(argv: list[str]) -> int:
 def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
     """What stands before and after `--`; two folders or files need none between them."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    halves = [split(part, ("--config-dir",), ("--json",)) for part in (argv[:cut], argv[cut + 1:])]
+    halves = [split(part, ("--config-dir",), ("--json", "--tree")) for part in (argv[:cut], argv[cut + 1:])]
     first, second = halves
     if "--" not in argv:
         if len(first.plain) != 2 or first.words:
             raise ConfigError("diff: needs -- between the two, as in: fp8cfg diff recipe=llama_8b -- recipe=llama_70b")
         second.plain.append(first.plain.pop())
     return first, second, first.flags | second.flags
+
+
+def _leaves(side: _Side) -> dict[str, Any]:
+    """The leaves of the graph of a recipe, which no machine is asked about: other words may run on another one."""
+    from fp8cfg import builder, graph_nodes
+    from fp8cfg.report import graph
+
+    return graph.leaves(graph_nodes.graph(builder.job, builder.checked(side.recipe)))
 
 
 def _side(half: Arguments, config_dir: str | None) -> _Side:

@@ -28,7 +28,8 @@ def pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
 
 
 def text(name_a: str, name_b: str, parts: Mapping[str, Pairs]) -> str:
-    """Both names and a table for each of `parts` (title -> what differs), or that there is no difference."""
+    """Both names and a table for each of `parts` (title -> what differs), or that there is no difference. No leaf of a graph is
+    null: there None says that a graph does not have it."""
     if not any(parts.values()):
         return "no difference"
     names = [wrapped(name, f"{side}  ", "   ") for side, name in (("A", name_a), ("B", name_b))]
@@ -36,7 +37,7 @@ def text(name_a: str, name_b: str, parts: Mapping[str, Pairs]) -> str:
 
 
 def _table(title: str, found: Pairs) -> str:
-    rows = [[key, shown(a), shown(b)] for key, (a, b) in found.items()]
+    rows = [[key, *("-" if title == "leaf" and v is None else shown(v) for v in both)] for key, both in found.items()]
     header = [title, "A", "B"]
     if fits(header, rows):
         return table(header, rows)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import tokenize
+import ast
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.backend_choice import Choice
@@ -57,23 +55,54 @@ def dot(graph: fdl.Config[Any]) -> str:
     return str(graphviz.render(graph, max_str_length=40).source).rstrip()
 
 
+def leaves(graph: fdl.Config[Any]) -> dict[str, Any]:
+    """The values of `graph` by their paths."""
+    from fiddle import printing
+
+    return dict(printing.as_dict_flattened(graph))
+
+
 def code(graph: fdl.Config[Any]) -> str:
-    """Python that makes `graph` again (fiddle.codegen), in lines of at most CODE_WIDTH where a value is not longer itself."""
+    """Python that makes `graph` again (fiddle.codegen), a node a block, in lines of at most CODE_WIDTH where a value is not longer
+    itself."""
     from fiddle.codegen import codegen
 
-    return "\n".join(_broken(line) for line in codegen.new_codegen(graph, top_level_fixture_name="graph").splitlines()) + "\n"
+    written = codegen.new_codegen(graph, top_level_fixture_name="graph").splitlines()
+    return "\n".join(line for one in written for line in _laid_out(one)) + "\n"
 
 
-def _broken(line: str) -> str:
-    """A line of code in several, each begun between two arguments: inside of brackets, where a line can end."""
-    ends = [t.end[1] for t in tokenize.generate_tokens(io.StringIO(line.strip()).readline) if t.string == ","]
-    indent = line[:len(line) - len(line.lstrip())]
-    lines, start, rest = [], 0, line.strip()
-    for end, after in pairwise([*ends, len(rest)]):
-        if len(indent) + after - start > CODE_WIDTH:
-            lines.append(indent + rest[start:end].strip())
-            start, indent = end, indent if lines[1:] else indent + " " * 8
-    return "\n".join([*lines, indent + rest[start:].strip()])
+def _laid_out(line: str) -> list[str]:
+    """A line of code, a statement of a name or a return and a value, in several where it is too long."""
+    if len(line) <= CODE_WIDTH:
+        return [line]
+    text = line.lstrip()
+    value: ast.expr = ast.parse(text).body[0].value  # type: ignore[attr-defined]
+    return _opened(value, line[:len(line) - len(text)], text[:value.col_offset], "")
+
+
+def _opened(value: ast.expr, indent: str, before: str, after: str) -> list[str]:
+    """`value` between `before` and `after`: in a line, or where that is too long its nodes each in lines of their own and what is
+    no node in lines that are filled."""
+    whole = f"{indent}{before}{ast.unparse(value)}{after}"
+    if len(whole) <= CODE_WIDTH or not isinstance(value, ast.Call | ast.Tuple | ast.List):
+        return [whole]
+    if isinstance(value, ast.Call):
+        first, *more = value.args
+        begin, end = f"{ast.unparse(value.func)}({ast.unparse(first)},", ")"
+        items = [("", a) for a in more] + [(f"{k.arg}=", k.value) for k in value.keywords]
+    else:
+        begin, end = "()" if isinstance(value, ast.Tuple) else "[]"
+        items = [("", a) for a in value.elts]
+    lines, room = [f"{indent}{before}{begin}"], False
+    for name, item in items:
+        inner = _opened(item, f"{indent}    ", name, ",")
+        node = isinstance(item, ast.Call) and ast.unparse(item.func) == "fdl.Config"
+        if room and not node and len(inner) == 1 and len(lines[-1]) + len(inner[0].strip()) < CODE_WIDTH:
+            lines[-1] += f" {inner[0].strip()}"
+        else:
+            lines += inner
+        room = not node and len(inner) == 1
+    return [*lines, f"{indent}{end}{after}"]
 
 
 def _optimizer(recipe: Recipe) -> dict[str, str]:

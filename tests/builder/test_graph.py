@@ -23,6 +23,7 @@ from fp8cfg.config.recipe import fields
 from fp8cfg.graph_nodes import Part
 from fp8cfg.graph_tags import FP8Layers, OptimizerState
 from fp8cfg.recipes import llama_8b
+from fp8cfg.report import graph as graph_text
 from tests.support.small import small
 
 FP8 = "precision=bf16_fp8"
@@ -116,10 +117,36 @@ def test_a_key_is_one_leaf_of_a_diff(word: str, recipe: fp8cfg.Recipe, graph: An
 
 
 def test_the_diff_against_mxfp8_is_what_differs(graph: Any) -> None:
+    """As Fiddle has it, and as `fp8cfg diff --tree` prints it (tests/cli/test_diff.py)."""
     other = llama_8b()
     other.precision = "bf16_mxfp8"
-    diff = str(diffing.build_diff(graph, fp8cfg.lower(other)))
-    assert len(diff.splitlines()) < 100 and "new_value='mxfp8'" in diff and "num_layers" not in diff
+    other_graph = fp8cfg.lower(other)
+    changes = diffing.build_diff(graph, other_graph).changes
+    paths = {".".join(attr.name for attr in change.target) for change in changes}
+    mine, theirs = graph_text.leaves(graph), graph_text.leaves(other_graph)
+    assert paths == {path for path in mine.keys() | theirs.keys() if mine.get(path) != theirs.get(path)}
+    assert len(paths) == 8 and "precision.fp8.linear.scaling.scaling" in paths
+
+
+def test_the_code_of_a_graph_is_read_as_blocks_of_nodes(graph: Any) -> None:
+    """A node that does not fit into a line is a block of its own, indented under the node that has it."""
+    written = graph_text.code(graph).splitlines()
+    assert len(written) < 100 and max(map(len, written)) <= 100
+    assert "        schedule=fdl.Config(graph_nodes.Schedule," in written
+    assert "            lr=0.0003, lr_decay_style='cosine', warmup_steps=2000, constant_steps=0," in written
+    nodes = sum(line.count("fdl.Config(") for line in written)
+    assert nodes == len(parts()) - 1 and all(line.count("fdl.Config(") <= 1 for line in written), "no loss scaler under bf16, the job's own"
+
+
+def test_code_of_long_values_makes_the_graph_again() -> None:
+    recipe = fp8cfg.compose(["precision=fp16_fp8", "model.num_layers=16", "data=text", "data.path=x", "log.dir=" + 40 * "word/"])
+    recipe.fp8.exclude = [f"layers.{n}.self_attention.*" for n in range(16)]
+    recipe.data.path = "fdl.Config(job, 'x' , (" * 8
+    made: dict[str, Any] = {}
+    written = graph_text.code(graph := fp8cfg.lower(recipe))
+    exec(written, made)
+    assert made["graph"]() == graph
+    assert [len(line) > 100 for line in written.splitlines()].count(True) == 2, "the two paths, which are longer themselves"
 
 
 def test_lower_copies() -> None:
@@ -193,6 +220,16 @@ def test_the_code_that_fiddle_writes_builds_an_equal_job(words: tuple[str, ...],
 
 def test_auto_config_code_makes_the_same_graph(graph: Any, tmp_path: Path) -> None:
     assert module(codegen.auto_config_codegen(graph), tmp_path).config_fixture.as_buildable() == graph
+
+
+@pytest.mark.filterwarnings("default")  # what it imports warns
+@pytest.mark.skipif(not importlib.util.find_spec("nemo_run"), reason="nemo_run is not installed")
+def test_nemo_runs_serializer_takes_it(graph: Any) -> None:
+    """What its executors send. Its YAML reader takes 'none' for null, and so other values than were written."""
+    from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+    sent = ZlibJSONSerializer()
+    assert sent.deserialize(sent.serialize(graph)) == graph
 
 
 def test_build_works_inside_another_build() -> None:

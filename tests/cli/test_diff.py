@@ -28,6 +28,27 @@ fp8.params   false    true
 """
 
 
+def test_two_graphs(capsys: Out) -> None:
+    """In a hundred columns; what a graph does not have would do nothing."""
+    words = ("recipe=llama_8b", "precision=bf16_fp8", "--", "recipe=llama_8b", "precision=bf16_mxfp8", "--tree")
+    assert said(capsys, "diff", *words).partition("\n\n")[2] == """\
+leaf                                            A        B
+precision.fp8.linear.scaling.scaling            delayed  mxfp8
+precision.fp8.linear.scaling.format             hybrid   e4m3
+precision.fp8.linear.scaling.margin             0        -
+precision.fp8.linear.scaling.interval           1        -
+precision.fp8.linear.scaling.amax_history_len   1024     -
+precision.fp8.linear.scaling.amax_compute_algo  max      -
+precision.fp8.linear.scaling.first_step         auto     -
+autocast.reduce_amax                            true     -
+"""
+    one = json.loads(said(capsys, "diff", "precision=bf16_fp8", "backend=te", "--", "precision=bf16_fp8", "backend=te", "fp8.margin=1", "--tree", "--json"))
+    assert one["leaves"] == {"precision.fp8.linear.scaling.margin": [0, 1]}
+    assert said(capsys, "diff", "--tree", "--") == "no difference\n"
+    assert refused(capsys, "diff", "fp8.margin=1", "--", "--tree") == [
+        "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"]
+
+
 def test_nothing_is_the_default_recipe_and_the_same_is_no_difference(capsys: Out) -> None:
     assert said(capsys, "diff", "--") == "no difference\n" == said(capsys, "diff", "recipe=llama_tiny", "--", "precision=bf16")
     assert json.loads(said(capsys, "diff", "--json", "--")) == {"a": "the default recipe", "b": "the default recipe", "keys": {}}
@@ -114,7 +135,7 @@ def test_an_environment_of_other_shapes(capsys: Out, run: Any) -> None:
     (["fp8.margn=1", "--", "fp8.fromat=x"], ["fp8.margn: no such key; did you mean 'fp8.margin'?", "fp8.fromat: no such key; did you mean 'fp8.format'?"]),
     (["nowhere", "x.yaml"], ["nowhere: neither a run folder, nor a recipe file, nor of the form key=value", "x.yaml: cannot be read (No such file or directory)"]),
     (["a.yaml", "b.yaml", "--"], ["b.yaml: one folder or file on each side of --"]),
-    (["--", "--"], ["--: no such option; choose from --config-dir, --json, --help, --version"]),
+    (["--", "--"], ["--: no such option; choose from --config-dir, --json, --tree, --help, --version"]),
     (["tests", "--", "--jsn"], ["--jsn: no such option; did you mean '--json'?"]),
 ])
 def test_mistakes(capsys: Out, argv: list[str], lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ VERBS = [
     ["list"], ["list", "recipe"], ["list", "precision"], ["list", "data"], ["doctor"], ["help"], ["check", f"name={'long-name_' * 6}1", *FP8],
     ["explain", "fp8.exclude", *FP8, MANY], ["explain", "fp8", *FP8, MANY], ["explain", "log.dir", f"log.dir={'word/' * 9}"], ["explain", "optim.betas"],
     ["diff", *FP8, MANY, "--", "precision=fp16"], ["diff", "recipe=llama_405b", "precision=bf16_nvfp4", "--", "recipe=llama_tiny"],
+    ["diff", *FP8, MANY, "--", "precision=fp16", "--tree"],
     ["plan", *FP8, MANY], ["plan", *FP8, MANY, "--tree"], ["plan", "recipe=llama_405b", "precision=fp16", "--tree"],
     ["plan", *FP8, MANY, "--gpu", "h100"], ["plan", "recipe=llama_405b", "precision=bf16_fp8_block", "--gpu", "rtx4090"],
     *(["plan", "precision=bf16_fp8", f"opt_level={level}", "trainer.micro_batch_size=2", "--gpus", "8", "--gpu", "h100"] for level in ("O1", "O2", "O3")),
