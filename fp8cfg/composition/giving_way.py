@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +96,19 @@ def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, 
     if sweep:
         by_user -= {short(key) for key, value in flat(recipe).items() if value == defaults()[key]}
     changes: dict[str, Change] = {}
+    broken = rules.broken(recipe, by_user)
     for _ in range(_MOST):
-        broken = rules.broken(recipe, by_user)
         lines = [*broken, *([] if any(holds(line, by_user) for line in broken) else _of_backend(recipe))]
         refusals = [line for line in lines if isinstance(line, Refusal) and (tacitly or not line.tacit)]
         change = next((c for line in refusals if (c := _given(line, recipe, authors, derived))), None)
         if change is None:
             break
         recipe = assigned(recipe, {change.key: change.new})
+        broken = rules.broken(recipe, by_user)
         before = changes.pop(change.key, change)
         changes[change.key] = Change(change.key, before.old, change.new, change.author, change.to)
         derived[change.key] = max(derived.get(full(key), Author.RECIPE) for key in change.to)
-    problems = [line for line in dict.fromkeys(rules.broken(recipe, by_user)) if holds(line, by_user)]
+    problems = [line for line in dict.fromkeys(broken) if holds(line, by_user)]
     return Settled(recipe, tuple(changes.values()), tuple(problems), by_user)
 
 
@@ -124,13 +126,12 @@ def fitted(recipe: Recipe) -> Recipe:
 def _given(line: Refusal, recipe: Recipe, authors: Mapping[str, Author], derived: Mapping[str, Author]) -> Change | None:
     """What gives way where `line` refuses `recipe`, None where nothing may. `derived` are the ranks of values that others gave way
     to, or that have given way themselves."""
-    values = flat(recipe)
     for name, new in line.gives:
         key, author = full(name), authors.get(full(name), Author.RECIPE)
         others = {to: _rank(full(to), author, derived) for to in line.to if to != name}
         rank = max(others.values(), default=Author.RECIPE)
-        if author < rank and values[key] != new:
-            return Change(key, values[key], new, author, {to: values[full(to)] for to, its in others.items() if its == rank})
+        if author < rank and (old := attrgetter(key)(recipe)) != new:
+            return Change(key, old, new, author, {to: attrgetter(full(to))(recipe) for to, its in others.items() if its == rank})
     return None
 
 
