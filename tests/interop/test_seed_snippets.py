@@ -6,11 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fiddle as fdl
 import pytest
 
 import fp8cfg
+from fp8cfg.__main__ import main
 from fp8cfg.interop.projects import from_file
-from fp8cfg.recipes import llama3_8b, llama_tiny
+from fp8cfg.recipes import llama3_8b, llama_8b, llama_tiny
 from fp8cfg.report import chart
 
 ACCELERATOR = "from accelerate import Accelerator\nfrom accelerate.utils import FP8RecipeKwargs\n"
@@ -92,6 +94,29 @@ def test_nemos_page_shows_two_precisions_and_a_function_names_one(tmp_path: Path
         from_file("nemo", tmp_path / "two.py:three")
     with pytest.raises(fp8cfg.ConfigError, match="says no precision, such as plugins="):
         imported("nemo", "import nemo_run as run\n", tmp_path)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_trainer_is_made_with_its_plugins(name: str) -> None:
+    """The trainer of NeMo's page, in this project's Python: a node of its own, and a part of a recipe."""
+    trainer_args = {"num_nodes": 2, "devices": 8, "max_steps": 50}
+    trainer = fp8cfg.Trainer(plugins=getattr(fp8cfg, name)(), **trainer_args)
+    assert trainer.plugins == getattr(fp8cfg, name)() and (trainer.num_nodes, trainer.devices, trainer.max_steps) == (2, 8, 50)
+    assert llama3_8b(trainer=trainer).precision == trainer.plugins
+    config = fdl.build(fdl.Config(fp8cfg.Trainer, plugins=fdl.Config(getattr(fp8cfg, name)), **trainer_args))
+    assert config == trainer, "run.Config is Fiddle's"
+
+
+def test_the_missions_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = llama_8b()
+    recipe.trainer.plugins = fp8cfg.fp16_mixed()
+    assert recipe == fp8cfg.compose(["recipe=llama_8b", "precision=fp16"]) and recipe.precision.compute == "fp16"
+    recipe.trainer.plugins = fp8cfg.bf16_with_fp8_mixed()
+    recipe.fp8.margin = 1
+    words = ["recipe=llama_8b", "precision=bf16_fp8", "fp8.margin=1"]
+    assert fp8cfg.compose(words) == recipe and fp8cfg.compose(words[::-1]) == recipe
+    assert main(["check", *words]) == 0
+    assert "llama_8b" in capsys.readouterr().out
 
 
 def test_fp8_arguments_stand_where_nemo_has_them() -> None:

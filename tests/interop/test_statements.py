@@ -31,5 +31,5 @@ def test_each_statement_has_its_test_or_its_reason(document: str) -> None:
 
 
 def test_the_documents_are_all_there() -> None:
-    """The translation of Accelerate's guide into Chinese says nothing more."""
-    assert len(TABLE) == 4 and sum(map(len, TABLE.values())) > 100
+    """The translation of Accelerate's guide into Chinese says nothing more; what the project is meant to be is a part of its own."""
+    assert [len(statements) for statements in TABLE.values()] == [38, 44, 28, 26, 11]
