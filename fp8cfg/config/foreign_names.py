@@ -88,7 +88,7 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "lr_scheduler.type": "optim.lr_decay_style", "scheduler.type": "optim.lr_decay_style", "model.converters": "backend=torchao",
     "activation_checkpoint.mode": "model.recompute_granularity", "checkpoint.save": "log.dir", "checkpoint.folder": "log.dir",
     "training.dataset": "data.path", "validation.freq": "trainer.val_check_interval", "rng.seed": "trainer.seed",
-    "model.fp8": "fp8.enabled", "mixed_precision.fp8": "fp8.format", "trainer.strategy.ddp": "trainer.devices",
+    "model.fp8": "fp8.enabled", "mixed_precision.fp8": "fp8.format",
     "plugins": "trainer.plugins", "training.steps": "trainer.max_steps", "checkpoint.interval": "checkpoint.every_n_steps",
     "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
 }
@@ -99,6 +99,12 @@ _NODES = {  # nodes of NeMo's recipes, with whatever is in them
     "trainer.logger": "log.tensorboard", "optim.lr_scheduler": "optim: optim.lr_decay_style, optim.warmup_steps, optim.min_lr",
     "data.tokenizer": "data.name: corpora are read as bytes, data=tokens as what they were tokenized to",
     "optim.config": "optim itself, as in optim.lr", "model.config": "model itself, as in model.num_layers",
+    "trainer.strategy.ddp": "trainer.devices, storage.comm and storage.shard",
+    # arguments of its recipe functions, and methods of run.Config
+    "callbacks": "fp8cfg.fit(job, callbacks=[...]), whose methods are those of fp8cfg.Callback",
+    "tokenizer": "data.name: corpora are read as bytes, data=tokens as what they were tokenized to",
+    "clone": "copy.deepcopy(recipe)", "to_yaml": "fp8cfg.to_yaml(recipe)", "visualize": "fp8cfg plan --dot",
+    "walk": "fiddle.selectors on fp8cfg.lower(recipe)", "broadcast": "fiddle.selectors on fp8cfg.lower(recipe)",
 }
 _VALUES = {  # of our keys: their word -> ours
     "fp8.scaling": {word: name for name, scaling in SCALINGS.items() for word in (*scaling.spellings, name)}

@@ -65,7 +65,9 @@ def test_a_recipe_function_of_ones_own_has_them_too_and_its_own_go_first(registe
     ("optim.config", "optim itself, as in optim.lr"), ("optim.config.lr", "optim.lr"), ("model.config", "model itself"),
     ("model.config.num_layers", "model.num_layers"), ("resume", "fp8cfg resume FOLDER, in Python fp8cfg.resume(folder)"),
     ("log.ckpt", "checkpoint: checkpoint.every_n_steps"), ("log.ckpt.save_top_k", "checkpoint: "), ("trainer.callbacks", "fp8cfg.fit(job, callbacks"),
-    ("trainer.logger", "log.tensorboard"), ("optim.lr_scheduler.constant_steps", "optim: ")])
+    ("trainer.logger", "log.tensorboard"), ("optim.lr_scheduler.constant_steps", "optim: "),
+    ("trainer.strategy.ddp.grad_reduce_in_fp32", "storage.comm"), ("trainer.strategy.ddp", "trainer.devices, storage.comm and"), ("callbacks", "fp8cfg.fit(job, callbacks"),
+    ("clone", "copy.deepcopy(recipe)"), ("walk", "fiddle.selectors on fp8cfg.lower(recipe)"), ("to_yaml", "fp8cfg.to_yaml(recipe)")])
 def test_nodes_of_nemo_are_answered_at_each_door(key: str, where: str) -> None:
     line = f"{key}: no such key; it belongs to {where}"
     with pytest.raises(fp8cfg.ConfigError) as e:
