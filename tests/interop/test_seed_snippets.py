@@ -80,6 +80,13 @@ def test_nemos_recipe_is_changed_in_place(tmp_path: Path) -> None:
     assert found.lost == ("recipe.trainer.plugins.fp8_margin = 1: not read; give it as a word, as in fp8.margin=1",)
 
 
+def test_what_stands_beside_the_plugin_is_not_lost_without_a_word(tmp_path: Path) -> None:
+    text = f"{NEMO}trainer = run.Config(nl.Trainer, plugins=bf16_with_fp8_mixed(), fp8_margin=2, max_steps=5, **fp8_args)\n"
+    found = imported("nemo", text, tmp_path)
+    assert found.recipe.fp8.margin == 0
+    assert found.lost == tuple(f"{said}: not read; give it as a word, as in fp8.margin=1" for said in ("fp8_margin=2", "**fp8_args"))
+
+
 def test_nemos_page_shows_two_precisions_and_a_function_names_one(tmp_path: Path) -> None:
     both = PLUGINS["bf16_mixed"] + PLUGINS["fp16_mixed"]
     with pytest.raises(fp8cfg.ConfigError, match=r"says 2 precisions, bf16_mixed, fp16_mixed; name the function"):

@@ -14,7 +14,8 @@ _CLASSES = ("MegatronMixedPrecision", "MegatronFSDPMixedPrecision")
 
 def precision(text: str, function: str = "") -> Said:
     """What `text`, which is not run, says of precision; of `function` alone where one is named. Fields that are set on the plugin
-    afterwards are said with the line that does it here. Raises ConfigError where it says none, or several."""
+    afterwards, or given to the trainer with it, are said with the line that does it here. Raises ConfigError where it says
+    none, or several."""
     try:
         tree: ast.AST = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
@@ -27,7 +28,7 @@ def precision(text: str, function: str = "") -> Said:
         found = [*presets, *(_class(node) for node in objects)]
         several = f"says {len(found)} precisions, {', '.join(found)}; name the function that has the one, as FILE.py:NAME"
         raise ConfigError(several if found else "says no precision, such as plugins=bf16_with_fp8_mixed()")
-    later = tuple(f"{line}: not read; give it as a word, as in fp8.margin=1" for line in _later(tree))
+    later = tuple(f"{line}: not read; give it as a word, as in fp8.margin=1" for line in [*_later(tree), *_with_plugins(tree)])
     if presets:
         return Said({}, later, preset=next(iter(presets)))
     call = ast.unparse(objects[0]).replace(f"Config({_class(objects[0])}, ", f"{_class(objects[0])}(")
@@ -55,6 +56,12 @@ def _later(tree: ast.AST) -> list[str]:
     """The statements that set a field of the plugin."""
     return [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Assign)
             for target in node.targets if isinstance(target, ast.Attribute) and last(target.value) == "plugins"]
+
+
+def _with_plugins(tree: ast.AST) -> list[str]:
+    """What a trainer is given with `plugins` that may be FP8's: fields by its names, and mappings, of which nothing is known."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and any(k.arg == "plugins" for k in node.keywords)]
+    return [ast.unparse(k) for call in calls for k in call.keywords if k.arg is None or k.arg.startswith("fp8")]
 
 
 def _function(tree: ast.AST, name: str) -> ast.AST:
