@@ -91,7 +91,7 @@ def prepared_model(
     compute dtype there, over float32 masters. Under a backend with an optimizer of its own they stay in float32."""
     import torch
 
-    from fp8cfg.backends import backend_registry, conv1d, stored_weights
+    from fp8cfg.backends import backend_registry, linear_stand_ins, stored_weights
     from fp8cfg.models.transformer import Transformer
     from fp8cfg.numerics import Region, seed_rounding
 
@@ -101,7 +101,8 @@ def prepared_model(
         return _fully_sharded(model, precision, plan, choice, region, seed, device, fill)
     if fill:
         fill(model.to_empty(device=device))
-    convs = conv1d.to_linear(model, [planned.name for planned in plan])
+    shells = linear_stand_ins.to_linear(model, plan)
+    plan = [p for p in plan if isinstance(model.get_submodule(p.name), torch.nn.Linear)]  # not convolutions in high precision
     originals = {name: p.detach() for name, p in model.named_parameters()}
     columns = stored_weights.parameter_columns(model, precision, plan)
     own = backend_registry.capabilities(choice.backend).own_state
@@ -117,7 +118,7 @@ def prepared_model(
     stored_weights.cast_parameters(model, precision, columns)
     if mixed and others(precision)["weight"] != precision.compute:
         stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
-    conv1d.attach(model, convs)
+    linear_stand_ins.attach(model, shells)
     narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32 and p.requires_grad}
     masters = {n: t for n, t in originals.items() if n in narrow}
     return PreparedModel(model, masters, region, next(model.parameters()).device, columns, shard=precision.storage.shard)

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fp8cfg.backends.casting_linear import casts_of, differs
-from fp8cfg.backends.conv1d import conv1ds, planned_as
 from fp8cfg.backends.gemm_plan import OWN_FORWARD, Misfit, Numbering, PlannedLinear, plan_linears
+from fp8cfg.backends.linear_stand_ins import planned_as
 from fp8cfg.backends.output_layers import output_layers
-from fp8cfg.backends.stored_weights import shared_weights
+from fp8cfg.backends.packed_attention import name_in
 from fp8cfg.backends.unconverted_modules import unwatched
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.fp8 import FP8
@@ -26,16 +26,20 @@ _NUMBER = re.compile(r"(?<![^.])(\d+)(?=\.)")
 def plan_model(
     model: nn.Module, fp8: FP8, misfit: Misfit, linear: Collection[type[nn.Linear]] = (), norms: bool = False
 ) -> list[PlannedLinear]:
-    """The GEMM plan of each linear layer of `model`, Conv1D of transformers among them, by name; `linear` are subclasses of
-    nn.Linear that the user says are linear, and `norms` whether the backend replaces norms too. Raises ConfigError as
-    `plan_linears` does, for a key that only the Transformer of this project supports, and for a class of `linear` whose forward
-    computes something else.
+    """The GEMM plan of each linear layer of `model`, by name, those in another layout among them (`linear_stand_ins`); `linear`
+    are subclasses of nn.Linear that the user says are linear, and `norms` whether the backend replaces norms too. Raises
+    ConfigError as `plan_linears` does, for a key that only the Transformer of this project supports, and for a class of `linear`
+    whose forward computes something else.
     """
     if fp8.dot_product_attention:
         raise ConfigError("fp8.dot_product_attention=True: has no effect on a model of your own, whose attention stays as it is")
-    convs = dict(conv1ds(model, shared_weights(model)))
-    found = {name: planned_as(m) if name in convs else m for name, m in model.named_modules()
-             if name in convs or isinstance(m, nn.Linear)}
+    stand_ins = planned_as(model, fp8.enabled)
+    found: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        if isinstance(layer := stand_ins.get(name, module), nn.Linear):
+            found[name] = layer
+        elif (packed := name_in(name)) in stand_ins:
+            found[packed] = stand_ins[packed]
     refuse_if(_not_linear(linear, found.values()))
     ends = ("high_precision_at_start", "high_precision_at_end")
     first_last = {f"fp8.{key}": count for key in ends if (count := getattr(fp8, key))}
@@ -44,9 +48,10 @@ def plan_model(
         raise ConfigError([f"{key}={count}: has no effect, the model has no list of like layers; write {key}=0"
                            for key, count in first_last.items()])
     shapes = [(name, m.in_features, m.out_features) for name, m in found.items()]
-    owners = {id(m): parent for parent in model.modules() for m in parent.children()}
+    owners = {id(m): parent for name, parent in model.named_modules() if name_in(name) not in stand_ins for m in parent.children()}
     odd = _adapters(found, fp8) | {name: why for name, m in found.items() if (why := _odd(m, owners.get(id(m)), linear))}
-    other = sorted({part.reason for part in unwatched(model, [*convs.values()])})
+    planned = [m for name, m in model.named_modules() if name in stand_ins or name_in(name) in stand_ins]
+    other = sorted({part.reason for part in unwatched(model, planned)})
     return plan_linears(shapes, fp8, _numbering(lists), misfit, output_layers(model, found, lists), odd, other,
                         [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)] if norms else ())
 

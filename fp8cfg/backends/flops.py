@@ -21,9 +21,9 @@ def watch(model: nn.Module) -> None:
     computes.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and not hasattr(module, "kernel_size"):  # as one that took the place of a convolution has
             module.register_forward_pre_hook(_count_input, with_kwargs=True)
-        elif isinstance(module, _ConvNd):
+        elif isinstance(module, (nn.Linear, _ConvNd)):
             module.register_forward_hook(_count_places)
 
 
@@ -44,14 +44,15 @@ def multiplied(module: nn.Module) -> int | None:
 
 def count(module: nn.Module, x: Tensor) -> None:
     """Add the rows of `x` [..., in], which `module` is about to multiply, to its count."""
-    _add(module, x.shape[:-1])
+    add_rows(module, x.shape[:-1].numel())
 
 
-def _add(module: nn.Module, shape: Any) -> None:
+def add_rows(module: nn.Module, rows: int) -> None:
+    """Add `rows`, which `module` multiplies, to its count."""
     if torch.compiler.is_compiling() or not (module.training or torch.is_grad_enabled()):
         return
     if torch._C._current_graph_task_id() == -1:  # not in a backward pass: a recomputation there was counted before
-        vars(module)[_ROWS] = vars(module).get(_ROWS, 0) + math.prod(shape)
+        vars(module)[_ROWS] = vars(module).get(_ROWS, 0) + rows
 
 
 def _count_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -60,9 +61,9 @@ def _count_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         count(module, x)
 
 
-def _count_places(module: _ConvNd, args: tuple[Any, ...], y: Tensor) -> None:
+def _count_places(module: Any, args: tuple[Any, ...], y: Tensor) -> None:
     """A kernel is multiplied once for each position of the output, a transposed one for each of the input."""
     at = args[0] if isinstance(module, _ConvTransposeNd) and args else y
     spatial = at.shape[-(len(module.kernel_size)) :]
     batch = at.shape[: -(len(module.kernel_size) + 1)]
-    _add(module, (*batch, *spatial))
+    add_rows(module, math.prod((*batch, *spatial)))

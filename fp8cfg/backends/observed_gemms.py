@@ -7,6 +7,7 @@ from torch import nn
 from fp8cfg.backends import backend_registry, flops
 from fp8cfg.backends.exclusions import REASON
 from fp8cfg.backends.gemm_plan import ATTENTION_GEMMS, GEMMS, PlannedAttention, PlannedLinear, Unwatched
+from fp8cfg.backends.linear_layouts import as_linear, layout_of
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.unconverted_modules import unwatched
 
@@ -21,10 +22,11 @@ def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttenti
     linears, attentions = [], []
     for name, module in model.named_modules():
         ran = seen.get(name, {})
-        if isinstance(module, nn.Linear) or "fprop" in ran:
+        layer = as_linear(module, layout) if REASON in vars(module) and (layout := layout_of(module)) else module
+        if isinstance(layer, nn.Linear) or "fprop" in ran:
             gemms = tuple(ran.get(g) for g in GEMMS)
             linears.append(PlannedLinear(
-                name, module.in_features, module.out_features, gemms, _reason(module, ran), flops.multiplied(module)))  # type: ignore[arg-type]
+                name, layer.in_features, layer.out_features, gemms, _reason(module, ran), flops.multiplied(module)))  # type: ignore[arg-type]
         elif ran:
             attentions.append(PlannedAttention(name, tuple(ran.get(g) for g in ATTENTION_GEMMS)))
     return linears, attentions
@@ -33,7 +35,7 @@ def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttenti
 def beside(model: nn.Module) -> list[Unwatched]:
     """The parameters of `model` that are multiplied outside of its linear layers."""
     watched = {model.get_submodule(name) for backend in backend_registry.used() for name in backend.observed(model)}
-    return unwatched(model, watched)
+    return unwatched(model, watched | {module for module in model.modules() if REASON in vars(module)})
 
 
 def _reason(module: nn.Module, ran: object) -> str:

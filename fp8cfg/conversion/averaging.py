@@ -11,7 +11,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.backends.conv1d import shells
+from fp8cfg.backends.linear_stand_ins import shells
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.conversion.convert import convert_back
 from fp8cfg.job import Job
@@ -38,7 +38,8 @@ class Average:
     def _move(self, share: float) -> None:
         now = float32_weights(self.job)
         mine = dict(self.model.named_parameters())
-        now |= {f"{name}.weight": now[f"{name}.weight"].t() for name in shells(self.job.model)}
+        for name, (module, layout) in shells(self.job.model).items():
+            now[f"{name}.weight"] = layout.weight(module, now[f"{name}.weight"])
         if share == 1.0:
             for name, p in mine.items():
                 p.copy_(now[name])

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.backends import backend_registry, conv1d, first_pass, flops, stored_weights
+from fp8cfg.backends import backend_registry, first_pass, flops, linear_stand_ins, stored_weights
 from fp8cfg.backends.autocast_context import AutocastContext
 from fp8cfg.backends.backend_choice import Choice, choose
 from fp8cfg.backends.eligibility import layer_lists, plan_model
 from fp8cfg.backends.exclusions import PLANNED, converted, mark, unmark
 from fp8cfg.backends.gemm_plan import PlannedLinear, not_engaged
+from fp8cfg.backends.linear_layouts import layout_of
 from fp8cfg.backends.misuse_warnings import StepWatch
 from fp8cfg.backends.module_swap import replaced
 from fp8cfg.backends.observed_gemms import beside
@@ -50,18 +51,16 @@ from fp8cfg.scalings import SCALINGS
 
 class Conversion:
     """Result of `convert_model`. `model` is the model that was given, or its replacement where that was itself an nn.Linear;
-    `plan` has for each linear layer the format of each GEMM, and the reason where one stays in high precision.
-
-    It is saved beside the model as anything with a state dict: `accelerator.register_for_checkpointing(fp8)`, or
-    `fabric.save(path, {"model": model, "optimizer": optimizer, "fp8": fp8})`. (Fabric takes a dataclass apart.)"""
+    `plan` has for each linear layer the format of each GEMM, and the reason where one stays in high precision. It is saved beside
+    the model as anything with a state dict: `accelerator.register_for_checkpointing(fp8)`, or `fabric.save(path, {"fp8": fp8})`."""
 
     def __init__(self, model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> None:
         self.model, self.plan, self.choice, self.fp8 = model, plan, choice, fp8
         self._watch: StepWatch | None = None
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """A context inside which the converted layers multiply in FP8; outside they multiply in high precision. One that was made
-        once may be entered any number of times, also inside of itself."""
+        """A context in which the converted layers multiply in FP8; outside they do in high precision. It may be entered again, also
+        inside of itself."""
         backend = backend_registry.backend(self.choice.backend)
 
         def entered() -> AbstractContextManager[None]:
@@ -133,16 +132,16 @@ def convert_model(model: nn.Module, recipe: Any, linear: Collection[type[nn.Line
                           "or use fp8cfg.build(recipe, model=model)")
     holder = nn.Module()
     holder.model = model
-    whole = holder if isinstance(model, nn.Linear) else model  # a root has no place of its own to be replaced in
+    whole = holder if _is_layer(model) else model  # a root has no place of its own to be replaced in
     norms = backend_registry.capabilities(choice.backend).norms
     plan = plan_model(whole, fp8, backend_registry.rules(choice.backend).misfit, linear, norms)
-    convs = conv1d.to_linear(whole, [planned.name for planned in plan])
+    shells = linear_stand_ins.to_linear(whole, plan)
     try:
         backend_registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
     except ConfigError:
-        conv1d.back(whole, convs)
+        linear_stand_ins.back(whole, shells)
         raise
-    conv1d.attach(whole, convs)
+    linear_stand_ins.attach(whole, shells)
     seed_rounding(model, recipe.trainer.seed)
     mark(whole, fp8, plan, choice)
     flops.watch(whole)
@@ -160,7 +159,7 @@ def convert_back(model: nn.Module) -> nn.Module:
                           "weights (model.safetensors)")
     holder = nn.Module()
     holder.model = model
-    convs = conv1d.shells(holder)
+    shells = linear_stand_ins.shells(holder)
     held = {layer.parameter for layer in stored_weights.in_codec(model)}
     wide = Counter(p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1 and p not in held)
     dtype = wide.most_common(1)[0][0] if wide else torch.float32
@@ -173,7 +172,7 @@ def convert_back(model: nn.Module) -> nn.Module:
                 replaced(holder, name, plain)
     unmark(holder)
     first_pass.unwatch(holder)
-    conv1d.back(holder, convs)
+    linear_stand_ins.back(holder, shells)
     return holder.model
 
 
@@ -229,7 +228,7 @@ def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
                           "and run job.forward in your loop")
     if _ours(model) or has_fp8_layers(model):
         raise ConfigError("build: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
-    return recipe, nn.Sequential(model) if isinstance(model, nn.Linear) else model
+    return recipe, nn.Sequential(model) if _is_layer(model) else model
 
 
 def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
@@ -249,6 +248,10 @@ def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
 def _hardware(model: nn.Module) -> Hardware:
     """Where the parameters of `model` are."""
     return find_hardware("cuda" if any(p.is_cuda for p in model.parameters()) else "cpu")
+
+
+def _is_layer(model: nn.Module) -> bool:
+    return isinstance(model, nn.Linear) or layout_of(model) is not None
 
 
 def _ours(model: nn.Module) -> list[nn.Module]:

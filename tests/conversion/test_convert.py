@@ -55,7 +55,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(48, 64)
         self.add_module(name, nn.ModuleList(Block() for _ in range(4)))
         self.own, self.norm = Doubled(64, 64), nn.LayerNorm(64)
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True, add_zero_attn=True)
         self.lm_head = nn.Linear(64, 48, bias=False)
         self.lm_head.weight = self.embedding.weight
         self.stack()[1].requires_grad_(False)

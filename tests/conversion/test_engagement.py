@@ -190,7 +190,7 @@ class Beside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.up = nn.Embedding(48, 64), nn.Linear(64, 64)
-        self.attention, self.conv = nn.MultiheadAttention(64, 4, batch_first=True), nn.Conv2d(3, 64, 4, stride=4)
+        self.attention, self.conv = nn.MultiheadAttention(64, 4, add_zero_attn=True), nn.Conv2d(3, 64, 4, stride=4)
         self.experts, self.token = nn.Parameter(torch.randn(4, 64, 64)), nn.Parameter(torch.randn(1, 1, 64))
         self.normed, self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), nn.LayerNorm((8, 64))
         self.rnn, self.lm_head = nn.GRU(64, 64), nn.Linear(64, 48, bias=False)

@@ -142,7 +142,7 @@ def timm(way: str) -> Trained:
 
 
 def torchvision(way: str) -> Trained:
-    """A vision transformer whose head is `heads.head`; nn.MultiheadAttention multiplies its own weights."""
+    """A vision transformer whose head is `heads.head`, with nn.MultiheadAttention."""
     from torchvision.models import VisionTransformer
 
     torch.manual_seed(7)
