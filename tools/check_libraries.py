@@ -20,37 +20,16 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.environments import ROOT, made
+
 SCRIPT = ROOT / "tools" / "libraries" / "cases.py"
-TORCH = "torch==2.13.0"
 LIBRARIES = {"trl": "1.16.0", "peft": "0.21.2", "x-transformers": "2.31.10", "timm": "1.0.31", "torchvision": "0.28.0"}
 """Versions that fit that torch."""
 CASES = [("trl", "converted"), ("trl", "built"), ("peft", "converted"), ("peft", "built"), ("peft_after", "converted"), ("x_transformers", "converted"),
          ("x_transformers", "built"), ("timm", "converted"), ("timm", "built"), ("torchvision", "converted"), ("torchvision", "built")]
 """Case and way, as tools/libraries/cases.py has them."""
-
-
-def made(folder: Path, index_url: str | None) -> str:
-    """The Python of an environment in `folder` with torch, our requirements at the versions of constraints.txt and the libraries;
-    made where it is not there. Raises CalledProcessError."""
-    python = str(folder / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    others = [f"{name}=={version}" for name, version in LIBRARIES.items()]
-    commands = [[*pip, *(["--index-url", index_url] if index_url else []), TORCH],
-                [*pip, "-c", str(ROOT / "constraints.txt"), TORCH, *others, "transformers", "accelerate", *requirements()]]
-    if not Path(python).exists():
-        commands.insert(0, [sys.executable, "-m", "venv", str(folder)])
-    for command in commands:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    return python
-
-
-def requirements() -> list[str]:
-    """Ours, but for torch."""
-    import tomllib
-
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
-    return [line for line in listed if re.split(r"[^\w.-]", line)[0] != "torch"]
 
 
 def run(python: str, case: str, way: str) -> tuple[bool, str]:
@@ -81,7 +60,7 @@ def main() -> int:
     options, all_right = arguments(), True
     with tempfile.TemporaryDirectory() as folder:
         try:
-            python = options.env or made(options.keep or Path(folder), options.index_url)
+            python = options.env or made(options.keep or Path(folder), options.index_url, [*(f"{name}=={version}" for name, version in LIBRARIES.items()), "accelerate"])
         except subprocess.CalledProcessError as e:
             print(f"FAILED, no environment: {(e.stderr.strip().splitlines() or [str(e)])[-1]}")
             return 1

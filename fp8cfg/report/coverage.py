@@ -102,6 +102,17 @@ class Coverage:
         return name, flops / self._flops if self._flops else 0.0, why or "in high precision"
 
     @property
+    def left_out(self) -> list[tuple[str, int, float]]:
+        """Why linear layers and other weights are in high precision: (reason, how many, their share of all FLOPs), by share."""
+        found: dict[str, list[float]] = {}
+        for p in self.linears:
+            if not p.fp8:
+                found.setdefault(p.reason or _why(p), []).append(self._of(p) / self._flops)
+        for other in self.beside:
+            found.setdefault(other.reason, []).append(self._of(other) / self._flops)
+        return sorted(((why, len(shares), sum(shares)) for why, shares in found.items()), key=lambda group: -group[2])
+
+    @property
     def what(self) -> str:
         """What `share` is a share of."""
         if self.attention_flops:

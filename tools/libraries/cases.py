@@ -4,7 +4,6 @@ not right."""
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 import tempfile
 import warnings
@@ -19,22 +18,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fp8cfg
+from tools.libraries.operators import without_operators
 from tools.libraries.training import CLIP, LR, STEPS, Trained, compared, looked_at, recipe, train
 
 VOCABULARY, LENGTH = 128, 32
-_OPERATORS: list[torch.library.Library] = []
-
-
-def _without_operators() -> None:
-    """torchvision's wheel on PyPI is linked with CUDA (0.28.0): beside a CPU's torch its operators do not load, and importing it, which
-    transformers and timm do, stops at the first of these. With the wheel of download.pytorch.org/whl/cpu this does nothing."""
-    found = importlib.util.find_spec("torchvision")
-    folder = Path(found.origin or "").parents[1] / "torchvision.libs" if found else None
-    if folder and torch.version.cuda is None and any(folder.glob("libcudart*")):
-        _OPERATORS.append(torch.library.Library("torchvision", "DEF"))  # which end with it
-        for name in ("nms", "qnms"):
-            _OPERATORS[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
 
 
 @functools.cache
@@ -170,7 +157,7 @@ CASES: dict[str, tuple[Callable[[str], Trained], str, tuple[str, ...], float]] =
 
 def main(name: str, way: str) -> int:
     warnings.simplefilter("ignore")
-    _without_operators()
+    without_operators()
     script, head, _, within = CASES[name]
     try:
         print("RESULT " + compared(script("plain"), script(way), head, within))

@@ -1,0 +1,1 @@
+"""Small models of thirty architectures, with random weights, for tools/check_architectures.py."""
