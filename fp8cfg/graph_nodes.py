@@ -160,7 +160,13 @@ class LossScaler(Part):
     keys = _keys("precision", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
-class Run(Part):
+class Timeout(Part):
+    """Limits of waiting for other ranks."""
+
+    keys = _keys("trainer.timeout")
+
+
+class Run(Part, timeout=Timeout):
     """The loop: its name, steps, batches and evaluations, and where it runs."""
 
     keys = {"name": "name"} | {k: v for k, v in _keys("trainer").items() if k not in (*Layout.keys, *Optimizer.keys)}

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import Arguments, is_recipe_file, recipe_file, split, wrong_words
-from fp8cfg.config.errors import ConfigError, NotWritable, nearest, refuse_if
+from fp8cfg.cli.output import write_new
+from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -19,6 +20,8 @@ fp8cfg export [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...]
               [--yaml | --json | --python] [--full] [--output FILE]
 fp8cfg export PROJECT [recipe=NAME | FILE.yaml] [key=value ...] [--output FILE]
 fp8cfg export hf RUN_FOLDER OUT [--fp8 block | tensor]
+fp8cfg export slurm [recipe=NAME | FILE.yaml] [key=value ...]
+              [--slurm KEY=VALUE,...] [--output FILE]
 
 A composed recipe, to keep and to edit: the names of a shipped recipe and of
 shipped presets, and the values that differ from them. It reads back equal.
@@ -40,6 +43,10 @@ hf writes the weights of the newest checkpoint of a run into the new folder OUT
 as transformers loads them: BF16, or FP8 with scales of 128x128 blocks, which
 vLLM reads too, or of whole weights. Embeddings, norms and output layer stay
 BF16, and of a run in FP8 the layers that did not run in it.
+
+slurm writes a script for sbatch, with its settings from --slurm: a rank for
+each GPU of the recipe. Before the job's time is over it saves, goes back into
+the queue, and goes on with its run folder, log.folder or runs/NAME.
 """
 
 
@@ -49,11 +56,17 @@ def run(argv: list[str]) -> int:
     from fp8cfg.composition.provenance import trace
     from fp8cfg.report import recipe_export
 
-    arguments = split(argv, ("--config-dir", "--output", "--fp8"), (*FORMS, "--full"))
+    arguments = split(argv, ("--config-dir", "--output", "--fp8", "--slurm"), (*FORMS, "--full"))
     if arguments.plain[:1] == ["hf"]:
         from fp8cfg.cli import export_hf
 
         return export_hf.run(arguments)
+    if arguments.plain[:1] == ["slurm"]:
+        from fp8cfg.cli import export_slurm
+
+        return export_slurm.run(arguments)
+    if arguments.one("--slurm"):
+        raise ConfigError("--slurm: of export slurm alone")
     if arguments.one("--fp8"):
         raise ConfigError("--fp8: of export hf alone")
     project = _project(arguments)
@@ -107,14 +120,3 @@ def _of(project: str, recipe: Recipe) -> str:
     for line in () if DOORS[project].remarks else lost:
         print(f"note: {line}", file=sys.stderr)
     return text
-
-
-def write_new(path: Path, text: str) -> None:
-    """Write a file that does not exist yet. Raises ConfigError where it does, and NotWritable."""
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"--output {path}: exists already; remove it or write to another") from None
-    except OSError as e:
-        raise NotWritable(f"--output {path}: cannot be written ({e.strerror})") from None

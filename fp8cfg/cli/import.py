@@ -43,7 +43,7 @@ can is a comment; a key that it does not have is a warning too.
 
 def run(argv: list[str]) -> int:
     """Print the recipe that is imported. Returns the exit code."""
-    from fp8cfg.cli.export import write_new
+    from fp8cfg.cli.output import write_new
     from fp8cfg.composition.provenance import trace
     from fp8cfg.interop.file_writers import comments
     from fp8cfg.interop.projects import door, from_file, from_words

@@ -58,7 +58,13 @@ def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
         if not local.isdecimal():
             raise ConfigError(f"--local {local}: expected a number of processes, as in --local 2")
         return TorchrunExecutor(int(local))
-    pairs = [pair.partition("=") for pair in (slurm or "").split(",")]
+    parameters = {key: int(value) if value.isdecimal() else value for key, value in settings(slurm or "").items()}
+    return SlurmExecutor(parameters, "--wait" in arguments.flags)
+
+
+def settings(said: str) -> dict[str, str]:
+    """The settings of `KEY=VALUE,...`. Raises ConfigError for what has another form."""
+    pairs = [pair.partition("=") for pair in said.split(",")] if said else []
     if wrong := next(("".join(pair) for pair in pairs if not (pair[0] and pair[2])), ""):
         raise ConfigError(f"--slurm {wrong}: not of the form key=value, as in --slurm partition=gpu,time=240")
-    return SlurmExecutor({key: int(value) if value.isdecimal() else value for key, _, value in pairs}, "--wait" in arguments.flags)
+    return {key: value for key, _, value in pairs}

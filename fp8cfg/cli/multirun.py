@@ -60,7 +60,8 @@ def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
 
     def build(words: Sequence[str]) -> None:
         found = settled(words, config_dir, file, sweep=True)  # what gives way in it each job says
-        refuse_if(found.problems)
+        one = found.recipe.log.folder
+        refuse_if([*found.problems, *([f"log.folder={one}: is of a single run; write hydra.sweep.dir=FOLDER"] if one else [])])
         recipes.append(found.recipe)
 
     holes = refused(plan.combinations, build)

@@ -1,4 +1,4 @@
-"""Standard output that may close: a run goes on once its pager has ended."""
+"""Standard output that may close, where a run goes on once its pager has ended; and files that a verb writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from fp8cfg.config.errors import ConfigError, NotWritable
 
 GONE = (errno.EPIPE, errno.EIO)
 """A pager that has ended, a terminal that was closed."""
@@ -59,3 +62,14 @@ def patient_stdout() -> Iterator[None]:
         if before is not None:
             sys.stdout.flush()
         sys.stdout = before
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that does not exist yet. Raises ConfigError where it does, and NotWritable."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--output {path}: exists already; remove it or write to another") from None
+    except OSError as e:
+        raise NotWritable(f"--output {path}: cannot be written ({e.strerror})") from None

@@ -45,6 +45,7 @@ def run(argv: list[str]) -> int:
     if not first.files.kind(RECIPE):
         RunFolder.open(first.path, lock=False)  # says what is missing
     before = first.read_recipe()
+    before.log.folder, before.log.resume = None, "never"  # which the first run has
     recipe = composed(arguments.words, arguments.one("--config-dir"), base=before)
     missing = list[str]()
     then = _compared_or(lambda: _losses(first), "losses", missing)
@@ -55,9 +56,10 @@ def run(argv: list[str]) -> int:
             changed = ["nothing that is recorded has changed"]
         print(*(wrapped(printable(line), more="  ") for line in changed + missing), sep="\n", end="\n\n")
     now, made = datetime.now(), list[RunFolder]()
+    exactly = Path(recipe.log.folder) if recipe.log.folder else None
 
     def folder() -> RunFolder:
-        made.append(RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe)))
+        made.append(RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe), exactly))
         return made[0]
 
     code = launch(recipe, folder, None)

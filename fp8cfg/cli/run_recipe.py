@@ -1,10 +1,11 @@
-"""Launch of a run: what `train`, `resume`, `rerun` and each job of a sweep do with a checked recipe."""
+"""Launch of a run: what `train`, `resume`, `rerun` and each job of a sweep do with a checked recipe, or with a run folder."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.config.errors import printable
@@ -39,9 +40,40 @@ def launch(
         from fp8cfg.builder import build
         from fp8cfg.training.distributed.world import world
 
-        with world(hardware.device) as ranks:
+        with world(hardware.device, recipe.trainer.timeout) as ranks:
             _train(build(recipe), folder() if ranks.first else None, start_from, ranks, say)
     return 0
+
+
+def is_run(path: Path) -> bool:
+    """Whether there is a run in `path`, and not just a folder to start one in."""
+    from fp8cfg.training.run_folder import RECIPE
+
+    return (path / RECIPE).exists()
+
+
+def go_on(path: Path, changed: Callable[[Recipe], Recipe], allow: Sequence[str] = ()) -> int:
+    """Go on with the run folder at `path` from its newest checkpoint that verifies, with what `changed` makes of the checkpoint's
+    recipe. A change that would not continue the same run is refused unless `allow` has its key. Returns the exit code."""
+    from fp8cfg.composition import to_yaml
+    from fp8cfg.training.run_folder import RunFolder
+
+    first = os.environ.get("RANK", "0") == "0"
+    say = print if first else _nothing
+    with RunFolder.open(path, lock=first) as folder:
+        from fp8cfg.training import runs  # this loads torch: a folder that is none is said first
+
+        def attempt(name: str, loaded: Loaded | None) -> int:
+            recipe = runs.continued(folder, name, loaded, changed, allow, say)
+
+            def taken() -> RunFolder:
+                folder.lock()  # which an attempt from a later checkpoint has given back
+                folder.write_recipe(to_yaml(recipe))  # what the folder says is what runs from here on
+                return folder
+
+            return launch(recipe, taken, loaded)
+
+        return runs.from_newest(folder, attempt, say)
 
 
 def sized(recipe: Recipe) -> Recipe:

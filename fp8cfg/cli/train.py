@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.cli import hydra_flags, local_ranks
 from fp8cfg.cli.argv import Arguments, command_line, is_hydra, recipe_file, split, wrong_words
-from fp8cfg.cli.run_recipe import launch, sized
+from fp8cfg.cli.run_recipe import go_on, is_run, launch, sized
 from fp8cfg.config.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def run(argv: list[str]) -> int:
     ours = [word for word in arguments.words if not is_hydra(word)]
     found = settled(ours, arguments.one("--config-dir"), file)
     exactly = hydra_flags.run_dir(arguments, file, found.changes)
-    refuse_if(found.problems)
+    refuse_if([*found.problems, *_two_folders(found.recipe, exactly)])
     say(found.notes)
     recipe = found.recipe
     if not local_ranks.launched():
@@ -75,15 +75,25 @@ def run(argv: list[str]) -> int:
         ranks = _ranks(recipe, gpus(), argv)
         if ranks > 1:
             return local_ranks.start(ranks, argv)
-    recipe = sized(recipe)
+    recipe, log = sized(recipe), recipe.log
+    if log.folder:
+        exactly = Path(log.folder)
+        if log.resume == "auto" and is_run(exactly):
+            return go_on(exactly, lambda _: recipe)
     now = datetime.now()
 
     def folder() -> RunFolder:
         from fp8cfg.training.run_folder import RunFolder
 
-        return RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe), exactly)
+        return RunFolder.create(Path(log.dir), recipe.name, now, to_yaml(recipe), exactly)
 
     return launch(recipe, folder, None, lambda changes: command_line(arguments, changes))
+
+
+def _two_folders(recipe: Recipe, exactly: Path | None) -> list[str]:
+    """A line where hydra.run.dir names another folder than the recipe."""
+    said = recipe.log.folder
+    return [f"hydra.run.dir={exactly}: log.folder={said} is the run folder; drop one"] if said and exactly else []
 
 
 def _ranks(recipe: Recipe, gpus: int, argv: list[str]) -> int:

@@ -39,6 +39,10 @@ class RankLost(Fp8cfgError):
     """Another rank of the group ended, and this one cannot go on. Exit code 1."""
 
 
+class RankStalled(Fp8cfgError):
+    """A rank did not come to a collective within trainer.timeout. Exit code 1."""
+
+
 class NotWritable(Fp8cfgError):
     """A file or folder of the user's that cannot be written. Exit code 5."""
 

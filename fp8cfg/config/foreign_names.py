@@ -68,7 +68,7 @@ _BELONGS = {
     "log_every_n_steps": "log.every_n_steps", "log_interval": "log.every_n_steps", "tensorboard_dir": "log.dir",
     "limit_train_batches": "trainer.max_steps", "activations_checkpoint_granularity": "model.recompute_granularity",
     "megatron_amp_o2": "precision.compute", "transformer_engine": "backend=te", "transformer_impl": "backend",
-    "data_prefix": "data.path", "data_path": "data.path", "resume_if_exists": "fp8cfg resume FOLDER",
+    "data_prefix": "data.path", "data_path": "data.path", "resume_if_exists": "log.resume",
     "eval_iters": "trainer.limit_val_batches", "use_distributed_optimizer": "storage.shard=zero1",
     "lr_decay_iters": "trainer.max_steps", "warmup_num_steps": "optim.warmup_steps", "total_num_steps": "trainer.max_steps",
     "initial_scale_power": "precision.initial_loss_scale", "communication_data_type": "storage.comm",
@@ -93,7 +93,7 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
 }
 _NODES = {  # nodes of NeMo's recipes, with whatever is in them
-    "resume": "fp8cfg resume FOLDER, in Python fp8cfg.resume(folder): each run folder can be gone on with",
+    "resume": "log.resume=auto with log.folder, or fp8cfg resume FOLDER, in Python fp8cfg.resume(folder)",
     "log.ckpt": "checkpoint: checkpoint.every_n_steps, checkpoint.keep", "log.extra_loggers": "log.tensorboard",
     "trainer.callbacks": "fp8cfg.fit(job, callbacks=[...]), whose methods are those of fp8cfg.Callback",
     "trainer.logger": "log.tensorboard", "optim.lr_scheduler": "optim: optim.lr_decay_style, optim.warmup_steps, optim.min_lr",

@@ -108,6 +108,9 @@ def trainer_rules(recipe: Recipe) -> Iterator[str]:
 
 
 def log_rules(recipe: Recipe) -> Iterator[str]:
+    if recipe.log.resume == "auto" and recipe.log.folder is None:
+        yield Refusal("log.resume=auto: needs log.folder, the run folder to start or to go on with; write log.folder=runs/"
+                      f"{recipe.name}, or log.resume=never", [("log.resume", "never")], ["log.folder"])
     every, steps = recipe.log.fp8_stats_every_n_steps, recipe.trainer.max_steps
     if not recipe.fp8.enabled:
         yield from idle(recipe.log, ("fp8_stats_every_n_steps",), f", precision.compute={recipe.precision.compute} runs no FP8; "

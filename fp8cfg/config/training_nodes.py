@@ -81,6 +81,17 @@ class Strategy(Node):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
+class Timeout(Node):
+    """How long a rank waits for the others in a collective before the run ends, with a line that says who is missing."""
+
+    home: ClassVar[str] = "trainer.timeout"
+
+    start: float = Field(default=600.0, gt=0, le=86400)
+    """Seconds at the start, which compiles, and in evaluations and saves. Default 600."""
+    step: float = Field(default=100.0, gt=0, le=86400)
+    """Seconds within steps after the first. Default 100 (torchtitan)."""
+
+
 class Trainer(Node):
     """The training loop. `plugins` is the precision plugin; it also takes a preset's name."""
 
@@ -90,6 +101,8 @@ class Trainer(Node):
     """The precision plugin: a preset object, or a preset's name such as bf16-mixed."""
     strategy: Strategy = Field(default_factory=Strategy)
     """The parallel layout."""
+    timeout: Timeout = Field(default_factory=Timeout)
+    """Limits of waiting for other ranks."""
     num_nodes: int = Field(default=1, ge=1)
     """Machines that the recipe is meant for. Default 1."""
     devices: int = Field(default=1, ge=1)
@@ -146,6 +159,11 @@ class Log(Node):
 
     dir: str = Field(default="runs", min_length=1)
     """Folder that run folders are created in. Default runs."""
+    folder: str | None = Field(default=None, min_length=1)
+    """Exactly the run folder, instead of a new one under log.dir. Default null."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: go on with log.folder where it has a run, else start it, so that one command line starts a run and goes on with it.
+    Default never: a folder that has a run is refused."""
     every_n_steps: int = Field(default=10, ge=1)
     """Optimizer steps between two printed lines; metrics.jsonl has every step. Default 10 (NeMo)."""
     tensorboard: bool = False

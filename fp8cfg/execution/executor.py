@@ -1,7 +1,7 @@
 """Executor protocol, the command that each one runs, and executors on this machine.
 
-A run is one command on every rank, `python -m fp8cfg FOLDER/request.yaml hydra.run.dir=FOLDER`, so that whatever starts processes
-can start it, and what a run leaves is what the command line leaves.
+A run is one command on every rank, `python -m fp8cfg FOLDER/request.yaml log.folder=FOLDER log.resume=auto`, so that whatever
+starts processes can start it, and start it again, and what a run leaves is what the command line leaves.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ class RunFailed(Fp8cfgError):
 
 @dataclass(frozen=True)
 class Command:
-    """The words after `python -m fp8cfg` that run a recipe in `folder`, on `nodes` machines with `ranks` processes each."""
+    """The words after `python -m fp8cfg` that run a recipe in `folder`, or go on with it there, on `nodes` machines with `ranks`
+    processes each."""
 
     folder: Path
     ranks: int = 1
     nodes: int = 1
 
-    def words(self, again: bool = False) -> list[str]:
-        """Those that start the run; `again`, that go on with one that a signal stopped."""
-        if again and (self.folder / STARTED).is_file():
-            return ["resume", str(self.folder)]
-        return [str(self.folder / REQUEST), f"hydra.run.dir='{self.folder}'"]
+    def words(self) -> list[str]:
+        """As a list, for a process."""
+        return [str(self.folder / REQUEST), f"log.folder='{self.folder}'", "log.resume=auto"]
 
 
 @runtime_checkable

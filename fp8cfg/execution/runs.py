@@ -26,17 +26,19 @@ class Execution:
 
 
 def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) -> Execution:
-    """Train `recipe` through `executor` into `folder`, or a new one under log.dir: LocalExecutor (the default), TorchrunExecutor,
-    SlurmExecutor, one of nemo_run's, or whatever has `execute(command)`. Raises ConfigError for a recipe that breaks a rule, before
-    anything starts, and RunFailed with the exit code of a run that failed."""
+    """Train `recipe` through `executor` into `folder`, by default log.folder, or a new one under log.dir: LocalExecutor (the
+    default), TorchrunExecutor, SlurmExecutor, one of nemo_run's, or whatever has `execute(command)`. A folder with a run in it is
+    refused, or gone on with under log.resume=auto. Raises ConfigError for a recipe that breaks a rule, before anything starts, and
+    RunFailed with the exit code of a run that failed."""
     if not isinstance(recipe, Recipe):
         raise ConfigError(f"run: expected a Recipe, got {type(recipe).__name__}; to train a job write fp8cfg.fit(job)")
     chosen = nemo.NemoExecutor(executor) if nemo.is_one(executor) else LocalExecutor() if executor is None else executor
     if not isinstance(chosen, Executor) or isinstance(chosen, type):
         raise ConfigError(f"run: executor: expected one with execute(command), such as fp8cfg.LocalExecutor(), got {executor!r}")
     recipe.check()
-    t, path = recipe.trainer, (Path(folder) if folder else _new(recipe)).absolute()
-    if (path / STARTED).exists():
+    t, given = recipe.trainer, folder or recipe.log.folder
+    path = (Path(given) if given else _new(recipe)).absolute()
+    if (path / STARTED).exists() and recipe.log.resume == "never":
         raise ConfigError(f"{path} already holds a run; write fp8cfg.resume({str(path)!r}), or name another folder")
     path.mkdir(parents=True, exist_ok=True)
     (path / REQUEST).write_text(to_yaml(recipe), encoding="utf-8")

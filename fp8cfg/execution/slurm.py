@@ -34,8 +34,7 @@ class Rank:
 
         job = submitit.JobEnvironment()
         submitit.helpers.TorchDistributedEnvironment().export()
-        again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-        argv = [sys.executable, "-m", "fp8cfg", *self.command.words(again)]
+        argv = [sys.executable, "-m", "fp8cfg", *self.command.words()]
         signal.signal(WARNING, signal.SIG_IGN)  # the rank inherits it: Slurm may send the warning to all that the task has started
         rank = subprocess.Popen(argv, env={**environment(), **_ranks()})
 

@@ -105,6 +105,7 @@ class _Training:
             saved_state.check(*start_from)
         self._compile(start_from)
         first, last = self._load(start_from), self.recipe.trainer.max_steps
+        self.world.waits("start", first + 1)  # the groups that the job has made, too
         loss = None
         with ExitStack() as stack:
             self.logs = stack.enter_context(RunLogs(self.job, self.run, first))
@@ -129,7 +130,9 @@ class _Training:
                     self._prove()
                 loss = result.loss
                 self._record(step + 1, result, seconds, progress)
+                self.world.waits("start", step + 1)
                 self._after(step + 1)
+                self.world.waits("step", step + 2)
                 if step + 1 < last and self._asked():
                     self._interrupt(step + 1)
         if self.job.optimizer.steps == 0:

@@ -19,7 +19,7 @@ from fp8cfg.training.checkpoint import checkpoint, resume_rules, saved_state, st
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.loop import Loaded, Result, train
-from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
+from fp8cfg.training.run_folder import CHECKPOINTS, RECIPE, RunFolder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,9 +33,9 @@ def fit(
     say: Say = print, callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Train `job` to trainer.max_steps and leave a run folder, with recipe, metrics, coverage and checkpoints, as the command line
-    does: `folder`, which has no run in it yet, or a new one under log.dir. `result.folder` says where. `say` gets each message and
-    `callbacks` are called on the first rank alone; `start_from` is a loaded checkpoint to go on from. A RunFolder that is given is
-    written to as it is, and stays open.
+    does: `folder`, by default log.folder, which has no run in it yet unless log.resume goes on with it, or a new one under log.dir.
+    `result.folder` says where. `say` gets each message and `callbacks` are called on the first rank alone; `start_from` is a loaded
+    checkpoint to go on from. A RunFolder that is given is written to as it is, and stays open.
 
     Raises NotFP8Error where the first step did not run as planned, Interrupted after a signal, with all that is done saved,
     Diverged, ConfigError for data or batches that do not fit the recipe, CheckpointError, RunFolderError.
@@ -44,12 +44,29 @@ def fit(
         raise ConfigError(f"fit: expected a Job, got {type(job).__name__}; fp8cfg.build(recipe) gives one")
     _check_callbacks(callbacks)
     world = world or current()
+    r, given = job.recipe, job.recipe.log.folder if folder is None else folder
+    exactly = None if given is None or isinstance(given, RunFolder) else _path(given)
+    if exactly and r.log.resume == "auto" and start_from is None and world.any(world.first and (exactly / RECIPE).exists()):
+        return _gone_on(job, exactly, world, say, callbacks)
     if not world.first or isinstance(folder, RunFolder):
         run = folder if isinstance(folder, RunFolder) and world.first else None
         return _left(train(job, run, start_from, world, say, callbacks), run)
-    r, exactly = job.recipe, None if folder is None else _path(folder)
     with RunFolder.create(Path(r.log.dir), r.name, datetime.now(), to_yaml(r), exactly) as run:
         return _trained(job, run, start_from, world, say, callbacks)
+
+
+def _gone_on(job: Job, folder: Path, world: World, say: Say, callbacks: Sequence[Callback]) -> Result:
+    """Train `job` on from the newest checkpoint of the run in `folder`, whose recipe must be one that goes on as this one."""
+    tell = say if world.first else _nothing
+    with RunFolder.open(folder, lock=world.first) as run:
+
+        def go_on(name: str, loaded: Loaded | None) -> Result:
+            recipe = continued(run, name, loaded, lambda _: job.recipe, (), tell)
+            if world.first:
+                run.write_recipe(to_yaml(recipe))
+            return _trained(job, run if world.first else None, loaded, world, say, callbacks)
+
+        return from_newest(run, go_on, tell)
 
 
 def resume(

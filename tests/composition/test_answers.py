@@ -32,7 +32,7 @@ FOREIGN = {  # the most used arguments of each project: theirs -> ours
         "trainer.max_epochs": "trainer.max_steps", "trainer.limit_train_batches": "trainer.max_steps", "trainer.log_every_n_steps": "log.every_n_steps",
         "model.encoder_seq_length": "model.seq_length", "model.fp8": "fp8.enabled", "model.fp8_hybrid": "fp8.format=hybrid",
         "model.fp8_e4m3": "fp8.format=e4m3", "model.fp8_amax_history_len": "fp8.amax_history_len", "model.transformer_engine": "backend=te",
-        "model.megatron_amp_O2": "precision.compute", "model.data.data_prefix": "data.path", "exp_manager.resume_if_exists": "fp8cfg resume FOLDER",
+        "model.megatron_amp_O2": "precision.compute", "model.data.data_prefix": "data.path", "exp_manager.resume_if_exists": "log.resume",
         "model.activations_checkpoint_granularity": "model.recompute_granularity", "fp8_params": "fp8.params"},
     "Megatron-Bridge": {
         "train.train_iters": "trainer.max_steps", "train.eval_interval": "trainer.val_check_interval", "train.eval_iters": "trainer.limit_val_batches",

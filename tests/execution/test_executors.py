@@ -40,13 +40,14 @@ def test_an_executor_gets_a_command_that_is_the_recipe(tmp_path: Path) -> None:
     done = fp8cfg.run(recipe, mine)
     command, = mine.seen
     assert done == fp8cfg.Execution(command.folder, 0) and done.folder.parent == tmp_path and (command.ranks, command.nodes) == (4, 2)
-    file, word = command.words()
-    assert fp8cfg.from_yaml(Path(file)) == recipe and word == f"hydra.run.dir='{done.folder}'"
-    assert command.words(again=True) == command.words(), "which has not started"
+    file, *words = command.words()
+    assert fp8cfg.from_yaml(Path(file)) == recipe and words == [f"log.folder='{done.folder}'", "log.resume=auto"]
     (done.folder / "recipe.yaml").write_text("")
-    assert command.words(again=True) == ["resume", str(done.folder)]
     with pytest.raises(fp8cfg.ConfigError, match=r"already holds a run; write fp8cfg\.resume"):
         fp8cfg.run(recipe, mine, done.folder)
+    recipe.log.folder, recipe.log.resume = str(done.folder), "auto"
+    assert fp8cfg.run(recipe, mine).folder == done.folder
+    recipe.log.folder, recipe.log.resume = None, "never"
     assert fp8cfg.run(recipe, Recorded(None)).exit_code is None and isinstance(mine, fp8cfg.Executor)
     with pytest.raises(RunFailed, match="the run ended with exit code 3") as e:
         fp8cfg.run(recipe, Recorded(3), tmp_path / "three")
@@ -76,7 +77,7 @@ def test_processes_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fp8cfg.run(tiny(tmp_path), folder=tmp_path / "a")
     fp8cfg.run(tiny(tmp_path, "trainer.devices=2", "trainer.micro_batch_size=1"), fp8cfg.TorchrunExecutor(), tmp_path / "b")
     fp8cfg.run(tiny(tmp_path), fp8cfg.TorchrunExecutor(3), tmp_path / "c")
-    assert [r[:-2] for r in ran] == [["-m", "fp8cfg"], ["-m", "fp8cfg.execution.torchrun", "2"], ["-m", "fp8cfg.execution.torchrun", "3"]]
+    assert [r[:-3] for r in ran] == [["-m", "fp8cfg"], ["-m", "fp8cfg.execution.torchrun", "2"], ["-m", "fp8cfg.execution.torchrun", "3"]]
     monkeypatch.setenv("RANK", "1")
     assert "RANK" not in executors.environment() and Path(executors.environment()["PYTHONPATH"].split(os.pathsep)[0], "fp8cfg").is_dir()
 

@@ -43,7 +43,7 @@ def launch(ranks: int, *argv: str, script: Path | None = None, cwd: Path = ROOT,
     """`fp8cfg`, or `script`, with `argv`, on one or more ranks with the environment that torchrun gives them, and `environ`. The exit code is that
     of the first rank that failed, or minus the signal that ended it."""
     with TemporaryDirectory() as folder:
-        running = _start(_command, ranks, script, argv, cwd, {**_environment(ranks), **environ}, folder).processes
+        running = _start(_command, ranks, script, argv, cwd, {**ranks_environment(ranks), **environ}, folder).processes
         end = time.monotonic() + LIMIT
         for process in running:
             process.join(max(0.0, end - time.monotonic()))
@@ -66,7 +66,7 @@ def _start(work: Callable[..., None], ranks: int, *args: Any) -> Any:
     return torch.multiprocessing.start_processes(work, args, ranks, join=False, start_method=processes.get_start_method())
 
 
-def _environment(ranks: int) -> dict[str, str]:
+def ranks_environment(ranks: int) -> dict[str, str]:
     """This process's, and what torchrun says to each of several ranks alike."""
     if ranks == 1:
         return dict(os.environ)

@@ -337,9 +337,9 @@ def test_a_split_model_is_not_copied_and_what_is_said_instead_works(words: str) 
 
 
 @pytest.mark.parametrize(("words", "more", "cure"), [
-    ("precision=bf16", "storage.shard=none", "its weights are float32: repeat it with storage.weight=fp32 --allow storage.weight, or start a new run"),
-    (CURRENT, "storage.shard=none", "its weights are float32: repeat it with storage.weight=fp32 --allow storage.weight, or start a new run"),
-    ("precision=bf16", "storage.shard=zero2", "its weights are float32: repeat it with storage.weight=fp32 --allow storage.weight, or start a new run"), ("precision=bf16", "storage.shard=none storage.weight=bf16", "start a new run"),
+    ("precision=bf16", "storage.shard=none", "its weights are float32: resume it with storage.weight=fp32 --allow storage.weight, or start a new run"),
+    (CURRENT, "storage.shard=none", "its weights are float32: resume it with storage.weight=fp32 --allow storage.weight, or start a new run"),
+    ("precision=bf16", "storage.shard=zero2", "its weights are float32: resume it with storage.weight=fp32 --allow storage.weight, or start a new run"), ("precision=bf16", "storage.shard=none storage.weight=bf16", "start a new run"),
 ])
 def test_a_run_goes_on_whole_with_the_key_that_is_named(words: str, more: str, cure: str, tmp_path: Path) -> None:
     split, whole = (small("trainer.micro_batch_size=8", *words.split(), *NOT_CLIPPED.split(), *shard.split()) for shard in (FSDP, more))

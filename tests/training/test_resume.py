@@ -73,8 +73,8 @@ def test_an_optimizer_without_tensors_is_resumed(words: tuple[str, ...], done: i
 
 
 REFUSED = [
-    ("fp8.margin=1", "fp8.margin=1: this run was started with 0; repeat it with --allow fp8.margin"),
-    ("fp8.format=e4m3", "fp8.format=e4m3: this run was started with hybrid; repeat it with --allow fp8.format"),
+    ("fp8.margin=1", "fp8.margin=1: this run was started with 0; resume it with --allow fp8.margin"),
+    ("fp8.format=e4m3", "fp8.format=e4m3: this run was started with hybrid; resume it with --allow fp8.format"),
     ("model.num_layers=3", "model.num_layers=3: this run was started with 2; start a new run"),
     ("precision.compute=fp16", "precision.compute=fp16: this run was started with bf16; start a new run"),
     ("trainer.seed=1", "trainer.seed=1: this run was started with 1234; start a new run"),

@@ -306,7 +306,7 @@ def test_a_resumed_run_keeps_the_state_it_has(before: str, now: str, line: str) 
 def test_an_allowed_change_then_fits(before: str, now: str, key: str) -> None:
     recipe = small(*before.split(), "optim.lr=1e-3")
     other = fp8cfg.compose([now], base=recipe)
-    with pytest.raises(fp8cfg.ConfigError, match=f"repeat it with --allow {key}"):
+    with pytest.raises(fp8cfg.ConfigError, match=f"resume it with --allow {key}"):
         resume_rules.refuse_changes(recipe, other, [])
     resume_rules.refuse_changes(recipe, other, [key])
     job, changed = fp8cfg.build(recipe), fp8cfg.build(other)

@@ -46,7 +46,7 @@ def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
         if key in ORIGIN or (not matches(key, fixed) and (matches(key, FREE) or matches(key, allow))):
             continue
         was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
-        cure = _instead(saved, wanted, key) if matches(key, fixed) else f"repeat it with --allow {key}"
+        cure = _instead(saved, wanted, key) if matches(key, fixed) else f"resume it with --allow {key}"
         lines.append(f"{key}={now}: this run was started with {was}; {cure}")
     if lines:
         raise ConfigError(lines)
@@ -58,7 +58,7 @@ def _instead(saved: Recipe, wanted: Recipe, key: str) -> str:
         wide = wanted.model_copy(deep=True)
         wide.storage.weight = "fp32"
         if _kept(wide) == _kept(saved):
-            return "its weights are float32: repeat it with storage.weight=fp32 --allow storage.weight, or start a new run"
+            return "its weights are float32: resume it with storage.weight=fp32 --allow storage.weight, or start a new run"
     return "start a new run"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,10 @@ import torch.distributed.nn  # its functions keep the group that is there when i
 from torch import Tensor
 
 from fp8cfg.config.errors import ConfigError, RankLost
+from fp8cfg.config.training_nodes import Timeout
 from fp8cfg.report.memory.layout import ranks
 from fp8cfg.training.distributed.collectives import Traffic
+from fp8cfg.training.distributed.stalled_ranks import Phase, StallWatch, all_started
 
 SENT = Traffic()
 """What this process has sent of gradients and weights."""
@@ -27,11 +30,17 @@ class World:
     rank: int = 0
     size: int = 1
     traffic: Traffic = field(default_factory=lambda: SENT, compare=False)
+    limits: StallWatch | None = field(default=None, compare=False, repr=False)
 
     @property
     def first(self) -> bool:
         """Whether this rank prints and writes."""
         return self.rank == 0
+
+    def waits(self, phase: Phase, step: int = 0) -> None:
+        """From here on a rank waits for others as long as trainer.timeout has it for this phase, where the run made its group."""
+        if self.limits:
+            self.limits.waits(phase, step)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over the ranks."""
@@ -74,8 +83,9 @@ class World:
 
 
 @contextmanager
-def world(device: str) -> Iterator[World]:
-    """The world that torchrun's environment describes (RANK, WORLD_SIZE): gloo for cpu, nccl for cuda."""
+def world(device: str, timeout: Timeout | None = None) -> Iterator[World]:
+    """The world that torchrun's environment describes (RANK, WORLD_SIZE): gloo for cpu, nccl for cuda. Raises RankLost where
+    another rank has ended, and RankStalled where one did not come in time."""
     if ranks() == 1:
         try:
             yield World()
@@ -85,16 +95,21 @@ def world(device: str) -> Iterator[World]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    with all_started(timeout := timeout or Timeout()):
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout.start))
+    watch = StallWatch(timeout)
     try:
-        yield current()
+        yield replace(current(), limits=watch)
     except RuntimeError as e:
+        if watch.stalled(e):
+            raise watch.diagnosis(e) from None
         if "onnection" in str(e):  # gloo's and nccl's words where a peer has gone
             raise RankLost("another rank has ended; it says why") from None
         raise
     else:
         dist.barrier()  # a rank that leaves while another still sends to it aborts in gloo's threads (seen with torch 2.13)
     finally:
+        watch.close()
         dist.destroy_process_group()
 
 
