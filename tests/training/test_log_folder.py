@@ -91,7 +91,7 @@ def test_a_batch_script_goes_back_into_the_queue(tmp_path: Path, monkeypatch: py
     codes = []
     for _ in range(2):  # started, and started again
         seen = len(steps(run)) if run.exists() else 0
-        job = subprocess.Popen(["bash", str(tmp_path / "job.sh")], cwd=Path(__file__).parents[2])
+        job = subprocess.Popen(["bash", str(tmp_path / "job.sh")], cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
         while job.poll() is None and not ((run / "metrics.jsonl").exists() and len(steps(run)) > seen + 1):
             time.sleep(0.1)
         subprocess.run(["pkill", "-TERM", "-f", f"^[^ ]*python[^ ]* -m fp8cfg .*{tmp_path}"], check=True)  # as Slurm does to each task

@@ -96,7 +96,7 @@ def world(device: str, timeout: Timeout | None = None) -> Iterator[World]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with all_started(timeout := timeout or Timeout()):
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout.start))
+        _start_group("nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout.start))
     watch = StallWatch(timeout)
     try:
         yield replace(current(), limits=watch)
@@ -111,6 +111,18 @@ def world(device: str, timeout: Timeout | None = None) -> Iterator[World]:
     finally:
         watch.close()
         dist.destroy_process_group()
+
+
+def _start_group(backend: str, limit: timedelta) -> None:
+    """The process group of torchrun's environment. Ranks that torchrun has started again find the addresses of those before them in
+    its store (pytorch/pytorch#167288, in torch 2.11 to 2.13 at least), so that they meet under names of their own. On several
+    machines the count of restarts is not one for all: there torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if again == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        dist.init_process_group(backend, timeout=limit)
+        return
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    dist.init_process_group(backend, store=dist.PrefixStore(f"restart {again}", store), rank=rank, world_size=size, timeout=limit)
 
 
 def current() -> World:
