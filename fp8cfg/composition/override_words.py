@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.composition.config_groups import GROUPS, Library
@@ -15,6 +17,7 @@ from fp8cfg.config.recipe import Recipe, fields, short_keys
 from fp8cfg.config.validation_errors import THOUSANDS, example
 
 if TYPE_CHECKING:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override
 
 
@@ -89,14 +92,13 @@ def parsed(word: str) -> tuple[str, Any, str]:
 def override(word: str) -> Override:
     """`word` as Hydra parses it, its key dotted. Raises ConfigError for what Hydra's grammar or our closed schema does not
     take."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
     if "${" in word:
         raise ConfigError(f"{word}: interpolation is not accepted; write the value")
     try:
-        parsed = OverridesParser.create().parse_override(word)
+        parsed = _parsed_by_hydra(word)
     except HydraException:
         raise ConfigError(malformed(word)) from None
     except RecursionError:
@@ -116,8 +118,21 @@ def override(word: str) -> Override:
         raise ConfigError(f"{word}: every key exists already; write {word.lstrip('+')}")
     if parsed.package:
         raise ConfigError(f"{word}: packages are fixed; write {key}={word.partition('=')[2]}")
-    parsed.key_or_group = key
-    return parsed
+    return replace(parsed, key_or_group=key)
+
+
+@functools.cache
+def parser() -> OverridesParser:
+    """Hydra's parser of override words, which inspects the signatures of its functions when it is made."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create()
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed_by_hydra(word: str) -> Override:
+    """Not to be changed. Kept, since one composition asks for each word several times, and ANTLR takes a millisecond."""
+    return parser().parse_override(word)
 
 
 def _plain(value: Any) -> Any:
