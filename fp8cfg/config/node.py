@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ N = TypeVar("N", bound="Node")
 WATCH: ContextVar[Callable[[Node, Iterable[str], Node | None], None] | None] = ContextVar("WATCH", default=None)
 """Where it is set, called after a node is built or changed, with the fields that were given, and after one is copied, with
 its original."""
+_PLAIN = frozenset({str, int, float, bool, type(None), frozenset})
 LARGEST = 2**63 - 1
 """Of whole numbers: what tensors and files count by. Sizes that are made of several stay within a float."""
 
@@ -100,7 +102,12 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
         return _watched(super().__copy__(), (), self)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        return _watched(super().__deepcopy__(memo), (), self)
+        """Nodes, and what else could change, anew; leaves are shared: pydantic would take each of them through copy.deepcopy."""
+        new = super().__copy__()
+        for name, value in vars(new).items():
+            if type(value) not in _PLAIN:
+                vars(new)[name] = copy.deepcopy(value, memo)
+        return _watched(new, (), self)
 
     def merged(self, changes: dict[str, Any]) -> Self:
         """A copy with `changes`, nested mappings key by key. Raises ConfigError as assignment does."""

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from fp8cfg.backends.backend_choice import Hardware
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.resolve import node
 from fp8cfg.config.backend_capabilities import capabilities
+from fp8cfg.config.installed_version import installed_version
 from fp8cfg.config.precision import Precision
 from fp8cfg.report.machine import find_hardware, free_memory
 
@@ -57,7 +57,7 @@ def inventory(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "fp8cfg": __version__, "python": platform.python_version(), "os": platform.platform(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "free_memory": free_memory("cpu"), **devices, "driver": _driver(), "compiler": _compiler(),
-        "packages": {name: _version(name) for name in (*PACKAGES, "transformers", "triton")},
+        "packages": {name: installed_version(name) for name in (*PACKAGES, "transformers", "triton")},
         "variables": {k: {"value": v, "effect": VARIABLES.get(k, "")} for k, v in sorted(environ.items())
                       if (k in VARIABLES or k.startswith("NVTE_")) and not SECRET.search(k)},
         "precision": {preset: {backend: can(precision, backend, hardware) for backend in BACKENDS}
@@ -113,10 +113,3 @@ def _compiler() -> str | None:
         return None
     done = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False)
     return done.stdout.partition("\n")[0] or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fp8cfg import __version__
+from fp8cfg.config.installed_version import installed_version
 from fp8cfg.report.installation import PACKAGES
 from fp8cfg.report.installation import VARIABLES as CHANGES_RESULTS
 
@@ -42,7 +42,7 @@ def environment() -> dict[str, Any]:
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": {"fp8cfg": __version__} | {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {"fp8cfg": __version__} | {name: version for name in PACKAGES if (version := installed_version(name))},
         "cuda": torch.version.cuda,
         "os": platform.platform(),
         "host": socket.gethostname(),
@@ -81,13 +81,6 @@ def _shown(value: Any) -> str:
 def _plain(text: str) -> str:
     """One line that a terminal prints as it is, whoever wrote the file."""
     return "".join(c if c.isprintable() else "?" for c in text[:100])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu() -> str:

@@ -196,7 +196,7 @@ def test_a_layer_whose_shape_does_not_fit_stays_in_high_precision() -> None:
 def test_without_its_compiled_part_it_is_not_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(te_rules, "_extension", lambda package: False)
     assert "no compiled part" in te_rules.unavailable()
-    monkeypatch.setattr(te_rules.metadata, "version", lambda _: "2.2.0")
+    monkeypatch.setattr(te_rules, "installed_version", lambda _: "2.2.0")
     assert te_rules.unavailable() == "transformer-engine 2.2.0 is installed, at least 2.8 is needed"
     monkeypatch.setattr(te_rules.importlib.util, "find_spec", lambda _: None)
     assert te_rules.unavailable() == "transformer-engine is not installed; pip install fp8cfg[te]"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.backends.te.environment import contradictions
 from fp8cfg.config.fp8 import FP8, per_row, transforms
+from fp8cfg.config.installed_version import installed_version
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.refusal import Refusal
 from fp8cfg.config.storage import fp8_weights, said_of_fp8_weights
@@ -54,9 +54,8 @@ def unavailable() -> str:
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
         return "transformer-engine is not installed; pip install fp8cfg[te]"
-    try:
-        version = metadata.version("transformer-engine")
-    except metadata.PackageNotFoundError:
+    version = installed_version("transformer-engine")
+    if version is None:
         return "transformer-engine has no version, its installation is not complete"
     if _numbers(version) < MINIMUM:
         return f"transformer-engine {version} is installed, at least {'.'.join(map(str, MINIMUM))} is needed"

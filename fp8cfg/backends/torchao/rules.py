@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import metadata, util
+from importlib import util
 
 from fp8cfg.backends.native.rules import EMULATE, found, no_units
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.fp8 import FP8, per_row, weights_2d
+from fp8cfg.config.installed_version import installed_version
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.refusal import Refusal
 from fp8cfg.config.storage import level, said_of_fp8_weights
@@ -27,7 +28,9 @@ def blocks(fp8: FP8) -> bool:
 def unavailable() -> str:
     if util.find_spec("torchao") is None:
         return "torchao is not installed"
-    version = metadata.version("torchao")
+    version = installed_version("torchao")
+    if version is None:
+        return "torchao has no version, its installation is not complete"
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     return "" if release >= LEAST else f"torchao {version} is older than {'.'.join(map(str, LEAST))}"
 
