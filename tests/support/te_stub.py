@@ -6,6 +6,7 @@ modules around them ask the extension for names when they are imported; those ar
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 import importlib.util
 import os
@@ -19,8 +20,9 @@ import pytest
 import torch  # noqa: F401  the imports below must find it loaded
 
 
+@functools.cache
 def te_module(name: str) -> types.ModuleType:
-    """`transformer_engine.pytorch.<name>`; skips the calling test where the wheel is not installed. Leaves no trace in
+    """`transformer_engine.pytorch.<name>`, loaded once; skips the calling test where the wheel is not installed. Leaves no trace in
     sys.modules, so that code which asks for a working Transformer Engine does not meet this one."""
     kept = {key: sys.modules.pop(key) for key in list(sys.modules) if _is_te(key)}
     try:
