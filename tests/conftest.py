@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, handler)
     # Six programs that find out whether the compiler knows the CPU's instructions: ten seconds, and what is compiled then says it too.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    # Kernels are compiled in the test's own process, not by a pool of others, of which each worker's would import torch.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Compiled graphs, kept by their source from one test, worker and run to the next.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "inductor"))
     # Before a sweep Hydra closes every logging handler, and absl's (Fiddle's) closes what was sys.stderr when it was imported:

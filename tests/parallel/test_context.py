@@ -45,7 +45,8 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
 }
 SAME = {"zero1": "fp32", "fsdp": "fp32", "recomputed": "fp32", "fp8 zero1": "fp8"}
 """Runs that on one rank are another one."""
-TWO = ("fp32", "fsdp", "recomputed", "fp8", "current", "mxfp8")
+TWO, MORE, FOUR = ("fp32", "fsdp", "fp8"), ("recomputed", "current", "mxfp8"), ("fp32", "zero1", "fp8 zero1")
+"""Runs on two ranks, more of them in `make test-all`, and those on four, there too."""
 NORMS = {"fp8": 0.1, "current": 0.1, "mxfp8": 0.1}
 
 
@@ -107,8 +108,7 @@ def family(changes: dict[str, Any], mesh: Any, world: World) -> dict[str, float]
 def on_two(folder: Path, world: World) -> dict[str, Any]:
     mesh = device_mesh(Strategy(context_parallel_size=2), "cpu")
     found: dict[str, Any] = {"families": {name: family(changes, mesh, world) for name, changes in FAMILIES.items()}}
-    for name in TWO:
-        found[name] = trained(job_of(RUNS[name][0], 2, 2), world)
+    found |= runs(TWO, world)
     job = job_of(FP8, 2, 2)
     trained(job, world, 0, 4)
     saved(job, world, folder / "two")
@@ -146,50 +146,68 @@ def sent(world: World) -> list[int]:
     return [SENT.bytes["keys and values"], handed[0]]
 
 
-def on_four(folder: Path, world: World) -> dict[str, Any]:
-    return {name: trained(job_of(RUNS[name][0], 2, 4), world) for name in ("fp32", "zero1", "fp8 zero1")}
+def runs(names: tuple[str, ...], world: World) -> dict[str, Any]:
+    return {name: trained(job_of(RUNS[name][0], 2, world.size), world) for name in names}
+
+
+@functools.cache
+def alone(name: str) -> dict[str, Any]:
+    """The run on one rank, whose microbatch is the global batch."""
+    return trained(job_of(RUNS[name][0], 1, 1), World())
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The runs on one rank, whose microbatch is the global batch; and the folder of a checkpoint of the fourth step."""
-    folder = tmp_path_factory.mktemp("ranks")
-    saving = job_of(EXACT, 1, 1)
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What ranks have that find a checkpoint of the fourth step on one."""
+    folder, saving = tmp_path_factory.mktemp("ranks"), job_of(EXACT, 1, 1)
     trained(saving, World(), 0, 4)
     saved(saving, World(), folder / "one")
-    return folder, {name: trained(job_of(words, 1, 1), World()) for name, (words, _) in RUNS.items() if name not in SAME}
+    return on_ranks(2, functools.partial(on_two, folder), tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
-def two(one: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(2, functools.partial(on_two, one[0]), tmp_path_factory.mktemp("two"))
+def more(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(2, functools.partial(runs, MORE), tmp_path_factory.mktemp("more"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("four")
-    return on_ranks(4, functools.partial(on_four, folder), folder)
+    return on_ranks(4, functools.partial(runs, FOUR), tmp_path_factory.mktemp("four"))
 
 
 def differences(found: dict[str, Any], want: dict[str, Any]) -> list[float]:
     return [abs(a - b) / b for a, b in zip([*found["losses"], found["val"]], [*want["losses"], want["val"]], strict=True)]
 
 
+def as_alone(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Ranks have one loss, which is that of one rank alone, and its coverage."""
+    want = alone(SAME.get(name, name))
+    assert all(rank[name]["losses"] == ranks[0][name]["losses"] for rank in ranks)
+    assert max(differences(ranks[0][name], want)) <= RUNS[name][1]
+    assert ranks[0][name].get("coverage") == want.get("coverage")
+
+
+def norms_as_alone(name: str, ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0][name]["norms"] == pytest.approx(alone(SAME.get(name, name))["norms"], rel=NORMS.get(name, 1e-5))
+
+
 @pytest.mark.parametrize("name", TWO)
-def test_two_context_ranks_train_as_one_rank(name: str, one: tuple[Path, dict[str, Any]], two: list[dict[str, Any]]) -> None:
-    want, bound = one[1][SAME.get(name, name)], RUNS[name][1]
-    assert two[0][name]["losses"] == two[1][name]["losses"]
-    assert max(differences(two[0][name], want)) <= bound
-    assert two[0][name]["norms"] == pytest.approx(want["norms"], rel=NORMS.get(name, 1e-5))
-    assert two[0][name].get("coverage") == want.get("coverage")
+def test_two_context_ranks_train_as_one_rank(name: str, two: list[dict[str, Any]]) -> None:
+    as_alone(name, two)
+    norms_as_alone(name, two)
 
 
-@pytest.mark.parametrize("name", ["fp32", "zero1", "fp8 zero1"])
-def test_two_times_two_ranks_train_as_one_rank(name: str, one: tuple[Path, dict[str, Any]], four: list[dict[str, Any]]) -> None:
-    assert all(rank[name]["losses"] == four[0][name]["losses"] for rank in four)
-    want = one[1][SAME.get(name, name)]
-    assert max(differences(four[0][name], want)) <= RUNS[name][1]
-    assert four[0][name].get("coverage") == want.get("coverage")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_two_context_ranks_recompute_and_train_in_other_scalings(name: str, more: list[dict[str, Any]]) -> None:
+    as_alone(name, more)
+    norms_as_alone(name, more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_two_times_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]]) -> None:
+    as_alone(name, four)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -197,10 +215,10 @@ def test_models_of_all_families_compute_what_one_rank_does(name: str, two: list[
     assert all(max(rank["families"][name].values()) < 1e-6 for rank in two)
 
 
-def test_runs_resume_on_other_layouts(one: tuple[Path, dict[str, Any]], two: list[dict[str, Any]]) -> None:
+def test_runs_resume_on_other_layouts(two: list[dict[str, Any]]) -> None:
     found = two[0]
     assert found["resumed"]["losses"] == found["fp8"]["losses"][4:] and found["resumed"]["val"] == found["fp8"]["val"]
-    assert found["from one"]["losses"] == pytest.approx(one[1]["fp32"]["losses"][4:], rel=1e-6)
+    assert found["from one"]["losses"] == pytest.approx(alone("fp32")["losses"][4:], rel=1e-6)
     assert found["to data"]["losses"] == pytest.approx(found["fp8"]["losses"][4:], rel=RUNS["fp8"][1])
 
 
