@@ -109,7 +109,9 @@ def planned(
     recipe: Recipe, hardware: Hardware, model: nn.Module | None = None, choice: Choice | None = None
 ) -> tuple[Sequence[PlannedLinear], Choice]:
     """What each linear layer is to do on `hardware`, and who does it. Raises ConfigError for what cannot run there."""
-    choice = choice or choose(_sharded(recipe, model), hardware, statistics=recipe.log.fp8_stats_every_n_steps)
+    choice = choice or choose(
+        _sharded(recipe, model), hardware, statistics=recipe.log.fp8_stats_every_n_steps,
+        tensor=recipe.trainer.strategy.tensor_model_parallel_size if model is None else 1)
     if model is None:
         plans = plan(recipe, choice.backend)
         _refuse_tokens(recipe, choice)
@@ -136,11 +138,19 @@ def prepared_model(
     config, m = transformer_config(recipe), recipe.model
     fill = job_parts.first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
     empty = job_parts.transformer(config, recompute=m.recompute_granularity == "full")
-    if recipe.trainer.strategy.context_parallel_size > 1:
+    strategy = recipe.trainer.strategy
+    if strategy.context_parallel_size > 1:
         from fp8cfg.parallel.context import split_sequences
         from fp8cfg.parallel.mesh import device_mesh
 
-        split_sequences(empty, device_mesh(recipe.trainer.strategy, device))
+        split_sequences(empty, device_mesh(strategy, device))
+    if strategy.tensor_model_parallel_size > 1:
+        from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
+
+        split_model(empty, tensor_rank(strategy, device))
+        prepared = job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill)
+        finish_layers(empty)
+        return prepared
     return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill)
 
 
@@ -163,11 +173,11 @@ def _put_together(
 def _sharded(recipe: Recipe, model: nn.Module | None) -> Precision:
     """The precision of `recipe` with storage.shard as it applies on the ranks of the process group: around a given model auto is
     none, since a loop of one's own may save what each rank has as if it were whole."""
-    from fp8cfg.report.memory.layout import ranks
+    from fp8cfg.report.memory.layout import ranks, shards
 
     dist: Any = sys.modules.get("torch.distributed")  # whoever has made a group has loaded it; `lower` loads no torch
     here = dist.get_world_size() if dist and dist.is_available() and dist.is_initialized() else ranks()
-    return as_sharded(recipe.precision, 1 if model is not None else here)
+    return as_sharded(recipe.precision, 1 if model is not None else shards(recipe, here))
 
 
 def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:

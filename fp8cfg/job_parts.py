@@ -121,7 +121,8 @@ def prepared_model(
     linear_stand_ins.attach(model, shells)
     narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32 and p.requires_grad}
     masters = {n: t for n, t in originals.items() if n in narrow}
-    return PreparedModel(model, masters, region, next(model.parameters()).device, columns, shard=precision.storage.shard)
+    return PreparedModel(model, masters, region, next(model.parameters()).device, columns, shard=precision.storage.shard,
+                         tensor_parallel=model.tensor_parallel if isinstance(model, Transformer) else None)
 
 
 def _fully_sharded(
@@ -148,7 +149,8 @@ def _fully_sharded(
         refresh_shards(fp8_linears(model))
         backend.forget_observed(model)
         seed_rounding(model, seed)
-    return PreparedModel(model, {}, region, next(model.parameters()).device, columns, shard="fsdp")
+    return PreparedModel(model, {}, region, next(model.parameters()).device, columns, shard="fsdp",
+                         tensor_parallel=model.tensor_parallel)
 
 
 def _in_compute_dtype(
@@ -182,8 +184,8 @@ def optimizer(
 
     from fp8cfg.backends import backend_registry, stored_weights
     from fp8cfg.optim.groups import param_groups
-    from fp8cfg.training.distributed import zero
-    from fp8cfg.training.distributed.world import current
+    from fp8cfg.training.distributed import gradient_sync, zero
+    from fp8cfg.training.distributed.world import sharing
 
     model, backend = prepared.model, backend_registry.backend(choice.backend)
     built: MixedPrecisionOptimizer | LowBitTraining
@@ -205,8 +207,9 @@ def optimizer(
             groups, _inner(optim, split=precision.storage.shard == "fsdp"),
             masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
             loss_scaler=loss_scaler, clip_grad=clip_grad, owned=owned)
+        gradient_sync.sum_norms(built, prepared)
     if prepared.owner:
-        zero.attach(built, model, prepared.owner, precision.storage.shard, current())
+        zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
     if precision.fp8.enabled:
         def move_scales() -> None:
             group = dist.group.WORLD if precision.fp8.reduce_amax and dist.is_available() and dist.is_initialized() else None

@@ -73,15 +73,19 @@ def _shape(small: Recipe) -> None:
 
 
 def _run(small: Recipe, ranks: int, accumulates: bool) -> None:
-    """Three steps on the shipped corpus with an evaluation and two checkpoints, on a layout that the ranks have: of context ranks
-    as many as divide them, the others data-parallel."""
+    """Three steps on the shipped corpus with an evaluation and two checkpoints, on a layout that the ranks have: as many share
+    matrices and sequences as divide them, the others are data-parallel."""
     t, o, p = small.trainer, small.optim, small.precision
-    context = gcd(t.strategy.context_parallel_size, ranks)
-    t.strategy, t.num_nodes, t.devices = Strategy(context_parallel_size=context), 1, ranks
+    m, own = small.model, t.strategy
+    tensor = gcd(own.tensor_model_parallel_size, m.num_query_groups, ranks)
+    context = gcd(own.context_parallel_size, ranks // tensor)
+    t.strategy = Strategy(tensor_model_parallel_size=tensor, sequence_parallel=own.sequence_parallel and tensor > 1,
+                          context_parallel_size=context)
+    t.num_nodes, t.devices = 1, ranks
     small.data = {"name": "tiny", "path": None}  # type: ignore[assignment]
     t.micro_batch_size = min(t.micro_batch_size, 2)
-    t.global_batch_size = t.micro_batch_size * ranks // context * (1 + accumulates)
-    chunks, most = lcm(16, 2 * context), min(TOKENS, HELD_OUT // t.global_batch_size)
+    t.global_batch_size = t.micro_batch_size * ranks // t.strategy.size * (1 + accumulates)
+    chunks, most = lcm(16, 2 * context * tensor), min(TOKENS, HELD_OUT // t.global_batch_size)
     small.model.seq_length = min(small.model.seq_length, max(chunks, most // chunks * chunks))
     o.warmup_steps, o.constant_steps = min(1, o.warmup_steps), min(1, o.constant_steps)
     t.max_steps = t.val_check_interval = STEPS

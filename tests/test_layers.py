@@ -24,13 +24,13 @@ NESTED = {"training.distributed"}
 
 TOP = {  # room -> rooms that its modules may import at their top
     "models": set(), "data": set(), "scalings": set(), "config": {"scalings"}, "numerics": {"scalings"},
-    "optim": {"numerics"}, "parallel": {"config", "models"},
+    "optim": {"numerics"}, "parallel": {"config", "models", "numerics"},
     "composition": {"config"},
     "backends": {"config", "numerics", "scalings"},
     "layer_plan": {"backends", "config", "models"},
     "report": {"backends", "composition", "config", "layer_plan", "models", "scalings"},
     "interop": {"composition", "config", "layer_plan", "scalings"},
-    "training.distributed": {"backends", "config", "numerics", "optim", "report"},
+    "training.distributed": {"backends", "config", "numerics", "optim", "parallel", "report"},
     "job": {"backends", "report"},
     "job_parts": {"backends", "config", "models"},
     "conversion": {"backends", "composition", "config", "job", "numerics", "optim", "report", "scalings"},
@@ -38,7 +38,7 @@ TOP = {  # room -> rooms that its modules may import at their top
     "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},
     "builder": {"backends", "config", "job_parts", "job", "layer_plan", "optim", "smoke"},
     "run_plan": {"builder", "config", "report", "smoke"},
-    "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job", "layer_plan", "numerics", "optim",
+    "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job", "layer_plan", "models", "numerics", "optim",
                  "parallel", "report", "smoke", "training.distributed"},
     "execution": {"composition", "config"},
     "cli": {"backends", "config", "execution", "report", "training"},
@@ -189,5 +189,5 @@ def test_what_is_left_of_build_loads_no_torch() -> None:
     assert {*rooms} == {room(m) for m in names} and done.stdout == "None\n", f"{done.stdout}loads torch"
 
 
-LATE = {f"fp8cfg.models.{name}" for name in ("attention", "hf", "hf_checkpoint", "hf_export", "layers", "norms", "rotary", "transformer",
+LATE = {f"fp8cfg.models.{name}" for name in ("attention", "hf", "hf_checkpoint", "hf_export", "layers", "norms", "rotary", "tensor_shard", "transformer",
                                             "weight_init")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class PreparedModel:
     """A model in the recipe's precision, the float32 masters of its parameters by name, the autocast region of its FP8 layers, and
     the storage columns of its parameters by name. `owner` gives the rank that keeps the state of each parameter, where that is
-    sharded, as `shard` says: storage.shard, resolved.
+    sharded, as `shard` says: storage.shard, resolved. `tensor_parallel` is this rank's place among those that share each matrix, a
+    parallel.tensor.TensorRank, None where parameters are whole.
     """
 
     model: torch.nn.Module
@@ -26,3 +27,4 @@ class PreparedModel:
     columns: dict[str, dict[str, str]] = field(default_factory=dict)
     owner: dict[str, int] = field(default_factory=dict)
     shard: str = "none"
+    tensor_parallel: Any = None

@@ -50,6 +50,8 @@ class Capabilities:
     fp8_gather: Literal["", "cast", "params"] = ""
     """How FSDP2 gathers its weights in FP8, storage.gather=fp8: cast with one scale, as torchao does, or as fp8.params holds them;
     empty where it cannot."""
+    tensor_parallel: bool = False
+    """Whether its layers compute with parts of matrices that are split over tensor-parallel ranks."""
     requantizes: bool = False
     """Whether its layers keep input and weight as they came, and quantize both again in the backward pass."""
     norms: bool = False

@@ -60,12 +60,13 @@ class Optim(Node):
 
 class Strategy(Node):
     """The parallel layout, which is never changed: the data-parallel size is what the launch leaves beside it. Training has
-    context parallelism; the others are planned and exported."""
+    tensor, sequence and context parallelism; pipelines are planned and exported."""
 
     home: ClassVar[str] = "trainer.strategy"
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that share each layer. Default 1."""
+    """GPUs that share each matrix (Megatron-LM, arXiv 1909.08053). It must divide heads, query groups, MLP and vocabulary. Default
+    1."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     """GPUs that hold consecutive layers. Default 1."""
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
@@ -73,7 +74,8 @@ class Strategy(Node):
     context_parallel_size: int = Field(default=1, ge=1)
     """GPUs that share each sequence: attention gathers its keys and values (Megatron's cp_comm_type all_gather). Default 1."""
     sequence_parallel: bool = False
-    """Split norms over the tensor-parallel GPUs. Default false."""
+    """Split each sequence over the tensor-parallel GPUs between the layers that they share, so that norms and the residual stream
+    are computed and kept once (arXiv 2205.05198). Default false."""
 
     @property
     def size(self) -> int:
@@ -124,8 +126,8 @@ class Trainer(Node):
     seed: int = Field(default=1234, ge=0, le=2**31 - 1)
     """Seeds weights and sample order. Default 1234 (Megatron)."""
     smoke: bool = False
-    """Train three steps of the recipe cut to a size for any machine, on the shipped corpus and data- and context-parallel, with an
-    evaluation, a save and a resume; what was cut is said. At most 4 GiB over eight ranks. Default false."""
+    """Train three steps of the recipe cut to a size for any machine, on the shipped corpus, data-, tensor- and context-
+    parallel, with an evaluation, a save and a resume; what was cut is said. At most 4 GiB over eight ranks. Default false."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile the model; true and false are on and off. Default auto: where a compiler is present and the run is long enough
     to pay for it."""

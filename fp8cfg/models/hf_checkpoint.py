@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.hf import Layout, stream
-from fp8cfg.models.weight_init import local_part
+from fp8cfg.models.tensor_shard import TensorShard
+from fp8cfg.models.weight_init import local_parts
 
 SCALES = ("_scale_inv", "_scale")
 IGNORED = (*SCALES, ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
@@ -128,12 +129,12 @@ def load(model: torch.nn.Module, config: TransformerConfig, folder: Path, layout
     """Fill the parameters of `model`, a Transformer of `config`, or this rank's parts of them, from `folder`, one whole tensor
     of ours at a time. Raises ValueError as Checkpoint and `stream` do."""
     checkpoint, parameters = Checkpoint(folder), dict(model.named_parameters())
+    shards: Mapping[str, TensorShard] = getattr(model, "shards", {})
 
     def take(name: str, tensor: Tensor) -> None:
-        part, first = local_part(parameters[name])
-        for dim, start in enumerate(first):
-            tensor = tensor.narrow(dim, start, part.shape[dim]) if part.numel() else tensor.new_empty(part.shape)
-        part.copy_(tensor)
+        for part, first in local_parts(parameters[name], shards.get(name)):
+            if part.numel():
+                part.copy_(tensor[tuple(slice(start, start + size) for start, size in zip(first, part.shape, strict=True))])
 
     shapes: Mapping[str, tuple[int, ...]] = checkpoint.shapes
     stream(shapes, checkpoint.read, config, layout, take)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,8 @@ from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.norms import norm
 from fp8cfg.models.rotary import rotary_tables
-from fp8cfg.models.weight_init import draw_normal, local_part
+from fp8cfg.models.tensor_shard import TensorShard
+from fp8cfg.models.weight_init import draw_normal, local_parts
 
 RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
@@ -39,6 +40,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = recompute
+        self.tensor_parallel: Any = None  # this rank's place among those that share each matrix, a parallel.tensor.TensorRank
+        self.shards: dict[str, TensorShard] = {}  # what it has of the parameters that are split
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.learned_positions:
             self.position_embedding = nn.Embedding(config.learned_positions, config.hidden_size)
@@ -71,7 +74,12 @@ class Transformer(nn.Module):
             logits = (logits / cap).tanh() * cap
         if targets is None:
             return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return self.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean over `targets` [tokens] of float32 `logits` [tokens, vocab_size]; tensor parallelism has another for parts of
+        the vocabulary."""
+        return F.cross_entropy(logits, targets)
 
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.embedding(tokens)
@@ -100,11 +108,13 @@ class Transformer(nn.Module):
         seed gives one model, whatever device and dtype the parameters have and however they are split over ranks.
         """
         for name, parameter in self.named_parameters():
-            part, first = local_part(parameter)
-            if part.dim() == 1:
-                part.fill_(0.0 if name.endswith(".bias") or self.config.layernorm_zero_centered_gamma else 1.0)
-            else:
-                draw_normal(part, self._init_std(name), seed, name, parameter.shape[1], (first[0], first[1]), device)
+            shard = self.shards.get(name)
+            columns = parameter.shape[-1] * (shard.ranks if shard and shard.dim == 1 else 1)
+            for part, first in local_parts(parameter, shard):
+                if part.dim() == 1:
+                    part.fill_(0.0 if name.endswith(".bias") or self.config.layernorm_zero_centered_gamma else 1.0)
+                else:
+                    draw_normal(part, self._init_std(name), seed, name, columns, (first[0], first[1]), device)
 
     def _init_std(self, name: str) -> float:
         if name.endswith(RESIDUAL_OUTPUTS):

@@ -2,7 +2,8 @@
 
 Each block of a weight's rows has a generator state of its own, of the seed, the parameter's name and the block's number. So a rank
 draws the rows that it has and no more than two blocks beside, and one seed gives one model whatever the layout: whole on every
-rank, split over data-parallel ranks, or a pipeline stage. A rank that has columns draws whole rows and keeps its own.
+rank, split over data-parallel or tensor-parallel ranks, or a pipeline stage. A rank that has columns draws whole rows and keeps its
+own.
 
 Torch's generator on a CPU keeps 32 bits of a seed: among the hundred thousand blocks of eight billion parameters two may be alike.
 """
@@ -10,10 +11,13 @@ Torch's generator on a CPU keeps 32 bits of a seed: among the hundred thousand b
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fp8cfg.models.tensor_shard import TensorShard
 
 BLOCK = 1 << 16
 """Elements of a block, at least one row. Seeding costs as much as drawing some hundred numbers."""
@@ -44,6 +48,21 @@ def block_seed(seed: int, name: str, block: int) -> int:
     """The seed of a block, 63 bits."""
     digest = hashlib.blake2b(repr((seed, name, block)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def local_parts(parameter: Tensor, shard: TensorShard | None = None) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """The boxes of a parameter that this rank has, each with its place in the whole: one, or one for each piece of a tensor
+    `shard`, which may itself be split by FSDP2."""
+    part, first = local_part(parameter)
+    if shard is None:
+        yield part, first
+        return
+    dim, begins = shard.dim, first[shard.dim]
+    for start, stop, at in shard.boxes(parameter.shape[dim]):
+        low, high = max(start, begins), min(stop, begins + part.shape[dim])
+        if low < high:
+            place = (*first[:dim], at + low - start, *first[dim + 1:])
+            yield part.narrow(dim, low - begins, high - low), place
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -143,6 +143,8 @@ def refresh_shards(layers: Iterable[Any]) -> None:
     weights: list[Any] = [layer.parameter for layer in those]
     amaxes = torch.stack([amax_of(weight.to_local()._tensor) for weight in weights])
     dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=weights[0].device_mesh.get_group())
+    if those[0].amax_group:  # tensor parallelism splits all of them
+        amaxes = those[0].amax_group.amax(amaxes, WEIGHT)
     for layer, amax in zip(those, amaxes, strict=True):
         state = layer.fp8_scale, layer.fp8_amax_history
         one = layer.scaling.tile(WEIGHT, 1) is None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.autocast_region import Region
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.codecs import Stored as InCodec
@@ -50,6 +51,9 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
     range_used: Tensor | None = None
     fp8_weight_scale_inv: Tensor | None
     sharded = False
+    amax_group: AmaxGroup | None = None
+    scales_set = False
+    adds_bias = True
     shard_scale: Tensor | None = None
     shard_quantized: Stored | None = None
 
@@ -70,8 +74,8 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
         With `fp8_params` the weight becomes a float8 Parameter instead, quantized from `linear.weight`, and `set_weight` writes
         to it; its gradient has the dtype that `linear.weight` had, unless `weight.grad_dtype` is set later. With `codec` it is
         held in that one, and each pass decodes it: also where all products stay in high precision. Either stands for a weight in
-        `read_as`, by default the dtype of `linear.weight`. Raises ValueError where the hardware's product cannot have the layer's
-        shape."""
+        `read_as`, by default the dtype of `linear.weight`. Of a `linear` that is split over tensor-parallel ranks the attributes
+        `amax_group` and `adds_bias` go with it. Raises ValueError where the hardware's product cannot have the layer's shape."""
         n, k = linear.weight.shape
         if product not in ("emulate", "scaled_mm"):
             raise ValueError(f"product={product!r}; choose one of emulate, scaled_mm")
@@ -86,6 +90,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
         new = cls(k, n, bias=linear.bias is not None, device="meta")
         new.weight, new.bias = linear.weight, linear.bias  # type: ignore[misc]
         new.train(linear.training)
+        new.amax_group, new.adds_bias = getattr(linear, "amax_group", None), getattr(linear, "adds_bias", True)
         new.scaling, new.region, new.high_precision, new.product = scaling, region, high_precision, product
         new.weight_grad_dtype, device, new.codec = linear.weight.dtype, linear.weight.device, None
         new.read_as = read_as or linear.weight.dtype
@@ -148,11 +153,13 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
             stored, *beside = weight.stored
         product = None if self.product == "scaled_mm" else carrier
         records = torch.is_grad_enabled()
-        plan = Plan(self.scaling, high_precision, product, out, weight_grad, records, self.codec, trains=records and self.training)
+        trains = records and self.training
+        plan = Plan(self.scaling, high_precision, product, out, weight_grad, records, self.codec, trains, self.parts)
         of_rounding = getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)
         state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, *of_rounding, self.gemms_ran])
+        bias = self.bias if self.adds_bias else None
         with torch.autocast(device, enabled=False):
-            y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, self.bias, *state, plan)  # type: ignore[no-untyped-call]
+            y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, bias, *state, plan)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
 
     def seed_rounding(self, seed: int, *words: int | str) -> None:
@@ -187,7 +194,13 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
     def _stored(self, master: Tensor) -> Stored:
         one = self.scaling.tile(WEIGHT, 1) is None
         state = self.fp8_scale, self.fp8_amax_history
-        return store(master, self.scaling, scale_now(master, WEIGHT, self.scaling, *state, record=True) if one else None)
+        scale = scale_now(master, WEIGHT, self.scaling, *state, record=True, parts=self.parts) if one else None
+        return store(master, self.scaling, scale)
+
+    @property
+    def parts(self) -> AmaxGroup | None:
+        """The amax group, where scales are made of amaxes in each pass: under delayed scaling until all have been set."""
+        return None if self.scales_set else self.amax_group
 
     @property
     def fp8_params(self) -> bool:
@@ -229,6 +242,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         master = prepare_load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.scales_set = False
         if master is not None:
             self.set_weight(master)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.fp8_weights import Stored, dequantize
 from fp8cfg.numerics.fp8_weights import operand as stored_operand
@@ -74,6 +75,7 @@ class Plan(NamedTuple):
     record: bool
     codec: Codec | None = None  # that the weight is held in
     trains: bool = True  # an evaluation in high precision is not recorded
+    parts: AmaxGroup | None = None  # of whose amaxes scales are made in this pass
 
     def operands(self, role: int, slots: Sequence[int], make: Callable[[bool, int], Operand]) -> dict[int, Operand]:
         """The operand of `role` in each product of `slots`, contracted dimension last. `make` gives it in high precision or in
@@ -94,7 +96,7 @@ class Plan(NamedTuple):
             return Operand(t.to(self.out))
         fmt, tile = self.scaling.format_of(role), self.scaling.tile(role, axis)
         if tile is None:
-            scale = scale_now(t, role, self.scaling, state.scales, state.history, self.record)
+            scale = scale_now(t, role, self.scaling, state.scales, state.history, self.record, self.parts)
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
         if self.scaling.layout.two_levels:
             return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random)

@@ -44,6 +44,9 @@ def update_scales(layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = 
         used = _update([_state(delayed[i]) for i in those], torch.stack([rows[i] for i in those]), *kind, step)
         for i, row in zip(those, used.unbind(), strict=True):
             delayed[i].range_used = row
+    for layer in delayed:
+        if isinstance(layer, FP8Linear) and layer.amax_group and not layer.scales_set:
+            layer.scales_set = bool((_state(layer)[0] != 0).all())  # alike on all ranks that share amaxes
 
 
 def _roles(layer: FP8Layer) -> tuple[int, ...]:
@@ -92,5 +95,7 @@ def reset_state(layers: Iterable[FP8Layer]) -> None:
     meta device and got memory since, which holds whatever it held."""
     for layer in layers:
         state = layer.fresh_state() if layer.scaling.layout.history else {}
+        if isinstance(layer, FP8Linear):
+            layer.scales_set = False
         for name, buffer in layer.named_buffers():
             buffer.copy_(state.get(name, torch.zeros_like(buffer)))

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.formats import E4M3, E5M2, Format
 from fp8cfg.scalings import SCALINGS, Descriptor, ScalingName
 
@@ -153,15 +154,20 @@ def range_used(amax_now: Tensor, scale: Tensor, reach: Tensor) -> Tensor:
     return torch.where(amax_now.isinf(), amax_now, amax_now * scale / reach)
 
 
-def scale_now(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, history: Tensor | None, record: bool) -> Tensor:
+def scale_now(
+    t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, history: Tensor | None, record: bool,
+    parts: AmaxGroup | None = None,
+) -> Tensor:
     """The float32 scalar scale to quantize `t` with in this pass.
 
     Under delayed scaling that is `scales[role]`, and `record` folds the amax of `t` into the running maximum
     `history[0, role]`; a scale of 0 was never set. Under current scaling there is no state: `scales` [3] and `history`
-    [length, 3] are None."""
+    [length, 3] are None. Where `t` is one of the `parts` of a tensor, a scale of its amax is that of the whole; amaxes that
+    are recorded are those of the part, for `update_scales` reduces them."""
     fmt = scaling.format_of(role)
     if scales is None or history is None:
-        scale = scale_from_amax(amax_of(t), fmt)
+        amax = amax_of(t)
+        scale = scale_from_amax(amax if parts is None else parts.amax(amax, role), fmt)
         return floor_to_power_of_2(scale) if scaling.power_2_scales else scale
     if not record and scaling.first_step == "te":
         return scales[role]
@@ -170,4 +176,5 @@ def scale_now(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, his
         history[0, role].copy_(torch.maximum(history[0, role], amax))
     if scaling.first_step == "te":
         return scales[role]
-    return torch.where(scales[role] == 0, scale_from_amax(amax, fmt, scaling.margin), scales[role])
+    whole = amax if parts is None else parts.amax(amax, role)
+    return torch.where(scales[role] == 0, scale_from_amax(whole, fmt, scaling.margin), scales[role])

@@ -10,7 +10,7 @@ up in the master. A float32 parameter is its own master.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -44,7 +44,8 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
     Of the parameters that are not `owned`, by name, no master and no moment is kept, and a step leaves them to the rank that owns
     them; `on_written` is then there to hand weights round. Norms are of the gradients of all, or, where this rank has those of its
-    own alone, `sum_norms` adds them up over the ranks, 0 standing for the others.
+    own alone, `sum_norms` adds them up over the ranks, 0 standing for the others. Of parameters that are `split`, of which other
+    ranks have other parts, `sum_split` adds up the squares over those ranks.
     """
 
     def __init__(
@@ -83,6 +84,8 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self.on_skip: list[Callable[[], None]] = []
         self.on_written: list[Callable[[], None]] = []
         self.sum_norms: Callable[[Tensor], Tensor] | None = None
+        self.split: Collection[nn.Parameter] = ()
+        self.sum_split: Callable[[Tensor], Tensor] = lambda squares: squares
         self.counts = dict.fromkeys(self.names, 0)
         self._elsewhere: set[nn.Parameter] = set()
         self._written = WriteGuard(self.names, "their masters were made", self._narrow)
@@ -190,11 +193,18 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
     def _norm(self, every: Mapping[nn.Parameter, Tensor]) -> Tensor:
         """The norm of all gradients together."""
+        if not self.split:
+            return self._norm_of(every, list(self.names))
+        split, whole = ([p for p in self.names if (p in self.split) == part] for part in (True, False))
+        return (self.sum_split(self._norm_of(every, split).square()) + self._norm_of(every, whole).square()).sqrt()
+
+    def _norm_of(self, every: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]) -> Tensor:
+        """The norm of the gradients of `params`."""
         if self.sum_norms is None:
-            norm = get_total_norm([*every.values()])
+            norm = get_total_norm([every[p] for p in params if p in every])
             return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of gradients that are split over ranks
         device = next(iter(self.names)).device
-        each = [torch.linalg.vector_norm(every[p]) if p in every else torch.zeros((), device=device) for p in self.names]
+        each = [torch.linalg.vector_norm(every[p]) if p in every else torch.zeros((), device=device) for p in params]
         total: Tensor = torch.linalg.vector_norm(self.sum_norms(torch.stack(each)))
         return total
 

@@ -54,3 +54,14 @@ def device_mesh(strategy: Strategy, device: str) -> DeviceMesh:
 
     sizes = {axis: n for axis, n in axis_sizes(strategy, dist.get_world_size()).items() if n > 1}
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def shard_mesh(strategy: Strategy, device: str) -> DeviceMesh:
+    """The mesh of those ranks with the axes shards, those with the same parameters, data-parallel and context ranks together, and
+    tp. Either may be of one rank."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = axis_sizes(strategy, dist.get_world_size())
+    shape = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"], sizes["tp"]
+    return init_device_mesh(device, shape, mesh_dim_names=("shards", "tp"))

@@ -58,8 +58,10 @@ def _fp8(recipe: Recipe) -> dict[str, object]:
 def body(recipe: Recipe, hardware: Hardware) -> str:
     """The planned coverage, the backend that will do it, the memory it takes, and the layout. Raises ConfigError as
     `choose` and `plan` do."""
-    precision = as_sharded(recipe.precision, layout.ranks())
-    choice = choose(precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps)
+    ranks = layout.shards(recipe, layout.ranks())
+    precision = as_sharded(recipe.precision, ranks)
+    choice = choose(precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps,
+                    tensor=recipe.trainer.strategy.tensor_model_parallel_size)
     parts = []
     if recipe.fp8.enabled:
         coverage = planned(recipe, plan(recipe, choice.backend))
@@ -69,7 +71,7 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
         who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
         backend = "\n".join([who, *passed_over(choice)])
         parts.append(f"{backend}\n{coverage}")
-    split = [gather_line(recipe, plan(recipe, choice.backend), layout.ranks(), choice.backend)]
+    split = [gather_line(recipe, plan(recipe, choice.backend), ranks, choice.backend)]
     memory = memory_table(recipe, hardware.device, backend=choice.backend)
     parts.append("\n".join([memory, *(split if precision.storage.shard == "fsdp" else ())]))
     parts += [line for line in [_scaled_down(recipe)] if line]
@@ -88,7 +90,9 @@ def refuse(recipe: Recipe, hardware: Hardware, whole_line: Callable[[Sequence[st
     free = free_memory(hardware.device)
 
     def backend(other: Recipe) -> str:
-        return choose(as_sharded(other.precision, layout.ranks()), hardware, statistics=other.log.fp8_stats_every_n_steps).backend
+        precision = as_sharded(other.precision, layout.shards(other, layout.ranks()))
+        return choose(precision, hardware, statistics=other.log.fp8_stats_every_n_steps,
+                      tensor=other.trainer.strategy.tensor_model_parallel_size).backend
 
     large = too_large(recipe, hardware.device, free, backend(recipe))
     problems = layout.refused(recipe, layout.ranks()) or ([large] if large else [])
@@ -109,7 +113,9 @@ def _scaled_down(recipe: Recipe) -> str:
         return ""
     steps = t.global_batch_size / (t.micro_batch_size * (here // s.size))
     many = "1 rank" if here == 1 else f"{here} ranks"
-    how = f"data-parallel on {many}" if s.size == 1 else f"on {many} = context {s.context_parallel_size} x data {here // s.size}"
+    ways = {"tensor": s.tensor_model_parallel_size, "context": s.context_parallel_size}
+    split = " x ".join(f"{way} {n}" for way, n in ways.items() if n > 1)
+    how = f"data-parallel on {many}" if s.size == 1 else f"on {many} = {split} x data {here // s.size}"
     runs = f"runs here {how}, {steps:g} microbatches a step on each"
     return runs if meant == here else f"meant for {meant} GPUs\n{runs}"
 

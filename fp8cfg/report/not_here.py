@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fp8cfg.backends import backend_registry
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.report.tensor_parallel import limits
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU that NVIDIA's driver has, by which they are counted without loading torch."""
@@ -20,11 +21,11 @@ def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
 
 def _layout(recipe: Recipe) -> list[str]:
     """Parallel layouts that are planned and exported, and not trained."""
-    s = recipe.trainer.strategy
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    keys = [f"{s.key(name)}={value}" for name in sizes if (value := getattr(s, name)) > 1]
-    later = "not in this version, which plans and exports it and trains data- and context-parallel"
-    return [f"{', '.join(keys)}: {later}"] if keys else []
+    s, found = recipe.trainer.strategy, []
+    if (size := s.pipeline_model_parallel_size) > 1:
+        found.append(f"{s.key('pipeline_model_parallel_size')}={size}: not in this version, which plans and exports it and trains "
+                     "data-, tensor- and context-parallel")
+    return [*found, *limits(recipe, recipe.trainer.num_nodes * recipe.trainer.devices)]
 
 
 def _backend(recipe: Recipe) -> list[str]:

@@ -14,7 +14,7 @@ from fp8cfg.layer_plan import plan
 from fp8cfg.report import chart, plan_text, speedups
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU
-from fp8cfg.report.memory.layout import Part, parts, refused, whole
+from fp8cfg.report.memory.layout import Part, parts, refused, shards, whole
 from fp8cfg.report.memory.nearest_fit import SMOKE, cheapest
 from fp8cfg.report.memory.peak import linears_of, memory, parameters
 from fp8cfg.report.tables import size
@@ -146,7 +146,8 @@ def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
 
 def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
     statistics = recipe.log.fp8_stats_every_n_steps
-    return choose(as_sharded(recipe.precision, ranks), hardware, statistics=statistics, here=hardware.device == "cpu")
+    return choose(as_sharded(recipe.precision, ranks), hardware, statistics=statistics, here=hardware.device == "cpu",
+                  tensor=recipe.trainer.strategy.tensor_model_parallel_size)
 
 
 def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:
@@ -157,6 +158,6 @@ def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[s
 
 
 def _write(recipe: Recipe, world: int, hardware: Hardware, free: int) -> tuple[str, ...]:
-    found = cheapest(recipe, hardware.device, free, world, lambda other: _chosen(other, hardware, world).backend)
+    found = cheapest(recipe, hardware.device, free, world, lambda other: _chosen(other, hardware, shards(other, world)).backend)
     return found.words if found else (SMOKE,)
 

@@ -56,7 +56,7 @@ def _layout(p: Plan) -> str:
             ("context", s.context_parallel_size), ("data", p.widest.part.data))
     lines = [model, f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}"]
     if refused(p.recipe, p.world):
-        lines.append("planned for, not run: training in this version is data- and context-parallel")
+        lines.append("planned for, not run: training in this version has no such layout")
     if len(p.ranks) > 1:
         rows = [[r.part.name, str(len(r.part.layers)), amount(r.parameters), size(r.total)] for r in p.ranks]
         lines.append(table(["", "layers", "parameters", "memory"], rows, right=(1, 2, 3)))

@@ -14,6 +14,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.builder import planned, prepared_model
 from fp8cfg.config.errors import ConfigError, printable
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.training.checkpoint import checkpoint, saved_state, step_folders
 from fp8cfg.training.checkpoint.job_tensors import of_this_rank
@@ -39,6 +40,7 @@ def load(path: Path, say: Callable[[str], None], change: Callable[[Recipe], None
         tensors, state = _newest(folder, say)
     recipe = Recipe(**state["recipe"])
     recipe.model.path = recipe.model.weights = None  # its weights are those of the checkpoint
+    recipe.trainer.strategy = Strategy()  # on one rank, whatever the run had
     if recipe.storage.shard != "none":
         recipe.storage.shard = "none"
     if change:

@@ -14,9 +14,9 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
 from fp8cfg.parallel.mesh import batch_share
-from fp8cfg.training.context_traffic import count_pass
 from fp8cfg.training.distributed.gradient_sync import stores_early, sum_gradients
 from fp8cfg.training.distributed.world import World
+from fp8cfg.training.model_traffic import count_pass
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     """Optimizer step number `step`, the first being 0."""
     count, share = microbatches(job, world), batch_share(job.recipe.trainer.strategy, world.rank, world.size)
     total = torch.zeros((), device=job.device)
+    data = world.size // job.recipe.trainer.strategy.tensor_model_parallel_size  # ranks with other tokens
     again = job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
     job.optimizer.zero_grad()
     for i in range(count):
@@ -58,7 +59,7 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
         stores = not again and i + 1 == count and stores_early(job.prepared, world)
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
             loss = _loss(job, tokens, targets)
-            job.backward(loss, parts=count * world.size)
+            job.backward(loss, parts=count * data)
         count_pass(job.recipe, len(tokens), world)
         total += loss.detach()
     sum_gradients(job.prepared, job.optimizer, world)

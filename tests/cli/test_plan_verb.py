@@ -121,11 +121,11 @@ together 10.9 B/param; the chart's 6 is what a parameter of a linear layer keeps
 
 def test_the_largest_recipe_on_its_layout(capsys: pytest.CaptureFixture[str]) -> None:
     out, lines = refused(capsys, *LARGE)
-    assert "; runs there: fp8cfg recipe=llama_405b precision=bf16_fp8 model.recompute_granularity=full storage.shard=fsdp trainer." in lines[-1]
-    assert "\ndoes not run as it stands: trainer.strategy.tensor_model_parallel_size=8: not in" in out and "\nruns with: model.recompute_granularity=full storage.shard=fsdp\n" in out
+    assert "; runs there: fp8cfg recipe=llama_405b precision=bf16_fp8 storage.shard=fsdp trainer.strategy.pipeline_model_parallel_size=1 " in lines[-1]
+    assert "\ndoes not run as it stands: trainer.strategy.pipeline_model_parallel_size=8: not" in out and "\nruns with: storage.shard=fsdp trainer.strategy.pipeline_model_parallel_size=1\n" in out
     assert """\
 layout: 512 ranks = tensor 8 x pipeline 8 x context 4 x data 2
-planned for, not run: training in this version is data- and context-parallel
+planned for, not run: training in this version has no such layout
               layers  parameters    memory
 first stage       15       6.24B  65.0 GiB
 middle stage      16       6.38B  64.9 GiB
@@ -176,7 +176,7 @@ def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str
     found = json.loads(out)
     assert list(found) == ["recipe", "gpu", "gpus", "runs", "refusals", "coverage", "chart", "parameters", "shard", "ranks", "widest", "fits", "problems", "write", "recompute",
                            "published", "measured_here", "too_small", "built"]
-    assert found["problems"] == [line.partition("; runs there")[0] for line in problems] and found["write"][:2] == ["model.recompute_granularity=full", "storage.shard=fsdp"]
+    assert found["problems"] == [line.partition("; runs there")[0] for line in problems] and found["write"][:2] == ["storage.shard=fsdp", "trainer.strategy.pipeline_model_parallel_size=1"]
     assert found["fits"] is True and found["measured_here"] is False and found["built"]["optimizer"]["inner"] == "adamw"
     assert [r["name"] for r in found["ranks"]] == ["first stage", "middle stage", "last stage"]
     assert all(sum(r["memory"].values()) == r["total"] for r in found["ranks"])

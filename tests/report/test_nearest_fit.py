@@ -16,12 +16,11 @@ from tests.support.small import small
 @pytest.mark.parametrize(("words", "gpu", "gpus", "write"), [
     ("recipe=llama_8b precision=bf16", "h100", 8, ["storage.shard=fsdp"]),
     ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.context_parallel_size=1", "h100", 8, ["storage.shard=fsdp"]),
-    ("recipe=llama_8b precision=bf16 trainer.strategy.tensor_model_parallel_size=2", "b200", 16, ["trainer.strategy.tensor_model_parallel_size=1"]),
-    ("recipe=llama2_13b precision=bf16_fp8_current fp8.params=true", "h100", 8, ["storage.shard=fsdp", "trainer.strategy.tensor_model_parallel_size=1"]),
+    ("recipe=llama_8b precision=bf16 trainer.strategy.tensor_model_parallel_size=2", "l40s", 4, ["model.recompute_granularity=full", "storage.shard=fsdp"]),
     ("recipe=llama_1b precision=bf16_fp8 trainer.micro_batch_size=4", "h100", 8, ["trainer.micro_batch_size=2"]),
-    ("recipe=llama_70b precision=bf16_fp8", "h100", 64, ["model.recompute_granularity=full", "storage.shard=fsdp"]),
-    ("recipe=llama_70b precision=bf16", "b200", 32, ["storage.shard=fsdp", "trainer.strategy.tensor_model_parallel_size=1"]),
-    ("recipe=llama_405b precision=bf16_fp8", "h200", 512, ["model.recompute_granularity=full", "storage.shard=fsdp"]),
+    ("recipe=llama_70b precision=bf16_fp8", "h100", 64, ["storage.shard=fsdp", "trainer.strategy.pipeline_model_parallel_size=1"]),
+    ("recipe=llama_70b precision=bf16", "b200", 32, ["trainer.strategy.pipeline_model_parallel_size=1"]),
+    ("recipe=llama_405b precision=bf16_fp8", "h200", 512, ["storage.shard=fsdp", "trainer.strategy.pipeline_model_parallel_size=1"]),
 ])
 def test_what_is_offered_fits_and_each_word_is_needed(words: str, gpu: str, gpus: int, write: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words.split(), "--gpu", gpu, "--gpus", str(gpus)]) == 2

@@ -223,11 +223,11 @@ def test_fit_compiles_where_the_recipe_says_so() -> None:
 
 def test_a_parallel_layout_is_refused_by_name_on_any_number_of_ranks() -> None:
     recipe = small("trainer.devices=2", "trainer.strategy.tensor_model_parallel_size=2")
-    with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: not in this version"):
+    with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: so many ranks share each matrix, and 1 rank is no"):
         fp8cfg.build(recipe)
     job = fp8cfg.build(recipe, model=torch.nn.Sequential(torch.nn.Linear(64, 64)))
     for world in (World(0, 1), World(0, 2)):
-        with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: not in this version"):
+        with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: splits the matrices of a recipe's Transformer"):
             loop.train(job, world=world, say=lambda _: None)
 
 

@@ -2,4 +2,4 @@
 
 from fp8cfg.config.backend_capabilities import Capabilities
 
-CAPABILITIES = Capabilities(priority=10, statistics=True, moves_scales=True, fp8_gather="params")
+CAPABILITIES = Capabilities(priority=10, statistics=True, moves_scales=True, fp8_gather="params", tensor_parallel=True)

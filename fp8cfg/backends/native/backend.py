@@ -46,7 +46,8 @@ def convert(
     """
     shared = shared_weights(model)
     scaling = scaling_of(fp8)
-    ranks = dist.get_world_size() if fp8_gather and dist.is_initialized() else 1
+    here: Any = model.tensor_parallel if fp8_gather else None  # FSDP2 splits our own Transformer alone
+    ranks = dist.get_world_size() // (here.size if here else 1) if fp8_gather and dist.is_initialized() else 1
     for planned in plan:
         if not planned.fp8:
             continue

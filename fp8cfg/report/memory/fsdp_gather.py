@@ -23,15 +23,21 @@ def gathered_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear],
     return int(root * 2 * compute + max(layer * (2 * weight + compute + sent), root * sent))
 
 
+ROW_PARALLEL = ("linear_proj", "linear_fc2")
+"""Layers whose weights tensor parallelism splits by columns: a rank has all rows."""
+
+
 def gather_line(recipe: Recipe, linears: Sequence[PlannedLinear], ranks: int, backend: str) -> str:
-    """What weights are gathered in over `ranks`, and why not in FP8 where fp8.params asks for that."""
+    """What weights are gathered in over `ranks`, those that share parameters, and why not in FP8 where fp8.params asks for that."""
     p, codec = recipe.precision, gathered(recipe.precision, backend)
     said = f"weights are split over the ranks and gathered in {codec}"
     if codec != "fp8":
         why = against_fp8_gather(p, backend) if p.fp8.enabled and p.fp8.params and p.storage.gather == "auto" else []
         return wrapped(f"{said}: {why[0].partition(';')[0]}", more="  ") if why else said
     squares = (SCALINGS[p.fp8.scaling].block or 1) * ranks
-    high = [q.name for q in linears if q.fp8 and gathers_params(p, backend) and q.out_features % squares] if squares > ranks else []
+    tensor = recipe.trainer.strategy.tensor_model_parallel_size
+    uneven = [q.name for q in linears if q.fp8 and (q.out_features // (1 if q.name.endswith(ROW_PARALLEL) else tensor)) % squares]
+    high = uneven if squares > ranks and gathers_params(p, backend) else []
     if high:
         said += (f", {len(high)} layers in {p.compute} ({high[0]} among them): {ranks} ranks do not get whole squares of "
                  f"{squares // ranks} rows")

@@ -11,6 +11,7 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.shapes import parameter_shapes
+from fp8cfg.report import tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -40,25 +41,39 @@ def ranks() -> int:
 
 
 def whole(recipe: Recipe, ranks: int = 1) -> Part:
-    """The whole model, as each of `ranks` ranks holds it: sequences are split where these are whole groups of context ranks."""
-    context = recipe.trainer.strategy.context_parallel_size
-    context = 1 if ranks % context else context
-    return Part("every rank", range(recipe.model.num_layers), context=context, data=ranks // context)
+    """The part that each of `ranks` ranks has without a pipeline: of matrices and sequences too, where these are whole replicas."""
+    s = recipe.trainer.strategy
+    tensor, context = s.tensor_model_parallel_size, s.context_parallel_size
+    if ranks % (tensor * context):
+        tensor, context = 1, 1 if ranks % context else context
+    return Part("every rank", range(recipe.model.num_layers), tensor=tensor, context=context, data=ranks // (tensor * context),
+                sequence_parallel=s.sequence_parallel and tensor > 1)
+
+
+def shards(recipe: Recipe, ranks: int) -> int:
+    """Of `ranks` ranks those that have the same parameters as one of them, over which storage.shard splits state."""
+    return whole(recipe, ranks).shards
 
 
 def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
     """A line for each way in which `recipe` splits a model replica over ranks that training does not have, or not on so many
     `ranks`; or, of a model that is `given`, not at all."""
     s = recipe.trainer.strategy
-    sizes = {k: getattr(s, k) for k in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
-    lines = [f"{s.key(k)}={n}: not in this version; write 1" for k, n in sizes.items() if n > 1]
-    cp, key = s.context_parallel_size, s.key("context_parallel_size")
-    if cp > 1 and given:
-        lines.append(f"{key}={cp}: splits the sequences of a recipe's Transformer, not those of a model of your own; write 1")
-    elif ranks % cp:
+    pp, tp, cp = s.pipeline_model_parallel_size, s.tensor_model_parallel_size, s.context_parallel_size
+    lines = [f"{s.key('pipeline_model_parallel_size')}={pp}: not in this version; write 1"] if pp > 1 else []
+    lines += [] if given else tensor_parallel.limits(recipe, ranks)
+    keys = {"tensor_model_parallel_size": (tp, "each matrix", "matrices"), "context_parallel_size": (cp, "a sequence", "sequences")}
+    for name, (size, what, those) in keys.items():
         here = f"{ranks} ranks are" if ranks > 1 else "1 rank is"
-        lines.append(f"{key}={cp}: so many ranks share a sequence, and {here} no multiple of it; start {-(-ranks // cp) * cp}, "
-                     f"or write {gcd(cp, ranks)}")
+        if size > 1 and given:
+            lines.append(f"{s.key(name)}={size}: splits the {those} of a recipe's Transformer, not those of a model of your own; "
+                         "write 1")
+        elif ranks % size:
+            lines.append(f"{s.key(name)}={size}: so many ranks share {what}, and {here} no multiple of it; start "
+                         f"{-(-ranks // size) * size}, or write {gcd(size, ranks)}")
+    if not given and pp == 1 and not ranks % tp and not ranks % cp and ranks % (tp * cp):
+        lines.append(f"{s.key('tensor_model_parallel_size')}={tp}: with context_parallel_size={cp} a replica is {tp * cp} ranks, "
+                     f"and {ranks} are no multiple of it; start {-(-ranks // (tp * cp)) * tp * cp}")
     return lines
 
 

@@ -23,7 +23,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import sharding
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.layer_plan import plan
-from fp8cfg.report.memory.layout import ranks, whole
+from fp8cfg.report.memory.layout import ranks, refused, shards, whole
 from fp8cfg.report.memory.peak import linears_of, memory, persistent
 from fp8cfg.report.tables import size
 
@@ -64,23 +64,27 @@ class _Search:
     def fits(self) -> Iterator[Fit]:
         """Fits of the whole model, by rising cost, of the recipe's own sharding and level and of those that store less. What does
         not fit at its leanest with split sequences is not tried with whole ones, which take more."""
-        own, own_level = sharding(self.recipe.precision, self.world), self.recipe.precision.opt_level
-        shards = [s for s in SHARD if SHARD[s] >= SHARD[own]] if self.world > 1 else [own]
+        own, own_level = sharding(self.recipe.precision, shards(self.recipe, self.world)), self.recipe.precision.opt_level
+        ways = [s for s in SHARD if SHARD[s] >= SHARD[own]] if self.world > 1 else [own]
         levels = [o for o in LEVEL if LEVEL[o] >= LEVEL[own_level]]
-        pairs = [pair for pair in product(shards, levels) if self._lean(self._contexts[0], *pair)]
-        alive = [(c, *pair) for c in self._contexts for pair in pairs]
-        every: list[tuple[float, int, str, str | None, str, int]] = [
-            (LAYOUT * self._contexts.index(c) + SHARD[s] + LEVEL[o] + RECOMPUTE[r] + HALVED * i, c, s, o, r, m)
+        pairs = [pair for pair in product(ways, levels) if any(self._lean(layout, *pair) for layout in self._layouts)]
+        alive = [(layout, *pair) for layout in self._layouts for pair in pairs]
+        every: list[tuple[float, Strategy, str, str | None, str, int]] = [
+            (LAYOUT * self._layouts.index(c) + SHARD[s] + LEVEL[o] + RECOMPUTE[r] + HALVED * i, c, s, o, r, m)
             for c, s, o in alive for r in self._recompute for i, m in enumerate(self._micro(c))]
-        for _, context, shard, level, recompute, micro in sorted(every, key=lambda each: each[0]):
-            if found := self._fit(context, shard, level, recompute, micro):
+        for _, layout, shard, level, recompute, micro in sorted(every, key=lambda each: each[0]):
+            if found := self._fit(layout, shard, level, recompute, micro):
                 yield found
 
     @cached_property
-    def _contexts(self) -> list[int]:
-        """Context-parallel sizes that run on these ranks: the recipe's own where it does, and 1."""
-        own = self.recipe.trainer.strategy.context_parallel_size
-        return [own, 1] if own > 1 and self.world % own == 0 else [1]
+    def _layouts(self) -> list[Strategy]:
+        """Layouts that run on these ranks, the recipe's own as far as it does first: without a pipeline; without split matrices
+        too; of whole replicas on each rank."""
+        own = self.recipe.trainer.strategy
+        cp, tp, sp = own.context_parallel_size, own.tensor_model_parallel_size, own.sequence_parallel
+        found = [Strategy(tensor_model_parallel_size=tp, sequence_parallel=sp and tp > 1, context_parallel_size=cp),
+                 Strategy(context_parallel_size=cp), Strategy()]
+        return [s for i, s in enumerate(found) if self.world % s.size == 0 and s not in found[:i]]
 
     @cached_property
     def _recompute(self) -> list[str]:
@@ -89,27 +93,27 @@ class _Search:
         offered = get_args(Model.model_fields["recompute_granularity"].annotation)
         return [name for name in sorted(offered, key=lambda name: RECOMPUTE[name]) if RECOMPUTE[name] >= RECOMPUTE[own]]
 
-    def _micro(self, context: int) -> list[int]:
+    def _micro(self, layout: Strategy) -> list[int]:
         """Microbatches, halved from that of the recipe on, that divide the global batch over the data-parallel ranks."""
         t, found = self.recipe.trainer, list[int]()
         size = t.micro_batch_size
         while size:
-            found += [size] if t.global_batch_size % (size * self.world // context) == 0 else []
+            found += [size] if t.global_batch_size % (size * self.world // layout.size) == 0 else []
             size //= 2
         return found
 
-    def _lean(self, context: int, shard: str, level: str | None) -> bool:
-        micro = self._micro(context)
-        return bool(micro) and self._fit(context, shard, level, self._recompute[-1], micro[-1]) is not None
+    def _lean(self, layout: Strategy, shard: str, level: str | None) -> bool:
+        micro = self._micro(layout)
+        return bool(micro) and self._fit(layout, shard, level, self._recompute[-1], micro[-1]) is not None
 
-    def _fit(self, context: int, shard: str, level: str | None, recompute: str, micro: int) -> Fit | None:
+    def _fit(self, layout: Strategy, shard: str, level: str | None, recompute: str, micro: int) -> Fit | None:
         own = self.recipe.precision
-        if (shard, level) == (sharding(own, self.world), own.opt_level):
+        if (shard, level) == (sharding(own, self.world // layout.size * layout.context_parallel_size), own.opt_level):
             shard = own.storage.shard
         values: dict[str, Any] = {"storage.shard": shard, "opt_level": level, "model.recompute_granularity": recompute,
                   "trainer.micro_batch_size": micro}
-        found = self.changed({**values, **_layout(context)})
-        left = None if found is None else self.spare(found)
+        found = self.changed({**values, **_layout(layout)})
+        left = None if found is None or refused(found, self.world) else self.spare(found)
         return None if found is None or left is None or left < 0 else Fit(found, words(self.recipe, found), left)
 
     def changed(self, values: Mapping[str, Any]) -> Recipe | None:
@@ -136,9 +140,9 @@ class _Search:
 
     def fewer_layers(self) -> Fit | None:
         """The recipe at its leanest with as many layers as fit; None where there is no such number."""
-        context = self._contexts[0]
-        lean = self.changed({"trainer.micro_batch_size": (self._micro(context) or [1])[-1],
-                             "model.recompute_granularity": self._recompute[-1], **_layout(context)})
+        layout = self._layouts[0]
+        lean = self.changed({"trainer.micro_batch_size": (self._micro(layout) or [1])[-1],
+                             "model.recompute_granularity": self._recompute[-1], **_layout(layout)})
         least, most = 0, self.recipe.model.num_layers  # fits with `least` layers, does not with `most`: halve what lies between
         while lean and most - least > 1:
             middle = (least + most) // 2
@@ -189,9 +193,8 @@ def words(before: Recipe, after: Recipe) -> tuple[str, ...]:
     return tuple(f"{short(key)}={_word(value)}" for key, value in flat(after).items() if old[key] != value)
 
 
-def _layout(context: int) -> dict[str, Any]:
-    """Sequences split over so many ranks, and no tensor or pipeline parallelism, which this version does not run."""
-    return {key: typed(key, value) for key, value in flat(Strategy(context_parallel_size=context), "trainer.strategy").items()}
+def _layout(layout: Strategy) -> dict[str, Any]:
+    return {key: typed(key, value) for key, value in flat(layout, "trainer.strategy").items()}
 
 
 def _word(value: Any) -> str:

@@ -14,7 +14,7 @@ from fp8cfg.job import Job
 from fp8cfg.numerics.stored_form import is_fp8_state, stored_state_dict
 from fp8cfg.training.checkpoint import rng
 from fp8cfg.training.checkpoint.checkpoint import Tensors
-from fp8cfg.training.checkpoint.job_tensors import model_tensors, of_this_rank, optimizer_tensors
+from fp8cfg.training.checkpoint.job_tensors import model_tensors, of_this_layout, of_this_rank, optimizer_tensors
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.checkpoint.resume_rules import FREE, ORIGIN, changes, matches
 from fp8cfg.training.checkpoint.saved_state import WRONG_CONTENTS, check, one_line
@@ -50,10 +50,7 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     optimizer = tensors.get("optimizer", {})  # none before a step where parameters are their own masters, nor of plain SGD
     try:
         saved = {**tensors["model"], **of_this_rank(tensors.get("fp8", {}))}
-        if job.prepared.shard == "fsdp":
-            from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
-
-            saved, optimizer = fsdp.parts(saved, job.model), fsdp.parts(optimizer, job.model)
+        saved, optimizer = of_this_layout(job, saved), of_this_layout(job, optimizer)
         if not any(matches(k, ["fp8", "storage.weight"]) for k in changed):
             job.model.load_state_dict(saved)
             job.optimizer.load_state(optimizer, state["optimizer"])

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8cfg.job import Job
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
-from fp8cfg.training.distributed.world import World, current
+from fp8cfg.training.checkpoint import tensor_shards
+from fp8cfg.training.distributed.world import World, current, sharing
 from fp8cfg.training.distributed.zero import full_state
 
 OWN = ("fp8_scale", "fp8_amax_history")
@@ -22,9 +23,10 @@ def model_tensors(job: Job, world: World) -> dict[str, Tensor]:
     if job.prepared.shard == "fsdp":
         from fp8cfg.training.distributed import fsdp  # inside, here and below: it takes a second to load
 
-        tensors = fsdp.whole(stored_state_dict(job.model, keep_vars=True), world.first)
+        tensors = fsdp.whole(stored_state_dict(job.model, keep_vars=True), sharing(job.prepared).first)
     else:
         tensors = stored_state_dict(job.model)
+    tensors = _of_whole_matrices(job, tensors)
     stored = {} if job.recipe.fp8.reduce_amax else stored_state_dict(job.model)
     own = {k: t for k, t in stored.items() if k.rpartition(".")[2] in OWN}
     for name, tensor in own.items():
@@ -35,26 +37,49 @@ def model_tensors(job: Job, world: World) -> dict[str, Tensor]:
 
 def optimizer_tensors(job: Job, world: World) -> dict[str, Tensor]:
     """The optimizer's tensors, on the first rank those that other ranks keep among them. All ranks call it."""
+    shards = world if job.prepared.tensor_parallel is None else sharing(job.prepared)
     if job.prepared.shard == "fsdp":
         from fp8cfg.training.distributed import fsdp
 
-        return fsdp.whole(job.optimizer.state_tensors(), world.first)
-    if job.prepared.owner:
-        return full_state(job.optimizer, job.prepared.owner, world)
-    return job.optimizer.state_tensors()
+        tensors = fsdp.whole(job.optimizer.state_tensors(), shards.first)
+    elif job.prepared.owner:
+        tensors = full_state(job.optimizer, job.prepared.owner, shards)
+    else:
+        tensors = job.optimizer.state_tensors()
+    return _of_whole_matrices(job, tensors)
+
+
+def of_this_layout(job: Job, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors of a checkpoint as this rank keeps them."""
+    if job.prepared.tensor_parallel is not None:
+        tensors = tensor_shards.parts(tensors, job.model.shards)  # type: ignore[arg-type]
+    if job.prepared.shard == "fsdp":
+        from fp8cfg.training.distributed import fsdp
+
+        tensors = fsdp.parts(tensors, job.model)
+    return tensors
+
+
+def _of_whole_matrices(job: Job, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """On the first rank `tensors` put together from the ranks that share matrices; on the others nothing of use."""
+    here = job.prepared.tensor_parallel
+    if here is None or not sharing(job.prepared).first:
+        return tensors
+    return tensor_shards.whole(tensors, job.model.shards, here)  # type: ignore[arg-type]
 
 
 def checkpoint_bytes(job: Job, world: World) -> int:
     """Bytes of the tensors of a checkpoint, at least; before the first step too, when moments are not there yet. All ranks call
     it."""
+    parts = 1 if job.prepared.tensor_parallel is None else job.prepared.tensor_parallel.size  # vectors are few
     model = {id(t): t for t in stored_state_dict(job.model, keep_vars=True).values()}
     state = sum(map(_bytes, job.optimizer.state_tensors().values()))
     if isinstance(job.optimizer, MixedPrecisionOptimizer) and not job.optimizer.inner.state:
         optim = job.recipe.optim
         state += sum(map(_bytes, job.optimizer.masters.values())) * (2 if optim.name != "sgd" else int(optim.momentum > 0))
     if job.prepared.owner:  # each rank has the state of its own parameters
-        state = int(world.sum(torch.tensor(float(state), dtype=torch.float64, device=job.device)).item())
-    return sum(map(_bytes, model.values())) + state
+        state = int(sharing(job.prepared).sum(torch.tensor(float(state), dtype=torch.float64, device=job.device)).item())
+    return parts * (sum(map(_bytes, model.values())) + state)
 
 
 def _bytes(t: Tensor) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fp8cfg.report.tables import size
 
-Kind = Literal["gradients", "scales", "weights", "keys and values"]
+Kind = Literal["gradients", "scales", "weights", "keys and values", "activations"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch >= 2.13 is required
 
 
@@ -78,12 +78,12 @@ def _sent(message: Message, rank: int, ranks: int) -> int:
 
 
 @torch.no_grad()
-def run_collectives(steps: Steps, rank: int, ranks: int, traffic: Traffic) -> None:
-    """Run this rank's side over the default process group, which has `ranks` of them."""
+def run_collectives(steps: Steps, rank: int, ranks: int, traffic: Traffic, group: dist.ProcessGroup | None = None) -> None:
+    """Run this rank's side over `group`, by default the default process group, which has `ranks` of them."""
     message = _next_message(steps)
     while message is not None:
         traffic.count(message, rank, ranks)
-        message = _next_message(steps, _collective(message, rank, ranks))
+        message = _next_message(steps, _collective(message, rank, ranks, group))
 
 
 @torch.no_grad()
@@ -104,18 +104,18 @@ def _next_message(steps: Steps, reply: Tensor | None = None) -> Message | None:
         return None
 
 
-def _collective(message: Message, rank: int, ranks: int) -> Tensor:
+def _collective(message: Message, rank: int, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
     data = message.data
     if message.how in ("max", "sum"):
-        dist.all_reduce(data, dist.ReduceOp.MAX if message.how == "max" else dist.ReduceOp.SUM)
+        dist.all_reduce(data, dist.ReduceOp.MAX if message.how == "max" else dist.ReduceOp.SUM, group=group)
         return data
     if message.how == "gather":
         back = data.new_empty(ranks * data.numel())
-        _all_gather(back, data)
+        _all_gather(back, data, group=group)
         return back
     mine = message.counts[rank]
     back = data.new_empty(ranks * mine)
-    dist.all_to_all_single(back, data, [mine] * ranks, list(message.counts))
+    dist.all_to_all_single(back, data, [mine] * ranks, list(message.counts), group=group)
     return back
 
 

@@ -28,10 +28,11 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import gathered, resolved
 from fp8cfg.training.distributed.collectives import Message
-from fp8cfg.training.distributed.world import SENT, current
+from fp8cfg.training.distributed.world import SENT, World, current
 
 if TYPE_CHECKING:
     from fp8cfg.models.transformer import Transformer
+    from fp8cfg.parallel.tensor import TensorRank
 
 
 COPY = ("under storage.shard=fsdp a rank has parts of it; for an average (EMA) keep {name: p.detach().clone() for name, p in "
@@ -40,24 +41,28 @@ COPY = ("under storage.shard=fsdp a rank has parts of it; for an average (EMA) k
 
 
 class _AllGather(DefaultAllGather):
-    """FSDP2's own, counted."""
+    """FSDP2's own, counted as sent over the ranks of `world`."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
-        _count(Message("gather", input_tensor, "weights"))
+        SENT.count(Message("gather", input_tensor, "weights"), self.world.rank, self.world.size)
         return super().__call__(output_tensor, input_tensor, *rest, **options)
 
 
 class _ReduceScatter(DefaultReduceScatter):
     """FSDP2's own, counted: on a ring a rank sends all parts but one."""
 
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
-        _count(Message("exchange", input_tensor, "gradients", (output_tensor.nbytes,) * current().size))
+        message = Message("exchange", input_tensor, "gradients", (output_tensor.nbytes,) * self.world.size)
+        SENT.count(message, self.world.rank, self.world.size)
         return super().__call__(output_tensor, input_tensor, *rest, **options)
-
-
-def _count(message: Message) -> None:
-    world = current()
-    SENT.count(message, world.rank, world.size)
 
 
 def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: str) -> None:
@@ -70,12 +75,15 @@ def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: 
 
 
 def shard(model: Transformer, precision: Precision, device: str) -> None:
-    """Split `model`, in place, over all ranks, which compute on `device`: each layer by itself, then the rest. One rank alone gets
-    a process group of its own, so that it computes what several do."""
+    """Split `model`, in place, over all ranks, which compute on `device`: each layer by itself, then the rest; with tensor
+    parallelism over those that have the same part of it. One rank alone gets a process group of its own, so that it computes what
+    several do."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    here: TensorRank | None = model.tensor_parallel
+    mesh = here.mesh["shards"] if here else init_device_mesh(device, (dist.get_world_size(),))
+    world = World(mesh.get_local_rank(), mesh.size())
     # Activations have the compute dtype already, and rotary tables are to stay in float32.
     policy = MixedPrecisionPolicy(DTYPES[precision.compute], DTYPES[resolved(precision)["comm"]], cast_forward_inputs=False)
     for module in (*model.layers, model):
@@ -83,8 +91,8 @@ def shard(model: Transformer, precision: Precision, device: str) -> None:
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # shares of the loss are weighed where it is (Job.backward)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_AllGather())
-        module.set_custom_reduce_scatter(_ReduceScatter())
+        module.set_custom_all_gather(_AllGather(world))
+        module.set_custom_reduce_scatter(_ReduceScatter(world))
         type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # in the place of torch's bare AssertionError
 
 

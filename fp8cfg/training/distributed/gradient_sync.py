@@ -1,18 +1,25 @@
-"""Gradient synchronization: gradients summed over the ranks, each in its storage.comm codec; under ZeRO-2 on its owner alone."""
+"""Gradient synchronization: gradients summed over the ranks, each in its storage.comm codec; under ZeRO-2 on its owner alone.
+
+Under tensor parallelism those are the ranks with the same parameters. Before it, the ranks that share matrices sum the gradients of
+parameters that each has whole and used on a part of the tokens or heads, as norms under sequence parallelism.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.storage import SCALED
 from fp8cfg.numerics.codecs import Stored, codec
 from fp8cfg.optim.low_bit.training import LowBitTraining
+from fp8cfg.parallel.tensor import TensorRank, partial_gradients
+from fp8cfg.training.distributed.collectives import Message
 from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks, sum_stored, sum_stored_to_owners, sum_to_owners
-from fp8cfg.training.distributed.world import World
+from fp8cfg.training.distributed.world import World, sharing
 
 if TYPE_CHECKING:
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
@@ -29,6 +36,9 @@ def stores_early(prepared: PreparedModel, world: World) -> bool:
 
 def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -> None:
     """Add up the gradients of the model over the ranks, in place, as it is sharded; FSDP2 has done so by itself."""
+    if prepared.tensor_parallel is not None:
+        _sum_shares(prepared)
+        world = sharing(prepared)
     if world.size == 1 or prepared.shard == "fsdp":
         return
     to_owners = prepared.shard == "zero2"
@@ -55,6 +65,34 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
             sum_stored(entries, codec(comm), world, world.traffic)
     if to_owners:
         _drop_others(optimizer, held)
+
+
+def sum_norms(optimizer: MixedPrecisionOptimizer, prepared: PreparedModel) -> None:
+    """Let the gradient norm of `optimizer` be that of all parts of matrices that are split, and once of what every rank has."""
+    if prepared.tensor_parallel is not None:
+        names: Container[str] = prepared.model.shards  # type: ignore[assignment]
+        optimizer.split = {p for p, name in optimizer.names.items() if name in names}
+        optimizer.sum_split = _tensor_world(prepared).sum
+
+
+@torch.no_grad()
+def _sum_shares(prepared: PreparedModel) -> None:
+    """Sum gradients over the ranks that share matrices, where each has a share of the gradient of a whole parameter: in one message
+    for all, in float32, which they are few enough for."""
+    from fp8cfg.training.distributed.fsdp import local  # inside: it takes a second to load
+
+    gradients = [local(p.grad) for p in partial_gradients(prepared.model) if p.grad is not None]
+    if gradients:
+        world, flat = _tensor_world(prepared), torch.cat([g.detach().flatten().float() for g in gradients])
+        world.traffic.count(Message("sum", flat, "gradients"), world.rank, world.size)
+        world.sum(flat)
+        for gradient, total in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def _tensor_world(prepared: PreparedModel) -> World:
+    here: TensorRank = prepared.tensor_parallel
+    return World(here.rank, here.size, group=here.process_group)
 
 
 def stored_grads(optimizer: Optimizer) -> dict[nn.Parameter, Stored]:

@@ -55,7 +55,7 @@ def sum_over_ranks(tensors: Sequence[Tensor], codec_name: str, world: World, tra
     dtype, fp8 and fp8_pow2 in two hops. Raises ValueError for other codecs."""
     c = gradient_codec(codec_name)
     if world.size > 1:
-        run_collectives(sum_over_ranks_steps(tensors, c, world.rank, world.size), world.rank, world.size, traffic)
+        run_collectives(sum_over_ranks_steps(tensors, c, world.rank, world.size), world.rank, world.size, traffic, world.group)
 
 
 def sum_stored(stored: Sequence[Stored], c: Codec, world: World, traffic: Traffic) -> None:
@@ -63,7 +63,7 @@ def sum_stored(stored: Sequence[Stored], c: Codec, world: World, traffic: Traffi
     ValueError for other codecs."""
     check_stored(c)
     if world.size > 1:
-        run_collectives(two_hop_all_reduce_steps(stored, c, world.rank, world.size), world.rank, world.size, traffic)
+        run_collectives(two_hop_all_reduce_steps(stored, c, world.rank, world.size), world.rank, world.size, traffic, world.group)
 
 
 def sum_to_owners(
@@ -73,7 +73,8 @@ def sum_to_owners(
     ranks they keep what they held. Raises ValueError for codecs that gradients cannot be sent in."""
     c = gradient_codec(codec_name)
     if world.size > 1:
-        run_collectives(sum_to_owners_steps(tensors, owners, c, world.rank, world.size), world.rank, world.size, traffic)
+        steps = sum_to_owners_steps(tensors, owners, c, world.rank, world.size)
+        run_collectives(steps, world.rank, world.size, traffic, world.group)
 
 
 def sum_stored_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World, traffic: Traffic) -> None:
@@ -82,7 +83,7 @@ def sum_stored_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Cod
     check_stored(c)
     if world.size > 1:
         steps = reduce_stored_to_owners_steps(stored, owners, c, world.rank, world.size)
-        run_collectives(steps, world.rank, world.size, traffic)
+        run_collectives(steps, world.rank, world.size, traffic, world.group)
 
 
 def gather_from_owners(stored: Sequence[Stored], owners: Sequence[int], world: World, traffic: Traffic) -> None:
@@ -94,7 +95,7 @@ def gather_from_owners(stored: Sequence[Stored], owners: Sequence[int], world: W
     for part, kind in enumerate(kinds):
         chosen = [(entry[part], owner) for entry, owner in zip(stored, owners, strict=True) if len(entry) > part]
         steps = all_gather_steps([t for t, _ in chosen], [owner for _, owner in chosen], world.rank, world.size, kind)
-        run_collectives(steps, world.rank, world.size, traffic)
+        run_collectives(steps, world.rank, world.size, traffic, world.group)
 
 
 def sum_over_ranks_steps(tensors: Sequence[Tensor], c: Codec, rank: int, ranks: int) -> Steps:

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # its functions keep the group that is there when it is imported, and so gloo's threads (torch 2.13)
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.errors import ConfigError, RankLost
 from fp8cfg.config.training_nodes import Timeout
 from fp8cfg.report.memory.layout import ranks
@@ -25,12 +27,14 @@ SENT = Traffic()
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of this run, and what this one has sent. Every method is called by all ranks at the same points."""
+    """The ranks of this run, or a group of them, and what this one has sent. Every method is called by all of them at the same
+    points."""
 
     rank: int = 0
     size: int = 1
     traffic: Traffic = field(default_factory=lambda: SENT, compare=False)
     limits: StallWatch | None = field(default=None, compare=False, repr=False)
+    group: dist.ProcessGroup | None = None  # None is all ranks of the run
 
     @property
     def first(self) -> bool:
@@ -45,13 +49,13 @@ class World:
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over the ranks."""
         if self.size > 1:
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self.group)
         return value
 
     def largest(self, value: Tensor) -> Tensor:
         """The elementwise maximum of a tensor over the ranks."""
         if self.size > 1:
-            dist.all_reduce(value, dist.ReduceOp.MAX)
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
         return value
 
     def gather(self, value: Tensor) -> list[Tensor]:
@@ -59,7 +63,7 @@ class World:
         if self.size == 1:
             return [value]
         found = [torch.empty_like(value) for _ in range(self.size)] if self.first else None
-        dist.gather(value.contiguous(), found)
+        dist.gather(value.contiguous(), found, group=self.group, group_dst=0)
         return found or []
 
     def text(self, value: str) -> str:
@@ -68,9 +72,9 @@ class World:
             return value
         data = torch.frombuffer(bytearray(value.encode() or b" "), dtype=torch.uint8).to(_device())
         length = torch.tensor(data.numel(), device=_device())
-        dist.broadcast(length, 0)
+        dist.broadcast(length, group=self.group, group_src=0)
         sent = data if self.first else data.new_empty(int(length.item()))
-        dist.broadcast(sent, 0)
+        dist.broadcast(sent, group=self.group, group_src=0)
         return bytes(sent.tolist()).decode()
 
     def any(self, flag: bool) -> bool:
@@ -78,7 +82,7 @@ class World:
         if self.size == 1:
             return flag
         raised = torch.tensor(float(flag), device=_device())
-        dist.all_reduce(raised, dist.ReduceOp.MAX)
+        dist.all_reduce(raised, dist.ReduceOp.MAX, group=self.group)
         return bool(raised.item())
 
 
@@ -134,6 +138,15 @@ def current() -> World:
         raise ConfigError(f"WORLD_SIZE={ranks()}: torchrun started {ranks()} ranks, and there is no process group; call "
                           "torch.distributed.init_process_group() before fp8cfg.build, or train with python -m fp8cfg")
     return World()
+
+
+def sharing(prepared: PreparedModel) -> World:
+    """The ranks with the same parameters as this one, over which gradients are summed and state is sharded: all, or with tensor
+    parallelism those with the same part of each matrix."""
+    if prepared.tensor_parallel is None:
+        return current()
+    mesh: DeviceMesh = prepared.tensor_parallel.mesh
+    return World(mesh.get_local_rank("shards"), mesh["shards"].size(), group=mesh.get_group("shards"))
 
 
 def _device() -> torch.device:

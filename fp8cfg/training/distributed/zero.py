@@ -26,7 +26,7 @@ from fp8cfg.optim.low_bit.state import STORED
 from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.training.distributed.owners import owners, sharded_bytes
 from fp8cfg.training.distributed.quantized_allreduce import gather_from_owners
-from fp8cfg.training.distributed.world import World, current
+from fp8cfg.training.distributed.world import World, sharing
 
 if TYPE_CHECKING:
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
@@ -44,7 +44,7 @@ def owner_of(names: Mapping[str, tuple[int, Columns, str]], shard: str, ranks: i
 def owned(prepared: PreparedModel, precision: Precision) -> set[str] | None:
     """Under ZeRO the names of the parameters whose state this rank keeps, and in `prepared` the owner of each; None where every
     rank keeps all."""
-    world = World() if (shard := precision.storage.shard) not in ("zero1", "zero2") else current()
+    world = World() if (shard := precision.storage.shard) not in ("zero1", "zero2") else sharing(prepared)
     if world.size == 1:
         return None
     prepared.owner = owner_of({

@@ -1,0 +1,176 @@
+"""Tensor parallelism: every matrix of the Transformer split over the tensor-parallel ranks (Megatron-LM, arXiv 1909.08053), which
+compute on the same tokens; and sequence parallelism (arXiv 2205.05198), which splits the tokens between them.
+
+    embedding                    rows: a rank has part of the vocabulary
+    linear_qkv, linear_fc1       rows (column-parallel): whole groups of heads; gate and up projection each by itself
+    attention, activation        of the rank's own heads and channels
+    linear_proj, linear_fc2      columns (row-parallel): outputs are summed over the ranks, biases added once, after the sum
+    output_layer                 rows: logits stay split, and so does the loss (vocabulary.py)
+    norms, learned positions     whole on every rank
+
+Between these a rank has all tokens, the same as every other rank, or under sequence parallelism a part of each sequence: sums are
+then a reduce-scatter and inputs an all-gather along the sequence, and what stands between them, norms and the residual stream, is
+computed and kept once. Parameters are plain tensors, this rank's part of each, of which `Transformer.shards` says the rest. Layers
+know of it no more than the group over which amaxes of split tensors are taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8cfg.config.training_nodes import Strategy
+from fp8cfg.models.layers import TransformerLayer
+from fp8cfg.models.tensor_shard import TensorShard
+from fp8cfg.models.transformer import Transformer
+from fp8cfg.numerics.amax_group import AmaxGroup
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
+from fp8cfg.parallel import split_norm
+from fp8cfg.parallel import tensor_collectives as collectives
+from fp8cfg.parallel.mesh import shard_mesh
+from fp8cfg.parallel.vocabulary import VocabularyEmbedding, cross_entropy
+
+COLUMN, ROW = (WEIGHT, GRAD_OUTPUT), (INPUT, WEIGHT)
+"""The tensors of a layer that are split."""
+
+
+@dataclass(frozen=True)
+class TensorRank:
+    """One of the ranks that share each matrix: the axis tp of `mesh`, whose other axis, shards, has those with the same parameters.
+    `sequence` says that they share sequences too."""
+
+    mesh: DeviceMesh
+    sequence: bool = False
+
+    @cached_property
+    def rank(self) -> int:
+        """The number of this rank among those that share matrices."""
+        return self.mesh.get_local_rank("tp")
+
+    @cached_property
+    def size(self) -> int:
+        """How many ranks share each matrix."""
+        return self.mesh["tp"].size()
+
+    @cached_property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group of those ranks."""
+        return self.mesh.get_group("tp")
+
+    @cached_property
+    def group(self) -> str:
+        """The name of that group."""
+        return cast(str, self.process_group.group_name)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The input of column-parallel layers: all tokens."""
+        return collectives.gather(x, self.group) if self.sequence else collectives.enter(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The output of row-parallel layers: its sum over the ranks, under sequence parallelism of this rank's tokens."""
+        return collectives.scatter(x, self.group) if self.sequence else collectives.leave(x, self.group)
+
+    def tokens(self, of_sequence: Tensor) -> Tensor:
+        """Of something for each token [T] that for this rank's tokens."""
+        return of_sequence.chunk(self.size)[self.rank] if self.sequence else of_sequence
+
+
+def tensor_rank(strategy: Strategy, device: str) -> TensorRank:
+    """This rank's place in the layout of `strategy`, whose ranks compute on `device`. All ranks call it."""
+    return TensorRank(shard_mesh(strategy, device), strategy.sequence_parallel)
+
+
+def split_model(model: Transformer, here: TensorRank) -> None:
+    """Let `model`, whose parameters are whole, on the meta device or not, keep this rank's parts of them and compute as the whole
+    model does, in place. Targets give the loss, the same on every rank; without targets logits are those of the whole vocabulary.
+
+    Its linear layers may be replaced by quantized ones afterwards; `finish_layers` comes after that."""
+    for layer in cast("list[TransformerLayer]", list(model.layers)):
+        attention, mlp = layer.self_attention, layer.mlp
+        _column(attention.linear_qkv, here)
+        _row(attention.linear_proj, here)
+        attention.num_query_groups //= here.size
+        for norm in (attention.q_layernorm, attention.k_layernorm) if attention.normed == "hidden" else ():
+            for name, _ in list(norm.named_parameters()):
+                _keep(norm, name, TensorShard(here.rank, here.size))
+            split_norm.split(norm, here.size, here.group)
+        _column(mlp.linear_fc1, here, pieces=model.config.fc1_size // model.config.ffn_hidden_size)
+        _row(mlp.linear_fc2, here)
+        for module, last in ((attention, attention.linear_proj), (mlp, mlp.linear_fc2)):
+            module.register_forward_pre_hook(lambda _, args: (here.enter(args[0]), *args[1:]))
+            module.register_forward_hook(partial(_sum_output, here, "linear_proj" if module is attention else "linear_fc2"))
+            last.adds_bias = False  # type: ignore[assignment]
+    _vocabulary(model, here)
+    model.shards = {name: p.shard for name, p in model.named_parameters(remove_duplicate=False) if hasattr(p, "shard")}
+    model.tensor_parallel = here
+
+
+def finish_layers(model: Transformer) -> None:
+    """After layers were replaced: what stayed an nn.Linear and has a bias to be added after the sum leaves it out."""
+    for layer in cast("list[TransformerLayer]", list(model.layers)):
+        for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+            if type(linear) is nn.Linear and linear.bias is not None:
+                linear.forward = partial(_without_bias, linear)  # type: ignore[method-assign]
+
+
+def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are whole on every rank, and of whose gradients each rank has a share: those that its own heads, or its
+    own tokens, went through."""
+    here: TensorRank = model.tensor_parallel  # type: ignore[assignment]
+    shards = cast(dict[str, TensorShard], model.shards)
+    whole = [(name, p) for name, p in model.named_parameters() if name not in shards]
+    return [p for name, p in whole if here.sequence or name.rpartition(".")[0].endswith(("q_layernorm", "k_layernorm"))]
+
+
+def _column(linear: nn.Linear, here: TensorRank, pieces: int = 1) -> None:
+    shard = TensorShard(here.rank, here.size, 0, pieces)
+    _keep(linear, "weight", shard)
+    if linear.bias is not None:
+        _keep(linear, "bias", shard)
+    linear.out_features //= here.size
+    linear.amax_group = AmaxGroup(COLUMN, here.group)  # type: ignore[assignment]
+
+
+def _row(linear: nn.Linear, here: TensorRank) -> None:
+    _keep(linear, "weight", TensorShard(here.rank, here.size, 1))
+    linear.in_features //= here.size
+    linear.amax_group = AmaxGroup(ROW, here.group)  # type: ignore[assignment]
+
+
+def _keep(module: nn.Module, name: str, shard: TensorShard) -> None:
+    """Leave of a parameter this rank's part, with its place until all places are collected."""
+    whole: nn.Parameter = getattr(module, name)
+    part = nn.Parameter(shard.part(whole.detach()).clone(), requires_grad=whole.requires_grad)
+    part.shard = shard  # type: ignore[attr-defined]
+    setattr(module, name, part)
+
+
+def _vocabulary(model: Transformer, here: TensorRank) -> None:
+    tied = model.output_layer.weight is model.embedding.weight
+    _keep(model.embedding, "weight", TensorShard(here.rank, here.size, 0))
+    rows = len(model.embedding.weight)
+    model.embedding = VocabularyEmbedding.of(model.embedding.weight, here.rank * rows)  # type: ignore[arg-type]
+    model.embedding.register_forward_hook(lambda _, args, out: here.leave(out))
+    if here.sequence and model.config.learned_positions:
+        model.position_embedding.register_forward_pre_hook(lambda _, args: (here.tokens(args[0]),))
+    _column(model.output_layer, here)
+    if tied:
+        model.output_layer.weight = model.embedding.weight
+    model.output_layer.register_forward_pre_hook(lambda _, args: (here.enter(args[0]), *args[1:]))
+    model.cross_entropy = partial(cross_entropy, first=here.rank * rows, group=here.group)  # type: ignore[method-assign]
+    model.register_forward_hook(lambda _, args, out: out if out.dim() == 0 else collectives.join(out, here.rank, here.group))
+
+
+def _sum_output(here: TensorRank, last: str, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    whole, bias = here.leave(out), getattr(module, last).bias
+    return whole if bias is None else whole + bias.to(whole.dtype)
+
+
+def _without_bias(linear: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, linear.weight)

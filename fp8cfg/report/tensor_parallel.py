@@ -1,0 +1,72 @@
+"""Limits of tensor parallelism: what of a recipe is not trained with split matrices, a line each with what to write instead.
+
+They are remarks for a recipe that is planned, or exported to a project that has more, and refuse one that is to run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from fp8cfg.backends.native.rules import ALIGNMENT
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import as_sharded, level, low_bit
+from fp8cfg.layer_plan import plan, transformer_config
+from fp8cfg.scalings import SCALINGS
+
+
+def limits(recipe: Recipe, ranks: int) -> list[str]:
+    """A line for each reason why `recipe` is not trained with its tensor_model_parallel_size on `ranks` ranks."""
+    tensor = recipe.trainer.strategy.tensor_model_parallel_size
+    return [] if tensor == 1 else [*_sizes(recipe, tensor), *_state(recipe, ranks), *_fp8(recipe, tensor)]
+
+
+def _sizes(recipe: Recipe, tensor: int) -> Iterator[str]:
+    m, s = recipe.model, recipe.trainer.strategy
+    key = s.key("tensor_model_parallel_size")
+    for name in ("num_query_groups", "ffn_hidden_size", "vocab_size"):
+        if (size := getattr(m, name)) % tensor:
+            cure = f"model.{name}={-(-size // tensor) * tensor}" if name != "num_query_groups" else f"{key}={gcd(size, tensor)}"
+            yield f"{key}={tensor}: does not divide model.{name}={size}; write {cure}"
+    if s.sequence_parallel and m.seq_length // s.context_parallel_size % tensor:
+        step = tensor * s.context_parallel_size
+        yield (f"{s.key('sequence_parallel')}=True: splits model.seq_length={m.seq_length} over {step} ranks; write "
+               f"model.seq_length={-(-m.seq_length // step) * step}")
+
+
+def _state(recipe: Recipe, ranks: int) -> Iterator[str]:
+    p, key = recipe.precision, f"tensor_model_parallel_size={recipe.trainer.strategy.tensor_model_parallel_size}"
+    if level(p):
+        yield f"opt_level={level(p)}: low-bit state is that of whole matrices, and {key} splits them; write opt_level=null"
+    elif low_bit(as_sharded(p, ranks)):
+        yield (f"storage: state in other codecs than float32 masters and moments is that of whole matrices, and {key} splits them; "
+               "write storage.master_weight=auto storage.exp_avg=auto storage.exp_avg_sq=auto storage.weight_grad=auto "
+               "storage.weight=auto")
+
+
+def _fp8(recipe: Recipe, tensor: int) -> Iterator[str]:
+    f, key = recipe.fp8, f"tensor_model_parallel_size={tensor}"
+    if not f.enabled:
+        return
+    scaling = SCALINGS[f.scaling]
+    if f.dot_product_attention:
+        yield f"fp8.dot_product_attention=True: attention in FP8 takes all heads, and {key} splits them; write false"
+    if every := recipe.log.fp8_stats_every_n_steps:
+        yield f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has whole matrices; write 0"
+    if not f.reduce_amax:
+        yield f"fp8.reduce_amax=False: parts of a matrix share one scale under {key}; write true"
+    if scaling.two_levels:
+        yield f"fp8.scaling={f.scaling}: has a scale of whole matrices too, and {key} splits them; write fp8.scaling=mxfp8"
+    if f.granularity == "row":
+        yield f"fp8.granularity=row: a scale is that of a whole row, and {key} splits rows; write fp8.granularity=tensor"
+    block = max(scaling.block, ALIGNMENT)
+    config = transformer_config(recipe)
+    widths = {"linear_qkv": (config.num_query_groups // tensor) * (config.heads_per_group + 2) * config.head_dim,
+              "linear_proj": config.query_size // tensor, "linear_fc1": config.ffn_hidden_size // tensor,
+              "linear_fc2": config.ffn_hidden_size // tensor, "output_layer": -(-config.vocab_size // tensor)}
+    keys = {"linear_qkv": "model.kv_channels", "linear_proj": "model.kv_channels", "output_layer": "model.vocab_size"}
+    for name in dict.fromkeys(p.name.rpartition(".")[2] for p in plan(recipe) if p.fp8):
+        if (width := widths[name]) % block:
+            yield (f"fp8.scaling={f.scaling}: {key} gives each rank {width} channels of {name}, which must be a multiple of "
+                   f"{block}; write fp8.exclude=[*.{name}], another {keys.get(name, 'model.ffn_hidden_size')}, or a smaller "
+                   "tensor_model_parallel_size")

@@ -1,0 +1,362 @@
+"""Tensor and sequence parallelism: matrices split over two and four gloo ranks train as on one, with the same scales, coverage and state."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fp8cfg
+from fp8cfg.config.training_nodes import Strategy
+from fp8cfg.job import Job
+from fp8cfg.models import TransformerConfig
+from fp8cfg.models.tensor_shard import TensorShard
+from fp8cfg.models.transformer import Transformer
+from fp8cfg.parallel import tensor_collectives
+from fp8cfg.parallel.tensor import finish_layers, partial_gradients, split_model, tensor_rank
+from fp8cfg.training import memory_measurement
+from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors
+from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.distributed.world import SENT, World
+from fp8cfg.training.train_step import evaluate, train_step
+from tests.support.ranks import launch, on_ranks
+from tests.support.small import small
+
+STEPS = 8
+EXACT = "precision=fp32 trainer.gradient_clip_val=0"
+CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
+MXFP8 = "precision=bf16_mxfp8"
+CLIPPED = "precision=fp32 trainer.gradient_clip_val=0.1"
+SP = "trainer.strategy.sequence_parallel=true"
+RUNS = {  # name -> words, the largest relative difference of a loss of eight steps from that of one rank, and of a gradient norm
+    "fp32": (f"{EXACT} {SP}", 1e-6, 1e-5),
+    "whole sequences": (EXACT, 1e-6, 1e-5),
+    "clipped": (f"{CLIPPED} {SP}", 1e-6, 1e-5),
+    "recomputed": (f"{EXACT} {SP} model.recompute_granularity=full", 1e-6, 1e-5),
+    "fsdp": (f"{CLIPPED} {SP} storage.shard=fsdp", 1e-6, 1e-5),
+    "zero2": (f"{CLIPPED} {SP} storage.shard=zero2", 1e-6, 1e-5),
+    "bf16": (f"precision=bf16 {SP}", 1e-3, 0.05),
+    "delayed": (f"precision=bf16_fp8 {SP}", 2e-3, 0.05),
+    "delayed fsdp": (f"precision=bf16_fp8 {SP} storage.shard=fsdp", 2e-3, 0.05),
+    "current": (f"{CURRENT} {SP}", 2e-3, 0.05),
+    "mxfp8": (f"{MXFP8} {SP}", 2e-3, 0.05),
+    # In float32 nothing is rounded before it is summed: what is left is the order of sums, and now and then a value at the edge between
+    # two FP8 numbers that falls to the other side.
+    "current exact": (f"{CURRENT} {SP} precision.compute=fp32", 1e-5, 1e-3),
+    "mxfp8 exact": (f"{MXFP8} {SP} precision.compute=fp32 fp8.params=false", 1e-5, 1e-3),
+}
+SAME = {"whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zero2": "clipped", "delayed fsdp": "delayed"}
+"""Runs that on one rank are another one."""
+QUICK, SLOW = ("fp32",), ("whole sequences", "clipped", "recomputed", "fsdp", "bf16", "delayed", "current", "mxfp8",
+                          "current exact", "mxfp8 exact")
+FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp")
+
+
+def job_of(words: str, tensor: int, ranks: int) -> Job:
+    micro = 8 if ranks == tensor else 4
+    chosen = [w for w in words.split() if tensor > 1 or w != SP]
+    return fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={STEPS}",
+                              f"trainer.strategy.tensor_model_parallel_size={tensor}"))
+
+
+def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
+    batches, held_out = run_data(job.recipe)
+    steps = [train_step(job, batches, step, world) for step in range(first, last)]
+    found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps],
+             "val": evaluate(job, validation_batches(job.recipe, held_out, world), world)}
+    if job.recipe.fp8.enabled:
+        found["coverage"] = str(job.prove())
+        found["scales"] = {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")}
+    return found
+
+
+def saved(job: Job, world: World, folder: Path) -> None:
+    model, optimizer = job_tensors.model_tensors(job, world), job_tensors.optimizer_tensors(job, world)
+    if world.first:
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.save(folder, 4, *job_state.collect(job, run_data(job.recipe)[0], 4, optimizer, model), keep=1, world_size=world.size)
+    world.any(False)
+
+
+def loaded(job: Job, folder: Path) -> Job:
+    assert job_state.restore(job, *checkpoint.load(folder / "step-00000004"), run_data(job.recipe)[0]) == 4
+    return job
+
+
+CONFIG = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2, "head_dim": 16,
+          "vocab_size": 96, "seq_length": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "gpt": {"activation": "gelu", "add_bias_linear": True, "normalization": "LayerNorm", "num_query_groups": 4,
+                         "position_embedding_type": "learned_absolute", "tie_embeddings": True},
+    "qwen": {"qk_layernorm": "head", "add_qkv_bias": True}, "olmo": {"qk_layernorm": "hidden", "layernorm_placement": "post"},
+    "layer norms of heads": {"qk_layernorm": "hidden", "normalization": "LayerNorm"},
+    "gemma": {"activation": "geglu", "layernorm_placement": "both", "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+              "scale_embeddings": True, "tie_embeddings": True, "layernorm_zero_centered_gamma": True, "sliding_window": 9},
+    "nemotron": {"activation": "squared_relu", "rotary_percent": 0.5},
+}
+
+
+def family(changes: dict[str, Any], sequence_parallel: bool, world: World) -> dict[str, float]:
+    """Largest differences of loss, logits and gradients of a model of split matrices from those of the whole one, whose parameters
+    are all different; and of the weights that both draw."""
+    here = tensor_rank(Strategy(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel), "cpu")
+    whole, split = (Transformer(TransformerConfig(**{**CONFIG, **changes})) for _ in range(2))
+    split_model(split, here)
+    finish_layers(split)
+    whole.init_weights(1)
+    split.init_weights(1)
+    wanted, mine = dict(whole.named_parameters()), dict(split.named_parameters())
+
+    def part(name: str, t: Tensor) -> Tensor:
+        return split.shards[name].part(t) if name in split.shards else t
+
+    drawn = max((part(name, p) - mine[name]).abs().max().item() for name, p in wanted.items())
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, p in wanted.items():
+            p += 0.1 * torch.randn(p.shape, generator=random)
+            mine[name].copy_(part(name, p))
+    tokens = torch.randint(96, (2, 32), generator=random)
+    targets = tokens.roll(-1, 1).masked_fill(tokens % 7 == 0, -100)
+    loss, same = whole(tokens, targets), split(tokens, targets)
+    loss.backward()
+    same.backward()
+    for p in partial_gradients(split):
+        dist.all_reduce(p.grad)
+    off = max((part(name, p.grad) - mine[name].grad).abs().max().item() for name, p in wanted.items())
+    logits = (split(tokens) - whole(tokens)).abs().max().item()
+    return {"drawn": drawn, "loss": (same - loss).abs().item(), "logits": logits, "gradients": off}
+
+
+def quick_on_two(world: World) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = "2"
+    found: dict[str, Any] = {f"{name} {sp}": family(changes, sp, world) for name, changes in FAMILIES.items() for sp in (False, True)}
+    return found | {name: trained(job_of(RUNS[name][0], 2, 2), world) for name in QUICK}
+
+
+MEASURED = ("precision=fp32", f"precision=bf16 {SP}", f"precision=bf16_fp8 model.recompute_granularity=full {SP}")
+
+
+def on_two(folder: Path, world: World) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = "2"
+    found: dict[str, Any] = {name: trained(job_of(RUNS[name][0], 2, 2), world) for name in SLOW}
+    for name in RESUMED:
+        job = job_of(RUNS[name][0], 2, 2)
+        trained(job, world, 0, 4)
+        saved(job, world, folder / name)
+        found[f"{name} resumed"] = trained(loaded(job_of(RUNS[name][0], 2, 2), folder / name), world, 4)
+        found[f"{name} from one"] = trained(loaded(job_of(RUNS[name][0], 2, 2), folder / f"one {name}"), world, 4)
+    found["memory"] = {words: memory_measurement.measure(job_of(words, 2, 2).recipe) for words in MEASURED}
+    found["sent"] = {words: sent(words, world) for words in TRAFFIC}
+    return found
+
+
+RESUMED = ("clipped", "delayed", "current", "mxfp8")
+TRAFFIC = ("precision=bf16", f"precision=bf16 {SP}", f"precision=bf16 {SP} model.recompute_granularity=full",
+           "precision=bf16 model.recompute_granularity=full")
+
+
+def sent(words: str, world: World) -> list[int]:
+    """Bytes of activations that a step counts, and those that are handed to the collectives."""
+    job, handed = job_of(words, 2, 2), [0]
+
+    def counting(name: str, share: int) -> Any:
+        collective = getattr(tensor_collectives, name)
+
+        def counted(t: Tensor, *args: Any) -> Tensor:
+            handed[0] += t.nbytes // share if t.dim() == 3 and t.shape[-1] == 64 else 0
+            out: Tensor = collective(t, *args)
+            return out
+
+        return counted
+
+    SENT.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, share in (("summed", 1), ("_gathered", 1), ("_scattered", 2)):
+            patch.setattr(tensor_collectives, name, counting(name, share))
+        train_step(job, run_data(job.recipe)[0], 0, world)
+    return [SENT.bytes["activations"], handed[0]]
+
+
+def on_four(folder: Path, world: World) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = "4"
+    found = {name: trained(job_of(RUNS[name][0], 2, 4), world) for name in FOUR}
+    context = f"{CLIPPED} trainer.strategy.context_parallel_size=2 trainer.micro_batch_size=8"
+    found["tensor and context"] = trained(job_of(context, 2, 4), world)
+    for name in RESUMED:
+        found[f"{name} from two"] = trained(loaded(job_of(RUNS[name][0], 2, 4), folder / name), world, 4)
+    return found
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(2, quick_on_two, tmp_path_factory.mktemp("quick"))
+
+
+@functools.cache
+def one(name: str) -> dict[str, Any]:
+    """A run on one rank, whose microbatch is the global batch."""
+    return trained(job_of(RUNS[SAME.get(name, name)][0], 1, 1), World())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints of the fourth step of runs on one rank."""
+    found = tmp_path_factory.mktemp("ranks")
+    for name in RESUMED:
+        job = job_of(RUNS[name][0], 1, 1)
+        trained(job, World(), 0, 4)
+        saved(job, World(), found / f"one {name}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(2, functools.partial(on_two, folder), tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, two: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(4, functools.partial(on_four, folder), tmp_path_factory.mktemp("four"))
+
+
+def differences(found: dict[str, Any], want: dict[str, Any]) -> float:
+    return max(abs(a - b) / b for a, b in zip([*found["losses"], found["val"]], [*want["losses"], want["val"]], strict=True))
+
+
+def same_run(name: str, ranks: list[dict[str, Any]]) -> None:
+    want, (_, loss, norm) = one(name), RUNS[name]
+    assert all(rank[name]["losses"] == ranks[0][name]["losses"] for rank in ranks)
+    assert differences(ranks[0][name], want) <= loss
+    assert ranks[0][name]["norms"] == pytest.approx(want["norms"], rel=norm)
+    assert all(rank[name].get("coverage") == want.get("coverage") for rank in ranks)
+    for key, scale in ranks[0][name].get("scales", {}).items():
+        assert all(torch.equal(rank[name]["scales"][key], scale) for rank in ranks), key
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_two_ranks_that_share_matrices_train_as_one_rank(name: str, quick: list[dict[str, Any]]) -> None:
+    same_run(name, quick)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_of_all_families_compute_what_one_rank_does(name: str, sequence_parallel: bool, quick: list[dict[str, Any]]) -> None:
+    for rank in quick:
+        found = rank[f"{name} {sequence_parallel}"]
+        assert found["drawn"] == 0
+        assert max(found.values()) < 5e-6, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_two_ranks_train_as_one_rank_in_every_precision(name: str, two: list[dict[str, Any]]) -> None:
+    same_run(name, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_two_times_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]]) -> None:
+    same_run(name, four)
+
+
+@pytest.mark.slow
+def test_matrices_and_sequences_are_split_together(four: list[dict[str, Any]]) -> None:
+    assert differences(four[0]["tensor and context"], one("clipped")) <= 1e-6
+    assert four[3]["tensor and context"]["losses"] == four[0]["tensor and context"]["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_runs_resume_on_other_layouts(name: str, folder: Path, two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
+    (words, loss, _), whole = RUNS[name], two[0] | {name: two[0].get(name)}
+    resumed = two[0][f"{name} resumed"]
+    assert resumed["losses"] == whole[name]["losses"][4:] and resumed["val"] == whole[name]["val"]
+    assert two[0][f"{name} from one"]["losses"] == pytest.approx(one(name)["losses"][4:], rel=loss)
+    assert four[0][f"{name} from two"]["losses"] == pytest.approx(whole[name]["losses"][4:], rel=loss)
+    alone = trained(loaded(job_of(words, 1, 1), folder / name), World(), 4)
+    assert alone["losses"] == pytest.approx(whole[name]["losses"][4:], rel=loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", MEASURED)
+def test_planned_bytes_are_the_measured_ones(words: str, two: list[dict[str, Any]]) -> None:
+    measured = [rank["memory"][words] for rank in two]
+    for kind in ("weights", "masters", "gradients", "moments", "after forward", "peak"):
+        planned = measured[0][kind][0]
+        most = max(found[kind][1] for found in measured)
+        assert most == pytest.approx(planned, rel=memory_measurement.BOUNDS.get(kind, 0.15)), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", TRAFFIC)
+def test_sent_bytes_are_counted(words: str, two: list[dict[str, Any]]) -> None:
+    counted, handed = two[0]["sent"][words]
+    assert counted == handed > 0
+
+
+def test_a_shard_is_one_part_of_each_piece() -> None:
+    whole, shards = torch.arange(24).view(12, 2), [TensorShard(rank, 3, 0, pieces=2) for rank in range(3)]
+    assert shards[1].part(whole)[:, 0].tolist() == [4, 6, 16, 18]
+    assert torch.equal(shards[0].whole([shard.part(whole) for shard in shards]), whole)
+    assert list(shards[1].boxes(4)) == [(0, 2, 2), (2, 4, 8)]
+    columns = [TensorShard(rank, 2, 1) for rank in range(2)]
+    assert torch.equal(columns[0].whole([shard.part(whole) for shard in columns]), whole)
+
+
+TENSOR = "trainer.strategy.tensor_model_parallel_size"
+KEY = "tensor_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("model.num_query_groups=1", f"{TENSOR}=2: does not divide model.num_query_groups=1; write {TENSOR}=1"),
+    ("model.vocab_size=273", f"{TENSOR}=2: does not divide model.vocab_size=273; write model.vocab_size=274"),
+    ("model.ffn_hidden_size=129", f"{TENSOR}=2: does not divide model.ffn_hidden_size=129; write model.ffn_hidden_size=130"),
+    (f"model.seq_length=31 {SP}",
+     "trainer.strategy.sequence_parallel=True: splits model.seq_length=31 over 2 ranks; write model.seq_length=32"),
+    ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: low-bit state is that of whole matrices, and {KEY} splits them; write opt_level=null"),
+    ("precision=bf16_fp8 fp8.dot_product_attention=true",
+     f"fp8.dot_product_attention=True: attention in FP8 takes all heads, and {KEY} splits them; write false"),
+    ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
+     f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has whole matrices; write 0"),
+    ("precision=bf16_fp8 fp8.reduce_amax=false", f"fp8.reduce_amax=False: parts of a matrix share one scale under {KEY}; write true"),
+    ("precision=bf16_nvfp4", f"fp8.scaling=nvfp4: has a scale of whole matrices too, and {KEY} splits them; write fp8.scaling=mxfp8"),
+    ("precision=bf16_fp8_current fp8.granularity=row",
+     f"fp8.granularity=row: a scale is that of a whole row, and {KEY} splits rows; write fp8.granularity=tensor"),
+    ("precision=bf16_fp8_block", f"fp8.scaling=block: {KEY} gives each rank 64 channels of linear_fc1, which must be a multiple of "
+     "128; write fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size"),
+])
+def test_what_split_matrices_do_not_have_is_refused(words: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    recipe = small("trainer.devices=2", f"{TENSOR}=2", *words.split())
+    from fp8cfg.report.memory.layout import refused
+
+    assert line in refused(recipe, 2)
+
+
+def test_other_backends_are_refused() -> None:
+    recipe = small("precision=bf16_fp8_current", "backend=torchao", "fp8.params=false", "trainer.devices=2", f"{TENSOR}=2")
+    with pytest.raises(fp8cfg.ConfigError, match=f"backend=torchao: its layers are not split by {KEY}; write backend=native"):
+        fp8cfg.build(recipe)
+
+
+def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> None:
+    recipe = small("trainer.devices=2", f"{TENSOR}=2")
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        fp8cfg.build(recipe)
+    assert e.value.problems == [f"{TENSOR}=2: so many ranks share each matrix, and 1 rank is no multiple of it; start 2, or write 1"]
+
+
+@pytest.mark.slow
+def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> None:
+    done = launch(4, "recipe=llama_8b", "precision=bf16_fp8", f"{TENSOR}=2", SP, "trainer.strategy.context_parallel_size=1",
+                  "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "runs here on 4 ranks = tensor 2 x data 2, " in done.stdout and "activations" in done.stdout
+    assert "resume: step 3 from step-00000002 gave " in done.stdout
