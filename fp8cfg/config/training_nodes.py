@@ -126,8 +126,8 @@ class Trainer(Node):
     seed: int = Field(default=1234, ge=0, le=2**31 - 1)
     """Seeds weights and sample order. Default 1234 (Megatron)."""
     smoke: bool = False
-    """Train three steps of the recipe cut to a size for any machine, on the shipped corpus, data-, tensor- and
-    context-parallel, with an evaluation, a save and a resume; what was cut is said. At most 4 GiB over eight ranks. Default false."""
+    """Train three steps of the recipe cut to a size for any machine, on the shipped corpus, data-, tensor- and context-parallel,
+    with an evaluation, a save and a resume; what was cut is said. At most 4 GiB over eight ranks. Default false."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile the model; true and false are on and off. Default auto: where a compiler is present and the run is long enough
     to pay for it."""

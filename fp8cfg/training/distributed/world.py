@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.distributed.nn  # its functions keep the group that is there when it is imported, and so gloo's threads (torch 2.13)
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.errors import ConfigError, RankLost
@@ -125,8 +127,8 @@ def _start_group(backend: str, limit: timedelta) -> None:
     if again == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
         dist.init_process_group(backend, timeout=limit)
         return
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-    dist.init_process_group(backend, store=dist.PrefixStore(f"restart {again}", store), rank=rank, world_size=size, timeout=limit)
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    dist.init_process_group(backend, store=PrefixStore(f"restart {again}", store), rank=rank, world_size=size, timeout=limit)
 
 
 def current() -> World:
