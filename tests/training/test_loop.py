@@ -135,9 +135,9 @@ def test_evaluation_moves_no_fp8_state(in_fp8: bool) -> None:
 
 
 def test_fp16_scales_the_loss_skips_overflows_and_trains() -> None:
-    job = fp8cfg.build(small("precision=fp16", "trainer.max_steps=60", "precision.hysteresis=1"))
-    taken = list(steps(job, 60))
-    assert not taken[0].stepped and job.loss_scaler.scale < 2.0**32
+    job = fp8cfg.build(small("precision=fp16", "precision.initial_loss_scale=4194304", "trainer.max_steps=40", "precision.hysteresis=1"))
+    taken = list(steps(job, 40))
+    assert not taken[0].stepped and job.loss_scaler.scale < 2.0**22
     assert sum(s.stepped for s in taken) > 20 and taken[-1].loss < taken[0].loss - 0.5
     assert job.optimizer.steps == sum(s.stepped for s in taken)
 
@@ -244,8 +244,8 @@ def test_when_to_compile() -> None:
 
 
 def test_skipped_steps_do_not_use_up_the_warm_up() -> None:
-    job = fp8cfg.build(small("precision=fp16", "trainer.max_steps=40", "optim.warmup_steps=5"))
-    taken = list(steps(job, 40))
+    job = fp8cfg.build(small("precision=fp16", "precision.initial_loss_scale=16777216", "trainer.max_steps=24", "optim.warmup_steps=5"))
+    taken = list(steps(job, 24))
     first = next(i for i, s in enumerate(taken) if s.stepped)
     assert first > 3 and taken[first].lr == job.schedule.lr_at(0)
     assert [s.lr for s in taken if s.stepped][-1] == job.schedule.lr_at(job.optimizer.steps - 1)
