@@ -1,0 +1,69 @@
+"""A checkpoint of transformers there and back: read, trained 50 steps in FP8, exported in BF16 and in FP8, and loaded by transformers,
+whose logits are ours, and whose FP8 weights are, dequantized, ours bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8cfg
+from fp8cfg.config import hugging_face
+from fp8cfg.layer_plan import transformer_config
+from fp8cfg.models.hf import Layout, to_hf
+from tests.models.test_hf_checkpoint import WORDS, loaded, logits, plain, saved
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": False}
+WAYS: dict[str, list[str]] = {"full": []}
+"""Words of each way of training."""
+FP8 = {"block": ["precision=bf16_fp8_block"], "tensor": ["precision=bf16_fp8_current", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"]}
+"""The scales of an export, and words of a run that holds its weights under such."""
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[(kind, way, fp8) for kind in ("llama", "qwen3") for way in WAYS for fp8 in FP8], ids="-".join)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """The folder that transformers wrote, the run that was trained from it, and the scales of its weights."""
+    kind, way, fp8 = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    saved(folder / "theirs", kind, **SHAPE)
+    words = [w for w in WORDS if not w.startswith("precision=")]
+    recipe = fp8cfg.compose([
+        "recipe=from_hf", f"model.path={folder / 'theirs'}", *words, *FP8[fp8], "fp8.params=true", *WAYS[way], "trainer.max_steps=50", "optim.lr=1e-3",
+        "optim.warmup_steps=5", "trainer.val_check_interval=0", "checkpoint.every_n_steps=50", "trainer.compile=off"])
+    fp8cfg.fit(fp8cfg.build(recipe), folder=folder / "run")
+    return folder / "theirs", folder / "run", fp8
+
+
+def exported(run: Path, out: Path, *words: str) -> Any:
+    """transformers' model of an export, in float32."""
+    from fp8cfg.__main__ import main
+
+    assert main(["export", "hf", str(run), str(out), *words]) == 0
+    return loaded(out, torch.float32).float()
+
+
+def test_there_and_back(trained: tuple[Path, Path, str], tmp_path: Path) -> None:
+    theirs, run, fp8 = trained
+    before, ours = loaded(theirs, torch.float32), plain(run)
+    wide, narrow = exported(run, tmp_path / "bf16"), exported(run, tmp_path / "fp8", "--fp8", fp8)
+    assert (logits(wide) - logits(before)).abs().max() > 0.1  # it was trained
+    config, layout = found_of(run)
+    weights = to_hf(ours.state_dict(), config, layout)  # dequantized in float32
+    torch.testing.assert_close(logits(narrow), logits(ours), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(wide), logits(ours.bfloat16().float()), rtol=1e-4, atol=1e-4)
+    names = [name for name, _ in narrow.named_parameters() if name.endswith("_proj.weight")]
+    assert len(names) == 14
+    for name in names:
+        assert torch.equal(narrow.get_parameter(name), weights[name]), name
+        assert torch.equal(wide.get_parameter(name), weights[name].bfloat16().float()), name
+
+
+def found_of(run: Path) -> tuple[Any, Layout]:
+    from fp8cfg.training import run_model
+
+    recipe = run_model.load(run, print).recipe
+    family = hugging_face.of_model(recipe.model)
+    return transformer_config(recipe), Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
