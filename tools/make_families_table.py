@@ -4,7 +4,8 @@ gradients from transformers' model with the same random weights (float32, a smal
 parameter), how many sizes have their published counts, the validation loss of the tiny recipe in bf16 and in bf16_fp8 after the same
 steps on a CPU, and the share of all matmul FLOPs in FP8 of the tiny and of the largest recipe. Needs transformers.
 
-    python tools/make_families_table.py                      # 100 steps each, about two minutes a family on a core
+    python tools/make_families_table.py                      # 100 steps each: some ten minutes a family on a core
+    python tools/make_families_table.py --steps 0            # all but the losses, in a minute
     python tools/make_families_table.py --steps 20 qwen3     # families by their names
 """
 
@@ -31,7 +32,7 @@ from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models import parameter_counts
 from fp8cfg.models.hf import to_hf
 from fp8cfg.report.coverage import planned
-from tools.command import count, run
+from tools.command import run
 from tools.families import PUBLISHED, TINY, build, config_of
 
 FAMILIES = [name.removesuffix("_tiny") for name in TINY]
@@ -89,16 +90,17 @@ def row(family: str, steps: int) -> list[str]:
     lines = len(inspect.getsource(sys.modules[recipes()[name].__module__]).splitlines())
     logits, gradients = differences(name)
     largest = max(names, key=lambda n: parameter_counts(transformer_config(recipes()[n]()))["total"])
-    losses = [loss(name, precision, steps) for precision in ("bf16_mixed", "bf16_fp8")]
-    return [family, str(len(names)), str(lines), f"{logits:.0e}", f"{gradients:.0e}", published(names), *(f"{one:.3f}" for one in losses),
-            f"{share(name):.0%}", f"{share(largest):.0%} ({largest})"]
+    losses = [f"{loss(name, precision, steps):.3f}" if steps else "-" for precision in ("bf16_mixed", "bf16_fp8")]
+    return [family, str(len(names)), str(lines), f"{logits:.0e}", f"{gradients:.0e}", published(names), *losses, f"{share(name):.0%}", f"{share(largest):.0%} ({largest})"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}; default: all")
-    parser.add_argument("--steps", type=count, default=100, help="optimizer steps of each run; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=100, metavar="N", help="optimizer steps of each run, none with 0; default: %(default)s")
     options = parser.parse_args()
+    if options.steps < 0:
+        parser.error(f"--steps {options.steps}: expected a whole number from 0")
     if unknown := [family for family in options.family if family not in FAMILIES]:
         parser.error(f"{unknown[0]}: no such family; choose from {', '.join(FAMILIES)}")
     print(f"| {' | '.join(HEADER)} |\n|{' --- |' * len(HEADER)}")
