@@ -76,9 +76,10 @@ class Job:
             flops.watch(self.prepared.model)
 
     def __repr__(self) -> str:
-        whole = self.prepared.model
+        whole, shards = self.prepared.model, getattr(self.prepared.model, "shards", {}) if self.prepared.tensor_parallel else {}
+        count = sum(p.numel() * (shards[name].ranks if name in shards else 1) for name, p in whole.named_parameters())
         return summary(
-            self.recipe, self.plan, self.choice, type(whole).__name__, sum(p.numel() for p in whole.parameters()), str(self.device),
+            self.recipe, self.plan, self.choice, type(whole).__name__, count, str(self.device),
             self.optimizer.steps, self.foreign)
 
     @property

@@ -17,6 +17,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.shapes import linear_layers
+from fp8cfg.tensor_limits import limits
 
 STEPS, SAVED_AT = 3, 2
 """Optimizer steps of a smoke run, and the step of the checkpoint from which it is resumed."""
@@ -58,13 +59,14 @@ def _shape(small: Recipe) -> None:
     m.num_layers = min(m.num_layers, 2 + 3 * (f.high_precision_at_start + f.high_precision_at_end) // 2)
     whole, head = m.hidden_size, min(m.head_dim, HEAD)
     groups = min(2, m.num_query_groups)
+    multiple = 128 * gcd(groups, small.trainer.strategy.tensor_model_parallel_size)
     m.num_attention_heads, m.num_query_groups = groups * min(2, m.num_attention_heads // m.num_query_groups), groups
     if m.kv_channels is None:
         m.hidden_size = m.num_attention_heads * head
     else:
         m.kv_channels, m.hidden_size = head, min(m.hidden_size, 4 * HEAD)
     if whole != m.hidden_size:
-        m.ffn_hidden_size = min(m.ffn_hidden_size, _up(m.ffn_hidden_size * m.hidden_size // whole, 128))
+        m.ffn_hidden_size = min(m.ffn_hidden_size, _up(m.ffn_hidden_size * m.hidden_size // whole, multiple))
     m.ffn_hidden_size = min(m.ffn_hidden_size, FFN)
     m.vocab_size = VOCAB
     names = [name for name, *_ in linear_layers(transformer_config(small))]
@@ -76,11 +78,13 @@ def _run(small: Recipe, ranks: int, accumulates: bool) -> None:
     """Three steps on the shipped corpus with an evaluation and two checkpoints, on a layout that the ranks have: as many share
     matrices and sequences as divide them, the others are data-parallel."""
     t, o, p = small.trainer, small.optim, small.precision
-    m, own = small.model, t.strategy
-    tensor = gcd(own.tensor_model_parallel_size, m.num_query_groups, ranks)
+    own, tensor = t.strategy, gcd(t.strategy.tensor_model_parallel_size, small.model.num_query_groups, ranks)
     context = gcd(own.context_parallel_size, ranks // tensor)
-    t.strategy = Strategy(tensor_model_parallel_size=tensor, sequence_parallel=own.sequence_parallel and tensor > 1,
-                          context_parallel_size=context)
+    sequence = own.sequence_parallel and tensor > 1
+    t.strategy = Strategy(tensor_model_parallel_size=tensor, sequence_parallel=sequence, context_parallel_size=context)
+    if limits(small, ranks):
+        context = gcd(own.context_parallel_size, ranks)
+        t.strategy = Strategy(context_parallel_size=context)
     t.num_nodes, t.devices = 1, ranks
     small.data = {"name": "tiny", "path": None}  # type: ignore[assignment]
     t.micro_batch_size = min(t.micro_batch_size, 2)

@@ -6,13 +6,13 @@ import os
 from dataclasses import dataclass
 
 from fp8cfg.backends import REFERENCE, backend_registry
-from fp8cfg.backends.native.rules import BLOCK_CUDA, FP8_CAPABILITY
+from fp8cfg.backends.native.rules import ALIGNMENT, BLOCK_CUDA, FP8_CAPABILITY
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import as_held
 
-__all__ = ["BLOCK_CUDA", "FP8_CAPABILITY", "Choice", "Hardware", "against", "choose"]
+__all__ = ["ALIGNMENT", "BLOCK_CUDA", "FP8_CAPABILITY", "Choice", "Hardware", "against", "choose"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ up in the master. A float32 parameter is its own master.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -84,7 +84,6 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self.on_skip: list[Callable[[], None]] = []
         self.on_written: list[Callable[[], None]] = []
         self.sum_norms: Callable[[Tensor], Tensor] | None = None
-        self.split: Collection[nn.Parameter] = ()
         self.sum_split: Callable[[Tensor], Tensor] = lambda squares: squares
         self.counts = dict.fromkeys(self.names, 0)
         self._elsewhere: set[nn.Parameter] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -37,6 +37,8 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     fp8_state: FP8State | None = None
     _owned: Container[str] | None = None
+    split: Collection[Any] = ()
+    """Parameters of which other ranks have other parts."""
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
@@ -55,6 +57,9 @@ class NamedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """`state_tensors`, `state_json` and the hyperparameters of the groups, and the FP8 state of a job's model. Raises
         RuntimeError where the state is split over ranks, of which none has it whole."""
+        if self.split:
+            raise RuntimeError("the optimizer's state is that of this rank's parts of matrices (tensor_model_parallel_size); save "
+                               "checkpoints by fp8cfg.fit, which puts them together")
         if self._owned is not None:
             raise RuntimeError("the optimizer's state is split over the ranks (storage.shard); save checkpoints by fp8cfg.fit, or "
                                "write storage.shard=none")

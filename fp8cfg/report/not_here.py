@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fp8cfg.backends import backend_registry
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.report.tensor_parallel import limits
+from fp8cfg.tensor_limits import limits
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU that NVIDIA's driver has, by which they are counted without loading torch."""

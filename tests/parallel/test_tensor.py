@@ -152,9 +152,17 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         saved(job, world, folder / name)
         found[f"{name} resumed"] = trained(loaded(job_of(RUNS[name][0], 2, 2), folder / name), world, 4)
         found[f"{name} from one"] = trained(loaded(job_of(RUNS[name][0], 2, 2), folder / f"one {name}"), world, 4)
+    found["state dict"], found["summary"] = refusal(job), str(job)
     found["memory"] = {words: memory_measurement.measure(job_of(words, 2, 2).recipe) for words in MEASURED}
     found["sent"] = {words: sent(words, world) for words in TRAFFIC}
     return found
+
+
+def refusal(job: Job) -> str:
+    """Why the optimizer's state is not given."""
+    with pytest.raises(RuntimeError) as e:
+        job.optimizer.state_dict()
+    return str(e.value)
 
 
 RESUMED = ("clipped", "delayed", "current", "mxfp8")
@@ -282,6 +290,12 @@ def test_runs_resume_on_other_layouts(name: str, folder: Path, two: list[dict[st
     assert four[0][f"{name} from two"]["losses"] == pytest.approx(whole[name]["losses"][4:], rel=loss)
     alone = trained(loaded(job_of(words, 1, 1), folder / name), World(), 4)
     assert alone["losses"] == pytest.approx(whole[name]["losses"][4:], rel=loss)
+
+
+@pytest.mark.slow
+def test_what_is_no_whole_state_is_refused_and_counts_are_those_of_the_whole(two: list[dict[str, Any]]) -> None:
+    assert "that of this rank's parts of matrices (tensor_model_parallel_size)" in two[0]["state dict"]
+    assert two[0]["summary"].partition(" parameters")[0] == str(job_of(RUNS[RESUMED[-1]][0], 1, 1)).partition(" parameters")[0]
 
 
 @pytest.mark.slow

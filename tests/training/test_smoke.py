@@ -18,9 +18,10 @@ from fp8cfg import smoke
 from fp8cfg.__main__ import main
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import low_bit
 from fp8cfg.layer_plan import plan
 from fp8cfg.report.coverage import planned
-from fp8cfg.report.memory.layout import whole
+from fp8cfg.report.memory.layout import refused, whole
 from fp8cfg.report.memory.peak import memory
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.loop import Result
@@ -50,11 +51,26 @@ def test_every_recipe_and_preset_is_planned_in_four_gib_over_all_ranks(words: tu
     assert sum(memory(small, "cpu").values()) <= LARGEST >= 8 * sum(memory(eight, "cpu", whole(eight, 8)).values())
     assert not any(size % 16 for size in (m.hidden_size, m.ffn_hidden_size, m.vocab_size, m.seq_length))
     assert m.num_attention_heads % m.num_query_groups == 0 and t.strategy.size == 1 and t.max_steps == 3
-    context = math.gcd(composed(*words).trainer.strategy.context_parallel_size, 8)
-    assert eight.trainer.strategy.size == context and m.seq_length % (2 * context) == 0
-    assert t.global_batch_size % t.micro_batch_size == 0 == eight.trainer.global_batch_size % (eight.trainer.micro_batch_size * 8 // context)
+    meant, kept = composed(*words).trainer.strategy, eight.trainer.strategy
+    tensor = math.gcd(meant.tensor_model_parallel_size, m.num_query_groups)
+    context = math.gcd(meant.context_parallel_size, 8 // tensor)
+    assert (kept.tensor_model_parallel_size, kept.context_parallel_size, kept.size) == (tensor, context, tensor * context)
+    assert kept.sequence_parallel == (meant.sequence_parallel and tensor > 1) and not refused(eight, 8)
+    assert m.seq_length % (2 * context) == 0
+    assert t.global_batch_size % t.micro_batch_size == 0 == eight.trainer.global_batch_size % (eight.trainer.micro_batch_size * 8 // kept.size)
     assert smoke.cut(small, 1) == small and smoke.cut(eight, 8) == eight, "what is cut is cut no further"
     assert planned(small, plan(small)).layers_in_fp8 >= 4 * small.fp8.enabled
+
+
+WHOLE = {name for name in PRESETS if "nvfp4" in name or low_bit(composed("recipe=llama_8b", f"precision={name}").precision)}
+"""Presets that do not go with split matrices: a scale of the whole, or state in fewer bits."""
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_layout_that_a_precision_does_not_have_is_cut_too(preset: str) -> None:
+    small = cut("recipe=llama_8b", f"precision={preset}", "trainer.strategy.tensor_model_parallel_size=2", ranks=4)
+    assert not refused(small, 4)
+    assert small.trainer.strategy.tensor_model_parallel_size == (1 if preset in WHOLE else 2)
 
 
 @pytest.mark.parametrize(("words", "key", "new"), [

@@ -11,7 +11,7 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.shapes import parameter_shapes
-from fp8cfg.report import tensor_parallel
+from fp8cfg.tensor_limits import limits
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
     s = recipe.trainer.strategy
     pp, tp, cp = s.pipeline_model_parallel_size, s.tensor_model_parallel_size, s.context_parallel_size
     lines = [f"{s.key('pipeline_model_parallel_size')}={pp}: not in this version; write 1"] if pp > 1 else []
-    lines += [] if given else tensor_parallel.limits(recipe, ranks)
+    lines += [] if given else limits(recipe, ranks)
     keys = {"tensor_model_parallel_size": (tp, "each matrix", "matrices"), "context_parallel_size": (cp, "a sequence", "sequences")}
     for name, (size, what, those) in keys.items():
         here = f"{ranks} ranks are" if ranks > 1 else "1 rank is"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from fp8cfg.backends.native.rules import ALIGNMENT
+from fp8cfg.backends.backend_choice import ALIGNMENT
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import as_sharded, level, low_bit
 from fp8cfg.layer_plan import plan, transformer_config
