@@ -132,8 +132,9 @@ class Job:
 
         load_fp8_state_dict(self.model, state_dict)
 
-    def backward(self, loss: Tensor, parts: int = 1) -> None:
-        """The backward pass of `loss`, one of `parts` equal shares of a step's mean loss, times the loss scale under fp16.
+    def backward(self, loss: Tensor, parts: float = 1) -> None:
+        """The backward pass of `loss`, which is one of `parts` shares of a step's mean loss, times the loss scale under fp16. Where
+        microbatches have unlike numbers of targets, `parts` is all targets of the step over those of `loss`.
 
         Shares are weighed here and summed, over microbatches and ranks alike, so that FP8 sees gradients of one size
         however a batch is cut.

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.data import Batches
+from fp8cfg.data import Batches, Windows
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.rotary import rotary_tables
@@ -192,7 +192,7 @@ class ModelCase:
         self.tokens = t.global_batch_size * m.seq_length
         self.flops = self.tokens * flops_per_token(recipe)
         row = np.random.default_rng(0).integers(0, m.vocab_size, 4 * self.tokens)
-        self.batches = Batches(row, m.seq_length, t.seed, t.global_batch_size, m.vocab_size)
+        self.batches = Batches(Windows(row, m.seq_length, m.vocab_size), t.seed, t.global_batch_size)
         exact = self._runner(fp8cfg.build(fp8cfg.compose([*self.words, "precision=fp32", "model.recompute_granularity=full"])))
         exact.step()
         self.want = {"dw": [g.clone() for g in exact.found()["dw"]]}

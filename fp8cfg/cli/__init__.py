@@ -32,6 +32,9 @@ VERBS = {
     "doctor": Verb("this machine: hardware, versions, which precisions run here", words=()),
     "export": Verb("a recipe as YAML, JSON or Python, or as another project's file"),
     "import": Verb("a recipe from Accelerate, NeMo, Megatron-LM, torchtitan and others"),
+    "data": Verb("token files from text, for training that begins at once"),
+    "sample": Verb("text from a run, in the precision of its training or another", path=True),
+    "evaluate": Verb("the loss of a run on a held-out file, in one precision or several", path=True),
     "schema": Verb("the JSON Schema of recipes, for editors", words=()),
     "completion": Verb("a script that makes bash, zsh or fish complete all of this", words=("bash", "zsh", "fish")),
 }

@@ -17,10 +17,9 @@ RECIPE_FILES = (".yaml", ".yml", ".json")
 """How the names of recipe files end."""
 _READ = {".toml": "torchtitan", ".sh": "megatron"}
 """Files of other projects, by their ending, and who reads them."""
-_ABSENT = ("sample",)
-"""Commands of other trainers, of which ours has no like."""
 _THEIRS = {"run": "train", "fit": "train", "pretrain": "train", "finetune": "train", "start": "train",
-           "validate": "check", "verify": "check", "lint": "check", "estimate": "plan", "info": "doctor", "env": "doctor"}
+           "validate": "check", "verify": "check", "lint": "check", "estimate": "plan", "info": "doctor", "env": "doctor",
+           "generate": "sample", "eval": "evaluate", "preprocess": "data prepare"}
 """Commands of other trainers by ours."""
 
 
@@ -142,8 +141,6 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
     """The line for a word without a value that is no verb, or not where a verb stands."""
     if arg in verbs:
         return f"{arg}: a command stands first, as in: fp8cfg {arg}"
-    if arg in _ABSENT:
-        return f"{arg}: not in this version; fp8cfg --help has the commands"
     if chosen := chooses(arg):
         return f"{arg}: not of the form key=value; did you mean '{chosen}={arg}'?"
     verb = _THEIRS.get(arg) or nearest(arg, verbs)

@@ -14,6 +14,7 @@ _TEXT = """fp8cfg {version}: typed recipes for low-precision training
   fp8cfg [VERB] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
          [key=value ...] [--config-dir FOLDER]
 FILE.yaml may be JSON, and - is standard input. `fp8cfg VERB --help` says more.
+Everything works as `python -m fp8cfg` too, and as `torchrun ... -m fp8cfg`.
 
 {verbs}
 
@@ -26,19 +27,15 @@ Keys are the recipe's: model.*, data.*, optim.*, trainer.*, checkpoint.*, log.*,
 name; and, short for trainer.plugins.*: precision.*, fp8.*, storage.*, backend,
 opt_level. A mapping sets several: 'fp8={{margin: 1, amax_history_len: 16}}'.
 `fp8cfg explain fp8` lists a node's keys, `fp8cfg explain fp8.margin` is on one.
-
 Where values contradict one another, what you did not write gives way, with a
 note. What you wrote and what would have no effect is refused.
 
 Options:
   -cd, --config-dir FOLDER
-                       recipes and presets of your own, in FOLDER/recipe/*.yaml,
-                       FOLDER/precision/*.yaml and FOLDER/data/*.yaml
+                       recipes and presets, FOLDER/{{recipe,precision,data}}/*.yaml
   -m, --multirun, -c, --cfg, -i, --info, --hydra-help
                        as in Hydra: fp8cfg train --help
   --help, --version
-
-Everything works as `python -m fp8cfg` too, and as `torchrun ... -m fp8cfg`.
 
 Exit codes: 0 done, 2 configuration, 3 asked for FP8 and did not get it, 4 no
 usable checkpoint, 5 out of space or not writable, 6 run folder in use, 75

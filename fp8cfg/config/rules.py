@@ -65,10 +65,24 @@ def family_rules(recipe: Recipe) -> Iterator[str]:
 
 def data_rules(recipe: Recipe) -> Iterator[str]:
     d = recipe.data
-    if d.name in ("text", "tokens") and not d.path:
-        yield f"data={d.name}: needs data.path, a {'folder of text files' if d.name == 'text' else '.bin/.idx prefix'}"
-    if d.name in ("stdlib", "tiny") and d.path:
+    shipped, tables = d.name in ("stdlib", "tiny"), ("jsonl", "parquet", "dataset")
+    if not shipped and not d.path and not d.mixture:
+        what = {"text": "folder of text files", "tokens": ".bin/.idx prefix", "chat": ".jsonl file of conversations",
+                "dataset": "folder of save_to_disk"}.get(d.name, f".{d.name} file")
+        yield f"data={d.name}: needs data.path, a {what}"
+    if shipped and d.path:
         yield f"data.path={d.path}: has no effect with data={d.name}; write data=text or data=tokens"
+    elif d.mixture and d.path:
+        yield f"data.path={d.path}: has no effect beside data.mixture; put it in there, with a weight"
+    if shipped:
+        yield from idle(d, ("mixture",), f" with data={d.name}, which is one corpus; write data=text", "data.name")
+    if d.name not in tables:
+        yield from idle(d, ("text_key",), f" with data={d.name}; tables have columns: {', '.join(tables)}", "data.name")
+    if d.name == "chat":
+        yield from idle(d, ("eod_mask_loss",), " with data=chat, where each sample is one conversation", "data.name")
+    elif d.name == "tokens" and d.eod_mask_loss and d.tokenizer is None:
+        yield Refusal("data.eod_mask_loss=True: token files do not say which token ends a document; write data.tokenizer",
+                      [("data.eod_mask_loss", False)], ["data.name", "data.tokenizer"])
 
 
 def optim_rules(recipe: Recipe) -> Iterator[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
 
+from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.presets import precision_preset
@@ -17,13 +20,43 @@ class Data(Node):
 
     home: ClassVar[str] = "data"
 
-    name: Literal["stdlib", "tiny", "text", "tokens"] = "stdlib"
-    """stdlib: the running Python's standard library as bytes; tiny: a small shipped corpus; text: files under data.path as
-    bytes; tokens: Megatron's .bin/.idx at data.path. Default stdlib: real text without a download."""
+    name: Literal["stdlib", "tiny", "text", "jsonl", "parquet", "dataset", "tokens", "chat"] = "stdlib"
+    """stdlib: the running Python's standard library; tiny: a small shipped corpus; at data.path: text: files; jsonl, parquet,
+    dataset: a column of a table; tokens: Megatron's .bin/.idx; chat: conversations, with a loss of the assistant's words alone.
+    Default stdlib: real text without a download."""
     path: str | None = None
-    """Folder or file for text, prefix or .idx for tokens. Default null."""
+    """Folder or file, for tokens a prefix or .idx, for dataset a folder of save_to_disk. Default null."""
+    mixture: tuple[dict[str, Any], ...] = ()
+    """In place of data.path several, each with its share of the samples: [{path: a, weight: 0.7}, {path: b, weight: 0.3}]. A path
+    that is small for its weight is read several times. Default [] (Megatron's blend)."""
+    text_key: str = Field(default="text", min_length=1)
+    """Column of the text in jsonl, parquet and dataset. Default text (Megatron's json-keys)."""
+    tokenizer: str | None = None
+    """tokenizer.json on this machine, or a folder with it; null makes tokens of bytes. For tokens, of which tokenizer they are.
+    Default null."""
+    eod_mask_loss: bool = False
+    """Take no loss of the first token of a document, which those before it say nothing of. Default false (Megatron)."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=0.5)
-    """Share of the corpus, at its end, that is held out. Default 0.05."""
+    """Share of the corpus, at its end, that is held out, cut at a document where one begins nearby. Default 0.05."""
+
+    @pydantic.field_validator("mixture", mode="after")
+    @classmethod
+    def _weighed(cls, value: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        lines = [line for number, part in enumerate(value) for line in _wrong(f"data.mixture[{number}]", part)]
+        if lines:
+            raise ConfigError(lines)
+        return tuple({"path": part["path"], "weight": part["weight"]} for part in value)
+
+
+def _wrong(at: str, part: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a part of a mixture."""
+    for name in [name for name in part if name not in ("path", "weight")]:
+        yield f"{at}.{name}: no such key; a part has path and weight, as in {{path: a, weight: 0.7}}"
+    if not isinstance(part.get("path"), str) or not part["path"]:
+        yield f"{at}.path: needs a path, as in {{path: a, weight: 0.7}}"
+    weight = part.get("weight")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        yield f"{at}.weight={weight}: needs a number more than 0"
 
 
 class Optim(Node):

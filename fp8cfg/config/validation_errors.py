@@ -24,6 +24,7 @@ THOUSANDS = re.compile(r"\d{1,3}([,_]\d{3})+")
 _EXPECTED = {
     "int_type": "an integer", "float_type": "a number", "bool_type": "true or false", "string_type": "a string",
     "tuple_type": "a list", "finite_number": "a finite number", "model_type": "a mapping of keys",
+    "dict_type": "a mapping, as in {path: a, weight: 0.7}",
 }
 
 

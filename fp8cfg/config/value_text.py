@@ -11,5 +11,7 @@ def shown(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {shown(inner)}' for name, inner in value.items())}}}"
     text = str(value)
     return text if text and text.isprintable() else repr(text)

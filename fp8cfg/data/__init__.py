@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from fp8cfg.data.batches import Batches, eval_batches
 from fp8cfg.data.corpora import SOURCES, load_corpus
-from fp8cfg.data.corpus import BYTE_VOCAB, EOS, Corpus, split
+from fp8cfg.data.corpus import Corpus, split
 from fp8cfg.data.errors import DataError
+from fp8cfg.data.samples import IGNORED, Samples, Windows
+from fp8cfg.data.tokenizer import BYTE_VOCAB, EOS
 
-__all__ = ["BYTE_VOCAB", "EOS", "SOURCES", "Batches", "Corpus", "DataError", "eval_batches", "load_corpus", "split"]
+__all__ = ["BYTE_VOCAB", "EOS", "IGNORED", "SOURCES", "Batches", "Corpus", "DataError", "Samples", "Windows", "eval_batches",
+           "load_corpus", "split"]

@@ -1,4 +1,4 @@
-"""Corpus: one long array of token ids, documents joined by an end token.
+"""Corpus: one long array of token ids, each document ended by an end token.
 
 Bytes are the default tokens: no tokenizer to download, nothing that can differ between machines. The vocabulary is the
 256 byte values and one end-of-document token, padded to a multiple of 16 because FP8 matrix products want every
@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
 from fp8cfg.data.errors import DataError
 from fp8cfg.data.token_file import Tokens
-
-EOS = 256
-BYTE_VOCAB = 272
+from fp8cfg.data.tokenizer import BYTES, Tokenizer, padded_vocabulary, token_dtype
 
 _BLOCK = 32_768  # tokens
 _BLOCKS = 1_024
+_AT_ONCE = 1_000  # documents that a tokenizer gets, to use all cores
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,8 @@ class Corpus:
     tokens: 1-D integer array, read-only, or a row in a file.
     vocab_size: every token is meant to be below it; those in a file are checked as they are read.
     sha256: `fingerprint(tokens)`.
-    files: how many files the tokens came from.
+    documents: where each document begins in `tokens`, int64 [d], the first at 0; None where nobody knows.
+    eos: the token that ends a document; None where nobody knows.
     """
 
     name: str
@@ -39,21 +40,30 @@ class Corpus:
     vocab_size: int
     sha256: str
     description: str
-    files: int
+    documents: np.ndarray | None = None
+    eos: int | None = None
 
 
-def from_documents(name: str, documents: Sequence[bytes], description: str, files: int) -> Corpus:
-    """Bytes as uint16 tokens, `EOS` after each document. DataError when there is not one byte."""
-    length = sum(map(len, documents))
-    if length == 0:
-        raise DataError(f"{name}: there is no text in it")
-    tokens = np.full(length + len(documents), EOS, dtype=np.uint16)
-    at = 0
-    for document in documents:
-        tokens[at : at + len(document)] = np.frombuffer(document, dtype=np.uint8)
-        at += len(document) + 1
+def encoded(documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The tokens of each document, its end token included, read as they are asked for."""
+    dtype, left = token_dtype(tokenizer.size), iter(documents)
+    while some := list(islice(left, _AT_ONCE)):
+        for ids in tokenizer.encode(some):
+            tokens = np.empty(len(ids) + 1, dtype=dtype)
+            tokens[:-1], tokens[-1] = ids, tokenizer.eos
+            yield tokens
+
+
+def from_documents(name: str, documents: Iterable[bytes], description: str, tokenizer: Tokenizer = BYTES) -> Corpus:
+    """The tokens of all documents, the end token after each; bytes as uint16. DataError when there is not one token."""
+    pieces = list(encoded(documents, tokenizer))
+    lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
+    if lengths.sum() == len(pieces):
+        raise DataError(f"{description or name}: empty, there is no text in it")
+    tokens = np.concatenate(pieces)
     tokens.flags.writeable = False
-    return Corpus(name, tokens, BYTE_VOCAB, fingerprint(tokens), description, files)
+    starts = np.cumsum(lengths) - lengths
+    return Corpus(name, tokens, padded_vocabulary(tokenizer), fingerprint(tokens), description, starts, tokenizer.eos)
 
 
 def fingerprint(tokens: Tokens) -> str:
@@ -76,8 +86,9 @@ def fingerprint(tokens: Tokens) -> str:
 def split(corpus: Corpus, validation_fraction: float, seq_length: int) -> tuple[Corpus, Corpus]:
     """One cut near the end: the first part to train on, the rest, `validation_fraction` of the tokens, to validate.
 
-    Both parts hold at least one window of seq_length + 1 tokens. Nothing is adjusted quietly: where they do not,
-    DataError says which value would do.
+    The cut goes to the nearest beginning of a document, so that none is in both parts, where that leaves between half and twice as
+    much to validate; a document that is longer than that is cut. Both parts hold at least one window of seq_length + 1 tokens.
+    Nothing is adjusted quietly: where they do not, DataError says which value would do.
     """
     length, window = len(corpus.tokens), seq_length + 1
     if not 0 < validation_fraction < 1:
@@ -94,7 +105,19 @@ def split(corpus: Corpus, validation_fraction: float, seq_length: int) -> tuple[
     if length - held_out < window:
         most = math.floor((length - window) / length * 1e6) / 1e6
         raise DataError(_short("training", length - held_out, window, f"validation_fraction={most:g} or less"))
-    return _part(corpus, "training", 0, length - held_out), _part(corpus, "validation", length - held_out, length)
+    cut = _border(corpus.documents, length, held_out, window)
+    return _part(corpus, "training", 0, cut), _part(corpus, "validation", cut, length)
+
+
+def _border(documents: np.ndarray | None, length: int, held_out: int, window: int) -> int:
+    """Where to cut so that about `held_out` tokens are left: at a document's beginning, or else exactly."""
+    cut = length - held_out
+    if documents is None or len(documents) == 0:
+        return cut
+    at = int(np.searchsorted(documents, cut))
+    near = [int(start) for start in documents[max(0, at - 1) : at + 1]]
+    fits = [start for start in near if held_out / 2 <= length - start <= held_out * 2 and window <= start <= length - window]
+    return min(fits, key=lambda start: abs(start - cut), default=cut)
 
 
 def _short(part: str, length: int, window: int, cure: str) -> str:
@@ -104,4 +127,4 @@ def _short(part: str, length: int, window: int, cure: str) -> str:
 def _part(corpus: Corpus, part: str, start: int, stop: int) -> Corpus:
     tokens = corpus.tokens[start:stop]
     description = f"{corpus.description}; {part} part, tokens {start} to {stop}"
-    return replace(corpus, tokens=tokens, sha256=fingerprint(tokens), description=description)
+    return replace(corpus, tokens=tokens, sha256=fingerprint(tokens), description=description, documents=None)

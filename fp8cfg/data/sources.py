@@ -8,60 +8,95 @@ import os
 import platform
 import stat
 import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from fp8cfg.data.corpus import Corpus, from_documents
 from fp8cfg.data.errors import DataError, require
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
-MAX_TEXT_BYTES = 1 << 30  # held in memory as 2 bytes each; more belongs in a memory-mapped token file
+MAX_TEXT_BYTES = 1 << 30  # held in memory as 2 bytes each; more belongs in token files
 
 # Debian ships no tests with its standard library, other builds do: leaving them out keeps the corpora alike.
 _NOT_THE_LIBRARY = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 
 
-def stdlib_corpus() -> Corpus:
+@dataclass(frozen=True)
+class Documents:
+    """The texts of a source, read as they are asked for.
+
+    what: for people; remark: for people too, after what was found. size: bytes of the files, where these may be too many to hold.
+    """
+
+    texts: Iterator[bytes]
+    name: str
+    what: str
+    size: int = 0
+    remark: str = ""
+
+
+def stdlib_documents() -> Documents:
     """The running interpreter's own .py files without tests, about 11 MB; what they say depends on its version.
 
     A zipped or stripped interpreter has none: then this is the shipped corpus, and its description says so.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    paths, _ = _files_under(root, (".py",), _NOT_THE_LIBRARY) if root.is_dir() else ([], 0)
+    paths, _ = files_under(root, (".py",), _NOT_THE_LIBRARY) if root.is_dir() else ([], 0)
     if not paths:
-        return tiny_corpus(note=f" instead of the standard library, which has no sources in {root}")
-    documents = [_read(path) for path in paths]
+        return tiny_documents(note=f" instead of the standard library, which has no sources in {root}")
     version = f"{platform.python_implementation()} {platform.python_version()}"
-    return from_documents("stdlib", documents, f"standard library of {version}, {_size(documents)}", len(paths))
+    return Documents(map(_read, paths), "stdlib", f"standard library of {version}")
 
 
-def text_corpus(path: str | os.PathLike[str]) -> Corpus:
+def text_documents(path: str | os.PathLike[str]) -> Documents:
     """One UTF-8 text file, or every .md, .py, .rst and .txt file below a folder, one document each.
 
     Links below the folder and hidden folders are left out: a link can lead out of the folder, or to the same text
-    twice. DataError for a missing path, a folder without text, a file that is not UTF-8 text, or more than 1 GiB.
+    twice. DataError for a missing path, a folder without text, a file that is not UTF-8 text.
     """
     root = Path(path)
-    is_folder = stat.S_ISDIR(require(root).st_mode)
-    paths, links = _files_under(root, TEXT_SUFFIXES, set()) if is_folder else ([root], 0)
+    paths, links = readable_files(root, TEXT_SUFFIXES, "text file")
     skipped = f", {links} links not followed" if links else ""
-    if not paths:
-        raise DataError(f"{root}: no text file below this folder ({' '.join(TEXT_SUFFIXES)}{skipped})")
-    _refuse_too_much(root, paths)
-    documents = [document for document in map(_read_text, paths) if document]
-    if not documents:
-        raise DataError(f"{root}: empty; give a file or folder with text in it")
-    return from_documents("text", documents, f"text of {root}, {_size(documents)}{skipped}", len(documents))
+    texts = (text for text in map(_read_text, paths) if text)
+    return Documents(texts, "text", f"text of {root}", size_of(paths), skipped)
 
 
-def tiny_corpus(note: str = "") -> Corpus:
+def tiny_documents(note: str = "") -> Documents:
     """The text shipped with the package: equal on every machine, for tests and first runs. Documents are separated by
     two empty lines."""
     text = importlib.resources.files("fp8cfg.data").joinpath("tiny.txt").read_bytes()
     documents = text.rstrip(b"\n").split(b"\n\n\n")
-    return from_documents("tiny", documents, f"the shipped text{note}, {_size(documents)}", 1)
+    return Documents(iter(documents), "tiny", f"the shipped text{note}")
 
 
-def _files_under(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> tuple[list[Path], int]:
+def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[list[Path], int]:
+    """The file `root`, or those with one of `suffixes` below it, and how many links were passed over. DataError for none."""
+    is_folder = stat.S_ISDIR(require(root).st_mode)
+    paths, links = files_under(root, suffixes, set()) if is_folder else ([root], 0)
+    if not paths:
+        skipped = f", {links} links not followed" if links else ""
+        raise DataError(f"{root}: no {kind} below this folder ({' '.join(suffixes)}{skipped})")
+    for path in paths:
+        if not path.is_file():  # a pipe or a device would be waited on for ever
+            raise DataError(f"{path}: not a regular file; give a {kind} or a folder")
+    return paths, links
+
+
+def size_of(paths: list[Path]) -> int:
+    """The bytes of all files."""
+    return sum(path.stat().st_size for path in paths)
+
+
+def refuse_too_much(documents: Documents, root: object) -> None:
+    """Raise DataError for more text than is held in memory."""
+    if documents.size > MAX_TEXT_BYTES:
+        raise DataError(
+            f"{root}: {documents.size / 2**30:.1f} GiB of text, more than the {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in "
+            "memory; write token files with 'fp8cfg data prepare' and use source 'tokens'"
+        )
+
+
+def files_under(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> tuple[list[Path], int]:
     """Regular files with one of `suffixes`, and how many links were passed over.
 
     Ordered by a hash of the name below `root`: the same on every file system, and, unlike the alphabet, it leaves the
@@ -87,18 +122,6 @@ def _raise(error: OSError) -> None:
     raise DataError(f"{error.filename}: this folder cannot be read ({error.strerror})") from error
 
 
-def _refuse_too_much(root: Path, paths: list[Path]) -> None:
-    for path in paths:
-        if not path.is_file():  # a pipe or a device would be waited on for ever
-            raise DataError(f"{path}: not a regular file; give a text file or a folder")
-    size = sum(path.stat().st_size for path in paths)
-    if size > MAX_TEXT_BYTES:
-        raise DataError(
-            f"{root}: {size / 2**30:.1f} GiB of text, more than the {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in "
-            "memory; tokenize it into a Megatron .bin/.idx pair and use source 'tokens'"
-        )
-
-
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -116,7 +139,3 @@ def _read_text(path: Path) -> bytes:
     if bad >= 0:
         raise DataError(f"{path}: not UTF-8 text (byte {bad} is 0x{raw[bad]:02x}); convert it or take it out")
     return raw
-
-
-def _size(documents: list[bytes]) -> str:
-    return f"{len(documents)} documents, {sum(map(len, documents)) / 1e6:.2f} MB"

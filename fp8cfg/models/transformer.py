@@ -55,8 +55,8 @@ class Transformer(nn.Module):
         """Mean cross entropy of `targets` (float32, 0-d), or logits [B, T, vocab_size] where there are none.
 
         `tokens` and `targets` are int64 [B, T]; `targets[b, t]` is the token that follows `tokens[b, t]`, and a target
-        of -100 is left out of the mean. `positions`, int64 [T], are the tokens' places in their sequence, by default 0 to T - 1.
-        The logits have the dtype of the output layer; the loss upcasts them.
+        of -100 is left out of the mean, which is 0 where all of them are. `positions`, int64 [T], are the tokens' places in their
+        sequence, by default 0 to T - 1. The logits have the dtype of the output layer; the loss upcasts them.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         x = self._embedded(tokens, positions)
@@ -77,9 +77,9 @@ class Transformer(nn.Module):
         return self.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean over `targets` [tokens] of float32 `logits` [tokens, vocab_size]; tensor parallelism has another for parts of
-        the vocabulary."""
-        return F.cross_entropy(logits, targets)
+        """The mean over `targets` [tokens], those that are -100 left out, of float32 `logits` [tokens, vocab_size]; 0 where all are.
+        Tensor parallelism has another for parts of the vocabulary."""
+        return F.cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum().clamp(min=1)
 
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.embedding(tokens)

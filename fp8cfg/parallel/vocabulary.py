@@ -71,4 +71,4 @@ def cross_entropy(logits: Tensor, targets: Tensor, first: int, group: str) -> Te
     """The mean cross entropy of `targets` [tokens], whole token ids, from this rank's float32 logits [tokens, V / ranks], which are
     those of the tokens from `first` on; the same on every rank, 0-d."""
     losses: Tensor = _CrossEntropy.apply(logits, targets, first, group)  # type: ignore[no-untyped-call]
-    return losses.sum() / (targets != IGNORED).sum()
+    return losses.sum() / (targets != IGNORED).sum().clamp(min=1)

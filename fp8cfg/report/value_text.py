@@ -7,7 +7,8 @@ from typing import Any
 
 from fp8cfg.config.value_text import shown as shown
 
-_KINDS = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text", "null": "null"}
+_KINDS = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text", "null": "null",
+          "object": "mapping"}
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most", "exclusiveMaximum": "less than"}
 
 

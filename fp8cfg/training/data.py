@@ -8,27 +8,63 @@ from torch import Tensor
 
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.data import Batches, Corpus, DataError, eval_batches, load_corpus, split
+from fp8cfg.data import Batches, Corpus, DataError, Samples, Windows, eval_batches, load_corpus, split
+from fp8cfg.data.conversations import Conversations, load_conversations
+from fp8cfg.data.mixture import Mixture
+from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.training.distributed.world import World
 
 
-def run_data(recipe: Recipe) -> tuple[Batches, Corpus]:
+def run_data(recipe: Recipe) -> tuple[Batches, Samples]:
     """The training samples and the held-out part. Raises ConfigError for data that cannot be had or do not fit."""
-    m, t, d = recipe.model, recipe.trainer, recipe.data
+    t, d = recipe.trainer, recipe.data
     try:
-        corpus = load_corpus(d.name, d.path, m.vocab_size)
-        train, held_out = split(corpus, d.validation_fraction, m.seq_length)
-        return Batches(train.tokens, m.seq_length, t.seed, t.global_batch_size, m.vocab_size), held_out
+        tokenizer = load_tokenizer(d.tokenizer)
+        parts = [_whole(recipe, path, tokenizer) for path in ([part["path"] for part in d.mixture] or [d.path])]
+        train, held_out = zip(*(_cut(recipe, part) for part in parts), strict=True)
+        if d.mixture:
+            weights = [part["weight"] for part in d.mixture]
+            train, held_out = (Mixture(train, weights),), (Mixture(held_out, weights),)
+        remark = "; ".join(part.description for part in parts if isinstance(part, Conversations))
+        return Batches(train[0], t.seed, t.global_batch_size, tokenizer.sha256, remark), held_out[0]
     except DataError as e:
         raise ConfigError(f"data={d.name}: {e}") from None
 
 
-def validation_batches(recipe: Recipe, held_out: Corpus, world: World) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's share of one evaluation. Raises ConfigError, before the first batch, where there is not one to be had."""
-    m, t = recipe.model, recipe.trainer
+def all_samples(recipe: Recipe) -> Samples:
+    """All of what is at data.path, without a part to train on. Raises ConfigError as `run_data`."""
+    m, d = recipe.model, recipe.data
     try:
-        size, limit, share = t.global_batch_size, t.limit_val_batches, batch_share(t.strategy, world.rank, world.size)
-        return eval_batches(held_out.tokens, m.seq_length, size, limit, m.vocab_size, *share)
+        whole = _whole(recipe, d.path, load_tokenizer(d.tokenizer))
+        return whole if isinstance(whole, Conversations) else Windows(whole.tokens, m.seq_length, m.vocab_size)
+    except DataError as e:
+        raise ConfigError(f"data={d.name}: {e}") from None
+
+
+def _whole(recipe: Recipe, path: str | None, tokenizer: Tokenizer) -> Corpus | Conversations:
+    """What is at `path`."""
+    m, d = recipe.model, recipe.data
+    if d.name == "chat":
+        return load_conversations(str(path), tokenizer, m.seq_length, m.vocab_size)
+    return load_corpus(d.name, path, m.vocab_size, d.text_key, tokenizer)
+
+
+def _cut(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Samples]:
+    """The samples to train on, and those to validate."""
+    m, d = recipe.model, recipe.data
+    if isinstance(whole, Conversations):
+        return whole.split(d.validation_fraction)
+    train, held_out = (Windows(part.tokens, m.seq_length, m.vocab_size, whole.eos if d.eod_mask_loss else None)
+                       for part in split(whole, d.validation_fraction, m.seq_length))
+    return train, held_out
+
+
+def validation_batches(recipe: Recipe, held_out: Samples, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's share of one evaluation. Raises ConfigError, before the first batch, where there is not one to be had."""
+    t = recipe.trainer
+    try:
+        share = batch_share(t.strategy, world.rank, world.size)
+        return eval_batches(held_out, t.global_batch_size, t.limit_val_batches, *share)
     except DataError as e:
         raise ConfigError(f"data={recipe.data.name}: {e}") from None

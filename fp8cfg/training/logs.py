@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.data import Batches
+from fp8cfg.data import IGNORED, Batches
 from fp8cfg.job import Job
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.quantization_statistics import collect
@@ -64,10 +64,11 @@ class RunLogs:
             return
         job, count = self.job, microbatches(self.job, world)
         tokens, targets = batches.batch(step, world.rank, world.size, 0, count)
+        parts = batches.target_count(step) / (targets != IGNORED).sum().item() if batches.samples.masked else count * world.size
 
         def run() -> None:
             with job.autocast():
-                job.backward(job.model(tokens.to(job.device), targets.to(job.device)), parts=count * world.size)
+                job.backward(job.model(tokens.to(job.device), targets.to(job.device)), parts)
 
         job.optimizer.zero_grad()  # or two sets of gradients would need memory at once
         board: dict[str, Value] = {}

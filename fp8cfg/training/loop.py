@@ -88,6 +88,8 @@ class _Training:
         self.callbacks = callbacks if world.first else ()
         self.recipe = job.recipe
         self.batches, self.held_out = run_data(job.recipe)
+        if self.batches.remark:
+            self.say(wrapped(f"data: {self.batches.remark}") + "\n")
         refuse_layout(self.recipe, self.world.size, job.foreign)
         self.backend = backend_registry.backend(job.choice.backend)
         if microbatches(job, world) > 1:
@@ -238,7 +240,7 @@ class _Training:
     def _evaluate(self, done: int) -> None:
         batches = validation_batches(self.recipe, self.held_out, self.world)
         try:
-            self.val_loss = loss = evaluate(self.job, batches, self.world, self._asked)
+            self.val_loss = loss = evaluate(self.job, batches, self.world, self._asked, self.held_out.masked)
         except Stopped:
             self._interrupt(done)
         self.logs.write(done, {"val_loss": loss})

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fp8cfg.backends import backend_registry
+from fp8cfg.backends.autocast_context import autocast
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.builder import planned, prepared_model
 from fp8cfg.config.errors import ConfigError, printable
+from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.report.machine import find_hardware
@@ -24,20 +28,29 @@ from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
 
 @dataclass(frozen=True)
 class RunModel:
-    """`model` computes as in the run, after `step` steps; `plan` is what its linear layers do."""
+    """`model` computes as in the run, after `step` steps; `plan` is what its linear layers do; `tokenizer_sha256` is of the file
+    that made its tokens, None where there was none."""
 
     recipe: Recipe
     model: nn.Module
     plan: Sequence[PlannedLinear]
     choice: Choice
     step: int
+    tokenizer_sha256: str | None = None
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The context inside which FP8 layers multiply in FP8, as `Job.autocast`."""
+        return autocast(backend_registry.backend(self.choice.backend), self.model, True, "")
 
 
-def load(path: Path, say: Callable[[str], None], change: Callable[[Recipe], None] | None = None) -> RunModel:
-    """The model of the run folder `path`. Checkpoints that do not verify are passed over, and said; `change` may edit the recipe:
-    precision, not shape. Raises RunFolderError, NoUsableCheckpoint, and ConfigError for a precision that the weights do not fit."""
+def load(
+    path: Path, say: Callable[[str], None], change: Callable[[Recipe], None] | None = None, step: int | None = None
+) -> RunModel:
+    """The model of the run folder `path`, after `step` steps, by default the newest. Checkpoints that do not verify are passed
+    over, and said; `change` may edit the recipe: precision, not shape. Raises RunFolderError, NoUsableCheckpoint, and ConfigError
+    for a precision that the weights do not fit, or a step of which there is no checkpoint."""
     with RunFolder.open(path, lock=False) as folder:
-        tensors, state = _newest(folder, say)
+        tensors, state = _newest(folder, say, step)
     recipe = Recipe(**state["recipe"])
     recipe.model.path = recipe.model.weights = None  # its weights are those of the checkpoint
     recipe.trainer.strategy = Strategy()  # on one rank, whatever the run had
@@ -53,12 +66,31 @@ def load(path: Path, say: Callable[[str], None], change: Callable[[Recipe], None
         prepared.model.load_state_dict({**tensors["model"], **of_this_rank(tensors.get("fp8", {}))})
     except (RuntimeError, ValueError, KeyError) as e:
         raise ConfigError(f"{path}: its weights do not fit this precision: {str(e).splitlines()[0]}") from None
-    return RunModel(recipe, prepared.model.eval(), plans, choice, int(state["step"]))
+    return RunModel(recipe, prepared.model.eval(), plans, choice, int(state["step"]), state["data"].get("tokenizer_sha256"))
 
 
-def _newest(folder: RunFolder, say: Callable[[str], None]) -> tuple[checkpoint.Tensors, dict[str, Any]]:
+def in_precision(found: RunModel, name: str) -> RunModel:
+    """The model of a run in another precision, that of the preset `name`, with the weights that it computes with in its own; those
+    of layers held in FP8 are what FP8 says. Raises ConfigError for a precision in which it cannot be."""
+    recipe = found.recipe.model_copy(deep=True)
+    recipe.trainer.plugins = precision_preset(name)
+    recipe.storage.shard = "none"
+    recipe.check()
+    hardware = find_hardware(recipe.trainer.accelerator)
+    plans, choice = planned(recipe, hardware)
+    prepared = prepared_model(recipe, None, hardware.device, plans, choice)
+    prepared.model.load_state_dict(found.model.state_dict())
+    return replace(found, recipe=recipe, model=prepared.model.eval(), plan=plans, choice=choice)
+
+
+def _newest(folder: RunFolder, say: Callable[[str], None], step: int | None) -> tuple[checkpoint.Tensors, dict[str, Any]]:
     root = folder.files.folder(CHECKPOINTS)
-    for _, name in step_folders.steps(root):
+    there = sorted({saved for saved, _ in step_folders.steps(root)})
+    if there and step is not None and step not in there:
+        raise ConfigError(f"{folder.path}: has no checkpoint of step {step}; there are {', '.join(map(str, there))}")
+    for saved, name in step_folders.steps(root):
+        if step is not None and saved != step:
+            continue
         try:
             loaded = checkpoint.load_named(root, name)
             saved_state.check(*loaded)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.data import Batches
+from fp8cfg.data import IGNORED, Batches
 from fp8cfg.job import Job
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.training.distributed.gradient_sync import stores_early, sum_gradients
@@ -21,8 +22,8 @@ from fp8cfg.training.model_traffic import count_pass
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step did. `loss` is the mean over the global batch; `stepped` is False where non-finite gradients
-    made it be skipped."""
+    """What one optimizer step did. `loss` is the mean over the targets of the global batch; `stepped` is False where non-finite
+    gradients made it be skipped."""
 
     loss: float
     lr: float
@@ -49,25 +50,51 @@ def microbatches(job: Job, world: World) -> int:
 
 def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     """Optimizer step number `step`, the first being 0."""
-    count, share = microbatches(job, world), batch_share(job.recipe.trainer.strategy, world.rank, world.size)
+    count = microbatches(job, world)
+    alike = job.recipe.trainer.strategy.tensor_model_parallel_size  # ranks with the same tokens, and so the same loss
+    whole = 1 if batches.samples.masked else count * (world.size // alike)  # a mean of equal parts is divided once, at its end
     total = torch.zeros((), device=job.device)
-    data = world.size // job.recipe.trainer.strategy.tensor_model_parallel_size  # ranks with other tokens
     again = job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
     job.optimizer.zero_grad()
-    for i in range(count):
-        tokens, targets = batches.batch(step, *share, i, count)
+    for i, (tokens, targets, parts) in enumerate(_microbatches(job, batches, step, world)):
         stores = not again and i + 1 == count and stores_early(job.prepared, world)
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
             loss = _loss(job, tokens, targets)
-            job.backward(loss, parts=count * data)
+            job.backward(loss, parts)
         count_pass(job.recipe, len(tokens), world)
-        total += loss.detach()
+        total += loss.detach() * (whole / parts)
     sum_gradients(job.prepared, job.optimizer, world)
     job.summed = True
     lr = job.schedule.apply(job.optimizer, job.optimizer.steps)  # a skipped step does not move it (Megatron's training.py)
     stepped = job.optimizer.step()
-    mean = world.sum(total / (count * world.size))
+    mean = world.sum(total / (whole * alike))
     return Step(mean.item(), lr, job.optimizer.grad_norm, stepped)
+
+
+def _microbatches(job: Job, batches: Batches, step: int, world: World) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """This rank's tokens and targets, and the number of parts of the step's loss of which theirs is one.
+
+    That loss is the mean over all targets of the global batch of which one is taken. Where these are as many in each microbatch,
+    each is one of equal parts; else as large as its share of them, which all ranks count together before the first pass.
+    """
+    strategy = job.recipe.trainer.strategy
+    count, share, alike = microbatches(job, world), batch_share(strategy, world.rank, world.size), strategy.tensor_model_parallel_size
+    if not batches.samples.masked:
+        yield from ((*batches.batch(step, *share, i, count), count * (world.size // alike)) for i in range(count))
+        return
+    passes = [batches.batch(step, *share, i, count) for i in range(count)]
+    targets = [_targets(job, each) for _, each in passes]
+    whole = world.sum(torch.tensor(float(sum(targets)), dtype=torch.float64, device=job.device)).item() / alike
+    if not whole:
+        raise ConfigError(f"data={job.recipe.data.name}: no token of step {step + 1} has a loss")
+    yield from ((*each, whole / n if n else math.inf) for each, n in zip(passes, targets, strict=True))
+
+
+def _targets(job: Job, targets: Tensor) -> int:
+    """Of whole sequences, the targets that this rank takes a loss of."""
+    context = getattr(job.model, "context", None)
+    part = targets if context is None else context.part(targets)
+    return int((part != IGNORED).sum())
 
 
 def _loss(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -90,13 +117,14 @@ def _loss(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World, stop: Callable[[], bool] = lambda: False
+    job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World, stop: Callable[[], bool] = lambda: False, masked: bool = False
 ) -> float:
-    """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval. Moves no FP8 state. Raises
-    Stopped where `stop`, which all ranks ask before each microbatch, says so."""
+    """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval; of their targets where these
+    are `masked`, and so not as many in each. Moves no FP8 state. Raises Stopped where `stop`, which all ranks ask before each
+    microbatch, says so."""
     training = job.model.training
     job.model.eval()
-    losses = []
+    losses, counts = list[Tensor](), list[float]()
     try:
         with job.autocast(job.recipe.fp8.use_autocast_during_eval):
             for batch in batches:
@@ -105,11 +133,16 @@ def evaluate(
                     if stop():
                         raise Stopped
                     losses.append(job.model(tokens.to(job.device), targets.to(job.device)))
+                    counts.append(float(_targets(job, targets)))
     finally:
         job.model.train(training)
         if job.prepared.shard == "fsdp":
             from fp8cfg.training.distributed.fsdp import let_go
 
             let_go(job.model)
+    if masked:
+        weights = torch.tensor(counts, dtype=torch.float64, device=job.device)
+        sums = world.sum(torch.stack([(torch.stack(losses) * weights).sum(), weights.sum()]))
+        return (sums[0] / sums[1]).item()
     mean = torch.stack(losses).mean() / world.size
     return world.sum(mean).item()

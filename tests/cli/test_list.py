@@ -35,7 +35,7 @@ def test_the_overview(capsys: Out) -> None:
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == ["recipe", "", "precision", "", "data"]
     for line in ("  llama_8b          Short for llama31_8b.", "  bf16_fp8                     BF16 with FP8 linear layers, delayed scaling...",
-                 "  tokens  Megatron's .bin/.idx at data.path."):
+                 "  tokens   Megatron's .bin/.idx at data.path."):
         assert line in lines
 
 

@@ -8,14 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8cfg.data import Batches, DataError, eval_batches
+from fp8cfg.data import Batches, DataError, Windows, eval_batches
 
 LENGTH = 1_000
 TOKENS = np.arange(LENGTH, dtype=np.int32)
+WINDOWS = Windows(TOKENS, 10, LENGTH)
 
 
 def make(length: int = LENGTH, seq_length: int = 8, seed: int = 0, size: int = 16) -> Batches:
-    return Batches(np.arange(length, dtype=np.int32), seq_length, seed, size, vocab_size=length)
+    return Batches(Windows(np.arange(length, dtype=np.int32), seq_length, vocab_size=length), seed, size)
 
 
 def test_targets_are_the_next_tokens_on_the_ring() -> None:
@@ -40,7 +41,7 @@ def test_pieces_of_a_global_batch_make_the_whole_in_order(world: int, num_micro:
 @given(length=st.integers(9, 400), seq_length=st.integers(1, 8), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
 def test_an_epoch_visits_each_window_once(length: int, seq_length: int, seed: int, epoch: int) -> None:
     batches = make(length, seq_length, seed)
-    n = batches.windows
+    n = len(batches.samples)
     assert n == (length - 1) // seq_length
     tokens, _ = batches.rows(epoch * n, n)
     assert len(set(tokens.flatten().tolist())) == n * seq_length, "no token is an input twice in an epoch"
@@ -50,7 +51,7 @@ def test_an_epoch_visits_each_window_once(length: int, seq_length: int, seed: in
 
 def test_epochs_differ_in_order_and_in_borders() -> None:
     batches = make()
-    epochs = [batches.rows(epoch * batches.windows, batches.windows)[0][:, 0].tolist() for epoch in range(6)]
+    epochs = [batches.rows(epoch * len(batches.samples), len(batches.samples))[0][:, 0].tolist() for epoch in range(6)]
     assert len({tuple(np.argsort(epoch)) for epoch in epochs}) == 6
     assert len({frozenset(epoch) for epoch in epochs}) > 3
     assert make(seed=1).batch(0)[0].tolist() != make(seed=2).batch(0)[0].tolist()
@@ -76,7 +77,7 @@ def test_the_order_does_not_hang_on_the_batch_size() -> None:
 
 def test_the_cursor_survives_json_and_another_batch_size() -> None:
     state = json.loads(json.dumps(make().state(7)))
-    assert state["samples_seen"] == 112 and set(state) == {"seed", "seq_length", "samples_seen", "corpus_sha256"}
+    assert state["samples_seen"] == 112 and set(state) == {"seed", "seq_length", "samples_seen", "corpus_sha256", "tokenizer_sha256"}
     assert make().resume(state) == 7
     assert make(size=8).resume(state) == 14
     with pytest.raises(DataError, match="global_batch_size=32 does not divide the 112 samples"):
@@ -122,15 +123,15 @@ def test_what_cannot_be_is_refused(call: object, says: str) -> None:
 def test_a_token_outside_of_the_vocabulary_is_found_with_its_index(bad: int) -> None:
     tokens = np.zeros(101, dtype=np.int16)
     tokens[77] = bad
-    batches = Batches(tokens, 10, 0, 10, vocab_size=700)
+    batches = Batches(Windows(tokens, 10, vocab_size=700), 0, 10)
     with pytest.raises(DataError, match=rf"token {bad} at index 77 .*vocab_size=700"):
-        batches.rows(0, batches.windows + 10)
+        batches.rows(0, len(batches.samples) + 10)
     with pytest.raises(DataError, match="at index 77"):
-        list(eval_batches(tokens, 10, 5, 2, vocab_size=700))
+        list(eval_batches(Windows(tokens, 10, vocab_size=700), 5, 2))
 
 
 def collect(rank: int = 0, world: int = 1, length: int = LENGTH, limit: int = 5) -> list[torch.Tensor]:
-    batches = eval_batches(np.arange(length), 10, 8, limit, length, rank, world)
+    batches = eval_batches(Windows(np.arange(length), 10, length), 8, limit, rank, world)
     pairs = list(batches)
     assert all(torch.equal(targets, tokens + 1) for tokens, targets in pairs)
     return [tokens for tokens, _ in pairs]
@@ -152,11 +153,11 @@ def test_evaluation_windows_are_apart_and_spread() -> None:
 
 
 def test_evaluation_that_cannot_be_is_refused_before_it_begins() -> None:
-    with pytest.raises(DataError, match="has 7 windows of seq_length=10, less than one batch of 8"):
-        eval_batches(TOKENS[:80], 10, 8, 5, LENGTH)
+    with pytest.raises(DataError, match="has 7 samples of seq_length=10, less than one batch of 8"):
+        eval_batches(Windows(TOKENS[:80], 10, LENGTH), 8, 5)
     with pytest.raises(DataError, match="batch_size=8 is not divisible by 3"):
-        eval_batches(TOKENS, 10, 8, 5, LENGTH, 0, 3)
+        eval_batches(WINDOWS, 8, 5, 0, 3)
     with pytest.raises(DataError, match="limit=0"):
-        eval_batches(TOKENS, 10, 8, 0, LENGTH)
+        eval_batches(WINDOWS, 8, 0)
     with pytest.raises(DataError, match="rank 2 of 2"):
-        eval_batches(TOKENS, 10, 8, 5, LENGTH, 2, 2)
+        eval_batches(WINDOWS, 8, 5, 2, 2)

@@ -12,26 +12,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8cfg.data import BYTE_VOCAB, EOS, Corpus, DataError, split
+from fp8cfg.data import BYTE_VOCAB, EOS, Corpus, DataError, load_corpus, split
 from fp8cfg.data import corpus as corpus_module
 from fp8cfg.data.corpus import fingerprint, from_documents
-from fp8cfg.data.sources import tiny_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def of_length(length: int) -> Corpus:
-    return Corpus("made", np.arange(length), length + 1, "", "made here", 1)
+    return Corpus("made", np.arange(length), length + 1, "", "made here")
 
 
 def test_documents_are_joined_with_the_end_token() -> None:
-    corpus = from_documents("two", [b"ab", b"\xff"], "two documents", 2)
+    corpus = from_documents("two", [b"ab", b"\xff"], "two documents")
     assert corpus.tokens.tolist() == [97, 98, EOS, 255, EOS] and corpus.tokens.dtype == np.uint16
     assert corpus.vocab_size == BYTE_VOCAB == 272 and EOS < BYTE_VOCAB and BYTE_VOCAB % 16 == 0
     with pytest.raises(ValueError, match="read-only"):
         corpus.tokens[0] = 1
     with pytest.raises(DataError, match="no text"):
-        from_documents("none", [b""], "", 1)
+        from_documents("none", [b""], "")
 
 
 def test_the_fingerprint_tells_corpora_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +109,7 @@ def test_the_shipped_corpus_is_what_its_generator_writes() -> None:
 
 
 def test_the_shipped_corpus_has_something_to_learn() -> None:
-    corpus = tiny_corpus()
+    corpus = load_corpus("tiny")
     text = bytes(corpus.tokens[corpus.tokens < EOS].astype(np.uint8))
     assert 150_000 < len(text) < 300_000 and text.isascii()
     assert 500 < np.count_nonzero(corpus.tokens == EOS) < 5_000 and b"\n\n\n" not in text
@@ -121,7 +120,7 @@ def test_the_shipped_corpus_has_something_to_learn() -> None:
 
 
 def test_the_sums_of_the_shipped_corpus_are_right() -> None:
-    text = bytes(tiny_corpus().tokens.astype(np.uint8)).decode()
+    text = bytes(load_corpus("tiny").tokens.astype(np.uint8)).decode()
     sums = re.findall(r"^(\d+) ([+x-]) (\d+) = (\d+)$", text, re.MULTILINE)
     does = {"+": int.__add__, "x": int.__mul__, "-": int.__sub__}
     assert len(sums) > 200 and all(does[sign](int(a), int(b)) == int(c) for a, sign, b, c in sums)

@@ -9,7 +9,6 @@ import pytest
 
 from fp8cfg.data import DataError, load_corpus, sources
 from fp8cfg.data.indexed_write import write_indexed
-from fp8cfg.data.sources import stdlib_corpus, text_corpus, tiny_corpus
 
 
 def text_of(tokens: np.ndarray) -> bytes:
@@ -17,7 +16,7 @@ def text_of(tokens: np.ndarray) -> bytes:
 
 
 def documents(path: Path) -> set[bytes]:
-    tokens = text_corpus(path).tokens
+    tokens = load_corpus("text", path).tokens
     return {text_of(part) for part in np.split(tokens, np.flatnonzero(tokens == 256) + 1)} - {b""}
 
 
@@ -32,26 +31,26 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_standard_library_is_there_without_its_tests() -> None:
-    corpus = stdlib_corpus()
+    corpus = load_corpus("stdlib")
     text = text_of(corpus.tokens)
-    assert corpus.name == "stdlib" and corpus.files > 300 and 5e6 < len(text) < 20e6
+    assert corpus.name == "stdlib" and len(corpus.documents) > 300 and 5e6 < len(text) < 20e6
     assert Path(os.__file__).read_bytes() in text and b"class TestCase(" in text
     # the libraries of this environment, and test suites, are not the standard library
     assert b"def pytest_addoption" not in text and b"class BaseTestUUID" not in text
-    assert corpus.sha256 == stdlib_corpus().sha256
+    assert corpus.sha256 == load_corpus("stdlib").sha256
 
 
 def test_an_interpreter_without_sources_gets_the_shipped_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "python311.zip"):
         monkeypatch.setattr(sysconfig, "get_path", lambda _, place=place: str(place))
         corpus = load_corpus("stdlib")
-        assert corpus.name == "tiny" and corpus.sha256 == tiny_corpus().sha256
+        assert corpus.name == "tiny" and corpus.sha256 == load_corpus("tiny").sha256
         assert f"instead of the standard library, which has no sources in {place}" in corpus.description
 
 
 def test_a_folder_is_one_document_a_text_file(folder: Path) -> None:
     assert documents(folder) == {b"first", "zwölf".encode()}
-    assert text_corpus(folder).files == 2 and "2 documents" in text_corpus(folder).description
+    assert len(load_corpus("text", folder).documents) == 2 and "2 documents" in load_corpus("text", folder).description
 
 
 def test_the_order_is_that_of_names_not_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +58,9 @@ def test_the_order_is_that_of_names_not_of_the_disk(tmp_path: Path, monkeypatch:
         (tmp_path / name).mkdir()
         for number in range(20):
             (tmp_path / name / f"{number}.txt").write_text(f"{name} {number}")
-    corpus, walk = text_corpus(tmp_path), os.walk
+    corpus, walk = load_corpus("text", tmp_path), os.walk
     monkeypatch.setattr(os, "walk", lambda *a, **k: ((f, d, n[::-1]) for f, d, n in list(walk(*a, **k))[::-1]))
-    assert text_corpus(tmp_path).sha256 == corpus.sha256
+    assert load_corpus("text", tmp_path).sha256 == corpus.sha256
     # A cut near the end must not hold out one folder of the two.
     tail = text_of(corpus.tokens[-len(corpus.tokens) // 4 :])
     assert b"early" in tail and b"late" in tail
@@ -77,12 +76,12 @@ def test_links_and_hidden_folders_are_left_out(folder: Path) -> None:
     (folder / ".git").mkdir()
     (folder / ".git" / "note.txt").write_text("hidden")
     assert documents(folder) == {b"first", "zwölf".encode()}
-    assert "3 links not followed" in text_corpus(folder).description
+    assert "3 links not followed" in load_corpus("text", folder).description
 
 
 def test_a_file_is_one_document_whatever_its_ending(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("plain")
-    assert text_corpus(tmp_path / "notes").tokens.tolist() == [*b"plain", 256]
+    assert load_corpus("text", tmp_path / "notes").tokens.tolist() == [*b"plain", 256]
 
 
 @pytest.mark.parametrize(
@@ -93,14 +92,14 @@ def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes | None, says:
     if content is not None:
         (tmp_path / "x.txt").write_bytes(content)
     with pytest.raises(DataError, match=says) as caught:
-        text_corpus(tmp_path)
+        load_corpus("text", tmp_path)
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
 def test_more_than_memory_should_hold_is_refused_before_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_TEXT_BYTES", 5)
     with pytest.raises(DataError, match="use source 'tokens'"):
-        text_corpus(folder)
+        load_corpus("text", folder)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -108,7 +107,7 @@ def test_a_pipe_is_not_waited_for(folder: Path) -> None:
     os.mkfifo(folder / "pipe.txt")
     assert documents(folder) == {b"first", "zwölf".encode()}
     with pytest.raises(DataError, match="not a regular file"):
-        text_corpus(folder / "pipe.txt")
+        load_corpus("text", folder / "pipe.txt")
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_ranks_that_have_not_met_are_refused(words: str, monkeypatch: pytest.Mon
 def test_what_one_rank_alone_finds_is_said_by_it(tmp_path: Path) -> None:
     import numpy as np
 
-    from fp8cfg.data import Batches
+    from fp8cfg.data import Batches, Windows
     from fp8cfg.data.indexed_write import write_indexed
     from fp8cfg.training.data import run_data
 
@@ -136,7 +136,7 @@ def test_what_one_rank_alone_finds_is_said_by_it(tmp_path: Path) -> None:
     words = ["data=tokens", f"data.path={tmp_path / 'tokens'}", "model.vocab_size=208", "trainer.micro_batch_size=4"]
     write_indexed(tmp_path / "tokens", [tokens], vocab_size=304)
     plain, _ = run_data(small(*words))
-    places = Batches(np.arange(len(plain.tokens)), 32, plain.seed, 8, len(tokens))
+    places = Batches(Windows(np.arange(len(plain.samples.tokens)), 32, len(tokens)), plain.seed, 8)
     tokens[places.batch(0, rank=1, world=2)[0][0, 5].item()] = 300  # in the second rank's share of the first step
     for file in tmp_path.iterdir():
         file.unlink()

@@ -22,6 +22,7 @@ class SavedData(BaseModel):
     seq_length: int
     samples_seen: int = Field(ge=0)
     corpus_sha256: str
+    tokenizer_sha256: str | None = None
 
 
 class SavedState(BaseModel):

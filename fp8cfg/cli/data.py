@@ -1,0 +1,89 @@
+"""`data`: token files from text, `data prepare`."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from fp8cfg.cli.argv import is_recipe_file, recipe_path, split
+from fp8cfg.config.errors import ConfigError, NotWritable, printable
+
+if TYPE_CHECKING:
+    from fp8cfg.data.tokenizer import Tokenizer
+
+USAGE = """
+fp8cfg data prepare OUT data=NAME [FILE.yaml] [data.path=PATH]
+                    [data.text_key=COLUMN] [data.tokenizer=FILE_OR_FOLDER]
+                    [--config-dir FOLDER]
+
+Writes OUT.bin and OUT.idx, token files as Megatron's preprocess_data.py
+--append-eod writes them, from any source of text: stdlib, tiny, text, jsonl,
+parquet or dataset. Documents are read, tokenized and written one after the
+other, whatever their size; OUT is there when it is whole. Training on it,
+  fp8cfg data=tokens data.path=OUT ...
+has the losses of training on the source, and begins at once.
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Write the token files that `argv` name. Returns the exit code."""
+    arguments = split(argv, ("--config-dir",))
+    file = next((word for word in arguments.plain[2:] if is_recipe_file(word)), None)
+    if arguments.plain[:1] != ["prepare"] or len(arguments.plain) != 2 + bool(file):
+        raise ConfigError("data: writes token files, as in: fp8cfg data prepare OUT data=text data.path=FOLDER")
+    from fp8cfg.cli.composed import composed
+    from fp8cfg.data import DataError
+    from fp8cfg.data.prepare import prepare
+    from fp8cfg.data.tokenizer import load_tokenizer
+
+    out = arguments.plain[1]
+    d = composed(arguments.words, arguments.one("--config-dir"), recipe_path(file) if file else None).data
+    if d.mixture:
+        raise ConfigError("data.mixture: token files are written one by one and mixed in training; prepare each data.path")
+    began = time.perf_counter()
+    try:
+        with _stopped_cleanly():
+            tokenizer = load_tokenizer(d.tokenizer)
+            made = prepare(out, d.name, d.path, d.text_key, tokenizer)
+    except DataError as e:
+        raise ConfigError(f"data={d.name}: {e}") from None
+    except OSError as e:
+        raise NotWritable(f"{out}: cannot be written ({e.strerror or e})") from None
+    print(f"wrote {printable(str(made.path))}.bin and .idx: {made.tokens} tokens of {made.documents} documents in "
+          f"{time.perf_counter() - began:.1f} s")
+    print(f"train on it: {_line(made.path, d.tokenizer, tokenizer)}")
+    return 0
+
+
+def _line(path: Path, given: str | None, tokenizer: Tokenizer) -> str:
+    """The line that trains on the files."""
+    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.data.tokenizer import padded_vocabulary
+
+    words = ["fp8cfg", "data=tokens", f"data.path={path}", *([f"data.tokenizer={given}"] if given else [])]
+    size = padded_vocabulary(tokenizer)
+    return printable(shlex.join([*words, *([f"model.vocab_size={size}"] if size != Recipe().model.vocab_size else [])]))
+
+
+@contextmanager
+def _stopped_cleanly() -> Iterator[None]:
+    """Inside of the block SIGTERM ends it as an error does, which removes what is half written."""
+    def stop(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

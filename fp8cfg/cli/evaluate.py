@@ -1,0 +1,54 @@
+"""`evaluate`: the loss of a run on held-out text, in one precision or several, whose difference is what a precision costs."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from fp8cfg.cli.argv import split
+from fp8cfg.cli.run_precisions import in_precisions, loaded, whole
+from fp8cfg.config.errors import ConfigError, printable
+from fp8cfg.report.tables import table
+
+USAGE = """
+fp8cfg evaluate RUN_FOLDER [--data PATH] [--precision NAME,...] [--step N]
+                [--samples N]
+
+The loss of a run's newest checkpoint, in nats a token: the mean over the part
+of its data that it holds out, or over all of --data, in each precision. Their
+difference is what the precision costs. Nothing in the run folder changes.
+
+  --data PATH            text or a table, of the kind that the run is trained on
+  --precision NAME,...   multiply as these presets say, such as bf16,bf16_fp8;
+                         default as trained
+  --step N               the checkpoint of step N
+  --samples N            of N samples, spread evenly; default all
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Print the losses that `argv` ask for. Returns the exit code."""
+    arguments = split(argv, ("--data", "--precision", "--step", "--samples"))
+    if len(arguments.plain) != 1 or arguments.words:
+        raise ConfigError("evaluate: needs one run folder, as in: fp8cfg evaluate runs/NAME --precision bf16,bf16_fp8")
+    limit = whole(arguments, "--samples", 1)
+    found = loaded(arguments)
+    from fp8cfg.training.held_out import held_out, held_out_loss, samples_of
+
+    path = arguments.one("--data")
+    samples = held_out(found.recipe) if path is None else samples_of(found.recipe, path)
+    if not len(samples):
+        raise ConfigError(f"--data: has no sample of model.seq_length={found.recipe.model.seq_length} tokens")
+    losses, targets = list[tuple[str, float]](), 0
+    for name, model in in_precisions(found, arguments.one("--precision")):
+        measured = held_out_loss(model, samples, limit)
+        losses.append((name, measured.loss))
+        targets = measured.targets
+    print(printable(f"{arguments.plain[0]}: step {found.step}, {targets} tokens of {path or 'its held-out part'}"), file=sys.stderr)
+    rows = [[name, f"{loss:.4f}", f"{loss - losses[0][1]:+.4f}", f"{_perplexity(loss):.3f}"] for name, loss in losses]
+    print(table(["precision", "loss", "difference", "perplexity"], rows, right=(1, 2, 3)))
+    return 0
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

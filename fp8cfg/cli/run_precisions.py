@@ -1,0 +1,64 @@
+"""Models of a run folder for `sample` and `evaluate`: which checkpoint, which precisions, and what they are called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8cfg.cli.argv import Arguments
+from fp8cfg.config.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from fp8cfg.training.run_model import RunModel
+
+
+def loaded(arguments: Arguments) -> RunModel:
+    """The model of the run folder that stands first among `arguments`, as it was trained."""
+    from fp8cfg.training.run_folder import RunFolder
+
+    path = Path(arguments.plain[0])
+    RunFolder.open(path, lock=False).close()  # before torch is loaded: a folder that is none is said first
+    from fp8cfg.training import run_model
+
+    return run_model.load(path, _say, step=whole(arguments, "--step", 0))
+
+
+def in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunModel]]:
+    """`run` in each precision of `names`, presets with commas between, one after the other; by default as it was trained. Raises
+    ConfigError for a name that is none before anything is computed."""
+    if names is None:
+        yield title(run), run
+        return
+    from fp8cfg.config.presets import precision_preset
+    from fp8cfg.training import run_model
+
+    for name in names.split(","):
+        precision_preset(name)
+    for name in names.split(","):
+        yield name, run_model.in_precision(run, name)
+
+
+def title(run: RunModel) -> str:
+    """The precision of `run` in words."""
+    p = run.recipe.precision
+    return f"{p.compute}, FP8 {p.fp8.scaling}" if p.fp8.enabled else p.compute
+
+
+def whole(arguments: Arguments, option: str, least: int, default: int | None = None) -> int | None:
+    """The whole number of `option`. Raises ConfigError."""
+    text = arguments.one(option)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"{option} {text[:40]}: needs a whole number") from None
+    if not least <= value < 2**63:
+        raise ConfigError(f"{option} {text[:40]}: must be at least {least}")
+    return value
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr)

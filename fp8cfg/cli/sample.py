@@ -1,0 +1,106 @@
+"""`sample`: text from a run, in the precision that it was trained in or another."""
+
+from __future__ import annotations
+
+import math
+import sys
+import unicodedata
+from typing import TYPE_CHECKING
+
+from fp8cfg.cli.argv import Arguments, split
+from fp8cfg.cli.run_precisions import in_precisions, loaded, whole
+from fp8cfg.config.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from fp8cfg.data.tokenizer import Tokenizer
+
+USAGE = """
+fp8cfg sample RUN_FOLDER PROMPT [--tokens N] [--temperature T] [--top-k K]
+              [--seed S] [--precision NAME] [--step N] [--tokenizer PATH]
+              [--chat]
+
+Text that the newest checkpoint of a run writes after PROMPT, up to its end
+token. The run folder is read alone: FP8 scales are those that training left.
+
+  --tokens N       how many tokens at most; default 100
+  --temperature T  0 takes the likeliest token each time; default 0.8
+  --top-k K        draw from the K likeliest alone; default all
+  --seed S         another seed is another text; default 0
+  --precision NAME multiply as this preset says, as bf16; default as trained
+  --step N         the checkpoint of step N
+  --tokenizer PATH tokenizer.json or its folder, where it has moved; of a run on
+                   token files theirs, or bytes
+  --chat           PROMPT is a user's message, written by the chat template
+"""
+_OPTIONS = ("--tokens", "--temperature", "--top-k", "--seed", "--precision", "--step", "--tokenizer")
+
+
+def run(argv: list[str]) -> int:
+    """Print the text that `argv` ask for. Returns the exit code."""
+    arguments = _split(argv)
+    tokens, top_k = whole(arguments, "--tokens", 1, 100), whole(arguments, "--top-k", 1)
+    temperature, seed = _temperature(arguments), whole(arguments, "--seed", 0, 0)
+    if temperature == 0 and (idle := [name for name in ("--top-k", "--seed") if arguments.one(name)]):
+        raise ConfigError(f"{idle[0]}: has no effect at --temperature 0, which takes the likeliest token")
+    if (names := arguments.one("--precision")) and "," in names:
+        raise ConfigError(f"--precision {names}: one at a time; fp8cfg evaluate compares several")
+    found = loaded(arguments)
+    from fp8cfg.training.held_out import run_tokenizer
+    from fp8cfg.training.sampling import sample
+
+    tokenizer = run_tokenizer(found, arguments.one("--tokenizer"))
+    prompt = _prompt(arguments.plain[1], "--chat" in arguments.flags, tokenizer)
+    title, model = next(in_precisions(found, names))
+    print(printable(f"{arguments.plain[0]}: step {found.step}, {title}"), file=sys.stderr)
+    written = list[int]()
+    for token in sample(model, prompt or [tokenizer.eos], tokens or 1, temperature, top_k, seed or 0, tokenizer.size):
+        if token == tokenizer.eos:
+            break
+        written.append(token)
+    text = tokenizer.decode(written) if "--chat" in arguments.flags else tokenizer.decode([*prompt, *written])
+    print(_shown(text))
+    return 0
+
+
+def _split(argv: list[str]) -> Arguments:
+    """The folder and the prompt, which may have a '=' or begin with a sign, and the options."""
+    prompts, left, after = list[str](), list[str](), ""
+    for word in argv:
+        if after or (word.startswith("-") and word != "-"):
+            after = "" if after else word if word in _OPTIONS else ""
+            left.append(word)
+        else:
+            prompts.append(word)
+    arguments = split(left, _OPTIONS, ("--chat",))
+    if len(prompts) != 2:
+        raise ConfigError('sample: needs a run folder and a prompt, as in: fp8cfg sample runs/NAME "def "')
+    arguments.plain = prompts
+    return arguments
+
+
+def _temperature(arguments: Arguments) -> float:
+    text = arguments.one("--temperature")
+    try:
+        value = 0.8 if text is None else float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"--temperature {str(text)[:40]}: needs a number of at least 0")
+    return value
+
+
+def _prompt(text: str, chat: bool, tokenizer: Tokenizer) -> list[int]:
+    from fp8cfg.data import DataError
+    from fp8cfg.data.chat import encode_prompt
+
+    try:
+        if chat:
+            return [int(i) for i in encode_prompt([{"role": "user", "content": text}], tokenizer)]
+        return [int(i) for i in tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]]
+    except DataError as e:
+        raise ConfigError(f"--chat: {e}") from None
+
+
+def _shown(text: str) -> str:
+    """`text` as a terminal may show it: a model writes what it likes, and escape sequences act."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)

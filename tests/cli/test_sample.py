@@ -1,0 +1,114 @@
+"""`sample`, `evaluate` and `data prepare` on one small run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8cfg
+from fp8cfg.__main__ import main
+from fp8cfg.training.data import validation_batches
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.held_out import held_out, held_out_loss
+from fp8cfg.training.run_model import in_precision, load
+from fp8cfg.training.sampling import sample
+from fp8cfg.training.train_step import evaluate
+from tests.support.small import small
+from tests.support.verbs import refused
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in FP8 with weights held in it."""
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    recipe = small("precision=bf16_fp8", "trainer.compile=off", "fp8.use_autocast_during_eval=true", "trainer.limit_val_batches=9999")
+    fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
+    return folder
+
+
+def digest(folder: Path) -> str:
+    """Of every file below the folder, and its time."""
+    every = [f"{path} {path.stat().st_mtime_ns} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in sorted(folder.rglob("*")) if path.is_file()]
+    return "\n".join(every)
+
+
+def out(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    code, said = main(list(argv)), capsys.readouterr()
+    assert code == 0, said.err
+    return said.out
+
+
+def test_text_is_that_of_its_seed_and_leaves_the_run_as_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = digest(run)
+    texts = [out(capsys, "sample", str(run), "def ", "--tokens", "12", "--seed", seed) for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("def ")
+    assert out(capsys, "sample", str(run), "a=b", "--tokens", "3", "--temperature", "0", "--precision", "bf16").startswith("a=b")
+    assert out(capsys, "sample", str(run), "-", "--tokens", "3", "--top-k", "1", "--step", "4").startswith("-")
+    assert out(capsys, "sample", str(run), "hi", "--tokens", "3", "--chat")
+    assert digest(run) == before
+
+
+def test_the_likeliest_token_is_that_of_the_logits(run: Path) -> None:
+    found = load(run, print)
+    prompt = list(b"for i in ")
+    drawn = list(sample(found, prompt, 3, temperature=0))
+    with torch.no_grad(), found.autocast():
+        logits = found.model(torch.tensor([prompt + drawn]))[0].float()
+    assert drawn[0] == logits[len(prompt) - 1].argmax().item()
+    assert list(sample(found, prompt, 3, temperature=9.0, top_k=1, seed=5)) == drawn
+    assert max(sample(found, list(range(40)), 20, temperature=50.0, vocabulary=200)) < 200
+
+
+def test_the_loss_is_that_of_the_validation_of_the_run(run: Path) -> None:
+    recorded = [json.loads(line)["val_loss"] for line in (run / "metrics.jsonl").read_text().splitlines() if "val_loss" in line]
+    found = load(run, print)
+    assert held_out_loss(found, held_out(found.recipe)).loss == pytest.approx(recorded[-1], rel=2e-3)  # which has whole batches alone
+    job = fp8cfg.build(small("precision=bf16"))
+    plain = in_precision(found, "bf16")
+    job.model.load_state_dict(plain.model.state_dict())
+    batches = validation_batches(plain.recipe, held_out(found.recipe), World())
+    assert held_out_loss(plain, held_out(found.recipe)).loss == pytest.approx(evaluate(job, batches, World()), rel=2e-3)
+
+
+def test_precisions_are_compared(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "held.txt"
+    file.write_text("def f(x):\n    return x + 1\n" * 40)
+    before = digest(run)
+    lines = out(capsys, "evaluate", str(run), "--data", str(file), "--precision", "fp32,bf16,bf16_fp8,bf16_mxfp8").splitlines()
+    assert re.fullmatch(r"precision +loss  difference  perplexity", lines[0]) and [line.split()[0] for line in lines[1:]] == ["fp32", "bf16", "bf16_fp8", "bf16_mxfp8"]
+    losses = [float(line.split()[1]) for line in lines[1:]]
+    assert max(losses) - min(losses) < 0.05 and float(lines[4].split()[2]) == pytest.approx(losses[3] - losses[0], abs=2e-4)
+    first = out(capsys, "evaluate", str(run), "--samples", "3").splitlines()
+    assert first[1].startswith("bf16, FP8 delayed") and digest(run) == before
+
+
+@pytest.mark.parametrize(("argv", "says"), [
+    (["sample", "nowhere", "x"], "nowhere is not a run folder: there is no nowhere"), (["sample", "RUN"], "sample: needs a run folder and a prompt"),
+    (["sample", "RUN", "x", "--temperature", "nan"], "--temperature nan: needs a number of at least 0"), (["sample", "RUN", "x", "--tokens", "0"], "must be at least 1"),
+    (["sample", "RUN", "x", "--tokens", "many"], "--tokens many: needs a whole number"), (["sample", "RUN", "x", "--topk", "3"], "did you mean '--top-k'"),
+    (["sample", "RUN", "x", "--temperature", "0", "--seed", "3"], "--seed: has no effect at --temperature 0"), (["sample", "RUN", "x", "--step", "3"], "has no checkpoint of step 3; there are 4, 6"),
+    (["sample", "RUN", "x", "--precision", "bf17"], "bf17"), (["sample", "RUN", "x", "--precision", "bf16,fp32"], "one at a time; fp8cfg evaluate compares several"),
+    (["sample", "RUN", "x", "--tokenizer", "gone"], "data.tokenizer: gone: no such file or folder"), (["evaluate", "RUN", "--data", "gone"], "gone: no such file or folder"),
+    (["evaluate"], "evaluate: needs one run folder"), (["evaluate", "RUN", "--samples", "x"], "--samples x: needs a whole number"), (["evaluate", "EMPTY"], "has no checkpoint yet"),
+    (["data"], "data: writes token files"), (["data", "prepare", "OUT", "data=text"], "needs data.path"), (["data", "prepare", "OUT", "data=jsonl", "data.path=gone"], "gone: no such file"),
+    (["data", "prepare", "OUT", "data=text", "data.mixture=[{path: a, weight: 1}]"], "prepare each data.path"), (["data", "prepare", "OUT", "data=chat", "data.path=x"], "no documents of text"),
+])
+def test_what_cannot_be_is_refused_in_a_line(argv: list[str], says: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "EMPTY" in argv:
+        (tmp_path / "EMPTY" / "checkpoints").mkdir(parents=True)
+        for name in ("recipe.yaml", "environment.json"):
+            (tmp_path / "EMPTY" / name).write_bytes((run / name).read_bytes())
+    lines = refused(capsys, *(str(run) if word == "RUN" else word for word in argv))
+    assert len(lines) == 1 and says in lines[0]
+
+
+def test_token_files_are_said_with_the_line_that_trains_on_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "data", "prepare", str(tmp_path / "tokens"), "data=tiny")
+    assert re.match(rf"wrote {tmp_path}/tokens.bin and .idx: 238148 tokens of 1037 documents in \d+\.\d s\n"
+                    rf"train on it: fp8cfg data=tokens data.path={tmp_path}/tokens\n$", text)

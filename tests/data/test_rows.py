@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8cfg.data import DataError, load_corpus
+from fp8cfg.data.rows import kind_of, table_documents, table_rows
+
+ROWS = [{"text": "first", "n": 1}, {"text": "zwölf", "n": 2}, {"text": "", "n": 3}]
+
+
+def test_each_line_is_a_document(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, ROWS)) + "\n", "utf-8")
+    corpus = load_corpus("jsonl", tmp_path / "a.jsonl")
+    assert bytes(corpus.tokens[:5].astype("u1")) == b"first" and corpus.documents.tolist() == [0, 6]
+    assert f"'text' of {tmp_path / 'a.jsonl'}, 2 documents" in corpus.description
+    (tmp_path / "b.jsonl").write_text('{"body": "more", "text": 1}')
+    assert list(table_documents("jsonl", str(tmp_path / "b.jsonl"), "body").texts) == [b"more"]
+    assert sum(1 for _ in table_rows("jsonl", str(tmp_path))[0]) == 4
+
+
+@pytest.mark.parametrize(("line", "says"), [
+    ("{", r"a.jsonl:2: not JSON"), ("[1]", "a.jsonl:2: a JSON list; each line has an object"), ('{"texts": "x"}', "has no 'text'; did you mean 'texts'"),
+    ('{"q": 1, "answer": 2}', "has no 'text'; it has 'q', 'answer'"), ('{"text": null}', "'text' is NoneType, not text"), (b'"\xff"', "not UTF-8"),
+    ("[" * 100_000, "nested too deep"), ("{}", "it has nothing"),
+])
+def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str | bytes, says: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + (line if isinstance(line, bytes) else line.encode()))
+    with pytest.raises(DataError, match=says) as caught:
+        load_corpus("jsonl", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_tables_is_refused(tmp_path: Path) -> None:
+    for kind, says in (("jsonl", "no .jsonl file below this folder"), ("parquet", "no .parquet file below")):
+        with pytest.raises(DataError, match=says):
+            load_corpus(kind, tmp_path)
+
+
+def test_without_the_library_tables_other_than_jsonl_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for kind in ("parquet", "dataset"):
+        with pytest.raises(DataError, match=r"needs the package datasets; pip install 'fp8cfg\[data\]', or write it as JSONL"):
+            load_corpus(kind, tmp_path)
+
+
+def test_parquet_and_saved_datasets_have_the_documents_of_jsonl(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_list(ROWS)
+    made.to_parquet(str(tmp_path / "p" / "a.parquet"))
+    made.save_to_disk(str(tmp_path / "d"))
+    datasets.DatasetDict({"test": made, "train": made}).save_to_disk(str(tmp_path / "both"))
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    digest = load_corpus("jsonl", tmp_path / "a.jsonl").sha256
+    assert load_corpus("parquet", tmp_path / "p").sha256 == load_corpus("dataset", tmp_path / "d").sha256 == digest
+    assert load_corpus("dataset", tmp_path / "both" / "train").sha256 == digest
+    assert [kind_of(str(tmp_path / name)) for name in ("p", "d", "a.jsonl")] == ["parquet", "dataset", "jsonl"]
+    with pytest.raises(DataError, match=r"holds the splits test, train; give the folder of one, as in .*both/test"):
+        load_corpus("dataset", tmp_path / "both")
+    (tmp_path / "p" / "a.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match="no Parquet file that can be read"):
+        load_corpus("parquet", tmp_path / "p")
+    with pytest.raises(DataError, match=r"no folder that Dataset.save_to_disk wrote"):
+        load_corpus("dataset", tmp_path / "p")

@@ -1,0 +1,99 @@
+"""Data of a recipe: tokenizers, tables and mixtures, and that a resumed run has the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8cfg
+from fp8cfg.data.prepare import prepare
+from fp8cfg.data.tokenizer import BYTES
+from fp8cfg.training.checkpoint import resume_rules
+from fp8cfg.training.data import run_data
+from tests.support.small import SMALL, small
+from tests.support.tiny_tokenizer import write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    write_tokenizer(root / "tokenizer")
+    for name in ("a", "b"):
+        rows = [{"body": f"{n} " + name * 60} for n in range(60)]
+        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prepare(root / "tokens", "jsonl", str(root / "a.jsonl"), "body", BYTES)
+    return root
+
+
+def recipe(folder: Path, *words: str) -> fp8cfg.Recipe:
+    return small("data=jsonl", "data.text_key=body", *words)
+
+
+def mixture(folder: Path, *weights: float) -> str:
+    parts = ", ".join(f"{{path: {folder / name}.jsonl, weight: {weight}}}" for name, weight in zip("ab", weights, strict=True))
+    return f"data.mixture=[{parts}]"
+
+
+def test_a_tokenizer_and_a_column_make_the_tokens(folder: Path) -> None:
+    r = recipe(folder, f"data.path={folder}/a.jsonl", f"data.tokenizer={folder}/tokenizer", "model.vocab_size=400")
+    batches, _ = run_data(r)
+    assert len(batches.tokenizer_sha256 or "") == 64 and batches.batch(0)[0].max() >= 256
+    assert batches.state(0)["tokenizer_sha256"] == batches.tokenizer_sha256
+    r.model.vocab_size = 272
+    with pytest.raises(fp8cfg.ConfigError, match=r"data=jsonl: vocab_size=272 cannot hold the 400 tokens of .*: use 400 or more"):
+        run_data(r)
+
+
+def test_another_tokenizer_is_not_resumed_and_a_moved_one_is(folder: Path, tmp_path: Path) -> None:
+    words = (f"data.path={folder}/a.jsonl", "model.vocab_size=400")
+    before = recipe(folder, *words, f"data.tokenizer={folder}/tokenizer")
+    state = run_data(before)[0].state(3)
+    moved, other = (recipe(folder, *words, f"data.tokenizer={write_tokenizer(tmp_path / str(size), size)}") for size in (400, 390))
+    resume_rules.refuse_changes(before, moved, [])
+    assert run_data(moved)[0].resume(state) == 3
+    with pytest.raises(ValueError, match=r"cannot resume: (corpus|tokenizer)_sha256 is"):
+        run_data(other)[0].resume(state)
+    with pytest.raises(fp8cfg.ConfigError, match=r"data.text_key=other: this run was started with body; start a new run"):
+        resume_rules.refuse_changes(before, fp8cfg.compose(["data.text_key=other"], base=before), [])
+
+
+def test_a_mixture_deals_out_its_parts(folder: Path) -> None:
+    batches, held_out = run_data(recipe(folder, mixture(folder, 3, 1)))
+    tokens = torch.cat([batches.batch(step)[0] for step in range(10)])
+    found = [{c for c in (97, 98) if c in row} for row in tokens.tolist()]
+    assert found.count({97}) == 60 and found.count({98}) == 20
+    assert len(held_out) == 6 and batches.state(0)["corpus_sha256"] != run_data(recipe(folder, mixture(folder, 1, 1)))[0].sha256
+
+
+def test_a_mixture_is_said_as_a_recipe_is(folder: Path) -> None:
+    r = recipe(folder, mixture(folder, 0.7, 0.3))
+    assert r.data.mixture == ({"path": f"{folder}/a.jsonl", "weight": 0.7}, {"path": f"{folder}/b.jsonl", "weight": 0.3})
+    assert fp8cfg.Recipe(**json.loads(json.dumps(r.model_dump()))) == r
+    r.data.mixture = [{"path": "x", "weight": 1}]
+    assert r.data.mixture == ({"path": "x", "weight": 1},)
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    ("data.mixture=[{path: a}]", "data.mixture[0].weight=None: needs a number more than 0"), ("data.mixture=[{path: a, weight: 0}]", "weight=0: needs"),
+    ("data.mixture=[{path: a, wieght: 1}]", "data.mixture[0].wieght: no such key; a part has path and weight"), ("data.mixture=[{weight: 1}]", "needs a path"),
+    ("data.mixture=[a]", "data.mixture=a: expected a mapping, as in {path: a, weight: 0.7}, got str"), ("data.path=x data.mixture=[{path: a, weight: 1}]", "data.path=x: has no effect beside data.mixture"),
+    ("data=tiny data.mixture=[{path: a, weight: 1}]", "data.mixture=[{'path': 'a', 'weight': 1}]: has no effect with data=tiny"),
+    ("data=text data.path=x data.text_key=body", "data.text_key=body: has no effect with data=text"), ("data=parquet", "data=parquet: needs data.path, a .parquet file"),
+    ("data=chat data.path=x data.eod_mask_loss=true", "data.eod_mask_loss=True: has no effect with data=chat"), ("data=chat", "a .jsonl file of conversations"),
+    ("data=tokens data.path=x data.eod_mask_loss=true", "token files do not say which token ends a document; write data.tokenizer"),
+])
+def test_what_contradicts_is_refused(words: str, says: str) -> None:
+    said = re.split(r" (?=data)", words)
+    with pytest.raises(fp8cfg.ConfigError) as caught:
+        fp8cfg.compose([*(w for w in SMALL if not w.startswith("data=")), *(["data=jsonl"] if "data=" not in words else []), *said])
+    assert says in str(caught.value)
+
+
+def test_token_files_train_on_the_batches_of_their_source(folder: Path) -> None:
+    source, files = run_data(recipe(folder, f"data.path={folder}/a.jsonl")), run_data(small("data=tokens", f"data.path={folder}/tokens"))
+    assert all(torch.equal(a, b) for step in (0, 9) for a, b in zip(source[0].batch(step), files[0].batch(step), strict=True))
+    assert source[1].sha256 == files[1].sha256
