@@ -32,7 +32,7 @@ note. What you wrote and what would have no effect is refused.
 
 Options:
   -cd, --config-dir FOLDER
-                       recipes and presets, FOLDER/{{recipe,precision,data}}/*.yaml
+                       your own presets: FOLDER/{{recipe,precision,data}}/*.yaml
   -m, --multirun, -c, --cfg, -i, --info, --hydra-help
                        as in Hydra: fp8cfg train --help
   --help, --version
