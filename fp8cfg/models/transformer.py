@@ -77,8 +77,8 @@ class Transformer(nn.Module):
         return self.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean over `targets` [tokens], those that are -100 left out, of float32 `logits` [tokens, vocab_size]; 0 where all are.
-        Tensor parallelism has another for parts of the vocabulary."""
+        """The mean over `targets` [tokens], those that are -100 left out, of float32 `logits` [tokens, vocab_size]; 0 where all
+        are. Tensor parallelism has another for parts of the vocabulary."""
         return F.cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum().clamp(min=1)
 
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ def _microbatches(job: Job, batches: Batches, step: int, world: World) -> Iterat
     That loss is the mean over all targets of the global batch of which one is taken. Where these are as many in each microbatch,
     each is one of equal parts; else as large as its share of them, which all ranks count together before the first pass.
     """
-    strategy = job.recipe.trainer.strategy
-    count, share, alike = microbatches(job, world), batch_share(strategy, world.rank, world.size), strategy.tensor_model_parallel_size
+    strategy, count = job.recipe.trainer.strategy, microbatches(job, world)
+    share, alike = batch_share(strategy, world.rank, world.size), strategy.tensor_model_parallel_size
     if not batches.samples.masked:
         yield from ((*batches.batch(step, *share, i, count), count * (world.size // alike)) for i in range(count))
         return
