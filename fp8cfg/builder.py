@@ -17,6 +17,7 @@ from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import as_sharded
 from fp8cfg.job import Job
+from fp8cfg.job_weights import adapters, first_weights
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.optim import LossScaler, Schedule
 
@@ -110,7 +111,7 @@ def planned(
 ) -> tuple[Sequence[PlannedLinear], Choice]:
     """What each linear layer is to do on `hardware`, and who does it. Raises ConfigError for what cannot run there."""
     choice = choice or choose(
-        _sharded(recipe, model), hardware, statistics=recipe.log.fp8_stats_every_n_steps,
+        _sharded(recipe, model), hardware, statistics=recipe.log.fp8_stats_every_n_steps, adapters=recipe.lora.enabled,
         tensor=recipe.trainer.strategy.tensor_model_parallel_size if model is None else 1)
     if model is None:
         plans = plan(recipe, choice.backend)
@@ -136,7 +137,7 @@ def prepared_model(
     if model is not None:
         return job_parts.prepared_model(job_parts.given(model, device), precision, plans, choice, seed)
     config, m = transformer_config(recipe), recipe.model
-    fill = job_parts.first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
+    fill = first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
     empty = job_parts.transformer(config, recompute=m.recompute_granularity == "full")
     strategy = recipe.trainer.strategy
     if strategy.context_parallel_size > 1:
@@ -151,7 +152,7 @@ def prepared_model(
         prepared = job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill)
         finish_layers(empty)
         return prepared
-    return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill)
+    return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill, adapters(recipe))
 
 
 def _put_together(

@@ -67,19 +67,21 @@ class Part:
 
 class RopeScaling(Part):
     """Stretching of rotary frequencies."""
-
     keys = _keys("model.rope_scaling")
 
 
 class Model(Part, rope_scaling=RopeScaling):
     """Shape of the Transformer."""
-
     keys = _keys("model")
+
+
+class LoRA(Part):
+    """Adapters over frozen weights."""
+    keys = _keys("lora")
 
 
 class Data(Part):
     """What is trained on."""
-
     keys = _keys("data")
 
 
@@ -106,7 +108,6 @@ class Linear(Part, scaling=Scaling):
 
 class Attention(Part):
     """Attention that is converted to FP8."""
-
     keys = _keys("fp8", "dot_product_attention", "multi_head_attention")
     tags = dict.fromkeys(keys, FP8Layers)
 
@@ -185,7 +186,7 @@ class Log(Part):
 
 
 class Root(
-    Part, recipe=Run, model=Model, data=Data, layout=Layout, precision=Precision, autocast=Autocast,
+    Part, recipe=Run, model=Model, lora=LoRA, data=Data, layout=Layout, precision=Precision, autocast=Autocast,
     optimizer=Optimizer, schedule=Schedule, loss_scaler=LossScaler, checkpoint=Checkpoint, log=Log
 ):
     """The parts of a job, which are its recipe."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.hugging_face import Family
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import Columns, as_held, foreign_others, gathered, low_bit, others
 from fp8cfg.config.training_nodes import Optim
@@ -20,13 +17,12 @@ from fp8cfg.models.config import TransformerConfig
 if TYPE_CHECKING:
     import torch
 
-    from fp8cfg.models.hf import Layout
+    from fp8cfg.models.lora import Adapters
     from fp8cfg.models.transformer import Transformer
     from fp8cfg.numerics import Region
     from fp8cfg.optim import LossScaler
     from fp8cfg.optim.low_bit.training import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
-
 
 
 Fill = Callable[[Any], None]
@@ -43,30 +39,6 @@ def transformer(config: TransformerConfig, recompute: bool) -> Transformer:
         return Transformer(config, recompute=recompute)
 
 
-def first_weights(config: TransformerConfig, seed: int, weights: str | None = None, family: Family | None = None) -> Fill:
-    """The weights that a Transformer of `config` starts with: drawn from `seed`, or read from the folder `weights` as `family` lays
-    them out. What is returned raises ConfigError for a folder without weights of this model."""
-    if weights is None or family is None:
-        return partial(_drawn, seed)
-    from fp8cfg.models import hf
-
-    layout = hf.Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
-    return partial(_read, config, Path(weights).expanduser(), weights, layout)
-
-
-def _drawn(seed: int, model: Transformer) -> None:
-    model.init_weights(seed)
-
-
-def _read(config: TransformerConfig, folder: Path, named: str, layout: Layout, model: Transformer) -> None:
-    from fp8cfg.models import hf_checkpoint
-
-    try:
-        hf_checkpoint.load(model, config, folder, layout)
-    except ValueError as e:
-        raise ConfigError(f"model.weights={named}: {e}") from None
-
-
 def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
     """`model` itself on `device`, its floating parameters in float32."""
     import torch
@@ -80,11 +52,12 @@ def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
 
 def prepared_model(
     model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, seed: int, device: str = "",
-    fill: Fill | None = None,
+    fill: Fill | None = None, adapters: Adapters | None = None,
 ) -> PreparedModel:
     """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
     originals become the optimizer's masters, so that no second copy is made. One on the meta device gets memory on `device`, and
-    its weights by `fill`: under storage.shard=fsdp no more than this rank's parts.
+    its weights by `fill`: under storage.shard=fsdp no more than this rank's parts. Under `adapters` all of that is frozen, without
+    masters; weights of linear layers are filled in the compute dtype then.
 
     Where storage leaves embeddings and norms in float32, that goes for our Transformer, which multiplies them with activations of
     another dtype. Of a model that is not ours nothing tells which parameters can be: all but the weights of linear layers get the
@@ -99,11 +72,13 @@ def prepared_model(
     if precision.storage.shard == "fsdp":
         assert isinstance(model, Transformer) and fill, "builder.lower refuses others"
         return _fully_sharded(model, precision, plan, choice, region, seed, device, fill)
+    if adapters:
+        adapters.freeze(model, [p.name for p in plan], stored_weights.DTYPES[precision.compute])
     if fill:
         fill(model.to_empty(device=device))
     shells = linear_stand_ins.to_linear(model, plan)
     plan = [p for p in plan if isinstance(model.get_submodule(p.name), torch.nn.Linear)]  # not convolutions in high precision
-    originals = {name: p.detach() for name, p in model.named_parameters()}
+    originals = _trained(model)
     columns = stored_weights.parameter_columns(model, precision, plan)
     own = backend_registry.capabilities(choice.backend).own_state
     mixed = own or isinstance(model, Transformer)
@@ -115,14 +90,22 @@ def prepared_model(
         seed_rounding(model, seed)
     held = [p for p in plan if not (own and p.fp8) and (mixed or f"{p.name}.weight" in columns)]
     stored_weights.hold(model, precision, held, columns, region)
+    if adapters:
+        adapters.attach(model, seed)
+        originals = _trained(model)
+        columns |= dict.fromkeys(originals, others(precision))
     stored_weights.cast_parameters(model, precision, columns)
     if mixed and others(precision)["weight"] != precision.compute:
         stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
     linear_stand_ins.attach(model, shells)
-    narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32 and p.requires_grad}
+    narrow = {name for name, p in _trained(model).items() if p.dtype != torch.float32}
     masters = {n: t for n, t in originals.items() if n in narrow}
     return PreparedModel(model, masters, region, next(model.parameters()).device, columns, shard=precision.storage.shard,
                          tensor_parallel=model.tensor_parallel if isinstance(model, Transformer) else None)
+
+
+def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _fully_sharded(

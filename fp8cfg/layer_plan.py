@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from fp8cfg.backends import backend_registry
-from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
+from fp8cfg.backends.gemm_plan import (
+    ATTENTION_GEMMS,
+    PlannedAttention,
+    PlannedLinear,
+    layers,
+    plan_attention,
+    plan_linears,
+)
+from fp8cfg.config.errors import refuse_if, suggest
 from fp8cfg.config.model import Model
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.models.config import RopeScaling, TransformerConfig
+from fp8cfg.models.lora_shapes import Projection, matches, projections, targeted
 from fp8cfg.models.shapes import linear_layers, norm_names
 
 _SAME = tuple(f.name for f in dataclasses.fields(TransformerConfig) if f.name in Model.model_fields and f.name != "rope_scaling")
@@ -31,4 +42,42 @@ def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
     config = transformer_config(recipe)
     norms = norm_names(config) if recipe.fp8.exclude and backend_registry.capabilities(name).norms else ()
     misfit = backend_registry.rules(name).misfit
-    return plan_linears(linear_layers(config), recipe.fp8, layers(recipe.model.num_layers), misfit, norms=norms)
+    found = plan_linears(linear_layers(config), recipe.fp8, layers(recipe.model.num_layers), misfit, norms=norms)
+    return _frozen(found, {p.module for p in adapted(recipe)}) if recipe.lora.enabled else found
+
+
+def attention_plan(recipe: Recipe) -> list[PlannedAttention]:
+    """What the attention of each layer of `recipe` is to do: before the first adapter nothing of its backward pass."""
+    found = plan_attention(recipe.fp8, recipe.model.num_layers)
+    if not recipe.lora.enabled:
+        return found
+    before = next(iter(adapted(recipe))).module  # they are in the order of the forward pass
+    number = int(before.split(".")[1]) if before.startswith("layers.") else len(found)
+    first = number if before.endswith("linear_qkv") else number + 1
+    return [replace(p, gemms=(*p.gemms[:2], *[None] * 4), left_out=ATTENTION_GEMMS[2:]) if n < first else p
+            for n, p in enumerate(found)]
+
+
+def adapted(recipe: Recipe) -> Sequence[Projection]:
+    """The projections of `recipe` that have adapters; none without lora.enabled. Raises ConfigError for a pattern of lora.targets
+    that matches none."""
+    if not recipe.lora.enabled:
+        return []
+    config = transformer_config(recipe)
+    every = projections(config)
+    if wrong := [pattern for pattern in recipe.lora.targets if not any(matches(p, pattern) for p in every)]:
+        names = sorted({name.rpartition(".")[2] for p in every for name in p.names})
+        there = f"; there are {', '.join(names)}"
+        refuse_if([f"lora.targets={pattern}: matches no linear layer{suggest(pattern, names) or there}" for pattern in wrong])
+    return targeted(config, recipe.lora.targets)
+
+
+def _frozen(plans: Iterable[PlannedLinear], adapters: Collection[str]) -> list[PlannedLinear]:
+    """`plans`, in the order of the forward pass, where weights are frozen; `adapters` names the layers with one. No weight has a
+    gradient, and before the first adapter no input has one."""
+    made, reached = [], False
+    for p in plans:
+        left_out = ("wgrad",) if reached else ("dgrad", "wgrad")
+        made.append(replace(p, gemms=(p.gemms[0], p.gemms[1] if reached else None, None), left_out=left_out))
+        reached = reached or p.name in adapters
+    return made

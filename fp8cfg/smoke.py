@@ -13,9 +13,11 @@ from typing import Any
 
 from fp8cfg.composition.flatten import flat
 from fp8cfg.config.key_names import short
+from fp8cfg.config.lora import LoRA
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.layer_plan import transformer_config
+from fp8cfg.models.lora_shapes import matches, projections
 from fp8cfg.models.shapes import linear_layers
 from fp8cfg.tensor_limits import limits
 
@@ -54,7 +56,7 @@ def _shape(small: Recipe) -> None:
     """Layers with one in high precision at each end at most and more than half in FP8, heads in two groups of two, and what goes
     with them."""
     m, f = small.model, small.fp8
-    m.path = m.weights = None  # of another size
+    m.path = m.weights = small.lora.weights = None  # of another size
     f.high_precision_at_start, f.high_precision_at_end = min(1, f.high_precision_at_start), min(1, f.high_precision_at_end)
     m.num_layers = min(m.num_layers, 2 + 3 * (f.high_precision_at_start + f.high_precision_at_end) // 2)
     whole, head = m.hidden_size, min(m.head_dim, HEAD)
@@ -71,6 +73,8 @@ def _shape(small: Recipe) -> None:
     m.vocab_size = VOCAB
     names = [name for name, *_ in linear_layers(transformer_config(small))]
     f.include, f.exclude = _matching(f.include, names), _matching(f.exclude, names)
+    small.lora.targets = tuple(
+        t for t in small.lora.targets if any(matches(p, t) for p in projections(transformer_config(small)))) or LoRA().targets
     f.min_coverage = 0.0  # shares of a small model are others; that planned and observed are equal holds all the same
 
 

@@ -33,11 +33,11 @@ TOP = {  # room -> rooms that its modules may import at their top
     "interop": {"composition", "config", "layer_plan", "scalings"},
     "training.distributed": {"backends", "config", "numerics", "optim", "parallel", "report"},
     "job": {"backends", "report"},
-    "job_parts": {"backends", "config", "models"},
+    "job_parts": {"backends", "config", "models"}, "job_weights": {"config", "layer_plan", "models"},
     "conversion": {"backends", "composition", "config", "job", "numerics", "optim", "report", "scalings"},
     "smoke": {"composition", "config", "layer_plan", "models", "tensor_limits"},
     "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},
-    "builder": {"backends", "config", "job_parts", "job", "layer_plan", "optim", "smoke"},
+    "builder": {"backends", "config", "job_parts", "job_weights", "job", "layer_plan", "optim", "smoke"},
     "run_plan": {"builder", "config", "report", "smoke"},
     "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job", "layer_plan", "models", "numerics", "optim",
                  "parallel", "report", "smoke", "training.distributed"},
@@ -55,6 +55,7 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
     "conversion": {"interop": "objects of other projects are read where one is given"},
     "job": {"backends": TORCH, "interop": "words of a Trainer are looked at where one runs", "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
     "job_parts": {"backends": TORCH, "models": TORCH, "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
+    "job_weights": {"models": TORCH},
     "graph_nodes": {"composition": "`lower` reads the keys of a recipe that is composed"},
     "builder": {"backends": TORCH, "composition": "`import fp8cfg.builder` reads no YAML", "conversion": TORCH, "parallel": TORCH,
                 "training.distributed": TORCH, "graph_nodes": "it loads Fiddle",
@@ -77,7 +78,7 @@ CIRCLES = {  # files that import one another, and why
     frozenset({"report.plan_report", "report.plan_text"}): "str(plan) is its text, which is made from its fields",
     frozenset({"backends.te.engine", "backends.te.layers"}): "types alone: each layer knows its engine, and the engine its layers",
     frozenset({"config.node", "config.validation_errors"}): "types alone: a line is about a class of nodes",
-    frozenset({"config.recipe", "config.rules", "config.rules_fsdp", "config.rules_precision"}):
+    frozenset({"config.recipe", "config.rules", "config.rules_fsdp", "config.rules_lora", "config.rules_precision"}):
         "Recipe.check() runs the rules, and names them when it does; of it they take the type alone",
 }
 
@@ -183,12 +184,12 @@ def test_circles_are_found_wherever_the_import_stands() -> None:
 
 def test_what_is_left_of_build_loads_no_torch() -> None:
     """One process imports the rooms, one after another, to the first module that loads it."""
-    rooms = ("config", "composition", "data", "models", "layer_plan", "job", "job_parts", "graph_nodes", "builder", "report", "run_plan", "interop")
+    rooms = ("config", "composition", "data", "models", "layer_plan", "job", "job_parts", "job_weights", "graph_nodes", "builder", "report", "run_plan", "interop")
     names = [m for r in rooms for m in FILES if room(m) == r and m not in LATE]
     code = f"import importlib, sys; print(next((m for m in {names} if importlib.import_module(m) and 'torch' in sys.modules), None))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
     assert {*rooms} == {room(m) for m in names} and done.stdout == "None\n", f"{done.stdout}loads torch"
 
 
-LATE = {f"fp8cfg.models.{name}" for name in ("attention", "hf", "hf_checkpoint", "hf_export", "layers", "norms", "rotary", "tensor_shard", "transformer",
+LATE = {f"fp8cfg.models.{name}" for name in ("attention", "hf", "hf_checkpoint", "hf_export", "layers", "lora", "norms", "peft", "rotary", "tensor_shard", "transformer",
                                             "weight_init")}

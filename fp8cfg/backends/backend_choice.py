@@ -27,20 +27,22 @@ class Choice:
     passed_over: tuple[str, ...] = ()
 
 
-def choose(precision: Precision, hardware: Hardware, *, statistics: int = 0, here: bool = True, tensor: int = 1) -> Choice:
+def choose(
+    precision: Precision, hardware: Hardware, *, statistics: int = 0, here: bool = True, tensor: int = 1, adapters: bool = False
+) -> Choice:
     """The backend for `precision` on `hardware`. Raises ConfigError with every reason against it.
 
     A capability is never downgraded: what cannot run is refused, naming what can. `backend=auto` takes the first of
     backend_registry.preference() that can run the recipe; where FP8 is emulated the native backend goes first, whose emulation is
-    exact and has every key. `statistics` is the recipe's log.fp8_stats_every_n_steps, `tensor` its tensor_model_parallel_size. Not
-    `here`, an explicit backend need not be installed: the hardware is elsewhere.
+    exact and has every key. `statistics` is the recipe's log.fp8_stats_every_n_steps, `tensor` its tensor_model_parallel_size,
+    `adapters` its lora.enabled. Not `here`, an explicit backend need not be installed: the hardware is elsewhere.
     """
     if precision.backend != "auto" and not backend_registry.exists(precision.backend):
         raise ConfigError(against(precision.backend, precision, hardware))
     if not precision.fp8.enabled:
         return Choice(REFERENCE, "none", "no FP8 asked for")
     if precision.backend != "auto":
-        refuse_if(against(precision.backend, precision, hardware, statistics, here, tensor))
+        refuse_if(against(precision.backend, precision, hardware, statistics, here, tensor, adapters))
         return _choice(precision.backend, precision, hardware, "asked for")
     emulates = hardware.device == "cpu" or precision.fp8.emulate
     preference = backend_registry.preference()
@@ -48,7 +50,7 @@ def choose(precision: Precision, hardware: Hardware, *, statistics: int = 0, her
     order = (REFERENCE, *others) if emulates else preference
     passed_over: list[str] = []
     for name in order:
-        lines = against(name, precision, hardware, statistics, tensor=tensor)
+        lines = against(name, precision, hardware, statistics, tensor=tensor, adapters=adapters)
         if not lines:
             if emulates and name == REFERENCE:
                 passed_over.append(f"{', '.join(others)}: {REFERENCE} goes first where FP8 is emulated")
@@ -58,7 +60,8 @@ def choose(precision: Precision, hardware: Hardware, *, statistics: int = 0, her
 
 
 def against(
-    name: str, precision: Precision, hardware: Hardware, statistics: int = 0, here: bool = True, tensor: int = 1
+    name: str, precision: Precision, hardware: Hardware, statistics: int = 0, here: bool = True, tensor: int = 1,
+    adapters: bool = False,
 ) -> list[str]:
     """Every reason against running `precision` on backend `name`, where FP8 is enabled: one line each."""
     if problem := backend_registry.problem(name):
@@ -70,6 +73,8 @@ def against(
                      "drop it")
     if tensor > 1 and not backend_registry.capabilities(name).tensor_parallel:
         lines.append(f"backend={name}: its layers are not split by tensor_model_parallel_size={tensor}; write backend={REFERENCE}")
+    if adapters and not backend_registry.capabilities(name).adapters:
+        lines.append(f"backend={name}: has no adapters over its layers (lora.enabled=True); write backend=native")
     lines += rules.against_sharding(precision)
     if here:
         lines += rules.against_environment(precision.fp8, os.environ)

@@ -33,7 +33,8 @@ Numbering = Callable[[str], tuple[int, int] | None]
 class PlannedLinear:
     """The plan of one linear layer. `gemms` holds, for fprop, dgrad and wgrad, the kinds of the two operands, such as (e4m3,
     e4m3), or None where the product stays in high precision; `reason` says why where any does. `rows` is the observed number of
-    rows that it multiplied, None where it was not observed. `output` says that it is an output layer.
+    rows that it multiplied, None where it was not observed. `output` says that it is an output layer. `left_out` names the products
+    that nothing asks for, of a layer whose weight is frozen: they do not run, and are no part of its FLOPs.
     """
 
     name: str
@@ -43,6 +44,7 @@ class PlannedLinear:
     reason: str = ""
     rows: int | None = None
     output: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def fp8(self) -> bool:
@@ -56,8 +58,13 @@ class PlannedLinear:
 
     @property
     def fp8_share(self) -> float:
-        """Share of this layer's three equally large products that run in FP8."""
-        return sum(map(bool, self.gemms)) / 3
+        """Share of this layer's equally large products that run in FP8."""
+        return sum(map(bool, self.gemms)) / self.count
+
+    @property
+    def count(self) -> int:
+        """Products that run: three, or fewer where some are left out."""
+        return len(GEMMS) - len(self.left_out)
 
     @property
     def weights(self) -> int:
@@ -67,13 +74,14 @@ class PlannedLinear:
 
 @dataclass(frozen=True)
 class PlannedAttention:
-    """The plan of the attention of one Transformer layer; `gemms` and `reason` as in PlannedLinear, two forward and four backward
-    products.
+    """The plan of the attention of one Transformer layer; `gemms`, `reason` and `left_out` as in PlannedLinear, two forward and
+    four backward products.
     """
 
     name: str
     gemms: tuple[Kinds, ...]
     reason: str = ""
+    left_out: tuple[str, ...] = ()
 
     @property
     def products(self) -> dict[str, Kinds]:
@@ -83,7 +91,7 @@ class PlannedAttention:
     @property
     def fp8_share(self) -> float:
         """Share of the six equally large products that run in FP8."""
-        return sum(map(bool, self.gemms)) / len(self.gemms)
+        return sum(map(bool, self.gemms)) / (len(self.gemms) - len(self.left_out))
 
 
 @dataclass(frozen=True)
@@ -191,7 +199,9 @@ def differences(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[
     for planned in plan:
         for gemm, want in planned.products.items():
             got = seen.get(planned.name, {}).get(gemm)
-            if (want or None) != (got or None):
+            if gemm in planned.left_out and got is not None:
+                lines.append(f"{planned.name} {gemm}: planned not to run, its weight is frozen; ran {_shown(got)}")
+            elif (want or None) != (got or None):
                 lines.append(f"{planned.name} {gemm}: planned {_shown(want)}, ran {_shown(got)}")
     return lines
 

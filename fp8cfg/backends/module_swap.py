@@ -32,6 +32,8 @@ def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
             _follow(value.values(), new)
         if key.endswith(_HOOKS) or key in carried or key in ("training", "_is_full_backward_hook"):
             vars(new)[key] = value
+    for key, child in old._modules.items():  # adapters
+        new._modules.setdefault(key, child)
     if CARRIED not in vars(old):
         vars(new)[CARRIED] = carried
         if isinstance(old, nn.Linear) and type(old) is not nn.Linear:

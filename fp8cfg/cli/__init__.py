@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-GROUPS = ("recipe", "precision", "data")
+GROUPS = ("recipe", "precision", "data", "task")
 """What is chosen by name: recipe=llama_8b."""
 
 

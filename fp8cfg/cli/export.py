@@ -19,7 +19,8 @@ USAGE = f"""
 fp8cfg export [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...]
               [--yaml | --json | --python] [--full] [--output FILE]
 fp8cfg export PROJECT [recipe=NAME | FILE.yaml] [key=value ...] [--output FILE]
-fp8cfg export hf RUN_FOLDER OUT [--fp8 block | tensor]
+fp8cfg export hf RUN_FOLDER OUT [--fp8 block | tensor] [--merge]
+fp8cfg export peft RUN_FOLDER OUT
 fp8cfg export slurm [recipe=NAME | FILE.yaml] [key=value ...]
               [--slurm KEY=VALUE,...] [--output FILE]
 
@@ -42,7 +43,10 @@ cannot say stands in it as comments, and their number on standard error.
 hf writes the weights of the newest checkpoint of a run into the new folder OUT
 as transformers loads them: BF16, or FP8 with scales of 128x128 blocks, which
 vLLM reads too, or of whole weights. Embeddings, norms and output layer stay
-BF16, and of a run in FP8 the layers that did not run in it.
+BF16, and of a run in FP8 the layers that did not run in it. --merge adds the
+adapters of a LoRA run to the weights that they stand beside.
+
+peft writes the adapters of a LoRA run as PEFT loads them.
 
 slurm writes a script for sbatch, with its settings from --slurm: a rank for
 each GPU of the recipe. Before the job's time is over it saves, goes back into
@@ -56,19 +60,23 @@ def run(argv: list[str]) -> int:
     from fp8cfg.composition.provenance import trace
     from fp8cfg.report import recipe_export
 
-    arguments = split(argv, ("--config-dir", "--output", "--fp8", "--slurm"), (*FORMS, "--full"))
+    arguments = split(argv, ("--config-dir", "--output", "--fp8", "--slurm"), (*FORMS, "--full", "--merge"))
     if arguments.plain[:1] == ["hf"]:
         from fp8cfg.cli import export_hf
 
         return export_hf.run(arguments)
+    if arguments.plain[:1] == ["peft"]:
+        from fp8cfg.cli import export_peft
+
+        return export_peft.run(arguments)
     if arguments.plain[:1] == ["slurm"]:
         from fp8cfg.cli import export_slurm
 
         return export_slurm.run(arguments)
     if arguments.one("--slurm"):
         raise ConfigError("--slurm: of export slurm alone")
-    if arguments.one("--fp8"):
-        raise ConfigError("--fp8: of export hf alone")
+    if arguments.one("--fp8") or "--merge" in arguments.flags:
+        raise ConfigError(f"{'--fp8' if arguments.one('--fp8') else '--merge'}: of export hf alone")
     project = _project(arguments)
     forms = [form for form in FORMS if form in arguments.flags] or ["--yaml"]
     try:

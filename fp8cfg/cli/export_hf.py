@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import Arguments
-from fp8cfg.config.errors import ConfigError, NotWritable, printable
+from fp8cfg.cli.new_folder import new_folder, refuse_what_is_there
+from fp8cfg.config.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,65 +23,57 @@ def run(arguments: Arguments) -> int:
     fp8, out = arguments.one("--fp8"), Path(arguments.plain[2])
     if fp8 not in (None, "block", "tensor"):
         raise ConfigError(f"--fp8 {fp8}: not an option; write --fp8 block or --fp8 tensor, or leave it out for BF16")
-    _refuse_what_is_there(out)
+    refuse_what_is_there(out)
     from fp8cfg.config import hugging_face
     from fp8cfg.training import run_model
 
     found = run_model.load(Path(arguments.plain[1]), print)
+    _refuse_unless_merged(found, arguments)
     family = hugging_face.of_model(found.recipe.model)
-    with _new_folder(out) as made:
+    with new_folder(out) as made:
         _write(found, family, made, fp8)
     what = f"FP8 with {fp8} scales" if fp8 else "BF16"
     print(f"wrote {printable(str(out))}: {family.architecture}, {what}, the weights of step {found.step}")
     return 0
 
 
-def _refuse_what_is_there(out: Path) -> None:
-    try:
-        empty = not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir()))
-    except OSError as e:
-        raise ConfigError(f"{str(out)[:60]}: cannot be looked at ({e.strerror})") from None
-    if not empty:
-        raise ConfigError(f"{out}: exists already; name a new folder")
+def _refuse_unless_merged(found: RunModel, arguments: Arguments) -> None:
+    """Raise ConfigError for adapters without --merge, which has no effect without them."""
+    from fp8cfg.layer_plan import adapted
 
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder that is `out` at the end of the block, and gone where that fails: half an export would be taken for a whole one.
-    Raises NotWritable."""
-    from safetensors import SafetensorError
-
-    whole = out.resolve()
-    made = whole.with_name(f".{whole.name[:100]}.tmp-{uuid.uuid4().hex[:12]}")
-    try:
-        made.mkdir(parents=True)
-        yield made
-        made.rename(whole)
-    except (OSError, SafetensorError) as e:
-        raise NotWritable(f"{out}: cannot be written ({getattr(e, 'strerror', None) or e})") from None
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    merge, named = "--merge" in arguments.flags, arguments.plain[1]
+    if merge and not found.recipe.lora.enabled:
+        raise ConfigError(f"--merge: has no effect, {named} has no adapters; drop it")
+    if found.recipe.lora.enabled and not merge:
+        raise ConfigError(f"{named}: its adapters stand beside weights that were not trained; write --merge to add them to these, "
+                          f"or: fp8cfg export peft {named} OUT")
+    tied = found.recipe.model.share_embeddings_and_output_weights
+    if merge and tied and any(p.module == "output_layer" for p in adapted(found.recipe)):
+        raise ConfigError("--merge: the output layer has adapters and the embedding, whose weight it has, none; write: "
+                          f"fp8cfg export peft {named} OUT")
 
 
 def _write(found: RunModel, family: Family, out: Path, fp8: str | None) -> None:
     from fp8cfg.layer_plan import transformer_config
-    from fp8cfg.models import hf, hf_export
+    from fp8cfg.models import hf, hf_export, lora
 
     planned = {p.name for p in found.plan if p.fp8} or {p.name for p in found.plan}
     linears = {name: module for name, module in found.model.named_modules() if name in {p.name for p in found.plan}}
     parameters = dict(found.model.named_parameters())
+    adapters = {name: adapter for name, _, adapter in lora.adapted(found.model)}
 
     def read(name: str) -> Tensor:
         module, _, leaf = name.rpartition(".")
-        layer = linears.get(module)
+        layer, weight = linears.get(module), parameters[name].detach()
         if leaf == "weight" and hasattr(layer, "dequantized_weight"):
             import torch
 
-            wide: Tensor = layer.dequantized_weight(torch.float32)  # type: ignore[union-attr]
-            return wide.detach().cpu()
-        return parameters[name].detach().cpu()
+            weight = layer.dequantized_weight(torch.float32).detach()  # type: ignore[union-attr]
+        if leaf == "weight" and module in adapters:
+            weight = weight.float() + adapters[module].delta(weight)
+        return weight.cpu()
 
-    scales = {f"{name}.weight": scale.cpu() for name, layer in linears.items()
+    scales = {f"{name}.weight": scale.cpu() for name, layer in linears.items() if name not in adapters
               if (scale := getattr(layer, "fp8_weight_scale_inv", None)) is not None and scale.numel() == 1}
     layout = hf.Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
     if fp8 and family.conv1d:

@@ -12,7 +12,7 @@ from fp8cfg.cli import GROUPS, VERBS
 _TEXT = """fp8cfg {version}: typed recipes for low-precision training
 
   fp8cfg [VERB] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
-         [key=value ...] [--config-dir FOLDER]
+         [task=NAME] [key=value ...] [--config-dir FOLDER]
 FILE.yaml may be JSON, and - is standard input. `fp8cfg VERB --help` says more.
 Everything works as `python -m fp8cfg` too, and as `torchrun ... -m fp8cfg`.
 
@@ -22,17 +22,18 @@ Presets are chosen first, whatever their order, then values are set:
   recipe     {recipe}
   precision  {precision}
   data       {data}
+  task       {task}
 
-Keys are the recipe's: model.*, data.*, optim.*, trainer.*, checkpoint.*, log.*,
-name; and, short for trainer.plugins.*: precision.*, fp8.*, storage.*, backend,
-opt_level. A mapping sets several: 'fp8={{margin: 1, amax_history_len: 16}}'.
+Keys are the recipe's: model.*, lora.*, data.*, optim.*, trainer.*,
+checkpoint.*, log.*, name; and, short for trainer.plugins.*: precision.*, fp8.*,
+storage.*, backend, opt_level. A mapping sets several: 'fp8={{margin: 1}}'.
 `fp8cfg explain fp8` lists a node's keys, `fp8cfg explain fp8.margin` is on one.
 Where values contradict one another, what you did not write gives way, with a
 note. What you wrote and what would have no effect is refused.
 
 Options:
   -cd, --config-dir FOLDER
-                       your own presets: FOLDER/{{recipe,precision,data}}/*.yaml
+                       recipes and presets of your own, in FOLDER/GROUP/*.yaml
   -m, --multirun, -c, --cfg, -i, --info, --hydra-help
                        as in Hydra: fp8cfg train --help
   --help, --version

@@ -12,15 +12,15 @@ from fp8cfg.report.tables import wrapped
 from fp8cfg.report.value_text import cut
 
 USAGE = """
-fp8cfg list [recipe] [precision] [data] [--config-dir FOLDER] [--json]
+fp8cfg list [recipe] [precision] [data] [task] [--config-dir FOLDER] [--json]
 
-What can be chosen by name, with a line on each: recipes, precision presets and
-data presets, or of those the groups that are named. One group alone is printed
-with all that its files say.
+What can be chosen by name, with a line on each: recipes, presets of precision
+and data, and tasks, or those of the groups that are named. One group alone is
+printed with all that its files say.
 
-  --config-dir FOLDER  list FOLDER/recipe/*.yaml, FOLDER/precision/*.yaml and
-                       FOLDER/data/*.yaml too, and groups of your own, each
-                       choice with its file
+  --config-dir FOLDER  list FOLDER/recipe/*.yaml, FOLDER/precision/*.yaml,
+                       FOLDER/data/*.yaml and FOLDER/task/*.yaml too, and
+                       groups of your own, each choice with its file
   --json               the same as JSON
 """
 

@@ -79,6 +79,14 @@ def of_object(recipe: Recipe) -> Authors:
     return {key: Author.PRESET if key in preset else Author.USER for key in defaults()}
 
 
+def task_of(words: Sequence[str], library: Library, file: Path | None = None) -> str | None:
+    """The task that `words`, which are valid, or `file` choose."""
+    chosen = [step.choice for step in steps(library.data(file), file, library)] if file else []
+    found = [choice.name for choice in chosen if choice.group == "task"]
+    found += [name for group, name in (one(word, library) for word in words) if group == "task"]
+    return found[-1] if found else None
+
+
 @functools.cache
 def defaults() -> Mapping[str, Any]:
     """The schema's default of every full key."""

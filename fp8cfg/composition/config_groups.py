@@ -23,7 +23,9 @@ from fp8cfg.config.training_nodes import Data
 
 LEAVES: dict[str, tuple[type[Node], str]] = {"precision": (Precision, PLUGIN), "data": (Data, "data")}
 """Groups whose choices are one node: the node's class, and its home in the recipe."""
-GROUPS = ("recipe", *LEAVES)
+PARTS = ("task",)
+"""Groups whose choices are some keys of the whole recipe, merged over it, as those of a group of one's own can be."""
+GROUPS = ("recipe", *LEAVES, *PARTS)
 """Groups of which there are shipped choices."""
 _DEEP = 3
 """Folders, one in another, of which the path of a group is made."""
@@ -50,13 +52,13 @@ class Library:
         return self._groups
 
     def own(self, key: str) -> str | None:
-        """The group of the folder that `key` names, with '/' or '.' in it; None where it is none."""
+        """The group of parts that `key` names, shipped or the folder's, with '/' or '.' in it; None where it is none."""
         group = key.replace(".", "/")
-        return group if group not in GROUPS and group in self.groups() else None
+        return group if group in PARTS or (group not in GROUPS and group in self.groups()) else None
 
     def home(self, group: str) -> str:
         """The key of the node that choices of `group` are of; of the whole recipe _global_."""
-        return LEAVES[group][1] if group in LEAVES else "_global_" if group == "recipe" else group.replace("/", ".")
+        return LEAVES[group][1] if group in LEAVES else "_global_" if group in ("recipe", *PARTS) else group.replace("/", ".")
 
     def choices(self, group: str) -> list[str]:
         """The names that `group` offers, sorted; file stems and recipe functions."""
@@ -79,7 +81,7 @@ class Library:
             near = suggest(name.rpartition("/")[2].replace(".", "").replace("-", "_"), known)
             return f"{group}={name}: a choice is a name of letters, digits and '_', not a path" + near
         spellings = [*known, *(presets.FUNCTIONS if group == "precision" else ())]
-        refusal = f"{group}={name}: no such {'recipe' if group == 'recipe' else group + ' preset'}"
+        refusal = f"{group}={name}: no such {group if group in ('recipe', *PARTS) else group + ' preset'}"
         sized = f"_{name}" if group == "recipe" else "."  # 8b, of every family
         family = [choice for choice in known if choice.startswith(f"{name}_") or choice.endswith(sized)]
         if ours := foreign_names.meant(group, name):

@@ -7,7 +7,7 @@
       - _self_                           # the values of this file
       - override /data: tiny             # in the place of what stands in this list, or in that of a recipe that it builds on
 
-`recipe: NAME`, `precision: NAME` and `data: NAME` beside it are entries too, just before `_self_`.
+`recipe: NAME`, `precision: NAME`, `data: NAME` and `task: NAME` beside it are entries too, just before `_self_`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.composition.config_groups import LEAVES, Library
+from fp8cfg.composition.config_groups import GROUPS, Library
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import default_recipe
 from fp8cfg.config.key_names import PLUGIN
@@ -126,7 +126,7 @@ def _stands(group: str, path: Path, library: Library, above: tuple[Path, ...]) -
 
 def _named(data: dict[str, Any]) -> Iterator[Choice]:
     """Take the presets out of `data` that are named in the place of keys."""
-    for group in ("recipe", *LEAVES):
+    for group in GROUPS:
         if group in data and (data[group] is None or isinstance(data[group], str) or group == "recipe"):
             yield from _choice(group, data.pop(group), group)
     if isinstance(data.get("trainer"), dict) and isinstance(data["trainer"].get("plugins"), str):

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.composition.authors import Author, defaults, of_file, of_object, of_words, written
+from fp8cfg.composition.authors import Author, defaults, of_file, of_object, of_words, task_of, written
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.flatten import assigned, flat
 from fp8cfg.composition.resolve import unchecked
@@ -27,6 +27,7 @@ from fp8cfg.config.node import as_declared
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import Refusal, holds
 from fp8cfg.config.storage import as_held
+from fp8cfg.config.tasks import FINE_TUNING
 
 _MOST = 100
 """Values that give way in one recipe, each of which may make another do so."""
@@ -63,12 +64,13 @@ class Change:
 @dataclass(frozen=True)
 class Settled:
     """A recipe in which values have given way, what did, and every line of the rules that still refuses it. `written` are the
-    keys, by their short names, that the user wrote."""
+    keys, by their short names, that the user wrote; `remarks` are other lines to say."""
 
     recipe: Recipe
     changes: tuple[Change, ...] = ()
     problems: tuple[str, ...] = ()
     written: frozenset[str] = frozenset()
+    remarks: tuple[str, ...] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -76,7 +78,8 @@ class Settled:
         found: dict[tuple[str, str], list[str]] = {}
         for c in self.changes:
             found.setdefault((c.whose, c.cause), []).append(f"{short(c.key)} {_shown(c.old)} -> {_shown(c.new)}")
-        return [f"note: {', '.join(those)}: {whose} gives way to {cause}" for (whose, cause), those in found.items()]
+        given = [f"note: {', '.join(those)}: {whose} gives way to {cause}" for (whose, cause), those in found.items()]
+        return [*given, *self.remarks]
 
 
 def composed(
@@ -86,7 +89,12 @@ def composed(
     ConfigError with every problem of a word or a file."""
     recipe = unchecked(words, library, file, base)
     of = of_file(file, library.data(file), library) if file else {}
-    return settled(recipe, of_words(words, library, of), sweep, tacitly=base is None)
+    found = settled(recipe, of_words(words, library, of), sweep, tacitly=base is None)
+    task = task_of(words, library, file)
+    if task not in FINE_TUNING or found.recipe.model.weights or found.recipe.trainer.smoke:
+        return found
+    return replace(found, remarks=(f"note: task={task}: model.weights=null, so it starts from random weights; write "
+                                   "model.weights=FOLDER",))
 
 
 def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, tacitly: bool = True) -> Settled:

@@ -11,11 +11,12 @@ A precision or data preset is a whole node, which it replaces; these say a part.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.composition.config_groups import Library
+from fp8cfg.composition.config_groups import PARTS, Library
 from fp8cfg.composition.defaults_list import taken
 from fp8cfg.composition.flatten import nested, settings
 from fp8cfg.composition.yaml_recipe import full_names
@@ -23,6 +24,7 @@ from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import read_text
 from fp8cfg.config.key_names import full
 from fp8cfg.config.recipe import fields
+from fp8cfg.config.tasks import stays
 
 _HEADER = re.compile(r"\s*#\s*@package\s+(\S+)\s*")
 
@@ -36,6 +38,12 @@ class Part:
     chosen: dict[str, str]
     package: str = ""
 
+    def over(self, group: str, base: Mapping[str, Any]) -> Part:
+        """What is merged over a recipe with the values `base`, by full keys: of a task what does not make it larger."""
+        if group not in PARTS:
+            return self
+        return replace(self, values={k: v for k, v in self.values.items() if not stays(k, v, base[k])})
+
     @property
     def data(self) -> dict[str, Any]:
         """The values as nested plain data."""
@@ -47,7 +55,7 @@ def part(path: Path, group: str, library: Library) -> Part:
     no node."""
     data = dict(library.data(path))
     chosen = _overrides(data, library)
-    package = package_of(path, group) or group.replace("/", ".")
+    package = package_of(path, group) or library.home(group)
     at = "" if package == "_global_" else full(package.removeprefix("_global_."))
     if at and (at not in fields() or not _has_keys(at)):
         raise ConfigError(f"{package}: no node of a recipe; begin the file with '# @package _global_' for keys of the whole recipe")
@@ -78,7 +86,7 @@ def _overrides(data: dict[str, Any], library: Library) -> dict[str, str]:
     found = taken(named, library)
     plain = [c for c in found if c.group != "_self_" and not c.override]
     refuse_if([f"defaults: {c.group}: stands in every recipe already; write 'override /{c.group}: {c.name}'" for c in plain])
-    own = [c for c in found if library.own(c.group)]
+    own = [c for c in found if library.own(c.group) and c.group not in PARTS]
     refuse_if([f"defaults: {c.group}: a group of your own is a word: {c.group}={c.name}" for c in own])
     return {c.group: c.name for c in found if c.override and c.name and not (c.optional and library.problem(c.group, c.name))}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.composition import giving_way
-from fp8cfg.composition.config_groups import LEAVES, Library
+from fp8cfg.composition.config_groups import LEAVES, PARTS, Library
 from fp8cfg.composition.defaults_list import SELF, Step, steps
 from fp8cfg.composition.flatten import flat, settings
 from fp8cfg.composition.override_words import one, parsed
@@ -82,7 +82,7 @@ def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path
     for group in LEAVES:
         if group in chosen:
             tracer.preset(group, *chosen[group])
-    for group, (name, by) in parts.items():
+    for group, (name, by) in sorted(parts.items(), key=lambda part: part[0] not in PARTS):
         tracer.part(group, name, by)
     for word in values:
         name, given, _ = parsed(word)
@@ -155,7 +155,7 @@ class _Tracer:
         path, said = self.offered.file(group, name), part_of(group, name, self.offered)
         assert path is not None  # composition has read it
         lines = {full(f"{said.package}.{key}".lstrip(".")): line for key, line in key_lines(path).items()}
-        for key, value in said.values.items():
+        for key, value in said.over(group, {key: layers[-1].value for key, layers in self.layers.items()}).values.items():
             self.add(key, Layer("preset", value, Origin(path, lines.get(key)), by))
 
     def preset(self, group: str, name: str, by: Origin) -> None:

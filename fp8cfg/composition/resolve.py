@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fp8cfg.composition.config_groups import LEAVES, Library
+from fp8cfg.composition.config_groups import GROUPS, LEAVES, PARTS, Library
 from fp8cfg.composition.defaults_list import SELF, Step, steps, taken
-from fp8cfg.composition.flatten import deep_merge, listed, nested
+from fp8cfg.composition.flatten import deep_merge, flat, listed, nested
 from fp8cfg.composition.group_files import Part, part, refuse_package
 from fp8cfg.composition.hydra_compose import merge
 from fp8cfg.composition.override_words import parse
@@ -42,21 +42,30 @@ def unchecked(words: Sequence[str], library: Library, file: Path | None = None, 
             chosen.setdefault(other, name)
     if given is None and "recipe" not in chosen:
         chosen["recipe"] = default_recipe()
-    in_order = sorted(chosen.items(), key=lambda choice: library.own(choice[0]) is not None)
+    in_order = sorted(chosen.items(), key=lambda choice: (library.own(choice[0]) is not None) + (choice[0] not in GROUPS))
     nodes = {group: node(group, stem, library) for group, stem in in_order}
     if given is not None:
         nodes = {"recipe": listed(given), **nodes}
+    _fit_parts(nodes, chosen, library)
     recipe = Recipe(**merge(nodes, chosen, values))
     path = recipe.model.path
     if given is None and chosen["recipe"] == FROM_HF:
         if path is None:
             raise ConfigError(f"recipe={FROM_HF}: needs model.path, the folder of a Hugging Face checkpoint")
         nodes["recipe"] = listed(_from_hf(path))
+        _fit_parts(nodes, chosen, library)
         recipe = Recipe(**merge(nodes, chosen, values))
     elif path is not None and path != (given or Recipe(**nodes["recipe"])).model.path:
         raise ConfigError(f"model.path={path}: gives a shape to recipe={FROM_HF} alone; of other recipes write "
                           f"model.weights={path}")
     return recipe
+
+
+def _fit_parts(nodes: dict[str, dict[str, Any]], chosen: Mapping[str, str], library: Library) -> None:
+    """Let tasks say no more than goes over the recipe of `nodes`."""
+    if any(group in chosen for group in PARTS):
+        base = flat(Recipe(**nodes["recipe"]))
+        nodes |= {group: part_of(group, chosen[group], library).over(group, base).data for group in PARTS if group in chosen}
 
 
 def _from_hf(folder: str) -> Recipe:
@@ -138,7 +147,7 @@ def _after(made: dict[str, Any], step: Step, found: Sequence[Step], library: Lib
         said = part_of(group, name, library)
         refuse_if([f"{group}={name}: chooses {other} itself, where it is a word; write '/{other}: {its}' in this file too"
                    for other, its in said.chosen.items()])
-        return deep_merge(made, said.data)
+        return deep_merge(made, said.over(group, flat(Recipe(**made))).data)
     return deep_merge(made, nested({LEAVES[group][1]: node(group, library.stem(group, name), library)}))
 
 

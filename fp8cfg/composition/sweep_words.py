@@ -8,7 +8,7 @@ from itertools import chain, islice, product
 from math import prod
 from typing import TYPE_CHECKING
 
-from fp8cfg.composition.config_groups import Library
+from fp8cfg.composition.config_groups import GROUPS, Library
 from fp8cfg.composition.flatten import listed
 from fp8cfg.composition.hydra_compose import GIVEN, Nodes
 from fp8cfg.composition.override_words import one, override
@@ -107,7 +107,7 @@ def _vary(word: str, library: Library) -> tuple[str, list[str]]:
         raise ConfigError(f"{word}: expected names of presets alone")
     group = library.own(key) or ("precision" if key == PLUGIN else key)
     nothing = default_recipe() if group == "recipe" else "null"
-    plus = "+" if library.own(key) else ""  # it stands in no list of defaults
+    plus = "+" if library.own(key) and key not in GROUPS else ""  # it stands in no list of defaults
     return f"{plus}{group}={','.join(name or nothing for _, name in chosen)}", single
 
 

@@ -54,6 +54,8 @@ class Capabilities:
     """Whether its layers compute with parts of matrices that are split over tensor-parallel ranks."""
     requantizes: bool = False
     """Whether its layers keep input and weight as they came, and quantize both again in the backward pass."""
+    adapters: bool = False
+    """Whether its layers take LoRA's adapters, over weights that are frozen."""
     norms: bool = False
     """Whether its norms take the place of the model's, as far as fp8.exclude lets them."""
     layer_modules: tuple[str, ...] = ()

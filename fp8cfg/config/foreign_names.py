@@ -32,6 +32,8 @@ _BELONGS = {
     "rope_theta": "model.rotary_base", "head_dim": "model.kv_channels", "learning_rate": "optim.lr",
     "batch_size": "trainer.global_batch_size", "limit_test_batches": "trainer.limit_val_batches",
     "dtype": "precision.compute", "steps": "trainer.max_steps", "epochs": "trainer.max_steps", "context_length": "model.seq_length",
+    "peft_scheme": "task=lora", "lora_rank": "lora.rank", "lora_dim": "lora.rank", "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout", "lora_r": "lora.rank", "target_modules": "lora.targets", "lora_target_modules": "lora.targets",
     "plugin": "trainer.plugins", "recipe_name": "fp8.scaling",
     # transformers' TrainingArguments
     "output_dir": "log.dir", "run_name": "name", "logging_dir": "log.dir",
@@ -92,13 +94,16 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "training.dataset": "data.path", "validation.freq": "trainer.val_check_interval", "rng.seed": "trainer.seed",
     "model.fp8": "fp8.enabled", "mixed_precision.fp8": "fp8.format",
     "plugins": "trainer.plugins", "training.steps": "trainer.max_steps", "checkpoint.interval": "checkpoint.every_n_steps",
-    "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
+    "peft.dim": "lora.rank", "peft.r": "lora.rank", "peft.alpha": "lora.alpha", "peft.dropout": "lora.dropout",
+    "peft.target_modules": "lora.targets", "lora.dim": "lora.rank", "lora.r": "lora.rank", "lora.lora_alpha": "lora.alpha",
+    "lora.target_modules": "lora.targets", "fp8.recipe": "fp8.scaling", "fp8.backend": "backend", "fp8.opt_level": "opt_level",
 }
 _NODES = {  # nodes of NeMo's recipes, with whatever is in them
     "resume": "log.resume=auto with log.folder, or fp8cfg resume FOLDER, in Python fp8cfg.resume(folder)",
     "log.ckpt": "checkpoint: checkpoint.every_n_steps, checkpoint.keep", "log.extra_loggers": "log.tensorboard",
     "trainer.callbacks": "fp8cfg.fit(job, callbacks=[...]), whose methods are those of fp8cfg.Callback",
     "trainer.logger": "log.tensorboard", "optim.lr_scheduler": "optim: optim.lr_decay_style, optim.warmup_steps, optim.min_lr",
+    "peft": "lora: task=lora, lora.rank, lora.alpha, lora.targets",
     "optim.config": "optim itself, as in optim.lr", "model.config": "model itself, as in model.num_layers",
     "trainer.strategy.ddp": "trainer.devices, storage.comm and storage.shard",
     # arguments of its recipe functions, and methods of run.Config

@@ -10,6 +10,7 @@ from pydantic import Field
 from fp8cfg.config import recipe_text
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.key_names import ALIASES, short
+from fp8cfg.config.lora import LoRA
 from fp8cfg.config.model import Model
 from fp8cfg.config.node import Node, as_declared
 from fp8cfg.config.precision import Backend, OptLevel, Precision, Storage
@@ -26,6 +27,8 @@ class Recipe(Node):
     """Names the run folder: letters, digits, '_', '.' and '-'. Default unnamed; recipe functions give their own name."""
     model: Model = Field(default_factory=Model)
     """The model's shape."""
+    lora: LoRA = Field(default_factory=LoRA)
+    """Adapters over frozen weights."""
     data: Data = Field(default_factory=Data)
     """What is trained on."""
     optim: Optim = Field(default_factory=Optim)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from os import PathLike, fspath
 from typing import Any, Protocol
 
-from fp8cfg.config import entry_points
+from fp8cfg.config import entry_points, tasks
 from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.config.files import NAME
 from fp8cfg.config.recipe import Recipe
@@ -20,16 +20,16 @@ _RECIPES: dict[str, RecipeFunction] = {}
 
 class RecipeFunction(Protocol):
     """A recipe function: returns a fresh Recipe, with what its arguments say on top. `dir` is log.dir, `num_nodes` and
-    `num_gpus_per_node` are the machines of the trainer; `precision` is a preset's name, a Precision or a mapping; `parts` are other
-    keys of a recipe: data, optim, model, trainer, checkpoint, log, each a node or a mapping, which merges. Raises ConfigError as
-    assignment does."""
+    `num_gpus_per_node` are the machines of the trainer; `precision` is a preset's name, a Precision or a mapping; `task` is
+    pretrain, sft or lora, whose values the others go before; `parts` are other keys of a recipe: data, optim, model, lora, trainer,
+    checkpoint, log, each a node or a mapping, which merges. Raises ConfigError as assignment does."""
 
     __name__: str
     __qualname__: str
 
     def __call__(
         self, *, name: str | None = None, dir: str | PathLike[str] | None = None, num_nodes: int | None = None,
-        num_gpus_per_node: int | None = None, precision: Any = None, **parts: Any,
+        num_gpus_per_node: int | None = None, precision: Any = None, task: str | None = None, **parts: Any,
     ) -> Recipe: ...
 
 
@@ -46,6 +46,8 @@ def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
     @functools.wraps(fn)
     def make(*args: Any, **given: Any) -> Recipe:
         made, problems = fn(*args, **{name: given.pop(name) for name in own if name in given}), list[str]()
+        if "task" not in own and (task := given.pop("task", None)) is not None:
+            tasks.apply(made, task)
         for name, value in given.items():
             if value is None and name in _ARGUMENTS:
                 continue

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.refusal import WRITTEN, Refusal, holds, idle
+from fp8cfg.config.rules_lora import lora_rules
 from fp8cfg.config.rules_precision import precision_rules
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:
                       "drop it", [("log.fp8_stats_every_n_steps", 0)], [key])
 
 
-RULES = (model_rules, family_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules, log_rules)
+RULES = (model_rules, family_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules, log_rules, lora_rules)
 
 
 def check(recipe: Recipe, written: Collection[str] = ()) -> None:

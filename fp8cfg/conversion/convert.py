@@ -39,7 +39,7 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import changed
 from fp8cfg.config.storage import fp8_weights
-from fp8cfg.conversion.given_recipe import given_recipe
+from fp8cfg.conversion.given_recipe import given_recipe, of_no_effect
 from fp8cfg.conversion.preset_values import fit_layers, leave_parameters
 from fp8cfg.numerics import Region, seed_rounding
 from fp8cfg.numerics.stored_form import fp8_state_dict, load_fp8_state_dict
@@ -203,9 +203,7 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
 def checked(recipe: Recipe, model: nn.Module) -> Recipe:
     """A copy of `recipe` for a model with the layers of `model`. Raises ConfigError with every rule that it breaks."""
     refuse_if(strangers(recipe, model))
-    if every := recipe.log.fp8_stats_every_n_steps:
-        raise ConfigError(f"log.fp8_stats_every_n_steps={every}: has no effect on a model of your own; drop it, and call "
-                          "fp8cfg.numerics.quantization_statistics.collect(model, run) in your loop")
+    refuse_if(of_no_effect(recipe))
     recipe, lists = recipe.model_copy(deep=True), layer_lists(model)
     recipe.model.num_layers = max(lists.values(), default=recipe.model.num_layers)  # for the rules about layers
     recipe = fitted(fit_layers(recipe, lists))

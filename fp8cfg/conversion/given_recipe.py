@@ -31,3 +31,15 @@ def given_recipe(given: Any) -> Any:
     for line in found.lost:
         logging.getLogger("fp8cfg").warning(f"{type(given).__name__}: {line}")
     return found.recipe
+
+
+def of_no_effect(recipe: Recipe) -> list[str]:
+    """A line for each thing in `recipe` that only its own Transformer has."""
+    lines = []
+    if every := recipe.log.fp8_stats_every_n_steps:
+        lines.append(f"log.fp8_stats_every_n_steps={every}: has no effect on a model of your own; drop it, and call "
+                     "fp8cfg.numerics.quantization_statistics.collect(model, run) in your loop")
+    if recipe.lora.enabled:
+        lines.append("lora.enabled=True: its adapters stand in the Transformer of a recipe; give a model of your own PEFT's, by "
+                     "peft.get_peft_model(model, LoraConfig(...)), and write lora.enabled=false")
+    return lines

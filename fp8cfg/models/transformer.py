@@ -39,7 +39,7 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig, *, recompute: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.recompute = recompute
+        self.recompute, self.draws = recompute, False
         self.tensor_parallel: Any = None  # this rank's place among those that share each matrix, a parallel.tensor.TensorRank
         self.shards: dict[str, TensorShard] = {}  # what it has of the parameters that are split
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -65,8 +65,8 @@ class Transformer(nn.Module):
             # No bool for an index: Dynamo of torch 2.11 takes none (TypeError), that of 2.13 does.
             cos, sin = tables[0 if self.config.window(number) is None else 1]
             if self.recompute and torch.is_grad_enabled():
-                # No dropout: the second forward draws nothing, so there is no generator state to restore.
-                x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+                # The second forward draws again what adapters with dropout drew; others draw nothing.
+                x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=self.draws)
             else:
                 x = layer(x, cos, sin)
         logits: Tensor = self.output_layer(self.final_layernorm(x))

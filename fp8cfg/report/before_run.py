@@ -60,7 +60,7 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
     `choose` and `plan` do."""
     ranks = layout.shards(recipe, layout.ranks())
     precision = as_sharded(recipe.precision, ranks)
-    choice = choose(precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps,
+    choice = choose(precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps, adapters=recipe.lora.enabled,
                     tensor=recipe.trainer.strategy.tensor_model_parallel_size)
     parts = []
     if recipe.fp8.enabled:
@@ -91,7 +91,7 @@ def refuse(recipe: Recipe, hardware: Hardware, whole_line: Callable[[Sequence[st
 
     def backend(other: Recipe) -> str:
         precision = as_sharded(other.precision, layout.shards(other, layout.ranks()))
-        return choose(precision, hardware, statistics=other.log.fp8_stats_every_n_steps,
+        return choose(precision, hardware, statistics=other.log.fp8_stats_every_n_steps, adapters=other.lora.enabled,
                       tensor=other.trainer.strategy.tensor_model_parallel_size).backend
 
     large = too_large(recipe, hardware.device, free, backend(recipe))

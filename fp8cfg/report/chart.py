@@ -79,6 +79,8 @@ def remarks(recipe: Recipe, ranks: int) -> list[str]:
         found += late_updates(resolved(p), p.storage.rounding, o.lr, o.end_lr, recipe.model.init_method_std)
     if level(p) == "O3" and sharding(p, ranks) == "none":
         found.append("opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state")
+    if recipe.lora.enabled:
+        found.append("lora.enabled=True: masters, gradients and moments are of adapters alone")
     if p.storage.shard not in ("auto", "none") and ranks == 1:
         found.append(f"storage.shard={p.storage.shard}: splits state over data-parallel ranks; on one there is nothing to split")
     return [f"note: {line}" for line in found]

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends import backend_registry
@@ -19,11 +21,11 @@ from fp8cfg.backends.gemm_plan import (
     PlannedAttention,
     PlannedLinear,
     Unwatched,
-    plan_attention,
 )
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.layer_plan import transformer_config
+from fp8cfg.layer_plan import adapted, attention_plan, transformer_config
+from fp8cfg.models.lora_shapes import adapter_parameters
 from fp8cfg.report.tables import table, wrapped
 
 if TYPE_CHECKING:
@@ -124,8 +126,8 @@ class Coverage:
         return self.attention_flops + sum(map(self._of, self._weighed))
 
     def _of(self, p: PlannedLinear | Unwatched) -> float:
-        """The FLOPs of one layer's three products."""
-        return 3 * 2.0 * p.weights * (self._most if p.rows is None else p.rows)
+        """The FLOPs of one layer's products."""
+        return (p.count if isinstance(p, PlannedLinear) else 3) * 2.0 * p.weights * (self._most if p.rows is None else p.rows)
 
     @cached_property
     def _most(self) -> int:
@@ -148,7 +150,7 @@ class Coverage:
         """Layers that differ in their index alone, together: (name, what they run), how many, FLOPs."""
         groups: dict[tuple[str, str], tuple[int, float]] = {}
         for p in self.linears:
-            kinds = " ".join(f"{_kinds(k, self.compute):9}" for k in p.gemms)
+            kinds = " ".join(f"{'-' if g in p.left_out else _kinds(k, self.compute):9}" for g, k in p.products.items())
             what = f"{kinds} {p.reason}" if p.fp8 else f"{self.compute}: {p.reason or _why(p)}"
             _add(groups, p.name, what.rstrip(), self._of(p))
         for other in self.beside:
@@ -162,7 +164,9 @@ def planned(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
     config = transformer_config(recipe)
     reach = sum(_reach(m.seq_length, config.window(layer)) for layer in range(m.num_layers))
     attention = 3 * 2 * reach * m.num_attention_heads * m.head_dim  # two products
-    return Coverage(linears, plan_attention(recipe.fp8, m.num_layers), float(attention), recipe.precision.compute)
+    adapters = [Unwatched(f"{module}.lora", adapter_parameters([*parts], recipe.lora.rank), "adapters")
+                for module, parts in groupby(adapted(recipe), attrgetter("module"))]
+    return Coverage(linears, attention_plan(recipe), float(attention), recipe.precision.compute, adapters)
 
 
 def _reach(tokens: int, window: int | None) -> float:
@@ -245,7 +249,7 @@ def _why(p: PlannedLinear) -> str:
 
 
 def _named(p: PlannedLinear | PlannedAttention, otherwise: str) -> dict[str, str]:
-    return {g: _kinds(k, otherwise) for g, k in p.products.items()}
+    return {g: "none" if g in p.left_out else _kinds(k, otherwise) for g, k in p.products.items()}
 
 
 def _kinds(kinds: Kinds, otherwise: str) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fp8cfg.backends import backend_registry
-from fp8cfg.backends.gemm_plan import PlannedLinear, differences, not_engaged, plan_attention
+from fp8cfg.backends.gemm_plan import PlannedLinear, differences, not_engaged
 from fp8cfg.config.errors import NotFP8Error
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.layer_plan import attention_plan
 from fp8cfg.report.coverage import Coverage, ran, warn_of_share
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ def prove_engagement(
     NotFP8Error where it is not what was planned, or less than fp8.min_coverage."""
     seen = ran(recipe, model, plan, backend, foreign)
     observed = backend_registry.backend(backend).observed(model)
-    attention = plan_attention(recipe.fp8, recipe.model.num_layers)
-    wrong = not_engaged(plan, observed) if foreign else differences([*plan, *attention], observed)
+    wrong = not_engaged(plan, observed) if foreign else differences([*plan, *attention_plan(recipe)], observed)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")

@@ -30,8 +30,9 @@ def refusals(recipe: Recipe, written: Collection[str] = ()) -> list[str]:
 
 
 def _refused_on(recipe: Recipe, hardware: Hardware) -> list[str]:
-    every = recipe.log.fp8_stats_every_n_steps
-    return _problems(lambda: choose(as_sharded(recipe.precision, _ranks(recipe)), hardware, statistics=every, here=False))
+    every, adapters = recipe.log.fp8_stats_every_n_steps, recipe.lora.enabled
+    precision = as_sharded(recipe.precision, _ranks(recipe))
+    return _problems(lambda: choose(precision, hardware, statistics=every, adapters=adapters, here=False))
 
 
 def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:

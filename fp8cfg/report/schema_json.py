@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from fp8cfg.composition.config_groups import LEAVES, Library
+from fp8cfg.composition.config_groups import GROUPS, LEAVES, PARTS, Library
 from fp8cfg.composition.flatten import owner
 from fp8cfg.config.files import NAME
 from fp8cfg.config.key_names import ALIASES
@@ -42,6 +42,8 @@ def recipe_schema(library: Library) -> dict[str, Any]:
     for group, (cls, _) in LEAVES.items():
         about = f"A preset's name, or keys: {_line(cls.__doc__ or '')}"
         own[group] = {"description": about, "anyOf": [names[group], {"$ref": f"#/$defs/{cls.__name__}"}]}
+    own |= {group: {"description": "A choice of some keys of the whole recipe.", "enum": [*library.choices(group), None]}
+            for group in PARTS}
     own |= {alias: _any_case(key_schema(key)) for alias, key in ALIASES.items() if alias not in own}
     rest = {key: value for key, value in full.items() if key not in own}
     chosen = names | {group: {"enum": [*library.choices(group), None]} for group in library.groups() if group not in names}
@@ -55,7 +57,11 @@ def recipe_schema(library: Library) -> dict[str, Any]:
 
 
 def preset_schema(group: str) -> dict[str, Any]:
-    """The schema of a preset's YAML file: "precision" or "data"."""
+    """The schema of a preset's YAML file: "precision" or "data"; of a task, which has keys of the whole recipe, "task"."""
+    if group in PARTS:
+        schema = recipe_schema(Library())
+        keys = {key: value for key, value in schema["properties"].items() if key in LEAVES or key not in GROUPS}
+        return {**schema, "title": f"A {group} of fp8cfg", "properties": keys}
     return {"$schema": DIALECT, **_any_case(_of(LEAVES[group][0])), "title": f"A {group} preset of fp8cfg"}
 
 

@@ -21,6 +21,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.training.checkpoint import checkpoint, saved_state, step_folders
+from fp8cfg.training.checkpoint.frozen_weights import completed, refuse_other
 from fp8cfg.training.checkpoint.job_tensors import of_this_rank
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
@@ -52,7 +53,9 @@ def load(
     with RunFolder.open(path, lock=False) as folder:
         tensors, state = _newest(folder, say, step)
     recipe = Recipe(**state["recipe"])
-    recipe.model.path = recipe.model.weights = None  # its weights are those of the checkpoint
+    recipe.model.path = recipe.lora.weights = None
+    if not recipe.lora.enabled:
+        recipe.model.weights = None  # they are those of the checkpoint
     recipe.trainer.strategy = Strategy()  # on one rank, whatever the run had
     if recipe.storage.shard != "none":
         recipe.storage.shard = "none"
@@ -62,8 +65,10 @@ def load(
     recipe.check()
     plans, choice = planned(recipe, hardware)
     prepared = prepared_model(recipe, None, hardware.device, plans, choice)
+    refuse_other(recipe, state.get("base"))
     try:
-        prepared.model.load_state_dict({**tensors["model"], **of_this_rank(tensors.get("fp8", {}))})
+        saved = {**tensors["model"], **of_this_rank(tensors.get("fp8", {}))}
+        prepared.model.load_state_dict(completed(recipe, prepared.model, saved))
     except (RuntimeError, ValueError, KeyError) as e:
         raise ConfigError(f"{path}: its weights do not fit this precision: {str(e).splitlines()[0]}") from None
     return RunModel(recipe, prepared.model.eval(), plans, choice, int(state["step"]), state["data"].get("tokenizer_sha256"))

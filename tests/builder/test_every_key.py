@@ -56,7 +56,17 @@ def columns(job: Job) -> Any:
     return job.optimizer.columns[job.model.layers[0].self_attention.linear_qkv._parameters["weight"]]
 
 
+def beside(job: Job, name: str = "q_proj") -> Any:
+    """The adapter of a projection of the first layer's attention."""
+    return job.model.layers[0].self_attention.linear_qkv.lora[name]
+
+
 ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
+    "lora.enabled": (["lora.enabled=true"], lambda j: [p.requires_grad for p in (beside(j).lora_A, j.model.embedding.weight)], [True, False]),
+    "lora.rank": (["lora.enabled=true", "lora.rank=2"], lambda j: [*beside(j).lora_A.shape, *beside(j).lora_B.shape], [2, 64, 64, 2]),
+    "lora.alpha": (["lora.enabled=true", "lora.alpha=4"], lambda j: beside(j).scaling, 0.5),
+    "lora.dropout": (["lora.enabled=true", "lora.dropout=0.25"], lambda j: beside(j).dropout, 0.25),
+    "lora.targets": (["lora.enabled=true", "lora.targets=[q_proj]"], lambda j: [*j.model.layers[0].self_attention.linear_qkv.lora], ["q_proj"]),
     "model.num_layers": (["model.num_layers=3"], lambda j: len(j.model.layers), 3),
     "model.hidden_size": (["model.hidden_size=128"], lambda j: j.model.embedding.weight.shape[1], 128),
     "model.ffn_hidden_size": (["model.ffn_hidden_size=96"], lambda j: j.model.layers[0].mlp.linear_fc2.in_features, 96),
@@ -184,6 +194,7 @@ RUNS = {
     "storage.comm": "test_storage_runs.py", "storage.accumulate": "test_low_bit.py", "storage.shard": "test_storage_runs.py", "storage.gather": "test_fsdp.py",
     "trainer.strategy.tensor_model_parallel_size": "test_tensor.py", "trainer.strategy.sequence_parallel": "test_tensor.py",
     "trainer.strategy.context_parallel_size": "test_context.py",
+    "lora.weights": "test_peft_format.py",
     "model.weights": "test_hf_checkpoint.py", "model.path": "test_hf_checkpoint.py", "fp8.emulate": "test_gemm_plan.py", "log.fp8_stats_every_n_steps": "test_quantization_statistics.py",
 }
 REFUSED: dict[str, list[str]] = {

@@ -33,7 +33,7 @@ def test_the_overview(capsys: Out) -> None:
     text = said(capsys, "list")
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
-    assert [line for line in lines if not line.startswith(" ")] == ["recipe", "", "precision", "", "data"]
+    assert [line for line in lines if not line.startswith(" ")] == ["recipe", "", "precision", "", "data", "", "task"]
     for line in ("  llama_8b          Short for llama31_8b.", "  bf16_fp8                     BF16 with FP8 linear layers, delayed scaling...",
                  "  tokens   Megatron's .bin/.idx at data.path."):
         assert line in lines
@@ -79,7 +79,7 @@ def test_recipes_of_installed_packages(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_json_has_the_whole_line(capsys: Out) -> None:
     data = json.loads(said(capsys, "list", "--json"))
-    assert list(data) == ["recipe", "precision", "data"]
+    assert list(data) == ["recipe", "precision", "data", "task"]
     assert {"name": "bf16_fp8", "about": "BF16 with FP8 linear layers, delayed scaling (NeMo bf16_with_fp8_mixed).",
             "file": str(ROOT / "conf/precision/bf16_fp8.yaml")} in data["precision"]
 

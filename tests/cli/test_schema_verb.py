@@ -147,7 +147,7 @@ def test_the_case_of_a_preset_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("argv", "lines"), [
     (["presision"], ["schema presision: no such schema; did you mean 'precision'?"]),
     (["precision", "data"], ["schema precision data: no such schema; did you mean 'precision'?"]),
-    (["a=1"], ["schema a=1: no such schema; choose from recipe, precision, data"]),
+    (["a=1"], ["schema a=1: no such schema; choose from recipe, precision, data, task"]),
     (["--confg-dir", "x"], ["--confg-dir: no such option; did you mean '--config-dir'?"]),
     (["--config-dir", "nowhere"], ["--config-dir nowhere: no such folder"]),
 ])

@@ -103,7 +103,7 @@ def test_what_the_answers_name_exists() -> None:
     from fp8cfg.config import foreign_names
     from fp8cfg.config.recipe import short_keys
 
-    ours = {*short_keys(), "recipe", "trainer.plugins"}
+    ours = {*short_keys(), "recipe", "task", "trainer.plugins"}
     for home in {*foreign_names._BELONGS.values(), *foreign_names._HOMES.values()}:
         for part in home.split(" and "):
             verb = part.removeprefix("fp8cfg ").split()[0]

@@ -57,7 +57,7 @@ def test_a_recipe_function_of_ones_own_has_them_too_and_its_own_go_first(registe
     assert (made.name, made.model.num_layers, made.trainer.devices) == ("yours_3", 3, 2)
     assert list(inspect.signature(mine_with_layers).parameters)[:3] == ["layers", "name", "dir"]
     assert fp8cfg.compose(["recipe=mine_with_layers"]).model.num_layers == 2
-    assert list(inspect.signature(llama_8b).parameters) == ["name", "dir", "num_nodes", "num_gpus_per_node", "precision", "parts"]
+    assert list(inspect.signature(llama_8b).parameters) == ["name", "dir", "num_nodes", "num_gpus_per_node", "precision", "task", "parts"]
     assert llama_8b.__doc__ == "Short for llama31_8b."
 
 

@@ -2,4 +2,5 @@
 
 from fp8cfg.config.backend_capabilities import Capabilities
 
-CAPABILITIES = Capabilities(priority=10, statistics=True, moves_scales=True, fp8_gather="params", tensor_parallel=True)
+CAPABILITIES = Capabilities(
+    priority=10, statistics=True, moves_scales=True, fp8_gather="params", tensor_parallel=True, adapters=True)

@@ -22,6 +22,8 @@ With sequences split over context ranks keys and values are whole ones (report/m
 Attention in FP8 (numerics/attention.py) keeps quantized queries, keys and values alone, e(Q + 2K), and takes its matrices of
 scores one layer at a time: 8 + 2e and a mask for each of heads x T x T in the backward pass.
 
+Where weights are frozen, inputs are kept by adapters alone, in their dtype (models/lora.py).
+
 torchao's layers keep inputs in c, and no quantized weights (report/memory/torchao_linears.py).
 
 The final norm and the output layer's input come on top. Recomputation keeps cD a layer, and all this for the one at hand.
@@ -32,8 +34,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fp8cfg.backends.gemm_plan import PlannedLinear, plan_attention
+from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.layer_plan import attention_plan
 from fp8cfg.report.memory import context_attention
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.linears import LinearBytes
@@ -56,18 +59,18 @@ def activations(
     """The bytes for `part`, whose linear layers are `linears` and multiplied by `backend`, on `device` ("cpu" or "cuda"); a
     gradient has `grads` bytes."""
     model = LinearBytes(recipe, device, part, grads, backend)
-    attends = {int(p.name.split(".")[1]) for p in plan_attention(recipe.fp8, recipe.model.num_layers) if p.fp8_share}
+    attends = {int(p.name.split(".")[1]) for p in attention_plan(recipe) if p.fp8_share}
     kinds: dict[Hashable, _Layer] = {}  # of layers that are alike one is looked at
     layers = [kinds.get(key) or kinds.setdefault(key, _Layer(model, linears[4 * i:4 * i + 4], n, n in attends))
               for i, n in enumerate(part.layers)
-              for key in [(n in attends, model.window(n), *(p.gemms for p in linears[4 * i:4 * i + 4]))]]
+              for key in [(n in attends, model.window(n), *((p.gemms, model.beside[p.name]) for p in linears[4 * i:4 * i + 4]))]]
     recompute = recipe.model.recompute_granularity == "full"
     kept = sum(model.c * model.d if recompute else layer.kept for layer in layers) * part.in_flight * model.tokens
     head = _Head(model, linears[-1]) if part.output else None
     final, logits = (head.kept * model.tokens, model.logit * model.v * model.tokens) if head else (0.0, 0.0)
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
     moments = [logits, *(head.moments() if head else []), *_of_layers(model, layers, final, recompute)]
-    if part.embedding:
+    if part.embedding and not recipe.lora.enabled:
         moments.append(model.v * recipe.model.hidden_size * (model.c + grads) - kept - final - copies)
     return Activations(int(kept + final), int(logits), int(copies), int(max(moments) - logits))
 
@@ -102,6 +105,8 @@ class _Layer:
         attention += b.input(qkv, b.d)
         self.inner = b.c * (b.fc1 + b.f if b.fc1 > b.f else b.f)  # kept between the MLP's two products
         self.kept = b.norms + attention + self.fc1_in + self.inner + self.fc2_in
+        if all("dgrad" in p.left_out and not b.beside[p.name] for p in linears):
+            self.kept = 0.0  # before the first adapter there is no graph
         self.copies = sum(b.copy(p) for p in linears)
 
     def moments(self) -> Iterator[float]:

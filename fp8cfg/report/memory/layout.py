@@ -71,6 +71,9 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
         elif ranks % size:
             lines.append(f"{s.key(name)}={size}: so many ranks share {what}, and {here} no multiple of it; start "
                          f"{-(-ranks // size) * size}, or write {gcd(size, ranks)}")
+    if tp > 1 and recipe.lora.enabled:
+        lines.append(f"{s.key('tensor_model_parallel_size')}={tp}: splits matrices, and adapters stand beside whole ones "
+                     "(lora.enabled=True); write 1")
     if not given and pp == 1 and not ranks % tp and not ranks % cp and ranks % (tp * cp):
         lines.append(f"{s.key('tensor_model_parallel_size')}={tp}: with context_parallel_size={cp} a replica is {tp * cp} ranks, "
                      f"and {ranks} are no multiple of it; start {-(-ranks // (tp * cp)) * tp * cp}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import fp8_weights, gathers_params
-from fp8cfg.layer_plan import transformer_config
+from fp8cfg.config.storage import fp8_weights, gathers_params, others
+from fp8cfg.layer_plan import adapted, transformer_config
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.operands import CODEC, decoded, directions, operand, product, quantizing
 from fp8cfg.report.memory.torchao_linears import backward
@@ -32,16 +34,18 @@ class LinearBytes:
         self.tokens = recipe.trainer.micro_batch_size * m.seq_length / part.context
         rms = m.normalization == "RMSNorm"
         parts = 4 if device == "cpu" and rms else 0  # RMSNorm is fused on GPUs alone
-        self.norm = 4 * self.d + (4 if rms else 8) + parts * self.d
+        kept = 0 if recipe.lora.enabled else parts  # the normalized input, for the gradient of its weight
+        self.norm = 4 * self.d + (4 if rms else 8) + kept * self.d
         self.norms = (2 if m.layernorm_placement == "both" else 1) * 2 * self.norm
         if m.qk_layernorm != "none":
             heads = 1 if m.qk_layernorm == "hidden" else m.num_attention_heads / tp
-            self.norms += (4 + parts) * (self.q + self.k) + 8 * heads
+            self.norms += (4 + kept) * (self.q + self.k) + 8 * heads
         self.shared = 4 * self.d if self.c == 4 else 0  # a layer's input is its first norm's float32 input, not a copy of it
         self.norm_backward = (16 if parts else 8) * self.d  # float32 gradients; on a CPU one for each of its parts
         # Flash attention takes no float32, and what does takes no grouped queries: the probabilities are kept then.
         materialized = device == "cuda" and self.c == 4 and m.num_query_groups < m.num_attention_heads
         self.softmax = m.num_attention_heads / tp * (4 * m.seq_length if materialized else 4)
+        self.beside = Counter(projection.module for projection in adapted(recipe))
         self.logit = LOGITS + (self.c if m.final_logit_softcapping is not None else 0)
 
     def scores(self, layer: int) -> float:
@@ -58,8 +62,17 @@ class LinearBytes:
         return window if window is not None and window < self.recipe.model.seq_length else None
 
     def input(self, linear: PlannedLinear, width: float) -> float:
-        """What `linear` keeps of its input: the quantized one, or the input itself for a wgrad in high precision."""
+        """What `linear` keeps of its input: the quantized one, or the input itself for a wgrad in high precision; beside a frozen
+        weight what adapters keep."""
+        if "wgrad" in linear.left_out:
+            return self.adapters(linear, width)
         return (self.e if self.keeps_quantized(linear) else self.c) * width
+
+    def adapters(self, linear: PlannedLinear, width: float) -> float:
+        """What adapters of `linear` keep: the input in their dtype, and A's output of each; with dropout its mask and a copy."""
+        parts, stored = self.beside.get(linear.name, 0), CODEC[others(self.recipe.precision)["weight"]]
+        inputs = stored + (parts * (1 + stored) if self.recipe.lora.dropout else 0)
+        return inputs * width + parts * stored * self.recipe.lora.rank if parts else 0
 
     def keeps_quantized(self, linear: PlannedLinear) -> bool:
         """Whether `linear` keeps its input quantized, beside what its input is elsewhere."""
@@ -90,6 +103,8 @@ class LinearBytes:
 
     def gradient(self, linear: PlannedLinear, made: bool) -> float:
         """The gradient of the weight, all of it: at most while it is `made`, or while it is cast and accumulated."""
+        if "wgrad" in linear.left_out:
+            return 0
         held = self.held(linear)
         out = self.grads if held else self.c
         if not made:

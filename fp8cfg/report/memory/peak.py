@@ -25,7 +25,8 @@ from fp8cfg.config.storage import (
     resolved,
     sharding,
 )
-from fp8cfg.layer_plan import plan, transformer_config
+from fp8cfg.layer_plan import adapted, plan, transformer_config
+from fp8cfg.models.lora_shapes import adapter_parameters
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.memory.activations import activations
@@ -43,15 +44,22 @@ NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of one rank: of linear layers whose weight is stored as storage.weight says, and all others."""
+    """Parameters of one rank: of linear layers whose weight is stored as storage.weight says, and all others; and `adapters`, where
+    these alone are trained."""
 
     linear: int
     other: int
+    adapters: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.linear + self.other
+        return self.linear + self.other + self.adapters
+
+    @property
+    def trained(self) -> Parameters:
+        """Those that are trained: all, or adapters."""
+        return Parameters(0, self.adapters) if self.adapters else self
 
 
 def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None) -> dict[str, int]:
@@ -75,8 +83,18 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     step = step_bytes(recipe, part, linears)
     kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
     if not fsdp:
-        kinds["to start"] = max(0, 4 * parameters(recipe, part, linears).total - sum(kinds.values()))
+        kinds["to start"] = max(0, starting(recipe, part, linears) - sum(kinds.values()))
     return kinds
+
+
+def starting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
+    """Bytes of the weights as they are made: float32, or where they are frozen those of linear layers in the compute dtype."""
+    counts, narrow = parameters(recipe, part, linears), CODEC[recipe.precision.compute]
+    if not counts.adapters:
+        return 4 * counts.total
+    tied = recipe.model.share_embeddings_and_output_weights
+    matrices = sum(p.in_features * p.out_features for p in linears if not (tied and p.name == "output_layer")) // part.tensor
+    return int(4 * (counts.total - counts.adapters - matrices) + narrow * matrices)
 
 
 def multiplying(recipe: Recipe) -> str:
@@ -95,15 +113,17 @@ def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict
     """The kinds that stay from step to step; of FP8 copies the scales, histories and second copies that are state."""
     columns, rest, counts = chart.row(recipe), others(recipe.precision), parameters(recipe, part, linears)
     each = {"weights": "weight", "masters": "master_weight", "gradients": "weight_grad"}
-    kinds = {kind: int(counts.linear * CODEC[columns[k]] + counts.other * CODEC[rest[k]]) for kind, k in each.items()}
-    kinds["moments"] = int(counts.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]]))
+    held = Parameters(counts.linear, counts.other + counts.adapters)
+    kinds = {kind: int(of.linear * CODEC[columns[k]] + of.other * CODEC[rest[k]])
+             for (kind, k), of in zip(each.items(), (held, counts.trained, counts.trained), strict=True)}
+    kinds["moments"] = int(counts.trained.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]]))
     split = {"none": (), "zero1": ("masters", "moments"), "zero2": ("masters", "moments", "gradients"),
              "fsdp": ("weights", "masters", "moments", "gradients")}
     for kind in split[sharding(recipe.precision, part.shards)]:
         kinds[kind] //= part.shards
     state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if SCALINGS[recipe.fp8.scaling].history else 0
-    held = counts.linear if fp8_weights(recipe.precision) else 0
-    return {**kinds, "FP8 copies": state + int(held * held_beside(recipe))}
+    in_fp8 = counts.linear if fp8_weights(recipe.precision) else 0
+    return {**kinds, "FP8 copies": state + int(in_fp8 * held_beside(recipe))}
 
 
 def gradient_bytes(recipe: Recipe) -> float:
@@ -115,7 +135,7 @@ def gradient_bytes(recipe: Recipe) -> float:
 def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
     """Bytes of the gradients at the end of the last backward pass: wide where a microbatch was added or ranks are to be, and all
     of them also where a rank keeps those of its own alone."""
-    columns, counts = chart.row(recipe), parameters(recipe, part, linears)
+    columns, counts = chart.row(recipe), parameters(recipe, part, linears).trained
     summed = microbatches(recipe, part) > 1 and recipe.storage.accumulate == "wide"
     added = summed or (part.shards > 1 and columns["comm"] != columns["weight_grad"])
     each = gradient_bytes(recipe) if added else CODEC[columns["weight_grad"]]
@@ -142,7 +162,9 @@ def parameters(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear] | No
     if part.embedding:
         matrices += prod(shapes.get("position_embedding.weight", (0,)))
     final = sum(prod(shape) for name, shape in shapes.items() if name.startswith("final_layernorm"))
-    return Parameters(narrow, matrices + len(part.layers) * vectors(recipe, part) + part.output * final)
+    names = {p.name for p in linears or linears_of(recipe, part)}
+    adapters = adapter_parameters([p for p in adapted(recipe) if p.module in names], recipe.lora.rank)
+    return Parameters(narrow, matrices + len(part.layers) * vectors(recipe, part) + part.output * final, adapters)
 
 
 def linears_of(recipe: Recipe, part: Part) -> list[PlannedLinear]:
@@ -168,8 +190,9 @@ def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
     float32 before and after it is cut to the range, and rounded; amax histories on their way to the next step. Compiled code
     takes no more than pieces do."""
     pieces = low_bit(recipe.precision)
-    widened = 4 * parameters(recipe, part, linears).total if gradient_bytes(recipe) < 4 and not pieces else 0
-    in_fp8 = fp8_weights(recipe.precision)
+    counts = parameters(recipe, part, linears)
+    widened = 4 * counts.trained.total if gradient_bytes(recipe) < 4 and not pieces else 0
+    in_fp8 = fp8_weights(recipe.precision) and not counts.adapters
     held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
     tensors = [prod(shape) for shape in parameter_shapes(transformer_config(recipe)).values()] if pieces else [0]
     history = recipe.fp8.amax_history_len if SCALINGS[recipe.fp8.scaling].history else 0

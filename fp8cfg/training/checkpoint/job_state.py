@@ -14,6 +14,7 @@ from fp8cfg.job import Job
 from fp8cfg.numerics.stored_form import is_fp8_state, stored_state_dict
 from fp8cfg.training.checkpoint import rng
 from fp8cfg.training.checkpoint.checkpoint import Tensors
+from fp8cfg.training.checkpoint.frozen_weights import completed, reference, refuse_other
 from fp8cfg.training.checkpoint.job_tensors import model_tensors, of_this_layout, of_this_rank, optimizer_tensors
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.checkpoint.resume_rules import FREE, ORIGIN, changes, matches
@@ -38,6 +39,8 @@ def collect(
         "step": step, "data": batches.state(step), "optimizer": job.optimizer.state_json(), "rng": random_json,
         "recipe": listed(job.recipe), "compiled": job.compiled,
     }
+    if base := reference(job.recipe):
+        state["base"] = base
     return {k: v for k, v in tensors.items() if v}, state
 
 
@@ -47,9 +50,10 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     """
     check(tensors, state)
     changed = [k for k in changes(Recipe(**state["recipe"]), job.recipe) if not matches(k, (*FREE, *ORIGIN))]
+    refuse_other(job.recipe, state.get("base"))
     optimizer = tensors.get("optimizer", {})  # none before a step where parameters are their own masters, nor of plain SGD
     try:
-        saved = {**tensors["model"], **of_this_rank(tensors.get("fp8", {}))}
+        saved = completed(job.recipe, job.model, {**tensors["model"], **of_this_rank(tensors.get("fp8", {}))})
         saved, optimizer = of_this_layout(job, saved), of_this_layout(job, optimizer)
         if not any(matches(k, ["fp8", "storage.weight"]) for k in changed):
             job.model.load_state_dict(saved)

@@ -10,6 +10,7 @@ from fp8cfg.job import Job
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 from fp8cfg.training.checkpoint import tensor_shards
+from fp8cfg.training.checkpoint.frozen_weights import left_out
 from fp8cfg.training.distributed.world import World, current, sharing
 from fp8cfg.training.distributed.zero import full_state
 
@@ -18,14 +19,15 @@ OWN = ("fp8_scale", "fp8_amax_history")
 
 
 def model_tensors(job: Job, world: World) -> dict[str, Tensor]:
-    """The model's tensors, on the first rank whole where they are split, and with the scales and histories of every rank where
-    each has its own. All ranks call it."""
+    """The model's tensors, but for frozen weights under adapters; on the first rank whole where they are split, and with the scales
+    and histories of every rank where each has its own. All ranks call it."""
     if job.prepared.shard == "fsdp":
         from fp8cfg.training.distributed import fsdp  # inside, here and below: it takes a second to load
 
         tensors = fsdp.whole(stored_state_dict(job.model, keep_vars=True), sharing(job.prepared).first)
     else:
-        tensors = stored_state_dict(job.model)
+        names = left_out(job.recipe, job.model)
+        tensors = {k: t for k, t in stored_state_dict(job.model).items() if k not in names}
     tensors = _of_whole_matrices(job, tensors)
     stored = {} if job.recipe.fp8.reduce_amax else stored_state_dict(job.model)
     own = {k: t for k, t in stored.items() if k.rpartition(".")[2] in OWN}
@@ -72,7 +74,8 @@ def checkpoint_bytes(job: Job, world: World) -> int:
     """Bytes of the tensors of a checkpoint, at least; before the first step too, when moments are not there yet. All ranks call
     it."""
     parts = 1 if job.prepared.tensor_parallel is None else job.prepared.tensor_parallel.size  # vectors are few
-    model = {id(t): t for t in stored_state_dict(job.model, keep_vars=True).values()}
+    names = left_out(job.recipe, job.model)
+    model = {id(t): t for k, t in stored_state_dict(job.model, keep_vars=True).items() if k not in names}
     state = sum(map(_bytes, job.optimizer.state_tensors().values()))
     if isinstance(job.optimizer, MixedPrecisionOptimizer) and not job.optimizer.inner.state:
         optim = job.recipe.optim

@@ -25,6 +25,13 @@ class SavedData(BaseModel):
     tokenizer_sha256: str | None = None
 
 
+class SavedBase(BaseModel):
+    """The frozen weights that adapters stand over: their folder and its sha256, both null where they are drawn."""
+
+    weights: str | None
+    sha256: str | None
+
+
 class SavedState(BaseModel):
     """The JSON state of a checkpoint. What the optimizer and the generators keep is checked where they take it back."""
 
@@ -34,6 +41,7 @@ class SavedState(BaseModel):
     rng: dict[str, Any]
     recipe: dict[str, Any]
     compiled: bool
+    base: SavedBase | None = None
 
 
 def check(tensors: Tensors, state: dict[str, Any]) -> None:

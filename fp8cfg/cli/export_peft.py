@@ -1,0 +1,36 @@
+"""`export peft`: the adapters of a run in PEFT's format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp8cfg.cli.argv import Arguments
+from fp8cfg.cli.new_folder import new_folder, refuse_what_is_there
+from fp8cfg.config.errors import ConfigError, printable
+
+
+def run(arguments: Arguments) -> int:
+    """Write the folder that `arguments` name: peft, the run, and where to. Returns the exit code."""
+    if len(arguments.plain) != 3 or arguments.words or arguments.flags or arguments.one("--fp8"):
+        raise ConfigError("export peft: needs a run folder and a new folder, as in: fp8cfg export peft runs/NAME OUT")
+    run_folder, out = arguments.plain[1], Path(arguments.plain[2])
+    refuse_what_is_there(out)
+    from fp8cfg.config import hugging_face
+    from fp8cfg.layer_plan import transformer_config
+    from fp8cfg.models import peft
+    from fp8cfg.models.lora_shapes import projections
+    from fp8cfg.training import run_model
+
+    found = run_model.load(Path(run_folder), print)
+    node = found.recipe.lora
+    if not node.enabled:
+        raise ConfigError(f"{run_folder}: has no adapters, all weights were trained; write: fp8cfg export hf {run_folder} OUT")
+    family, every = hugging_face.of_model(found.recipe.model), projections(transformer_config(found.recipe))
+    base = found.recipe.model.weights
+    try:
+        with new_folder(out) as made:
+            count = peft.write(made, found.model, every, family.names, node.rank, node.alpha, node.dropout, base)
+    except ValueError as e:
+        raise ConfigError(f"export peft: {e}") from None
+    print(f"wrote {printable(str(out))}: {count} adapters of rank {node.rank}, of step {found.step}, for {family.architecture}")
+    return 0

@@ -1,0 +1,64 @@
+"""Job weights: the first weights of a Transformer, and the adapters beside them that the `lora` node of a recipe asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8cfg.config import hugging_face
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.hugging_face import Family
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.layer_plan import adapted, transformer_config
+from fp8cfg.models.config import TransformerConfig
+from fp8cfg.models.lora_shapes import projections
+
+if TYPE_CHECKING:
+    from fp8cfg.models.hf import Layout
+    from fp8cfg.models.lora import Adapters
+    from fp8cfg.models.transformer import Transformer
+
+
+def first_weights(
+    config: TransformerConfig, seed: int, weights: str | None = None, family: Family | None = None
+) -> Callable[[Any], None]:
+    """The weights that a Transformer of `config` starts with: drawn from `seed`, or read from the folder `weights` as `family` lays
+    them out. What is returned raises ConfigError for a folder without weights of this model."""
+    if weights is None or family is None:
+        return partial(_drawn, seed)
+    from fp8cfg.models import hf
+
+    layout = hf.Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
+    return partial(_read, config, Path(weights).expanduser(), weights, layout)
+
+
+def _drawn(seed: int, model: Transformer) -> None:
+    model.init_weights(seed)
+
+
+def _read(config: TransformerConfig, folder: Path, named: str, layout: Layout, model: Transformer) -> None:
+    from fp8cfg.models import hf_checkpoint
+
+    try:
+        hf_checkpoint.load(model, config, folder, layout)
+    except ValueError as e:
+        raise ConfigError(f"model.weights={named}: {e}") from None
+
+
+def adapters(recipe: Recipe) -> Adapters | None:
+    """The adapters of `recipe`; None without lora.enabled. Raises ConfigError for a folder of lora.weights that does not fit."""
+    if not recipe.lora.enabled:
+        return None
+    from fp8cfg.models import lora, peft
+
+    node, config, found = recipe.lora, transformer_config(recipe), adapted(recipe)
+    first = None
+    if node.weights:
+        family = hugging_face.of_model(recipe.model)
+        try:
+            first = peft.read(Path(node.weights).expanduser(), found, family.names, node.rank, node.alpha)
+        except ValueError as e:
+            raise ConfigError(f"lora.weights={node.weights}: {e}") from None
+    return lora.Adapters(found, projections(config), config.num_query_groups, node.rank, node.alpha, node.dropout, first)

@@ -1,0 +1,133 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): trained matrices A and B beside the frozen weights of linear layers.
+
+    y = W x + alpha / rank B A dropout(x)        A [rank, in]    B [out, rank]
+
+Adapters are a child `lora` of the layer that they stand beside, whoever multiplies there, and a forward hook adds what they make.
+A layer of several projections has an adapter for each, as PEFT has. First weights are PEFT's: A from uniform(-1 / sqrt(in), 1 /
+sqrt(in)), which is kaiming_uniform with a = sqrt(5), and B 0, so that a model begins as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8cfg.models.lora_shapes import Projection
+from fp8cfg.models.weight_init import block_seed
+
+
+class LowRank(nn.Module):
+    """One projection's adapter, float32 until it is cast: [..., in] to [..., out], both in the dtype of its weights."""
+
+    def __init__(self, projection: Projection, rank: int, scaling: float, dropout: float, device: torch.device | str) -> None:
+        super().__init__()
+        self.out_features, self.scaling, self.dropout = projection.out_features, scaling, dropout
+        self.lora_A = nn.Parameter(torch.empty(rank, projection.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(projection.out_features, rank, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dropout:
+            x = F.dropout(x, self.dropout, self.training)
+        return F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scaling
+
+    def delta(self) -> Tensor:
+        """What it adds to the weight [out, in], float32."""
+        return self.scaling * (self.lora_B.detach().float() @ self.lora_A.detach().float())
+
+    def extra_repr(self) -> str:
+        return f"rank={len(self.lora_A)}, scaling={self.scaling:g}" + (f", dropout={self.dropout:g}" if self.dropout else "")
+
+
+class Adapter(nn.ModuleDict):
+    """The adapters of one linear layer by the names of its `projections`, of which some may have none. `groups` are the key-value
+    groups in which the rows of queries, keys and values alternate; 1 where a projection's rows stand together."""
+
+    def __init__(self, found: Mapping[str, LowRank], projections: Mapping[str, int], groups: int = 1) -> None:
+        super().__init__(found)
+        self.projections, self.groups = dict(projections), groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(next(self.parameters()).dtype)  # once for all of them, which keep it
+        if len(self.projections) == 1:
+            return next(iter(self.values()))(x)  # type: ignore[no-any-return]
+        parts: list[Tensor | None] = [self[name](x) if name in self else None for name in self.projections]
+        like = next(part for part in parts if part is not None)
+        made = [like.new_zeros(*x.shape[:-1], size) if part is None else part
+                for part, size in zip(parts, self.projections.values(), strict=True)]
+        return torch.cat([part.view(*x.shape[:-1], self.groups, -1) for part in made], -1).flatten(-2)
+
+    def delta(self, like: Tensor) -> Tensor:
+        """What they add to the layer's weight [out, in], of which `like` has the columns and the device; float32."""
+        low: dict[str, Any] = dict(self.items())
+        found: list[Tensor] = [low[name].delta() if name in low else torch.zeros(size, like.shape[1], device=like.device)
+                 for name, size in self.projections.items()]
+        return torch.cat([part.view(self.groups, -1, part.shape[1]) for part in found], 1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model: the projections that have one, among `every` one; `groups` are the key-value groups."""
+
+    found: Sequence[Projection]
+    every: Sequence[Projection]
+    groups: int
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+
+    first: Callable[[str], tuple[Tensor, Tensor]] | None = None
+    """First A and B by the name of a projection in full, MODULE.lora.NAME; None draws them."""
+
+    def freeze(self, model: nn.Module, linears: Collection[str], dtype: torch.dtype) -> None:
+        """Let no parameter of `model`, which is on the meta device, be trained, and let `linears` have their weights in `dtype`:
+        what is frozen needs no float32 original. A weight that an embedding has too stays as it is."""
+        model.requires_grad_(False)
+        shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        for linear in map(model.get_submodule, linears):
+            assert isinstance(linear, nn.Linear)
+            if id(linear.weight) not in shared:
+                linear.weight.data = linear.weight.data.to(dtype)
+
+    @torch.no_grad()
+    def attach(self, model: nn.Module, seed: int) -> None:
+        """Put them beside the layers of `model`, float32; first weights that are drawn come from `seed` and their names."""
+        of_layer = {module: {p.name: p.out_features for p in parts} for module, parts in groupby(self.every, attrgetter("module"))}
+        for module, parts in groupby(self.found, attrgetter("module")):
+            layer = model.get_submodule(module)
+            device = next(layer.parameters()).device
+            low = {p.name: LowRank(p, self.rank, self.alpha / self.rank, self.dropout, device) for p in parts}
+            layer.lora = Adapter(low, of_layer[module], self.groups if module.endswith("linear_qkv") else 1)
+            layer.lora.train(layer.training)
+            layer.register_forward_hook(_add)
+            for name, one in low.items():
+                if self.first:
+                    for own, given in zip((one.lora_A, one.lora_B), self.first(f"{module}.lora.{name}"), strict=True):
+                        own.copy_(given)
+                else:
+                    _draw(one.lora_A, seed, f"{module}.lora.{name}.lora_A")
+        model.draws = self.dropout > 0  # type: ignore[assignment]  # recomputation repeats what it drew
+
+
+def _add(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
+    """The forward hook of a layer with adapters."""
+    made: Tensor = layer.lora(args[0])  # type: ignore[operator]
+    return out + made.to(out.dtype)
+
+
+def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
+    """The layers of `model` with adapters, by name."""
+    for name, layer in model.named_modules():
+        if isinstance(adapter := layer._modules.get("lora"), Adapter):
+            yield name, layer, adapter
+
+
+def _draw(a: Tensor, seed: int, name: str) -> None:
+    bound, random = a.shape[1] ** -0.5, torch.Generator().manual_seed(block_seed(seed, name, 0))
+    a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=random))
