@@ -26,8 +26,8 @@ can is a comment; a key that it does not have is a warning too.
               is read and not run: -- 'TERecipeKwargs(margin=1)'
   deepspeed   its JSON
   nemo        a YAML file of MegatronMixedPrecision's fields, or these as words,
-              Python with its plugin, which is read and not run, or, in place of
-              FILE, a preset: bf16_with_fp8_mixed
+              Python with its plugin or a finetune_recipe, which is read and not
+              run, or, in place of FILE, a preset: bf16_with_fp8_mixed
   bridge      a run_config.yaml of Megatron-Bridge's, its fields, or a preset
   megatron    a shell script with its flags, or these: -- --bf16 --fp8-margin 1
   torchtitan  a Python configuration, which is read and not run, one function of

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8cfg.config import tasks
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
@@ -97,6 +98,10 @@ def from_words(name: str, words: Sequence[str], base: Recipe | None = None) -> R
 
 
 def _read(found: Door, said: source_files.Said, base: Recipe | None) -> Read:
+    if said.task is not None:
+        base = (base or Recipe()).model_copy(deep=True)
+        tasks.apply(base, said.task)
+        base.lora = base.lora.merged(dict(said.lora))
     if said.preset is not None:
         recipe = (base or Recipe()).model_copy(deep=True)
         recipe.precision = precision_preset(said.preset)

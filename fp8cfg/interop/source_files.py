@@ -8,6 +8,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fp8cfg.config.errors import ConfigError
@@ -21,12 +22,14 @@ _CODE = re.compile(r"(^\s*(?:- +)?|[{,]\s*)_(target|partial|args|call)_(?=\s*:)"
 
 class Said(NamedTuple):
     """What a source says: a flat table, with a line on each thing that is left out of it, and on each key that looks like a typing
-    error; or the name of a preset."""
+    error; or the name of a preset. `task` is what it is trained for, and `lora` has values of that node."""
 
     data: dict[str, Any]
     lost: tuple[str, ...] = ()
     preset: str | None = None
     unknown: tuple[str, ...] = ()
+    task: str | None = None
+    lora: Mapping[str, Any] = MappingProxyType({})
 
 
 def text_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Preset reference: recipes, precision presets and data presets by name, with the description and settings of each file."""
+"""Preset reference: recipes, precision presets, data presets and tasks by name, with the description and settings of each file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tools.reference.markdown import code, table
 def page() -> str:
     return "\n\n".join([
         "# Recipes and presets",
-        "What `recipe=`, `precision=` and `data=` choose from; `fp8cfg list` prints the same, and `--config-dir FOLDER` adds files of "
+        "What `recipe=`, `precision=`, `data=` and `task=` choose from; `fp8cfg list` prints the same, and `--config-dir FOLDER` adds files of "
         "yours. A precision preset replaces everything about precision; its Python function has the name that NeMo or "
         "Megatron-Bridge gives it, where they have one.",
         "## recipe", table(["name", "what it is"], [[code(e.name), e.about] for e in entries("recipe", None)]),
         "## precision", table(["name", "Python", "what it is", "sets"], [_precision(e.name, e.about) for e in entries("precision", None)]),
         "## data", table(["name", "what it is"], [[code(e.name), e.about] for e in entries("data", None)]),
+        "## task", table(["name", "what it is"], [[code(e.name), e.about] for e in entries("task", None)]),
     ])
 
 

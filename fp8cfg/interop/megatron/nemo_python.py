@@ -1,4 +1,5 @@
-"""NeMo's Python, read as data: the precision plugin of a script, as a call of a preset function, of a plugin's class, or a name."""
+"""NeMo's Python, read as data: the precision plugin of a script, as a call of a preset function, of a plugin's class, or a name;
+and the task of a finetune_recipe."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import ast
 
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.presets import FUNCTIONS
+from fp8cfg.interop.megatron import nemo_finetune
 from fp8cfg.interop.python_calls import call_in, last
 from fp8cfg.interop.source_files import Said
 
@@ -22,18 +24,23 @@ def precision(text: str, function: str = "") -> Said:
         raise ConfigError(f"not Python ({e})") from None
     if function:
         tree = _function(tree, function)
+    asked = nemo_finetune.task(tree)
+    values, left = nemo_finetune.lora(tree) if asked == "lora" else ({}, ())
     presets = dict.fromkeys(filter(None, (_preset(node) for node in ast.walk(tree))))
     objects = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _class(node)]
+    if asked and not presets and not objects:
+        presets = {"bf16_mixed": None}  # of default_finetune_trainer
     if len(presets) + len(objects) != 1:
         found = [*presets, *(_class(node) for node in objects)]
         several = f"says {len(found)} precisions, {', '.join(found)}; name the function that has the one, as FILE.py:NAME"
         raise ConfigError(several if found else "says no precision, such as plugins=bf16_with_fp8_mixed()")
-    later = tuple(f"{line}: not read; give it as a word, as in fp8.margin=1" for line in [*_later(tree), *_with_plugins(tree)])
+    beside = [*_later(tree), *_with_plugins(tree)]
+    later = left + tuple(f"{line}: not read; give it as a word, as in fp8.margin=1" for line in beside)
     if presets:
-        return Said({}, later, preset=next(iter(presets)))
+        return Said({}, later, preset=next(iter(presets)), task=asked, lora=values)
     call = ast.unparse(objects[0]).replace(f"Config({_class(objects[0])}, ", f"{_class(objects[0])}(")
-    values = call_in(call[call.index(_class(objects[0])):], _CLASSES, "plugin of NeMo")
-    return Said({k: v for k, v in values.items() if k != "class"}, later)
+    fields = call_in(call[call.index(_class(objects[0])):], _CLASSES, "plugin of NeMo")
+    return Said({k: v for k, v in fields.items() if k != "class"}, later, task=asked, lora=values)
 
 
 def _preset(node: ast.AST) -> str:
