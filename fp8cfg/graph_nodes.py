@@ -41,7 +41,6 @@ def _keys(home: str, *names: str) -> dict[str, str]:
 
 class Part:
     """A node, once it is built: the values of its keys and of those below it, by their full names."""
-
     keys: ClassVar[Mapping[str, str]] = {}
     nodes: ClassVar[Mapping[str, type[Part]]] = {}
     tags: ClassVar[Mapping[str, Any]] = {}
@@ -87,20 +86,17 @@ class Data(Part):
 
 class Layout(Part):
     """Parallel layout, and the machines that it is for."""
-
     keys = _keys("trainer.strategy") | _keys("trainer", "num_nodes", "devices")
 
 
 class Scaling(Part):
     """Scaling of FP8 tensors; attention in FP8 has the same."""
-
     keys = _keys("fp8", "scaling", "format", "margin", "interval", "amax_history_len", "amax_compute_algo", "first_step",
                  "granularity", "use_power_2_scales", "enable_2d_quantization", "random_hadamard_transform", "stochastic_rounding")
 
 
 class Linear(Part, scaling=Scaling):
     """Linear layers that are converted to FP8: which, and which of their products."""
-
     keys = _keys("fp8", "params", "include", "exclude", "high_precision_at_start", "high_precision_at_end", "output_layer") \
         | _keys("fp8.override_linear_precision")
     tags = dict.fromkeys(["output_layer"], FP8Layers)
@@ -114,25 +110,21 @@ class Attention(Part):
 
 class FP8(Part, linear=Linear, attention=Attention):
     """Products in FP8: whether, of which kinds of layers, and how many of them at least."""
-
     keys = _keys("fp8", "enabled", "emulate", "min_coverage")
 
 
 class Storage(Part):
     """Codecs in which weights and gradients are stored and sent."""
-
     keys = _keys("storage", "weight", "weight_grad", "comm", "accumulate", "shard", "gather")
 
 
 class Precision(Part, fp8=FP8, storage=Storage):
     """The precision plugin: what multiplies, how state is stored, who does it."""
-
     keys = _keys("precision", "compute") | {"backend": full("backend"), "opt_level": full("opt_level")}
 
 
 class Autocast(Part):
     """The context in which layers multiply in FP8."""
-
     keys = _keys("fp8", "use_autocast_during_eval", "reduce_amax")
 
 

@@ -18,6 +18,7 @@ from fp8cfg.layer_plan import attention_plan
 from fp8cfg.models.lora import adapted
 from fp8cfg.models.lora_shapes import adapter_parameters
 from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.report.memory.layout import refused
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
 from fp8cfg.training.memory_measurement import BOUNDS, measure
@@ -148,6 +149,11 @@ def test_refusals(words: tuple[str, ...], line: str) -> None:
     with pytest.raises(ConfigError) as e:
         fp8cfg.compose(words)
     assert any(problem.startswith(line) for problem in e.value.problems), e.value.problems
+
+
+def test_matrices_that_are_split_take_no_adapters() -> None:
+    recipe = small(*LORA, "trainer.strategy.tensor_model_parallel_size=2", "trainer.devices=2")
+    assert any("adapters stand beside whole ones (lora.enabled=True); write 1" in line for line in refused(recipe, 2))
 
 
 def test_a_pattern_that_names_no_layer_and_a_model_of_ones_own_are_refused() -> None:
