@@ -31,6 +31,7 @@ EXACT = "precision=fp32 trainer.gradient_clip_val=0"
 FP8 = "precision=bf16_fp8"
 RUNS = {  # name -> words, the largest relative difference of a loss of eight steps from that of one rank
     "fp32": (EXACT, 1e-6),
+    "masked": (f"{EXACT} data.eod_mask_loss=true", 1e-6),  # ranks have unlike numbers of targets
     "zero1": (f"{EXACT} storage.shard=zero1", 1e-6),
     "fsdp": (f"{EXACT} storage.shard=fsdp", 1e-6),
     "recomputed": (f"{EXACT} model.recompute_granularity=full", 1e-6),
@@ -45,7 +46,7 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
 }
 SAME = {"zero1": "fp32", "fsdp": "fp32", "recomputed": "fp32", "fp8 zero1": "fp8"}
 """Runs that on one rank are another one."""
-TWO, MORE, FOUR = ("fp32", "fsdp", "fp8"), ("recomputed", "current", "mxfp8"), ("fp32", "zero1", "fp8 zero1")
+TWO, MORE, FOUR = ("fp32", "masked", "fsdp", "fp8"), ("recomputed", "current", "mxfp8"), ("fp32", "zero1", "fp8 zero1")
 """Runs on two ranks, more of them in `make test-all`, and those on four, there too."""
 NORMS = {"fp8": 0.1, "current": 0.1, "mxfp8": 0.1}
 
@@ -60,7 +61,7 @@ def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[s
     batches, held_out = run_data(job.recipe)
     steps = [train_step(job, batches, step, world) for step in range(first, last)]
     found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps],
-             "val": evaluate(job, validation_batches(job.recipe, held_out, world), world)}
+             "val": evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked)}
     if job.recipe.fp8.enabled:
         found["coverage"] = str(job.prove())
         found["scales"] = {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")}
