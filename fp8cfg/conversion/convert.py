@@ -132,7 +132,7 @@ def convert_model(model: nn.Module, recipe: Any, linear: Collection[type[nn.Line
                           "or use fp8cfg.build(recipe, model=model)")
     holder = nn.Module()
     holder.model = model
-    whole = holder if _is_layer(model) else model  # a root has no place of its own to be replaced in
+    whole = holder if isinstance(model, nn.Linear) or layout_of(model) else model  # a root has no place to be replaced in
     norms = backend_registry.capabilities(choice.backend).norms
     plan = plan_model(whole, fp8, backend_registry.rules(choice.backend).misfit, linear, norms)
     shells = linear_stand_ins.to_linear(whole, plan)
@@ -226,7 +226,7 @@ def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
                           "and run job.forward in your loop")
     if _ours(model) or has_fp8_layers(model):
         raise ConfigError("build: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
-    return recipe, nn.Sequential(model) if _is_layer(model) else model
+    return recipe, nn.Sequential(model) if isinstance(model, nn.Linear) or layout_of(model) else model
 
 
 def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
@@ -243,13 +243,8 @@ def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
     return fp8
 
 
-def _hardware(model: nn.Module) -> Hardware:
-    """Where the parameters of `model` are."""
+def _hardware(model: nn.Module) -> Hardware:  # where its parameters are
     return find_hardware("cuda" if any(p.is_cuda for p in model.parameters()) else "cpu")
-
-
-def _is_layer(model: nn.Module) -> bool:
-    return isinstance(model, nn.Linear) or layout_of(model) is not None
 
 
 def _ours(model: nn.Module) -> list[nn.Module]:
