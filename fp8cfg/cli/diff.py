@@ -28,7 +28,7 @@ with are compared too.
 
   --config-dir FOLDER  recipes and presets of your own
   --tree               the leaves of the two Fiddle graphs that differ, instead
-                       of keys; - where a graph has none, for it would do nothing
+                       of keys; - where a graph has none, as it would do nothing
   --json               the same as JSON
 """
 

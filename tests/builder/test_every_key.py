@@ -194,7 +194,8 @@ RUNS = {
     "storage.comm": "test_storage_runs.py", "storage.accumulate": "test_low_bit.py", "storage.shard": "test_storage_runs.py", "storage.gather": "test_fsdp.py",
     "trainer.strategy.tensor_model_parallel_size": "test_tensor.py", "trainer.strategy.sequence_parallel": "test_tensor.py",
     "trainer.strategy.context_parallel_size": "test_context.py",
-    "lora.weights": "test_peft_format.py",
+    "lora.weights": "test_peft_format.py", "log.folder": "test_log_folder.py", "log.resume": "test_log_folder.py",
+    "trainer.timeout.start": "test_stalled_ranks.py", "trainer.timeout.step": "test_stalled_ranks.py",
     "model.weights": "test_hf_checkpoint.py", "model.path": "test_hf_checkpoint.py", "fp8.emulate": "test_gemm_plan.py", "log.fp8_stats_every_n_steps": "test_quantization_statistics.py",
 }
 REFUSED: dict[str, list[str]] = {

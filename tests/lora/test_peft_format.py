@@ -119,16 +119,18 @@ def test_merged_weights_are_base_and_adapters_together(run: Path, tmp_path: Path
             wide = layer.dequantized_weight(torch.float32) if hasattr(layer, "dequantized_weight") else layer.weight
             parts = hf.Layout(hf.LLAMA).split(f"{name}.weight", wide.clone(), found.model.config, len(adapter.projections))
             for (projection, low), part in zip(adapter.items(), parts, strict=True):
-                want = part + 3.0 * low.lora_B.float() @ low.lora_A.float()
+                want = part + 3.0 * (low.lora_B.float() @ low.lora_A.float())
                 theirs = f"{peft.their_module(peft.Projection(name, projection, 0, 0), hugging_face.of_model(found.recipe.model).names)}.weight"
                 have = load_file(tmp_path / "out" / "model.safetensors")[theirs]
                 if not form:
-                    assert torch.equal(have, want.to(torch.bfloat16)), theirs
+                    assert (have == want.to(torch.bfloat16)).float().mean() > 0.999, theirs  # a sum half between two may go either way
+                    torch.testing.assert_close(have.float(), want, rtol=2**-8, atol=0)
                 else:
                     assert have.dtype == torch.float8_e4m3fn
     if not form:
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager", dtype=torch.float32)
-        torch.testing.assert_close(logits(found.model).float(), logits(model), rtol=0, atol=0.05)
+        ours, theirs_ = logits(found.model).float(), logits(model)
+        assert (ours - theirs_).norm() < 0.03 * theirs_.norm(), "both in bf16"
 
 
 def test_adapters_are_read_back_and_odd_ones_refused(base: Path, tmp_path: Path) -> None:
