@@ -32,7 +32,7 @@ Where values contradict one another, what you did not write gives way, with a
 note. What you wrote and what would have no effect is refused.
 
 Options:
-  -cd, --config-dir FOLDER   recipes and presets of your own, FOLDER/GROUP/*.yaml
+  -cd, --config-dir FOLDER  recipes and presets of your own, FOLDER/GROUP/*.yaml
   -m, --multirun, -c, --cfg, -i, --info, --hydra-help
                        as in Hydra: fp8cfg train --help
   --help, --version
