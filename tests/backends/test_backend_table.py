@@ -130,7 +130,7 @@ class Built:
 
     @property
     def owners(self) -> set[int]:
-        with mock.patch("fp8cfg.training.distributed.zero.current", lambda: World(0, 2)):
+        with mock.patch("fp8cfg.training.distributed.world.current", lambda: World(0, 2)):
             return set(self.job.prepared.owner.values())
 
     @property

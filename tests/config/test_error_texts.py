@@ -39,7 +39,7 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("trainer.plugins.opt_level=O9", "opt_level=O9: not an option; choose from O1, O2, O3"),
     ("precision.backend=tee", "backend=tee: not an option; did you mean 'te'?"),
     ("trainer.compile=maybe", "trainer.compile=maybe: not an option; choose from auto, on, off"),
-    ("log.wandb=true", "log.wandb: no such key; log has dir, every_n_steps, fp8_stats_every_n_steps, tensorboard"),
+    ("log.wandb=true", "log.wandb: no such key; log has dir, every_n_steps, folder, fp8_stats_every_n_steps, resume, tensorboard"),
     ("log.tensorbord=true", "log.tensorbord: no such key; did you mean 'log.tensorboard'?"),
     ("optim.weight_decy=1", "optim.weight_decy: no such key; did you mean 'optim.weight_decay'?"),
     # a leaf name alone

@@ -63,7 +63,7 @@ def test_a_recipe_function_of_ones_own_has_them_too_and_its_own_go_first(registe
 
 @pytest.mark.parametrize(("key", "where"), [
     ("optim.config", "optim itself, as in optim.lr"), ("optim.config.lr", "optim.lr"), ("model.config", "model itself"),
-    ("model.config.num_layers", "model.num_layers"), ("resume", "fp8cfg resume FOLDER, in Python fp8cfg.resume(folder)"),
+    ("model.config.num_layers", "model.num_layers"), ("resume", "log.resume=auto with log.folder, or fp8cfg resume FOLDER, in Python fp8cfg.resume(folder)"),
     ("log.ckpt", "checkpoint: checkpoint.every_n_steps"), ("log.ckpt.save_top_k", "checkpoint: "), ("trainer.callbacks", "fp8cfg.fit(job, callbacks"),
     ("trainer.logger", "log.tensorboard"), ("optim.lr_scheduler.constant_steps", "optim: "),
     ("trainer.strategy.ddp.grad_reduce_in_fp32", "storage.comm"), ("trainer.strategy.ddp", "trainer.devices, storage.comm and"), ("callbacks", "fp8cfg.fit(job, callbacks"),

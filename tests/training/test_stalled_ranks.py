@@ -54,7 +54,7 @@ def _until(done: Callable[[], bool], what: str) -> None:
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
     """By the others, which end; it is then killed as a launcher does."""
-    words = [*SAVES, "trainer.micro_batch_size=1", f"log.folder={tmp_path}/run", "trainer.max_steps=100000", "trainer.timeout.step=3", "checkpoint.every_n_steps=0"]
+    words = [*SAVES, "trainer.micro_batch_size=1", f"log.folder={tmp_path}/run", "trainer.max_steps=100000", "trainer.timeout.start=90", "trainer.timeout.step=3", "checkpoint.every_n_steps=0"]
     environ = {**ranks_environment(2), "OMP_NUM_THREADS": "1"}
     first, second = (subprocess.Popen([sys.executable, "-m", "fp8cfg", *words], cwd=ROOT, env={**environ, "RANK": rank, "LOCAL_RANK": rank},
                                       stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for rank in "01")
