@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.config import hugging_face
+from fp8cfg.config import hub, hugging_face
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.hugging_face import Family
 from fp8cfg.config.recipe import Recipe
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 def first_weights(
     config: TransformerConfig, seed: int, weights: str | None = None, family: Family | None = None
 ) -> Callable[[Any], None]:
-    """The weights that a Transformer of `config` starts with: drawn from `seed`, or read from the folder `weights` as `family` lays
-    them out. What is returned raises ConfigError for a folder without weights of this model."""
+    """The weights that a Transformer of `config` starts with: drawn from `seed`, or read from the folder `weights`, here or on the
+    hub, as `family` lays them out. What is returned raises ConfigError for a folder without weights of this model."""
     if weights is None or family is None:
         return partial(_drawn, seed)
     from fp8cfg.models import hf
 
     layout = hf.Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
-    return partial(_read, config, Path(weights).expanduser(), weights, layout)
+    return partial(_read, config, hub.local_folder(weights, "model.weights", hub.WEIGHTS), weights, layout)
 
 
 def _drawn(seed: int, model: Transformer) -> None:
@@ -57,8 +57,9 @@ def adapters(recipe: Recipe) -> Adapters | None:
     first = None
     if node.weights:
         family = hugging_face.of_model(recipe.model)
+        folder = hub.local_folder(node.weights, "lora.weights", hub.WEIGHTS)
         try:
-            first = peft.read(Path(node.weights).expanduser(), found, family.names, node.rank, node.alpha)
+            first = peft.read(folder, found, family.names, node.rank, node.alpha)
         except ValueError as e:
             raise ConfigError(f"lora.weights={node.weights}: {e}") from None
     return lora.Adapters(found, projections(config), config.num_query_groups, node.rank, node.alpha, node.dropout, first)

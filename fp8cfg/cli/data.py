@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import is_recipe_file, recipe_path, split
 from fp8cfg.config.errors import ConfigError, NotWritable, printable
+from fp8cfg.config.hub import tokenizer_path
 
 if TYPE_CHECKING:
     from fp8cfg.data.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ def run(argv: list[str]) -> int:
     began = time.perf_counter()
     try:
         with _stopped_cleanly():
-            tokenizer = load_tokenizer(d.tokenizer)
+            tokenizer = load_tokenizer(tokenizer_path(d.tokenizer))
             made = prepare(out, d.name, d.path, d.text_key, tokenizer)
     except DataError as e:
         raise ConfigError(f"data={d.name}: {e}") from None

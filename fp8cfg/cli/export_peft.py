@@ -15,7 +15,7 @@ def run(arguments: Arguments) -> int:
         raise ConfigError("export peft: needs a run folder and a new folder, as in: fp8cfg export peft runs/NAME OUT")
     run_folder, out = arguments.plain[1], Path(arguments.plain[2])
     refuse_what_is_there(out)
-    from fp8cfg.config import hugging_face
+    from fp8cfg.config import hub, hugging_face
     from fp8cfg.layer_plan import transformer_config
     from fp8cfg.models import peft
     from fp8cfg.models.lora_shapes import projections
@@ -26,10 +26,12 @@ def run(arguments: Arguments) -> int:
     if not node.enabled:
         raise ConfigError(f"{run_folder}: has no adapters, all weights were trained; write: fp8cfg export hf {run_folder} OUT")
     family, every = hugging_face.of_model(found.recipe.model), projections(transformer_config(found.recipe))
-    base = found.recipe.model.weights
+    base, revision = found.recipe.model.weights, None
+    if base and base.startswith(hub.PREFIX):
+        base, revision = hub.split(base)
     try:
         with new_folder(out) as made:
-            count = peft.write(made, found.model, every, family.names, node.rank, node.alpha, node.dropout, base)
+            count = peft.write(made, found.model, every, family.names, node.rank, node.alpha, node.dropout, base, revision)
     except ValueError as e:
         raise ConfigError(f"export peft: {e}") from None
     print(f"wrote {printable(str(out))}: {count} adapters of rank {node.rank}, of step {found.step}, for {family.architecture}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from pathlib import Path
 from typing import Any
 
+from fp8cfg.config import hub
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.hugging_face import Family, computed, of_config
 from fp8cfg.config.model import Model
@@ -18,14 +18,14 @@ MAX_BYTES = 1 << 20
 
 
 def config_of(folder: str, key: str) -> dict[str, Any]:
-    """The config.json of a local folder, which `key` names. Raises ConfigError for one that is not there or cannot be read."""
-    path = Path(folder).expanduser() / CONFIG
+    """The config.json of a folder, here or on the hub, which `key` names. Raises ConfigError for one that is not there or cannot be
+    read."""
+    path = hub.local_folder(folder, key, hub.CONFIG) / CONFIG
     try:
         with open_regular(path) as file:
             said = json.loads(file.read(MAX_BYTES))
     except FileNotFoundError:
-        hub = folder.count("/") == 1 and folder[0] not in "/~." and not Path(folder).exists()
-        near = "; the hub is not asked: download the checkpoint first" if hub else ""
+        near = f"; of the hub write {key}={hub.PREFIX}{folder}" if folder.count("/") == 1 and folder[0] not in "/~." else ""
         raise ConfigError(f"{key}={folder}: there is no {path}{near}") from None
     except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{key}={folder}: {path} cannot be read ({e})") from None
@@ -47,11 +47,12 @@ def model_in(folder: str, key: str) -> tuple[Family, Model]:
 
 
 def shaped(recipe: Recipe) -> Recipe:
-    """A copy of `recipe` with the shape and the weights of model.path."""
+    """A copy of `recipe` with the shape and the weights of model.path, of the hub with the commit that these are of."""
     assert recipe.model.path is not None
     _, model = model_in(recipe.model.path, "model.path")
     made = recipe.model_copy(deep=True)
-    made.model = model.model_copy(update={"path": recipe.model.path, "weights": recipe.model.path})
+    held = hub.local_folder(recipe.model.path, "model.path", hub.CONFIG)
+    made.model = model.model_copy(update={"path": recipe.model.path, "weights": hub.pinned(recipe.model.path, held)})
     return made
 
 

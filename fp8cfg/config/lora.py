@@ -26,4 +26,5 @@ class LoRA(Node):
     """Layers with adapters: names or patterns, from any dot on, of this model's (linear_qkv) or of transformers' projections
     (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head). Default all but the output layer (NeMo)."""
     weights: str | None = None
-    """Local folder of adapters in PEFT's format to start from; null draws A from trainer.seed, and B is 0. Default null."""
+    """Folder of adapters in PEFT's format, or hf://OWNER/NAME, to start from; null draws A from trainer.seed, and B is 0.
+    Default null."""

@@ -32,10 +32,11 @@ class Model(Node):
     home: ClassVar[str] = "model"
 
     path: str | None = None
-    """Local folder of a Hugging Face checkpoint, whose config.json gives the shape: under recipe=from_hf. Default null."""
-    weights: str | None = None
-    """Local folder of a Hugging Face checkpoint (safetensors) with the first weights; null draws them from trainer.seed. Default
+    """Folder of a Hugging Face checkpoint, or hf://OWNER/NAME, whose config.json gives the shape: under recipe=from_hf. Default
     null."""
+    weights: str | None = None
+    """Folder of a Hugging Face checkpoint (safetensors), or hf://OWNER/NAME, with the first weights; null draws them from
+    trainer.seed. Default null."""
     num_layers: int = Field(default=4, ge=1, le=10_000)
     """Transformer layers. Default 4 (llama_tiny)."""
     hidden_size: int = Field(default=256, ge=1)

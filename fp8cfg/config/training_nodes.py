@@ -32,7 +32,7 @@ class Data(Node):
     text_key: str = Field(default="text", min_length=1)
     """Column of the text in jsonl, parquet and dataset. Default text (Megatron's json-keys)."""
     tokenizer: str | None = None
-    """tokenizer.json on this machine, or a folder with it; null makes tokens of bytes. For tokens, of which tokenizer they are.
+    """A tokenizer.json, a folder with it, or hf://OWNER/NAME; null makes tokens of bytes. For tokens, of which tokenizer they are.
     Default null."""
     eod_mask_loss: bool = False
     """Take no loss of the first token of a document, which those before it say nothing of. Default false (Megatron)."""

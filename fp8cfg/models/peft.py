@@ -40,10 +40,11 @@ def their_module(projection: Projection, names: Mapping[str, tuple[str, ...]]) -
 
 def write(
     folder: Path, model: nn.Module, every: Sequence[Projection], names: Mapping[str, tuple[str, ...]], rank: int, alpha: float,
-    dropout: float, base: str | None,
+    dropout: float, base: str | None, revision: str | None = None,
 ) -> int:
     """Write the adapters of `model`, whose projections are `every` one, into `folder`, which is there, in float32; `base` is the
-    folder or the id of the weights that they belong to. Returns how many there are. Raises ValueError as `their_module` does."""
+    folder or the id of the weights that they belong to, and `revision` the commit of an id. Returns how many there are. Raises
+    ValueError as `their_module` does."""
     low = {(name, projection): one for name, _, adapter in adapted(model) for projection, one in adapter.items()}
     modules = {key: their_module(p, names) for p in every if (key := (p.module, p.name)) in low}
     tensors = {f"base_model.model.{modules[key]}.{part}.weight": matrix.detach().float().cpu().contiguous()
@@ -52,9 +53,9 @@ def write(
     leaves = sorted({name for _, name in low})
     whole = all((p.module, p.name) in low for p in every if p.name in leaves)
     said = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": alpha,
-        "lora_dropout": dropout, "target_modules": leaves if whole else sorted(modules.values()), "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True}
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision, "r": rank,
+        "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": leaves if whole else sorted(modules.values()),
+        "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True}
     (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
     return len(modules)
 

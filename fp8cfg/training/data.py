@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.hub import tokenizer_path
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.data import Batches, Corpus, DataError, Samples, Windows, eval_batches, load_corpus, split
 from fp8cfg.data.conversations import Conversations, load_conversations
@@ -20,7 +21,7 @@ def run_data(recipe: Recipe) -> tuple[Batches, Samples]:
     """The training samples and the held-out part. Raises ConfigError for data that cannot be had or do not fit."""
     t, d = recipe.trainer, recipe.data
     try:
-        tokenizer = load_tokenizer(d.tokenizer)
+        tokenizer = load_tokenizer(tokenizer_path(d.tokenizer))
         parts = [_whole(recipe, path, tokenizer) for path in ([part["path"] for part in d.mixture] or [d.path])]
         train, held_out = zip(*(_cut(recipe, part) for part in parts), strict=True)
         if d.mixture:
@@ -36,7 +37,7 @@ def all_samples(recipe: Recipe) -> Samples:
     """All of what is at data.path, without a part to train on. Raises ConfigError as `run_data`."""
     m, d = recipe.model, recipe.data
     try:
-        whole = _whole(recipe, d.path, load_tokenizer(d.tokenizer))
+        whole = _whole(recipe, d.path, load_tokenizer(tokenizer_path(d.tokenizer)))
         return whole if isinstance(whole, Conversations) else Windows(whole.tokens, m.seq_length, m.vocab_size)
     except DataError as e:
         raise ConfigError(f"data={d.name}: {e}") from None

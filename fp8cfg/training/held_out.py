@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.hub import tokenizer_path
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.data import IGNORED, DataError, Samples
 from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer
@@ -66,7 +67,7 @@ def run_tokenizer(run: RunModel, path: str | None = None) -> Tokenizer:
         raise ConfigError("--tokenizer: the run was trained on token files, which do not say how they were made; name a "
                           "tokenizer.json or its folder, or write --tokenizer bytes")
     try:
-        found = load_tokenizer(None if path == "bytes" else path)
+        found = load_tokenizer(None if path == "bytes" else tokenizer_path(path))
     except DataError as e:
         raise ConfigError(f"data.tokenizer: {e}") from None
     if run.tokenizer_sha256 not in (None, found.sha256):

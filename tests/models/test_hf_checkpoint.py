@@ -75,7 +75,7 @@ def test_weights_that_were_trained_otherwise_are_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "message"), [
     (["recipe=from_hf"], "recipe=from_hf: needs model.path"),
     (["recipe=llama_tiny", "model.path=here"], "model.path=here: gives a shape to recipe=from_hf alone; of other recipes write model.weights=here"),
-    (["recipe=from_hf", "model.path=meta/llama"], "model.path=meta/llama: there is no meta/llama/config.json; the hub is not asked"),
+    (["recipe=from_hf", "model.path=meta/llama"], "model.path=meta/llama: there is no meta/llama/config.json; of the hub write model.path=hf://meta/llama"),
 ])
 def test_words_without_a_folder(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fp8cfg.config import hub
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
@@ -40,7 +41,7 @@ def reference(recipe: Recipe) -> dict[str, Any] | None:
     if not recipe.lora.enabled:
         return None
     folder = recipe.model.weights
-    return {"weights": folder, "sha256": digest(Path(folder).expanduser()) if folder else None}
+    return {"weights": folder, "sha256": digest(hub.local_folder(folder, "model.weights", hub.WEIGHTS)) if folder else None}
 
 
 def refuse_other(recipe: Recipe, base: dict[str, Any] | None) -> None:
