@@ -13,9 +13,9 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformers")
 
-import fp8cfg  # noqa: E402
-from tests.models.test_hf_checkpoint import WORDS, saved  # noqa: E402
-from tests.support.forked import processes  # noqa: E402
+import fp8cfg
+from tests.models.test_hf_checkpoint import WORDS, saved
+from tests.support.forked import processes
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 MIB = 1 << 20
