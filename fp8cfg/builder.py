@@ -11,10 +11,11 @@ from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.hugging_face_folder import family_of_weights
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.refusal import changed
 from fp8cfg.config.storage import as_sharded
 from fp8cfg.job import Job
 from fp8cfg.job_weights import adapters, first_weights
@@ -122,6 +123,8 @@ def planned(
     if recipe.storage.shard == "fsdp":
         raise ConfigError("storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write "
                           "fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's fully_shard on it")
+    refuse_if([f"{said}: of the Transformer of a recipe, not of a model of your own; write false"
+               for said in changed(recipe.data, "reset_attention_mask", "reset_position_ids")])
     norms = backend_registry.capabilities(choice.backend).norms
     return plan_model(model, recipe.fp8, backend_registry.rules(choice.backend).misfit, norms=norms), choice
 
@@ -138,7 +141,9 @@ def prepared_model(
         return job_parts.prepared_model(job_parts.given(model, device), precision, plans, choice, seed)
     config, m = transformer_config(recipe), recipe.model
     fill = first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
-    empty = job_parts.transformer(config, recompute=m.recompute_granularity == "full")
+    empty = job_parts.transformer(
+        config, recompute=m.recompute_granularity == "full", reset_attention_mask=recipe.data.reset_attention_mask,
+        reset_position_ids=recipe.data.reset_position_ids)
     strategy = recipe.trainer.strategy
     if strategy.context_parallel_size > 1:
         from fp8cfg.parallel.context import split_sequences

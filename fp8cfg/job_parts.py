@@ -29,14 +29,14 @@ Fill = Callable[[Any], None]
 """Writes the first weights of a model, in place: of one that is split this rank's parts."""
 
 
-def transformer(config: TransformerConfig, recompute: bool) -> Transformer:
-    """The model in float32 on the meta device: its shapes, and no memory."""
+def transformer(config: TransformerConfig, **options: bool) -> Transformer:
+    """The model in float32 on the meta device: its shapes, and no memory. `options` are those of Transformer."""
     import torch
 
     from fp8cfg.models.transformer import Transformer
 
     with torch.device("meta"):
-        return Transformer(config, recompute=recompute)
+        return Transformer(config, **options)
 
 
 def given(model: torch.nn.Module, device: str) -> torch.nn.Module:

@@ -14,6 +14,9 @@ from fp8cfg.config.rules_precision import precision_rules
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
 
+DOCUMENTS = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
+"""Keys of data that act where documents end."""
+
 
 def model_rules(recipe: Recipe) -> Iterator[str]:
     m = recipe.model
@@ -80,10 +83,14 @@ def data_rules(recipe: Recipe) -> Iterator[str]:
     if d.name not in tables:
         yield from idle(d, ("text_key",), f" with data={d.name}; tables have columns: {', '.join(tables)}", "data.name")
     if d.name == "chat":
-        yield from idle(d, ("eod_mask_loss",), " with data=chat, where each sample is one conversation", "data.name")
-    elif d.name == "tokens" and d.eod_mask_loss and d.tokenizer is None:
-        yield Refusal("data.eod_mask_loss=True: token files do not say which token ends a document; write data.tokenizer",
-                      [("data.eod_mask_loss", False)], ["data.name", "data.tokenizer"])
+        yield from idle(d, DOCUMENTS, " with data=chat, where each sample is one conversation", "data.name")
+    elif d.name == "tokens" and d.tokenizer is None:
+        for name in (name for name in DOCUMENTS if getattr(d, name)):
+            yield Refusal(f"data.{name}=True: token files do not say which token ends a document; write data.tokenizer",
+                          [(f"data.{name}", False)], ["data.name", "data.tokenizer"])
+    if d.reset_attention_mask and recipe.fp8.enabled and recipe.fp8.dot_product_attention:
+        yield Refusal("data.reset_attention_mask=True: attention in FP8 has no masks of documents; write "
+                      "fp8.dot_product_attention=false", [("fp8.dot_product_attention", False)], ["data.reset_attention_mask"])
 
 
 def optim_rules(recipe: Recipe) -> Iterator[str]:
@@ -169,6 +176,9 @@ def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:
     if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
         yield Refusal(f"fp8.dot_product_attention=True: attention in FP8 takes whole sequences, and {key}={cp} splits them; write "
                       "false", [("fp8.dot_product_attention", False)], [key])
+    for name in (name for name in DOCUMENTS[1:] if getattr(recipe.data, name)):
+        yield Refusal(f"data.{name}=True: documents are told apart in whole sequences, and {key}={cp} splits them; write false",
+                      [(f"data.{name}", False)], [key])
     if every := recipe.log.fp8_stats_every_n_steps:
         yield Refusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key}={cp} none has whole sequences; "
                       "drop it", [("log.fp8_stats_every_n_steps", 0)], [key])

@@ -36,8 +36,17 @@ class Data(Node):
     Default null."""
     eod_mask_loss: bool = False
     """Take no loss of the first token of a document, which those before it say nothing of. Default false (Megatron)."""
+    reset_attention_mask: bool = False
+    """Attention stays within a document: no token sees those of documents before it. Default false (Megatron)."""
+    reset_position_ids: bool = False
+    """Positions begin at 0 with each document of a sequence. Default false (Megatron)."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=0.5)
     """Share of the corpus, at its end, that is held out, cut at a document where one begins nearby. Default 0.05."""
+
+    @property
+    def resets(self) -> bool:
+        """Whether batches say which document each token is of, which the model then tells apart."""
+        return self.reset_attention_mask or self.reset_position_ids
 
     @pydantic.field_validator("mixture", mode="after")
     @classmethod

@@ -47,11 +47,12 @@ class Batches:
 
     def batch(
         self, step: int, rank: int = 0, world: int = 1, micro: int = 0, num_micro: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """Micro-batch `micro` of optimizer step `step` on one rank.
 
         Returns (tokens, targets), int64 [global_batch_size / (world * num_micro), seq_length]; targets are the tokens
-        that follow. DataError when the global batch does not divide, or a token is outside of the vocabulary.
+        that follow. Where samples tell documents apart a third are their numbers, int32. DataError when the global batch does not
+        divide, or a token is outside of the vocabulary.
         """
         pieces = world * num_micro
         if step < 0 or not 0 <= rank < world or not 0 <= micro < num_micro:
@@ -60,7 +61,7 @@ class Batches:
         size = self.global_batch_size // pieces
         return self.rows(step * self.global_batch_size + (rank * num_micro + micro) * size, size)
 
-    def rows(self, cursor: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, cursor: int, count: int) -> tuple[torch.Tensor, ...]:
         """Samples cursor to cursor + count of the run, as `batch` returns them."""
         if cursor < 0 or count < 1:
             raise DataError(f"no {count} samples from cursor={cursor}")
@@ -101,7 +102,7 @@ class Batches:
 
 def eval_batches(
     samples: Samples, batch_size: int, limit: int, rank: int = 0, world: int = 1
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[torch.Tensor, ...]]:
     """At most `limit` batches of samples that do not overlap, spread evenly over all of them; always the same ones.
 
     batch_size counts the samples of a batch on all ranks together; each gets its contiguous share,
@@ -124,11 +125,10 @@ def eval_batches(
     return (_tensors(samples, mine) for mine in places[:, rank])
 
 
-def _tensors(samples: Samples, places: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensors(samples: Samples, places: np.ndarray) -> tuple[torch.Tensor, ...]:
     import torch
 
-    tokens, targets = map(torch.from_numpy, samples.read(places))
-    return tokens.contiguous(), targets.contiguous()
+    return tuple(torch.from_numpy(part).contiguous() for part in samples.read(places))
 
 
 def _divides(name: str, value: int, by: int, what: str) -> None:

@@ -117,13 +117,15 @@ class Mixture:
         return places
 
     def read(self, places: np.ndarray) -> Rows:
-        tokens = np.empty((len(places), self.seq_length), dtype=np.int64)
-        targets = np.empty_like(tokens)
+        rows: list[np.ndarray] = []
         for number, source in enumerate(self.sources):
             here = places[:, 0] == number
             if here.any():
-                tokens[here], targets[here] = source.read(places[here, 1])
-        return tokens, targets
+                parts = source.read(places[here, 1])
+                rows = rows or [np.empty((len(places), self.seq_length), dtype=part.dtype) for part in parts]
+                for whole, part in zip(rows, parts, strict=True):
+                    whole[here] = part
+        return tuple(rows)
 
     def _dealt(self, cursor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each sample, and the how-many-th of that source it is."""

@@ -19,8 +19,8 @@ from fp8cfg.data.token_file import Tokens
 
 IGNORED = -100
 """A target that no loss is taken of: the ignore_index of torch's cross entropy."""
-Rows = tuple[np.ndarray, np.ndarray]
-"""Tokens and targets, int64 [n, seq_length] each."""
+Rows = tuple[np.ndarray, ...]
+"""Tokens and targets, int64 [n, seq_length] each; of some samples also the number of the document of each token, int32, from 0."""
 
 
 class Samples(Protocol):
@@ -65,12 +65,14 @@ class Windows:
     length, and no window of an epoch overlaps another by more than the one token that is a target here and an input there.
 
     eod: the token after which no loss is taken, for what follows it begins another document; None takes all of them.
+    end: the token that ends a document, where samples are to say of which document each token is; None where they are not.
     """
 
     tokens: Tokens
     seq_length: int
     vocab_size: int
     eod: int | None = None
+    end: int | None = None
 
     def __post_init__(self) -> None:
         positive(seq_length=self.seq_length, vocab_size=self.vocab_size)
@@ -111,7 +113,14 @@ class Windows:
                 f"range(vocab_size={self.vocab_size}): the corpus was made with another vocabulary"
             )
         tokens, targets = window[:, :-1], window[:, 1:]
-        return tokens, targets if self.eod is None else np.where(tokens == self.eod, IGNORED, targets)
+        masked = targets if self.eod is None else np.where(tokens == self.eod, IGNORED, targets)
+        return (tokens, masked) if self.end is None else (tokens, masked, _documents(tokens == self.end))
+
+
+def _documents(ends: np.ndarray) -> np.ndarray:
+    """The number of the document of each token, int32; what `ends` one is the last of it."""
+    numbers: np.ndarray = np.cumsum(ends, axis=1, dtype=np.int32) - ends
+    return numbers
 
 
 def positive(**values: int) -> None:

@@ -23,6 +23,11 @@ def hidden_from(queries: int, keys: int, window: int | None, device: torch.devic
     return later if window is None else later | every.tril(before - window)
 
 
+def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """That mask as what is added to scores: -inf where it is true, else 0."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
 _LOWER_RIGHT: dict[tuple[int, int], CausalBias] = {}
 
 
@@ -39,26 +44,29 @@ class CoreAttention(nn.Module):
     `scale` None is 1 / √head_dim. A token sees itself and the `window` - 1 before it. `softcap` c bounds scores by
     c tanh(scores / c), which torch's fused attention does not know: they are computed explicitly then, in float32 (Gemma 2,
     arXiv 2408.00118).
+
+    `mask`, [..., T, S] as `additive` gives it, is made here where a call brings none and needs one: a model of many layers makes it
+    once for all of them.
     """
 
     def __init__(self, scale: float | None = None, window: int | None = None, softcap: float | None = None) -> None:
         super().__init__()
         self.scale, self.window, self.softcap = scale, window, softcap
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         queries, keys = q.shape[-2], k.shape[-2]
         window = self.window if self.window is not None and self.window < keys else None
         bias = _LOWER_RIGHT.get((queries, keys)) if q.is_cuda else None
-        if self.softcap is None and window is None and (queries == keys or bias is not None):
+        if self.softcap is None and window is None and mask is None and (queries == keys or bias is not None):
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=bias, is_causal=bias is None, scale=self.scale, enable_gqa=q.shape[1] > k.shape[1])
-        hidden = hidden_from(queries, keys, window, q.device)
+        mask = additive(hidden_from(queries, keys, window, q.device), q.dtype) if mask is None else mask
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))  # no kernel has both a mask and grouped queries
         if self.softcap is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=self.scale)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = (q @ k.mT).float().mul(scale / self.softcap).tanh().mul(self.softcap)
-        return scores.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype) @ v
+        return (scores + mask).softmax(-1).to(v.dtype) @ v
 
     def extra_repr(self) -> str:
         said = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
@@ -88,7 +96,7 @@ class SelfAttention(nn.Module):
         self.linear_proj = nn.Linear(config.query_size, config.hidden_size, bias=config.add_bias_linear)
         self.normed = config.qk_layernorm
 
-    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, *mask: Tensor) -> Tensor:
         qkv = self.linear_qkv(x).unflatten(-1, (self.num_query_groups, -1, self.head_dim))
         q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=-2)  # [B, T, G, heads, head_dim] each
         q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
@@ -98,6 +106,6 @@ class SelfAttention(nn.Module):
             q, k = (n(t.flatten(2)).view(t.shape) for n, t in ((self.q_layernorm, q), (self.k_layernorm, k)))
         if cos is not None and sin is not None:
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        attended: Tensor = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        attended: Tensor = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *mask)
         projected: Tensor = self.linear_proj(attended.transpose(1, 2).flatten(2))
         return projected

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8cfg.models.attention import SelfAttention
+from fp8cfg.models.attention import CoreAttention, SelfAttention
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.norms import norm
 
@@ -40,11 +40,12 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Attention and MLP, each between norms and added to the residual stream: [B, T, D] -> [B, T, D]. `layer` is its number from 0.
 
-    A norm stands before each (pre), after each (post, OLMo 2) or both (Gemma 2)."""
+    A norm stands before each (pre), after each (post, OLMo 2) or both (Gemma 2). `mask` is that of CoreAttention, or nothing;
+    `packed` says that it may keep documents apart, and that positions may differ between samples."""
 
-    def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
+    def __init__(self, config: TransformerConfig, layer: int = 0, packed: bool = False) -> None:
         super().__init__()
-        self.config, self.placement = config, config.layernorm_placement
+        self.config, self.placement, self.packed = config, config.layernorm_placement, packed
         before, after = self.placement != "post", self.placement != "pre"
         if before:
             self.input_layernorm = norm(config)
@@ -57,8 +58,13 @@ class TransformerLayer(nn.Module):
         if after:
             self.post_mlp_layernorm = norm(config)
 
-    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        y: Tensor = self.self_attention(x if self.placement == "post" else self.input_layernorm(x), cos, sin)
+    @property
+    def takes_mask(self) -> bool:
+        """Whether a call may bring a mask: attention that stands in the place of CoreAttention takes none."""
+        return type(self.self_attention.core_attention) is CoreAttention
+
+    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, *mask: Tensor) -> Tensor:
+        y: Tensor = self.self_attention(x if self.placement == "post" else self.input_layernorm(x), cos, sin, *mask)
         x = x + (y if self.placement == "pre" else self.post_self_attn_layernorm(y))
         y = self.mlp(x if self.placement == "post" else self.pre_mlp_layernorm(x))
         x = x + (y if self.placement == "pre" else self.post_mlp_layernorm(y))

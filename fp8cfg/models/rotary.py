@@ -15,15 +15,15 @@ from fp8cfg.models.config import RopeScaling, TransformerConfig
 
 
 def rotary_tables(config: TransformerConfig, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles of `positions`, integers [T], each float32 [T, rotary_size / 2]; `local` for layers with a
-    sliding window where these have a base of their own, which no scaling stretches (Gemma 3)."""
+    """Cosines and sines of the angles of `positions`, integers [T] or [B, T], each float32 [..., rotary_size / 2]; `local` for
+    layers with a sliding window where these have a base of their own, which no scaling stretches (Gemma 3)."""
     channels = torch.arange(0, config.rotary_size, 2, dtype=torch.float32, device=positions.device)
     local = local and config.rotary_base_local is not None
     base = config.rotary_base_local if local and config.rotary_base_local else config.rotary_base
     frequencies = 1.0 / base ** (channels / config.rotary_size)
     if config.rope_scaling is not None and not local:
         frequencies = scale_frequencies(frequencies, config.rope_scaling)
-    angles = positions.float()[:, None] * frequencies
+    angles = positions.float()[..., None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -51,6 +51,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     turning = 2 * cos.shape[-1]
     first, second = x[..., :turning].float().chunk(2, dim=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return turned if turning == x.shape[-1] else torch.cat((turned, x[..., turning:]), dim=-1)

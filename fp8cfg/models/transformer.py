@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8cfg.models.attention import additive, hidden_from
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.norms import norm
@@ -29,46 +30,71 @@ from fp8cfg.models.weight_init import draw_normal, local_parts
 RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
+def positions_within(documents: Tensor) -> Tensor:
+    """The places, int64 [B, T], of tokens in their documents, of which `documents` [B, T] are the numbers. The first of a sample is
+    at 0, also where its document began before (Megatron's `_get_ltor_masks_and_position_ids`)."""
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = torch.where(documents[:, 1:] != documents[:, :-1], places[1:], 0)
+    return places - F.pad(begins, (1, 0)).cummax(1).values
+
+
 class Transformer(nn.Module):
     """A decoder-only language model, of the family that `config` describes.
 
     `recompute` is Megatron's `recompute_granularity=full`: each layer keeps only its input, and its forward pass is
     computed again in the backward pass.
+
+    `reset_attention_mask` and `reset_position_ids` are Megatron's: attention stays inside of each document of a sample, and
+    positions begin anew with each.
     """
 
-    def __init__(self, config: TransformerConfig, *, recompute: bool = False) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, recompute: bool = False, reset_attention_mask: bool = False,
+        reset_position_ids: bool = False,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.reset_attention_mask, self.reset_position_ids = reset_attention_mask, reset_position_ids
         self.recompute, self.draws = recompute, False
         self.tensor_parallel: Any = None  # this rank's place among those that share each matrix, a parallel.tensor.TensorRank
         self.shards: dict[str, TensorShard] = {}  # what it has of the parameters that are split
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.learned_positions:
             self.position_embedding = nn.Embedding(config.learned_positions, config.hidden_size)
-        self.layers = nn.ModuleList(TransformerLayer(config, layer) for layer in range(config.num_layers))
+        packed = reset_attention_mask or reset_position_ids
+        self.layers = nn.ModuleList(TransformerLayer(config, layer, packed) for layer in range(config.num_layers))
         self.final_layernorm = norm(config)
         self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.output_layer.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Mean cross entropy of `targets` (float32, 0-d), or logits [B, T, vocab_size] where there are none.
 
         `tokens` and `targets` are int64 [B, T]; `targets[b, t]` is the token that follows `tokens[b, t]`, and a target
-        of -100 is left out of the mean, which is 0 where all of them are. `positions`, int64 [T], are the tokens' places in their
-        sequence, by default 0 to T - 1. The logits have the dtype of the output layer; the loss upcasts them.
+        of -100 is left out of the mean, which is 0 where all of them are. `documents`, integers [B, T], number the document
+        that each token is of, never less than the one before in its sample; without them a sample is one document.
+        `positions`, int64 [T], are the tokens' places in their sequence, by default 0 to T - 1. The logits have the dtype of the
+        output layer; the loss upcasts them.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        if documents is None and targets is not None and (self.reset_attention_mask or self.reset_position_ids):
+            raise ValueError("the model tells documents apart: call model(tokens, targets, documents), the tensors of a batch")
+        if documents is not None and self.reset_position_ids:
+            positions = positions_within(documents)
         x = self._embedded(tokens, positions)
         tables = self._tables(positions)
+        masks = self._masks(tokens.shape[1], x.dtype, documents if self.reset_attention_mask else None)
         for number, layer in enumerate(self.layers):
             # No bool for an index: Dynamo of torch 2.11 takes none (TypeError), that of 2.13 does.
             cos, sin = tables[0 if self.config.window(number) is None else 1]
             if self.recompute and torch.is_grad_enabled():
                 # The second forward draws again what adapters with dropout drew; others draw nothing.
-                x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=self.draws)
+                x = checkpoint(layer, x, cos, sin, *masks[number], use_reentrant=False, preserve_rng_state=self.draws)
             else:
-                x = layer(x, cos, sin)
+                x = layer(x, cos, sin, *masks[number])
         logits: Tensor = self.output_layer(self.final_layernorm(x))
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = (logits / cap).tanh() * cap
@@ -97,6 +123,23 @@ class Transformer(nn.Module):
         if self.config.rotary_base_local is None:
             return full, full
         return full, rotary_tables(self.config, positions, local=True)
+
+    def _masks(self, length: int, dtype: torch.dtype, documents: Tensor | None) -> list[tuple[Tensor, ...]]:
+        """The mask of attention of each layer, made once for all layers whose mask it is; none where attention does without."""
+        apart = None if documents is None else documents[:, None, :, None] != documents[:, None, None, :]
+        made: dict[int | None, tuple[Tensor, ...]] = {}
+        if apart is None and self.config.attn_logit_softcapping is None:
+            made[None] = ()  # causal
+        for number, layer in enumerate(self.layers):
+            if layer.takes_mask and (window := self._window(number, length)) not in made:
+                hidden = hidden_from(length, length, window, self.embedding.weight.device)
+                made[window] = (additive(hidden if apart is None else hidden | apart, dtype),)
+        return [made[self._window(number, length)] if layer.takes_mask else () for number, layer in enumerate(self.layers)]
+
+    def _window(self, layer: int, length: int) -> int | None:
+        """The sliding window of a layer, None where a sequence is not longer."""
+        window = self.config.window(layer)
+        return window if window is not None and window < length else None
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: str = "cpu") -> None:

@@ -94,4 +94,4 @@ def _split_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     given = dict(zip(("tokens", "targets"), args, strict=False)) | dict(kwargs)
     tokens, targets = given["tokens"], given.get("targets")
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return (here.part(tokens), None if targets is None else here.part(targets), here.part(positions)), {}
+    return (here.part(tokens), None if targets is None else here.part(targets), None, here.part(positions)), {}

@@ -77,8 +77,8 @@ class TensorRank:
         return collectives.scatter(x, self.group) if self.sequence else collectives.leave(x, self.group)
 
     def tokens(self, of_sequence: Tensor) -> Tensor:
-        """Of something for each token [T] that for this rank's tokens."""
-        return of_sequence.chunk(self.size)[self.rank] if self.sequence else of_sequence
+        """Of something for each token [..., T] that for this rank's tokens."""
+        return of_sequence.chunk(self.size, dim=-1)[self.rank] if self.sequence else of_sequence
 
 
 def tensor_rank(strategy: Strategy, device: str) -> TensorRank:

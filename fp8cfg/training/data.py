@@ -35,10 +35,10 @@ def run_data(recipe: Recipe) -> tuple[Batches, Samples]:
 
 def all_samples(recipe: Recipe) -> Samples:
     """All of what is at data.path, without a part to train on. Raises ConfigError as `run_data`."""
-    m, d = recipe.model, recipe.data
+    d = recipe.data
     try:
         whole = _whole(recipe, d.path, load_tokenizer(tokenizer_path(d.tokenizer)))
-        return whole if isinstance(whole, Conversations) else Windows(whole.tokens, m.seq_length, m.vocab_size)
+        return whole if isinstance(whole, Conversations) else _windows(recipe, whole, masked=False)
     except DataError as e:
         raise ConfigError(f"data={d.name}: {e}") from None
 
@@ -56,12 +56,17 @@ def _cut(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Sample
     m, d = recipe.model, recipe.data
     if isinstance(whole, Conversations):
         return whole.split(d.validation_fraction)
-    train, held_out = (Windows(part.tokens, m.seq_length, m.vocab_size, whole.eos if d.eod_mask_loss else None)
-                       for part in split(whole, d.validation_fraction, m.seq_length))
+    train, held_out = (_windows(recipe, part, d.eod_mask_loss) for part in split(whole, d.validation_fraction, m.seq_length))
     return train, held_out
 
 
-def validation_batches(recipe: Recipe, held_out: Samples, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+def _windows(recipe: Recipe, corpus: Corpus, masked: bool) -> Windows:
+    """Windows of a corpus; with documents where the recipe tells them apart, and `masked` where a document ends."""
+    m, eos = recipe.model, corpus.eos
+    return Windows(corpus.tokens, m.seq_length, m.vocab_size, eos if masked else None, eos if recipe.data.resets else None)
+
+
+def validation_batches(recipe: Recipe, held_out: Samples, world: World) -> Iterator[tuple[Tensor, ...]]:
     """This rank's share of one evaluation. Raises ConfigError, before the first batch, where there is not one to be had."""
     t = recipe.trainer
     try:

@@ -49,9 +49,9 @@ def held_out_loss(run: RunModel, samples: Samples, limit: int | None = None) -> 
     try:
         with run.autocast():
             for first in range(0, len(places), size):
-                inputs, wanted = map(torch.from_numpy, map(np.ascontiguousarray, samples.read(places[first : first + size])))
-                count = int((wanted != IGNORED).sum())
-                total += run.model(inputs.to(device), wanted.to(device)).item() * count
+                batch = [torch.from_numpy(np.ascontiguousarray(part)) for part in samples.read(places[first : first + size])]
+                count = int((batch[1] != IGNORED).sum())
+                total += run.model(*(t.to(device) for t in batch)).item() * count
                 targets += count
     except DataError as e:
         raise ConfigError(f"data={run.recipe.data.name}: {e}") from None

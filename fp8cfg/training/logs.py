@@ -63,12 +63,12 @@ class RunLogs:
         if not self._every or (step + 1) % self._every or self._statistics is None:
             return
         job, count = self.job, microbatches(self.job, world)
-        tokens, targets = batches.batch(step, world.rank, world.size, 0, count)
-        parts = batches.target_count(step) / (targets != IGNORED).sum().item() if batches.samples.masked else count * world.size
+        batch = batches.batch(step, world.rank, world.size, 0, count)
+        parts = batches.target_count(step) / (batch[1] != IGNORED).sum().item() if batches.samples.masked else count * world.size
 
         def run() -> None:
             with job.autocast():
-                job.backward(job.model(tokens.to(job.device), targets.to(job.device)), parts)
+                job.backward(job.model(*(t.to(job.device) for t in batch)), parts)
 
         job.optimizer.zero_grad()  # or two sets of gradients would need memory at once
         board: dict[str, Value] = {}

@@ -87,6 +87,8 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     job = build(recipe)
     shape = recipe.trainer.micro_batch_size, recipe.model.seq_length
     batch = [torch.randint(recipe.model.vocab_size, shape, device=job.device) for _ in range(2)]
+    if recipe.data.resets:
+        batch.append(torch.zeros(shape, dtype=torch.int32, device=job.device))  # documents
     passed: list[int] = []
 
     def one_pass(live: LiveBytes | None = None) -> None:

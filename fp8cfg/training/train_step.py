@@ -56,12 +56,12 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     total = torch.zeros((), device=job.device)
     again = job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
     job.optimizer.zero_grad()
-    for i, (tokens, targets, parts) in enumerate(_microbatches(job, batches, step, world)):
+    for i, (batch, parts) in enumerate(_microbatches(job, batches, step, world)):
         stores = not again and i + 1 == count and stores_early(job.prepared, world)
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
-            loss = _loss(job, tokens, targets)
+            loss = _loss(job, batch)
             job.backward(loss, parts)
-        count_pass(job.recipe, len(tokens), world)
+        count_pass(job.recipe, len(batch[0]), world)
         total += loss.detach() * (whole / parts)
     sum_gradients(job.prepared, job.optimizer, world)
     job.summed = True
@@ -71,8 +71,8 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     return Step(mean.item(), lr, job.optimizer.grad_norm, stepped)
 
 
-def _microbatches(job: Job, batches: Batches, step: int, world: World) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """This rank's tokens and targets, and the number of parts of the step's loss of which theirs is one.
+def _microbatches(job: Job, batches: Batches, step: int, world: World) -> Iterator[tuple[tuple[Tensor, ...], float]]:
+    """This rank's microbatches, as Batches gives them, and of each the number of parts of the step's loss of which its loss is one.
 
     That loss is the mean over all targets of the global batch of which one is taken. Where these are as many in each microbatch,
     each is one of equal parts; else as large as its share of them, which all ranks count together before the first pass.
@@ -80,14 +80,14 @@ def _microbatches(job: Job, batches: Batches, step: int, world: World) -> Iterat
     strategy, count = job.recipe.trainer.strategy, microbatches(job, world)
     share, alike = batch_share(strategy, world.rank, world.size), strategy.tensor_model_parallel_size
     if not batches.samples.masked:
-        yield from ((*batches.batch(step, *share, i, count), count * (world.size // alike)) for i in range(count))
+        yield from ((batches.batch(step, *share, i, count), count * (world.size // alike)) for i in range(count))
         return
     passes = [batches.batch(step, *share, i, count) for i in range(count)]
-    targets = [_targets(job, each) for _, each in passes]
+    targets = [_targets(job, each[1]) for each in passes]
     whole = world.sum(torch.tensor(float(sum(targets)), dtype=torch.float64, device=job.device)).item() / alike
     if not whole:
         raise ConfigError(f"data={job.recipe.data.name}: no token of step {step + 1} has a loss")
-    yield from ((*each, whole / n if n else math.inf) for each, n in zip(passes, targets, strict=True))
+    yield from ((each, whole / n if n else math.inf) for each, n in zip(passes, targets, strict=True))
 
 
 def _targets(job: Job, targets: Tensor) -> int:
@@ -97,9 +97,9 @@ def _targets(job: Job, targets: Tensor) -> int:
     return int((part != IGNORED).sum())
 
 
-def _loss(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
+def _loss(job: Job, parts: Iterable[Tensor]) -> Tensor:
     """What the model makes of a batch. Raises ConfigError where a given one does not make a loss of it."""
-    batch = tokens.to(job.device), targets.to(job.device)
+    batch = [part.to(job.device) for part in parts]
     kind, what = type(job.model).__name__, ""
     if job.foreign:
         try:
@@ -117,7 +117,7 @@ def _loss(job: Job, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    job: Job, batches: Iterable[tuple[Tensor, Tensor]], world: World, stop: Callable[[], bool] = lambda: False, masked: bool = False
+    job: Job, batches: Iterable[tuple[Tensor, ...]], world: World, stop: Callable[[], bool] = lambda: False, masked: bool = False
 ) -> float:
     """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval; of their targets where these
     are `masked`, and so not as many in each. Moves no FP8 state. Raises Stopped where `stop`, which all ranks ask before each
@@ -129,11 +129,11 @@ def evaluate(
         with job.autocast(job.recipe.fp8.use_autocast_during_eval):
             for batch in batches:
                 parts = [torch.split(t, job.recipe.trainer.micro_batch_size) for t in batch]
-                for tokens, targets in zip(*parts, strict=True):
+                for part in zip(*parts, strict=True):
                     if stop():
                         raise Stopped
-                    losses.append(job.model(tokens.to(job.device), targets.to(job.device)))
-                    counts.append(float(_targets(job, targets)))
+                    losses.append(job.model(*(t.to(job.device) for t in part)))
+                    counts.append(float(_targets(job, part[1])))
     finally:
         job.model.train(training)
         if job.prepared.shard == "fsdp":

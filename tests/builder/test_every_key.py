@@ -118,6 +118,8 @@ ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
     "data.name": (["data=stdlib"], lambda j: len(run_data(j.recipe)[0].samples.tokens) > 1_000_000, True),
     "data.path": (["data=text", f"data.path={Path(__file__).parents[1]}"], lambda j: len(run_data(j.recipe)[1].tokens) > 20_000, True),
     "data.eod_mask_loss": (["data.eod_mask_loss=true"], lambda j: run_data(j.recipe)[0].samples.eod, 256),
+    "data.reset_attention_mask": (["data.reset_attention_mask=true"], lambda j: (j.model.reset_attention_mask, len(run_data(j.recipe)[0].batch(0))), (True, 3)),
+    "data.reset_position_ids": (["data.reset_position_ids=true"], lambda j: (j.model.reset_position_ids, len(run_data(j.recipe)[0].batch(0))), (True, 3)),
     "data.validation_fraction": (
         ["data.validation_fraction=0.25"],
         lambda j: round(len(run_data(j.recipe)[1].tokens) / (len(run_data(j.recipe)[0].samples.tokens) + len(run_data(j.recipe)[1].tokens)), 2), 0.25),

@@ -56,6 +56,7 @@ def test_a_script_of_megatrons(tmp_path: Path) -> None:
     ("--fp16 --accumulate-allreduce-grads-in-fp32 --loss-scale 4096", {"storage.comm": "fp32", "precision.loss_scale": 4096.0}),
     ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16", {"storage.exp_avg": "bf16", "storage.exp_avg_sq": "fp32"}),
     ("--num-layers 2 --hidden-size 128 --num-attention-heads 8 --swiglu --bf16", {"model.ffn_hidden_size": 320, "model.num_query_groups": 8, "model.share_embeddings_and_output_weights": True}),
+    ("--num-layers 2 --bf16 --reset-attention-mask --eod-mask-loss", {"data.reset_attention_mask": True, "data.eod_mask_loss": True, "data.reset_position_ids": False}),
     ("--bf16 --adam-beta2 0.98 --lr 1e-4 --optimizer adam", {"optim.betas": (0.9, 0.98), "optim.lr": 1e-4, "optim.name": "adamw"}),
 ])
 def test_flags_with_megatrons_own_defaults(flags: str, ours: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.train_step import evaluate, train_step
 from tests.support.ranks import launch, on_ranks
-from tests.support.small import small
+from tests.support.small import PACKED, small
 
 STEPS = 8
 EXACT = "precision=fp32 trainer.gradient_clip_val=0"
@@ -36,6 +36,7 @@ CLIPPED = "precision=fp32 trainer.gradient_clip_val=0.1"
 SP = "trainer.strategy.sequence_parallel=true"
 RUNS = {  # name -> words, the largest relative difference of a loss of eight steps from that of one rank, and of a gradient norm
     "fp32": (f"{EXACT} {SP}", 1e-6, 1e-5),
+    "packed": (f"{EXACT} {SP} {' '.join(PACKED)}", 1e-6, 1e-5),
     "whole sequences": (EXACT, 1e-6, 1e-5),
     "clipped": (f"{CLIPPED} {SP}", 1e-6, 1e-5),
     "recomputed": (f"{EXACT} {SP} model.recompute_granularity=full", 1e-6, 1e-5),
@@ -53,7 +54,7 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
 }
 SAME = {"whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zero2": "clipped", "delayed fsdp": "delayed"}
 """Runs that on one rank are another one."""
-QUICK, SLOW = ("fp32",), ("whole sequences", "clipped", "recomputed", "fsdp", "bf16", "delayed", "current", "mxfp8",
+QUICK, SLOW = ("fp32", "packed"), ("whole sequences", "clipped", "recomputed", "fsdp", "bf16", "delayed", "current", "mxfp8",
                           "current exact", "mxfp8 exact")
 FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp")
 
@@ -69,7 +70,7 @@ def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[s
     batches, held_out = run_data(job.recipe)
     steps = [train_step(job, batches, step, world) for step in range(first, last)]
     found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps],
-             "val": evaluate(job, validation_batches(job.recipe, held_out, world), world)}
+             "val": evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked)}
     if job.recipe.fp8.enabled:
         found["coverage"] = str(job.prove())
         found["scales"] = {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")}
@@ -100,13 +101,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
               "scale_embeddings": True, "tie_embeddings": True, "layernorm_zero_centered_gamma": True, "sliding_window": 9},
     "nemotron": {"activation": "squared_relu", "rotary_percent": 0.5},
 }
+APART = {"gpt", "gemma"}
+"""Families whose samples are two documents."""
+DATA_PARALLEL = {"data": "", "fsdp": "storage.shard=fsdp"}
 
 
-def family(changes: dict[str, Any], sequence_parallel: bool, world: World) -> dict[str, float]:
+def family(changes: dict[str, Any], sequence_parallel: bool, world: World, apart: bool = False) -> dict[str, float]:
     """Largest differences of loss, logits and gradients of a model of split matrices from those of the whole one, whose parameters
     are all different; and of the weights that both draw."""
     here = tensor_rank(Strategy(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel), "cpu")
-    whole, split = (Transformer(TransformerConfig(**{**CONFIG, **changes})) for _ in range(2))
+    whole, split = (Transformer(TransformerConfig(**{**CONFIG, **changes}), reset_attention_mask=apart, reset_position_ids=apart)
+                    for _ in range(2))
     split_model(split, here)
     finish_layers(split)
     whole.init_weights(1)
@@ -124,19 +129,21 @@ def family(changes: dict[str, Any], sequence_parallel: bool, world: World) -> di
             mine[name].copy_(part(name, p))
     tokens = torch.randint(96, (2, 32), generator=random)
     targets = tokens.roll(-1, 1).masked_fill(tokens % 7 == 0, -100)
-    loss, same = whole(tokens, targets), split(tokens, targets)
+    documents = (torch.arange(32) >= torch.tensor([[5], [20]])).int() if apart else None
+    loss, same = whole(tokens, targets, documents), split(tokens, targets, documents)
     loss.backward()
     same.backward()
     for p in partial_gradients(split):
         dist.all_reduce(p.grad)
     off = max((part(name, p.grad) - mine[name].grad).abs().max().item() for name, p in wanted.items())
-    logits = (split(tokens) - whole(tokens)).abs().max().item()
+    logits = (split(tokens, None, documents) - whole(tokens, None, documents)).abs().max().item()
     return {"drawn": drawn, "loss": (same - loss).abs().item(), "logits": logits, "gradients": off}
 
 
 def quick_on_two(world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "2"
-    found: dict[str, Any] = {f"{name} {sp}": family(changes, sp, world) for name, changes in FAMILIES.items() for sp in (False, True)}
+    found: dict[str, Any] = {f"{name} {sp}": family(changes, sp, world, name in APART) for name, changes in FAMILIES.items() for sp in (False, True)}
+    found |= {name: trained(job_of(f"{RUNS['packed'][0]} {words}", 1, 2), world) for name, words in DATA_PARALLEL.items()}
     return found | {name: trained(job_of(RUNS[name][0], 2, 2), world) for name in QUICK}
 
 
@@ -251,6 +258,13 @@ def same_run(name: str, ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_two_ranks_that_share_matrices_train_as_one_rank(name: str, quick: list[dict[str, Any]]) -> None:
     same_run(name, quick)
+
+
+@pytest.mark.parametrize("name", DATA_PARALLEL)
+def test_masked_losses_of_two_shares_of_the_batch_are_those_of_one_rank(name: str, quick: list[dict[str, Any]]) -> None:
+    assert quick[0][name]["losses"] == quick[1][name]["losses"]
+    assert differences(quick[0][name], one("packed")) <= 1e-6
+    assert quick[0][name]["norms"] == pytest.approx(one("packed")["norms"], rel=1e-5)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -29,6 +29,13 @@ def test_planned_bytes_are_the_measured_ones(precision: str, recompute: str) -> 
     assert found["peak"][1] > found["after forward"][1] > 0
 
 
+@pytest.mark.parametrize("words", ["recipe=llama_tiny data.reset_attention_mask=true", "recipe=gemma3_tiny model.recompute_granularity=full",
+                                   "recipe=gemma2_tiny data.reset_attention_mask=true"])
+def test_a_mask_is_kept_once_for_all_layers(words: str) -> None:
+    found = measure(fp8cfg.compose([*words.split(), "precision=bf16", "data=tiny", "trainer.micro_batch_size=2", "model.num_layers=4"]))
+    assert found["after forward"][0] == pytest.approx(found["after forward"][1], rel=0.06)
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("words", ["precision=bf16_fp8_current", "precision=bf16_fp8_current fp8.granularity=row", "precision=bf16_mxfp8", "precision=bf16_fp8_current fp8.override_linear_precision.wgrad=true",
                                    "precision=bf16_fp8_current precision.compute=fp32", "precision=bf16_fp8_current fp8.output_layer=true"])

@@ -16,6 +16,9 @@ SMALL = ("recipe=llama_tiny", "data=tiny", "model.num_layers=2", "model.hidden_s
          "model.seq_length=32", "trainer.global_batch_size=8", "trainer.micro_batch_size=8", "trainer.max_steps=6",
          "optim.warmup_steps=2", "trainer.val_check_interval=3", "trainer.limit_val_batches=2", "checkpoint.every_n_steps=2")
 
+PACKED = ("data.reset_attention_mask=true", "data.reset_position_ids=true", "data.eod_mask_loss=true")
+"""Documents of a window that do not see each other, and a loss of them alone."""
+
 
 def small_words(*words: str) -> list[str]:
     """Those of the small recipe and `words`; without evaluation nothing is said about its length."""

@@ -25,7 +25,7 @@ from fp8cfg.training.distributed.world import World
 from fp8cfg.training.metrics import read
 from fp8cfg.training.run_folder import RunFolder
 from fp8cfg.training.train_step import evaluate
-from tests.support.small import losses, small, steps
+from tests.support.small import PACKED, losses, small, steps
 from tests.support.traced import trace_model
 
 FP8 = "precision=bf16_fp8"
@@ -197,7 +197,8 @@ def test_a_loop_of_ones_own_gives_the_same_losses() -> None:
 
 @pytest.mark.parametrize(("words", "compiles"), [
     (("precision=bf16",), trace_model), ((FP8, "model.num_layers=1"), Job.compile_model), ((FP8, "fp8.params=false"), trace_model),
-    (("precision=bf16_fp8_current", "model.num_layers=4"), trace_model)], ids=["bf16", "delayed under Inductor", "wide weights", "current"])
+    (("precision=bf16_fp8_current", "model.num_layers=4"), trace_model), (("precision=bf16", *PACKED), trace_model)],
+    ids=["bf16", "delayed under Inductor", "wide weights", "current", "packed and masked"])
 def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, ...], compiles: Callable[[Job], None]) -> None:
     eager, compiled = (fp8cfg.build(small(*words, "trainer.micro_batch_size=4")) for _ in range(2))
     compiles(compiled)
@@ -206,7 +207,7 @@ def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, .
     got = [s.loss for s in steps(compiled, 2)]
     with torch._dynamo.config.patch(error_on_recompile=True):
         _, held_out = run_data(compiled.recipe)
-        evaluate(compiled, validation_batches(compiled.recipe, held_out, World()), World())
+        evaluate(compiled, validation_batches(compiled.recipe, held_out, World()), World(), masked=held_out.masked)
         got += [s.loss for s in steps(compiled, 2, first=2)]
     assert got == pytest.approx(want, rel=2e-3)
 

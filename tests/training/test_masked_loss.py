@@ -15,8 +15,10 @@ from fp8cfg.data import IGNORED
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World
+from fp8cfg.training.held_out import held_out_loss
+from fp8cfg.training.run_model import RunModel
 from fp8cfg.training.train_step import evaluate, train_step
-from tests.support.small import small, steps
+from tests.support.small import PACKED, small, steps
 
 ANSWERS = ["yes", "a much longer answer than the others", "no", "perhaps", "one two three", "x", "it is eight bits", "4"]
 
@@ -96,3 +98,34 @@ def test_the_first_token_of_a_document_is_left_out() -> None:
     assert ((targets == IGNORED) == (tokens == 256)).all() and (targets == IGNORED).any()
     plain = run_data(small())[0].batch(0)
     assert torch.equal(tokens, plain[0]) and torch.equal(targets, plain[1].masked_fill(tokens == 256, IGNORED))
+
+
+def of_each_document(model: torch.nn.Module, batches: list[tuple[Tensor, ...]]) -> float:
+    """The mean loss over all documents of `batches`, each computed alone, of what follows inside of it."""
+    losses = []
+    for tokens, targets, _ in batches:
+        for row, wanted in zip(tokens, targets, strict=True):
+            ends = [*(torch.nonzero(row == 256)[:, 0] + 1).tolist(), len(row)]
+            for first, last in zip([0, *ends], ends, strict=False):
+                seen = slice(first, last - (row[last - 1] == 256).int().item())  # its end token is followed by nothing
+                if seen.start < seen.stop:
+                    logits = model(row[None, seen])[0].float()
+                    losses.append(F.cross_entropy(logits, wanted[seen], reduction="none"))
+    return torch.cat(losses).mean().item()
+
+
+@torch.no_grad()
+def test_packed_documents_have_the_loss_of_each_alone() -> None:
+    recipe = small("precision=fp32", "model.seq_length=256", "trainer.micro_batch_size=2", *PACKED)
+    job = fp8cfg.build(recipe)
+    batches, held_out = run_data(recipe)
+    assert (batches.batch(0)[2] > 0).any(), "no window has two documents"
+    validation = list(validation_batches(recipe, held_out, World()))
+    want = of_each_document(job.model, validation)
+    assert evaluate(job, validation, World(), masked=True) == pytest.approx(want, rel=1e-6)
+    count = sum(len(tokens) for tokens, *_ in validation)
+    run = RunModel(recipe, job.model, job.plan, job.choice, 0)
+    assert held_out_loss(run, held_out, count).loss == pytest.approx(want, rel=1e-6)
+    want = of_each_document(job.model, [batches.batch(0)])
+    with torch.enable_grad():
+        assert train_step(job, batches, 0, World()).loss == pytest.approx(want, rel=1e-6)

@@ -23,6 +23,8 @@ class TEDecoderLayer(nn.Module):
 
     Its modules are those of the layer whose place it took, fused as fusion.py fuses them: they hold the Parameters."""
 
+    takes_mask = False
+
     def __init__(self, plain: nn.Module, module: Any) -> None:
         super().__init__()
         for name, child in plain.named_children():
@@ -76,6 +78,8 @@ def obstacle(layer: Any, make: Maker) -> str:
         return f"self_attention.core_attention is a {type(attention.core_attention).__name__}"
     if attention.head_dim % 8:
         return f"head_dim={attention.head_dim} is not a multiple of 8, which its fast attention wants"
+    if layer.packed:
+        return "documents are told apart, for which it is not used"
     if kept := [n for n in ("input_layernorm", "pre_mlp_layernorm") if getattr(layer, n) in make.kept]:
         return f"fp8.exclude leaves {kept[0]} as it is"
     if layer.input_layernorm.eps != layer.pre_mlp_layernorm.eps:

@@ -52,6 +52,7 @@ MODEL = (
     Entry("adam_beta1", _beta, lambda ours: ours["optim.betas"][0]),
     Entry("adam_beta2", _beta, lambda ours: ours["optim.betas"][1]),
     switch("sequence_parallel", "trainer.strategy.sequence_parallel", True),
+    *(switch(name, f"data.{name}", True) for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")),
     Entry("untie_embeddings_and_output_weights", lambda on: {"model.share_embeddings_and_output_weights": not boolean(on)},
           lambda ours: not ours["model.share_embeddings_and_output_weights"] or SILENT),
     Entry("recompute_granularity", lambda value: {"model.recompute_granularity": one_of(value, {"full": "full"})},
@@ -80,7 +81,8 @@ _TOGETHER = ("optim.betas", "optim.min_lr", "optim.lr_decay_style", "optim.name"
              "model.share_embeddings_and_output_weights", "model.activation", "model.add_bias_linear", "model.add_qkv_bias",
              "model.qk_layernorm", "model.normalization", "model.layernorm_zero_centered_gamma", "model.position_embedding_type",
              "model.rotary_percent", "model.max_position_embeddings", "model.recompute_granularity",
-             "trainer.strategy.sequence_parallel")
+             "trainer.strategy.sequence_parallel",
+             "data.eod_mask_loss", "data.reset_attention_mask", "data.reset_position_ids")
 _ELSEWHERE = ("model.rope_scaling.factor", "model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor",
               "model.rope_scaling.original_max_position", "model.rope_scaling.rope_type", "model.layernorm_placement",
               "model.rotary_base_local", "model.sliding_window", "model.window_attn_skip_freq", "model.query_pre_attn_scalar",

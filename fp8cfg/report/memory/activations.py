@@ -13,9 +13,10 @@ Kept by each layer for its backward pass (fp8cfg/models/layers.py, numerics/line
     linear_fc1  its input, cD or eD; its output 2cF, of which gate and up are views
     linear_fc2  silu(gate) cF, and its input cF, or eF in place of it; without a gate only cF of the activation, and the input
 
-LayerNorm keeps no normalized input. Where scores have a soft cap attention keeps explicit matrices of them, 8 + c each; with a
-sliding window a mask; with either a copy of keys and values for each head. Norms of queries and keys keep these in float32;
-norms after attention and MLP are two more. A soft cap of logits keeps cV.
+LayerNorm keeps no normalized input. Where scores have a soft cap attention keeps explicit matrices of them, 8 + c each; with one,
+with a sliding window or with documents kept apart a copy of keys and values for each head. The mask of the latter two, c x tokens
+x tokens, is one for all layers that have the same. Norms of queries and keys keep these in float32; norms after attention and MLP
+are two more. A soft cap of logits keeps cV.
 
 With sequences split over context ranks keys and values are whole ones (report/memory/context_attention.py).
 
@@ -65,7 +66,8 @@ def activations(
               for i, n in enumerate(part.layers)
               for key in [(n in attends, model.window(n), *((p.gemms, model.beside[p.name]) for p in linears[4 * i:4 * i + 4]))]]
     recompute = recipe.model.recompute_granularity == "full"
-    kept = sum(model.c * model.d if recompute else layer.kept for layer in layers) * part.in_flight * model.tokens
+    masks = model.masks(n for n in part.layers if n not in attends)
+    kept = (sum(model.c * model.d if recompute else layer.kept for layer in layers) * model.tokens + masks) * part.in_flight
     head = _Head(model, linears[-1]) if part.output else None
     final, logits = (head.kept * model.tokens, model.logit * model.v * model.tokens) if head else (0.0, 0.0)
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
@@ -50,11 +51,25 @@ class LinearBytes:
 
     def scores(self, layer: int) -> float:
         """What attention in high precision keeps beside queries, keys, values and its output."""
-        m, hidden = self.recipe.model, self.window(layer) is not None
-        copied = 2 * self.c * (self.q - self.k) if hidden or m.attn_logit_softcapping is not None else 0  # keys and values by head
-        if m.attn_logit_softcapping is not None:  # tanh, the softmax, and that in the compute dtype; the mask
-            return copied + m.seq_length * (m.num_attention_heads / self.tp * (8 + (self.c if self.c < 4 else 0)) + 1)
-        return self.softmax + copied + (self.c * m.seq_length if hidden else 0)
+        m = self.recipe.model
+        copied = 2 * self.c * (self.q - self.k) if self.masked(layer) else 0  # keys and values by head
+        if m.attn_logit_softcapping is not None:  # tanh, the softmax, and that in the compute dtype
+            return copied + m.seq_length * m.num_attention_heads / self.tp * (8 + (self.c if self.c < 4 else 0))
+        return self.softmax + copied
+
+    def masked(self, layer: int) -> bool:
+        """Whether attention in high precision has an explicit mask."""
+        m, apart = self.recipe.model, self.recipe.data.reset_attention_mask
+        return apart or self.window(layer) is not None or m.attn_logit_softcapping is not None
+
+    def masks(self, layers: Iterable[int]) -> float:
+        """Bytes of the masks of tokens x tokens that stay for the backward pass, one for all of `layers` that have the same, and
+        one for each sample where documents differ. Soft caps keep none, but to compute a layer again."""
+        m = self.recipe.model
+        if self.context > 1 or (m.attn_logit_softcapping is not None and m.recompute_granularity != "full"):
+            return 0
+        samples = self.recipe.trainer.micro_batch_size if self.recipe.data.reset_attention_mask else 1
+        return len({self.window(layer) for layer in layers if self.masked(layer)}) * samples * self.c * m.seq_length**2
 
     def window(self, layer: int) -> int | None:
         """The sliding window of that layer, None where it is as long as a sequence."""
