@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 INSTALL = sh tools/environment.sh install $(VENV)
 ARGS ?= recipe=llama_tiny precision=bf16_fp8
 
-.PHONY: train test test-all check docs clean
+.PHONY: train test test-all test-fake-gpu check docs clean
 
 # What was installed went with a Python that is gone.
 ifeq ($(wildcard $(BIN)/python),)
@@ -25,6 +25,18 @@ test-all: export PYTHONDONTWRITEBYTECODE =
 test-all: export FP8CFG_ALL_EXAMPLES = 1
 test-all: test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(TESTS)
+
+# Launches, copies and waits of the GPU path on a machine without a GPU (tools/fake_gpu/README.md); not part of the gate. It makes an
+# environment of its own, 2.1 GB, unless FAKE_GPU_PYTHON has torch's build for CUDA 13.
+FAKE_GPU ?= .fake-gpu
+FAKE_GPU_PYTHON ?=
+ON_FAKE_GPU = . $(abspath $(FAKE_GPU))/env.sh && $$FAKE_GPU_PYTHON
+
+test-fake-gpu:
+	@FAKE_GPU_PYTHON=$(FAKE_GPU_PYTHON) sh tools/fake_gpu/setup.sh $(FAKE_GPU)
+	$(ON_FAKE_GPU) -m tools.fake_gpu.table
+	$(ON_FAKE_GPU) tools/check_gpu.py --no-proof --steps 2
+	$(ON_FAKE_GPU) tools/bench_gpu.py --no-proof
 
 check: $(VENV)/.tested-with
 	$(BIN)/ruff check .
@@ -52,4 +64,4 @@ $(VENV)/.tested-with: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .fake-gpu build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,250 +1,53 @@
 #!/usr/bin/env python3
-"""BF16, native FP8, Transformer Engine and torchao in one table: a linear layer, a Transformer block, a whole model.
+"""BF16, native FP8, Transformer Engine and torchao in one table: a linear layer, a Transformer block, whole models.
 
-    python tools/bench_gpu.py --minutes 8               # on a GPU
+    python tools/bench_gpu.py                           # on a GPU, eight minutes
     python tools/bench_gpu.py --device cpu --small      # the same code on small shapes, under three minutes
     python tools/bench_gpu.py --only native --cases linear block
 
+    probe    gradients of one small compiled layer beside eager ones, under each scaling: where these are wrong, no speed means anything
     linear   forward and backward with quantization: 15872 tokens, 4096 -> 16384 (Transformer Engine's published benchmark)
     block    forward and backward of one layer of Llama 3.1 8B, one sequence of 8192
     1b       one optimizer step of Llama 3.2 1B, eight sequences of 2048; native by fp8cfg.build, the others as the same model
              with their layers in it; Transformer layers are compiled one by one, embedding, output layer and loss are eager
+    8b       the same of Llama 3.1 8B cut to four layers, one sequence of 8192
 
 Each contender takes turns with compiled BF16, or eager where that fails, and its ratio is of these two medians: above 1 is
 faster. The error is the largest rms error, beside a float32 run, of the output, the input's gradient and all weights' gradients,
-relative to the rms of that. Rows appear on stderr as they come. What fails is a row that says why; what there is no time for is
-one too.
+relative to the rms of that. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its own. The rows of a
+case share a process; one over its time budget is stopped, and says so, with that process. Rows appear on stderr as they come. Exits
+with 1 where one failed or was stopped. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
 import gc
 import importlib.metadata
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.data import Batches, Windows
-from fp8cfg.layer_plan import plan, transformer_config
-from fp8cfg.models.layers import TransformerLayer
-from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, fp8_linears, update_scales
-from fp8cfg.report.coverage import planned
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.compiled_gradients import compare
 
-SCALINGS = {"delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row"),
-            "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True)}
-EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
-WORDS = {"bf16": ["precision=bf16"], "delayed": ["precision=bf16_fp8"], "current": ["precision=bf16_fp8_current", EVERYWHERE],
-         "row": ["precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"], "block": ["precision=bf16_fp8_block", "fp8.format=e4m3"]}
-TRAINER = ["optim.lr=1e-30", "optim.warmup_steps=0", "trainer.devices=1", "trainer.gradient_clip_val=0"]  # weights stay as they are
-SHAPES = {
-    False: {"linear": (15872, 4096, 16384), "block": ["recipe=llama_8b"],
-            "1b": ["recipe=llama_1b", "model.seq_length=2048", "trainer.micro_batch_size=8", "trainer.global_batch_size=8"]},
-    True: {"linear": (512, 256, 512),
-           "block": ["recipe=llama_tiny", "model.seq_length=256"],
-           "1b": ["recipe=llama_tiny", "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.seq_length=64",
-                  "trainer.micro_batch_size=4", "trainer.global_batch_size=4"]},
-}
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tools.gpu_rows.bench_cases import CASES, CONTENDERS, SHAPES, WORDS, Contender, ModelCase, ModuleCase, Runner, error
+from tools.gpu_rows.proof import without_proof
+from tools.gpu_rows.worker import Make, Row, Worker, failure
 
-@dataclass(frozen=True)
-class Contender:
-    backend: str
-    scaling: str
-    compiled: bool
-
-    def __str__(self) -> str:
-        return f"{self.backend} {self.scaling} {'compiled' if self.compiled else 'eager'}"
-
-
-# What matters most comes first: time may run out.
-CONTENDERS = [
-    Contender("torch", "bf16", True), Contender("torch", "bf16", False), *(Contender("native", s, True) for s in SCALINGS),
-    *(Contender("te", s, False) for s in ("delayed", "current", "block")),
-    *(Contender("torchao", s, True) for s in ("tensorwise", "rowwise")), *(Contender("native", s, False) for s in SCALINGS)]  # fmt: skip
-Found = dict[str, list[Tensor]]
-
-
-@dataclass
-class Runner:
-    """One pass of a contender, and what its last one computed: tensors by what they are."""
-
-    step: Callable[[], object]
-    found: Callable[[], Found]
-
-
-def convert(model: nn.Module, contender: Contender) -> tuple[Callable[[], AbstractContextManager[object]], Callable[[], None]]:
-    """Puts the contender's layers into `model`, output layer excepted, around the very same parameters. Returns the context that
-    forward passes need, and what to call after a backward pass."""
-    if contender.backend == "native":
-        product = "scaled_mm" if next(model.parameters()).is_cuda else "emulate"
-        replace(model, lambda m: FP8Linear.from_linear(m, SCALINGS[contender.scaling], Region(active=True), product=product))
-        layers = list(fp8_linears(model))
-        return nullcontext, lambda: update_scales(layers)
-    if contender.backend == "te":
-        import transformer_engine.pytorch as te
-        from transformer_engine.common import recipe
-
-        scaling = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling, "block": recipe.Float8BlockScaling}
-        made = scaling[contender.scaling]()
-
-        def te_linear(m: nn.Linear) -> nn.Module:
-            new = te.Linear(m.in_features, m.out_features, bias=False, params_dtype=m.weight.dtype, device=m.weight.device)
-            new.weight = m.weight
-            return new
-
-        replace(model, te_linear)
-        return lambda: te.autocast(enabled=True, recipe=made), lambda: None
-    if contender.backend == "torchao":
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        config = Float8LinearConfig.from_recipe_name(contender.scaling)
-        if not next(model.parameters()).is_cuda:
-            config = dataclasses.replace(config, emulate=True)
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "output_layer")
-    return nullcontext, lambda: None
-
-
-def replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and name != "output_layer":
-            model.set_submodule(name, make(module))
-
-
-def compile_layers(model: nn.Module, compiler: str) -> None:
-    for module in getattr(model, "layers", [model]):
-        module.compile(fullgraph=True, dynamic=False, backend=compiler)
-
-
-class OneLayer(nn.Module):
-    """A parent, in which the layer can be replaced."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        return y
-
-
-class ModuleCase:
-    """Forward and backward passes of one module in BF16."""
-
-    def __init__(
-        self, args: argparse.Namespace, module: nn.Module, x: Tensor, dy: Tensor, rest: tuple[Tensor, ...], flops: float
-    ) -> None:
-        self.args, self.x, self.dy, self.rest, self.flops = args, x, dy, rest, flops
-        self.module = module.to(args.device, torch.bfloat16)
-        self.tokens = x.numel() // x.shape[-1]
-        exact = self._runner(copy.deepcopy(self.module).float(), self.x.float(), self.dy.float(), nullcontext, lambda: None)
-        exact.step()
-        self.want = exact.found()
-
-    def runner(self, contender: Contender) -> Runner:
-        model = copy.deepcopy(self.module)
-        context, after = convert(model, contender)
-        if contender.compiled:
-            compile_layers(model, self.args.compiler)
-        return self._runner(model, self.x.clone(), self.dy, context, after)
-
-    def _runner(self, model: nn.Module, x: Tensor, dy: Tensor, context: Callable[[], AbstractContextManager[object]],
-                after: Callable[[], None]) -> Runner:  # fmt: skip
-        x.requires_grad_()
-        outputs: list[Tensor] = []
-
-        def step() -> None:
-            model.zero_grad()
-            x.grad = None
-            with context():
-                y = model(x, *self.rest)
-            y.backward(dy)
-            after()
-            outputs[:] = [y.detach()]
-
-        def found() -> Found:
-            return {"y": outputs, "dx": [x.grad], "dw": [p.grad for p in model.parameters()]}
-
-        return Runner(step, found)
-
-
-class ModelCase:
-    """Optimizer steps of a whole model."""
-
-    def __init__(self, args: argparse.Namespace, words: list[str]) -> None:
-        self.args, self.words = args, [*words, *TRAINER, f"trainer.accelerator={args.device}"]
-        recipe = fp8cfg.compose(self.words)
-        m, t = recipe.model, recipe.trainer
-        self.tokens = t.global_batch_size * m.seq_length
-        self.flops = self.tokens * flops_per_token(recipe)
-        row = np.random.default_rng(0).integers(0, m.vocab_size, 4 * self.tokens)
-        self.batches = Batches(Windows(row, m.seq_length, m.vocab_size), t.seed, t.global_batch_size)
-        exact = self._runner(fp8cfg.build(fp8cfg.compose([*self.words, "precision=fp32", "model.recompute_granularity=full"])))
-        exact.step()
-        self.want = {"dw": [g.clone() for g in exact.found()["dw"]]}
-
-    def runner(self, contender: Contender) -> Runner:
-        job = fp8cfg.build(fp8cfg.compose([*self.words, *WORDS[contender.scaling if contender.backend == "native" else "bf16"]]))
-        if contender.backend != "native":
-            context, _ = convert(job.model, contender)
-
-            def forward(*tensors: Tensor) -> Tensor:
-                with context():
-                    return job.model(*tensors)
-
-            job.forward = forward
-        if contender.compiled:
-            compile_layers(job.model, self.args.compiler)
-        return self._runner(job)
-
-    def _runner(self, job: fp8cfg.Job) -> Runner:
-        return Runner(lambda: train_step(job, self.batches, 0, World()), lambda: {"dw": [p.grad for p in job.optimizer.names]})
-
-
-def flops_per_token(recipe: fp8cfg.Recipe, output_layer: bool = True) -> float:
-    linears = [p for p in plan(recipe) if output_layer or p.name != "output_layer"]
-    return planned(recipe, linears).attention_flops + sum(6.0 * p.in_features * p.out_features for p in linears)
-
-
-def linear_case(args: argparse.Namespace, shape: tuple[int, int, int]) -> ModuleCase:
-    tokens, hidden, ffn = shape
-    module = OneLayer(nn.Linear(hidden, ffn, bias=False))
-    x, dy = (torch.randn(tokens, n, device=args.device, dtype=torch.bfloat16) for n in (hidden, ffn))
-    return ModuleCase(args, module, x, dy, (), 6.0 * tokens * hidden * ffn)
-
-
-def block_case(args: argparse.Namespace, words: list[str]) -> ModuleCase:
-    recipe = fp8cfg.compose([*words, "model.num_layers=1"])
-    config = transformer_config(recipe)
-    x, dy = (torch.randn(1, config.seq_length, config.hidden_size, device=args.device, dtype=torch.bfloat16) for _ in range(2))
-    rotary = rotary_tables(config, torch.arange(config.seq_length, device=x.device))
-    return ModuleCase(args, TransformerLayer(config), x, dy, rotary, flops_per_token(recipe, output_layer=False) * config.seq_length)
-
-
-CASES = {"linear": linear_case, "block": block_case, "1b": ModelCase}
-
-
-def error(found: Found, want: Found) -> float:
-    """The largest relative rms error of any of the groups of tensors."""
-    def of(name: str) -> float:
-        pairs = list(zip(found[name], want[name], strict=True))
-        return (sum((a.float() - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
-
-    return max(map(of, want))
+PROBE = "probe"
+BASE = CONTENDERS[0]
 
 
 def timed(step: Callable[[], object], device: str) -> float:
@@ -264,9 +67,7 @@ def timed(step: Callable[[], object], device: str) -> float:
 def measure(case: ModuleCase | ModelCase, contender: Contender, base: Runner | None, device: str) -> tuple[Runner, list[str]]:
     """Builds and times `contender` in turns with `base`; the cells of its row."""
     held = torch.cuda.memory_allocated() if device == "cuda" else 0
-    runner = case.runner(contender)
-    for _ in range(3):
-        runner.step()
+    runner = warmed(case, contender)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     runner.step()
@@ -279,70 +80,107 @@ def measure(case: ModuleCase | ModelCase, contender: Contender, base: Runner | N
             taken.append(timed(r.step, device))
     took, other = map(statistics.median, times)
     rates = f"{case.flops / took / 1e12:.3g}", f"{case.tokens / took:,.0f}"
-    return runner, [f"{took * 1e3:.2f}", *rates, peak, f"{other / took:.2f}" if base else "-", f"{wrong:.1e}"]
+    planned = f"{runner.planned / 2**30:.1f}" if runner.planned else "-"
+    return runner, [f"{took * 1e3:.2f}", *rates, peak, planned, f"{other / took:.2f}", f"{wrong:.1e}"]
+
+
+def warmed(case: ModuleCase | ModelCase, contender: Contender) -> Runner:
+    runner = case.runner(contender)
+    for _ in range(3):
+        runner.step()
+    return runner
+
+
+def start(args: argparse.Namespace, name: str) -> Make:
+    """Begins the process of a case; what stands in every ratio of it is made with its first row."""
+    prepare(args)
+    if name == PROBE:
+        return lambda scaling: Row([probe(args, scaling)])
+    case = CASES[name](args, SHAPES[args.small][name])
+    bases: list[Runner] = []
+
+    def make(contender: Any) -> Row:
+        for one in CONTENDERS[:2] if contender.backend != "torch" and not bases else ():
+            try:
+                bases[:] = [warmed(case, one)]
+                break
+            except Exception as e:  # its own row says it
+                print(failure(e), file=sys.stderr)
+        runner, cells = measure(case, contender, bases[0] if bases else None, args.device)
+        if not bases:
+            bases.append(runner)
+        del runner
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        return Row(cells)
+
+    return make
+
+
+def prepare(args: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.config.recompile_limit = 64  # many configurations of one class in one process
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    if args.no_proof:
+        without_proof()
+    draw = Transformer.init_weights  # on the GPU: a billion numbers take a CPU ten seconds, each time
+    Transformer.init_weights = lambda model, seed: draw(model, seed, args.device)  # type: ignore[method-assign]
+
+
+def probe(args: argparse.Namespace, scaling: str) -> str:
+    """How far compiled gradients are from eager ones. Raises NotFP8Error, which says so, where these are wrong."""
+    job = fp8cfg.build(fp8cfg.compose([*SHAPES[True]["1b"], *WORDS[scaling], "trainer.devices=1", f"trainer.accelerator={args.device}"]))
+    job.compiler = lambda: partial(torch.compile, fullgraph=True, dynamic=False, backend=args.compiler)  # type: ignore[method-assign]
+    return f"compiled gradients are the eager ones (largest difference {compare(job) or 0.0:.2%})"
 
 
 def line(case: str, contender: object, cells: list[str]) -> str:
-    widths = (8, 8, 10, 6, 6, 8)
+    widths = (8, 8, 10, 6, 6, 6, 8)
     shown = "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)) if len(cells) == len(widths) else f"  {' '.join(cells)}"
     return f"{case:7}{contender!s:27}{shown}"
 
 
-def freed() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def failure(e: BaseException) -> list[str]:
-    first = next((text for text in str(e).splitlines() if text.strip()), "")
-    return [f"failed: {type(e).__name__}: {first[:160]}"]
-
-
-def bench(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The rows of each case."""
+def bench(args: argparse.Namespace, context: BaseContext) -> tuple[dict[str, list[str]], int]:
+    """The rows of each case, and how many failed or were stopped."""
     deadline = time.monotonic() + 60 * args.minutes
-    slowest = {True: 0.0, False: 0.0}  # seconds that a case took so far, compiled and eager
-    cases: dict[str, ModuleCase | ModelCase] = {}
-    bases: dict[str, Runner] = {}
-    rows: dict[str, list[str]] = {name: [] for name in args.cases}
+    names = [PROBE, *args.cases]
+    rows: dict[str, list[str]] = {name: [] for name in names}
+    workers = {name: Worker(context, start, args, name) for name in names}
+    failures = 0
 
-    def say(name: str, contender: object, cells: list[str]) -> None:
-        rows[name].append(line(name, contender, cells))
+    def add(name: str, what: object) -> None:
+        nonlocal failures
+        left = deadline - time.monotonic()
+        missing = what.missing() if isinstance(what, Contender) else ""
+        found = Row([f"not run: {missing or f'no time left of {args.minutes:g} minutes'}"])
+        if not missing and left > 0:
+            found = workers[name].row(what, min(args.row_seconds, left))
+        failures += found.failed
+        rows[name].append(line(name, what, found.cells))
         print(rows[name][-1], file=sys.stderr, flush=True)
 
-    for name in args.cases:
-        try:
-            cases[name] = CASES[name](args, SHAPES[args.small][name])
-        except Exception as e:
-            say(name, "float32", failure(e))
-        freed()
-    wanted = [c for c in CONTENDERS if c == CONTENDERS[0] or not args.only or any(word in str(c) for word in args.only)]
-    for contender in wanted:
-        for name, case in cases.items():
-            began = time.monotonic()
-            if began + slowest[contender.compiled] > deadline:
-                say(name, contender, [f"no time left of {args.minutes:g} minutes"])
-                continue
-            try:
-                runner, cells = measure(case, contender, bases.get(name), args.device)
-                if contender.backend == "torch" and name not in bases:
-                    bases[name] = runner
-                    cells[4] = "1.00"
-                del runner
-            except Exception as e:
-                cells = failure(e)
-            say(name, contender, cells)
-            freed()
-            slowest[contender.compiled] = max(slowest[contender.compiled], time.monotonic() - began)
-    return rows
+    try:
+        for scaling in [s for s in WORDS if s != "bf16" and (not args.only or any(word in f"native {s} compiled" for word in args.only))]:
+            add(PROBE, scaling)
+        workers[PROBE].end()
+        for contender in [c for c in CONTENDERS if c == BASE or not args.only or any(word in str(c) for word in args.only)]:
+            for name in args.cases:
+                add(name, contender)
+    finally:
+        for worker in workers.values():
+            worker.end()
+    return rows, failures
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="small shapes, and compilation without code generation")
-    parser.add_argument("--minutes", type=float, default=8, help="begin nothing after that; default 8")
+    parser.add_argument("--minutes", type=float, default=8, help="of all rows together; default 8")
+    parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row, which is stopped there; default 60")
+    parser.add_argument("--no-proof", action="store_true", help="prove no products, for the fake GPU")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders that have one of these words in their name")
     args = parser.parse_args()
@@ -352,19 +190,19 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
+def main() -> int:
     args = parse()
-    torch.manual_seed(0)
-    torch._dynamo.config.recompile_limit = 64  # many configurations of one class in one process
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    draw = Transformer.init_weights  # on the GPU: a billion numbers take a CPU ten seconds, each time
-    Transformer.init_weights = lambda model, seed: draw(model, seed, args.device)  # type: ignore[method-assign]
+    context = multiprocessing.get_context("forkserver")  # which loads torch once, and never touches the GPU itself
+    context.set_forkserver_preload(["__main__", "fiddle", "fp8cfg.composition.hydra_compose"])
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread, FP8 emulated"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformer-engine", "torchao") if version(name))
-    head = f"{where}; {versions}; compiled by {args.compiler}\n" + line("case", "", ["ms", "TFLOP/s", "tokens/s", "GiB", "xBF16", "error"])
+    head = f"{where}; {versions}; compiled by {args.compiler}\n" + line(
+        "case", "", ["ms", "TFLOP/s", "tokens/s", "GiB", "plan", "xBF16", "error"])
     print(head, file=sys.stderr, flush=True)
-    print("\n".join([head, *(row for rows in bench(args).values() for row in rows)]))
+    rows, failures = bench(args, context)
+    print("\n".join([head, *(row for found in rows.values() for row in found)]))
+    print(f"{failures} failed" if failures else "none failed")
+    return bool(failures)
 
 
 def version(package: str) -> str:
@@ -375,4 +213,4 @@ def version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

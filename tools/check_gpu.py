@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every backend under every scaling that it has on this machine, beside BF16; and native's bits beside Transformer Engine's.
 
-    python tools/check_gpu.py --minutes 10      # on a GPU
+    python tools/check_gpu.py                   # on a GPU, eight minutes
     python tools/check_gpu.py --small           # the same code on a CPU: small shapes, FP8 emulated, two minutes
 
     bits    tensors quantized by Transformer Engine and by fp8cfg.numerics, under delayed, current and block scaling: how many
@@ -12,8 +12,9 @@
 A row of te has te.TransformerLayer for every layer of the model; with "parts" the same recipe runs in te.LayerNormLinear, te.Linear,
 te.LayerNormMLP and torch's attention. Losses are shown side by side, @5 that of step 5; `fp8` is the share of matmul FLOPs that ran in FP8, as observed in the
 first step; ms is the median of the steps after it, eagerly run (bench_gpu.py has speeds), GiB the peak that torch allocated.
-Each row runs in a process of its own with a time limit, so that a crash costs one row. What a backend's rules refuse here is a
-row that says why. Exits with 1 where a row failed or bits differ. It has not run on a GPU yet.
+Each row runs in a process of its own with a time budget: a crash costs one row, and one over its budget is stopped and says so. What
+a backend's rules refuse here is a row that says why. Exits with 1 where a row failed or bits differ. `--no-proof` is for the fake GPU
+(tools/fake_gpu), whose products compute nothing. It has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,13 +23,10 @@ import argparse
 import importlib.metadata
 import math
 import multiprocessing
-import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,7 +35,6 @@ import fp8cfg
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import against
 from fp8cfg.backends.te import decoder as te_decoder
-from fp8cfg.config.errors import Fp8cfgError
 from fp8cfg.numerics import E4M3, E5M2, Scaling, amax_of, scale_from_amax
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.report.machine import find_hardware
@@ -46,8 +43,11 @@ from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
 
-SECONDS = 120
-"""What one row may take."""
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.gpu_rows.proof import without_proof
+from tools.gpu_rows.worker import Make, Row, Worker
+
 PLAIN = ["fp8.params=false", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"]
 PRESETS = {"delayed": "bf16_fp8", "current": "bf16_fp8_current", "row": "bf16_fp8_current", "block": "bf16_fp8_block", "mxfp8": "bf16_mxfp8", "nvfp4": "bf16_nvfp4"}
 MORE = {
@@ -158,38 +158,13 @@ def refused(args: argparse.Namespace, model: str, row: str) -> str:
     return next((line.partition("; ")[0] for line in against(found.backend, found.precision, find_hardware(args.device))), "")
 
 
-def child(sent: Any, log: str, args: argparse.Namespace, model: str, row: str) -> None:
-    """Sends the cells of a row and False, or why it failed and True."""
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+def start(args: argparse.Namespace, model: str) -> Make:
+    """Begins the process of a row."""
     if args.device == "cpu":
         torch.set_num_threads(1)
-    function: Callable[..., list[str]] = bits if model == "bits" else train
-    try:
-        sent.send((function(args, model, row), False))
-    except Exception as e:
-        text = str(e) if isinstance(e, Fp8cfgError | ArithmeticError) else f"{type(e).__name__}: {e}"
-        sent.send(([f"failed: {' '.join(text.split())[:300]}"], True))
-
-
-def in_process(context: Any, seconds: float, *arguments: Any) -> tuple[list[str], bool]:
-    """What `child` sends, waiting for it at most so long; or how it died."""
-    with tempfile.NamedTemporaryFile() as log:
-        reading, writing = context.Pipe(duplex=False)
-        process = context.Process(target=child, args=(writing, log.name, *arguments))
-        process.start()
-        writing.close()
-        try:
-            if reading.poll(seconds):
-                found: tuple[list[str], bool] = reading.recv()
-                return found
-            process.kill()
-            return [f"failed: stopped after {seconds:.0f} s"], True
-        except EOFError:
-            process.join()
-            last = log.read().decode(errors="replace").strip().splitlines()[-1:]
-            return [f"failed: died with exit code {process.exitcode} {' '.join(last)[:200]}"], True
-        finally:
-            process.join()
+    if args.no_proof:
+        without_proof()
+    return lambda row: Row((bits if model == "bits" else train)(args, model, row))
 
 
 def line(model: str, row: str, cells: list[str]) -> str:
@@ -201,7 +176,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="on a CPU, with small shapes")
     parser.add_argument("--steps", type=int, default=20, help="of each model; default 20")
-    parser.add_argument("--minutes", type=float, default=10, help="begin nothing after that; default 10")
+    parser.add_argument("--minutes", type=float, default=8, help="of all rows together; default 8")
+    parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row, which is stopped there; default 60")
+    parser.add_argument("--no-proof", action="store_true", help="prove no products, for the fake GPU")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="rows that have one of these words, as in: --only te bits")
     args = parser.parse_args()
     if args.steps < 1:
@@ -228,9 +205,12 @@ def main() -> int:
             continue
         left = deadline - time.monotonic()
         why = refused(args, model, row) or (f"no time left of {args.minutes:g} minutes" if left <= 0 else "")
-        cells, failed = ([f"not run: {why}"], False) if why else in_process(context, min(SECONDS, left), args, model, row)
-        failures += failed
-        print(line(model, row, cells), flush=True)
+        found = Row([f"not run: {why}"])
+        if not why:
+            with Worker(context, start, args, model) as worker:
+                found = worker.row(row, min(args.row_seconds, left))
+        failures += found.failed
+        print(line(model, row, found.cells), flush=True)
     print(f"{failures} failed" if failures else "none failed")
     return bool(failures)
 

@@ -1,0 +1,110 @@
+"""Cases that the fake GPU counts: one linear layer, an 8B-shaped Transformer layer, a training step, an optimizer step.
+
+Each is a function that makes the case and returns what to do once, in parts by name; the counts are those of a third time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import fp8cfg
+from fp8cfg.backends.compile_options import compile_options
+from fp8cfg.layer_plan import transformer_config
+from fp8cfg.models.layers import TransformerLayer
+from fp8cfg.models.rotary import rotary_tables
+from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, fp8_linears, update_scales
+from fp8cfg.optim.groups import param_groups
+from fp8cfg.optim.low_bit.columns import named_columns
+from fp8cfg.optim.low_bit.training import LowBitTrainingAdamW
+from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.train_step import train_step
+
+Parts = dict[str, Callable[[], object]]
+TOKENS, IN_FEATURES, OUT_FEATURES = 15872, 4096, 16384
+"""The linear layer of Transformer Engine's published benchmark."""
+SCALINGS = {
+    "bf16": None, "delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row", power_2_scales=True),
+    "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True),
+}  # fmt: skip
+STEP = ("recipe=llama_tiny", "trainer.accelerator=cuda", "trainer.devices=1", "data=tiny", "trainer.max_steps=8", "optim.warmup_steps=0",
+        "optim.constant_steps=0")  # fmt: skip
+COLUMNS = {"weight": "bf16", "weight_grad": "fp32", "exp_avg": "fp8_block", "exp_avg_sq": "fp8_block"}
+
+
+def converted(model: nn.Module, scaling: str, fp8_params: bool) -> nn.Module:
+    """`model` with FP8 layers in the place of its linear ones."""
+    if (made := SCALINGS[scaling]) is None:
+        return model
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            layer = FP8Linear.from_linear(module, made, Region(active=True), product="scaled_mm", fp8_params=fp8_params)
+            layer.set_weight_grad_dtype(torch.bfloat16)
+            if not name:
+                return layer
+            model.set_submodule(name, layer)
+    return model
+
+
+def compiled(model: nn.Module) -> None:
+    torch._dynamo.reset()
+    precision = fp8cfg.compose(["precision=bf16_fp8"]).precision
+    model.compile(fullgraph=True, dynamic=False, options=compile_options(precision, "cuda"))
+
+
+def passes(model: nn.Module, x: Tensor, dy: Tensor, *rest: Tensor) -> Parts:
+    """Forward, backward and the update of scales."""
+    x.requires_grad_()
+    outputs: list[Tensor] = []
+    layers = list(fp8_linears(model))
+
+    def forward() -> None:
+        x.grad = None
+        model.zero_grad()
+        outputs[:] = [model(x, *rest)]
+
+    return {"forward": forward, "backward": lambda: outputs.pop().backward(dy), "update": lambda: update_scales(layers)}
+
+
+def linear(scaling: str, fp8_params: bool = False, compile: bool = False) -> Parts:
+    layer = converted(nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False, device="cuda", dtype=torch.bfloat16), scaling, fp8_params)
+    if compile:
+        compiled(layer)
+    x, dy = (torch.zeros(TOKENS, n, device="cuda", dtype=torch.bfloat16) for n in (IN_FEATURES, OUT_FEATURES))
+    return passes(layer, x, dy)
+
+
+def layer_8b(scaling: str, compile: bool = False) -> Parts:
+    """One layer of Llama 3.1 8B, one sequence of 8192."""
+    config = transformer_config(fp8cfg.compose(["recipe=llama_8b", "model.num_layers=1"]))
+    layer = converted(TransformerLayer(config).to("cuda", torch.bfloat16), scaling, False)
+    if compile:
+        compiled(layer)
+    x, dy = (torch.zeros(1, config.seq_length, config.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return passes(layer, x, dy, *rotary_tables(config, torch.arange(config.seq_length, device="cuda")))
+
+
+def step(*words: str, compile: bool = False) -> Parts:
+    """A training step of llama_tiny under these words."""
+    job = fp8cfg.build(fp8cfg.compose([*STEP, *words]))
+    if compile:
+        job.compile_model()
+    batches, _ = run_data(job.recipe)
+    return {"step": lambda: train_step(job, batches, job.optimizer.steps, World())}
+
+
+def optimizer(name: str, parameters: int, compile: bool = False) -> Parts:
+    """A step of AdamW, fused or low-bit, over so many matrices of 4096 x 1024."""
+    model = nn.Module()
+    for i in range(parameters):
+        setattr(model, f"w{i}", nn.Parameter(torch.zeros(4096, 1024, device="cuda", dtype=torch.bfloat16)))
+    made: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if name == "low-bit":
+        made = LowBitTrainingAdamW([{**g, "columns": named_columns(**COLUMNS)} for g in param_groups(model, 0.1)], lr=1e-3, clip_grad=1.0,
+                                   compiled=compile)  # fmt: skip
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return {"step": made.step}

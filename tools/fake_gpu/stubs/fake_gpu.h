@@ -1,0 +1,11 @@
+/* What the stubs of the CUDA runtime and driver share: the log of requests, and what the device says of itself. */
+#pragma once
+
+/* One request of the program: its kind, a letter (see request_log.c), and what was asked for. */
+void fake_request(const char *kind, const char *what);
+
+/* The value of a device attribute; the driver numbers them as the runtime does. */
+int fake_attribute(int attribute);
+
+/* Bytes of the device's memory. */
+#define FAKE_MEMORY 150700000000ul

@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Launches, copies and waits of training code on the fake GPU, and who waits; exit code 1 where one is above its ceiling.
+
+    make test-fake-gpu                                        # sets the fake GPU up, too
+    . FOLDER/env.sh; $FAKE_GPU_PYTHON -m tools.fake_gpu.table  # on one that is there
+    ... -m tools.fake_gpu.table linear --places CS --names     # cases with one of these words; who copies and waits; every kernel
+    ... -m tools.fake_gpu.table --record                       # writes the counts down as the ceilings (ceilings.toml)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.fake_gpu.recorder import Requests, is_fake, record
+
+CEILINGS = Path(__file__).with_name("ceilings.toml")
+FIGURES = ("launches", "copies", "waits")
+Counts = dict[str, int]
+
+
+def counts(parts: dict[str, Requests]) -> Counts:
+    """The figures of a case: launches of forward and backward together where it has both, and of each part."""
+    found = {"launches": sum(r.launches for name, r in parts.items() if name != "update")}
+    found |= {name: r.launches for name, r in parts.items()} if len(parts) > 1 else {}
+    every = sum(parts.values(), Requests())
+    return {**found, "copies": every.copies(), "waits": every.waits}
+
+
+def over(case: str, found: Counts, ceilings: dict[str, Counts]) -> list[str]:
+    """A line for each figure above its ceiling, and for a case that has none."""
+    if case not in ceilings:
+        return [f"{case}: no ceiling is recorded; run it with --record"]
+    return [f"{case}: {found[name]} {name}, {most} are allowed" for name, most in ceilings[case].items() if found.get(name, 0) > most]
+
+
+def read(path: Path = CEILINGS) -> dict[str, Counts]:
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write(ceilings: dict[str, Counts], path: Path = CEILINGS) -> None:
+    lines = ["# The most launches, copies and waits of each case of tools/fake_gpu/table.py, on torch 2.11; --record writes them."]
+    for case, found in ceilings.items():
+        lines += ["", f'["{case}"]', *(f"{name} = {found[name]}" for name in FIGURES)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def every_case() -> dict[str, Callable[[], dict[str, Callable[[], object]]]]:
+    """The cases by name, each still to be made."""
+    from functools import partial
+
+    from tools.fake_gpu import cases
+
+    found: dict[str, Callable[[], dict[str, Callable[[], object]]]] = {}
+    for how in (False, True):
+        ran = "compiled" if how else "eager"
+        for scaling in cases.SCALINGS:
+            for held in (False, True) if scaling != "bf16" else (False,):
+                found[f"linear {scaling}{' FP8 weight' * held} {ran}"] = partial(cases.linear, scaling, held, how)
+        for scaling in ("bf16", "delayed", "block"):
+            found[f"8B layer {scaling} {ran}"] = partial(cases.layer_8b, scaling, how)
+        for count in (1, 4):
+            found[f"low-bit AdamW {count} {ran}"] = partial(cases.optimizer, "low-bit", count, how)
+    for preset in ("bf16", "bf16_fp8", "bf16_fp8_current"):
+        found[f"step {preset} eager"] = partial(cases.step, f"precision={preset}")
+    found["step bf16_fp8 BF16 weights eager"] = partial(cases.step, "precision=bf16_fp8", "fp8.params=false")
+    found["fused AdamW 4 eager"] = partial(cases.optimizer, "fused", 4)
+    return found
+
+
+def measured(parts: dict[str, Callable[[], object]], places: str) -> tuple[dict[str, Requests], float]:
+    """What a third time asks for, part by part, and the peak of memory above what was held before it, GiB."""
+    import torch
+
+    for _ in range(2):
+        for part in parts.values():
+            part()
+    torch.cuda.reset_peak_memory_stats()
+    held, found = torch.cuda.memory_allocated(), {}
+    for name, part in parts.items():
+        with record(places) as found[name]:
+            part()
+    return found, (torch.cuda.max_memory_allocated() - held) / 2**30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="cases that have all of these words in their names")
+    parser.add_argument("--places", default="S", metavar="KINDS", help="requests whose lines are printed: C copies, S waits (default), K, T, G launches, M memsets")
+    parser.add_argument("--names", action="store_true", help="every request by name")
+    parser.add_argument("--record", action="store_true", help="write the counts down as the ceilings")
+    args = parser.parse_args()
+    if not is_fake():
+        parser.error("this is not the fake GPU: make one by tools/fake_gpu/setup.sh, and source its env.sh")
+    from tools.gpu_rows.proof import without_proof
+
+    without_proof()
+    ceilings, wrong = read(), []
+    print(f"{'case':34}{'forward':>9}{'backward':>9}{'update':>8}{'launches':>10}{'copies':>8}{'waits':>7}{'+GiB':>7}", flush=True)
+    for case, make in every_case().items():
+        if not all(word in case.split() for word in args.words):
+            continue
+        requests, peak = measured(make(), args.places)
+        found = counts(requests)
+        cells = [found.get(name, "") for name in ("forward", "backward", "update", *FIGURES)]
+        print(f"{case:34}" + "".join(str(c).rjust(w) for c, w in zip(cells, (9, 9, 8, 10, 8, 7), strict=True)) + f"{peak:7.2f}", flush=True)
+        every = sum(requests.values(), Requests())
+        for (what, place), times in every.places.most_common():
+            print(f"{times:9} x {what[:60]} from {place}")
+        for times, name in every.names() if args.names else ():
+            print(f"{times:9} x {name}")
+        if args.record:
+            ceilings[case] = found
+        else:
+            wrong += over(case, found, ceilings)
+    if args.record:
+        write(ceilings)
+    print("\n".join(wrong) if wrong else "no figure is above its ceiling")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Cases of tools/bench_gpu.py and who runs in them: a linear layer, a Transformer block, whole models; BF16, native, Transformer
+Engine and torchao.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import fp8cfg
+from fp8cfg.data import Batches, Windows
+from fp8cfg.layer_plan import plan, transformer_config
+from fp8cfg.models.layers import TransformerLayer
+from fp8cfg.models.rotary import rotary_tables
+from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, fp8_linears, update_scales
+from fp8cfg.report.coverage import planned as planned_flops
+from fp8cfg.report.memory.peak import memory
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.train_step import train_step
+
+SCALINGS = {"delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row"),
+            "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True)}
+EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
+WORDS = {"bf16": ["precision=bf16"], "delayed": ["precision=bf16_fp8"], "current": ["precision=bf16_fp8_current", EVERYWHERE],
+         "row": ["precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"], "block": ["precision=bf16_fp8_block", "fp8.format=e4m3"]}
+TRAINER = ["optim.lr=1e-30", "optim.warmup_steps=0", "trainer.devices=1", "trainer.gradient_clip_val=0"]  # weights stay as they are
+SHAPES = {
+    False: {"linear": (15872, 4096, 16384), "block": ["recipe=llama_8b"],
+            "1b": ["recipe=llama_1b", "model.seq_length=2048", "trainer.micro_batch_size=8", "trainer.global_batch_size=8"],
+            "8b": ["recipe=llama_8b", "model.num_layers=4", "trainer.micro_batch_size=1", "trainer.global_batch_size=1"]},
+    True: {"linear": (512, 256, 512),
+           "block": ["recipe=llama_tiny", "model.seq_length=256"],
+           "1b": ["recipe=llama_tiny", "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.seq_length=64",
+                  "trainer.micro_batch_size=4", "trainer.global_batch_size=4"],
+           "8b": ["recipe=llama_tiny", "model.num_layers=1", "model.hidden_size=128", "model.ffn_hidden_size=512", "model.seq_length=64",
+                  "trainer.micro_batch_size=1", "trainer.global_batch_size=1"]},
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    backend: str
+    scaling: str
+    compiled: bool
+
+    def __str__(self) -> str:
+        return f"{self.backend} {self.scaling} {'compiled' if self.compiled else 'eager'}"
+
+    def missing(self) -> str:
+        """The package that is not installed and that it needs, if any."""
+        package = {"te": "transformer_engine", "torchao": "torchao"}.get(self.backend)
+        return f"{package} is not installed" if package and importlib.util.find_spec(package) is None else ""
+
+
+# What matters most comes first: time may run out.
+CONTENDERS = [
+    Contender("torch", "bf16", True), Contender("torch", "bf16", False), *(Contender("native", s, True) for s in SCALINGS),
+    *(Contender("te", s, False) for s in ("delayed", "current", "block")),
+    *(Contender("torchao", s, True) for s in ("tensorwise", "rowwise")), *(Contender("native", s, False) for s in SCALINGS)]  # fmt: skip
+Found = dict[str, list[Tensor]]
+
+
+@dataclass
+class Runner:
+    """One pass of a contender, what its last one computed, tensors by what they are, and the memory that was planned for it."""
+
+    step: Callable[[], object]
+    found: Callable[[], Found]
+    planned: int = 0  # bytes, of a model
+
+
+def convert(model: nn.Module, contender: Contender) -> tuple[Callable[[], AbstractContextManager[object]], Callable[[], None]]:
+    """Puts the contender's layers into `model`, output layer excepted, around the very same parameters. Returns the context that
+    forward passes need, and what to call after a backward pass."""
+    if contender.backend == "native":
+        product = "scaled_mm" if next(model.parameters()).is_cuda else "emulate"
+        replace(model, lambda m: FP8Linear.from_linear(m, SCALINGS[contender.scaling], Region(active=True), product=product))
+        layers = list(fp8_linears(model))
+        return nullcontext, lambda: update_scales(layers)
+    if contender.backend == "te":
+        import transformer_engine.pytorch as te
+        from transformer_engine.common import recipe
+
+        scaling = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling, "block": recipe.Float8BlockScaling}
+        made = scaling[contender.scaling]()
+
+        def te_linear(m: nn.Linear) -> nn.Module:
+            new = te.Linear(m.in_features, m.out_features, bias=False, params_dtype=m.weight.dtype, device=m.weight.device)
+            new.weight = m.weight
+            return new
+
+        replace(model, te_linear)
+        return lambda: te.autocast(enabled=True, recipe=made), lambda: None
+    if contender.backend == "torchao":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(contender.scaling)
+        if not next(model.parameters()).is_cuda:
+            config = dataclasses.replace(config, emulate=True)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "output_layer")
+    return nullcontext, lambda: None
+
+
+def replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name != "output_layer":
+            model.set_submodule(name, make(module))
+
+
+def compile_layers(model: nn.Module, compiler: str) -> None:
+    for module in getattr(model, "layers", [model]):
+        module.compile(fullgraph=True, dynamic=False, backend=compiler)
+
+
+class OneLayer(nn.Module):
+    """A parent, in which the layer can be replaced."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+
+class ModuleCase:
+    """Forward and backward passes of one module in BF16."""
+
+    def __init__(
+        self, args: argparse.Namespace, module: nn.Module, x: Tensor, dy: Tensor, rest: tuple[Tensor, ...], flops: float
+    ) -> None:
+        self.args, self.x, self.dy, self.rest, self.flops = args, x, dy, rest, flops
+        self.module = module.to(args.device, torch.bfloat16)
+        self.tokens = x.numel() // x.shape[-1]
+        exact = self._runner(copy.deepcopy(self.module).float(), self.x.float(), self.dy.float(), nullcontext, lambda: None)
+        exact.step()
+        self.want = exact.found()
+
+    def runner(self, contender: Contender) -> Runner:
+        model = copy.deepcopy(self.module)
+        context, after = convert(model, contender)
+        if contender.compiled:
+            compile_layers(model, self.args.compiler)
+        return self._runner(model, self.x.clone(), self.dy, context, after)
+
+    def _runner(self, model: nn.Module, x: Tensor, dy: Tensor, context: Callable[[], AbstractContextManager[object]],
+                after: Callable[[], None]) -> Runner:  # fmt: skip
+        x.requires_grad_()
+        outputs: list[Tensor] = []
+
+        def step() -> None:
+            model.zero_grad()
+            x.grad = None
+            with context():
+                y = model(x, *self.rest)
+            y.backward(dy)
+            after()
+            outputs[:] = [y.detach()]
+
+        def found() -> Found:
+            return {"y": outputs, "dx": [x.grad], "dw": [p.grad for p in model.parameters()]}
+
+        return Runner(step, found)
+
+
+class ModelCase:
+    """Optimizer steps of a whole model."""
+
+    def __init__(self, args: argparse.Namespace, words: list[str]) -> None:
+        self.args, self.words = args, [*words, *TRAINER, f"trainer.accelerator={args.device}"]
+        recipe = fp8cfg.compose(self.words)
+        m, t = recipe.model, recipe.trainer
+        self.tokens = t.global_batch_size * m.seq_length
+        self.flops = self.tokens * flops_per_token(recipe)
+        row = np.random.default_rng(0).integers(0, m.vocab_size, 4 * self.tokens)
+        self.batches = Batches(Windows(row, m.seq_length, m.vocab_size), t.seed, t.global_batch_size)
+        exact = self._runner(fp8cfg.build(fp8cfg.compose([*self.words, "precision=fp32", "model.recompute_granularity=full"])))
+        exact.step()
+        self.want = {"dw": [g.clone() for g in exact.found()["dw"]]}
+
+    def runner(self, contender: Contender) -> Runner:
+        job = fp8cfg.build(fp8cfg.compose([*self.words, *WORDS[contender.scaling if contender.backend == "native" else "bf16"]]))
+        if contender.backend != "native":
+            context, _ = convert(job.model, contender)
+
+            def forward(*tensors: Tensor) -> Tensor:
+                with context():
+                    return job.model(*tensors)
+
+            job.forward = forward
+        if contender.compiled:
+            compile_layers(job.model, self.args.compiler)
+        return self._runner(job)
+
+    def _runner(self, job: fp8cfg.Job) -> Runner:
+        planned = sum(memory(job.recipe, self.args.device).values())
+        return Runner(lambda: train_step(job, self.batches, 0, World()), lambda: {"dw": [p.grad for p in job.optimizer.names]}, planned)
+
+
+def flops_per_token(recipe: fp8cfg.Recipe, output_layer: bool = True) -> float:
+    linears = [p for p in plan(recipe) if output_layer or p.name != "output_layer"]
+    return planned_flops(recipe, linears).attention_flops + sum(6.0 * p.in_features * p.out_features for p in linears)
+
+
+def linear_case(args: argparse.Namespace, shape: tuple[int, int, int]) -> ModuleCase:
+    tokens, hidden, ffn = shape
+    module = OneLayer(nn.Linear(hidden, ffn, bias=False))
+    x, dy = (torch.randn(tokens, n, device=args.device, dtype=torch.bfloat16) for n in (hidden, ffn))
+    return ModuleCase(args, module, x, dy, (), 6.0 * tokens * hidden * ffn)
+
+
+def block_case(args: argparse.Namespace, words: list[str]) -> ModuleCase:
+    recipe = fp8cfg.compose([*words, "model.num_layers=1"])
+    config = transformer_config(recipe)
+    x, dy = (torch.randn(1, config.seq_length, config.hidden_size, device=args.device, dtype=torch.bfloat16) for _ in range(2))
+    rotary = rotary_tables(config, torch.arange(config.seq_length, device=x.device))
+    return ModuleCase(args, TransformerLayer(config), x, dy, rotary, flops_per_token(recipe, output_layer=False) * config.seq_length)
+
+
+CASES = {"linear": linear_case, "block": block_case, "1b": ModelCase, "8b": ModelCase}
+
+
+def error(found: Found, want: Found) -> float:
+    """The largest relative rms error of any of the groups of tensors."""
+    def of(name: str) -> float:
+        pairs = list(zip(found[name], want[name], strict=True))
+        return (sum((a.float() - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
+
+    return max(map(of, want))

@@ -1,0 +1,101 @@
+"""Worker process of a table: makes its rows one after another, each within a time budget; a crash or a stop costs one row.
+
+Rows may share what is dear to make, such as a compiled model to take turns with: it stays in the process from row to row, and the
+process that follows one that was stopped makes it again.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+    """The cells of a row, or, where it `failed` or was `stopped`, one cell that says why."""
+
+    cells: list[str]
+    failed: bool = False
+    stopped: bool = False
+
+
+Make = Callable[[Any], Row]
+
+
+class Worker:
+    """`start(*arguments)` runs in the process, once, and gives what makes a row of the value that `row` is given."""
+
+    def __init__(self, context: BaseContext, start: Callable[..., Make], *arguments: Any) -> None:
+        self._context, self._start, self._arguments = context, start, arguments
+        self._process: Any = None
+
+    def row(self, what: object, seconds: float) -> Row:
+        """The row of `what`. One that takes longer than `seconds` is stopped, and says so."""
+        began = time.monotonic()
+        if self._process is None:
+            self._begin()
+        try:
+            self._pipe.send(what)
+            if self._pipe.poll(max(0.0, seconds - (time.monotonic() - began))):
+                row: Row = self._pipe.recv()
+                return row
+        except (EOFError, ConnectionError):
+            self._process.join()
+            said = self._said()
+            self.end()
+            return Row([f"failed: died with exit code {self._code} {said}".rstrip()], failed=True)
+        self.end()
+        return Row([f"stopped: over its time budget of {seconds:.3g} s"], failed=True, stopped=True)
+
+    def end(self) -> None:
+        """End the process, whatever it is at."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._code = self._process.exitcode
+            self._pipe.close()
+            self._log.close()
+            self._process = None
+
+    def _begin(self) -> None:
+        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115, closed by end()
+        self._pipe, theirs = self._context.Pipe()
+        self._process = self._context.Process(target=_work, args=(theirs, self._log.name, self._start, self._arguments))  # type: ignore[attr-defined]
+        self._process.start()
+        theirs.close()
+
+    def _said(self) -> str:
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else ""
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def _work(pipe: Any, log: str, start: Callable[..., Make], arguments: tuple[Any, ...]) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    make: Make | None = None
+    while True:
+        try:
+            what = pipe.recv()
+        except EOFError:
+            return
+        try:
+            make = make or start(*arguments)
+            row = make(what)
+        except Exception as e:
+            row = Row([failure(e)], failed=True)
+        pipe.send(row)
+
+
+def failure(e: BaseException) -> str:
+    """One line on why a row failed: errors of fp8cfg in their own words."""
+    text = " ".join(str(e).split())
+    ours = type(e).__module__.startswith("fp8cfg.") or isinstance(e, ArithmeticError)
+    return f"failed: {text if ours else f'{type(e).__name__}: {text}'}"[:300]
