@@ -35,14 +35,8 @@ def extension(root: Path) -> types.ModuleType:
     module.DType = enum.IntEnum("DType", names, start=0)
     module.FP8FwdTensors = _numbered("GEMM{}_INPUT", "GEMM{}_WEIGHT", "GEMM{}_OUTPUT")
     module.FP8BwdTensors = _numbered("GRAD_OUTPUT{}", "GRAD_INPUT{}")
-    for f in (quantize, dequantize, generic_gemm, bgrad_quantize, fused_amax_and_scale_update_after_reduction, rmsnorm_fwd, rmsnorm_bwd,
-              layernorm_fwd, layernorm_bwd, swiglu, dswiglu, fp8_transpose, fused_rope_forward, fused_rope_backward,
-              scaled_masked_softmax_forward, scaled_masked_softmax_backward):
+    for f in FUNCTIONS:
         setattr(module, f.__name__, f)
-    module.get_cublasLt_version = lambda: 130000
-    module.get_num_cublas_streams = lambda: 1
-    module.get_cudnn_version = lambda: 92100
-    module.get_fused_attn_backend = lambda *_, **__: (FusedAttnBackend.No_Backend, "no cuDNN on a CPU")
     return module
 
 
@@ -62,7 +56,8 @@ def _name(quantizer: Any) -> str:
     return type(quantizer).__name__
 
 
-def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> Any:
+def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
+    x, out = tensor, output
     if _name(quantizer) in ("Float8BlockQuantizer", "MXFP8Quantizer"):
         return _quantize_tiles(x.detach(), quantizer, out)
     if _name(quantizer) == "NVFP4Quantizer":
@@ -167,8 +162,8 @@ def _spread(scale: Tensor, tile: tuple[int, int], like: Tensor) -> Tensor:
     return scale.repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)[: like.shape[0], : like.shape[1]]
 
 
-def dequantize(t: Any, dtype: Any) -> Tensor:
-    return _values(t, True).to(DTYPES[dtype.name]).view(t.size())
+def dequantize(input: Any, otype: Any) -> Tensor:
+    return _values(input, True).to(DTYPES[otype.name]).view(input.size())
 
 
 def _tiled_values(t: Any, rowwise: bool) -> Tensor:
@@ -202,34 +197,40 @@ def _kind(t: Any) -> str:
     return {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}[t._fp8_dtype.name] if hasattr(t, "_fp8_dtype") else "high precision"
 
 
-def generic_gemm(A: Any, transa: bool, B: Any, transb: bool, out: Any, quantizer: Any, out_dtype: Any, bias: Any, bias_dtype: Any,
-                 gelu: Any, gelu_in: Any, grad: bool, workspace: Any, size: int, accumulate: bool, split: bool, **_: Any) -> Any:  # fmt: skip
+def generic_gemm(
+    A: Any, transA: bool, B: Any, transB: bool, D: Any, quantizer: Any, output_dtype: Any, bias: Any, bias_type: Any, gelu: Any, gelu_in: Any, grad: bool,
+    workspace: Any, workspace_size: int, accumulate: bool, use_split_accumulator: bool, comm_overlap: Any = None, comm_type: Any = None,
+    extra_output: Any = None, bulk_overlap: bool = False, alpha: float = 1.0, beta: Any = None,
+) -> Any:  # fmt: skip
+    assert alpha == 1.0 and comm_overlap is None
     assert quantizer is None and not gelu
-    CALLS.append(f"{'NT'[transa]}{'NT'[transb]} {_kind(B)} x {_kind(A)}")
-    a, b = (v.reshape(-1, v.shape[-1]) for v in (_values(A, transa), _values(B, not transb)))
-    y = (b.t() if transb else b) @ (a.t() if transa else a)
+    CALLS.append(f"{'NT'[transA]}{'NT'[transB]} {_kind(B)} x {_kind(A)}")
+    a, b = (v.reshape(-1, v.shape[-1]) for v in (_values(A, transA), _values(B, not transB)))
+    y = (b.t() if transB else b) @ (a.t() if transA else a)
     bias_grad = None
     if bias is not None and bias.numel():
         if grad:
             bias_grad = b.sum(0)
         else:
             y = y + bias.float()
-    dtype = DTYPES[out_dtype.name]
-    shape = y.shape if transb else (*B.size()[:-1], y.shape[-1])
+    dtype = DTYPES[output_dtype.name]
+    shape = y.shape if transB else (*B.size()[:-1], y.shape[-1])
     y = y.to(dtype).reshape(shape)
-    if out is not None:
-        out.copy_(out + y if accumulate else y)
-        y = out
+    if D is not None:
+        D.copy_(D + y if accumulate else y)
+        y = D
     return y, bias_grad, None, None
 
 
-def bgrad_quantize(dy: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-    return dy.reshape(-1, dy.shape[-1]).sum(0), quantize(dy, quantizer)
+def bgrad_quantize(input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    return input.reshape(-1, input.shape[-1]).sum(0), quantize(input, quantizer)
 
 
-def fused_amax_and_scale_update_after_reduction(buffer: Tensor, histories: list[Tensor], scales: list[Tensor], algo: str, kind: Any, margin: int) -> None:
-    at = 0
-    for history, scale in zip(histories, scales, strict=True):
+def fused_amax_and_scale_update_after_reduction(
+    amax_reduction_buffer: Tensor, amax_histories: list[Tensor], scales: list[Tensor], amax_compute_algo: str, fp8_dtype: Any, margin: int, /,
+) -> None:  # fmt: skip
+    buffer, algo, kind, at = amax_reduction_buffer, amax_compute_algo, fp8_dtype, 0
+    for history, scale in zip(amax_histories, scales, strict=True):
         for i in range(scale.numel()):
             h, new = history[:, i].clone(), history[:, i]
             last = buffer[at] if buffer[at] != 0 else h[0]
@@ -248,61 +249,101 @@ def _out(y: Tensor, quantizer: Any, dtype: Any) -> Any:
     return y.to(dtype) if quantizer is None else quantize(y, quantizer)
 
 
-def rmsnorm_fwd(x: Tensor, w: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: Any, *_: Any) -> Any:
+def rmsnorm_fwd(
+    input: Tensor, weight: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: Any, sm_margin: int, zero_centered_gamma: bool,
+) -> Any:  # fmt: skip
+    x, w = input, weight
     r = (x.float().pow(2).mean(-1, keepdim=True) + eps).rsqrt()
     return _out(x.float() * r * w.float(), quantizer, x.dtype), None, r
 
 
-def rmsnorm_bwd(dy: Tensor, x: Tensor, r: Tensor, w: Tensor, *_: Any) -> Any:
+def rmsnorm_bwd(dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool, /) -> Any:
+    dy, r, w = dz, rsigma, gamma
     n, g = x.float() * r, dy.float() * w.float()
     dx = r * (g - n * (g * n).mean(-1, keepdim=True))
     return dx.to(x.dtype), (dy.float() * n).reshape(-1, n.shape[-1]).sum(0).to(w.dtype)
 
 
-def layernorm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: Any, *_: Any) -> Any:
+def layernorm_fwd(
+    input: Tensor, weight: Tensor, bias: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: Any, sm_margin: int, zero_centered_gamma: bool,
+) -> Any:  # fmt: skip
+    x, w, b = input, weight, bias
     mean = x.float().mean(-1, keepdim=True)
     r = ((x.float() - mean).pow(2).mean(-1, keepdim=True) + eps).rsqrt()
     return _out((x.float() - mean) * r * w.float() + b.float(), quantizer, x.dtype), mean, r
 
 
-def layernorm_bwd(dy: Tensor, x: Tensor, mean: Tensor, r: Tensor, w: Tensor, *_: Any) -> Any:
+def layernorm_bwd(
+    dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool, /,
+) -> Any:  # fmt: skip
+    dy, mean, r, w = dz, mu, rsigma, gamma
     n, g = (x.float() - mean) * r, dy.float() * w.float()
     dx = r * (g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True))
     flat = dy.float().reshape(-1, dy.shape[-1])
     return dx.to(x.dtype), (flat * n.reshape(flat.shape)).sum(0).to(w.dtype), flat.sum(0).to(w.dtype)
 
 
-def swiglu(x: Tensor, quantizer: Any, *_: Any) -> Any:
+def swiglu(input: Tensor, quantizer: Any) -> Any:
+    x = input
     gate, up = x.float().chunk(2, -1)
     return _out(torch.nn.functional.silu(gate) * up, quantizer, x.dtype)
 
 
-def dswiglu(dy: Tensor, x: Tensor, quantizer: Any, *_: Any) -> Any:
+def dswiglu(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> Any:
+    dy, x = grad, fwd_input
     gate, up = x.float().chunk(2, -1)
     s, g = torch.sigmoid(gate), dy.float()
     return _out(torch.cat([g * up * s * (1 + gate * (1 - s)), g * gate * s], -1), quantizer, x.dtype)
 
 
-def fp8_transpose(data: Tensor, dtype: Any, *, out: Any = None) -> Tensor:
-    return data.reshape(-1, data.shape[-1]).t().contiguous()
+def fp8_transpose(input: Tensor, dtype: Any, out: Any) -> Tensor:
+    return input.reshape(-1, input.shape[-1]).t().contiguous()
 
 
-def fused_rope_forward(t: Tensor, freqs: Tensor, starts: Any, layout: int, interleaved: bool, *_: Any) -> Tensor:
-    """fused_rope.cu: angles and products in float32, whatever the dtype of `t`."""
-    assert layout == QKV_FORMAT["bshd"] and not interleaved and starts is None and freqs.is_contiguous() and freqs.shape[-1] == t.shape[-1]
+def fused_rope_forward(
+    input: Tensor, freqs: Tensor, start_positions: Any, qkv_format: int, interleaved: bool, cu_seqlens: Any, cp_size: int, cp_rank: int, /,
+) -> Tensor:  # fmt: skip
+    """fused_rope.cu: angles and products in float32, whatever the dtype of `input`."""
+    t = input
+    assert qkv_format == QKV_FORMAT["bshd"] and not interleaved and start_positions is None and cp_size == 1
+    assert freqs.is_contiguous() and freqs.shape[-1] == t.shape[-1]
     angles = freqs[: t.shape[1], 0]  # [T, 1, head_dim]
     first, second = t.float().chunk(2, -1)
     return (t.float() * angles.cos() + torch.cat([-second, first], -1) * angles.sin()).to(t.dtype)
 
 
-def fused_rope_backward(dy: Tensor, freqs: Tensor, *rest: Any) -> Tensor:
-    return fused_rope_forward(dy, -freqs, *rest)
+def fused_rope_backward(
+    output_grads: Tensor, freqs: Tensor, start_positions: Any, qkv_format: int, interleaved: bool, cu_seqlens: Any, cp_size: int, cp_rank: int, /,
+) -> Tensor:  # fmt: skip
+    return fused_rope_forward(output_grads, -freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank)
 
 
-def scaled_masked_softmax_forward(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return torch.softmax((x.float() * scale).masked_fill(mask, -10000.0), -1).to(x.dtype)
+def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: float, /) -> Tensor:
+    return torch.softmax((input.float() * scale_factor).masked_fill(mask, -10000.0), -1).to(input.dtype)
 
 
-def scaled_masked_softmax_backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    g, p = dy.float(), y.float()
-    return (scale * p * (g - (g * p).sum(-1, keepdim=True))).to(dy.dtype)
+def scaled_masked_softmax_backward(output_grad_: Tensor, softmax_results_: Tensor, scale_factor: float, /) -> Tensor:
+    g, p = output_grad_.float(), softmax_results_.float()
+    return (scale_factor * p * (g - (g * p).sum(-1, keepdim=True))).to(output_grad_.dtype)
+
+
+def get_cublasLt_version() -> int:
+    return 130000
+
+
+def get_num_cublas_streams() -> int:
+    return 1
+
+
+def get_cudnn_version() -> int:
+    return 92100
+
+
+def get_fused_attn_backend(fused_attn_params: Any) -> tuple[Any, str]:
+    return FusedAttnBackend.No_Backend, "no cuDNN on a CPU"
+
+
+FUNCTIONS = (quantize, dequantize, generic_gemm, bgrad_quantize, fused_amax_and_scale_update_after_reduction, rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd,
+             layernorm_bwd, swiglu, dswiglu, fp8_transpose, fused_rope_forward, fused_rope_backward, scaled_masked_softmax_forward,
+             scaled_masked_softmax_backward, get_cublasLt_version, get_num_cublas_streams, get_cudnn_version, get_fused_attn_backend)
+"""Their signatures are those of the compiled ones (te_extension.pyi; tests/backends/test_te_extension.py)."""
