@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for type checkers and editors the same names as in _HOMES; 
     from fp8cfg.config.training_nodes import Log as Log
     from fp8cfg.config.training_nodes import Optim as Optim
     from fp8cfg.config.training_nodes import Strategy as Strategy
+    from fp8cfg.config.training_nodes import Timeout as Timeout
     from fp8cfg.config.training_nodes import Trainer as Trainer
     from fp8cfg.conversion.autowrap import apply_fp8_autowrap as apply_fp8_autowrap
     from fp8cfg.conversion.autowrap import contextual_fp8_autocast as contextual_fp8_autocast
@@ -104,7 +105,7 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
         "fp8cfg.config.precision": "Precision Storage",
         "fp8cfg.config.recipe": "Recipe",
         "fp8cfg.config.recipe_registry": "recipe",
-        "fp8cfg.config.training_nodes": "Checkpoint Data Log Optim Strategy Trainer",
+        "fp8cfg.config.training_nodes": "Checkpoint Data Log Optim Strategy Timeout Trainer",
         "fp8cfg.conversion.autowrap": "apply_fp8_autowrap contextual_fp8_autocast",
         "fp8cfg.conversion.averaging": "Average averaged",
         "fp8cfg.conversion.convert": "convert_back convert_model has_fp8_layers has_transformer_engine_layers",

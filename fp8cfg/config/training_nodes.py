@@ -15,6 +15,12 @@ from fp8cfg.config.precision import Precision
 from fp8cfg.config.presets import precision_preset
 
 
+_PART: dict[str, Any] = {
+    "type": "object", "additionalProperties": False, "required": ["path", "weight"],
+    "properties": {"path": {"type": "string", "minLength": 1}, "weight": {"type": "number", "exclusiveMinimum": 0}}}
+"""The schema of a part of a mixture, which `_wrong` checks."""
+
+
 class Data(Node):
     """What is trained on."""
 
@@ -26,7 +32,7 @@ class Data(Node):
     Default stdlib: real text without a download."""
     path: str | None = None
     """Folder or file, for tokens a prefix or .idx, for dataset a folder of save_to_disk. Default null."""
-    mixture: tuple[dict[str, Any], ...] = ()
+    mixture: tuple[dict[str, Any], ...] = Field(default=(), json_schema_extra={"items": _PART})
     """In place of data.path several, each with its share of the samples: [{path: a, weight: 0.7}, {path: b, weight: 0.3}]. A path
     that is small for its weight is read several times. Default [] (Megatron's blend)."""
     text_key: str = Field(default="text", min_length=1)

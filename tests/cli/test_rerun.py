@@ -62,7 +62,7 @@ def test_a_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     from fp8cfg.data import corpus
 
     monkeypatch.setattr(corpus, "fingerprint", lambda tokens: "other")  # what a changed text would have
-    monkeypatch.setattr("fp8cfg.data.batches.fingerprint", lambda tokens: "other")
+    monkeypatch.setattr("fp8cfg.data.samples.fingerprint", lambda tokens: "other")
     assert main(["rerun", str(first), "optim.lr=1e-3", f"log.dir={tmp_path / 'third'}", "trainer.max_steps=4"]) == 0
     out = capsys.readouterr().out.splitlines()
     for line in ("changed: optim.lr: 0.003 -> 0.001", "changed: trainer.max_steps: 6 -> 4", "changed: variables.NVTE_DEBUG_LEVEL: none -> 1",

@@ -14,7 +14,7 @@ from fp8cfg.config.presets import FUNCTIONS
 
 NAMES = {
     # recipes
-    "Recipe", "Model", "LoRA", "RopeScaling", "FP8", "OverrideLinearPrecision", "Precision", "Storage", "Data", "Optim", "Trainer", "Strategy",
+    "Recipe", "Model", "LoRA", "RopeScaling", "FP8", "OverrideLinearPrecision", "Precision", "Storage", "Data", "Optim", "Trainer", "Strategy", "Timeout",
     "Checkpoint", "Log", "ConfigError", "NotFP8Error", "recipe", "recipes", "compose", "from_yaml", "to_yaml", "structured_config", "interop",
     # what one does with them
     "plan", "Plan", "explain", "Explanation", "lower", "build", "Job", "fit", "resume", "RunFolder", "Callback", "coverage",

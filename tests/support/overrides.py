@@ -27,6 +27,8 @@ def _of(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         return st.sampled_from(schema["enum"])
     if "prefixItems" in schema:
         return st.tuples(*map(_of, schema["prefixItems"])).map(list)
+    if "items" in schema and schema["items"].get("type") == "object":
+        return st.lists(st.fixed_dictionaries({name: _of(one) for name, one in schema["items"]["properties"].items()}), max_size=3)
     if schema["type"] == "integer":
         return st.integers(schema.get("minimum", 0), schema.get("maximum", 10**6))
     if schema["type"] == "number":
@@ -43,6 +45,8 @@ def spelled(given: Any) -> str:
         return {None: "null", True: "true", False: "false"}[given]
     if isinstance(given, list):
         return "[" + ",".join(map(spelled, given)) + "]"
+    if isinstance(given, dict):
+        return "{" + ",".join(f"{key}: {spelled(one)}" for key, one in given.items()) + "}"
     return "'" + given.replace("'", "\\'") + "'" if isinstance(given, str) else repr(given)
 
 

@@ -429,7 +429,7 @@ def test_sharded_runs_have_the_bits_of_the_unsharded_one(row: str, two: tuple[Pa
     _, ranks = two
     whole = ranks[0][f"{row} none"]
     if row != "momentum":  # whose steps are small beside the differences of batches
-        assert [loss for loss, _ in whole["losses"]] == sorted((loss for loss, _ in whole["losses"]), reverse=True)
+        assert whole["losses"][-1][0] < whole["losses"][0][0]
     for shard in SHARDS:
         first, second = (found[f"{row} {shard}"] for found in ranks)
         assert first["losses"] == second["losses"] == whole["losses"] and first["json"] == second["json"] == whole["json"]
