@@ -14,7 +14,6 @@ from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.presets import precision_preset
 
-
 _PART: dict[str, Any] = {
     "type": "object", "additionalProperties": False, "required": ["path", "weight"],
     "properties": {"path": {"type": "string", "minLength": 1}, "weight": {"type": "number", "exclusiveMinimum": 0}}}

@@ -81,8 +81,9 @@ def test_adapters_there_and_back(fp8: str, tmp_path: Path) -> None:
         for name, weight in to_hf(job.model.state_dict(), config, layout).items():
             assert torch.equal(theirs.get_parameter(name), weight), name
     found = run_model.load(run, print)
-    held = {name: weight.float() for name, weight in found.model.state_dict().items() if ".lora." not in name}  # dequantized
-    for name, _, adapter in adapted(found.model):
+    held = {name: weight.float() for name, weight in found.model.state_dict().items() if ".lora." not in name}
+    for name, layer, adapter in adapted(found.model):
+        held[f"{name}.weight"] = layer.dequantized_weight(torch.float32)
         held[f"{name}.weight"] += adapter.delta(held[f"{name}.weight"])
     for name, weight in to_hf(held, *found_of(run)).items():
         assert torch.equal(wide.get_parameter(name), weight.bfloat16().float()), name
