@@ -190,13 +190,16 @@ def optimizer(
             groups, _inner(optim, split=precision.storage.shard == "fsdp"),
             masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
             loss_scaler=loss_scaler, clip_grad=clip_grad, owned=owned)
+        skips = not precision.fp8.enabled or backend_registry.capabilities(choice.backend).skips_on_device
+        built.can_defer = loss_scaler is None and precision.storage.shard != "fsdp" and skips
         gradient_sync.sum_norms(built, prepared)
     if prepared.owner:
         zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
     if precision.fp8.enabled:
         def move_scales() -> None:
             group = dist.group.WORLD if precision.fp8.reduce_amax and dist.is_available() and dist.is_initialized() else None
-            backend.after_step(model, group, built.steps)
+            skip = built.deferred and built.deferred.skip
+            backend.after_step(model, group, built.steps, *([] if skip is None else [skip]))
 
         built.on_step.append(move_scales)
         built.on_skip.append(lambda: backend.after_skip(model))

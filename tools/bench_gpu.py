@@ -137,7 +137,7 @@ def probe(args: argparse.Namespace, scaling: str) -> str:
 
 
 def line(case: str, contender: object, cells: list[str]) -> str:
-    widths = (8, 8, 10, 6, 6, 6, 8)
+    widths = (8, 9, 12, 6, 6, 6, 8)
     shown = "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)) if len(cells) == len(widths) else f"  {' '.join(cells)}"
     return f"{case:7}{contender!s:27}{shown}"
 

@@ -45,6 +45,8 @@ class Capabilities:
     """Whether it has log.fp8_stats_every_n_steps."""
     moves_scales: bool = False
     """Whether `Backend.after_step` is what rolls delayed scaling's histories and moves its scales."""
+    skips_on_device: bool = False
+    """Whether `Backend.after_step` takes `skip`, so that no host has to wait to know whether a step was skipped."""
     zero_fp8_weights: bool = True
     """Whether ZeRO can hand round the weights that it holds in FP8."""
     fp8_gather: Literal["", "cast", "params"] = ""

@@ -6,6 +6,7 @@ step that is skipped because its gradients are not finite calls `discard_amax` i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -25,12 +26,15 @@ def fp8_layers(model: nn.Module) -> Iterator[FP8Layer]:
 
 
 @torch.no_grad()
-def update_scales(layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = None, step: int | None = None) -> None:
+def update_scales(
+    layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = None, step: int | None = None, skip: Tensor | None = None
+) -> None:
     """Reduces the amaxes of this step over `group`, rolls the histories and sets the scales of all delayed `layers`.
 
     One all-reduce (MAX) for all layers together; all ranks must name the same layers in the same order. `group` None reduces
     nothing. `step` counts optimizer steps from 1; with an interval of k scales move at steps k, 2k, ..., except one that was
-    never set, which is set as soon as its amax is known. Raises ValueError where an interval above 1 lacks `step`."""
+    never set, which is set as soon as its amax is known. Where `skip`, a bool [] on their device, is true, the layers are left as
+    `discard_amax` leaves them: nobody waits to know. Raises ValueError where an interval above 1 lacks `step`."""
     delayed = [layer for layer in layers if layer.scaling.layout.history]
     if not delayed:
         return
@@ -41,7 +45,8 @@ def update_scales(layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = 
     rows = torch.split(now, [len(roles) for _, roles in kinds])
     for kind in dict.fromkeys(kinds):
         those = [i for i, other in enumerate(kinds) if other == kind]
-        used = _update([_state(delayed[i]) for i in those], torch.stack([rows[i] for i in those]), *kind, step)
+        skipped = None if skip is None else (skip, _kept([delayed[i] for i in those], now.device))
+        used = _update([_state(delayed[i]) for i in those], torch.stack([rows[i] for i in those]), *kind, step, skipped)
         for i, row in zip(those, used.unbind(), strict=True):
             delayed[i].range_used = row
     for layer in delayed:
@@ -60,18 +65,44 @@ def _state(layer: FP8Layer) -> tuple[Tensor, Tensor]:
     return scale, history
 
 
-def _update(states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, roles: tuple[int, ...], step: int | None) -> Tensor:
-    """One update of layers of one scaling; what their tensors used of the range of the scales before it."""
+@functools.lru_cache(maxsize=64)
+def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Float32 `values` on `device`, copied there once: a copy from the host waits."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _kept(layers: list[FP8Layer], device: torch.device) -> Tensor:
+    """1 for the amaxes of this step that a skipped step leaves, else 0, [layers, roles]."""
+    rows = [[float(role == WEIGHT and _holds_weight(layer)) for role in _roles(layer)] for layer in layers]
+    return _constants(tuple(value for row in rows for value in row), device).view(len(rows), -1)
+
+
+def _holds_weight(layer: FP8Layer) -> bool:
+    """Whether the amax of its weight was recorded when that was written, and stays until it is written again."""
+    return isinstance(layer, FP8Linear) and (layer.fp8_params or layer.sharded)
+
+
+def _update(
+    states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, roles: tuple[int, ...], step: int | None,
+    skipped: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """One update of layers of one scaling; what their tensors used of the range of the scales before it. `skipped` is whether it
+    is skipped, and then which amaxes stay."""
     if step is None and scaling.interval > 1:
         raise ValueError(f"update_scales: interval={scaling.interval} needs the number of the optimizer step")
     scales, histories = ([pair[i] for pair in states] for i in range(2))
     old = torch.stack(scales)
     formats = [scaling.format_of(role) for role in roles]
-    target = torch.tensor([f.max * 2.0**-scaling.margin for f in formats], device=now.device).expand_as(now)
-    reach = torch.tensor([f.reach for f in formats], device=now.device)
-    history, new = roll(torch.stack(histories, 1), old, now, target, scaling.amax_compute_algo)
+    target = _constants(tuple(f.max * 2.0**-scaling.margin for f in formats), now.device).expand_as(now)
+    reach = _constants(tuple(f.reach for f in formats), now.device)
+    before = torch.stack(histories, 1)
+    history, new = roll(before, old, now, target, scaling.amax_compute_algo)
     if step is not None and step % scaling.interval:
         new = torch.where(old == 0, new, old)
+    if skipped is not None:
+        skip, kept = skipped
+        new = torch.where(skip, old, new)
+        history = torch.where(skip, torch.cat([torch.where(kept > 0, before[0], 0)[None], before[1:]]), history)
     torch._foreach_copy_(histories, list(history.unbind(1)))
     torch._foreach_copy_(scales, list(new.unbind()))
     return range_used(now, old, reach)
@@ -85,8 +116,7 @@ def discard_amax(layers: Iterable[FP8Layer]) -> None:
     for layer in layers:
         layer.range_used = None
         if layer.fp8_amax_history is not None:
-            kept = isinstance(layer, FP8Linear) and (layer.fp8_params or layer.sharded)
-            layer.fp8_amax_history[0, [INPUT, GRAD_OUTPUT] if kept else slice(None)] = 0
+            layer.fp8_amax_history[0, [INPUT, GRAD_OUTPUT] if _holds_weight(layer) else slice(None)] = 0
 
 
 @torch.no_grad()

@@ -38,7 +38,8 @@ class MixedPrecisionOptimizer(NamedOptimizer):
     rounding (they are taken over, not copied) and `writers` the function that stores a master into the parameter and
     its scale. Other masters are copies of the parameters as they are now: load weights first, build this afterwards.
 
-    After a step `grad_norm` is the norm before clipping (float32, unscaled); `steps` counts those that were not skipped.
+    After a step `grad_norm` is the norm before clipping (float32, unscaled); `steps` counts those that were not skipped. `deferred`
+    leaves both to `settle`, so that no step waits for the device (optim/deferred_step.py).
     `clip_grad` of 0 clips nothing. `on_step` is called after the inner step and before parameters are written, `on_skip`
     when the gradients were not finite, `on_written` once parameters are written.
 
@@ -111,16 +112,15 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         if closure is not None:
             raise TypeError("MixedPrecisionOptimizer.step takes no closure: the loss may be scaled")
         self._written.check()
-        finite = self._prepare_gradients()
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(found_inf=not finite)
+        norm = self._prepare_gradients()
+        finite = self._decide(norm)
         if finite:
+            if self.clip_grad > 0.0:
+                clip_grads_with_norm_([master for master in self.masters.values() if master.grad is not None], self.clip_grad, norm)
             for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
                 inner_group.update(hyperparameters(group))
-            for p in self.names:
-                self.counts[p] += p.grad is not None or p in self._elsewhere
+            self.count(1)
             self.inner.step()
-            self.steps += 1
         for hook in self.on_step if finite else self.on_skip:
             hook()
         if finite:
@@ -129,6 +129,23 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             master.grad = None
         self._elsewhere.clear()
         return finite
+
+    def _decide(self, norm: Tensor) -> bool:
+        """Whether this step is to be made; true where the device is to know it alone."""
+        if self.deferred is not None:
+            self.deferred.decide(norm, [p for p in self.names if p.grad is not None or p in self._elsewhere])
+            return True
+        self.grad_norm = norm.item()
+        finite = math.isfinite(self.grad_norm)
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(found_inf=not finite)
+        return finite
+
+    def count(self, by: int, stepped: Sequence[nn.Parameter] | None = None) -> None:
+        """Count a step, or one less, of parameters that have a gradient, or of those given."""
+        self.steps += by
+        for p in self.names if stepped is None else stepped:
+            self.counts[p] += by * (stepped is not None or p.grad is not None or p in self._elsewhere)
 
     def storing(self) -> AbstractContextManager[None]:
         """Context manager for the last backward pass before a step; does nothing: gradients stay where autograd puts them."""
@@ -175,20 +192,14 @@ class MixedPrecisionOptimizer(NamedOptimizer):
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**hyperparameters(group), "params": [self.masters[p] for p in group["params"] if p in self.masters]}
 
-    def _prepare_gradients(self) -> bool:
-        """Give every master its float32 gradient, unscaled and clipped; False if they are not finite."""
+    def _prepare_gradients(self) -> Tensor:
+        """Give every master its float32 gradient, unscaled; the norm of all."""
         every = {p: p.grad if p.grad.dtype == torch.float32 else p.grad.float() for p in self.names if p.grad is not None}
         for p, master in self._narrow.items():
             master.grad = every.get(p)
         if self.loss_scaler is not None and every:
             torch._foreach_mul_([*every.values()], 1.0 / self.loss_scaler.scale)
-        norm = self._norm(every)
-        self.grad_norm = norm.item()
-        if not math.isfinite(self.grad_norm):
-            return False
-        if self.clip_grad > 0.0:
-            clip_grads_with_norm_([master for master in self.masters.values() if master.grad is not None], self.clip_grad, norm)
-        return True
+        return self._norm(every)
 
     def _norm(self, every: Mapping[nn.Parameter, Tensor]) -> Tensor:
         """The norm of all gradients together."""

@@ -9,6 +9,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from fp8cfg.optim.deferred_step import DeferredSteps
+
 NO_HYPERPARAMETERS = ("params", "param_names", "columns")
 """What stands in a parameter group beside its hyperparameters."""
 
@@ -39,6 +41,9 @@ class NamedOptimizer(torch.optim.Optimizer):
     _owned: Container[str] | None = None
     split: Collection[Any] = ()
     """Parameters of which other ranks have other parts."""
+    can_defer: bool = False
+    """Whether the device can decide whether a step is skipped."""
+    deferred: DeferredSteps | None = None
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:

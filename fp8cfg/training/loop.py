@@ -32,7 +32,8 @@ from fp8cfg.training.overflow_watch import OverflowWatch
 from fp8cfg.training.run_folder import COVERAGE, RunFolder
 from fp8cfg.training.run_folder_errors import RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
-from fp8cfg.training.train_step import Step, Stopped, evaluate, microbatches, train_step
+from fp8cfg.training.step_sequence import Done, StepSequence, may_launch_ahead
+from fp8cfg.training.train_step import Step, Stopped, evaluate, microbatches
 
 _HOW = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
 SKIPS = 100
@@ -99,7 +100,8 @@ class _Training:
         self.val_loss: float | None = None
         self.saver = Saver(job, run, world, self.batches, self.say, self._saved)
         self.overflows = OverflowWatch(self.say)
-        self.traffic_said = False
+        self.traffic_said = self.proved = False
+        self.loss: float | None = None
         self.skipped = 0
 
     def run_all(self, start_from: Loaded | None) -> Result:
@@ -108,7 +110,6 @@ class _Training:
         self._compile(start_from)
         first, last = self._load(start_from), self.recipe.trainer.max_steps
         self.world.waits("start", first + 1)  # the groups that the job has made, too
-        loss = None
         with ExitStack() as stack:
             self.logs = stack.enter_context(RunLogs(self.job, self.run, first))
             agree = self.world.any if self.world.size > 1 else None
@@ -121,26 +122,23 @@ class _Training:
             self.saver.check_room()
             if self._asked():
                 raise Interrupted(f"stopped before step {first + 1} of {last}; resume goes on from there")
-            progress = stack.enter_context(Progress(last, self.recipe.log.every_n_steps)) if self.world.first else None
+            self.progress = stack.enter_context(Progress(last, self.recipe.log.every_n_steps)) if self.world.first else None
+            # A callback finds the job as the step that it is called of left it.
+            ahead = may_launch_ahead(self.job) and not self.world.any(bool(self.callbacks))
+            steps = stack.enter_context(StepSequence(self.job, self.batches, self.world, self.stop, self._record, ahead))
             for step in range(first, last):
                 self.logs.statistics(self.batches, step, self.world)
-                self.world.traffic.clear()
-                began = time.perf_counter()
-                result = train_step(self.job, self.batches, step, self.world)
-                seconds = time.perf_counter() - began
-                if step == first:
-                    self._prove()
-                loss = result.loss
-                self._record(step + 1, result, seconds, progress)
+                steps.take(step, settled=not self.proved or self._looks(step + 1))
                 self.world.waits("start", step + 1)
                 self._after(step + 1)
                 self.world.waits("step", step + 2)
-                if step + 1 < last and self._asked():
+                if step + 1 < last and steps.stop_requested():
+                    steps.settle()
                     self._interrupt(step + 1)
         if self.job.optimizer.steps == 0:
             raise Diverged(f"all {last} steps were skipped, gradients overflowed; raise trainer.max_steps or lower "
                            "precision.initial_loss_scale")
-        return Result(last, loss, self.val_loss)
+        return Result(last, self.loss, self.val_loss)
 
     def _asked(self) -> bool:
         return self.stop is not None and self.stop.stop_requested()
@@ -176,6 +174,7 @@ class _Training:
 
     def _prove(self) -> None:
         """After the first step: what ran must be what was planned, or the run stops here."""
+        self.proved = True
         seen = self.job.prove()
         if self.recipe.fp8.enabled:
             self.say(f"coverage, observed in the first step ({_HOW[self.job.choice.product]})\n{seen}\n")
@@ -185,20 +184,26 @@ class _Training:
             record: dict[str, Any] = {"backend": asdict(self.job.choice), **seen.data(), **self.backend.record(self.job.model)}
             self.run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
 
-    def _record(self, done: int, result: Step, seconds: float, progress: Progress | None) -> None:
-        t, scaler = self.recipe.trainer, self.job.loss_scaler
+    def _record(self, of: Done) -> None:
+        if not self.proved:
+            self._prove()
+        t, scaler, done, result = self.recipe.trainer, self.job.loss_scaler, of.number, of.step
+        self.loss = result.loss
         tokens = t.global_batch_size * self.recipe.model.seq_length
         values: dict[str, Value] = {
             "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm, "stepped": result.stepped,
-            "tokens": done * tokens, "seconds": seconds}
+            "tokens": done * tokens, "seconds": of.seconds}
         if scaler:
             values["loss_scale"] = scaler.scale
-        values |= self.overflows.values(self.job.model, done)
+        values |= self.overflows.values(of.overflow, done)
         if self.world.size > 1:
-            values["sent_bytes"] = self._sent(result)
+            values["sent_bytes"], sent = of.sent
+            if result.stepped and not self.traffic_said:  # the first that was not skipped, which hands weights round
+                self.traffic_said = True
+                self.say(fill(f"sent in a step by the first rank: {sent}", 80, subsequent_indent="  "))
         self.logs.write(done, values)
-        if progress:
-            progress.update(done, result.loss, result.lr, tokens / seconds)
+        if self.progress:
+            self.progress.update(done, result.loss, result.lr, tokens / of.seconds)
         for callback in self.callbacks:
             callback.step(done, values)
         self._watch(done, result)
@@ -206,13 +211,6 @@ class _Training:
     def _saved(self, done: int, folder: Path) -> None:
         for callback in self.callbacks:
             callback.save(done, folder)
-
-    def _sent(self, result: Step) -> int:
-        """Bytes that this rank sent in the step. The first that was not skipped, which hands weights round, is said."""
-        if result.stepped and not self.traffic_said:
-            self.traffic_said = True
-            self.say(fill(f"sent in a step by the first rank: {self.world.traffic}", 80, subsequent_indent="  "))
-        return sum(self.world.traffic.bytes.values())
 
     def _watch(self, done: int, result: Step) -> None:
         if self.run:
@@ -227,11 +225,18 @@ class _Training:
                            "of the step before, lower optim.lr or resume from an earlier checkpoint")
 
     def _after(self, done: int) -> None:
-        every, last = self.recipe.checkpoint.every_n_steps, done == self.recipe.trainer.max_steps
         if self._evaluates(done):
             self._evaluate(done)
-        if last or (every and done % every == 0):
-            self.saver.save(done, self.skipped > 0, last)
+        if self._saves(done):
+            self.saver.save(done, self.skipped > 0, done == self.recipe.trainer.max_steps)
+
+    def _saves(self, done: int) -> bool:
+        every = self.recipe.checkpoint.every_n_steps
+        return done == self.recipe.trainer.max_steps or (bool(every) and done % every == 0)
+
+    def _looks(self, done: int) -> bool:
+        """Whether anything is done with the job after that step, which has to be settled before."""
+        return self._evaluates(done) or self._saves(done)
 
     def _evaluates(self, done: int) -> bool:
         every = self.recipe.trainer.val_check_interval

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
-
-from fp8cfg.numerics import Overflow, overflow
+from fp8cfg.numerics import Overflow
 from fp8cfg.report.tables import wrapped
 from fp8cfg.training.metrics import Value
 
@@ -21,10 +19,9 @@ class OverflowWatch:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._left = say, {"clipped", "infinite"}
 
-    def values(self, model: nn.Module, done: int) -> dict[str, Value]:
+    def values(self, found: Overflow | None, done: int) -> dict[str, Value]:
         """`fp8_clipped` and `fp8_infinite`, numbers of tensors, as metrics.jsonl has them of step `done`; empty without delayed
         scaling."""
-        found = overflow(model)
         if found is None:
             return {}
         if found.infinite:

@@ -15,6 +15,7 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.job import Job
 from fp8cfg.parallel.mesh import batch_share
+from fp8cfg.training.device_copy import on_device
 from fp8cfg.training.distributed.gradient_sync import stores_early, sum_gradients
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.model_traffic import count_pass
@@ -50,6 +51,12 @@ def microbatches(job: Job, world: World) -> int:
 
 def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     """Optimizer step number `step`, the first being 0."""
+    mean, lr, stepped = run_step(job, batches, step, world)
+    return Step(mean.item(), lr, job.optimizer.grad_norm, stepped)
+
+
+def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, float, bool]:
+    """The mean loss of an optimizer step, on the device, the learning rate, and what the optimizer's step returned."""
     count = microbatches(job, world)
     alike = job.recipe.trainer.strategy.tensor_model_parallel_size  # ranks with the same tokens, and so the same loss
     whole = 1 if batches.samples.masked else count * (world.size // alike)  # a mean of equal parts is divided once, at its end
@@ -67,8 +74,7 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     job.summed = True
     lr = job.schedule.apply(job.optimizer, job.optimizer.steps)  # a skipped step does not move it (Megatron's training.py)
     stepped = job.optimizer.step()
-    mean = world.sum(total / (whole * alike))
-    return Step(mean.item(), lr, job.optimizer.grad_norm, stepped)
+    return world.sum(total / (whole * alike)), lr, stepped
 
 
 def _microbatches(job: Job, batches: Batches, step: int, world: World) -> Iterator[tuple[tuple[Tensor, ...], float]]:
@@ -84,7 +90,9 @@ def _microbatches(job: Job, batches: Batches, step: int, world: World) -> Iterat
         return
     passes = [batches.batch(step, *share, i, count) for i in range(count)]
     targets = [_targets(job, each[1]) for each in passes]
-    whole = world.sum(torch.tensor(float(sum(targets)), dtype=torch.float64, device=job.device)).item() / alike
+    whole = float(sum(targets))
+    if world.size > 1:
+        whole = world.sum(torch.tensor(whole, dtype=torch.float64, device=job.device)).item() / alike
     if not whole:
         raise ConfigError(f"data={job.recipe.data.name}: no token of step {step + 1} has a loss")
     yield from ((each, whole / n if n else math.inf) for each, n in zip(passes, targets, strict=True))
@@ -99,7 +107,7 @@ def _targets(job: Job, targets: Tensor) -> int:
 
 def _loss(job: Job, parts: Iterable[Tensor]) -> Tensor:
     """What the model makes of a batch. Raises ConfigError where a given one does not make a loss of it."""
-    batch = [part.to(job.device) for part in parts]
+    batch = on_device(tuple(parts), job.device)
     kind, what = type(job.model).__name__, ""
     if job.foreign:
         try:
@@ -132,7 +140,7 @@ def evaluate(
                 for part in zip(*parts, strict=True):
                     if stop():
                         raise Stopped
-                    losses.append(job.model(*(t.to(job.device) for t in part)))
+                    losses.append(job.model(*on_device(part, job.device)))
                     counts.append(float(_targets(job, part[1])))
     finally:
         job.model.train(training)

@@ -17,7 +17,7 @@ import torch
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.composition import to_yaml
-from fp8cfg.training import loop, signals
+from fp8cfg.training import loop, signals, step_sequence
 from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, step_folders
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, OldCheckpointStays
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, write_manifest
@@ -226,7 +226,7 @@ def test_no_checkpoint_goes_while_steps_are_skipped(tmp_path: Path, monkeypatch:
         job.optimizer.steps += stepped
         return Step(1.0, 0.1, 1.0 if stepped else float("inf"), stepped)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(step_sequence, "train_step", train_step)
     monkeypatch.setattr(fp8cfg.Job, "prove", lambda _: type("Seen", (), {"data": lambda self: {}})())
     seen = dict[int, list[str]]()
     recipe = small(*WORDS, "precision=fp16", "trainer.max_steps=8", "checkpoint.every_n_steps=1", "trainer.val_check_interval=1")

@@ -21,7 +21,7 @@ from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.low_bit.training import LowBitTrainingAdamW
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step_sequence import StepSequence, may_launch_ahead
 
 Parts = dict[str, Callable[[], object]]
 TOKENS, IN_FEATURES, OUT_FEATURES = 15872, 4096, 16384
@@ -88,12 +88,13 @@ def layer_8b(scaling: str, compile: bool = False) -> Parts:
 
 
 def step(*words: str, compile: bool = False) -> Parts:
-    """A training step of llama_tiny under these words."""
+    """A training step of llama_tiny under these words, as a run takes those that it does not print."""
     job = fp8cfg.build(fp8cfg.compose([*STEP, *words]))
     if compile:
         job.compile_model()
     batches, _ = run_data(job.recipe)
-    return {"step": lambda: train_step(job, batches, job.optimizer.steps, World())}
+    steps = StepSequence(job, batches, World(), None, lambda done: None, may_launch_ahead(job)).__enter__()
+    return {"step": lambda: steps.take(job.optimizer.steps, settled=False)}
 
 
 def optimizer(name: str, parameters: int, compile: bool = False) -> Parts:

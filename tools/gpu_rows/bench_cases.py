@@ -36,7 +36,7 @@ TRAINER = ["optim.lr=1e-30", "optim.warmup_steps=0", "trainer.devices=1", "train
 SHAPES = {
     False: {"linear": (15872, 4096, 16384), "block": ["recipe=llama_8b"],
             "1b": ["recipe=llama_1b", "model.seq_length=2048", "trainer.micro_batch_size=8", "trainer.global_batch_size=8"],
-            "8b": ["recipe=llama_8b", "model.num_layers=4", "trainer.micro_batch_size=1", "trainer.global_batch_size=1"]},
+            "8b": ["recipe=llama_8b", "model.num_layers=4", "trainer.strategy.context_parallel_size=1", "trainer.micro_batch_size=1", "trainer.global_batch_size=1"]},
     True: {"linear": (512, 256, 512),
            "block": ["recipe=llama_tiny", "model.seq_length=256"],
            "1b": ["recipe=llama_tiny", "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.seq_length=64",

@@ -1,0 +1,67 @@
+"""Launched steps: training steps that a GPU may still be at, and what the host reads of each once it is done.
+
+One copy brings loss, norm, overflow and the ranks' wish to stop to the host; it is read when the next step is launched, so that
+the device never waits for the host, and the host for one step at most. Whether a step is skipped is decided on the device
+(optim/deferred_step.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8cfg.data import Batches
+from fp8cfg.job import Job
+from fp8cfg.numerics import Overflow
+from fp8cfg.numerics.delayed_overflow import RangesUsed, overflow_of, ranges_used
+from fp8cfg.optim.deferred_step import DeferredSteps
+from fp8cfg.training.device_copy import to_host
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.train_step import Step, run_step
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the host knows of a step that is done: `step` itself, what its FP8 tensors did not hold, and whether a rank wants to
+    stop."""
+
+    step: Step
+    overflow: Overflow | None
+    stop: bool
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """Optimizer step number `done`, from 1, on its way. `traffic` is what this rank sent in it: bytes, and their text."""
+
+    done: int
+    lr: float
+    traffic: tuple[int, str]
+    _numbers: Tensor
+    _there: torch.cuda.Event | None
+    _names: list[str] | None
+
+    def settle(self, deferred: DeferredSteps) -> Seen:
+        """Wait until it is done, and settle it in the optimizer. Steps are settled in the order in which they were launched."""
+        if self._there is not None and not self._there.query():  # type: ignore[no-untyped-call]
+            self._there.synchronize()
+        loss, norm, stop = self._numbers[:3].tolist()
+        stepped = deferred.settle(norm)
+        used = RangesUsed(self._numbers[3:], self._names) if self._names is not None and stepped else None
+        return Seen(Step(loss, self.lr, norm, stepped), overflow_of(used), stop > 0)
+
+
+def launch_step(
+    job: Job, batches: Batches, step: int, world: World, deferred: DeferredSteps, stop: Callable[[], bool]
+) -> LaunchedStep:
+    """Launch optimizer step number `step`, the first being 0. `stop` gives this rank's wish."""
+    mean, lr, _ = run_step(job, batches, step, world)
+    asked = world.largest(torch.full_like(mean, float(stop())))
+    used = ranges_used(job.model)
+    numbers = torch.cat([torch.stack([mean, deferred.norm, asked]), *([used.ratios] if used else [])])
+    copied, there = to_host(numbers)
+    sent = sum(world.traffic.bytes.values()), str(world.traffic)
+    return LaunchedStep(step + 1, lr, sent, copied, there, used and used.names)

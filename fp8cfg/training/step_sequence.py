@@ -1,0 +1,104 @@
+"""Step sequence: the optimizer steps of a run in their order, each read before the next begins, or on a GPU launched one ahead.
+
+Losses, metrics, messages and checkpoints are the same either way: a step that is launched ahead is settled before anything else
+looks at the job, and one that is not finite changes nothing and keeps those behind it from changing anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fp8cfg.data import Batches
+from fp8cfg.job import Job
+from fp8cfg.numerics import Overflow, overflow
+from fp8cfg.optim.deferred_step import DeferredSteps
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.launched_step import LaunchedStep, launch_step
+from fp8cfg.training.signals import StopSignals
+from fp8cfg.training.train_step import Step, train_step
+
+
+@dataclass(frozen=True)
+class Done:
+    """Optimizer step `number`, from 1, that is done, what its FP8 tensors did not hold, the bytes that this rank sent in it, and as
+    text, and how long it took: launched ahead, since the step before was done."""
+
+    number: int
+    step: Step
+    overflow: Overflow | None
+    sent: tuple[int, str]
+    seconds: float
+
+
+def may_launch_ahead(job: Job) -> bool:
+    """Whether a run of `job` launches a step before it has read the one before; on a CPU that gains nothing."""
+    return job.device.type == "cuda" and job.optimizer.can_defer
+
+
+class StepSequence:
+    """Takes the steps of a run. `record` is called with each that is done, in order, and may raise to end the run; `stop` is None
+    where signals are not caught. All ranks make the same calls."""
+
+    def __init__(
+        self, job: Job, batches: Batches, world: World, stop: StopSignals | None, record: Callable[[Done], None], ahead: bool
+    ) -> None:
+        self._job, self._batches, self._world, self._stop, self._record = job, batches, world, stop, record
+        self._deferred = DeferredSteps(job.optimizer) if ahead else None  # type: ignore[arg-type]  # can_defer says so
+        self._launched: LaunchedStep | None = None
+        self._asked = False
+        self._entered = ExitStack()
+
+    def take(self, step: int, settled: bool) -> None:
+        """Make step number `step`, the first being 0; where it may be launched ahead and need not be `settled`, it may go on."""
+        self._world.traffic.clear()
+        if self._deferred is None:
+            began = time.perf_counter()
+            result = train_step(self._job, self._batches, step, self._world)
+            seconds = time.perf_counter() - began
+            sent = sum(self._world.traffic.bytes.values()), str(self._world.traffic)
+            self._record(Done(step + 1, result, overflow(self._job.model), sent, seconds))
+            return
+        if self._launched is None:
+            self._began = time.perf_counter()
+        try:
+            launched = launch_step(self._job, self._batches, step, self._world, self._deferred, self._wish)
+        except BaseException:
+            self.settle()
+            raise
+        self.settle()
+        self._launched = launched
+        if settled:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the step that was launched, if there is one, and record it."""
+        launched, self._launched = self._launched, None
+        if launched is None or self._deferred is None:
+            return
+        seen = launched.settle(self._deferred)
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
+        self._asked = self._asked or seen.stop
+        self._record(Done(launched.done, seen.step, seen.overflow, launched.traffic, seconds))
+
+    def _wish(self) -> bool:
+        return self._stop is not None and self._stop.received is not None
+
+    def stop_requested(self) -> bool:
+        """Whether to stop after the step that was taken last: a rank's wish is known to all once a step of it is settled."""
+        if self._stop is None:
+            return False
+        if self._deferred is None or self._world.size == 1:
+            return self._stop.stop_requested()
+        return self._asked
+
+    def __enter__(self) -> StepSequence:
+        if self._deferred is not None:
+            self._entered.enter_context(self._deferred)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()

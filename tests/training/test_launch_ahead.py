@@ -1,0 +1,153 @@
+"""Steps launched ahead, as on a GPU, here on a CPU: losses, metrics, checkpoints and messages are those of a run that reads each step
+before it begins the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8cfg
+from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.optim.deferred_step import DeferredSteps
+from fp8cfg.training import loop
+from fp8cfg.training.callback import Callback
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.step_sequence import may_launch_ahead
+from tests.support.ranks import on_ranks
+from tests.support.small import small, steps
+
+NEVER = ("trainer.val_check_interval=0", "checkpoint.every_n_steps=0")
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Lets runs launch ahead where a GPU's would; undone by the test that wants the other."""
+    monkeypatch.setattr(loop, "may_launch_ahead", lambda job: job.optimizer.can_defer)
+    return monkeypatch
+
+
+def trained(root: Path, *words: str) -> tuple[list[str], list[dict[str, Any]], dict[str, bytes], loop.Result]:
+    """What a run says, its metrics but for times, and the files of its checkpoints."""
+    said: list[str] = []
+    result = fp8cfg.fit(fp8cfg.build(small(*words)), root, say=said.append)
+    metrics = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (root / "metrics.jsonl").read_text().splitlines()]
+    files = {str(p.relative_to(root)): p.read_bytes() for p in sorted((root / "checkpoints").rglob("*.safetensors"))}
+    return [text.replace(str(root), "FOLDER") for text in said], metrics, files, result
+
+
+@pytest.mark.parametrize("words", [
+    ("precision=bf16",), ("precision=bf16_fp8", *NEVER), ("precision=bf16_fp8", "fp8.params=false", "fp8.interval=2"),
+    ("precision=bf16_fp8_current", "trainer.micro_batch_size=4"), ("precision=fp32", "optim.name=sgd", "optim.momentum=0.9", *NEVER)], ids=" ".join)
+def test_a_run_is_the_same(words: tuple[str, ...], tmp_path: Path, ahead: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    settle = DeferredSteps.settle
+    ahead.setattr(DeferredSteps, "settle", lambda self, norm: (taken.append(len(self._waiting)), settle(self, norm))[1])
+    got = trained(tmp_path / "ahead", *words)
+    assert len(taken) == 6 and max(taken) == 2, "steps were launched ahead"
+    ahead.undo()
+    want = trained(tmp_path / "one", *words)
+    assert got == want and len(got[2]) > 0 and len(taken) == 6
+
+
+def _break_gradients(job: fp8cfg.Job, at: int) -> None:
+    """Gradients of one layer are infinite in the step after `at` ones."""
+    seen = [0]
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        seen[0] += 1
+        return gradient * torch.inf if seen[0] == at + 1 else gradient
+
+    job.model.final_layernorm.weight.register_hook(hook)
+
+
+@pytest.mark.parametrize("words", [("precision=bf16",), ("precision=bf16_fp8",), ("precision=bf16_fp8", "fp8.params=false")], ids=" ".join)
+def test_a_step_that_is_not_finite_changes_nothing_nor_the_one_behind_it(words: tuple[str, ...], ahead: pytest.MonkeyPatch) -> None:
+    ends, states = [], []
+    for _ in range(2):
+        job = fp8cfg.build(small(*words, *NEVER))
+        _break_gradients(job, 3)
+        with pytest.raises(loop.Diverged, match="step 4: the gradient norm is inf") as end:
+            loop.train(job, say=lambda _: None)
+        ends.append((str(end.value), job.optimizer.steps, job.optimizer.state_json(), job.optimizer.grad_norm))
+        states.append({**stored_state_dict(job.model), **job.optimizer.state_tensors(), **{f"fp8 {k}": v for k, v in job.state_dict().items()}})
+        ahead.undo()
+    assert ends[0] == ends[1] and ends[0][1] == 3
+    assert states[0].keys() == states[1].keys()
+    assert [name for name in states[0] if not torch.equal(states[0][name].float(), states[1][name].float())] == []
+
+
+def test_a_signal_stops_with_a_checkpoint_that_resumes_to_the_same_losses(tmp_path: Path, ahead: pytest.MonkeyPatch) -> None:
+    recipe = small("precision=bf16_fp8", *NEVER)
+    job = fp8cfg.build(recipe)
+    job.model.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM) if job.optimizer.steps == 2 and job.model.training else None)
+    with pytest.raises(loop.Interrupted, match="stopped after step 3 of 6"):
+        fp8cfg.fit(job, tmp_path, say=lambda _: None)
+    fp8cfg.resume(tmp_path, say=lambda _: None)
+    got = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    ahead.undo()
+    assert [line["step"] for line in got] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in got] == [s.loss for s in steps(fp8cfg.build(recipe), 6)]
+
+
+def test_an_error_of_the_next_step_comes_after_the_record_of_the_one_before(tmp_path: Path, ahead: pytest.MonkeyPatch) -> None:
+    job = fp8cfg.build(small("precision=bf16", *NEVER))
+
+    def fail(*_: Any) -> None:
+        if job.optimizer.steps == 3:
+            raise MemoryError("of this test")
+
+    job.model.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        fp8cfg.fit(job, tmp_path, say=lambda _: None)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3] and job.optimizer.deferred is None
+
+
+def test_a_callback_finds_the_job_as_its_step_left_it(ahead: pytest.MonkeyPatch) -> None:
+    job, seen = fp8cfg.build(small("precision=bf16", *NEVER)), []
+
+    class Count(Callback):
+        def step(self, done: int, values: Any) -> None:
+            seen.append((done, job.optimizer.steps))
+
+    loop.train(job, say=lambda _: None, callbacks=[Count()])
+    assert seen == [(n, n) for n in range(1, 7)]
+
+
+def test_what_needs_the_host_is_not_launched_ahead() -> None:
+    """A loss scale decides the next step's learning rate and scale on the host; so does a low-bit step. A CPU gains nothing."""
+    assert {words: fp8cfg.build(small(*words)).optimizer.can_defer for words in (("precision=fp16",), ("precision=bf16", "opt_level=O2"), ("precision=bf16_fp8",))} == {
+        ("precision=fp16",): False, ("precision=bf16", "opt_level=O2"): False, ("precision=bf16_fp8",): True}
+    job = fp8cfg.build(small("precision=fp16"))
+    assert not may_launch_ahead(fp8cfg.build(small("precision=bf16")))
+    with pytest.raises(ValueError, match="cannot be deferred"):
+        DeferredSteps(job.optimizer)
+
+
+def _on_rank(world: World) -> dict[str, Any]:
+    """Losses of a run to its end, and of one whose first rank is told to stop in its second step; and how far that came."""
+    loop.may_launch_ahead = lambda job: job.optimizer.can_defer  # type: ignore[assignment]  # in this process
+    written, write = [], loop.RunLogs.write
+    loop.RunLogs.write = lambda self, done, values: (written.append(values["loss"]), write(self, done, values))[1]  # type: ignore[method-assign]
+    words = ("precision=bf16_fp8", "trainer.devices=2", "trainer.micro_batch_size=4", *NEVER)
+    loop.train(fp8cfg.build(small(*words)), world=world, say=lambda _: None)
+    whole, job = written[:], fp8cfg.build(small(*words))
+    written.clear()
+    if world.first:
+        job.model.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM) if job.optimizer.steps == 1 else None)
+    with pytest.raises(loop.Interrupted):
+        loop.train(job, world=world, say=lambda _: None)
+    return {"whole": whole, "stopped": written, "steps": job.optimizer.steps}
+
+
+def test_on_two_ranks_all_stop_at_one_step(tmp_path: Path) -> None:
+    """The wish to stop goes with the step's numbers, and is known a step later."""
+    first, second = on_ranks(2, _on_rank, tmp_path)
+    assert first == second and len(first["whole"]) == 6
+    assert first["steps"] == 3 and first["stopped"] == first["whole"][:3]
