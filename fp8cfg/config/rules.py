@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DOCUMENTS = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
 """Keys of data that act where documents end."""
+STREAMS = ("jsonl", "parquet")
+"""Kinds of data that data.streaming reads row by row."""
 
 
 def model_rules(recipe: Recipe) -> Iterator[str]:
@@ -80,6 +82,21 @@ def data_rules(recipe: Recipe) -> Iterator[str]:
         yield f"data.path={d.path}: has no effect beside data.mixture; put it in there, with a weight"
     if shipped:
         yield from idle(d, ("mixture",), f" with data={d.name}, which is one corpus; write data=text", "data.name")
+    if shipped:
+        yield from idle(d, ("validation_path",), f" with data={d.name}, which holds out its own end; write data=text",
+                        "data.name")
+    if d.name not in STREAMS:
+        yield from idle(d, ("streaming",), f" with data={d.name}; what is streamed is {' or '.join(STREAMS)}", "data.name")
+    if d.streaming and d.mixture:
+        yield Refusal("data.streaming=True: there is one stream, and data.mixture has several parts; write token files of each "
+                      "with fp8cfg data prepare, or false", [("data.streaming", False)], ["data.mixture"])
+    if d.validation_path is not None:
+        yield from idle(d, ("validation_fraction",), " beside data.validation_path, which is held out", "data.validation_path")
+    elif d.streaming:
+        yield from idle(d, ("validation_fraction",), " with data.streaming=True, of which nothing is held out", "data.streaming")
+        if every := recipe.trainer.val_check_interval:
+            yield Refusal(f"trainer.val_check_interval={every}: nothing of a stream is held out; write data.validation_path, or 0",
+                          [("trainer.val_check_interval", 0)], ["data.streaming"])
     if d.name not in tables:
         yield from idle(d, ("text_key",), f" with data={d.name}; tables have columns: {', '.join(tables)}", "data.name")
     if d.name == "chat":

@@ -30,7 +30,7 @@ class Data(Node):
     dataset: a column of a table; tokens: Megatron's .bin/.idx; chat: conversations, with a loss of the assistant's words alone.
     Default stdlib: real text without a download."""
     path: str | None = None
-    """Folder or file, for tokens a prefix or .idx, for dataset a folder of save_to_disk. Default null."""
+    """Folder, file or pattern (shards/*.jsonl), for tokens a prefix or .idx, for dataset a folder of save_to_disk. Default null."""
     mixture: tuple[dict[str, Any], ...] = Field(default=(), json_schema_extra={"items": _PART})
     """In place of data.path several, each with its share of the samples: [{path: a, weight: 0.7}, {path: b, weight: 0.3}]. A path
     that is small for its weight is read several times. Default [] (Megatron's blend)."""
@@ -39,12 +39,17 @@ class Data(Node):
     tokenizer: str | None = None
     """A tokenizer.json, a folder with it, or hf://OWNER/NAME; null makes tokens of bytes. For tokens, of which tokenizer they are.
     Default null."""
+    streaming: bool = False
+    """Read the rows of jsonl or parquet while the run goes on, in their order, and hold none: for what does not fit into memory.
+    Default false (datasets' load_dataset)."""
     eod_mask_loss: bool = False
     """Take no loss of the first token of a document, which those before it say nothing of. Default false (Megatron)."""
     reset_attention_mask: bool = False
     """Attention stays within a document: no token sees those of documents before it. Default false (Megatron)."""
     reset_position_ids: bool = False
     """Positions begin at 0 with each document of a sequence. Default false (Megatron)."""
+    validation_path: str | None = None
+    """What is validated on, of the same kind as data.path, of which nothing is held out then. Default null."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=0.5)
     """Share of the corpus, at its end, that is held out, cut at a document where one begins nearby. Default 0.05."""
 

@@ -1,7 +1,8 @@
 """Batches of a training run, addressed by one integer.
 
 The cursor counts samples since the start of the run. Sample k belongs to epoch k // n and is sample permute(k % n) of
-that epoch, where n is how many there are. Nothing else is state: any batch can be asked for at any time.
+that epoch, where n is how many there are. Nothing else is state: any batch can be asked for at any time. (What has no length
+is a stream: stream.py.)
 
 Optimizer step s takes samples s*G to (s+1)*G, G the global batch size. Ranks share them out in contiguous pieces and each
 rank cuts its piece into contiguous micro-batches, so the samples of a step, and their order when the pieces are put
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8cfg.data.errors import DataError
-from fp8cfg.data.samples import IGNORED, Samples, positive
+from fp8cfg.data.samples import IGNORED, Drawn, Samples, positive
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ class Batches:
     cut.
     """
 
-    samples: Samples
+    samples: Drawn
     seed: int
     global_batch_size: int
     tokenizer_sha256: str | None = None
@@ -75,18 +76,17 @@ class Batches:
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps after `step` optimizer steps; plain JSON values."""
-        return {
-            "seed": self.seed,
-            "seq_length": self.samples.seq_length,
-            "samples_seen": step * self.global_batch_size,
-            "corpus_sha256": self.sha256,
-            "tokenizer_sha256": self.tokenizer_sha256,
-        }
+        return {"samples_seen": step * self.global_batch_size, **self._identity()}
+
+    def _identity(self) -> dict[str, Any]:
+        """What does not change while a run goes on."""
+        return {"seed": self.seed, "seq_length": self.samples.seq_length, "corpus_sha256": self.sha256,
+                "tokenizer_sha256": self.tokenizer_sha256}
 
     def resume(self, state: Mapping[str, Any]) -> int:
         """The step to go on with. DataError when the state belongs to other data, or falls inside a global batch."""
-        for key, mine in self.state(0).items():
-            if key != "samples_seen" and state.get(key) != mine:
+        for key, mine in self._identity().items():
+            if state.get(key) != mine:
                 raise DataError(f"cannot resume: {key} is {mine!r}, the checkpoint has {state.get(key)!r}; restore it")
         seen = state.get("samples_seen")
         if type(seen) is not int or seen < 0:
@@ -125,7 +125,7 @@ def eval_batches(
     return (_tensors(samples, mine) for mine in places[:, rank])
 
 
-def _tensors(samples: Samples, places: np.ndarray) -> tuple[torch.Tensor, ...]:
+def _tensors(samples: Drawn, places: np.ndarray) -> tuple[torch.Tensor, ...]:
     import torch
 
     return tuple(torch.from_numpy(part).contiguous() for part in samples.read(places))

@@ -6,12 +6,14 @@ import difflib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from fp8cfg.data.corpus import Corpus, fingerprint, from_documents
 from fp8cfg.data.errors import DataError
 from fp8cfg.data.indexed import read_indexed
-from fp8cfg.data.rows import TABLES, table_documents
-from fp8cfg.data.sources import Documents, refuse_too_much, stdlib_documents, text_documents, tiny_documents
+from fp8cfg.data.rows import TABLES, table_documents, table_files
+from fp8cfg.data.sources import Documents, refuse_too_much, stdlib_documents, text_documents, text_files, tiny_documents
+from fp8cfg.data.table_files import SUFFIXES
 from fp8cfg.data.tokenizer import BYTES, Tokenizer, refuse_vocabulary
 
 SOURCES = ("stdlib", "tiny", "text", *TABLES, "tokens", "chat")
@@ -40,6 +42,13 @@ def documents(name: str, path: str | os.PathLike[str] | None = None, text_key: s
     if name in WITH_PATH:
         raise DataError(f"data source {name!r} has no documents of text; text, jsonl, parquet and dataset have")
     return stdlib_documents() if name == "stdlib" else tiny_documents()
+
+
+def source_files(name: str, path: str) -> list[Path]:
+    """The files that text, jsonl or parquet at `path` is read from; none of other sources. DataError where there is none."""
+    if name == "text":
+        return text_files(Path(path))[0]
+    return table_files(name, path)[0] if name in SUFFIXES else []
 
 
 def load_corpus(

@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from fp8cfg.data.tokenizer import BYTES, Tokenizer, padded_vocabulary, token_dty
 _BLOCK = 32_768  # tokens
 _BLOCKS = 1_024
 _AT_ONCE = 1_000  # documents that a tokenizer gets, to use all cores
+_BYTES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +46,25 @@ class Corpus:
 
 def encoded(documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """The tokens of each document, its end token included, read as they are asked for."""
-    dtype, left = token_dtype(tokenizer.size), iter(documents)
-    while some := list(islice(left, _AT_ONCE)):
+    dtype = token_dtype(tokenizer.size)
+    for some in _grouped(documents):
         for ids in tokenizer.encode(some):
             tokens = np.empty(len(ids) + 1, dtype=dtype)
             tokens[:-1], tokens[-1] = ids, tokenizer.eos
             yield tokens
+
+
+def _grouped(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """As many documents at once as keep a tokenizer busy, which takes some hundred bytes for a token."""
+    some, size = list[bytes](), 0
+    for document in documents:
+        some.append(document)
+        size += len(document)
+        if len(some) == _AT_ONCE or size >= _BYTES_AT_ONCE:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 def from_documents(name: str, documents: Iterable[bytes], description: str, tokenizer: Tokenizer = BYTES) -> Corpus:

@@ -23,8 +23,8 @@ Rows = tuple[np.ndarray, ...]
 """Tokens and targets, int64 [n, seq_length] each; of some samples also the number of the document of each token, int32, from 0."""
 
 
-class Samples(Protocol):
-    """A source of samples. A place is what a kind finds a sample by: a row of integers."""
+class Drawn(Protocol):
+    """A source of training samples. A place is what a kind finds a sample by: a row of integers."""
 
     @property
     def seq_length(self) -> int:
@@ -38,17 +38,21 @@ class Samples(Protocol):
     def sha256(self) -> str:
         """A fingerprint of all of it."""
 
-    def __len__(self) -> int:
-        """Samples of an epoch, and of an evaluation of everything."""
-
     def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
         """The places of the samples with these numbers since the start of a run, [n, ...]."""
 
-    def spread(self, count: int) -> np.ndarray:
-        """The places of `count` samples, not more than there are, that lie evenly over all of them."""
-
     def read(self, places: np.ndarray) -> Rows:
         """The samples at these places. DataError for a token outside of the vocabulary."""
+
+
+class Samples(Drawn, Protocol):
+    """A source of samples that has a length."""
+
+    def __len__(self) -> int:
+        """Samples of an epoch, and of an evaluation of everything."""
+
+    def spread(self, count: int) -> np.ndarray:
+        """The places of `count` samples, not more than there are, that lie evenly over all of them."""
 
 
 def epochs(cursor: np.ndarray, count: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
@@ -112,9 +116,14 @@ class Windows:
                 f"token {window.flat[bad]} at index {positions.flat[bad]} of this part of the corpus is not in "
                 f"range(vocab_size={self.vocab_size}): the corpus was made with another vocabulary"
             )
-        tokens, targets = window[:, :-1], window[:, 1:]
-        masked = targets if self.eod is None else np.where(tokens == self.eod, IGNORED, targets)
-        return (tokens, masked) if self.end is None else (tokens, masked, _documents(tokens == self.end))
+        return rows_of(window, self.eod, self.end)
+
+
+def rows_of(window: np.ndarray, eod: int | None, end: int | None) -> Rows:
+    """The samples of windows, int64 [n, seq_length + 1]; `eod` and `end` as of Windows."""
+    tokens, targets = window[:, :-1], window[:, 1:]
+    masked = targets if eod is None else np.where(tokens == eod, IGNORED, targets)
+    return (tokens, masked) if end is None else (tokens, masked, _documents(tokens == end))
 
 
 def _documents(ends: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.resources
 import os
@@ -55,10 +56,15 @@ def text_documents(path: str | os.PathLike[str]) -> Documents:
     twice. DataError for a missing path, a folder without text, a file that is not UTF-8 text.
     """
     root = Path(path)
-    paths, links = readable_files(root, TEXT_SUFFIXES, "text file")
+    paths, links = text_files(root)
     skipped = f", {links} links not followed" if links else ""
     texts = (text for text in map(_read_text, paths) if text)
     return Documents(texts, "text", f"text of {root}", size_of(paths), skipped)
+
+
+def text_files(root: Path) -> tuple[list[Path], int]:
+    """The text files at `root`, and how many links were passed over."""
+    return readable_files(root, TEXT_SUFFIXES, "text file")
 
 
 def tiny_documents(note: str = "") -> Documents:
@@ -70,7 +76,10 @@ def tiny_documents(note: str = "") -> Documents:
 
 
 def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[list[Path], int]:
-    """The file `root`, or those with one of `suffixes` below it, and how many links were passed over. DataError for none."""
+    """The file `root`, or those with one of `suffixes` below it, or of such names where it is a pattern as `shards/*.jsonl`; and
+    how many links below a folder were passed over. DataError for none."""
+    if is_pattern(root):
+        return _named(root, suffixes, kind), 0
     is_folder = stat.S_ISDIR(require(root).st_mode)
     paths, links = files_under(root, suffixes, set()) if is_folder else ([root], 0)
     if not paths:
@@ -80,6 +89,21 @@ def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[li
         if not path.is_file():  # a pipe or a device would be waited on for ever
             raise DataError(f"{path}: not a regular file; give a {kind} or a folder")
     return paths, links
+
+
+def is_pattern(path: Path) -> bool:
+    """Whether `path` is a pattern of names, as a shell has them, and not the name of a file."""
+    return glob.has_magic(str(path)) and not os.path.lexists(path)
+
+
+def _named(pattern: Path, suffixes: tuple[str, ...], kind: str) -> list[Path]:
+    """The files of these names, links too, which were asked for by name; in the order of `files_under`."""
+    above = next(folder for folder in pattern.parents if not glob.has_magic(str(folder)))
+    names = glob.glob(str(pattern), recursive=True)
+    found = [Path(name) for name in names if name.lower().endswith(suffixes) and os.path.isfile(name)]
+    if not found:
+        raise DataError(f"{pattern}: no {kind} has such a name ({' '.join(suffixes)})")
+    return _ordered(found, above)
 
 
 def size_of(paths: list[Path]) -> int:
@@ -92,7 +116,8 @@ def refuse_too_much(documents: Documents, root: object) -> None:
     if documents.size > MAX_TEXT_BYTES:
         raise DataError(
             f"{root}: {documents.size / 2**30:.1f} GiB of text, more than the {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in "
-            "memory; write token files with 'fp8cfg data prepare' and use source 'tokens'"
+            "memory; write token files with 'fp8cfg data prepare' and use source 'tokens', or read JSONL and Parquet as it comes "
+            "with data.streaming=true"
         )
 
 
@@ -109,13 +134,17 @@ def files_under(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> tuple[
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
-            if path.suffix.lower() not in suffixes:
+            if not name.lower().endswith(suffixes):
                 continue
             mode = path.lstat().st_mode
             links += stat.S_ISLNK(mode)
             if stat.S_ISREG(mode):
                 found.append(path)
-    return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()), links
+    return _ordered(found, root), links
+
+
+def _ordered(paths: list[Path], root: Path) -> list[Path]:
+    return sorted(paths, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
 
 
 def _raise(error: OSError) -> None:

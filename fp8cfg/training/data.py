@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -11,34 +11,69 @@ from fp8cfg.config.hub import tokenizer_path
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.data import Batches, Corpus, DataError, Samples, Windows, eval_batches, load_corpus, split
 from fp8cfg.data.conversations import Conversations, load_conversations
+from fp8cfg.data.corpora import source_files
 from fp8cfg.data.mixture import Mixture
-from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer
+from fp8cfg.data.shards import Shards
+from fp8cfg.data.stream import Stream, StreamBatches
+from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer, refuse_vocabulary
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.training.distributed.world import World
 
 
-def run_data(recipe: Recipe) -> tuple[Batches, Samples]:
-    """The training samples and the held-out part. Raises ConfigError for data that cannot be had or do not fit."""
+def run_data(recipe: Recipe) -> tuple[Batches, Samples | None]:
+    """The training samples and the held-out part; None of a stream without data.validation_path. Raises ConfigError for data that
+    cannot be had or do not fit."""
     t, d = recipe.trainer, recipe.data
     try:
         tokenizer = load_tokenizer(tokenizer_path(d.tokenizer))
+        held_out = _validation(recipe, d.validation_path, tokenizer) if d.validation_path else None
+        if d.streaming:
+            stream = _stream(recipe, tokenizer)
+            return StreamBatches(stream, t.seed, t.global_batch_size, tokenizer.sha256, stream.shards.description), held_out
         parts = [_whole(recipe, path, tokenizer) for path in ([part["path"] for part in d.mixture] or [d.path])]
-        train, held_out = zip(*(_cut(recipe, part) for part in parts), strict=True)
-        if d.mixture:
-            weights = [part["weight"] for part in d.mixture]
-            train, held_out = (Mixture(train, weights),), (Mixture(held_out, weights),)
         remark = "; ".join(part.description for part in parts if isinstance(part, Conversations))
-        return Batches(train[0], t.seed, t.global_batch_size, tokenizer.sha256, remark), held_out[0]
+        weights = [part["weight"] for part in d.mixture]
+        if held_out:
+            train = _together([_samples(recipe, part, d.eod_mask_loss) for part in parts], weights)
+        else:
+            both = zip(*(_cut(recipe, part) for part in parts), strict=True)
+            train, held_out = (_together(side, weights) for side in both)
+        return Batches(train, t.seed, t.global_batch_size, tokenizer.sha256, remark), held_out
     except DataError as e:
         raise ConfigError(f"data={d.name}: {e}") from None
+
+
+def _together(samples: Sequence[Samples], weights: Sequence[float]) -> Samples:
+    """The samples of all parts."""
+    return Mixture(samples, weights) if weights else samples[0]
+
+
+def _stream(recipe: Recipe, tokenizer: Tokenizer) -> Stream:
+    m, d = recipe.model, recipe.data
+    refuse_vocabulary(tokenizer, m.vocab_size)
+    shards = Shards.found(d.name, str(d.path), d.text_key)
+    return Stream(shards, tokenizer, m.seq_length, recipe.trainer.global_batch_size, tokenizer.eos if d.eod_mask_loss else None,
+                  tokenizer.eos if d.resets else None)
+
+
+def _validation(recipe: Recipe, path: str, tokenizer: Tokenizer) -> Samples:
+    """All of what is at data.validation_path. DataError where a file of it is trained on."""
+    d = recipe.data
+    try:
+        trained = [part["path"] for part in d.mixture] or [str(d.path)]
+        files = {file.resolve() for at in trained for file in source_files(d.name, at)}
+        if shared := [file for file in source_files(d.name, path) if file.resolve() in files]:
+            raise DataError(f"{shared[0]} is a file of data.path too; name those by a pattern such as train-*, or move it away")
+        return _samples(recipe, _whole(recipe, path, tokenizer), d.eod_mask_loss)
+    except DataError as e:
+        raise DataError(f"validation_path: {e}") from None
 
 
 def all_samples(recipe: Recipe) -> Samples:
     """All of what is at data.path, without a part to train on. Raises ConfigError as `run_data`."""
     d = recipe.data
     try:
-        whole = _whole(recipe, d.path, load_tokenizer(tokenizer_path(d.tokenizer)))
-        return whole if isinstance(whole, Conversations) else _windows(recipe, whole, masked=False)
+        return _samples(recipe, _whole(recipe, d.path, load_tokenizer(tokenizer_path(d.tokenizer))), masked=False)
     except DataError as e:
         raise ConfigError(f"data={d.name}: {e}") from None
 
@@ -56,19 +91,23 @@ def _cut(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Sample
     m, d = recipe.model, recipe.data
     if isinstance(whole, Conversations):
         return whole.split(d.validation_fraction)
-    train, held_out = (_windows(recipe, part, d.eod_mask_loss) for part in split(whole, d.validation_fraction, m.seq_length))
+    train, held_out = (_samples(recipe, part, d.eod_mask_loss) for part in split(whole, d.validation_fraction, m.seq_length))
     return train, held_out
 
 
-def _windows(recipe: Recipe, corpus: Corpus, masked: bool) -> Windows:
-    """Windows of a corpus; with documents where the recipe tells them apart, and `masked` where a document ends."""
-    m, eos = recipe.model, corpus.eos
+def _samples(recipe: Recipe, whole: Corpus | Conversations, masked: bool) -> Samples:
+    """Conversations, or windows of a corpus; with documents where the recipe tells them apart, and `masked` where one ends."""
+    if isinstance(whole, Conversations):
+        return whole
+    m, corpus, eos = recipe.model, whole, whole.eos
     return Windows(corpus.tokens, m.seq_length, m.vocab_size, eos if masked else None, eos if recipe.data.resets else None)
 
 
-def validation_batches(recipe: Recipe, held_out: Samples, world: World) -> Iterator[tuple[Tensor, ...]]:
+def validation_batches(recipe: Recipe, held_out: Samples | None, world: World) -> Iterator[tuple[Tensor, ...]]:
     """This rank's share of one evaluation. Raises ConfigError, before the first batch, where there is not one to be had."""
     t = recipe.trainer
+    if held_out is None:
+        raise ConfigError("data.validation_path=None: nothing of a stream is held out; write a path")
     try:
         share = batch_share(t.strategy, world.rank, world.size)
         return eval_batches(held_out, t.global_batch_size, t.limit_val_batches, *share)

@@ -26,14 +26,17 @@ class HeldOutLoss:
 
 def held_out(recipe: Recipe) -> Samples:
     """The part of the recipe's own data that it holds out. Raises ConfigError."""
-    return run_data(recipe)[1]
+    found = run_data(recipe)[1]
+    if found is None:
+        raise ConfigError("data.validation_path=None: nothing of a stream is held out; name text with --data FILE")
+    return found
 
 
 def samples_of(recipe: Recipe, path: str) -> Samples:
     """All of what is at `path`, read as the recipe reads its data: of the same kind where data.name is a kind of file. Raises
     ConfigError for what cannot be read."""
     changed = recipe.model_copy(deep=True)
-    changed.data = {"mixture": (), "path": path}  # type: ignore[assignment]
+    changed.data = {"mixture": (), "path": path, "streaming": False, "validation_path": None}  # type: ignore[assignment]
     if recipe.data.name in ("stdlib", "tiny"):
         changed.data.name = "text"
     return all_samples(changed)

@@ -245,7 +245,8 @@ class _Training:
     def _evaluate(self, done: int) -> None:
         batches = validation_batches(self.recipe, self.held_out, self.world)
         try:
-            self.val_loss = loss = evaluate(self.job, batches, self.world, self._asked, self.held_out.masked)
+            masked = self.held_out is not None and self.held_out.masked
+            self.val_loss = loss = evaluate(self.job, batches, self.world, self._asked, masked)
         except Stopped:
             self._interrupt(done)
         self.logs.write(done, {"val_loss": loss})

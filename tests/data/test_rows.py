@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -41,11 +42,44 @@ def test_a_folder_without_tables_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_the_library_tables_other_than_jsonl_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in ("datasets", "pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    for kind in ("parquet", "dataset"):
-        with pytest.raises(DataError, match=r"needs the package datasets; pip install 'fp8cfg\[data\]', or write it as JSONL"):
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    for kind, package in (("parquet", "pyarrow"), ("dataset", "datasets"), ("jsonl", "pyarrow")):
+        with pytest.raises(DataError, match=rf"needs the package {package}; pip install 'fp8cfg\[data\]', or write it as JSONL"):
             load_corpus(kind, tmp_path)
+
+
+def test_compressed_lines_are_those_of_the_file(tmp_path: Path) -> None:
+    plain = "\n".join(map(json.dumps, ROWS)).encode()
+    (tmp_path / "a.jsonl").write_bytes(plain)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain))
+    digest = load_corpus("jsonl", tmp_path / "a.jsonl").sha256
+    assert load_corpus("jsonl", tmp_path / "*.gz").sha256 == digest
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain)[:-12])
+    with pytest.raises(DataError, match=r"a.jsonl.gz: cannot be read \(Compressed file ended before"):
+        load_corpus("jsonl", tmp_path / "a.jsonl.gz")
+    (tmp_path / "a.jsonl.gz").write_bytes(plain)
+    with pytest.raises(DataError, match=r"a.jsonl.gz: cannot be read \(Not a gzipped file"):
+        load_corpus("jsonl", tmp_path / "a.jsonl.gz")
+    pyarrow = pytest.importorskip("pyarrow")
+    with pyarrow.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as file:
+        file.write(plain)
+    assert load_corpus("jsonl", tmp_path / "a.jsonl.zst").sha256 == digest
+    (tmp_path / "a.jsonl.zst").write_bytes((tmp_path / "a.jsonl.zst").read_bytes()[:-3])
+    with pytest.raises(DataError, match=r"a.jsonl.zst: (cannot be read|not JSON)"):
+        load_corpus("jsonl", tmp_path / "a.jsonl.zst")
+
+
+def test_a_pattern_names_files_and_links(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    (tmp_path / "link-d.jsonl").symlink_to(tmp_path / "a.jsonl")
+    assert sorted(table_documents("jsonl", f"{tmp_path}/[ab].jsonl", "text").texts) == [b"a", b"b"]
+    assert sorted(table_documents("jsonl", f"{tmp_path}/*-d.jsonl", "text").texts) == [b"a"]
+    with pytest.raises(DataError, match=r"x\*.jsonl: no .jsonl file has such a name"):
+        load_corpus("jsonl", tmp_path / "x*.jsonl")
 
 
 def test_parquet_and_saved_datasets_have_the_documents_of_jsonl(tmp_path: Path) -> None:

@@ -17,15 +17,15 @@ FREE = (
     "name", "log.*", "checkpoint.*", "trainer.max_steps", "trainer.val_check_interval", "trainer.limit_val_batches",
     "trainer.micro_batch_size", "trainer.num_nodes", "trainer.devices", "trainer.strategy.*", "trainer.gradient_clip_val",
     "optim.lr", "optim.min_lr", "optim.weight_decay", "optim.warmup_steps", "optim.constant_steps", "optim.lr_decay_style",
-    "data.path", "data.tokenizer", "storage.shard", "fp8.min_coverage", "fp8.use_autocast_during_eval",
+    "data.path", "data.validation_path", "data.tokenizer", "storage.shard", "fp8.min_coverage", "fp8.use_autocast_during_eval",
     "model.recompute_granularity",
 )  # fmt: skip
 """Keys that may differ on resume without being allowed: how long, where, how fast. Each change is printed."""
 ORIGIN = ("model.path", "model.weights", "lora.weights")
 """Keys that say where the first weights came from: a resumed run has others, and does without."""
 FIXED = ("model.*", "lora.enabled", "lora.rank", "lora.alpha", "lora.targets", "precision.compute", "optim.name", "data.name",
-         "data.mixture", "data.text_key", "data.eod_mask_loss", "data.reset_attention_mask", "data.reset_position_ids",
-         "data.validation_fraction", "trainer.seed", "trainer.global_batch_size")
+         "data.mixture", "data.streaming", "data.text_key", "data.eod_mask_loss", "data.reset_attention_mask",
+         "data.reset_position_ids", "data.validation_fraction", "trainer.seed", "trainer.global_batch_size")
 """Keys that a checkpoint cannot change at all: its tensors, or its place in the data, would not fit. Files that were moved are
 known again by their digests."""
 STATE = (

@@ -15,14 +15,25 @@ WRONG_CONTENTS = (KeyError, RuntimeError, ValueError, TypeError, AttributeError,
 """What reading a state raises that is not one of ours."""
 
 
+class SavedCursor(BaseModel):
+    """A place in a stream, as data.shards.Cursor has it."""
+
+    epoch: int = Field(ge=0)
+    shard: int = Field(ge=0)
+    row: int = Field(ge=0)
+    token: int = Field(ge=0)
+    digest: str
+
+
 class SavedData(BaseModel):
-    """A place in the data, as `Batches.state` gives it."""
+    """A place in the data, as `Batches.state` gives it; of a stream with its cursor."""
 
     seed: int
     seq_length: int
     samples_seen: int = Field(ge=0)
     corpus_sha256: str
     tokenizer_sha256: str | None = None
+    stream: SavedCursor | None = None
 
 
 class SavedBase(BaseModel):
