@@ -10,6 +10,7 @@ from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.refusal import WRITTEN, Refusal, holds, idle
 from fp8cfg.config.rules_lora import lora_rules
 from fp8cfg.config.rules_precision import precision_rules
+from fp8cfg.config.training_nodes import SHIPPED
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -69,13 +70,21 @@ def family_rules(recipe: Recipe) -> Iterator[str]:
                "fp8.dot_product_attention=false")
 
 
-def data_rules(recipe: Recipe) -> Iterator[str]:
+def missing_data(recipe: Recipe) -> Iterator[str]:
+    """A line where nothing says what is trained on."""
     d = recipe.data
-    shipped, tables = d.name in ("stdlib", "tiny"), ("jsonl", "parquet", "dataset")
-    if not shipped and not d.path and not d.mixture:
-        what = {"text": "folder of text files", "tokens": ".bin/.idx prefix", "chat": ".jsonl file of conversations",
+    if d.name not in SHIPPED and not d.path and not d.mixture:
+        what = {"text": "folder of text files", "tokens": ".bin/.idx prefix",
+                "chat": ".jsonl file of conversations; or write data=NAME of another kind",
                 "dataset": "folder of save_to_disk"}.get(d.name, f".{d.name} file")
         yield f"data={d.name}: needs data.path, a {what}"
+
+
+def data_rules(recipe: Recipe) -> Iterator[str]:
+    d = recipe.data
+    shipped, tables = d.name in SHIPPED, ("jsonl", "parquet", "dataset")
+    if d.name != "chat":  # which task=sft says, that can be planned before there is a file
+        yield from missing_data(recipe)
     if shipped and d.path:
         yield f"data.path={d.path}: has no effect with data={d.name}; write data=text or data=tokens"
     elif d.mixture and d.path:

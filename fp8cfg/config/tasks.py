@@ -1,7 +1,7 @@
 """Tasks: what a recipe is trained for, as files under `conf/task/`: pretrain, sft (all weights are fine-tuned) and lora.
 
 Their values are NeMo's for fine-tuning, made for large models: of SIZES a smaller one of the recipe stays, so that a tiny recipe is
-fine-tuned in its minute too.
+fine-tuned in its minute too. So does data that a recipe names.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import CONF, read_yaml
+from fp8cfg.config.training_nodes import SHIPPED
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -24,7 +25,7 @@ FINE_TUNING = ("sft", "lora")
 
 def stays(key: str, of_task: Any, of_recipe: Any) -> bool:
     """Whether the recipe's value of `key` stays under a task that says `of_task`."""
-    return key in SIZES and 0 < of_recipe < of_task
+    return (key in SIZES and 0 < of_recipe < of_task) or (key == "data.name" and of_recipe not in SHIPPED)
 
 
 def apply(recipe: Recipe, name: str) -> None:

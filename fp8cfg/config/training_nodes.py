@@ -19,6 +19,9 @@ _PART: dict[str, Any] = {
     "properties": {"path": {"type": "string", "minLength": 1}, "weight": {"type": "number", "exclusiveMinimum": 0}}}
 """The schema of a part of a mixture, which `_wrong` checks."""
 
+SHIPPED = ("stdlib", "tiny")
+"""Data that is there without a path."""
+
 
 class Data(Node):
     """What is trained on."""

@@ -11,6 +11,7 @@ from fp8cfg.composition.flatten import listed
 from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.rules import missing_data
 from fp8cfg.config.storage import as_sharded, resolved
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.shapes import parameter_shapes
@@ -85,8 +86,9 @@ def refuse_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
 
 
 def refuse(recipe: Recipe, hardware: Hardware, whole_line: Callable[[Sequence[str]], str]) -> None:
-    """Raise ConfigError, before anything is made, for a recipe whose layout or memory the ranks here do not have. Its line ends
-    with one that runs here, which `whole_line` makes of the words that change."""
+    """Raise ConfigError, before anything is made, for a recipe without data, and for one whose layout or memory the ranks here do
+    not have. Its line ends with one that runs here, which `whole_line` makes of the words that change."""
+    refuse_if(list(missing_data(recipe)))
     free = free_memory(hardware.device)
 
     def backend(other: Recipe) -> str:

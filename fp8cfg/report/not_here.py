@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 
 from fp8cfg.backends import backend_registry
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.rules import missing_data
 from fp8cfg.tensor_limits import limits
 
 GPUS = Path("/proc/driver/nvidia/gpus")
@@ -55,8 +57,8 @@ def _count() -> int:
 
 
 def _paths(recipe: Recipe) -> list[str]:
-    d, found = recipe.data, list[str]()
-    if d.path and d.name == "text" and not Path(d.path).exists():
+    d, found = recipe.data, list(missing_data(recipe))
+    if d.path and d.name == "text" and not (glob.has_magic(d.path) or Path(d.path).exists()):
         found.append(f"data.path={d.path}: no such file or folder here")
     if d.path and d.name == "tokens":
         prefix = d.path.removesuffix(".idx").removesuffix(".bin")

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.hub import tokenizer_path
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.rules import missing_data
 from fp8cfg.data import Batches, Corpus, DataError, Samples, Windows, eval_batches, load_corpus, split
 from fp8cfg.data.conversations import Conversations, load_conversations
 from fp8cfg.data.corpora import source_files
@@ -24,6 +25,7 @@ def run_data(recipe: Recipe) -> tuple[Batches, Samples | None]:
     """The training samples and the held-out part; None of a stream without data.validation_path. Raises ConfigError for data that
     cannot be had or do not fit."""
     t, d = recipe.trainer, recipe.data
+    refuse_if(list(missing_data(recipe)))
     try:
         tokenizer = load_tokenizer(tokenizer_path(d.tokenizer))
         held_out = _validation(recipe, d.validation_path, tokenizer) if d.validation_path else None

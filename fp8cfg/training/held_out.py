@@ -10,6 +10,7 @@ import torch
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.hub import tokenizer_path
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.training_nodes import SHIPPED
 from fp8cfg.data import IGNORED, DataError, Samples
 from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer
 from fp8cfg.training.data import all_samples, run_data
@@ -37,7 +38,7 @@ def samples_of(recipe: Recipe, path: str) -> Samples:
     ConfigError for what cannot be read."""
     changed = recipe.model_copy(deep=True)
     changed.data = {"mixture": (), "path": path, "streaming": False, "validation_path": None}  # type: ignore[assignment]
-    if recipe.data.name in ("stdlib", "tiny"):
+    if recipe.data.name in SHIPPED:
         changed.data.name = "text"
     return all_samples(changed)
 

@@ -9,11 +9,14 @@ import pytest
 import yaml
 
 import fp8cfg
+from fp8cfg.__main__ import main
 from fp8cfg.composition.provenance import trace
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.files import CONF
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.training_nodes import Data
 from fp8cfg.recipes import llama_8b, llama_tiny, qwen3_8b
+from fp8cfg.training.data import run_data
 
 NEMO = {  # default_finetune_recipe, default_finetune_trainer and llama3_8b.finetune_recipe of NeMo 2.0
     "optim.min_lr": 0, "optim.betas": [0.9, 0.98], "optim.weight_decay": 0.1, "optim.warmup_steps": 50, "trainer.max_steps": 1000,
@@ -88,3 +91,20 @@ def test_fine_tuning_without_weights_is_said_once(caplog: pytest.LogCaptureFixtu
         fp8cfg.compose(["task=pretrain"])
         fp8cfg.compose(["task=lora", "model.weights=somewhere"])
     assert [r.message for r in caplog.records] == ["note: task=sft: model.weights=null, so it starts from random weights; write model.weights=FOLDER"]
+
+
+def test_sft_trains_on_conversations_unless_data_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fp8cfg.compose(["task=sft", "data.path=talks.jsonl"]).data == Data(name="chat", path="talks.jsonl")
+    for words in (["task=sft", "data=tiny"], ["data=tiny", "task=sft"]):
+        assert fp8cfg.compose(words).data.name == "tiny"
+    assert llama_tiny(task="sft", data={"name": "tiny"}).data.name == "tiny" and fp8cfg.compose(["task=lora"]).data.name == "stdlib"
+    mine = fp8cfg.from_yaml("recipe: llama_tiny\ndata: {name: jsonl, path: rows.jsonl}\n")
+    assert fp8cfg.compose(["task=sft"], base=mine).data.name == "jsonl", "a recipe that names its data keeps it"
+    line = "data=chat: needs data.path, a .jsonl file of conversations; or write data=NAME of another kind"
+    recipe = fp8cfg.compose(["recipe=llama_tiny", "task=sft"])  # can be planned, checked and written down before there is a file
+    assert fp8cfg.plan(recipe) and fp8cfg.from_yaml(fp8cfg.to_yaml(recipe)) == recipe
+    assert main(["recipe=llama_tiny", "task=sft", f"log.dir={tmp_path}"]) == 2
+    assert capsys.readouterr().err.endswith(f"error: {line}\n")
+    with pytest.raises(ConfigError) as e:
+        run_data(recipe)
+    assert e.value.problems == [line]
