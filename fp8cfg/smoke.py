@@ -90,7 +90,8 @@ def _run(small: Recipe, ranks: int, accumulates: bool) -> None:
         context = gcd(own.context_parallel_size, ranks)
         t.strategy = Strategy(context_parallel_size=context)
     t.num_nodes, t.devices = 1, ranks
-    small.data = {"name": "tiny", "path": None}  # type: ignore[assignment]
+    files = {"path": None, "mixture": (), "text_key": "text", "streaming": False, "validation_path": None}
+    small.data = {"name": "tiny", **files}  # type: ignore[assignment]
     t.micro_batch_size = min(t.micro_batch_size, 2)
     t.global_batch_size = t.micro_batch_size * ranks // t.strategy.size * (1 + accumulates)
     chunks, most = lcm(16, 2 * context * tensor), min(TOKENS, HELD_OUT // t.global_batch_size)

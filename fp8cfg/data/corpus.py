@@ -55,16 +55,24 @@ def encoded(documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[np.nda
 
 
 def _grouped(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """As many documents at once as keep a tokenizer busy, which takes some hundred bytes for a token."""
-    some, size = list[bytes](), 0
-    for document in documents:
-        some.append(document)
-        size += len(document)
-        if len(some) == _AT_ONCE or size >= _BYTES_AT_ONCE:
+    """As many documents at once as keep a tokenizer busy, which takes some hundred bytes for a token. DataError for one that cannot
+    be read, after those before it."""
+    some, size, left, wrong = list[bytes](), 0, iter(documents), None
+    while wrong is None:
+        try:
+            document = next(left, None)
+        except DataError as e:
+            document, wrong = None, e
+        if document is not None:
+            some.append(document)
+            size += len(document)
+        if some and (document is None or len(some) == _AT_ONCE or size >= _BYTES_AT_ONCE):
             yield some
             some, size = [], 0
-    if some:
-        yield some
+        if document is None:
+            break
+    if wrong is not None:
+        raise wrong
 
 
 def from_documents(name: str, documents: Iterable[bytes], description: str, tokenizer: Tokenizer = BYTES) -> Corpus:

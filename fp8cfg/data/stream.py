@@ -26,7 +26,8 @@ from fp8cfg.data.tokenizer import Tokenizer
 
 class Stream:
     """Samples in the order of a stream, by their numbers since the start of a run. Those of a step, of which there are `held`, are
-    kept, so that it can be asked for in pieces and twice; for earlier ones the stream is read again.
+    read together, so that all ranks find a wrong row in the same step, and kept, so that it can be asked for in pieces and twice.
+    For earlier ones the stream is read again.
 
     eod, end: as of Windows."""
 
@@ -49,11 +50,14 @@ class Stream:
         return cursor
 
     def read(self, places: np.ndarray) -> Rows:
-        return rows_of(np.stack([self._at(number)[1] for number in places.tolist()]).astype(np.int64), self._eod, self._end)
+        return rows_of(np.stack([self._at(number) for number in places.tolist()]).astype(np.int64), self._eod, self._end)
 
     def cursor(self, number: int) -> Cursor:
-        """Where sample `number` begins."""
-        return self._at(number)[0]
+        """Where sample `number` begins, which is known once the one before it is read."""
+        if number == self._origin[0]:
+            return self._origin[1]
+        self._at(number - 1)
+        return self._windows[number - 1 - self._first][1]
 
     def restart(self, number: int, cursor: Cursor) -> None:
         """Go on with sample `number`, which begins at `cursor`; that it is there is seen when it is read. DataError for a shard
@@ -61,31 +65,33 @@ class Stream:
         if cursor.shard >= len(self.shards.paths):
             raise DataError(f"cannot resume: shard={cursor.shard} of the checkpoint is not one of {len(self.shards.paths)}")
         self._origin = self._first, _ = number, cursor
-        self._windows = deque[tuple[Cursor, np.ndarray]]()
+        self._windows = deque[tuple[np.ndarray, Cursor]]()
         self._ahead = self._cut(cursor)
 
-    def _at(self, number: int) -> tuple[Cursor, np.ndarray]:
+    def _at(self, number: int) -> np.ndarray:
         if number < self._origin[0]:
             raise DataError(f"sample {number} is before the place {self._origin[0]} from which the stream was resumed")
         if number < self._first:
             self.restart(*self._origin)
-        while self._first + len(self._windows) <= number:
+        step = number // self._held * self._held
+        while self._first + len(self._windows) < step + self._held:
             self._windows.append(next(self._ahead))
-        while self._first < number // self._held * self._held:
+        while self._first < step:
             self._windows.popleft()
             self._first += 1
-        return self._windows[number - self._first]
+        return self._windows[number - self._first][0]
 
-    def _cut(self, start: Cursor) -> Iterator[tuple[Cursor, np.ndarray]]:
-        """Windows of seq_length + 1 tokens from `start` on, each beginning with the last token of the one before."""
+    def _cut(self, start: Cursor) -> Iterator[tuple[np.ndarray, Cursor]]:
+        """Windows of seq_length + 1 tokens from `start` on, each with the place of its last token, which the next begins with."""
         pieces, length = deque[tuple[Cursor, np.ndarray]](), 0
         for cursor, tokens in self._documents(start):
             pieces.append((cursor, tokens))
             length += len(tokens)
             while length > self.seq_length:
-                yield pieces[0][0], _first(pieces, self.seq_length + 1)
+                window = _first(pieces, self.seq_length + 1)
                 length -= self.seq_length
                 _drop(pieces, self.seq_length)
+                yield window, pieces[0][0]
 
     def _documents(self, start: Cursor) -> Iterator[tuple[Cursor, np.ndarray]]:
         """The tokens of each text from `start` on, its end token included, and where they stand."""
@@ -121,7 +127,7 @@ class StreamBatches(Batches):
         if not isinstance(place := state.get("stream"), Mapping):
             raise DataError("cannot resume: the checkpoint has no place in a stream")
         self.samples.restart(step * self.global_batch_size, Cursor(**place))
-        self.samples.cursor(step * self.global_batch_size)
+        self.samples.read(np.array([step * self.global_batch_size]))
         return step
 
     def _identity(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg import smoke
 from fp8cfg.__main__ import main
 from fp8cfg.data import corpus
 from fp8cfg.training import metrics
@@ -164,3 +165,10 @@ def test_what_contradicts_is_refused(said: str, line: str) -> None:
     with pytest.raises(fp8cfg.ConfigError) as caught:
         fp8cfg.compose([*own, *re.split(r" (?=data|trainer)", said)])
     assert line in str(caught.value)
+
+
+def test_a_smoke_run_reads_no_shards(folder: Path) -> None:
+    recipe = fp8cfg.compose(["recipe=llama_1b", *words(folder), "trainer.smoke=true"])
+    small_run = smoke.cut(recipe, 1)
+    small_run.check()
+    assert small_run.data.name == "tiny" and small_run.data.reset_attention_mask
