@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg import job_parts, smoke
@@ -25,6 +25,9 @@ from fp8cfg.optim import LossScaler, Schedule
 if TYPE_CHECKING:
     import fiddle as fdl
     from torch import nn
+
+    from fp8cfg.config.training_nodes import Strategy
+    from fp8cfg.models.transformer import Transformer
 
 __all__ = ["Job", "build", "lower"]
 
@@ -102,7 +105,7 @@ def job(**parts: Any) -> Job:
 
         refuse_uneven(plans, precision, choice.backend)
     made = _put_together(recipe, precision, model, hardware.device, plans, choice)
-    mark(made.model, recipe.fp8, plans, choice, own_optimizer=True, torch_autocast=made.torch_autocast)
+    mark(made.model, recipe.fp8, planned_here(plans, made.model), choice, own_optimizer=True, torch_autocast=made.torch_autocast)
     refuse_ddp(made.model)
     return made
 
@@ -113,7 +116,7 @@ def planned(
     """What each linear layer is to do on `hardware`, and who does it. Raises ConfigError for what cannot run there."""
     choice = choice or choose(
         _sharded(recipe, model), hardware, statistics=recipe.log.fp8_stats_every_n_steps, adapters=recipe.lora.enabled,
-        tensor=recipe.trainer.strategy.tensor_model_parallel_size if model is None else 1)
+        strategy=recipe.trainer.strategy if model is None else None)
     if model is None:
         plans = plan(recipe, choice.backend)
         _refuse_tokens(recipe, choice)
@@ -150,14 +153,35 @@ def prepared_model(
         from fp8cfg.parallel.mesh import device_mesh
 
         split_sequences(empty, device_mesh(strategy, device))
-    if strategy.tensor_model_parallel_size > 1:
-        from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
+    if strategy.tensor_model_parallel_size == strategy.pipeline_model_parallel_size == 1:
+        return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill, adapters(recipe))
+    return _of_this_rank(empty, strategy, device, lambda: job_parts.prepared_model(
+        empty, precision, planned_here(plans, empty), choice, seed, device, fill))
 
-        split_model(empty, tensor_rank(strategy, device))
-        prepared = job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill)
-        finish_layers(empty)
-        return prepared
-    return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill, adapters(recipe))
+
+def _of_this_rank(model: Transformer, strategy: Strategy, device: str, prepare: Callable[[], PreparedModel]) -> PreparedModel:
+    """What `prepare` makes of `model`, which is on the meta device, once it has this rank's layers and parts of matrices alone."""
+    from fp8cfg.parallel.mesh import shard_mesh
+    from fp8cfg.parallel.pipeline import keep_stage, pipeline_rank
+    from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
+
+    mesh, pipeline = shard_mesh(strategy, device), None
+    if strategy.tensor_model_parallel_size > 1:
+        split_model(model, tensor_rank(strategy, device, mesh))
+    if strategy.pipeline_model_parallel_size > 1:
+        pipeline = pipeline_rank(strategy, model.config.num_layers, mesh)
+        keep_stage(model, pipeline)
+    prepared = prepare()
+    prepared.pipeline = pipeline
+    if strategy.tensor_model_parallel_size > 1:
+        finish_layers(model)
+    return prepared
+
+
+def planned_here(plans: Sequence[PlannedLinear], model: nn.Module) -> list[PlannedLinear]:
+    """Of `plans` those of layers that `model` has, which may be a pipeline stage."""
+    there = {name for name, _ in model.named_modules()}
+    return [planned for planned in plans if planned.name in there]
 
 
 def _put_together(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,12 +17,13 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.report.coverage import Coverage, ran, warn_of_share
 from fp8cfg.report.engagement import prove_engagement
-from fp8cfg.report.job_summary import summary
+from fp8cfg.report.job_summary import parameter_count, summary
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from fp8cfg.backends.protocol import Observed
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.optim import LossScaler, Schedule
     from fp8cfg.optim.low_bit.training import LowBitTraining
@@ -76,10 +78,10 @@ class Job:
             flops.watch(self.prepared.model)
 
     def __repr__(self) -> str:
-        whole, shards = self.prepared.model, getattr(self.prepared.model, "shards", {}) if self.prepared.tensor_parallel else {}
-        count = sum(p.numel() * (shards[name].ranks if name in shards else 1) for name, p in whole.named_parameters())
+        model = self.prepared.model
+        count = sum(p.numel() for p in model.parameters()) if self.prepared.mesh is None else parameter_count(self.recipe)
         return summary(
-            self.recipe, self.plan, self.choice, type(whole).__name__, count, str(self.device),
+            self.recipe, self.plan, self.choice, type(model).__name__, count, str(self.device),
             self.optimizer.steps, self.foreign)
 
     @property
@@ -187,9 +189,20 @@ class Job:
         return callback(self.recipe, self.optimizer)
 
     def prove(self) -> Coverage:
-        """What ran since the model was built. Raises NotFP8Error where that is not what was planned, or less than
-        fp8.min_coverage: call it after the first step."""
-        return prove_engagement(self.recipe, self.model, self.plan, self.choice.backend, self.foreign)
+        """What ran since the model was built, on all stages of a pipeline, whose ranks all call it. Raises NotFP8Error where that
+        is not what was planned, or less than fp8.min_coverage: call it after the first step."""
+        return prove_engagement(self.recipe, self.model, self.plan, self._observed(), self.foreign)
+
+    def _observed(self) -> Observed:
+        """What the call sites of the products recorded, over all stages of a pipeline, whose ranks all call it."""
+        own = backend_registry.backend(self.choice.backend).observed(self.model)
+        if self.prepared.pipeline is None:
+            return own
+        from fp8cfg.training.distributed.world import stages
+
+        every = [json.loads(text) for text in stages(self.prepared).texts(json.dumps(own))]
+        return {name: {gemm: tuple(kinds) if isinstance(kinds, list) else kinds for gemm, kinds in ran.items()}
+                for stage in every for name, ran in stage.items()}
 
     def compile_model(self) -> None:
         """Let `forward` be the compiled model, and the step of a low-bit optimizer be compiled; a graph break is an error."""
@@ -228,7 +241,7 @@ class Job:
         from fp8cfg.backends import first_pass
 
         if first_pass.check(self.model) and self.foreign:  # `fit` says it of our own
-            warn_of_share(self.model, ran(self.recipe, self.model, self.plan, self.choice.backend, self.foreign))
+            warn_of_share(self.model, ran(self.recipe, self.model, self.plan, self._observed(), self.foreign))
 
     def _check_sums(self) -> None:
         if self.summed or self._sums_checked or self.prepared.shard == "fsdp":

@@ -197,9 +197,10 @@ def optimizer(
         zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
     if precision.fp8.enabled:
         def move_scales() -> None:
-            group = dist.group.WORLD if precision.fp8.reduce_amax and dist.is_available() and dist.is_initialized() else None
+            there = precision.fp8.reduce_amax and dist.is_available() and dist.is_initialized()
+            every = dist.group.WORLD if prepared.pipeline is None else prepared.pipeline.stage  # others have other layers
             skip = built.deferred and built.deferred.skip
-            backend.after_step(model, group, built.steps, *([] if skip is None else [skip]))
+            backend.after_step(model, every if there else None, built.steps, *([] if skip is None else [skip]))
 
         built.on_step.append(move_scales)
         built.on_skip.append(lambda: backend.after_skip(model))

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from math import gcd, lcm
 from typing import Any
 
+from fp8cfg import pipeline_limits, tensor_limits
 from fp8cfg.composition.flatten import flat
 from fp8cfg.config.key_names import short
 from fp8cfg.config.lora import LoRA
@@ -19,7 +20,6 @@ from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.lora_shapes import matches, projections
 from fp8cfg.models.shapes import linear_layers
-from fp8cfg.tensor_limits import limits
 
 STEPS, SAVED_AT = 3, 2
 """Optimizer steps of a smoke run, and the step of the checkpoint from which it is resumed."""
@@ -39,8 +39,9 @@ def cut(recipe: Recipe, ranks: int) -> Recipe:
     if not recipe.trainer.smoke:
         return recipe
     small = recipe.model_copy(deep=True)
-    _shape(small)
-    _run(small, ranks, accumulates=_microbatches(recipe) > 1)
+    stages = _stages(small, ranks)
+    _shape(small, stages)
+    _run(small, ranks, stages, accumulates=_microbatches(recipe) > 1)
     small.check()
     return small
 
@@ -52,13 +53,14 @@ def note(recipe: Recipe, small: Recipe) -> str:
     return f"note: trainer.smoke=True changes {', '.join(found)}" if found else ""
 
 
-def _shape(small: Recipe) -> None:
-    """Layers with one in high precision at each end at most and more than half in FP8, heads in two groups of two, and what goes
-    with them."""
+def _shape(small: Recipe, pipeline: Strategy) -> None:
+    """Layers with one in high precision at each end at most and more than half in FP8, as many for each stage of `pipeline`,
+    heads in two groups of two, and what goes with them."""
     m, f = small.model, small.fp8
     m.path = m.weights = small.lora.weights = None  # of another size
     f.high_precision_at_start, f.high_precision_at_end = min(1, f.high_precision_at_start), min(1, f.high_precision_at_end)
     m.num_layers = min(m.num_layers, 2 + 3 * (f.high_precision_at_start + f.high_precision_at_end) // 2)
+    m.num_layers = _up(m.num_layers, pipeline.pipeline_model_parallel_size * pipeline.chunks)
     whole, head = m.hidden_size, min(m.head_dim, HEAD)
     groups = min(2, m.num_query_groups)
     multiple = 128 * gcd(groups, small.trainer.strategy.tensor_model_parallel_size)
@@ -78,22 +80,34 @@ def _shape(small: Recipe) -> None:
     f.min_coverage = 0.0  # shares of a small model are others; that planned and observed are equal holds all the same
 
 
-def _run(small: Recipe, ranks: int, accumulates: bool) -> None:
+def _stages(small: Recipe, ranks: int) -> Strategy:
+    """The pipeline of the recipe as far as that many ranks have it beside two that share matrices, of two ranks and two chunks at
+    most."""
+    own = small.trainer.strategy
+    stages = gcd(own.pipeline_model_parallel_size, max(1, ranks // min(2, own.tensor_model_parallel_size)), 2)
+    if stages == 1 or pipeline_limits.of_precision(small, ranks) or small.lora.enabled:
+        return Strategy()
+    return Strategy(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=2 if own.chunks > 1 else None)
+
+
+def _run(small: Recipe, ranks: int, pipeline: Strategy, accumulates: bool) -> None:
     """Three steps on the shipped corpus with an evaluation and two checkpoints, on a layout that the ranks have: as many share
-    matrices and sequences as divide them, the others are data-parallel."""
+    layers, matrices and sequences as divide them, the others are data-parallel."""
     t, o, p = small.trainer, small.optim, small.precision
-    own, tensor = t.strategy, gcd(t.strategy.tensor_model_parallel_size, small.model.num_query_groups, ranks)
-    context = gcd(own.context_parallel_size, ranks // tensor)
+    own, stages = t.strategy, pipeline.pipeline_model_parallel_size
+    tensor = gcd(own.tensor_model_parallel_size, small.model.num_query_groups, ranks // stages)
+    context = gcd(own.context_parallel_size, ranks // stages // tensor)
     sequence = own.sequence_parallel and tensor > 1
-    t.strategy = Strategy(tensor_model_parallel_size=tensor, sequence_parallel=sequence, context_parallel_size=context)
-    if limits(small, ranks):
-        context = gcd(own.context_parallel_size, ranks)
-        t.strategy = Strategy(context_parallel_size=context)
+    staged = {name: getattr(pipeline, name) for name in ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")}
+    t.strategy = Strategy(tensor_model_parallel_size=tensor, sequence_parallel=sequence, context_parallel_size=context, **staged)
+    if tensor_limits.limits(small, ranks):
+        context = gcd(own.context_parallel_size, ranks // stages)
+        t.strategy = Strategy(context_parallel_size=context, **staged)
     t.num_nodes, t.devices = 1, ranks
     files = {"path": None, "mixture": (), "text_key": "text", "streaming": False, "validation_path": None}
     small.data = {"name": "tiny", **files}  # type: ignore[assignment]
     t.micro_batch_size = min(t.micro_batch_size, 2)
-    t.global_batch_size = t.micro_batch_size * ranks // t.strategy.size * (1 + accumulates)
+    t.global_batch_size = t.micro_batch_size * ranks // t.strategy.size * max(stages, 1 + accumulates)
     chunks, most = lcm(16, 2 * context * tensor), min(TOKENS, HELD_OUT // t.global_batch_size)
     small.model.seq_length = min(small.model.seq_length, max(chunks, most // chunks * chunks))
     o.warmup_steps, o.constant_steps = min(1, o.warmup_steps), min(1, o.constant_steps)

@@ -28,14 +28,14 @@ TOP = {  # room -> rooms that its modules may import at their top
     "composition": {"config"},
     "backends": {"config", "numerics", "scalings"},
     "layer_plan": {"backends", "config", "models"},
-    "tensor_limits": {"backends", "config", "layer_plan", "scalings"},
-    "report": {"backends", "composition", "config", "layer_plan", "models", "scalings", "tensor_limits"},
+    "tensor_limits": {"backends", "config", "layer_plan", "scalings"}, "pipeline_limits": {"config"},
+    "report": {"backends", "composition", "config", "layer_plan", "models", "pipeline_limits", "scalings", "tensor_limits"},
     "interop": {"composition", "config", "layer_plan", "scalings"},
     "training.distributed": {"backends", "config", "numerics", "optim", "parallel", "report"},
     "job": {"backends", "report"},
     "job_parts": {"backends", "config", "models"}, "job_weights": {"config", "layer_plan", "models"},
     "conversion": {"backends", "composition", "config", "job", "numerics", "optim", "report", "scalings"},
-    "smoke": {"composition", "config", "layer_plan", "models", "tensor_limits"},
+    "smoke": {"composition", "config", "layer_plan", "models", "pipeline_limits", "tensor_limits"},
     "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},
     "builder": {"backends", "config", "job_parts", "job_weights", "job", "layer_plan", "optim", "smoke"},
     "run_plan": {"builder", "config", "report", "smoke"},
@@ -62,14 +62,15 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
                 "report": "`lower` makes the graph alone; the machine and its memory are looked at by `build`"},
     "training": {
         "composition": "readers of a run folder that want no recipe from it load no YAML",
-        "training.distributed": "FSDP2 is loaded where storage.shard=fsdp asks for it"},
+        "training.distributed": "FSDP2 is loaded where storage.shard=fsdp asks for it",
+        "parallel": "so is torch's pipelining where there are stages"},
     "cli": dict.fromkeys(("builder", "composition", "config", "data", "execution", "graph_nodes", "interop", "layer_plan", "models", "report", "run_plan", "smoke",
                           "training", "training.distributed"), "a verb loads what it needs when it runs: help and completion read its module without"),
     "__main__": {"cli": "what the verb at hand does not need is not loaded", "config": "as above: errors alone need it",
                  "training": "signals are heeded from the start of a verb that trains"},
 }
 TYPES = {  # room -> rooms of which it names types alone, under TYPE_CHECKING
-    "cli": {"job"}, "job": {"config"}, "graph_nodes": {"job"},
+    "cli": {"job"}, "job": {"config"}, "graph_nodes": {"job"}, "builder": {"models"},
     "training.distributed": {"models"},
 }
 CIRCLES = {  # files that import one another, and why
@@ -78,7 +79,8 @@ CIRCLES = {  # files that import one another, and why
     frozenset({"report.plan_report", "report.plan_text"}): "str(plan) is its text, which is made from its fields",
     frozenset({"backends.te.engine", "backends.te.layers"}): "types alone: each layer knows its engine, and the engine its layers",
     frozenset({"config.node", "config.validation_errors"}): "types alone: a line is about a class of nodes",
-    frozenset({"config.recipe", "config.rules", "config.rules_fsdp", "config.rules_lora", "config.rules_precision"}):
+    frozenset({"config.recipe", "config.rules", "config.rules_fsdp", "config.rules_lora", "config.rules_precision",
+               "config.rules_strategy"}):
         "Recipe.check() runs the rules, and names them when it does; of it they take the type alone",
 }
 

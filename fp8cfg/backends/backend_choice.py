@@ -11,6 +11,7 @@ from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import as_held
+from fp8cfg.config.training_nodes import Strategy
 
 __all__ = ["ALIGNMENT", "BLOCK_CUDA", "FP8_CAPABILITY", "Choice", "Hardware", "against", "choose"]
 
@@ -28,21 +29,23 @@ class Choice:
 
 
 def choose(
-    precision: Precision, hardware: Hardware, *, statistics: int = 0, here: bool = True, tensor: int = 1, adapters: bool = False
+    precision: Precision, hardware: Hardware, *, statistics: int = 0, here: bool = True, strategy: Strategy | None = None,
+    adapters: bool = False,
 ) -> Choice:
     """The backend for `precision` on `hardware`. Raises ConfigError with every reason against it.
 
     A capability is never downgraded: what cannot run is refused, naming what can. `backend=auto` takes the first of
     backend_registry.preference() that can run the recipe; where FP8 is emulated the native backend goes first, whose emulation is
-    exact and has every key. `statistics` is the recipe's log.fp8_stats_every_n_steps, `tensor` its tensor_model_parallel_size,
-    `adapters` its lora.enabled. Not `here`, an explicit backend need not be installed: the hardware is elsewhere.
+    exact and has every key. `statistics` is the recipe's log.fp8_stats_every_n_steps, `strategy` its trainer.strategy, None of a
+    model that is whole on each rank, `adapters` its lora.enabled. Not `here`, an explicit backend need not be installed: the
+    hardware is elsewhere.
     """
     if precision.backend != "auto" and not backend_registry.exists(precision.backend):
         raise ConfigError(against(precision.backend, precision, hardware))
     if not precision.fp8.enabled:
         return Choice(REFERENCE, "none", "no FP8 asked for")
     if precision.backend != "auto":
-        refuse_if(against(precision.backend, precision, hardware, statistics, here, tensor, adapters))
+        refuse_if(against(precision.backend, precision, hardware, statistics, here, strategy, adapters))
         return _choice(precision.backend, precision, hardware, "asked for")
     emulates = hardware.device == "cpu" or precision.fp8.emulate
     preference = backend_registry.preference()
@@ -50,7 +53,7 @@ def choose(
     order = (REFERENCE, *others) if emulates else preference
     passed_over: list[str] = []
     for name in order:
-        lines = against(name, precision, hardware, statistics, tensor=tensor, adapters=adapters)
+        lines = against(name, precision, hardware, statistics, strategy=strategy, adapters=adapters)
         if not lines:
             if emulates and name == REFERENCE:
                 passed_over.append(f"{', '.join(others)}: {REFERENCE} goes first where FP8 is emulated")
@@ -60,8 +63,8 @@ def choose(
 
 
 def against(
-    name: str, precision: Precision, hardware: Hardware, statistics: int = 0, here: bool = True, tensor: int = 1,
-    adapters: bool = False,
+    name: str, precision: Precision, hardware: Hardware, statistics: int = 0, here: bool = True,
+    strategy: Strategy | None = None, adapters: bool = False,
 ) -> list[str]:
     """Every reason against running `precision` on backend `name`, where FP8 is enabled: one line each."""
     if problem := backend_registry.problem(name):
@@ -71,9 +74,13 @@ def against(
     if statistics and not backend_registry.capabilities(name).statistics:
         lines.append(f"log.fp8_stats_every_n_steps={statistics}: backend={name} has no such statistics; write backend=native, or "
                      "drop it")
-    if tensor > 1 and not backend_registry.capabilities(name).tensor_parallel:
+    has, split = backend_registry.capabilities(name), strategy or Strategy()
+    if (tensor := split.tensor_model_parallel_size) > 1 and not has.tensor_parallel:
         lines.append(f"backend={name}: its layers are not split by tensor_model_parallel_size={tensor}; write backend={REFERENCE}")
-    if adapters and not backend_registry.capabilities(name).adapters:
+    if (stages := split.pipeline_model_parallel_size) > 1 and not has.pipeline_parallel:
+        lines.append(f"backend={name}: its scales are not those of the stages of pipeline_model_parallel_size={stages}; write "
+                     f"backend={REFERENCE}")
+    if adapters and not has.adapters:
         lines.append(f"backend={name}: has no adapters over its layers (lora.enabled=True); write backend=native")
     lines += rules.against_sharding(precision)
     if here:

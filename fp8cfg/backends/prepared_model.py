@@ -17,7 +17,8 @@ class PreparedModel:
     """A model in the recipe's precision, the float32 masters of its parameters by name, the autocast region of its FP8 layers, and
     the storage columns of its parameters by name. `owner` gives the rank that keeps the state of each parameter, where that is
     sharded, as `shard` says: storage.shard, resolved. `tensor_parallel` is this rank's place among those that share each matrix, a
-    parallel.tensor.TensorRank, None where parameters are whole.
+    parallel.tensor.TensorRank, None where parameters are whole; `pipeline` that among those that share the layers, a
+    parallel.pipeline.PipelineRank, None where this rank has all.
     """
 
     model: torch.nn.Module
@@ -28,3 +29,11 @@ class PreparedModel:
     owner: dict[str, int] = field(default_factory=dict)
     shard: str = "none"
     tensor_parallel: Any = None
+    pipeline: Any = None
+
+    @property
+    def mesh(self) -> Any:
+        """The DeviceMesh of the ranks that share parameters or layers, with the axes shards and tp and, before them, pp; None where
+        every rank has the whole model."""
+        place = self.pipeline or self.tensor_parallel
+        return place.mesh if place is not None else None

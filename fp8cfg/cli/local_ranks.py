@@ -38,7 +38,8 @@ def count(recipe: Recipe, gpus: int) -> int:
     if smoke:
         return most
     whole = range(most // replica * replica, 0, -replica)
-    return next((n for n in whole if t.global_batch_size % (t.micro_batch_size * (n // replica)) == 0), 1)
+    return next((n for n in whole if t.global_batch_size % (t.micro_batch_size * (n // replica)) == 0
+                 and not refused(recipe, n)), 1)
 
 
 def node_line(recipe: Recipe, argv: Sequence[str]) -> str:

@@ -54,6 +54,8 @@ class Capabilities:
     empty where it cannot."""
     tensor_parallel: bool = False
     """Whether its layers compute with parts of matrices that are split over tensor-parallel ranks."""
+    pipeline_parallel: bool = False
+    """Whether its layers train in the stages of a pipeline, each rank with scales of its own layers alone."""
     requantizes: bool = False
     """Whether its layers keep input and weight as they came, and quantize both again in the backward pass."""
     adapters: bool = False

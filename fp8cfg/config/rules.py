@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from math import gcd
 from typing import TYPE_CHECKING
 
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.refusal import WRITTEN, Refusal, holds, idle
 from fp8cfg.config.rules_lora import lora_rules
 from fp8cfg.config.rules_precision import precision_rules
+from fp8cfg.config.rules_strategy import batches, multiple, strategy_rules
 from fp8cfg.config.training_nodes import SHIPPED
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def model_rules(recipe: Recipe) -> Iterator[str]:
     heads, groups = m.num_attention_heads, m.num_query_groups
     if m.kv_channels is None and m.hidden_size % heads:
         yield (f"model.hidden_size={m.hidden_size}: not a multiple of model.num_attention_heads={heads}; "
-               f"nearest is {_multiple(m.hidden_size, heads)}, or set model.kv_channels")
+               f"nearest is {multiple(m.hidden_size, heads)}, or set model.kv_channels")
     if m.head_dim % 2 and m.position_embedding_type == "rope":
         yield f"model.kv_channels={m.head_dim}: rotary positions need an even head width; nearest is {m.head_dim + 1}"
     if heads % groups:
@@ -142,7 +142,7 @@ def optim_rules(recipe: Recipe) -> Iterator[str]:
 def trainer_rules(recipe: Recipe) -> Iterator[str]:
     t = recipe.trainer
     if t.global_batch_size % t.micro_batch_size:
-        yield _batches(recipe, 1, f"trainer.micro_batch_size={t.micro_batch_size}")
+        yield batches(recipe, 1, f"trainer.micro_batch_size={t.micro_batch_size}")
     if t.val_check_interval == 0:
         never, key = " while trainer.val_check_interval=0 (never evaluate)", "trainer.val_check_interval"
         default = type(t).model_fields["limit_val_batches"].default
@@ -168,48 +168,6 @@ def log_rules(recipe: Recipe) -> Iterator[str]:
                       f"{steps}", [("log.fp8_stats_every_n_steps", steps)], ["trainer.max_steps"])
 
 
-def strategy_rules(recipe: Recipe) -> Iterator[str]:
-    t, s, m = recipe.trainer, recipe.trainer.strategy, recipe.model
-    world = t.num_nodes * t.devices
-    if world % s.size:
-        yield (f"trainer.strategy: tensor x pipeline x context parallel = {s.size} GPUs does not divide trainer.num_nodes x "
-               f"trainer.devices = {world}; nearest is trainer.num_nodes={s.size // gcd(s.size, t.devices)}")
-    elif t.global_batch_size % (t.micro_batch_size * (world // s.size)) and not t.global_batch_size % t.micro_batch_size:
-        parallel = world // s.size
-        yield _batches(recipe, parallel,
-                       f"trainer.micro_batch_size x data-parallel size = {t.micro_batch_size * parallel}")
-    tp, pp, cp = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
-    if m.num_attention_heads % tp:
-        yield f"trainer.strategy.tensor_model_parallel_size={tp}: must divide model.num_attention_heads={m.num_attention_heads}"
-    if m.num_layers % pp and s.virtual_pipeline_model_parallel_size is None:
-        yield f"trainer.strategy.pipeline_model_parallel_size={pp}: must divide model.num_layers={m.num_layers}"
-    if s.virtual_pipeline_model_parallel_size is not None and pp == 1:
-        yield ("trainer.strategy.virtual_pipeline_model_parallel_size: has no effect while pipeline_model_parallel_size=1; "
-               "write null")
-    if s.sequence_parallel and tp == 1:
-        yield Refusal("trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1",
-                      [("trainer.strategy.sequence_parallel", False)], ["trainer.strategy.tensor_model_parallel_size"])
-    if cp > 1:
-        yield from _context_rules(recipe, cp)
-
-
-def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:
-    """Of sequences that are split over `cp` ranks, each with two chunks of them."""
-    length, key = recipe.model.seq_length, "trainer.strategy.context_parallel_size"
-    if length % (2 * cp):
-        yield (f"model.seq_length={length}: must be a multiple of 2 x context_parallel_size = {2 * cp}; nearest is "
-               f"{_multiple(length, 2 * cp)}")
-    if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
-        yield Refusal(f"fp8.dot_product_attention=True: attention in FP8 takes whole sequences, and {key}={cp} splits them; write "
-                      "false", [("fp8.dot_product_attention", False)], [key])
-    for name in (name for name in DOCUMENTS[1:] if getattr(recipe.data, name)):
-        yield Refusal(f"data.{name}=True: documents are told apart in whole sequences, and {key}={cp} splits them; write false",
-                      [(f"data.{name}", False)], [key])
-    if every := recipe.log.fp8_stats_every_n_steps:
-        yield Refusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key}={cp} none has whole sequences; "
-                      "drop it", [("log.fp8_stats_every_n_steps", 0)], [key])
-
-
 RULES = (model_rules, family_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules, log_rules, lora_rules)
 
 
@@ -226,22 +184,6 @@ def broken(recipe: Recipe, written: Collection[str] = ()) -> list[str]:
         return [line for rule in RULES for line in rule(recipe)]
     finally:
         WRITTEN.reset(token)
-
-
-def _batches(recipe: Recipe, parallel: int, of: str) -> Refusal:
-    """A global batch that is no multiple `of` the microbatches of all `parallel` replicas. Microbatches, which change no result,
-    give way before it."""
-    t = recipe.trainer
-    near, share = _multiple(t.global_batch_size, t.micro_batch_size * parallel), t.global_batch_size // parallel
-    gives = [("trainer.global_batch_size", near)]
-    if t.global_batch_size % parallel == 0:
-        gives.insert(0, ("trainer.micro_batch_size", max(d for d in range(1, t.micro_batch_size + 1) if share % d == 0)))
-    return Refusal(f"trainer.global_batch_size={t.global_batch_size}: not a multiple of {of}; nearest is {near}", gives,
-                   ["trainer.global_batch_size", "trainer.micro_batch_size", "trainer.num_nodes", "trainer.devices"])
-
-
-def _multiple(value: int, of: int) -> int:
-    return max(of, round(value / of) * of)
 
 
 def _divisor(value: int, near: int) -> int:

@@ -114,8 +114,7 @@ class Optim(Node):
 
 
 class Strategy(Node):
-    """The parallel layout, which is never changed: the data-parallel size is what the launch leaves beside it. Training has
-    tensor, sequence and context parallelism; pipelines are planned and exported."""
+    """The parallel layout, which is never changed: the data-parallel size is what the launch leaves beside it."""
 
     home: ClassVar[str] = "trainer.strategy"
 
@@ -123,14 +122,34 @@ class Strategy(Node):
     """GPUs that share each matrix (Megatron-LM, arXiv 1909.08053). It must divide heads, query groups, MLP and vocabulary. Default
     1."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that hold consecutive layers. Default 1."""
+    """GPUs that share the layers, each with consecutive ones (Megatron-LM, arXiv 2104.04473). A step needs at least as many
+    microbatches. Default 1."""
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
-    """Model chunks of each pipeline stage. Default null (none)."""
+    """Chunks of layers on each of those GPUs, which take turns: interleaved stages, that idle less and send more. Default null,
+    one chunk (Megatron)."""
+    pipeline_schedule: Literal["auto", "1f1b", "interleaved_1f1b"] = "auto"
+    """Order of forward and backward passes: 1f1b, one backward after one forward pass; interleaved_1f1b, of several chunks. Default
+    auto: interleaved_1f1b where virtual_pipeline_model_parallel_size has several."""
     context_parallel_size: int = Field(default=1, ge=1)
     """GPUs that share each sequence: attention gathers its keys and values (Megatron's cp_comm_type all_gather). Default 1."""
     sequence_parallel: bool = False
     """Split each sequence over the tensor-parallel GPUs between the layers that they share, so that norms and the residual stream
     are computed and kept once (arXiv 2205.05198). Default false."""
+
+    @pydantic.field_validator("pipeline_schedule", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        name = str(value).lower().replace("_", "")
+        if any(part in name for part in ("zerobubble", "zb", "dualpipe")):
+            raise ConfigError(f"trainer.strategy.pipeline_schedule={value}: zero-bubble schedules take the gradients of weights "
+                              "apart from those of inputs, and FP8 layers make both of one quantized gradient; write "
+                              "interleaved_1f1b")
+        return {"interleaved1f1b": "interleaved_1f1b"}.get(name, value)  # torchtitan's Interleaved1F1B
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of layers on each pipeline rank."""
+        return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def size(self) -> int:
@@ -181,8 +200,8 @@ class Trainer(Node):
     seed: int = Field(default=1234, ge=0, le=2**31 - 1)
     """Seeds weights and sample order. Default 1234 (Megatron)."""
     smoke: bool = False
-    """Train three steps of the recipe cut to a size for any machine, on the shipped corpus, data-, tensor- and context-parallel,
-    with an evaluation, a save and a resume; what was cut is said. At most 4 GiB over eight ranks. Default false."""
+    """Train three steps of the recipe cut to a size for any machine, on the shipped corpus, on its layout as far as there are
+    ranks, with an evaluation, a save and a resume; what was cut is said. At most 4 GiB over eight ranks. Default false."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile the model; true and false are on and off. Default auto: where a compiler is present and the run is long enough
     to pay for it."""

@@ -11,7 +11,7 @@ Build it without memory, then give it some:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -82,19 +82,31 @@ class Transformer(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         if documents is None and targets is not None and (self.reset_attention_mask or self.reset_position_ids):
             raise ValueError("the model tells documents apart: call model(tokens, targets, documents), the tensors of a batch")
-        if documents is not None and self.reset_position_ids:
-            positions = positions_within(documents)
-        x = self._embedded(tokens, positions)
+        positions = self.places(positions, documents)
+        return self.head(self.run_layers(self.embed(tokens, positions), positions, documents, [*enumerate(self.layers)]), targets)
+
+    def places(self, positions: Tensor, documents: Tensor | None) -> Tensor:
+        """Positions of tokens in their sequence, or, where these begin anew with each of `documents`, in their document [B, T]."""
+        return positions_within(documents) if documents is not None and self.reset_position_ids else positions
+
+    def run_layers(
+        self, x: Tensor, positions: Tensor, documents: Tensor | None, layers: Sequence[tuple[int, nn.Module]]
+    ) -> Tensor:
+        """The residual stream [B, T, D] after `layers`, each with its number in the model."""
         tables = self._tables(positions)
-        masks = self._masks(tokens.shape[1], x.dtype, documents if self.reset_attention_mask else None)
-        for number, layer in enumerate(self.layers):
+        masks = self._masks(layers, positions.shape[-1], x, documents if self.reset_attention_mask else None)
+        for (number, layer), mask in zip(layers, masks, strict=True):
             # No bool for an index: Dynamo of torch 2.11 takes none (TypeError), that of 2.13 does.
             cos, sin = tables[0 if self.config.window(number) is None else 1]
             if self.recompute and torch.is_grad_enabled():
                 # The second forward draws again what adapters with dropout drew; others draw nothing.
-                x = checkpoint(layer, x, cos, sin, *masks[number], use_reentrant=False, preserve_rng_state=self.draws)
+                x = checkpoint(layer, x, cos, sin, *mask, use_reentrant=False, preserve_rng_state=self.draws)
             else:
-                x = layer(x, cos, sin, *masks[number])
+                x = layer(x, cos, sin, *mask)
+        return x
+
+    def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """As `forward`, of the residual stream after the last layer."""
         logits: Tensor = self.output_layer(self.final_layernorm(x))
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = (logits / cap).tanh() * cap
@@ -107,7 +119,8 @@ class Transformer(nn.Module):
         are. Tensor parallelism has another for parts of the vocabulary."""
         return F.cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum().clamp(min=1)
 
-    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The residual stream [B, T, D] before the first layer."""
         x: Tensor = self.embedding(tokens)
         if self.config.scale_embeddings:  # by a factor that is rounded to the dtype of `x`, as Gemma was trained
             x = x * torch.full((), self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
@@ -124,17 +137,20 @@ class Transformer(nn.Module):
             return full, full
         return full, rotary_tables(self.config, positions, local=True)
 
-    def _masks(self, length: int, dtype: torch.dtype, documents: Tensor | None) -> list[tuple[Tensor, ...]]:
-        """The mask of attention of each layer, made once for all layers whose mask it is; none where attention does without."""
+    def _masks(
+        self, layers: Sequence[tuple[int, nn.Module]], length: int, x: Tensor, documents: Tensor | None
+    ) -> list[tuple[Tensor, ...]]:
+        """The mask of attention of each of `layers` over the residual stream `x`, made once for all layers whose mask it is; none
+        where attention does without."""
         apart = None if documents is None else documents[:, None, :, None] != documents[:, None, None, :]
         made: dict[int | None, tuple[Tensor, ...]] = {}
         if apart is None and self.config.attn_logit_softcapping is None:
             made[None] = ()  # causal
-        for number, layer in enumerate(self.layers):
+        for number, layer in layers:
             if layer.takes_mask and (window := self._window(number, length)) not in made:
-                hidden = hidden_from(length, length, window, self.embedding.weight.device)
-                made[window] = (additive(hidden if apart is None else hidden | apart, dtype),)
-        return [made[self._window(number, length)] if layer.takes_mask else () for number, layer in enumerate(self.layers)]
+                hidden = hidden_from(length, length, window, x.device)
+                made[window] = (additive(hidden if apart is None else hidden | apart, x.dtype),)
+        return [made[self._window(number, length)] if layer.takes_mask else () for number, layer in layers]
 
     def _window(self, layer: int, length: int) -> int | None:
         """The sliding window of a layer, None where a sequence is not longer."""
@@ -166,7 +182,9 @@ class Transformer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Leaving the meta device makes new Parameters, one per module: a tied weight would come back as two.
-        tied = self.output_layer.weight is self.embedding.weight
+        # A pipeline stage has one of the two, or none, where it does not have both.
+        both = self.output_layer is not None and self.embedding is not None
+        tied = both and self.output_layer.weight is self.embedding.weight
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if tied:
             self.output_layer.weight = self.embedding.weight

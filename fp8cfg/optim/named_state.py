@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -44,6 +44,8 @@ class NamedOptimizer(torch.optim.Optimizer):
     can_defer: bool = False
     """Whether the device can decide whether a step is skipped."""
     deferred: DeferredSteps | None = None
+    sum_stages: Callable[[Tensor], Tensor] | None = None
+    """Adds up a number over the ranks that have other layers of the model, where there are some."""
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
@@ -64,6 +66,9 @@ class NamedOptimizer(torch.optim.Optimizer):
         RuntimeError where the state is split over ranks, of which none has it whole."""
         if self.split:
             raise RuntimeError("the optimizer's state is that of this rank's parts of matrices (tensor_model_parallel_size); save "
+                               "checkpoints by fp8cfg.fit, which puts them together")
+        if self.sum_stages is not None:
+            raise RuntimeError("the optimizer's state is that of this rank's layers (pipeline_model_parallel_size); save "
                                "checkpoints by fp8cfg.fit, which puts them together")
         if self._owned is not None:
             raise RuntimeError("the optimizer's state is split over the ranks (storage.shard); save checkpoints by fp8cfg.fit, or "

@@ -58,10 +58,11 @@ def device_mesh(strategy: Strategy, device: str) -> DeviceMesh:
 
 def shard_mesh(strategy: Strategy, device: str) -> DeviceMesh:
     """The mesh of those ranks with the axes shards, those with the same parameters, data-parallel and context ranks together, and
-    tp. Either may be of one rank."""
+    tp, either of which may be of one rank; and before them pp, where there is a pipeline."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = axis_sizes(strategy, dist.get_world_size())
-    shape = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"], sizes["tp"]
-    return init_device_mesh(device, shape, mesh_dim_names=("shards", "tp"))
+    pipeline = {"pp": sizes["pp"]} if sizes["pp"] > 1 else {}
+    shape = {**pipeline, "shards": sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"], "tp": sizes["tp"]}
+    return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))

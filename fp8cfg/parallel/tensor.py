@@ -81,9 +81,10 @@ class TensorRank:
         return of_sequence.chunk(self.size, dim=-1)[self.rank] if self.sequence else of_sequence
 
 
-def tensor_rank(strategy: Strategy, device: str) -> TensorRank:
-    """This rank's place in the layout of `strategy`, whose ranks compute on `device`. All ranks call it."""
-    return TensorRank(shard_mesh(strategy, device), strategy.sequence_parallel)
+def tensor_rank(strategy: Strategy, device: str, mesh: DeviceMesh | None = None) -> TensorRank:
+    """This rank's place in the layout of `strategy`, whose ranks compute on `device`; `mesh` is its shard_mesh, where there is one.
+    All ranks call it."""
+    return TensorRank(mesh or shard_mesh(strategy, device), strategy.sequence_parallel)
 
 
 def split_model(model: Transformer, here: TensorRank) -> None:

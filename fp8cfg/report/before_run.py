@@ -62,7 +62,7 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
     ranks = layout.shards(recipe, layout.ranks())
     precision = as_sharded(recipe.precision, ranks)
     choice = choose(precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps, adapters=recipe.lora.enabled,
-                    tensor=recipe.trainer.strategy.tensor_model_parallel_size)
+                    strategy=recipe.trainer.strategy)
     parts = []
     if recipe.fp8.enabled:
         coverage = planned(recipe, plan(recipe, choice.backend))
@@ -94,7 +94,7 @@ def refuse(recipe: Recipe, hardware: Hardware, whole_line: Callable[[Sequence[st
     def backend(other: Recipe) -> str:
         precision = as_sharded(other.precision, layout.shards(other, layout.ranks()))
         return choose(precision, hardware, statistics=other.log.fp8_stats_every_n_steps, adapters=other.lora.enabled,
-                      tensor=other.trainer.strategy.tensor_model_parallel_size).backend
+                      strategy=other.trainer.strategy).backend
 
     large = too_large(recipe, hardware.device, free, backend(recipe))
     problems = layout.refused(recipe, layout.ranks()) or ([large] if large else [])
@@ -115,7 +115,7 @@ def _scaled_down(recipe: Recipe) -> str:
         return ""
     steps = t.global_batch_size / (t.micro_batch_size * (here // s.size))
     many = "1 rank" if here == 1 else f"{here} ranks"
-    ways = {"tensor": s.tensor_model_parallel_size, "context": s.context_parallel_size}
+    ways = {"tensor": s.tensor_model_parallel_size, "pipeline": s.pipeline_model_parallel_size, "context": s.context_parallel_size}
     split = " x ".join(f"{way} {n}" for way, n in ways.items() if n > 1)
     how = f"data-parallel on {many}" if s.size == 1 else f"on {many} = {split} x data {here // s.size}"
     runs = f"runs here {how}, {steps:g} microbatches a step on each"

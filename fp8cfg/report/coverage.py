@@ -12,7 +12,6 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import (
     ATTENTION_GEMMS,
     GEMMS,
@@ -22,6 +21,7 @@ from fp8cfg.backends.gemm_plan import (
     PlannedLinear,
     Unwatched,
 )
+from fp8cfg.backends.protocol import Observed
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import adapted, attention_plan, transformer_config
@@ -180,11 +180,9 @@ def of_layers(linears: Sequence[PlannedLinear], beside: Sequence[Unwatched], fp8
     return Coverage(linears, (), 0.0, "high precision", beside, "" if found else _NO_OUTPUT)
 
 
-def ran(recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], backend: str, foreign: bool = False) -> Coverage:
-    """The coverage that was observed since the record was last cleared: what the call sites of the products recorded. `foreign`
+def ran(recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], seen: Observed, foreign: bool = False) -> Coverage:
+    """The coverage of the products that were `seen` since the record was last cleared: what their call sites recorded. `foreign`
     says that `model` is not the Transformer of `recipe`."""
-    seen = backend_registry.backend(backend).observed(model)
-
     def gemms(name: str, products: Sequence[str]) -> Any:
         return tuple(seen.get(name, {}).get(g) for g in products)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear, differences, not_engaged
+from fp8cfg.backends.protocol import Observed
 from fp8cfg.config.errors import NotFP8Error
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import attention_plan
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 
 def prove_engagement(
-    recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], backend: str, foreign: bool = False
+    recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], observed: Observed, foreign: bool = False
 ) -> Coverage:
-    """The coverage of the step that just ran in `model`; `foreign` says that it is not the Transformer of `recipe`. Raises
-    NotFP8Error where it is not what was planned, or less than fp8.min_coverage."""
-    seen = ran(recipe, model, plan, backend, foreign)
-    observed = backend_registry.backend(backend).observed(model)
+    """The coverage of the step that just ran in `model`, whose products are `observed`; `foreign` says that it is not the
+    Transformer of `recipe`. Raises NotFP8Error where it is not what was planned, or less than fp8.min_coverage."""
+    seen = ran(recipe, model, plan, observed, foreign)
     wrong = not_engaged(plan, observed) if foreign else differences([*plan, *attention_plan(recipe)], observed)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import resolved
+from fp8cfg.layer_plan import transformer_config
+from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report.coverage import of_layers, planned
 from fp8cfg.report.tables import amount, wrapped
 from fp8cfg.scalings import SCALINGS
@@ -30,6 +33,11 @@ def summary(
         "state": f"{steps} of {recipe.trainer.max_steps} optimizer steps done",
     }
     return "\n".join(wrapped(text, f"{name:11}", " " * 11) for name, text in rows.items())
+
+
+def parameter_count(recipe: Recipe) -> int:
+    """Parameters of the Transformer of a recipe, all of them."""
+    return sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
 
 
 def precision(recipe: Recipe) -> str:

@@ -6,10 +6,10 @@ import glob
 import os
 from pathlib import Path
 
+from fp8cfg import pipeline_limits, tensor_limits
 from fp8cfg.backends import backend_registry
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules import missing_data
-from fp8cfg.tensor_limits import limits
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU that NVIDIA's driver has, by which they are counted without loading torch."""
@@ -23,11 +23,8 @@ def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
 
 def _layout(recipe: Recipe) -> list[str]:
     """Parallel layouts that are planned and exported, and not trained."""
-    s, found = recipe.trainer.strategy, []
-    if (size := s.pipeline_model_parallel_size) > 1:
-        found.append(f"{s.key('pipeline_model_parallel_size')}={size}: not in this version, which plans and exports it and trains "
-                     "data-, tensor- and context-parallel")
-    return [*found, *limits(recipe, recipe.trainer.num_nodes * recipe.trainer.devices)]
+    ranks = recipe.trainer.num_nodes * recipe.trainer.devices
+    return [*tensor_limits.limits(recipe, ranks), *pipeline_limits.limits(recipe, ranks)]
 
 
 def _backend(recipe: Recipe) -> list[str]:

@@ -147,7 +147,7 @@ def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
 def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
     statistics = recipe.log.fp8_stats_every_n_steps
     return choose(as_sharded(recipe.precision, ranks), hardware, statistics=statistics, here=hardware.device == "cpu",
-                  tensor=recipe.trainer.strategy.tensor_model_parallel_size, adapters=recipe.lora.enabled)
+                  strategy=recipe.trainer.strategy, adapters=recipe.lora.enabled)
 
 
 def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:

@@ -21,11 +21,13 @@ from fp8cfg.builder import build
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
 from fp8cfg.report.memory.fsdp_gather import root_bytes
-from fp8cfg.report.memory.layout import ranks, whole
+from fp8cfg.report.memory.layout import ranks, stage_parts
 from fp8cfg.report.memory.linears import LOGITS
 from fp8cfg.report.memory.peak import linears_of, memory, parameters, persistent, step_bytes
 from fp8cfg.report.tables import size, table
 from fp8cfg.training.distributed.gradient_sync import stored_grads
+from fp8cfg.training.distributed.world import current
+from fp8cfg.training.train_step import microbatches, pipeline
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -83,9 +85,11 @@ BOUNDS = {"weights": 0.05, "masters": 0.05, "gradients": 0.05, "moments": 0.05, 
 def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     """Planned and measured bytes of `recipe` on this machine: of what stays from step to step; and over that, after the
     forward pass, at the peak of forward and backward pass together where gradients are all there, and at the peak of the
-    optimizer's step. A microbatch is random tokens."""
+    optimizer's step. A microbatch is random tokens. Of a pipeline those of this rank's stage, over all passes of a step."""
     job = build(recipe)
-    shape = recipe.trainer.micro_batch_size, recipe.model.seq_length
+    here, world = job.prepared.pipeline, current()
+    count = microbatches(job, world) if here is not None else 1
+    shape = recipe.trainer.micro_batch_size * count, recipe.model.seq_length
     batch = [torch.randint(recipe.model.vocab_size, shape, device=job.device) for _ in range(2)]
     if recipe.data.resets:
         batch.append(torch.zeros(shape, dtype=torch.int32, device=job.device))  # documents
@@ -93,6 +97,9 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
 
     def one_pass(live: LiveBytes | None = None) -> None:
         with job.autocast():
+            if here is not None:
+                pipeline(job, world).train(batch, [1.0] * count)
+                return
             loss = job.model(*batch)
             passed.append(live.now if live else 0)
             job.backward(loss)
@@ -109,8 +116,9 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     measured = {kind: sum(t.nbytes for t in tensors) for kind, tensors in kept.items()}
     with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
         job.optimizer.step()
-    measured |= {"after forward": passed[-1], "peak": live.peak, "optimizer step": stepping.peak}
-    return {kind: (n, measured[kind]) for kind, n in planned(recipe, job.device.type, job.choice.backend).items()}
+    measured |= {"peak": live.peak, "optimizer step": stepping.peak} | ({"after forward": passed[-1]} if passed else {})
+    found = planned(recipe, job.device.type, job.choice.backend, here.rank if here is not None else 0)
+    return {kind: (n, measured[kind]) for kind, n in found.items() if kind in measured}
 
 
 def _gathered(job: Job) -> list[Tensor]:
@@ -145,9 +153,11 @@ def by_kind(job: Job) -> dict[str, list[Tensor]]:
             "scales": scales}
 
 
-def planned(recipe: Recipe, device: str, backend: str) -> dict[str, int]:
-    """What the plan says of the kinds that `measure` measures, on `device` ("cpu" or "cuda") where `backend` multiplies."""
-    kinds, part = memory(recipe, device, backend=backend), whole(recipe, ranks())
+def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[str, int]:
+    """What the plan says of the kinds that `measure` measures, on `device` ("cpu" or "cuda") where `backend` multiplies, for that
+    pipeline `stage`."""
+    part = stage_parts(recipe, ranks())[stage]
+    kinds = memory(recipe, device, part, backend)
     linears = linears_of(recipe, part)
     stays = persistent(recipe, part, linears)
     state = stays.pop("FP8 copies")

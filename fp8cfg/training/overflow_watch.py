@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from fp8cfg.numerics import Overflow
 from fp8cfg.report.tables import wrapped
+from fp8cfg.training.distributed.world import World
 from fp8cfg.training.metrics import Value
 
 SAID = 2.0
@@ -35,6 +37,18 @@ class OverflowWatch:
         if kind in self._left:
             self._left.remove(kind)
             self._say(wrapped(f"warning: {line}; metrics.jsonl counts them in each step"))
+
+
+def over_stages(found: Overflow | None, stages: World) -> Overflow | None:
+    """The overflow of all stages of a pipeline, of which each has `found` its own; they all call it."""
+    if stages.size == 1:
+        return found
+    every = [Overflow(*each) for each in map(json.loads, stages.texts(json.dumps(found))) if each]
+    if not every:
+        return None
+    clipped, infinite = sum(each.clipped for each in every), sum(each.infinite for each in every)
+    worst = max(every, key=lambda each: each.largest)
+    return Overflow(clipped, infinite, worst.largest, worst.tensor)
 
 
 def _clipped(found: Overflow, done: int) -> str:

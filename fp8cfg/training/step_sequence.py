@@ -34,8 +34,9 @@ class Done:
 
 
 def may_launch_ahead(job: Job) -> bool:
-    """Whether a run of `job` launches a step before it has read the one before; on a CPU that gains nothing."""
-    return job.device.type == "cuda" and job.optimizer.can_defer
+    """Whether a run of `job` launches a step before it has read the one before; on a CPU that gains nothing. The stages of a
+    pipeline tell one another after each step what did not fit."""
+    return job.device.type == "cuda" and job.optimizer.can_defer and job.prepared.pipeline is None
 
 
 class StepSequence:

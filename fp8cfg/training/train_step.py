@@ -7,18 +7,25 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.job import Job
 from fp8cfg.parallel.mesh import batch_share
+from fp8cfg.parallel.pipeline import PipelineRank
 from fp8cfg.training.device_copy import on_device
 from fp8cfg.training.distributed.gradient_sync import stores_early, sum_gradients
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.model_traffic import count_pass
+
+if TYPE_CHECKING:
+    from fp8cfg.parallel.pipeline_schedule import Pipeline
 
 
 @dataclass(frozen=True)
@@ -58,23 +65,60 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
 def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, float, bool]:
     """The mean loss of an optimizer step, on the device, the learning rate, and what the optimizer's step returned."""
     count = microbatches(job, world)
-    alike = job.recipe.trainer.strategy.tensor_model_parallel_size  # ranks with the same tokens, and so the same loss
-    whole = 1 if batches.samples.masked else count * (world.size // alike)  # a mean of equal parts is divided once, at its end
+    strategy = job.recipe.trainer.strategy
+    whole = 1 if batches.samples.masked else count * _shares(strategy, world)  # a mean of equal parts is divided once, at its end
     total = torch.zeros((), device=job.device)
-    again = job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
     job.optimizer.zero_grad()
+    for loss, parts in (_passes if job.prepared.pipeline is None else _pipelined)(job, batches, step, world):
+        total += loss * (whole / parts)
+    sum_gradients(job.prepared, job.optimizer, world)
+    job.summed = True
+    lr = job.schedule.apply(job.optimizer, job.optimizer.steps)  # a skipped step does not move it (Megatron's training.py)
+    stepped = job.optimizer.step()
+    mean = world.sum(total / (whole * strategy.tensor_model_parallel_size))  # so many ranks have the same loss
+    return mean, lr, stepped
+
+
+def _shares(strategy: Strategy, world: World) -> int:
+    """Into how many parts the ranks cut each microbatch of all."""
+    return world.size // (strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size)
+
+
+def _passes(job: Job, batches: Batches, step: int, world: World) -> Iterator[tuple[Tensor, float]]:
+    """Forward and backward passes over the microbatches of a step: the loss of each, and of how many parts of the step's loss it is
+    one."""
+    count, again = microbatches(job, world), job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
     for i, (batch, parts) in enumerate(_microbatches(job, batches, step, world)):
         stores = not again and i + 1 == count and stores_early(job.prepared, world)
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
             loss = _loss(job, batch)
             job.backward(loss, parts)
         count_pass(job.recipe, len(batch[0]), world)
-        total += loss.detach() * (whole / parts)
-    sum_gradients(job.prepared, job.optimizer, world)
-    job.summed = True
-    lr = job.schedule.apply(job.optimizer, job.optimizer.steps)  # a skipped step does not move it (Megatron's training.py)
-    stepped = job.optimizer.step()
-    return world.sum(total / (whole * alike)), lr, stepped
+        yield loss.detach(), parts
+
+
+def _pipelined(job: Job, batches: Batches, step: int, world: World) -> list[tuple[Tensor, float]]:
+    """The same through the stages of a pipeline: what the last has of losses, nothing on the others."""
+    every, parts = zip(*_microbatches(job, batches, step, world), strict=True)
+    scale = job.loss_scaler.scale if job.loss_scaler else 1.0
+    whole = on_device(tuple(torch.cat(part) for part in zip(*every, strict=True)), job.device)
+    with job.autocast():
+        losses = pipeline(job, world).train(whole, [scale / n for n in parts])
+    for batch in every:
+        count_pass(job.recipe, len(batch[0]), world)
+    return list(zip(losses, parts, strict=False))
+
+
+def pipeline(job: Job, world: World) -> Pipeline:
+    """What runs the passes of `job` through its stages, made once."""
+    here: PipelineRank = job.prepared.pipeline
+    if here.schedule is None:
+        from fp8cfg.parallel.pipeline_schedule import Pipeline  # inside: it takes some time to load
+
+        t, dtype = job.recipe.trainer, DTYPES[job.recipe.precision.compute]
+        here.schedule = Pipeline(job.model, here, microbatches(job, world), t.micro_batch_size, dtype, job.device)  # type: ignore[arg-type]
+    made: Pipeline = here.schedule
+    return made
 
 
 def _microbatches(job: Job, batches: Batches, step: int, world: World) -> Iterator[tuple[tuple[Tensor, ...], float]]:
@@ -84,15 +128,15 @@ def _microbatches(job: Job, batches: Batches, step: int, world: World) -> Iterat
     each is one of equal parts; else as large as its share of them, which all ranks count together before the first pass.
     """
     strategy, count = job.recipe.trainer.strategy, microbatches(job, world)
-    share, alike = batch_share(strategy, world.rank, world.size), strategy.tensor_model_parallel_size
+    share, shares = batch_share(strategy, world.rank, world.size), _shares(strategy, world)
     if not batches.samples.masked:
-        yield from ((batches.batch(step, *share, i, count), count * (world.size // alike)) for i in range(count))
+        yield from ((batches.batch(step, *share, i, count), count * shares) for i in range(count))
         return
     passes = [batches.batch(step, *share, i, count) for i in range(count)]
     targets = [_targets(job, each[1]) for each in passes]
     whole = float(sum(targets))
     if world.size > 1:
-        whole = world.sum(torch.tensor(whole, dtype=torch.float64, device=job.device)).item() / alike
+        whole = world.sum(torch.tensor(whole, dtype=torch.float64, device=job.device)).item() * shares / world.size
     if not whole:
         raise ConfigError(f"data={job.recipe.data.name}: no token of step {step + 1} has a loss")
     yield from ((each, whole / n if n else math.inf) for each, n in zip(passes, targets, strict=True))
@@ -132,16 +176,12 @@ def evaluate(
     microbatch, says so."""
     training = job.model.training
     job.model.eval()
-    losses, counts = list[Tensor](), list[float]()
+    losses, counts = [torch.zeros((), device=job.device)], [0.0]  # of stages without an output layer
+    passes = _evaluated if job.prepared.pipeline is None else _evaluated_in_stages
     try:
         with job.autocast(job.recipe.fp8.use_autocast_during_eval):
-            for batch in batches:
-                parts = [torch.split(t, job.recipe.trainer.micro_batch_size) for t in batch]
-                for part in zip(*parts, strict=True):
-                    if stop():
-                        raise Stopped
-                    losses.append(job.model(*on_device(part, job.device)))
-                    counts.append(float(_targets(job, part[1])))
+            found = [each for batch in batches for each in passes(job, batch, world, stop)]
+            losses, counts = (list(each) for each in zip(*found, strict=True)) if found else (losses, counts)
     finally:
         job.model.train(training)
         if job.prepared.shard == "fsdp":
@@ -152,5 +192,25 @@ def evaluate(
         weights = torch.tensor(counts, dtype=torch.float64, device=job.device)
         sums = world.sum(torch.stack([(torch.stack(losses) * weights).sum(), weights.sum()]))
         return (sums[0] / sums[1]).item()
-    mean = torch.stack(losses).mean() / world.size
+    mean = torch.stack(losses).mean() * job.recipe.trainer.strategy.pipeline_model_parallel_size / world.size
     return world.sum(mean).item()
+
+
+def _evaluated(job: Job, batch: tuple[Tensor, ...], world: World, stop: Callable[[], bool]) -> Iterator[tuple[Tensor, float]]:
+    """The loss of each microbatch of `batch`, and the number of its targets here."""
+    parts = [torch.split(t, job.recipe.trainer.micro_batch_size) for t in batch]
+    for part in zip(*parts, strict=True):
+        if stop():
+            raise Stopped
+        yield job.model(*on_device(part, job.device)), float(_targets(job, part[1]))
+
+
+def _evaluated_in_stages(
+    job: Job, batch: tuple[Tensor, ...], world: World, stop: Callable[[], bool]
+) -> Iterator[tuple[Tensor, float]]:
+    """The same of a pipeline, on its last stage."""
+    if stop():
+        raise Stopped
+    losses = pipeline(job, world).evaluate(on_device(batch, job.device))
+    targets = torch.split(batch[1], job.recipe.trainer.micro_batch_size)
+    yield from zip(losses, (float(_targets(job, each)) for each in targets), strict=False)

@@ -195,7 +195,8 @@ RUNS = {
     **dict.fromkeys(("data.mixture", "data.text_key", "data.tokenizer"), "test_run_data.py"), "data.streaming": "test_stream_runs.py", "data.validation_path": "test_stream_runs.py", "log.dir": "test_cli.py", "fp8.min_coverage": "test_builder.py", "fp8.reduce_amax": "test_distributed.py",
     "storage.comm": "test_storage_runs.py", "storage.accumulate": "test_low_bit.py", "storage.shard": "test_storage_runs.py", "storage.gather": "test_fsdp.py",
     "trainer.strategy.tensor_model_parallel_size": "test_tensor.py", "trainer.strategy.sequence_parallel": "test_tensor.py",
-    "trainer.strategy.context_parallel_size": "test_context.py",
+    "trainer.strategy.context_parallel_size": "test_context.py", "trainer.strategy.pipeline_schedule": "test_pipeline.py",
+    "trainer.strategy.pipeline_model_parallel_size": "test_pipeline.py", "trainer.strategy.virtual_pipeline_model_parallel_size": "test_pipeline.py",
     "lora.weights": "test_peft_format.py", "log.folder": "test_log_folder.py", "log.resume": "test_log_folder.py",
     "trainer.timeout.start": "test_stalled_ranks.py", "trainer.timeout.step": "test_stalled_ranks.py",
     "model.weights": "test_hf_checkpoint.py", "model.path": "test_hf_checkpoint.py", "fp8.emulate": "test_gemm_plan.py", "log.fp8_stats_every_n_steps": "test_quantization_statistics.py",
@@ -204,8 +205,7 @@ REFUSED: dict[str, list[str]] = {
     "fp8.multi_head_attention": [FP8, "fp8.dot_product_attention=true", "fp8.multi_head_attention=true"],
 }
 PLANNED = {
-    "trainer.num_nodes", "trainer.devices", "trainer.strategy.pipeline_model_parallel_size",
-    "trainer.strategy.virtual_pipeline_model_parallel_size",
+    "trainer.num_nodes", "trainer.devices",
 }
 
 

@@ -54,7 +54,8 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does() -> None:
     for part in ("scaling: delayed", "FP8: 504 of 505 linear layers", "memory per rank", "meant for 512 GPUs (tensor 8, pipeline 8, context 4)"):
         assert part in done.stdout
     *lines, line = done.stderr.splitlines()
-    assert len(lines) == 2 and "pipeline_model_parallel_size=8: not in this version; write 1" in lines[0] and "tensor_model_parallel_size=8: " in lines[1]
+    assert len(lines) == 2 and "tensor_model_parallel_size=8: " in lines[0] and "context_parallel_size=4: " in lines[1]
+    assert "pipeline_model_parallel_size=8: so many ranks share the layers, and 1 rank is no multiple of it; start 8, or write 1" in line
     assert line.endswith("; runs here: fp8cfg recipe=llama_405b precision=bf16_fp8 trainer.accelerator=cpu trainer.smoke=true")
     assert max(map(len, done.stdout.splitlines())) <= 80
 

@@ -28,6 +28,9 @@ Where weights are frozen, inputs are kept by adapters alone, in their dtype (mod
 torchao's layers keep inputs in c, and no quantized weights (report/memory/torchao_linears.py).
 
 The final norm and the output layer's input come on top. Recomputation keeps cD a layer, and all this for the one at hand.
+
+A pipeline stage keeps what it has received and what it has sent, cD each for each chunk, until the backward pass of the microbatch;
+of several chunks each has two sends under way and about as many receives.
 """
 
 from __future__ import annotations
@@ -67,7 +70,11 @@ def activations(
               for key in [(n in attends, model.window(n), *((p.gemms, model.beside[p.name]) for p in linears[4 * i:4 * i + 4]))]]
     recompute = recipe.model.recompute_granularity == "full"
     masks = model.masks(n for n in part.layers if n not in attends)
-    kept = (sum(model.c * model.d if recompute else layer.kept for layer in layers) * model.tokens + masks) * part.in_flight
+    received = part.chunks - part.embedding if model.c < 4 and not recompute else 0  # else the first layer of a chunk keeps it
+    ends = (received + part.chunks - part.output) / part.chunks * model.c * model.d
+    each = sum(model.c * model.d if recompute else layer.kept for layer in layers) + ends
+    transit = 4 * part.chunks * model.c * model.d if part.chunks > 1 else 0
+    kept = (each * model.tokens + masks) * part.in_flight + transit * model.tokens
     head = _Head(model, linears[-1]) if part.output else None
     final, logits = (head.kept * model.tokens, model.logit * model.v * model.tokens) if head else (0.0, 0.0)
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))

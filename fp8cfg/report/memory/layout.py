@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
+from fp8cfg import pipeline_limits, tensor_limits
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.shapes import parameter_shapes
-from fp8cfg.tensor_limits import limits
+from fp8cfg.models.stages import stage_layers
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part. `layers` are indices; `tensor` ranks share each matrix, `context` each sequence, `data` hold the same
-    part. `in_flight` microbatches have their activations kept at once, counted in passes through all of `layers`."""
+    """One rank's part. `layers` are indices, in so many `chunks`; `tensor` ranks share each matrix, `context` each sequence, `data`
+    hold the same part. `in_flight` microbatches have their activations kept at once, counted in passes through all of `layers`."""
 
     name: str
     layers: Sequence[int]
@@ -27,6 +28,7 @@ class Part:
     context: int = 1
     data: int = 1
     sequence_parallel: bool = False
+    chunks: int = 1
     in_flight: float = 1.0
 
     @property
@@ -41,13 +43,29 @@ def ranks() -> int:
 
 
 def whole(recipe: Recipe, ranks: int = 1) -> Part:
-    """The part that each of `ranks` ranks has without a pipeline: of matrices and sequences too, where these are whole replicas."""
+    """The part that each of `ranks` ranks has of all layers: of matrices and sequences too, where these are whole replicas."""
     s = recipe.trainer.strategy
-    tensor, context = s.tensor_model_parallel_size, s.context_parallel_size
+    tensor, context, pipeline = s.tensor_model_parallel_size, s.context_parallel_size, s.pipeline_model_parallel_size
+    if ranks % s.size:
+        pipeline = 1
     if ranks % (tensor * context):
         tensor, context = 1, 1 if ranks % context else context
-    return Part("every rank", range(recipe.model.num_layers), tensor=tensor, context=context, data=ranks // (tensor * context),
-                sequence_parallel=s.sequence_parallel and tensor > 1)
+    return Part("every rank", range(recipe.model.num_layers), tensor=tensor, context=context,
+                data=ranks // (tensor * context * pipeline), sequence_parallel=s.sequence_parallel and tensor > 1)
+
+
+def stage_parts(recipe: Recipe, ranks: int) -> list[Part]:
+    """The part of each pipeline stage on `ranks` ranks; one, of all layers, where there is no pipeline, or they are no whole
+    replicas."""
+    s, t = recipe.trainer.strategy, recipe.trainer
+    stages, chunks, every = s.pipeline_model_parallel_size, s.chunks, whole(recipe, ranks)
+    if stages == 1 or ranks % s.size:
+        return [every]
+    microbatches = max(1, t.global_batch_size // (t.micro_batch_size * every.data))
+    held = stage_layers(recipe.model.num_layers, stages, chunks)
+    names = {0: "first stage", stages - 1: "last stage"}
+    return [replace(every, name=names.get(i, "middle stage"), layers=layers, embedding=i == 0, output=i == stages - 1,
+                    chunks=chunks, in_flight=min(microbatches, _in_flight(i, stages, chunks))) for i, layers in enumerate(held)]
 
 
 def shards(recipe: Recipe, ranks: int) -> int:
@@ -60,9 +78,9 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
     `ranks`; or, of a model that is `given`, not at all."""
     s = recipe.trainer.strategy
     pp, tp, cp = s.pipeline_model_parallel_size, s.tensor_model_parallel_size, s.context_parallel_size
-    lines = [f"{s.key('pipeline_model_parallel_size')}={pp}: not in this version; write 1"] if pp > 1 else []
-    lines += [] if given else limits(recipe, ranks)
-    keys = {"tensor_model_parallel_size": (tp, "each matrix", "matrices"), "context_parallel_size": (cp, "a sequence", "sequences")}
+    lines = [] if given else [*tensor_limits.limits(recipe, ranks), *pipeline_limits.limits(recipe, ranks)]
+    keys = {"tensor_model_parallel_size": (tp, "each matrix", "matrices"), "context_parallel_size": (cp, "a sequence", "sequences"),
+            "pipeline_model_parallel_size": (pp, "the layers", "layers")}
     for name, (size, what, those) in keys.items():
         here = f"{ranks} ranks are" if ranks > 1 else "1 rank is"
         if size > 1 and given:
@@ -74,9 +92,15 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
     if tp > 1 and recipe.lora.enabled:
         lines.append(f"{s.key('tensor_model_parallel_size')}={tp}: splits matrices, and adapters stand beside whole ones "
                      "(lora.enabled=True); write 1")
-    if not given and pp == 1 and not ranks % tp and not ranks % cp and ranks % (tp * cp):
-        lines.append(f"{s.key('tensor_model_parallel_size')}={tp}: with context_parallel_size={cp} a replica is {tp * cp} ranks, "
-                     f"and {ranks} are no multiple of it; start {-(-ranks // (tp * cp)) * tp * cp}")
+    if pp > 1 and recipe.lora.enabled:
+        lines.append(f"{s.key('pipeline_model_parallel_size')}={pp}: splits the model, and adapters stand beside a whole one "
+                     "(lora.enabled=True); write 1")
+    if not given and not any(ranks % size for size in (tp, cp, pp)) and ranks % s.size:
+        split = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "pipeline_model_parallel_size": pp}
+        (first, size), *others = [(name, n) for name, n in split.items() if n > 1]
+        beside = " and ".join(f"{name}={n}" for name, n in others)
+        lines.append(f"{s.key(first)}={size}: with {beside} a replica is {s.size} ranks, "
+                     f"and {ranks} are no multiple of it; start {-(-ranks // s.size) * s.size}")
     return lines
 
 
@@ -89,19 +113,18 @@ def parts(recipe: Recipe, world: int) -> list[Part]:
     if world % s.size:
         near = max(1, round(world / s.size)) * s.size
         raise ConfigError(f"{world} GPUs: not a multiple of tensor x pipeline x context parallel = {s.size}; nearest is {near}")
-    data = world // s.size
-    per_step = t.micro_batch_size * data
+    per_step = t.micro_batch_size * (world // s.size)
     if t.global_batch_size % per_step:
         near = max(1, round(t.global_batch_size / per_step)) * per_step
         raise ConfigError(f"{world} GPUs: trainer.global_batch_size={t.global_batch_size} is not a multiple of "
                           f"trainer.micro_batch_size x data-parallel size = {per_step}; nearest is {near}")
-    stages, chunks = s.pipeline_model_parallel_size, s.virtual_pipeline_model_parallel_size or 1
-    held, microbatches = stage_layers(recipe.model.num_layers, stages, chunks), t.global_batch_size // per_step
-    named = {0: "first stage", stages - 1: "last stage"} if stages > 1 else {0: "every rank"}
-    if stages > 2:
-        named[1] = "middle stage"
-    return [Part(named[i], held[i], i == 0, i == stages - 1, s.tensor_model_parallel_size, s.context_parallel_size, data,
-                 s.sequence_parallel, min(microbatches, _in_flight(i, stages, chunks))) for i in sorted(named)]
+    return parts_that_differ(recipe, world)
+
+
+def parts_that_differ(recipe: Recipe, ranks: int) -> list[Part]:
+    """The parts of the first, a middle and the last pipeline stage, or the one that all ranks have."""
+    every = stage_parts(recipe, ranks)
+    return [every[i] for i in sorted({0, min(1, len(every) - 1), len(every) - 1})]
 
 
 def vectors(recipe: Recipe, part: Part) -> int:
@@ -109,21 +132,6 @@ def vectors(recipe: Recipe, part: Part) -> int:
     shapes = parameter_shapes(replace(transformer_config(recipe), num_layers=1))
     layer = {name: prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and len(shape) == 1}
     return sum(-(-n // part.tensor) if name.endswith(("linear_qkv.bias", "linear_fc1.bias")) else n for name, n in layer.items())
-
-
-def stage_layers(layers: int, stages: int, chunks: int) -> list[list[int]]:
-    """The layers of each stage; with `chunks` of them a stage, chunk k is on stage k modulo `stages` (Megatron's interleaving).
-
-    Where layers do not divide, embedding and output layer count as one layer each, as NeMo's llama31_405b has it; else the
-    first chunks have one layer more.
-    """
-    cuts = stages * chunks
-    sizes = [layers // cuts + (i < layers % cuts) for i in range(cuts)]
-    if layers % cuts and (layers + 2) % cuts == 0:
-        sizes = [(layers + 2) // cuts - (i in (0, cuts - 1)) for i in range(cuts)]
-    starts = [sum(sizes[:i]) for i in range(cuts)]
-    return [[layer for k in range(stage, cuts, stages) for layer in range(starts[k], starts[k] + sizes[k])]
-            for stage in range(stages)]
 
 
 def _in_flight(stage: int, stages: int, chunks: int) -> float:

@@ -23,8 +23,8 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import sharding
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.layer_plan import plan
-from fp8cfg.report.memory.layout import ranks, refused, shards, whole
-from fp8cfg.report.memory.peak import linears_of, memory, persistent
+from fp8cfg.report.memory.layout import ranks, refused, shards
+from fp8cfg.report.memory.peak import linears_of, memory, persistent, widest
 from fp8cfg.report.tables import size
 
 RECOMPUTE = {"none": 0.0, "selective": 0.05, "full": 0.33}
@@ -82,7 +82,7 @@ class _Search:
         too; of whole replicas on each rank."""
         own = self.recipe.trainer.strategy
         cp, tp, sp = own.context_parallel_size, own.tensor_model_parallel_size, own.sequence_parallel
-        found = [Strategy(tensor_model_parallel_size=tp, sequence_parallel=sp and tp > 1, context_parallel_size=cp),
+        found = [own, Strategy(tensor_model_parallel_size=tp, sequence_parallel=sp and tp > 1, context_parallel_size=cp),
                  Strategy(context_parallel_size=cp), Strategy()]
         return [s for i, s in enumerate(found) if self.world % s.size == 0 and s not in found[:i]]
 
@@ -129,8 +129,8 @@ class _Search:
     def spare(self, recipe: Recipe) -> int | None:
         """Bytes that `recipe` leaves on each rank, or that its lasting state alone leaves, where that is too much; None where
         nobody multiplies it, or a pattern of layers matches nothing."""
-        part = whole(recipe, self.world)
         try:
+            part = widest(recipe, self.device, self.world)
             if (left := self.free - sum(persistent(recipe, part, linears_of(recipe, part)).values())) < 0:
                 return left
             backend = self.backend(recipe)
@@ -143,12 +143,13 @@ class _Search:
         layout = self._layouts[0]
         lean = self.changed({"trainer.micro_batch_size": (self._micro(layout) or [1])[-1],
                              "model.recompute_granularity": self._recompute[-1], **_layout(layout)})
-        least, most = 0, self.recipe.model.num_layers  # fits with `least` layers, does not with `most`: halve what lies between
+        each = layout.pipeline_model_parallel_size * layout.chunks  # of as many layers a stage can be made
+        least, most = 0, self.recipe.model.num_layers // each  # fits with `least` of them, does not with `most`: halve the rest
         while lean and most - least > 1:
             middle = (least + most) // 2
-            some = self._of_layers(lean, middle)
+            some = self._of_layers(lean, middle * each)
             least, most = (middle, most) if some and (self.spare(some) or -1) >= 0 else (least, middle)
-        found = self._of_layers(lean, least) if lean and least else None
+        found = self._of_layers(lean, least * each) if lean and least else None
         return Fit(found, words(self.recipe, found), self.spare(found) or 0) if found else None
 
     def _of_layers(self, lean: Recipe, layers: int) -> Recipe | None:

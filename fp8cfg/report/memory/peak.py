@@ -31,7 +31,7 @@ from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.memory.activations import activations
 from fp8cfg.report.memory.fsdp_gather import gathered_bytes
-from fp8cfg.report.memory.layout import Part, ranks, vectors, whole
+from fp8cfg.report.memory.layout import Part, parts_that_differ, ranks, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.tables import size, table
 from fp8cfg.scalings import SCALINGS
@@ -63,10 +63,10 @@ class Parameters:
 
 
 def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None) -> dict[str, int]:
-    """Bytes by kind for one rank on `device` ("cpu" or "cuda"): of `part`, or of the whole model as training holds it. `backend`
-    is who multiplies, by default as `multiplying` says."""
+    """Bytes by kind for one rank on `device` ("cpu" or "cuda"): of `part`, or of the rank that takes most as training holds it
+    here. `backend` is who multiplies, by default as `multiplying` says."""
     backend = backend or multiplying(recipe)
-    part = part or whole(recipe, ranks())
+    part = part or widest(recipe, device, ranks(), backend)
     linears = linears_of(recipe, part)
     kinds = persistent(recipe, part, linears)
     fsdp = sharding(recipe.precision, part.shards) == "fsdp"  # which adds up gradients in parts alone
@@ -85,6 +85,12 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     if not fsdp:
         kinds["to start"] = max(0, starting(recipe, part, linears) - sum(kinds.values()))
     return kinds
+
+
+def widest(recipe: Recipe, device: str, ranks: int, backend: str | None = None) -> Part:
+    """The part of that one of `ranks` ranks which takes most memory: that of a pipeline stage, where there are several."""
+    every = parts_that_differ(recipe, ranks)
+    return every[0] if len(every) == 1 else max(every, key=lambda part: sum(memory(recipe, device, part, backend).values()))
 
 
 def starting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
@@ -176,7 +182,7 @@ def linears_of(recipe: Recipe, part: Part) -> list[PlannedLinear]:
 
 def memory_table(recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None) -> str:
     """The table of `memory`, with bytes per parameter for what grows with the parameters; what takes nothing is left out."""
-    part = part or whole(recipe, ranks())
+    part = part or widest(recipe, device, ranks(), backend)
     count = parameters(recipe, part).total
     kinds = memory(recipe, device, part, backend)
     rows = [[kind, size(n), "" if kind in NOT_PARAMETERS else f"{n / count:.1f}", _note(recipe, kind, part)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,16 +18,18 @@ from fp8cfg.training.checkpoint.checkpoint import Tensors
 from fp8cfg.training.checkpoint.frozen_weights import completed, reference, refuse_other
 from fp8cfg.training.checkpoint.job_tensors import model_tensors, of_this_layout, of_this_rank, optimizer_tensors
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
+from fp8cfg.training.checkpoint.pipeline_stages import json_part
 from fp8cfg.training.checkpoint.resume_rules import FREE, ORIGIN, changes, matches
 from fp8cfg.training.checkpoint.saved_state import WRONG_CONTENTS, check, one_line
 from fp8cfg.training.distributed.world import World
 
 
 def collect(
-    job: Job, batches: Batches, step: int, optimizer: dict[str, Tensor] | None = None, model: dict[str, Tensor] | None = None
+    job: Job, batches: Batches, step: int, optimizer: dict[str, Tensor] | None = None, model: dict[str, Tensor] | None = None,
+    optimizer_json: dict[str, Any] | None = None,
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors by group and the JSON state after `step` optimizer steps. `optimizer` and `model` are what `optimizer_tensors` and
-    `model_tensors` gave, by default what one rank has."""
+    """Tensors by group and the JSON state after `step` optimizer steps. `optimizer`, `model` and `optimizer_json` are what
+    `optimizer_tensors`, `model_tensors` and `whole_json` gave, by default what one rank has."""
     if optimizer is None:
         optimizer = optimizer_tensors(job, World())
     if model is None:
@@ -36,7 +39,7 @@ def collect(
     random, random_json = rng.capture()
     tensors = {"model": model, "optimizer": optimizer, "fp8": fp8, "rng": random}
     state = {
-        "step": step, "data": batches.state(step), "optimizer": job.optimizer.state_json(), "rng": random_json,
+        "step": step, "data": batches.state(step), "optimizer": optimizer_json or job.optimizer.state_json(), "rng": random_json,
         "recipe": listed(job.recipe), "compiled": job.compiled,
     }
     if base := reference(job.recipe):
@@ -55,11 +58,12 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     try:
         saved = completed(job.recipe, job.model, {**tensors["model"], **of_this_rank(tensors.get("fp8", {}))})
         saved, optimizer = of_this_layout(job, saved), of_this_layout(job, optimizer)
+        kept = json_part(job, state["optimizer"])
         if not any(matches(k, ["fp8", "storage.weight"]) for k in changed):
             job.model.load_state_dict(saved)
-            job.optimizer.load_state(optimizer, state["optimizer"])
+            job.optimizer.load_state(optimizer, kept)
         else:
-            _restore_other_precision(job, saved, optimizer, state["optimizer"])
+            _restore_other_precision(job, saved, optimizer, kept)
     except WRONG_CONTENTS as e:
         if changed or job.foreign:
             raise ConfigError(f"the checkpoint does not fit this recipe: {one_line(e)}") from None
@@ -68,7 +72,7 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     return batches.resume(state["data"])
 
 
-def _restore_other_precision(job: Job, saved: dict[str, Tensor], tensors: dict[str, Tensor], json: dict[str, Any]) -> None:
+def _restore_other_precision(job: Job, saved: dict[str, Tensor], tensors: dict[str, Tensor], json: Mapping[str, Any]) -> None:
     """Weights are stored otherwise: they come from the masters, scales and histories where they still mean something."""
     own = stored_state_dict(job.model)
     fitting = {k: v for k, v in saved.items()

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8cfg.job import Job
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
-from fp8cfg.training.checkpoint import tensor_shards
+from fp8cfg.training.checkpoint import pipeline_stages, tensor_shards
 from fp8cfg.training.checkpoint.frozen_weights import left_out
-from fp8cfg.training.distributed.world import World, current, sharing
+from fp8cfg.training.distributed.world import World, current, sharing, stages
 from fp8cfg.training.distributed.zero import full_state
 
 OWN = ("fp8_scale", "fp8_amax_history")
@@ -28,7 +28,7 @@ def model_tensors(job: Job, world: World) -> dict[str, Tensor]:
     else:
         names = left_out(job.recipe, job.model)
         tensors = {k: t for k, t in stored_state_dict(job.model).items() if k not in names}
-    tensors = _of_whole_matrices(job, tensors)
+    tensors = _of_all_layers(job, _of_whole_matrices(job, tensors))
     stored = {} if job.recipe.fp8.reduce_amax else stored_state_dict(job.model)
     own = {k: t for k, t in stored.items() if k.rpartition(".")[2] in OWN}
     for name, tensor in own.items():
@@ -39,7 +39,7 @@ def model_tensors(job: Job, world: World) -> dict[str, Tensor]:
 
 def optimizer_tensors(job: Job, world: World) -> dict[str, Tensor]:
     """The optimizer's tensors, on the first rank those that other ranks keep among them. All ranks call it."""
-    shards = world if job.prepared.tensor_parallel is None else sharing(job.prepared)
+    shards = world if job.prepared.mesh is None else sharing(job.prepared)
     if job.prepared.shard == "fsdp":
         from fp8cfg.training.distributed import fsdp
 
@@ -48,11 +48,13 @@ def optimizer_tensors(job: Job, world: World) -> dict[str, Tensor]:
         tensors = full_state(job.optimizer, job.prepared.owner, shards)
     else:
         tensors = job.optimizer.state_tensors()
-    return _of_whole_matrices(job, tensors)
+    return _of_all_layers(job, _of_whole_matrices(job, tensors))
 
 
 def of_this_layout(job: Job, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors of a checkpoint as this rank keeps them."""
+    if job.prepared.pipeline is not None:
+        tensors = pipeline_stages.parts(job, tensors)
     if job.prepared.tensor_parallel is not None:
         tensors = tensor_shards.parts(tensors, job.model.shards)  # type: ignore[arg-type]
     if job.prepared.shard == "fsdp":
@@ -70,6 +72,14 @@ def _of_whole_matrices(job: Job, tensors: dict[str, Tensor]) -> dict[str, Tensor
     return tensor_shards.whole(tensors, job.model.shards, here)  # type: ignore[arg-type]
 
 
+def _of_all_layers(job: Job, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """On the first rank `tensors`, which the first rank of each stage has of whole matrices, put together from the stages."""
+    here = job.prepared.tensor_parallel
+    if job.prepared.pipeline is None or not sharing(job.prepared).first or (here is not None and here.rank):
+        return tensors
+    return pipeline_stages.whole(job, tensors)
+
+
 def checkpoint_bytes(job: Job, world: World) -> int:
     """Bytes of the tensors of a checkpoint, at least; before the first step too, when moments are not there yet. All ranks call
     it."""
@@ -82,7 +92,8 @@ def checkpoint_bytes(job: Job, world: World) -> int:
         state += sum(map(_bytes, job.optimizer.masters.values())) * (2 if optim.name != "sgd" else int(optim.momentum > 0))
     if job.prepared.owner:  # each rank has the state of its own parameters
         state = int(sharing(job.prepared).sum(torch.tensor(float(state), dtype=torch.float64, device=job.device)).item())
-    return parts * (sum(map(_bytes, model.values())) + state)
+    here = torch.tensor(float(sum(map(_bytes, model.values())) + state), dtype=torch.float64, device=job.device)
+    return parts * int(stages(job.prepared).sum(here).item())
 
 
 def _bytes(t: Tensor) -> int:

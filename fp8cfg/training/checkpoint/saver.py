@@ -11,8 +11,10 @@ from torch import Tensor
 from fp8cfg.config.errors import Fp8cfgError
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
+from fp8cfg.numerics.stored_form import is_fp8_state
 from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, OldCheckpointStays
+from fp8cfg.training.checkpoint.pipeline_stages import whole_json
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
 from fp8cfg.training.run_folder_errors import RunFolderNotWritable
@@ -68,12 +70,13 @@ class Saver:
     def _try(self, done: int, keep: int | None) -> Fp8cfgError | None:
         """Why the checkpoint could not be written, or None."""
         optimizer, model = job_tensors.optimizer_tensors(self.job, self.world), job_tensors.model_tensors(self.job, self.world)
+        rest = whole_json(self.job)
         if self.run is None:
             return None
         try:
             self.run.check_there()
-            _refuse_not_finite(self.job, done, model, optimizer)
-            tensors, state = job_state.collect(self.job, self.batches, done, optimizer, model)
+            _refuse_not_finite(done, model, optimizer)
+            tensors, state = job_state.collect(self.job, self.batches, done, optimizer, model, rest)
             root = self.run.files.folder(CHECKPOINTS, make=True)
             self._folder = checkpoint.save(root, done, tensors, state, keep, self.world.size)
         except OldCheckpointStays as e:
@@ -85,9 +88,9 @@ class Saver:
         return None
 
 
-def _refuse_not_finite(job: Job, done: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+def _refuse_not_finite(done: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
     """Raise Diverged where a weight, or its master, is not finite: a checkpoint of it would take the place of a good one."""
-    weights = {name: model[name] for name, _ in job.model.named_parameters() if name in model}
+    weights = {name: t for name, t in model.items() if not is_fp8_state(name)}
     weights |= {name: t for name, t in optimizer.items() if ".master" in name}
     bad = [name for name, t in weights.items() if t.is_floating_point() and not _finite(t)]
     if bad:

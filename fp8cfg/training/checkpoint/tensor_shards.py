@@ -21,11 +21,17 @@ def whole(tensors: Mapping[str, Tensor], shards: Mapping[str, TensorShard], here
     stands under two names stays one tensor. Amax histories are the largest of all, since a weight's is recorded by part.
 
     All those ranks call it, with the same names in the same order."""
-    made: dict[int, Tensor | None] = {}
+    made: dict[object, Tensor | None] = {}
     for name, t in tensors.items():
-        if id(t) not in made:
-            made[id(t)] = _whole(name, t.detach(), shard_of(name, t, shards), here)
-    return {name: one for name, t in tensors.items() if (one := made[id(t)]) is not None}
+        if memory_of(name, t) not in made:
+            made[memory_of(name, t)] = _whole(name, t.detach(), shard_of(name, t, shards), here)
+    return {name: one for name, t in tensors.items() if (one := made[memory_of(name, t)]) is not None}
+
+
+def memory_of(name: str, t: Tensor) -> object:
+    """What tensors that are one and the same have in common, tied weights in a state dict among them; that of an empty one is its
+    own."""
+    return (t.data_ptr(), t.dtype, t.shape, t.stride()) if t.numel() else name
 
 
 def parts(tensors: Mapping[str, Tensor], shards: Mapping[str, TensorShard]) -> dict[str, Tensor]:

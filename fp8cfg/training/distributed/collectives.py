@@ -8,6 +8,7 @@ in FP8.
     sum         all-reduce SUM in the dtype of the data
     exchange    all-to-all: `counts[r]` bytes to rank r; back come counts[rank] bytes from every rank, in their order
     gather      all-gather: as many bytes from every rank, back in their order
+    send        to one other rank, by whoever counts it
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from torch import Tensor
 
 from fp8cfg.report.tables import size
 
-Kind = Literal["gradients", "scales", "weights", "keys and values", "activations"]
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch >= 2.13 is required
+Kind = Literal["gradients", "scales", "weights", "keys and values", "activations", "stage outputs"]
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch >= 2.13 is required
 
 
 class Message(NamedTuple):
     """What one rank hands to a collective. The data is flat, and the collective may write to it."""
 
-    how: Literal["max", "sum", "exchange", "gather"]
+    how: Literal["max", "sum", "exchange", "gather", "send"]
     data: Tensor
     kind: Kind
     counts: tuple[int, ...] = ()
@@ -74,6 +75,8 @@ def _sent(message: Message, rank: int, ranks: int) -> int:
         return data - message.counts[rank]
     if message.how == "gather":
         return (ranks - 1) * data
+    if message.how == "send":
+        return data
     return 2 * (ranks - 1) * data // ranks
 
 
@@ -111,7 +114,7 @@ def _collective(message: Message, rank: int, ranks: int, group: dist.ProcessGrou
         return data
     if message.how == "gather":
         back = data.new_empty(ranks * data.numel())
-        _all_gather(back, data, group=group)
+        all_gather(back, data, group=group)
         return back
     mine = message.counts[rank]
     back = data.new_empty(ranks * mine)

@@ -16,10 +16,11 @@ from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.storage import SCALED
 from fp8cfg.numerics.codecs import Stored, codec
 from fp8cfg.optim.low_bit.training import LowBitTraining
+from fp8cfg.parallel import pipeline
 from fp8cfg.parallel.tensor import TensorRank, partial_gradients
 from fp8cfg.training.distributed.collectives import Message
 from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks, sum_stored, sum_stored_to_owners, sum_to_owners
-from fp8cfg.training.distributed.world import World, sharing
+from fp8cfg.training.distributed.world import World, sharing, stages
 
 if TYPE_CHECKING:
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
@@ -38,6 +39,11 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
     """Add up the gradients of the model over the ranks, in place, as it is sharded; FSDP2 has done so by itself."""
     if prepared.tensor_parallel is not None:
         _sum_shares(prepared)
+    if prepared.pipeline is not None:
+        sent = pipeline.sum_tied(prepared.model, prepared.pipeline)  # type: ignore[arg-type]
+        if sent is not None:
+            world.traffic.count(Message("send", sent, "gradients"), 0, 2)
+    if prepared.mesh is not None:
         world = sharing(prepared)
     if world.size == 1 or prepared.shard == "fsdp":
         return
@@ -68,11 +74,15 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
 
 
 def sum_norms(optimizer: MixedPrecisionOptimizer, prepared: PreparedModel) -> None:
-    """Let the gradient norm of `optimizer` be that of all parts of matrices that are split, and once of what every rank has."""
+    """Let the gradient norm of `optimizer` be that of all parts of matrices that are split, once of what every rank has, and of all
+    stages of a pipeline."""
     if prepared.tensor_parallel is not None:
         names: Container[str] = prepared.model.shards  # type: ignore[assignment]
         optimizer.split = {p for p, name in optimizer.names.items() if name in names}
         optimizer.sum_split = _tensor_world(prepared).sum
+    if prepared.pipeline is not None:
+        optimizer.uncounted = pipeline.counted_elsewhere(prepared.model, prepared.pipeline)  # type: ignore[arg-type]
+        optimizer.sum_stages = stages(prepared).sum
 
 
 @torch.no_grad()

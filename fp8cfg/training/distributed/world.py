@@ -20,7 +20,7 @@ from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.errors import ConfigError, RankLost
 from fp8cfg.config.training_nodes import Timeout
 from fp8cfg.report.memory.layout import ranks
-from fp8cfg.training.distributed.collectives import Traffic
+from fp8cfg.training.distributed.collectives import Traffic, all_gather
 from fp8cfg.training.distributed.stalled_ranks import Phase, StallWatch, all_started
 
 SENT = Traffic()
@@ -78,6 +78,19 @@ class World:
         sent = data if self.first else data.new_empty(int(length.item()))
         dist.broadcast(sent, group=self.group, group_src=0)
         return bytes(sent.tolist()).decode()
+
+    def texts(self, value: str) -> list[str]:
+        """The text of every rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(value.encode() or b" "), dtype=torch.uint8).to(_device())
+        lengths = data.new_empty(self.size, dtype=torch.int64)
+        all_gather(lengths, lengths.new_tensor([data.numel()]), group=self.group)
+        longest = int(lengths.max())
+        found = data.new_empty(self.size * longest)
+        all_gather(found, torch.nn.functional.pad(data, (0, longest - data.numel())), group=self.group)
+        rows = zip(found.view(self.size, -1).cpu().numpy(), lengths.tolist(), strict=True)
+        return [row[:length].tobytes().decode() for row, length in rows]
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
@@ -144,11 +157,17 @@ def current() -> World:
 
 def sharing(prepared: PreparedModel) -> World:
     """The ranks with the same parameters as this one, over which gradients are summed and state is sharded: all, or with tensor
-    parallelism those with the same part of each matrix."""
-    if prepared.tensor_parallel is None:
+    parallelism those with the same part of each matrix, with a pipeline those of the same stage."""
+    if prepared.mesh is None:
         return current()
-    mesh: DeviceMesh = prepared.tensor_parallel.mesh
+    mesh: DeviceMesh = prepared.mesh
     return World(mesh.get_local_rank("shards"), mesh["shards"].size(), group=mesh.get_group("shards"))
+
+
+def stages(prepared: PreparedModel) -> World:
+    """The ranks that share the layers of one model replica with this one; this one alone where there is no pipeline."""
+    here = prepared.pipeline
+    return World() if here is None else World(here.rank, here.size, group=here.process_group)
 
 
 def _device() -> torch.device:

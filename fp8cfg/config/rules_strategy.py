@@ -1,0 +1,90 @@
+"""Validation rules of the parallel layout: what of it does not divide, and what has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+from typing import TYPE_CHECKING
+
+from fp8cfg.config.refusal import Refusal, idle
+from fp8cfg.config.training_nodes import Strategy
+
+if TYPE_CHECKING:
+    from fp8cfg.config.recipe import Recipe
+
+
+def strategy_rules(recipe: Recipe) -> Iterator[str]:
+    t, s, m = recipe.trainer, recipe.trainer.strategy, recipe.model
+    world = t.num_nodes * t.devices
+    if world % s.size:
+        yield (f"trainer.strategy: tensor x pipeline x context parallel = {s.size} GPUs does not divide trainer.num_nodes x "
+               f"trainer.devices = {world}; nearest is trainer.num_nodes={s.size // gcd(s.size, t.devices)}")
+    elif t.global_batch_size % (t.micro_batch_size * (world // s.size)) and not t.global_batch_size % t.micro_batch_size:
+        parallel = world // s.size
+        yield batches(recipe, parallel,
+                       f"trainer.micro_batch_size x data-parallel size = {t.micro_batch_size * parallel}")
+    tp, pp, cp = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
+    if m.num_attention_heads % tp:
+        yield f"trainer.strategy.tensor_model_parallel_size={tp}: must divide model.num_attention_heads={m.num_attention_heads}"
+    if m.num_layers % pp and s.virtual_pipeline_model_parallel_size is None:
+        yield f"trainer.strategy.pipeline_model_parallel_size={pp}: must divide model.num_layers={m.num_layers}"
+    if s.virtual_pipeline_model_parallel_size is not None and pp == 1:
+        yield ("trainer.strategy.virtual_pipeline_model_parallel_size: has no effect while pipeline_model_parallel_size=1; "
+               "write null")
+    if m.num_layers < pp * s.chunks:
+        yield (f"trainer.strategy.pipeline_model_parallel_size={pp}: model.num_layers={m.num_layers} are too few for "
+               f"{pp * s.chunks} chunks of layers; nearest is {max(1, m.num_layers // s.chunks)}")
+    yield from _schedule_rules(s)
+    if s.sequence_parallel and tp == 1:
+        yield Refusal("trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1",
+                      [("trainer.strategy.sequence_parallel", False)], ["trainer.strategy.tensor_model_parallel_size"])
+    if cp > 1:
+        yield from _context_rules(recipe, cp)
+
+
+def _schedule_rules(s: Strategy) -> Iterator[str]:
+    """Of the order of passes, which follows from the number of chunks."""
+    key, chunks = "trainer.strategy.pipeline_schedule", "virtual_pipeline_model_parallel_size"
+    if s.pipeline_model_parallel_size == 1:
+        yield from idle(s, ("pipeline_schedule",), " while pipeline_model_parallel_size=1; write auto", s.key(chunks),
+                        s.key("pipeline_model_parallel_size"))
+    elif s.pipeline_schedule == "1f1b" and s.chunks > 1:
+        yield Refusal(f"{key}=1f1b: is of one chunk on each GPU, and {chunks}={s.chunks}; write interleaved_1f1b, or {chunks}=null",
+                      [(key, "auto")], [s.key(chunks)])
+    elif s.pipeline_schedule == "interleaved_1f1b" and s.chunks == 1:
+        yield Refusal(f"{key}=interleaved_1f1b: is of several chunks on each GPU; write {s.key(chunks)}=2", [(key, "auto")],
+                      [s.key(chunks)])
+
+
+def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:
+    """Of sequences that are split over `cp` ranks, each with two chunks of them."""
+    length, key = recipe.model.seq_length, "trainer.strategy.context_parallel_size"
+    if length % (2 * cp):
+        yield (f"model.seq_length={length}: must be a multiple of 2 x context_parallel_size = {2 * cp}; nearest is "
+               f"{multiple(length, 2 * cp)}")
+    if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
+        yield Refusal(f"fp8.dot_product_attention=True: attention in FP8 takes whole sequences, and {key}={cp} splits them; write "
+                      "false", [("fp8.dot_product_attention", False)], [key])
+    for name in (name for name in ("reset_attention_mask", "reset_position_ids") if getattr(recipe.data, name)):
+        yield Refusal(f"data.{name}=True: documents are told apart in whole sequences, and {key}={cp} splits them; write false",
+                      [(f"data.{name}", False)], [key])
+    if every := recipe.log.fp8_stats_every_n_steps:
+        yield Refusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key}={cp} none has whole sequences; "
+                      "drop it", [("log.fp8_stats_every_n_steps", 0)], [key])
+
+
+def batches(recipe: Recipe, parallel: int, of: str) -> Refusal:
+    """A global batch that is no multiple `of` the microbatches of all `parallel` replicas. Microbatches, which change no result,
+    give way before it."""
+    t = recipe.trainer
+    near, share = multiple(t.global_batch_size, t.micro_batch_size * parallel), t.global_batch_size // parallel
+    gives = [("trainer.global_batch_size", near)]
+    if t.global_batch_size % parallel == 0:
+        gives.insert(0, ("trainer.micro_batch_size", max(d for d in range(1, t.micro_batch_size + 1) if share % d == 0)))
+    return Refusal(f"trainer.global_batch_size={t.global_batch_size}: not a multiple of {of}; nearest is {near}", gives,
+                   ["trainer.global_batch_size", "trainer.micro_batch_size", "trainer.num_nodes", "trainer.devices"])
+
+
+def multiple(value: int, of: int) -> int:
+    """The multiple of `of` that is nearest to `value`, at least one."""
+    return max(of, round(value / of) * of)

@@ -1,0 +1,64 @@
+"""Limits of pipeline parallelism: what of a recipe is not trained in stages, a line each with what to write instead.
+
+As those of tensor parallelism (tensor_limits.py), they are remarks where a recipe is planned or exported, and refuse one that is to
+run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import as_sharded, level, low_bit
+
+
+def limits(recipe: Recipe, ranks: int) -> list[str]:
+    """A line for each reason why `recipe` is not trained with its pipeline_model_parallel_size on `ranks` ranks."""
+    if recipe.trainer.strategy.pipeline_model_parallel_size == 1:
+        return []
+    return [*_microbatches(recipe, ranks), *of_precision(recipe, ranks)]
+
+
+def of_precision(recipe: Recipe, ranks: int) -> list[str]:
+    """Those lines that are about what is stored and logged, whatever the sizes."""
+    return [*_state(recipe, ranks), *_rest(recipe)]
+
+
+def _microbatches(recipe: Recipe, ranks: int) -> Iterator[str]:
+    """A pipeline is filled by as many microbatches as it has ranks; interleaved stages take turns over so many at a time."""
+    t, s = recipe.trainer, recipe.trainer.strategy
+    stages, shares = s.pipeline_model_parallel_size, max(1, ranks // s.size)
+    count, left = divmod(t.global_batch_size, t.micro_batch_size * shares)
+    chunks = s.chunks
+    if left or (count >= stages and (chunks == 1 or count % stages == 0)):
+        return
+    why = f"so few do not fill {stages} stages" if count < stages else f"interleaved stages take a multiple of {stages}"
+    share = t.global_batch_size // shares  # samples of a rank
+    micro = next((m for m in range(min(t.micro_batch_size, share // stages), 0, -1)
+                  if share % m == 0 and (chunks == 1 or share // m % stages == 0)), None)
+    cure = f"trainer.micro_batch_size={micro}" if micro else f"trainer.global_batch_size={stages * t.micro_batch_size * shares}"
+    many = "1 microbatch" if count == 1 else f"{count} microbatches"
+    yield f"{s.key('pipeline_model_parallel_size')}={stages}: a step has {many} on each rank, and {why}; write {cure}"
+
+
+def _state(recipe: Recipe, ranks: int) -> Iterator[str]:
+    p, s = recipe.precision, recipe.trainer.strategy
+    key = f"pipeline_model_parallel_size={s.pipeline_model_parallel_size}"
+    if level(p):
+        yield f"opt_level={level(p)}: low-bit state is that of whole models, and {key} splits them; write opt_level=null"
+    elif low_bit(as_sharded(p, ranks)):
+        yield (f"storage: state in other codecs than float32 masters and moments is that of whole models, and {key} splits them; "
+               "write storage.master_weight=auto storage.exp_avg=auto storage.exp_avg_sq=auto storage.weight_grad=auto "
+               "storage.weight=auto")
+    if p.storage.shard == "fsdp":
+        yield f"storage.shard=fsdp: gathers weights for each microbatch, of which {key} has many; write storage.shard=zero1"
+
+
+def _rest(recipe: Recipe) -> Iterator[str]:
+    f, key = recipe.fp8, f"pipeline_model_parallel_size={recipe.trainer.strategy.pipeline_model_parallel_size}"
+    if recipe.trainer.compile == "on":
+        yield f"trainer.compile=on: the stages of {key} are not compiled; write off"
+    if every := recipe.log.fp8_stats_every_n_steps:
+        yield f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has all layers; write 0"
+    if f.enabled and not f.reduce_amax:
+        yield f"fp8.reduce_amax=False: each rank keeps scales of all layers of its own, and under {key} none has all; write true"

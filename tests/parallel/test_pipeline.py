@@ -1,0 +1,382 @@
+"""Pipeline parallelism: layers on two and four gloo ranks train as on one, in FP8 bit for bit, with the same scales, coverage and state."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8cfg
+from fp8cfg.config.training_nodes import Strategy
+from fp8cfg.job import Job
+from fp8cfg.report.memory.layout import refused
+from fp8cfg.training import memory_measurement
+from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors
+from fp8cfg.training.checkpoint.pipeline_stages import whole_json
+from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.distributed.world import SENT, World
+from fp8cfg.training.overflow_watch import over_stages
+from fp8cfg.training.train_step import evaluate, train_step
+from tests.support.ranks import launch, on_ranks
+from tests.support.small import small, small_words
+
+STEPS = 6
+TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
+EXACT = "trainer.gradient_clip_val=0"
+CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
+TIED = "model.share_embeddings_and_output_weights=true"
+BITS = {  # name -> words of runs whose losses are those of one rank, bit for bit
+    "delayed": f"precision=bf16_fp8 {EXACT} trainer.strategy.pipeline_schedule=1f1b",
+    "delayed interleaved": f"precision=bf16_fp8 {EXACT} {TWO_CHUNKS} trainer.strategy.pipeline_schedule=interleaved_1f1b",
+    "fp32": f"precision=fp32 {EXACT}",
+    "recomputed": f"precision=bf16_fp8 {EXACT} model.recompute_granularity=full",
+    "current": f"{CURRENT} {EXACT}", "mxfp8 interleaved": f"precision=bf16_mxfp8 {EXACT} {TWO_CHUNKS}",
+    "fp16": f"precision=fp16_fp8 {EXACT} precision.initial_loss_scale=1048576 precision.hysteresis=1",  # the first steps overflow
+    "masked": f"precision=fp32 {EXACT} data.eod_mask_loss=true",
+    "documents": f"precision=bf16_fp8 {EXACT} data.reset_attention_mask=true data.reset_position_ids=true",
+    "zero1": f"precision=bf16_fp8 {EXACT} storage.shard=zero1",
+    "torchao": f"{CURRENT} {EXACT} backend=torchao fp8.params=false fp8.output_layer=false",
+    "gpt": f"precision=bf16_fp8 {EXACT} model.position_embedding_type=learned_absolute model.max_position_embeddings=32 "
+           "model.normalization=LayerNorm model.activation=gelu model.add_bias_linear=true model.sliding_window=9 "
+           "model.window_attn_skip_freq=2",
+}
+CLIPPED = "precision=fp32 trainer.gradient_clip_val=0.1"
+NEAR = {  # name -> words, the largest relative difference of a loss, and of a norm
+    "clipped": (f"{CLIPPED} {TWO_CHUNKS}", 1e-6, 1e-6),  # the norm is a sum over stages
+    "tied": (f"{CLIPPED} {TIED}", 1e-6, 1e-6),  # so is the gradient of the embedding
+    "tied delayed": (f"precision=bf16_fp8 {TIED}", 2e-3, 0.05),
+}
+QUICK = ("delayed", "delayed interleaved", "tied")
+SLOW = tuple(name for name in (*BITS, *NEAR) if name not in QUICK)
+FOUR = {  # name -> words of runs on four ranks, the axis beside the pipeline, largest relative differences of a loss and a norm
+    "tensor": (f"{CLIPPED} trainer.strategy.tensor_model_parallel_size=2 trainer.strategy.sequence_parallel=true", 1e-6, 1e-5),
+    "tensor delayed": (f"precision=bf16_fp8 {TWO_CHUNKS} {TIED} trainer.strategy.tensor_model_parallel_size=2", 2e-3, 0.05),
+    "context": (f"{CLIPPED} {TWO_CHUNKS} trainer.strategy.context_parallel_size=2", 1e-6, 1e-5),
+    "data": (f"{CLIPPED} {TIED} storage.shard=zero1", 1e-6, 1e-5),
+    "data zero2": (f"{CLIPPED} {TWO_CHUNKS} storage.shard=zero2", 1e-6, 1e-5),
+    "data delayed": ("precision=bf16_fp8", 2e-3, 0.1),
+}
+RESUMED = ("delayed interleaved", "tied")
+
+
+def words_of(name: str) -> str:
+    return BITS[name] if name in BITS else (NEAR | FOUR)[name][0]
+
+
+def job_of(words: str, pipeline: int, ranks: int) -> Job:
+    strategy = "trainer.strategy"
+    chosen = [w for w in words.split() if pipeline > 1 or not w.startswith((strategy, "storage.shard"))]
+    micro = 2 if ranks in (1, pipeline) or "tensor" in words or "context" in words else 1
+    return fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={STEPS}",
+                              "model.num_layers=4", f"trainer.strategy.pipeline_model_parallel_size={pipeline}"))
+
+
+def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
+    """Losses and norms of some steps with an evaluation in their midst, and the loss of one more; coverage and scales."""
+    batches, held_out = run_data(job.recipe)
+    steps, middle = list[Any](), []
+    for step in range(first, last):
+        steps.append(train_step(job, batches, step, world))
+        if step == STEPS // 2:
+            middle.append(evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked))
+    found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps], "val": middle, "stepped": [s.stepped for s in steps]}
+    if job.recipe.fp8.enabled:
+        found["coverage"] = str(job.prove())
+        found["scales"] = {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")}
+    return found
+
+
+def saved(job: Job, world: World, folder: Path) -> None:
+    model, optimizer, rest = job_tensors.model_tensors(job, world), job_tensors.optimizer_tensors(job, world), whole_json(job)
+    if world.first:
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.save(folder, 3, *job_state.collect(job, run_data(job.recipe)[0], 3, optimizer, model, rest), keep=1, world_size=world.size)
+    world.any(False)
+
+
+def loaded(job: Job, folder: Path) -> Job:
+    assert job_state.restore(job, *checkpoint.load(folder / "step-00000003"), run_data(job.recipe)[0]) == 3
+    return job
+
+
+def quick_on_two(folder: Path, world: World) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = "2"
+    found: dict[str, Any] = {}
+    for name in QUICK:
+        job = job_of(words_of(name), 2, 2)
+        found[name] = trained(job, world, 0, 3)
+        if name in RESUMED:
+            saved(job, world, folder / name)
+        rest = trained(job, world, 3)
+        found[name] |= {k: [*found[name][k], *rest[k]] for k in ("losses", "norms", "val", "stepped")}
+        found[name] |= {k: rest[k] for k in ("coverage", "scales") if k in rest}
+    for name in RESUMED:
+        found[f"{name} from one"] = trained(loaded(job_of(words_of(name), 2, 2), folder / f"one {name}"), world, 3)
+    found["sent"] = sent(job_of(words_of("delayed interleaved"), 2, 2), world)
+    found["whole"] = said(job)
+    return found
+
+
+def sent(job: Job, world: World) -> list[int]:
+    """Bytes between stages that a step counts, and those that are handed to point-to-point operations."""
+    handed, isend = [0], torch.distributed.isend
+
+    def counted(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        handed[0] += t.nbytes
+        return isend(t, *args, **kwargs)
+
+    train_step(job, run_data(job.recipe)[0], 0, world)  # which also votes, a number each
+    SENT.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (torch.distributed, torch.distributed.distributed_c10d):
+            patch.setattr(module, "isend", counted)
+        train_step(job, run_data(job.recipe)[0], 1, world)
+    return [SENT.bytes["stage outputs"], handed[0]]
+
+
+def said(job: Job) -> list[str]:
+    """What a job says of itself, and what its parts refuse that are not whole."""
+    lines = [str(job)]
+    for refuses in (job.optimizer.state_dict, lambda: job.model(torch.zeros(1, 32, dtype=torch.long))):
+        with pytest.raises(RuntimeError) as e:
+            refuses()
+        lines.append(str(e.value))
+    return lines
+
+
+def on_two(world: World) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = "2"
+    found: dict[str, Any] = {name: trained(job_of(words_of(name), 2, 2), world) for name in SLOW}
+    found["memory"] = {words: memory_measurement.measure(job_of(words, 2, 2).recipe) for words in MEASURED}
+    return found
+
+
+def on_four(folder: Path, world: World) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = "4"
+    found = {name: trained(job_of(words_of(name), 2, 4), world) for name in FOUR}
+    words = f"{words_of('tied')} trainer.strategy.tensor_model_parallel_size=2"
+    found["tied from two"] = trained(loaded(job_of(words, 2, 4), folder / "tied"), world, 3)
+    job = loaded(job_of(words, 2, 4), folder / "tied")
+    saved(job, world, folder / "tied again")
+    return found
+
+
+MEASURED = ("precision=fp32", "precision=bf16", f"precision=bf16_fp8 model.recompute_granularity=full {TWO_CHUNKS}", f"precision=bf16_fp8 {TIED}")
+
+
+@functools.cache
+def one(name: str) -> dict[str, Any]:
+    return trained(job_of(words_of(name), 1, 1), World())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints of the third step of runs on one rank."""
+    found = tmp_path_factory.mktemp("ranks")
+    for name in RESUMED:
+        job = job_of(words_of(name), 1, 1)
+        trained(job, World(), 0, 3)
+        saved(job, World(), found / f"one {name}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def quick(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(2, functools.partial(quick_on_two, folder), tmp_path_factory.mktemp("quick"))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(2, on_two, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, quick: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(4, functools.partial(on_four, folder), tmp_path_factory.mktemp("four"))
+
+
+def same_run(name: str, ranks: list[dict[str, Any]]) -> None:
+    """All ranks log one loss and one norm, those of one rank alone, and its coverage; each has the scales of its layers."""
+    want = one(name)
+    assert all(repr(rank[name][key]) == repr(ranks[0][name][key]) for rank in ranks for key in ("losses", "norms", "val", "stepped"))
+    found = ranks[0][name]
+    if name in BITS:
+        assert (found["losses"], found["val"]) == (want["losses"], want["val"])
+        assert found["norms"] == pytest.approx(want["norms"], rel=1e-6, nan_ok=True)
+    else:
+        loss, norm = (NEAR | FOUR)[name][1:]
+        assert [*found["losses"], *found["val"]] == pytest.approx([*want["losses"], *want["val"]], rel=loss)
+        assert found["norms"] == pytest.approx(want["norms"], rel=norm)
+    assert found["stepped"] == want["stepped"]
+    assert all(rank[name].get("coverage") == want.get("coverage") for rank in ranks)
+    if "scales" in want:
+        assert {key for rank in ranks for key in rank[name]["scales"]} == want["scales"].keys()
+        if name in BITS:
+            assert all(torch.equal(scale, want["scales"][key]) for rank in ranks for key, scale in rank[name]["scales"].items())
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_two_stages_train_as_one_rank(name: str, quick: list[dict[str, Any]]) -> None:
+    same_run(name, quick)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_runs_resume_on_other_layouts(name: str, folder: Path, quick: list[dict[str, Any]]) -> None:
+    """One rank and two stages go on from one another's checkpoints, which have the same names and numbers."""
+    want, near = one(name), 0.0 if name in BITS else 1e-6
+    assert quick[0][f"{name} from one"]["losses"] == pytest.approx(want["losses"][3:], rel=near)
+    alone = trained(loaded(job_of(words_of(name), 1, 1), folder / name), World(), 3)
+    assert alone["losses"] == pytest.approx(quick[0][name]["losses"][3:], rel=near)
+    (tensors, state), (theirs, their_state) = (checkpoint.load(folder / of / "step-00000003") for of in (name, f"one {name}"))
+    assert {group: named.keys() for group, named in tensors.items()} == {group: named.keys() for group, named in theirs.items()}
+    assert state["optimizer"]["state"] == their_state["optimizer"]["state"]
+    if name in BITS:
+        assert all(torch.equal(bits(t), bits(theirs[group][k])) for group, named in tensors.items() if group != "rng" for k, t in named.items())
+    else:
+        assert tensors["model"]["output_layer.weight"].data_ptr() == tensors["model"]["embedding.weight"].data_ptr()
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.flatten().view(torch.uint8)
+
+
+def test_sent_bytes_are_counted(quick: list[dict[str, Any]]) -> None:
+    """Two chunks on each of two ranks: three outputs and three gradients, of which the first rank sends two and one."""
+    microbatches, samples, tokens, width = 4, 2, 32, 64
+    assert [rank["sent"] for rank in quick] == [[microbatches * 3 * samples * tokens * width * 2] * 2] * 2
+
+
+def test_what_is_no_whole_state_is_refused_and_counts_are_those_of_the_whole(quick: list[dict[str, Any]]) -> None:
+    summary, state, passes = quick[1]["whole"]
+    assert summary.partition(" parameters")[0] == str(job_of(words_of("tied"), 1, 1)).partition(" parameters")[0]
+    assert "that of this rank's layers (pipeline_model_parallel_size)" in state
+    assert "this rank has some layers of the model (pipeline_model_parallel_size)" in passes and "train with fp8cfg.fit" in passes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_two_stages_train_as_one_rank_in_every_precision(name: str, two: list[dict[str, Any]]) -> None:
+    same_run(name, two)
+    assert name != "fp16" or (not two[0][name]["stepped"][0] and two[0][name]["stepped"][-1]), "skipped on all stages, and then not"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_two_times_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]]) -> None:
+    same_run(name, four)
+
+
+@pytest.mark.slow
+def test_split_matrices_go_on_from_stages_and_save_the_same(folder: Path, four: list[dict[str, Any]], quick: list[dict[str, Any]]) -> None:
+    assert four[3]["tied from two"]["losses"] == pytest.approx(quick[0]["tied"]["losses"][3:], rel=1e-6)
+    before, after = (checkpoint.load(folder / name / "step-00000003")[0] for name in ("tied", "tied again"))
+    assert all(torch.equal(t, after[group][k]) for group in ("model", "optimizer") for k, t in before[group].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", MEASURED)
+def test_planned_bytes_are_the_measured_ones(words: str, two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        for kind, (planned, measured) in rank["memory"][words].items():
+            if kind in memory_measurement.BOUNDS:
+                assert measured == pytest.approx(planned, rel=memory_measurement.BOUNDS[kind]), kind
+
+
+PIPELINE = "trainer.strategy.pipeline_model_parallel_size"
+KEY = "pipeline_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("", f"{PIPELINE}=2: a step has 1 microbatch on each rank, and so few do not fill 2 stages; write trainer.micro_batch_size=4"),
+    (f"model.num_layers=4 trainer.global_batch_size=24 {TWO_CHUNKS}",
+     f"{PIPELINE}=2: a step has 3 microbatches on each rank, and interleaved stages take a multiple of 2; write trainer.micro_batch_size=6"),
+    ("trainer.micro_batch_size=2 storage.shard=fsdp",
+     f"storage.shard=fsdp: gathers weights for each microbatch, of which {KEY} has many; write storage.shard=zero1"),
+    ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: low-bit state is that of whole models, and {KEY} splits them; write opt_level=null"),
+    ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
+     f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has all layers; write 0"),
+    ("precision=bf16_fp8 fp8.reduce_amax=false",
+     f"fp8.reduce_amax=False: each rank keeps scales of all layers of its own, and under {KEY} none has all; write true"),
+    ("trainer.compile=on", f"trainer.compile=on: the stages of {KEY} are not compiled; write off"),
+    ("task=lora", f"{PIPELINE}=2: splits the model, and adapters stand beside a whole one (lora.enabled=True); write 1"),
+])
+def test_what_stages_do_not_have_is_refused(words: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert line in refused(small("trainer.devices=2", f"{PIPELINE}=2", *words.split()), 2)
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["ZBVZeroBubble"], "trainer.strategy.pipeline_schedule=ZBVZeroBubble: zero-bubble schedules take the gradients of weights apart from those of "
+                        "inputs, and FP8 layers make both of one quantized gradient; write interleaved_1f1b"),
+    (["interleaved_1f1b"], "trainer.strategy.pipeline_schedule=interleaved_1f1b: is of several chunks on each GPU; write "
+                           "trainer.strategy.virtual_pipeline_model_parallel_size=2"),
+    (["1f1b", TWO_CHUNKS, "model.num_layers=4"], "trainer.strategy.pipeline_schedule=1f1b: is of one chunk on each GPU, and "
+     "virtual_pipeline_model_parallel_size=2; write interleaved_1f1b, or virtual_pipeline_model_parallel_size=null"),
+    ([f"{PIPELINE}=1", "1f1b"], "trainer.strategy.pipeline_schedule=1f1b: has no effect while pipeline_model_parallel_size=1; write auto"),
+    (["model.num_layers=2", TWO_CHUNKS, "auto"], f"{PIPELINE}=2: model.num_layers=2 are too few for 4 chunks of layers; nearest is 1"),
+])
+def test_schedules_that_do_not_go_with_the_stages_are_refused(words: list[str], line: str) -> None:
+    named = [w if "=" in w else f"trainer.strategy.pipeline_schedule={w}" for w in words]
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        small("trainer.devices=2", f"{PIPELINE}=2", *named)
+    assert line in e.value.problems
+
+
+def test_torchtitans_names_of_schedules_are_read() -> None:
+    assert Strategy(pipeline_schedule="Interleaved1F1B").pipeline_schedule == "interleaved_1f1b"
+    assert Strategy(pipeline_schedule="1F1B").pipeline_schedule == "1f1b"
+
+
+def test_other_backends_are_refused() -> None:
+    recipe = small("precision=bf16_fp8", "backend=msamp", "opt_level=null", "trainer.devices=2", f"{PIPELINE}=2", "trainer.micro_batch_size=4")
+    with pytest.raises(fp8cfg.ConfigError, match=f"backend=msamp: its scales are not those of the stages of {KEY}; write backend=native"):
+        fp8cfg.build(recipe)
+
+
+def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> None:
+    recipe = small("trainer.devices=4", f"{PIPELINE}=2", "trainer.strategy.tensor_model_parallel_size=2", "trainer.micro_batch_size=4")
+    both = f"trainer.strategy.tensor_model_parallel_size=2: with {KEY} a replica is 4 ranks, and 6 are no multiple of it; start 8"
+    assert refused(recipe, 6) == [both]
+    alone = small("trainer.devices=2", f"{PIPELINE}=2", "trainer.micro_batch_size=4")
+    assert refused(alone, 1) == [f"{PIPELINE}=2: so many ranks share the layers, and 1 rank is no multiple of it; start 2, or write 1"]
+    assert refused(alone, 2, given=True) == [f"{PIPELINE}=2: splits the layers of a recipe's Transformer, not those of a model of your own; write 1"]
+
+
+def test_overflow_is_counted_over_stages() -> None:
+    each = [json.dumps(None), json.dumps([2, 1, math.inf, "layers.3.mlp.linear_fc1 input"]), json.dumps([1, 0, 3.0, "layers.0.mlp.linear_fc2 input"])]
+
+    class Stages(World):
+        def texts(self, value: str) -> list[str]:
+            return each
+
+    assert over_stages(None, Stages(0, 3)) == (3, 1, math.inf, "layers.3.mlp.linear_fc1 input")
+    assert over_stages(None, World()) is None
+
+
+@pytest.mark.slow
+def test_a_run_leaves_the_folder_of_one_rank(tmp_path: Path) -> None:
+    """Through the command line: coverage.json, a checkpoint that one rank reads and exports, and a run that goes on."""
+    words = small_words("precision=bf16_fp8", "trainer.micro_batch_size=2", f"log.folder={tmp_path}/run", "log.resume=auto")
+    done = launch(2, *words, "trainer.devices=2", f"{PIPELINE}=2", TWO_CHUNKS, "model.num_layers=4")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "runs here on 2 ranks = pipeline 2 x data 1, 4 microbatches a step on each" in done.stdout and "stage outputs" in " ".join(done.stdout.split())
+    coverage = json.loads((tmp_path / "run" / "coverage.json").read_text())
+    assert coverage["layers_in_fp8"] == 16 and len(coverage["linears"]) == 17
+    exported = launch(1, "export", "hf", str(tmp_path / "run"), str(tmp_path / "hf"))
+    assert exported.returncode == 0, exported.stderr[-3000:]
+    more = launch(1, *words, "model.num_layers=4", "trainer.max_steps=8")
+    assert more.returncode == 0 and "resuming" in more.stdout, more.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> None:
+    done = launch(4, "recipe=llama_70b", "precision=bf16_fp8", "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "runs here on 4 ranks = tensor 2 x pipeline 2 x data 1, " in done.stdout and "stage outputs" in " ".join(done.stdout.split())
+    assert "resume: step 3 from step-00000002 gave " in done.stdout
