@@ -25,12 +25,15 @@ def takes(function: object) -> list[str]:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_backend_has_the_protocol(name: str) -> None:
-    """The functions, with the parameters by name."""
+    """The functions, with the parameters by name; `skip` where the capabilities say that it is taken."""
     parts = [(backend_registry.rules(name), protocol.Rules)]
     if name != "torchao" or find_spec("torchao"):
         parts.append((backend_registry.backend(name), protocol.Backend))
     for module, kind in parts:
-        assert {f: takes(getattr(module, f)) for f in functions(kind)} == {f: takes(getattr(kind, f)) for f in functions(kind)}
+        expected = {f: takes(getattr(kind, f)) for f in functions(kind)}
+        if kind is protocol.Backend and backend_registry.capabilities(name).skips_on_device:
+            expected["after_step"].append("skip")
+        assert {f: takes(getattr(module, f)) for f in functions(kind)} == expected
 
 
 @pytest.mark.parametrize("path", ELSEWHERE, ids=lambda p: str(p.relative_to(ROOT)))

@@ -53,4 +53,4 @@ def test_weights_are_not_held_twice(words: list[str], tmp_path: Path) -> None:
     child.join(60)
     peak, left, model = found.get()
     assert left >= 0.95 * model  # it was in memory, in float32
-    assert peak <= left + 8 * MIB  # the largest matrix, of gate and up, has 6
+    assert peak <= left + 14 * MIB  # the largest matrix, of gate and up, has 6, and quantizing it takes a second one

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import fp8cfg
+from fp8cfg.composition.flatten import owner
 from fp8cfg.config.presets import FUNCTIONS
+from fp8cfg.config.recipe import fields
 
 NAMES = {
     # recipes
@@ -46,7 +48,7 @@ print(*[name for name in sys.modules if name.startswith("fp8cfg.")])
 
 def test_the_exported_names_are_these() -> None:
     assert set(fp8cfg.__all__) == NAMES and len(fp8cfg.__all__) == len(NAMES)
-    assert set(FUNCTIONS) <= NAMES
+    assert set(FUNCTIONS) | {owner(key)[0].__name__ for key in fields()} <= NAMES  # presets, and the nodes that exports construct
     assert {name for name in dir(fp8cfg) if not name.startswith("__")} == NAMES
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         fp8cfg.nothing  # type: ignore[attr-defined]  # noqa: B018
