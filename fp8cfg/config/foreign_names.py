@@ -71,6 +71,8 @@ _BELONGS = {
     "limit_train_batches": "trainer.max_steps", "activations_checkpoint_granularity": "model.recompute_granularity",
     "megatron_amp_o2": "precision.compute", "transformer_engine": "backend=te", "transformer_impl": "backend",
     "data_prefix": "data.path", "data_path": "data.path", "tokenizer_model": "data.tokenizer",
+    "train_file": "data.path", "train_data_path": "data.path", "validation_file": "data.validation_path",
+    "valid_data_path": "data.validation_path",
     "tokenizer_path": "data.tokenizer", "json_keys": "data.text_key", "dataset_text_field": "data.text_key",
     "blend": "data.mixture", "data_blend": "data.mixture", "resume_if_exists": "log.resume",
     "eval_iters": "trainer.limit_val_batches", "use_distributed_optimizer": "storage.shard=zero1",

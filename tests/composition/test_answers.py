@@ -15,7 +15,8 @@ FOREIGN = {  # the most used arguments of each project: theirs -> ours
         "lr_scheduler_type": "optim.lr_decay_style", "warmup_ratio": "optim.warmup_steps", "adam_beta2": "optim.betas",
         "adam_epsilon": "optim.eps", "logging_steps": "log.every_n_steps", "save_total_limit": "checkpoint.keep",
         "eval_strategy": "trainer.val_check_interval", "report_to": "log.tensorboard", "torch_compile": "trainer.compile",
-        "resume_from_checkpoint": "fp8cfg resume FOLDER", "fp16": "precision=fp16", "fsdp": "storage.shard=fsdp"},
+        "resume_from_checkpoint": "fp8cfg resume FOLDER", "fp16": "precision=fp16", "fsdp": "storage.shard=fsdp",
+        "train_file": "data.path", "validation_file": "data.validation_path"},
     "Accelerate": {
         "mixed_precision": "precision (precision=bf16_fp8)", "num_processes": "trainer.devices", "num_machines": "trainer.num_nodes",
         "dynamo_backend": "trainer.compile", "use_cpu": "trainer.accelerator=cpu", "distributed_type": "storage.shard",
@@ -50,7 +51,7 @@ FOREIGN = {  # the most used arguments of each project: theirs -> ours
 ALIKE = {  # whose last name is ours
     "model.tensor_model_parallel_size": "trainer.strategy.tensor_model_parallel_size", "model.optim.lr": "optim.lr", "fp8_config.margin": "fp8.margin",
     "train.global_batch_size": "trainer.global_batch_size", "optimizer.min_lr": "optim.min_lr", "dataset.seq_length": "model.seq_length",
-    "optimizer.params.betas": "optim.betas", "fp16.loss_scale": "precision.loss_scale", "msamp.opt_level": "opt_level",
+    "dataset.reset_attention_mask": "data.reset_attention_mask", "optimizer.params.betas": "optim.betas", "fp16.loss_scale": "precision.loss_scale", "msamp.opt_level": "opt_level",
     "float8.emulate": "fp8.emulate", "weight_decay": "optim.weight_decay", "seed": "trainer.seed", "training.seed": "trainer.seed",
 }
 ANSWERS = {
