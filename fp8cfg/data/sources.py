@@ -83,7 +83,7 @@ def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[li
     is_folder = stat.S_ISDIR(require(root).st_mode)
     paths, links = files_under(root, suffixes, set()) if is_folder else ([root], 0)
     if not paths:
-        skipped = f", {links} links not followed" if links else ""
+        skipped = f"; {links} links are not followed, a pattern such as {root / '*'}{suffixes[0]} finds them" if links else ""
         raise DataError(f"{root}: no {kind} below this folder ({' '.join(suffixes)}{skipped})")
     for path in paths:
         if not path.is_file():  # a pipe or a device would be waited on for ever

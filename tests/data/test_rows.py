@@ -78,6 +78,10 @@ def test_a_pattern_names_files_and_links(tmp_path: Path) -> None:
     (tmp_path / "link-d.jsonl").symlink_to(tmp_path / "a.jsonl")
     assert sorted(table_documents("jsonl", f"{tmp_path}/[ab].jsonl", "text").texts) == [b"a", b"b"]
     assert sorted(table_documents("jsonl", f"{tmp_path}/*-d.jsonl", "text").texts) == [b"a"]
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "d.jsonl").symlink_to(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"1 links are not followed, a pattern such as .*/links/\*.jsonl finds them"):
+        load_corpus("jsonl", tmp_path / "links")
     with pytest.raises(DataError, match=r"x\*.jsonl: no .jsonl file has such a name"):
         load_corpus("jsonl", tmp_path / "x*.jsonl")
 

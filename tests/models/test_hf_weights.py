@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from fp8cfg.models import RopeScaling, TransformerConfig  # noqa: E402
 from fp8cfg.models.hf import from_hf, to_hf  # noqa: E402
-from fp8cfg.models.transformer import Transformer  # noqa: E402
+from fp8cfg.models.transformer import Transformer, positions_within  # noqa: E402
 
 # Small contexts, so that 16 to 64 positions see the low, the blended and the high band of the scaling.
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=24)
@@ -103,6 +103,25 @@ def test_logits_and_gradients_are_transformers(case: str) -> None:
     assert gradients.keys() == dict(theirs.named_parameters()).keys()
     for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
+
+
+def test_packed_documents_are_those_of_transformers() -> None:
+    """Which finds them where positions begin anew (masking_utils.find_packed_sequence_indices)."""
+    config = tiny()
+    theirs = llama(config)
+    ours = Transformer(config, reset_attention_mask=True, reset_position_ids=True)
+    ours.load_state_dict(from_hf(theirs.state_dict(), config))
+    tokens = tokens_for(config)
+    documents = (torch.arange(64) >= torch.tensor([[20], [41]])).int() + (torch.arange(64) >= 50).int()
+    positions = positions_within(documents)
+    logits, expected = ours(tokens, documents=documents), theirs(tokens, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert (expected - theirs(tokens).logits).abs().max() > 0.1
+    logits.square().sum().backward()
+    expected.square().sum().backward()
+    gradients = to_hf(_gradients(ours), config)
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5 * parameter.grad.abs().max().item())
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
