@@ -94,16 +94,18 @@ def job(**parts: Any) -> Job:
     hardware = find_hardware(recipe.trainer.accelerator)
     precision = _sharded(recipe, model)
     plans, choice = planned(recipe, hardware, model)
-    if model is None and recipe.trainer.strategy.size > 1:
+    if model is None and (recipe.trainer.strategy.size > 1 or recipe.trainer.strategy.data_parallel_replicate_size > 1):
         from fp8cfg.training.distributed.world import current
 
         refuse_layout(recipe, current().size)
     if model is None:
         refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device), choice.backend)
     if precision.storage.shard == "fsdp":
+        from fp8cfg.report.memory.layout import shards
         from fp8cfg.training.distributed.fsdp import refuse_uneven
+        from fp8cfg.training.distributed.world import current
 
-        refuse_uneven(plans, precision, choice.backend)
+        refuse_uneven(plans, precision, choice.backend, shards(recipe, current().size))
     made = _put_together(recipe, precision, model, hardware.device, plans, choice)
     mark(made.model, recipe.fp8, planned_here(plans, made.model), choice, own_optimizer=True, torch_autocast=made.torch_autocast)
     refuse_ddp(made.model)
@@ -148,6 +150,7 @@ def prepared_model(
         config, recompute=m.recompute_granularity == "full", reset_attention_mask=recipe.data.reset_attention_mask,
         reset_position_ids=recipe.data.reset_position_ids)
     strategy = recipe.trainer.strategy
+    empty.groups = strategy.data_parallel_replicate_size
     if strategy.context_parallel_size > 1:
         from fp8cfg.parallel.context import split_sequences
         from fp8cfg.parallel.mesh import device_mesh

@@ -55,7 +55,8 @@ _BELONGS = {
     # torchtitan
     "local_batch_size": "trainer.micro_batch_size", "seq_len": "model.seq_length", "max_norm": "trainer.gradient_clip_val",
     "dump_folder": "log.dir", "tensor_parallel_degree": "trainer.strategy.tensor_model_parallel_size",
-    "context_parallel_degree": "trainer.strategy.context_parallel_size", "data_parallel_replicate_degree": "trainer.devices",
+    "context_parallel_degree": "trainer.strategy.context_parallel_size",
+    "data_parallel_replicate_degree": "trainer.strategy.data_parallel_replicate_size",
     "max_context_length": "model.seq_length", "log_freq": "log.every_n_steps", "keep_latest_k": "checkpoint.keep",
     "min_lr_factor": "optim.min_lr", "decay_type": "optim.lr_decay_style", "flavor": "recipe", "filter_fqns": "fp8.exclude",
     "mixed_precision_param": "precision.compute", "mixed_precision_reduce": "storage.comm", "enable_tensorboard": "log.tensorboard",

@@ -35,6 +35,7 @@ def strategy_rules(recipe: Recipe) -> Iterator[str]:
         yield (f"trainer.strategy.pipeline_model_parallel_size={pp}: model.num_layers={m.num_layers} are too few for "
                f"{pp * s.chunks} chunks of layers; nearest is {max(1, m.num_layers // s.chunks)}")
     yield from _schedule_rules(s)
+    yield from _replica_rules(recipe, world)
     if s.sequence_parallel and tp == 1:
         yield Refusal("trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1",
                       [("trainer.strategy.sequence_parallel", False)], ["trainer.strategy.tensor_model_parallel_size"])
@@ -54,6 +55,22 @@ def _schedule_rules(s: Strategy) -> Iterator[str]:
     elif s.pipeline_schedule == "interleaved_1f1b" and s.chunks == 1:
         yield Refusal(f"{key}=interleaved_1f1b: is of several chunks on each GPU; write {s.key(chunks)}=2", [(key, "auto")],
                       [s.key(chunks)])
+
+
+def _replica_rules(recipe: Recipe, world: int) -> Iterator[str]:
+    """Of groups that have all state each, over which FSDP2 replicates what it shards."""
+    s, key = recipe.trainer.strategy, "trainer.strategy.data_parallel_replicate_size"
+    if (shard := recipe.storage.shard) != "fsdp":
+        why = f" with storage.shard={shard}; write storage.shard=fsdp, or 1"
+        yield from idle(s, ("data_parallel_replicate_size",), why, "storage.shard")
+    elif (groups := s.data_parallel_replicate_size) > 1 and world % s.size == 0:
+        data, context = world // s.size, s.context_parallel_size
+        if data % groups:
+            yield Refusal(f"{key}={groups}: does not divide the data-parallel size {data}; nearest is {gcd(data, groups)}",
+                          [(key, gcd(data, groups))], ["trainer.num_nodes", "trainer.devices"])
+        elif data * context == groups:
+            yield Refusal(f"{key}={groups}: leaves one rank to each group, which shards nothing; write storage.shard=none, or 1",
+                          [(key, 1)], ["trainer.num_nodes", "trainer.devices"])
 
 
 def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:

@@ -58,6 +58,7 @@ class Transformer(nn.Module):
         self.recompute, self.draws = recompute, False
         self.tensor_parallel: Any = None  # this rank's place among those that share each matrix, a parallel.tensor.TensorRank
         self.shards: dict[str, TensorShard] = {}  # what it has of the parameters that are split
+        self.groups = 1  # of ranks, each with all that FSDP2 shards
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.learned_positions:
             self.position_embedding = nn.Embedding(config.learned_positions, config.hidden_size)

@@ -142,7 +142,8 @@ def refresh_shards(layers: Iterable[Any]) -> None:
         return
     weights: list[Any] = [layer.parameter for layer in those]
     amaxes = torch.stack([amax_of(weight.to_local()._tensor) for weight in weights])
-    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=weights[0].device_mesh.get_group())
+    mesh = weights[0].device_mesh  # of its axes the last has the shards
+    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
     if those[0].amax_group:  # tensor parallelism splits all of them
         amaxes = those[0].amax_group.amax(amaxes, WEIGHT)
     for layer, amax in zip(those, amaxes, strict=True):

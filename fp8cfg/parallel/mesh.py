@@ -1,7 +1,7 @@
 """Device mesh: the ranks of a run on named axes, in the order and by the names of Megatron and torchtitan.
 
     pp            pipeline stages, each with consecutive layers
-    dp_replicate  replicas that share no state
+    dp_replicate  groups with all state of the model each (HSDP)
     dp_shard      data-parallel ranks, over which storage.shard splits state
     cp            parts of each sequence
     tp            parts of each matrix
@@ -25,10 +25,14 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def axis_sizes(strategy: Strategy, ranks: int) -> dict[str, int]:
-    """The size of each axis on so many ranks. Raises ValueError where these are no whole number of model replicas."""
+    """The size of each axis on so many ranks. Raises ValueError where these are no whole number of model replicas, or these of
+    groups with all state."""
     if ranks % strategy.size:
         raise ValueError(f"{ranks} ranks are no whole number of replicas, each of {strategy.size}")
-    return {"pp": strategy.pipeline_model_parallel_size, "dp_replicate": 1, "dp_shard": ranks // strategy.size,
+    data, groups = ranks // strategy.size, strategy.data_parallel_replicate_size
+    if data % groups:
+        raise ValueError(f"{data} data-parallel ranks are no {groups} groups of equal size")
+    return {"pp": strategy.pipeline_model_parallel_size, "dp_replicate": groups, "dp_shard": data // groups,
             "cp": strategy.context_parallel_size, "tp": strategy.tensor_model_parallel_size}
 
 
@@ -66,3 +70,14 @@ def shard_mesh(strategy: Strategy, device: str) -> DeviceMesh:
     pipeline = {"pp": sizes["pp"]} if sizes["pp"] > 1 else {}
     shape = {**pipeline, "shards": sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"], "tp": sizes["tp"]}
     return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def fsdp_mesh(device: str, groups: int, tensor: int) -> DeviceMesh:
+    """The mesh of the ranks that have this one's of the `tensor` parts of each matrix: over its last axis FSDP2 shards state, over
+    the one before it, where there are several `groups`, these sum gradients. All ranks call it."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = {"dp_replicate": groups, "dp_shard": dist.get_world_size() // (groups * tensor), "tp": tensor}
+    mesh = init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    return mesh["dp_replicate", "dp_shard"] if groups > 1 else mesh["dp_shard"]

@@ -54,7 +54,8 @@ def _layout(p: Plan) -> str:
         return f"{model}\nlayout: 1 rank"
     ways = (("tensor", s.tensor_model_parallel_size), ("pipeline", s.pipeline_model_parallel_size),
             ("context", s.context_parallel_size), ("data", p.widest.part.data))
-    lines = [model, f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}"]
+    groups = f", {s.data_parallel_replicate_size} groups with all state each" if s.data_parallel_replicate_size > 1 else ""
+    lines = [model, f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}{groups}"]
     if refused(p.recipe, p.world):
         lines.append("planned for, not run: training in this version has no such layout")
     if len(p.ranks) > 1:

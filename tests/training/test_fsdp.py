@@ -415,13 +415,12 @@ def test_what_auto_comes_to(words: str, backend: str, gather: str) -> None:
     assert gathered(small(*words.split(), FSDP).precision, backend) == gather
 
 
-def test_an_fp8_gather_wants_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fp8_gather_wants_equal_parts() -> None:
     recipe = small(*TORCHAO.split(), FSDP)
-    fsdp.refuse_uneven(plan(recipe), recipe.precision, "torchao")
-    monkeypatch.setattr(fsdp, "current", lambda: World(0, 3))
-    fsdp.refuse_uneven(plan(recipe), recipe.precision, "native")
+    fsdp.refuse_uneven(plan(recipe), recipe.precision, "torchao", 2)
+    fsdp.refuse_uneven(plan(recipe), recipe.precision, "native", 3)
     with pytest.raises(fp8cfg.ConfigError, match=r"storage.gather=fp8: layers.0.self_attention.linear_qkv has out_features=128, which 3 ranks do not divide; write storage.gather=bf16"):
-        fsdp.refuse_uneven(plan(recipe), recipe.precision, "torchao")
+        fsdp.refuse_uneven(plan(recipe), recipe.precision, "torchao", 3)
 
 
 def on_three(folder: Path, world: World) -> dict[str, Any]:

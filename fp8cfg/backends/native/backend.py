@@ -47,7 +47,10 @@ def convert(
     shared = shared_weights(model)
     scaling = scaling_of(fp8)
     here: Any = model.tensor_parallel if fp8_gather else None  # FSDP2 splits our own Transformer alone
-    ranks = dist.get_world_size() // (here.size if here else 1) if fp8_gather and dist.is_initialized() else 1
+    ranks = 1
+    if fp8_gather and dist.is_initialized():
+        groups: Any = model.groups
+        ranks = dist.get_world_size() // (here.size if here else 1) // groups
     for planned in plan:
         if not planned.fp8:
             continue

@@ -29,12 +29,14 @@ class Part:
     data: int = 1
     sequence_parallel: bool = False
     chunks: int = 1
+    groups: int = 1
     in_flight: float = 1.0
 
     @property
     def shards(self) -> int:
-        """The ranks that have the same parameters, over which storage.shard splits state: data-parallel and context ranks."""
-        return self.data * self.context
+        """The ranks over which storage.shard splits state, those that have the same parameters: data-parallel and context ranks, of
+        one of `groups` groups."""
+        return self.data * self.context // self.groups
 
 
 def ranks() -> int:
@@ -51,7 +53,8 @@ def whole(recipe: Recipe, ranks: int = 1) -> Part:
     if ranks % (tensor * context):
         tensor, context = 1, 1 if ranks % context else context
     return Part("every rank", range(recipe.model.num_layers), tensor=tensor, context=context,
-                data=ranks // (tensor * context * pipeline), sequence_parallel=s.sequence_parallel and tensor > 1)
+                data=(data := ranks // (tensor * context * pipeline)), sequence_parallel=s.sequence_parallel and tensor > 1,
+                groups=s.data_parallel_replicate_size if data % s.data_parallel_replicate_size == 0 else 1)
 
 
 def stage_parts(recipe: Recipe, ranks: int) -> list[Part]:
@@ -89,6 +92,13 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
         elif ranks % size:
             lines.append(f"{s.key(name)}={size}: so many ranks share {what}, and {here} no multiple of it; start "
                          f"{-(-ranks // size) * size}, or write {gcd(size, ranks)}")
+    groups, data = s.data_parallel_replicate_size, ranks // s.size
+    if groups > 1 and given:
+        lines.append(f"{s.key('data_parallel_replicate_size')}={groups}: is of storage.shard=fsdp, which shards a recipe's "
+                     "Transformer, not a model of your own; write 1")
+    elif groups > 1 and not lines and not ranks % s.size and (data % groups or data * cp == groups):
+        lines.append(f"{s.key('data_parallel_replicate_size')}={groups}: {ranks} ranks are no {groups} groups of several "
+                     f"ranks each; start {2 * groups * s.size}, or write 1")
     if tp > 1 and recipe.lora.enabled:
         lines.append(f"{s.key('tensor_model_parallel_size')}={tp}: splits matrices, and adapters stand beside whole ones "
                      "(lora.enabled=True); write 1")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -27,8 +26,9 @@ from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import gathered, resolved
+from fp8cfg.parallel.mesh import fsdp_mesh
 from fp8cfg.training.distributed.collectives import Message
-from fp8cfg.training.distributed.world import SENT, World, current
+from fp8cfg.training.distributed.world import SENT, World
 
 if TYPE_CHECKING:
     from fp8cfg.models.transformer import Transformer
@@ -53,21 +53,22 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP2's own, counted: on a ring a rank sends all parts but one."""
+    """FSDP2's own, counted: on a ring a rank sends all parts but one; and the all-reduce over other `groups` that follows it."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, groups: Sequence[World] = ()) -> None:
         super().__init__()
-        self.world = world
+        self.world, self.groups = world, groups
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
         message = Message("exchange", input_tensor, "gradients", (output_tensor.nbytes,) * self.world.size)
         SENT.count(message, self.world.rank, self.world.size)
+        for group in self.groups:
+            SENT.count(Message("sum", output_tensor, "gradients"), group.rank, group.size)
         return super().__call__(output_tensor, input_tensor, *rest, **options)
 
 
-def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: str) -> None:
-    """Raise ConfigError where torchao's FP8 all-gather would get shards of different sizes, which nothing pads."""
-    ranks = current().size
+def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: str, ranks: int) -> None:
+    """Raise ConfigError where torchao's FP8 all-gather would get shards of different sizes over `ranks`, which nothing pads."""
     uneven = [p for p in plan if p.fp8 and p.out_features % ranks]
     if uneven and capabilities(backend).fp8_gather == "cast" and gathered(precision, backend) == "fp8":
         raise ConfigError(f"storage.gather=fp8: {uneven[0].name} has out_features={uneven[0].out_features}, which {ranks} ranks do "
@@ -76,14 +77,14 @@ def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: 
 
 def shard(model: Transformer, precision: Precision, device: str) -> None:
     """Split `model`, in place, over all ranks, which compute on `device`: each layer by itself, then the rest; with tensor
-    parallelism over those that have the same part of it. One rank alone gets a process group of its own, so that it computes what
-    several do."""
+    parallelism over those that have the same part of it, in groups over those of one, which sum gradients with the others. One
+    rank alone gets a process group of its own, so that it computes what several do."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
     here: TensorRank | None = model.tensor_parallel
-    mesh = here.mesh["shards"] if here else init_device_mesh(device, (dist.get_world_size(),))
-    world = World(mesh.get_local_rank(), mesh.size())
+    mesh = fsdp_mesh(device, model.groups, here.size if here else 1)
+    worlds = [World(mesh.get_local_rank(axis), mesh.size(axis)) for axis in range(mesh.ndim)]
     # Activations have the compute dtype already, and rotary tables are to stay in float32.
     policy = MixedPrecisionPolicy(DTYPES[precision.compute], DTYPES[resolved(precision)["comm"]], cast_forward_inputs=False)
     for module in (*model.layers, model):
@@ -91,8 +92,8 @@ def shard(model: Transformer, precision: Precision, device: str) -> None:
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # shares of the loss are weighed where it is (Job.backward)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_AllGather(world))
-        module.set_custom_reduce_scatter(_ReduceScatter(world))
+        module.set_custom_all_gather(_AllGather(worlds[-1]))
+        module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], worlds[:-1]))
         type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # in the place of torch's bare AssertionError
 
 

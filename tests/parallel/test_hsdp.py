@@ -1,0 +1,130 @@
+"""Hybrid sharding (HSDP): state sharded by FSDP2 within groups that replicate it, over four gloo ranks, trains as on one."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fp8cfg
+from fp8cfg.config.training_nodes import Strategy
+from fp8cfg.job import Job
+from fp8cfg.parallel.mesh import AXES, axis_sizes, batch_share, coordinates
+from fp8cfg.report.memory.layout import refused, shards
+from fp8cfg.report.memory.peak import memory
+from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed.world import SENT, World
+from fp8cfg.training.train_step import train_step
+from tests.parallel.test_pipeline import loaded, saved, trained
+from tests.support.ranks import on_ranks
+from tests.support.small import small
+
+GROUPS = "trainer.strategy.data_parallel_replicate_size"
+CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
+RUNS = {  # name -> words, the largest relative difference of a loss of six steps from that of one rank, and of a norm
+    "fp32": ("precision=fp32 trainer.gradient_clip_val=0.1", 1e-6, 1e-5),
+    "context": ("precision=fp32 trainer.gradient_clip_val=0.1 trainer.strategy.context_parallel_size=2", 1e-6, 1e-5),
+    "delayed": ("precision=bf16_fp8", 2e-3, 0.1),
+    "current": (f"{CURRENT} fp8.params=true", 2e-3, 0.1),
+    "torchao": (f"{CURRENT} fp8.params=false backend=torchao", 2e-3, 0.1),
+}
+
+
+def job_of(name: str, ranks: int, groups: int = 1) -> Job:
+    chosen = [w for w in RUNS[name][0].split() if ranks > 1 or not w.startswith("trainer.strategy")]
+    return fp8cfg.build(small(*chosen, "storage.shard=fsdp", f"trainer.devices={ranks}", "trainer.micro_batch_size=2", "trainer.max_steps=6",
+                              f"trainer.strategy.data_parallel_replicate_size={groups}"))
+
+
+def on_four(folder: Path, world: World) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = "4"
+    found: dict[str, Any] = {name: trained(job_of(name, 4, 2), world) for name in RUNS}
+    job = job_of("delayed", 4, 2)
+    trained(job, world, 0, 3)
+    saved(job, world, folder / "delayed")
+    found["resumed"] = trained(loaded(job_of("delayed", 4, 2), folder / "delayed"), world, 3)
+    found["as one group"] = trained(loaded(job_of("delayed", 4), folder / "delayed"), world, 3)
+    found["sent"] = []
+    for groups in (1, 2):
+        job = job_of("fp32", 4, groups)
+        SENT.clear()
+        train_step(job, run_data(job.recipe)[0], 0, world)
+        found["sent"].append(dict(SENT.bytes))
+    found["kept"] = sum(p.to_local().numel() for p in job.model.parameters())  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(4, functools.partial(on_four, tmp_path_factory.mktemp("ranks")), tmp_path_factory.mktemp("four"))
+
+
+@functools.cache
+def one(name: str) -> dict[str, Any]:
+    return trained(job_of(name, 1), World())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_two_groups_of_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]]) -> None:
+    want, (_, loss, norm) = one(name), RUNS[name]
+    assert all(rank[name]["losses"] == four[0][name]["losses"] for rank in four)
+    assert [*four[0][name]["losses"], *four[0][name]["val"]] == pytest.approx([*want["losses"], *want["val"]], rel=loss)
+    assert four[0][name]["norms"] == pytest.approx(want["norms"], rel=norm)
+    assert all(rank[name].get("coverage") == want.get("coverage") for rank in four)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_groups_and_without(four: list[dict[str, Any]]) -> None:
+    assert four[0]["resumed"]["losses"] == four[0]["delayed"]["losses"][3:]
+    assert four[0]["as one group"]["losses"] == pytest.approx(four[0]["delayed"]["losses"][3:], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_each_group_has_all_state_and_sends_less(four: list[dict[str, Any]]) -> None:
+    whole = sum(p.numel() for p in fp8cfg.build(small("precision=fp32")).model.parameters())
+    assert [rank["kept"] for rank in four] == pytest.approx([whole / 2] * 4, rel=0.01)
+    apart, groups = four[0]["sent"]
+    assert groups["weights"] == pytest.approx(apart["weights"] * 2 / 3, rel=0.01), "1 of 2 parts of a weight are elsewhere, not 3 of 4"
+    assert groups["gradients"] == pytest.approx(apart["gradients"] * (1 / 2 + 1 / 2) / (3 / 4), rel=0.01), "to shards, and over groups"
+
+
+def test_groups_are_an_axis_of_their_own() -> None:
+    strategy = Strategy(data_parallel_replicate_size=2, context_parallel_size=2)
+    assert axis_sizes(strategy, 16) == dict(zip(AXES, (1, 2, 4, 2, 1), strict=True))
+    assert coordinates(strategy, 11, 16) == dict(zip(AXES, (0, 1, 1, 1, 0), strict=True))
+    assert [batch_share(strategy, rank, 16)[0] for rank in range(0, 16, 2)] == [*range(8)] and batch_share(strategy, 15, 16) == (7, 8)
+    with pytest.raises(ValueError, match="3 data-parallel ranks are no 2 groups of equal size"):
+        axis_sizes(Strategy(data_parallel_replicate_size=2), 3)
+
+
+def test_memory_is_that_of_a_group() -> None:
+    recipe = small("precision=bf16", "storage.shard=fsdp", "trainer.devices=4", "trainer.micro_batch_size=2", f"{GROUPS}=2")
+    assert shards(recipe, 4) == 2 and refused(recipe, 4) == []
+    from fp8cfg.report.memory.layout import whole
+
+    one = small("precision=bf16", "storage.shard=fsdp", "trainer.devices=4", "trainer.micro_batch_size=2")
+    assert memory(recipe, "cpu", whole(recipe, 4))["moments"] == 2 * memory(one, "cpu", whole(one, 4))["moments"]
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("trainer.devices=4", f"{GROUPS}=2: has no effect with storage.shard=auto; write storage.shard=fsdp, or 1"),
+    ("trainer.devices=3 trainer.global_batch_size=6 trainer.micro_batch_size=2 storage.shard=fsdp",
+     f"{GROUPS}=2: does not divide the data-parallel size 3; nearest is 1"),
+    ("trainer.devices=2 storage.shard=fsdp", f"{GROUPS}=2: leaves one rank to each group, which shards nothing; write storage.shard=none, or 1"),
+])
+def test_groups_that_cannot_be_are_refused(words: str, line: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        small(f"{GROUPS}=2", "trainer.micro_batch_size=2", *words.split())
+    assert line in e.value.problems
+
+
+def test_ranks_that_are_no_groups_are_refused_with_those_that_are() -> None:
+    recipe = small("storage.shard=fsdp", "trainer.devices=4", "trainer.micro_batch_size=2", f"{GROUPS}=2")
+    assert refused(recipe, 2) == [f"{GROUPS}=2: 2 ranks are no 2 groups of several ranks each; start 4, or write 1"]
+    with pytest.raises(fp8cfg.ConfigError, match="no 2 groups of several ranks"):
+        fp8cfg.build(recipe)
+    assert "not a model of your own; write 1" in refused(recipe, 4, given=True)[0]
