@@ -22,10 +22,11 @@ from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.codecs import Stored as InCodec
 from fp8cfg.numerics.fp8_state_dict import BUFFERS, ROUNDING_COUNT, WEIGHT_BUFFERS, prepare_load
 from fp8cfg.numerics.fp8_weights import Stored, store
+from fp8cfg.numerics.fused_quantize import store_recorded
 from fp8cfg.numerics.gathered_weight import GatheredWeight, quantized, shard_parameter
 from fp8cfg.numerics.linear_function import LinearFunction, Plan, Products, State
 from fp8cfg.numerics.low_bit_weight import SCALE_INV, NarrowWeight
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling, scale_now
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling
 from fp8cfg.numerics.stochastic_rounding import Random, random_key
 from fp8cfg.numerics.weight_access import decode, decoded, plain
 
@@ -85,8 +86,8 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
             raise ValueError(f"scaled_mm multiplies {scaling.kind} scaling in E4M3 alone, not gradients in "
                              f"{scaling.backward.name.upper()}")
         if product == "scaled_mm" and (n % 16 or k % 16):
-            shape = f"in_features={k} and out_features={n}"
-            raise ValueError(f"{shape}: scaled_mm needs both divisible by 16; keep this layer in high precision")
+            raise ValueError(f"in_features={k} and out_features={n}: scaled_mm needs both divisible by 16; keep this layer in high "
+                             "precision")
         new = cls(k, n, bias=linear.bias is not None, device="meta")
         new.weight, new.bias = linear.weight, linear.bias  # type: ignore[misc]
         new.train(linear.training)
@@ -155,8 +156,8 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
         records = torch.is_grad_enabled()
         trains = records and self.training
         plan = Plan(self.scaling, high_precision, product, out, weight_grad, records, self.codec, trains, self.parts)
-        of_rounding = getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)
-        state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, *of_rounding, self.gemms_ran])
+        rounding = [getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)]
+        state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, *rounding, self.gemms_ran])
         bias = self.bias if self.adds_bias else None
         with torch.autocast(device, enabled=False):
             y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, bias, *state, plan)  # type: ignore[no-untyped-call]
@@ -171,8 +172,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
 
     def random(self, lane: int) -> Random | None:
         """The random numbers for rounding the next gradient, for the products that contract its dimension `lane`; None where
-        gradients are rounded to nearest.
-        """
+        gradients are rounded to nearest."""
         key, count = getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)
         return None if key is None else Random(key, count, lane)
 
@@ -192,10 +192,10 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
                 target.copy_(new)
 
     def _stored(self, master: Tensor) -> Stored:
-        one = self.scaling.tile(WEIGHT, 1) is None
+        if self.scaling.tile(WEIGHT, 1) is not None:
+            return store(master, self.scaling)
         state = self.fp8_scale, self.fp8_amax_history
-        scale = scale_now(master, WEIGHT, self.scaling, *state, record=True, parts=self.parts) if one else None
-        return store(master, self.scaling, scale)
+        return store_recorded(master, self.scaling, *state, self.product == "scaled_mm", self.parts)
 
     @property
     def parts(self) -> AmaxGroup | None:

@@ -22,6 +22,7 @@ from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.fp8_weights import Stored, dequantize
 from fp8cfg.numerics.fp8_weights import operand as stored_operand
+from fp8cfg.numerics.fused_quantize import fuses, quantize_fused
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, gemm
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.nvfp4 import quantize_nvfp4
@@ -77,24 +78,28 @@ class Plan(NamedTuple):
     trains: bool = True  # an evaluation in high precision is not recorded
     parts: AmaxGroup | None = None  # of whose amaxes scales are made in this pass
 
-    def operands(self, role: int, slots: Sequence[int], make: Callable[[bool, int], Operand]) -> dict[int, Operand]:
+    def operands(self, role: int, slots: Sequence[int], make: Callable[[bool, int, bool], Operand]) -> dict[int, Operand]:
         """The operand of `role` in each product of `slots`, contracted dimension last. `make` gives it in high precision or in
-        FP8, for a product that contracts the given dimension; it is called once where products can share."""
+        FP8, for a product that contracts the given dimension, or for products that contract either; it is called once where
+        products can share."""
+        both = {CONTRACTED[role, slot] for slot in slots if not self.high_precision[slot]} == {0, 1}
         made: dict[tuple[bool, int], Operand] = {}
         found = {}
         for slot in slots:
             high, axis = self.high_precision[slot], CONTRACTED[role, slot]
             key = high, axis if self.scaling.directional(role) and not high else 1
             if key not in made:
-                made[key] = make(high, key[1])
+                made[key] = make(high, key[1], both)
             found[slot] = made[key] if axis == 1 else made[key].t()
         return found
 
-    def operand(self, t: Tensor, role: int, state: State, high_precision: bool, axis: int) -> Operand:
-        """`t` as stored, quantized along its dimension `axis` where that matters."""
+    def operand(self, t: Tensor, role: int, state: State, high_precision: bool, axis: int, both: bool) -> Operand:
+        """`t` as stored, quantized along its dimension `axis` where that matters; `both` dimensions will be contracted."""
         if high_precision:
             return Operand(t.to(self.out))
         fmt, tile = self.scaling.format_of(role), self.scaling.tile(role, axis)
+        if tile is None and fuses(t, self.scaling, self.carrier, self.parts):
+            return quantize_fused(t, role, self.scaling, state.scales, state.history, self.record, both)
         if tile is None:
             scale = scale_now(t, role, self.scaling, state.scales, state.history, self.record, self.parts)
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
@@ -102,13 +107,13 @@ class Plan(NamedTuple):
             return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random)
         return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype)
 
-    def weight(self, w: Tensor, state: State, high_precision: bool, axis: int) -> Operand:
+    def weight(self, w: Tensor, state: State, high_precision: bool, axis: int, both: bool) -> Operand:
         if self.codec is not None:
             held = tuple(t for t in state[:2] if t is not None)
-            return self.operand(self.codec.decode(held), WEIGHT, state, high_precision, axis)
+            return self.operand(self.codec.decode(held), WEIGHT, state, high_precision, axis, both)
         stored = state.weight
         if stored is None:
-            return self.operand(w, WEIGHT, state, high_precision, axis)
+            return self.operand(w, WEIGHT, state, high_precision, axis, both)
         if high_precision:
             return Operand(dequantize(stored, self.out))
         return stored_operand(stored, axis, self.scaling, self.carrier)
@@ -122,8 +127,8 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         (*buffers, plan), (needs_dx, needs_dw) = rest, ctx.needs_input_grad[:2]
         state = State(*buffers)
-        xs = plan.operands(INPUT, [FPROP] + [WGRAD] * needs_dw, lambda high, axis: plan.operand(x, INPUT, state, high, axis))
-        ws = plan.operands(WEIGHT, [FPROP] + [DGRAD] * needs_dx, lambda high, axis: plan.weight(w, state, high, axis))
+        xs = plan.operands(INPUT, [FPROP] + [WGRAD] * needs_dw, lambda *how: plan.operand(x, INPUT, state, *how))
+        ws = plan.operands(WEIGHT, [FPROP] + [DGRAD] * needs_dx, lambda *how: plan.weight(w, state, *how))
         ran = state.ran if plan.trains or not plan.high_precision[FPROP] else None
         y = gemm(xs[FPROP], ws[FPROP], plan.out, ran, FPROP, bias)
         # A weight that is held in fewer bits is at hand in the backward pass too, so nothing wider is kept of it. The buffers
@@ -145,9 +150,9 @@ class LinearFunction(torch.autograd.Function):
         dx, dw, db = None, None, None
         with torch.autocast(g.device.type, enabled=False):
             wanted = [DGRAD] * needs_dx + [WGRAD] * needs_dw
-            gs = plan.operands(GRAD_OUTPUT, wanted, lambda high, axis: plan.operand(g, GRAD_OUTPUT, state, high, axis))
+            gs = plan.operands(GRAD_OUTPUT, wanted, lambda *how: plan.operand(g, GRAD_OUTPUT, state, *how))
             if needs_dx:
-                ws = plan.operands(WEIGHT, [DGRAD] * (ctx.kinds[1] is None), lambda high, axis: plan.weight(w, state, high, axis))
+                ws = plan.operands(WEIGHT, [DGRAD] * (ctx.kinds[1] is None), lambda *how: plan.weight(w, state, *how))
                 dx = gemm(gs[DGRAD], ws[DGRAD] if ws else Operand(w, w_inv, *ctx.kinds[1]), ctx.dtypes[0], state.ran, DGRAD)
             if needs_dw:
                 dw = gemm(gs[WGRAD], Operand(x, x_inv, *ctx.kinds[0]), plan.weight_grad, state.ran, WGRAD)

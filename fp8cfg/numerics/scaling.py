@@ -154,6 +154,15 @@ def range_used(amax_now: Tensor, scale: Tensor, reach: Tensor) -> Tensor:
     return torch.where(amax_now.isinf(), amax_now, amax_now * scale / reach)
 
 
+def record_amax(history: Tensor, role: int, amax: Tensor) -> None:
+    """Fold `amax`, [], into the running maximum `history[0, role]`: one launch, and no copy where none is traced."""
+    row = history[0, role]
+    if torch.compiler.is_compiling():
+        row.copy_(torch.maximum(row, amax))
+    else:
+        torch.maximum(row, amax, out=row)
+
+
 def scale_now(
     t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, history: Tensor | None, record: bool,
     parts: AmaxGroup | None = None,
@@ -173,7 +182,7 @@ def scale_now(
         return scales[role]
     amax = amax_of(t)
     if record:
-        history[0, role].copy_(torch.maximum(history[0, role], amax))
+        record_amax(history, role, amax)
     if scaling.first_step == "te":
         return scales[role]
     whole = amax if parts is None else parts.amax(amax, role)

@@ -1,0 +1,101 @@
+"""Triton kernels of per-tensor quantization: an amax in one read, and a cast with its transpose, amax and scale in another.
+
+    largest_parts   the amaxes of parts of a tensor; returns at once where a delayed scale is set, for nobody reads them then
+    cast            scale, saturate and round to FP8, row-major and, where asked, transposed; folds the amax into a running maximum
+
+Delayed scaling reads a tensor once, current scaling and a scale that was never set twice. The scale is made in the kernel, so that
+no launch stands between. The formulas are those of scaling.py and formats.py, division and reciprocal rounded to nearest: bit for
+bit the same scaled float32 values, amaxes and scales; the conversion to FP8 is the hardware's cvt.rn.satfinite.
+
+Saturation and maxima are written with `where`: tl.minimum and tl.maximum that pass NaN on corrupt a transposed float8 store beside
+them (triton-lang/triton#11111, Triton 3.6 at least).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PARTS = 1024
+"""Programs of `largest_parts`, and numbers that each program of `cast` reads where it makes a scale."""
+BLOCK = 4096
+ROWS, COLUMNS = 64, 64
+"""The tile of `cast`."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _largest_parts(  # type: ignore[no-untyped-def]
+    t, scales, parts, count, ROLE: tl.constexpr, DELAYED: tl.constexpr, BLOCK: tl.constexpr
+):
+    if DELAYED:  # noqa: SIM102, one is decided as this is compiled, the other as it runs
+        if tl.load(scales + ROLE) != 0:
+            return
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    largest = tl.zeros([BLOCK], tl.float32)
+    while start < count:
+        at = start + tl.arange(0, BLOCK)
+        a = tl.abs(tl.load(t + at, mask=at < count, other=0.0).to(tl.float32))
+        largest = tl.where(a > largest, a, largest)  # no NaN is greater
+        start += tl.num_programs(0) * BLOCK
+    tl.store(parts + tl.program_id(0), tl.max(largest))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cast(  # type: ignore[no-untyped-def]
+    t, scales, history, parts, data, transposed, scale_inv, rows, columns, count, target, LARGEST: tl.constexpr,
+    ROLE: tl.constexpr, DELAYED: tl.constexpr, RECORD: tl.constexpr, POWER_2: tl.constexpr, TRANSPOSE: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    old = tl.load(scales + ROLE) if DELAYED else 0.0
+    of = tl.arange(0, PARTS)
+    amax = tl.max(tl.load(parts + of, mask=of < tl.where(old == 0, count, 0), other=0.0))
+    scale = tl.div_rn(target, amax)
+    scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
+    scale = tl.where(amax > 0, tl.where(amax < float("inf"), scale, 1.0), 1.0)
+    if POWER_2:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(old == 0, scale, old)
+    across = tl.cdiv(columns, COLUMNS)
+    program = tl.program_id(0)
+    row = (program // across) * ROWS + tl.arange(0, ROWS)
+    column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row[:, None].to(tl.int64) * columns + column[None, :]
+    v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
+    if RECORD:  # float32 numbers that are not negative are in the order of their bits
+        a = tl.abs(v)
+        seen = tl.max(tl.max(tl.where(a >= 0, a, 0.0), 1), 0)
+        tl.atomic_max(history + ROLE, seen.to(tl.int32, bitcast=True))
+    v = v * scale
+    v = tl.where(v > LARGEST, LARGEST, v)
+    v = tl.where(v < -LARGEST, -LARGEST, v)
+    q = v.to(data.dtype.element_ty)
+    tl.store(data + at, q, mask=inside)
+    if TRANSPOSE:
+        across_inside = (column < columns)[:, None] & (row < rows)[None, :]
+        tl.store(transposed + column[:, None].to(tl.int64) * rows + row[None, :], tl.trans(q), mask=across_inside)
+    if program == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, scale))
+
+
+def cast(
+    t: Tensor, scales: Tensor | None, history: Tensor | None, role: int, target: float, largest: float, power_2: bool, data: Tensor,
+    transposed: Tensor | None, scale_inv: Tensor,
+) -> Any:
+    """Quantize the contiguous matrix `t` into `data`, `transposed` and `scale_inv`. `scales` and `history` are those of delayed
+    scaling, None under current scaling; `history` also where no amax is recorded. `target` is what the amax is brought to,
+    `largest` the format's maximum. `data` in float32 receives the scaled values. Returns the compiled kernel."""
+    (rows, columns), count = t.shape, min(PARTS, triton.cdiv(t.numel(), BLOCK))
+    parts = torch.empty(PARTS, dtype=torch.float32, device=t.device)
+    delayed, of = scales is not None, parts if scales is None else scales
+    _largest_parts[(count,)](t, of, parts, t.numel(), role, delayed, BLOCK, num_warps=8)
+    seen = (parts if history is None else history[0]).view(torch.int32)
+    other = data if transposed is None else transposed
+    tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
+    return _cast[(tiles,)](
+        t, of, seen, parts, data, other, scale_inv, rows, columns, count, target, largest, role, delayed, history is not None,
+        power_2, transposed is not None, PARTS, ROWS, COLUMNS, num_warps=4)

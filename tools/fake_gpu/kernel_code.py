@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Registers, spills and shared memory of fp8cfg's Triton kernels, as ptxas counts them for the GPU that is there, also a fake one.
+
+    . FOLDER/env.sh; $FAKE_GPU_PYTHON -m tools.fake_gpu.kernel_code                # sm_90
+    . FOLDER/env.sh; FAKE_CC=100 $FAKE_GPU_PYTHON -m tools.fake_gpu.kernel_code    # sm_100
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Resources(NamedTuple):
+    """Of one thread: `registers`, and bytes `spilled` to memory; `shared` bytes of a block."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def resources(ptx: str, shared: int = 0) -> Resources:
+    """What ptxas says of a kernel. Raises RuntimeError where it does not take it."""
+    import triton
+
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    assert target is not None, "PTX names its target"
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    ptxas = folder / ("ptxas-blackwell" if target[1].startswith("sm_1") and (folder / "ptxas-blackwell").exists() else "ptxas")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        done = subprocess.run([str(ptxas), "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
+    registers = re.search(r"Used (\d+) registers", done.stderr)
+    assert registers is not None, done.stderr
+    return Resources(int(registers[1]), spilled, shared)
+
+
+def compiled() -> dict[str, Any]:
+    """The kernels, compiled for the GPU that is there."""
+    import torch
+
+    from fp8cfg.numerics import E4M3, E5M2, triton_kernels
+
+    found: dict[str, Any] = {}
+    for delayed in (True, False):
+        for fmt, dtype in ((E4M3, torch.bfloat16), (E4M3, torch.float32), (E5M2, torch.bfloat16)):
+            t = torch.zeros(256, 512, device="cuda", dtype=dtype)
+            scales, history = (torch.ones(3, device="cuda"), torch.zeros(4, 3, device="cuda")) if delayed else (None, None)
+            data, transposed = torch.empty_like(t, dtype=fmt.dtype), torch.empty(512, 256, device="cuda", dtype=fmt.dtype)
+            name = f"cast {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')} to {fmt.name}, transposed"
+            found[name] = triton_kernels.cast(t, scales, history, 0, fmt.max, fmt.max, False, data, transposed, torch.empty((), device="cuda"))
+    return found
+
+
+def main() -> int:
+    print(f"{'kernel':48}{'target':>9}{'registers':>11}{'spilled':>9}{'shared':>8}")
+    wrong = 0
+    for name, kernel in compiled().items():
+        found = resources(kernel.asm["ptx"], kernel.metadata.shared)
+        target = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE)
+        print(f"{name:48}{target[1] if target else '':>9}{found.registers:11}{found.spilled:9}{found.shared:8}")
+        wrong += found.spilled > 0
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
