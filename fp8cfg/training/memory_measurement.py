@@ -166,7 +166,8 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
     if recipe.storage.shard == "fsdp":
         kept += root_bytes(recipe, part, linears, parameters(recipe, part).total)
     peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + kinds.get("gathered", 0)
-    return {**stays, "FP8 state": state, "after forward": kept, "peak": peak, "optimizer step": step_bytes(recipe, part, linears)}
+    step = step_bytes(recipe, part, linears, device)
+    return {**stays, "FP8 state": state, "after forward": kept, "peak": peak, "optimizer step": step}
 
 
 def measured_table(recipe: Recipe) -> str:

@@ -138,10 +138,10 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
 def test_the_plan_knows_the_optimizer_s_pieces() -> None:
     from fp8cfg.numerics import codecs
 
-    assert report.PIECE == codecs.CHUNK
+    assert report.PIECES == {"cpu": codecs.CHUNK, "cuda": codecs.GPU_CHUNK}
     recipe = small("precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", "opt_level=O2")
     part = whole(recipe)
-    assert step_bytes(recipe, part, linears_of(recipe, part)) == 48 * codecs.CHUNK
+    assert step_bytes(recipe, part, linears_of(recipe, part), "cpu") == 48 * codecs.CHUNK
 
 
 @pytest.mark.parametrize(("layers", "stages", "chunks", "sizes"), [

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fp8cfg.numerics.codecs import Stored
 from fp8cfg.numerics.exact_float32 import largest, square_root
+from fp8cfg.numerics.host_copy import sent
 from fp8cfg.optim.low_bit.columns import Columns
 
 
@@ -52,7 +53,7 @@ def hyper(
     lr, decay, (b1, b2) = group["lr"], group["weight_decay"], group["betas"]
     decay = 1 - lr * decay if decoupled else decay
     values = (decay, b1, 1 - b1, b2, 1 - b2, lr / (1 - b1**step), math.sqrt(1 - b2**step), group["eps"], grad_factor)
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    return sent(torch.tensor(values, dtype=torch.float32), device)
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Stored
+from fp8cfg.numerics.host_copy import sent
 from fp8cfg.numerics.stochastic_rounding import random_key
 from fp8cfg.optim.low_bit.adam_step import check_hyperparameters, hyper
 from fp8cfg.optim.low_bit.columns import Columns
@@ -127,16 +128,20 @@ class LowBitOptimizer(NamedOptimizer):
         def hyper_of(step: int, device: torch.device) -> Tensor:
             return hyper(group, self.decoupled, step, device, self.grad_factor)
 
-        works = []
+        works, stepped = list[Work](), list[nn.Parameter]()
         for p in group["params"]:
             if (grad := self.gradients.of(p)) is not None:
                 state = self.state[p]
                 state["step"] += 1
                 if self.owns(p):
                     slot = slot_of(p, state, grad, self._held(p), p in self.writers)
-                    key = self._key(p, "step") if group["columns"].stochastic else None
-                    works.append(Work(slot, hyper_of(state["step"], p.device), key))
-        return works
+                    works.append(Work(slot, hyper_of(state["step"], p.device)))
+                    stepped.append(p)
+        if not group["columns"].stochastic or not works:
+            return works
+        # In one copy; parameters of a group are on one device.
+        keys = sent(torch.stack([self._host_key(p, "step") for p in stepped]), stepped[0].device)
+        return [work._replace(key=key) for work, key in zip(works, keys.unbind(), strict=True)]
 
     @torch.no_grad()
     def write_parameters(self) -> None:
@@ -196,7 +201,10 @@ class LowBitOptimizer(NamedOptimizer):
         return self.held[p]() if p in self.held else None
 
     def _key(self, p: nn.Parameter, what: str) -> Tensor:
-        return random_key(self.seed, self.names[p], what, self.state[p].get("step", 0)).to(p.device)
+        return sent(self._host_key(p, what), p.device)
+
+    def _host_key(self, p: nn.Parameter, what: str) -> Tensor:
+        return random_key(self.seed, self.names[p], what, self.state[p].get("step", 0))
 
 
 class LowBitAdamW(LowBitOptimizer):

@@ -56,12 +56,12 @@ def adam_step(columns: Columns, decoupled: bool, works: Iterable[Work], compiled
 
 def _step_in_pieces(columns: Columns, decoupled: bool, work: Work) -> None:
     slot, hyper, key = work
-    count = slot.source[0].numel()
+    count, device = slot.source[0].numel(), slot.source[0].device
     scales = Scales()
     if columns.per_tensor:
-        amaxes = [find_amaxes(columns, decoupled, _part(columns, slot, a, b), hyper) for a, b in spans(count)]
+        amaxes = [find_amaxes(columns, decoupled, _part(columns, slot, a, b), hyper) for a, b in spans(count, device)]
         scales = scales_from(columns, torch.stack(amaxes).amax(0))
-    for a, b in spans(count):
+    for a, b in spans(count, device):
         store_step(columns, decoupled, _part(columns, slot, a, b), hyper, key, scales, a, b == count)
 
 

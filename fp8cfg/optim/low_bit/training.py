@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.optim.loss_scale import LossScaler
-from fp8cfg.optim.low_bit.gradients import norm
+from fp8cfg.optim.low_bit.gradients import norms
 from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
 
 
@@ -97,8 +97,10 @@ class LowBitTraining(LowBitOptimizer):
         """Compute the factor that unscales and clips gradients; False where they are not finite."""
         self.grad_factor = 1.0 if self.loss_scaler is None else 1.0 / self.loss_scaler.scale
         found = [(p, grad) for p in self.columns if (grad := self.gradients.of(p)) is not None]
-        norms = [norm(self.columns[p].read, grad) if grad else torch.zeros((), device=p.device) for p, grad in found]
-        self.grad_norm = self._total(norms) * self.grad_factor
+        here = [(p, grad) for p, grad in found if grad]
+        known = dict(zip((p for p, _ in here), norms([self.columns[p].read for p, _ in here], [g for _, g in here]), strict=True))
+        each = [known[p] if p in known else torch.zeros((), device=p.device) for p, _ in found]
+        self.grad_norm = self._total(each) * self.grad_factor
         if not math.isfinite(self.grad_norm):
             return False
         if 0.0 < self.clip_grad < self.grad_norm:

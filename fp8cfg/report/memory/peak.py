@@ -36,8 +36,9 @@ from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.tables import size, table
 from fp8cfg.scalings import SCALINGS
 
-PIECE, WORKING = 65536, 12 * 4
-"""Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK), and the bytes that one takes in float32."""
+PIECES, WORKING = {"cpu": 65536, "cuda": 64 * 65536}, 12 * 4
+"""Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK and GPU_CHUNK), and the bytes that one takes in
+float32."""
 NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
 """Kinds that grow with tokens rather than with parameters."""
 
@@ -80,7 +81,7 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
     kinds |= {"activations": live.pop("kept"), **live}
-    step = step_bytes(recipe, part, linears)
+    step = step_bytes(recipe, part, linears, device)
     kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
     if not fsdp:
         kinds["to start"] = max(0, starting(recipe, part, linears) - sum(kinds.values()))
@@ -191,7 +192,7 @@ def memory_table(recipe: Recipe, device: str, part: Part | None = None, backend:
     return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
 
 
-def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
+def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], device: str) -> int:
     """Temporary bytes of the optimizer's step: float32 copies of narrower gradients; one weight on its way into FP8, in
     float32 before and after it is cut to the range, and rounded; amax histories on their way to the next step. Compiled code
     takes no more than pieces do."""
@@ -203,7 +204,7 @@ def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
     tensors = [prod(shape) for shape in parameter_shapes(transformer_config(recipe)).values()] if pieces else [0]
     history = recipe.fp8.amax_history_len if SCALINGS[recipe.fp8.scaling].history else 0
     rolled = 3 * 3 * 4 * history * sum(p.fp8 for p in linears)
-    return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * min(PIECE, max(tensors)), rolled)
+    return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * min(PIECES[device], max(tensors)), rolled)
 
 
 def _note(recipe: Recipe, kind: str, part: Part) -> str:
