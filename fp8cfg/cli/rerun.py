@@ -104,7 +104,7 @@ def _at(recipe: Recipe, key: str) -> Any:
 def _data_digest(first: RunFolder) -> str:
     """sha256 of the data that the first run trained on, from the state of its newest checkpoint. Raises ConfigError where it is
     not recorded."""
-    from fp8cfg.training.checkpoint.checkpoint import STATE
+    from fp8cfg.training.checkpoint.loaded import STATE
     from fp8cfg.training.checkpoint.step_folders import steps
     from fp8cfg.training.run_folder import CHECKPOINTS
 

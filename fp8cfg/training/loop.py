@@ -20,7 +20,8 @@ from fp8cfg.report.before_run import refuse_layout
 from fp8cfg.report.coverage import low_share
 from fp8cfg.report.tables import wrapped
 from fp8cfg.training.callback import Callback
-from fp8cfg.training.checkpoint import checkpoint, job_state, saved_state
+from fp8cfg.training.checkpoint import job_state, saved_state
+from fp8cfg.training.checkpoint.loaded import LoadedTensors, Tensors
 from fp8cfg.training.checkpoint.saver import Diverged, Saver
 from fp8cfg.training.compile_choice import compiles
 from fp8cfg.training.compiled_gradients import compare
@@ -57,8 +58,8 @@ class Result:
     folder: Path | None = field(default=None, compare=False)
 
 
-Loaded = tuple[checkpoint.Tensors, dict[str, Any]]
-"""What `checkpoint.load` returns."""
+Loaded = tuple[Tensors, dict[str, Any]]
+"""What `checkpoint.load` and `checkpoint.load_named` return."""
 
 
 def train(
@@ -106,6 +107,8 @@ class _Training:
 
     def run_all(self, start_from: Loaded | None) -> Result:
         if start_from:
+            if isinstance(start_from[0], LoadedTensors):
+                start_from[0].check_sums(self.world)
             saved_state.check(*start_from)
         self._compile(start_from)
         first, last = self._load(start_from), self.recipe.trainer.max_steps

@@ -106,7 +106,7 @@ class RunFiles(FolderDescriptor):
         sync(self.descriptor)
 
 
-def write_all(file: FileIO, data: bytes) -> None:
+def write_all(file: FileIO, data: bytes | memoryview) -> None:
     """Write all of `data` to an unbuffered file, which may take less at once. Raises OSError."""
     left = memoryview(data)
     while left:

@@ -21,8 +21,9 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.training.checkpoint import checkpoint, saved_state, step_folders
-from fp8cfg.training.checkpoint.frozen_weights import completed, refuse_other
-from fp8cfg.training.checkpoint.job_tensors import of_this_rank
+from fp8cfg.training.checkpoint.frozen_weights import left_out, refuse_other
+from fp8cfg.training.checkpoint.load_by_layer import load_by_layer
+from fp8cfg.training.checkpoint.loaded import Tensors
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
 
@@ -67,8 +68,7 @@ def load(
     prepared = prepared_model(recipe, None, hardware.device, plans, choice)
     refuse_other(recipe, state.get("base"))
     try:
-        saved = {**tensors["model"], **of_this_rank(tensors.get("fp8", {}))}
-        prepared.model.load_state_dict(completed(recipe, prepared.model, saved))
+        load_by_layer(prepared.model, tensors, left_out(recipe, prepared.model))
     except (RuntimeError, ValueError, KeyError) as e:
         raise ConfigError(f"{path}: its weights do not fit this precision: {str(e).splitlines()[0]}") from None
     return RunModel(recipe, prepared.model.eval(), plans, choice, int(state["step"]), state["data"].get("tokenizer_sha256"))
@@ -88,7 +88,7 @@ def in_precision(found: RunModel, name: str) -> RunModel:
     return replace(found, recipe=recipe, model=prepared.model.eval(), plan=plans, choice=choice)
 
 
-def _newest(folder: RunFolder, say: Callable[[str], None], step: int | None) -> tuple[checkpoint.Tensors, dict[str, Any]]:
+def _newest(folder: RunFolder, say: Callable[[str], None], step: int | None) -> tuple[Tensors, dict[str, Any]]:
     root = folder.files.folder(CHECKPOINTS)
     there = sorted({saved for saved, _ in step_folders.steps(root)})
     if there and step is not None and step not in there:

@@ -14,6 +14,7 @@ from fp8cfg.composition import compose, to_yaml
 from fp8cfg.config.errors import ConfigError, printable
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
+from fp8cfg.report.memory.layout import ranks
 from fp8cfg.training.callback import Callback
 from fp8cfg.training.checkpoint import checkpoint, resume_rules, saved_state, step_folders
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
@@ -99,9 +100,10 @@ def from_newest(run: RunFolder, go_on: Callable[[str, Loaded | None], T], say: S
     It may raise DamagedCheckpoint before the first step: that one is passed over too. Raises NoUsableCheckpoint."""
     root = run.files.folder(CHECKPOINTS)
     found = step_folders.steps(root)
+    size = ranks() if ranks() > 1 else current().size
     for _, name in found:
         try:
-            loaded = checkpoint.load_named(root, name)
+            loaded = checkpoint.load_named(root, name, size)
             saved_state.check(*loaded)
             return go_on(name, loaded)
         except DamagedCheckpoint as e:

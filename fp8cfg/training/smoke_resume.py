@@ -34,7 +34,7 @@ def resume(recipe: Recipe, folder: Path | None, first: Result, world: World, say
     name = next((name for step, name in step_folders.steps(root) if step == SAVED_AT), None)
     if name is None:
         raise step_folders.none_usable(root)
-    again = train(build(recipe), None, checkpoint.load_named(root, name), world, lambda _: None)
+    again = train(build(recipe), None, checkpoint.load_named(root, name, world.size), world, lambda _: None)
     exact = world.size == 1 and not _on_gpu()
     for what, old, new in (("training", first.loss, again.loss), ("validation", first.val_loss, again.val_loss)):
         if old is not None and new is not None and not (old == new if exact else abs(old - new) <= BOUND * abs(old)):

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors
+from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
+from tests.support import shares
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
@@ -25,10 +26,7 @@ def run(world: World, folder: Path | None = None, *words: str) -> dict[str, Any]
     batches, _ = run_data(job.recipe)
     losses = [train_step(job, batches, step, world).loss for step in range(2)]
     if folder:
-        model, optimizer = job_tensors.model_tensors(job, world), job_tensors.optimizer_tensors(job, world)
-        if world.first:
-            checkpoint.save(folder, 2, *job_state.collect(job, batches, 2, optimizer, model), keep=1, world_size=world.size)
-        world.any(False)
+        shares.saved(job, world, folder, 2)
         job = fp8cfg.build(job.recipe)
         job_state.restore(job, *checkpoint.load(folder / "step-00000002"), batches)
     losses += [train_step(job, batches, step, world).loss for step in range(2, 4)]

@@ -19,10 +19,11 @@ from fp8cfg.models.transformer import Transformer
 from fp8cfg.parallel.context import ContextRank, split_sequences
 from fp8cfg.parallel.mesh import AXES, batch_share, coordinates, device_mesh
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors
+from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.train_step import evaluate, train_step
+from tests.support import shares
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
 
@@ -69,11 +70,7 @@ def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[s
 
 
 def saved(job: Job, world: World, folder: Path) -> None:
-    model, optimizer = job_tensors.model_tensors(job, world), job_tensors.optimizer_tensors(job, world)
-    if world.first:
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(folder, 4, *job_state.collect(job, run_data(job.recipe)[0], 4, optimizer, model), keep=1, world_size=world.size)
-    world.any(False)
+    shares.saved(job, world, folder, 4)
 
 
 def loaded(job: Job, folder: Path) -> Job:

@@ -17,12 +17,13 @@ from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.job import Job
 from fp8cfg.report.memory.layout import refused
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors
-from fp8cfg.training.checkpoint.pipeline_stages import whole_json
+from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.overflow_watch import over_stages
+from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.train_step import evaluate, train_step
+from tests.support import shares
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
 
@@ -93,15 +94,11 @@ def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[s
 
 
 def saved(job: Job, world: World, folder: Path) -> None:
-    model, optimizer, rest = job_tensors.model_tensors(job, world), job_tensors.optimizer_tensors(job, world), whole_json(job)
-    if world.first:
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(folder, 3, *job_state.collect(job, run_data(job.recipe)[0], 3, optimizer, model, rest), keep=1, world_size=world.size)
-    world.any(False)
+    shares.saved(job, world, folder, 3)
 
 
 def loaded(job: Job, folder: Path) -> Job:
-    assert job_state.restore(job, *checkpoint.load(folder / "step-00000003"), run_data(job.recipe)[0]) == 3
+    assert job_state.restore(job, *checkpoint.load_named(RunFiles.at(folder), "step-00000003"), run_data(job.recipe)[0]) == 3
     return job
 
 

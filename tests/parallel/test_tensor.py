@@ -21,10 +21,12 @@ from fp8cfg.models.transformer import Transformer
 from fp8cfg.parallel import tensor_collectives
 from fp8cfg.parallel.tensor import finish_layers, partial_gradients, split_model, tensor_rank
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors
+from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import SENT, World
+from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.train_step import evaluate, train_step
+from tests.support import shares
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import PACKED, small
 
@@ -78,15 +80,11 @@ def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[s
 
 
 def saved(job: Job, world: World, folder: Path) -> None:
-    model, optimizer = job_tensors.model_tensors(job, world), job_tensors.optimizer_tensors(job, world)
-    if world.first:
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(folder, 4, *job_state.collect(job, run_data(job.recipe)[0], 4, optimizer, model), keep=1, world_size=world.size)
-    world.any(False)
+    shares.saved(job, world, folder, 4)
 
 
 def loaded(job: Job, folder: Path) -> Job:
-    assert job_state.restore(job, *checkpoint.load(folder / "step-00000004"), run_data(job.recipe)[0]) == 4
+    assert job_state.restore(job, *checkpoint.load_named(RunFiles.at(folder), "step-00000004"), run_data(job.recipe)[0]) == 4
     return job
 
 

@@ -19,10 +19,11 @@ from fp8cfg.report import chart
 from fp8cfg.report.memory.layout import whole
 from fp8cfg.report.memory.peak import linears_of, parameters, persistent
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors
+from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
+from tests.support import shares
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
@@ -52,11 +53,7 @@ def stopped_and_resumed(folder: Path, world: World) -> dict[str, Any]:
         recipe = small(*row.split(), "model.num_layers=1", "trainer.micro_batch_size=2", "optim.lr=1e-3")
         job = fp8cfg.build(recipe)
         run(job, world, 0, 2)
-        tensors = job_tensors.optimizer_tensors(job, world)
-        if world.first:
-            (folder / name).mkdir(parents=True)
-            checkpoint.save(folder / name, 2, *job_state.collect(job, run_data(recipe)[0], 2, tensors), keep=1, world_size=world.size)
-        world.any(False)  # the others wait
+        shares.saved(job, world, folder / name, 2)
         resumed = fp8cfg.build(recipe)
         job_state.restore(resumed, *checkpoint.load(folder / name / "step-00000002"), run_data(recipe)[0])
         found[name] = [{"steps": run(its, world, 2, 4), **end(its)} for its in (job, resumed)]

@@ -27,13 +27,15 @@ from fp8cfg.models import hf, hf_export
 from fp8cfg.models.weight_init import BLOCK
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, resume_rules
+from fp8cfg.training.checkpoint import checkpoint, job_state, resume_rules
 from fp8cfg.training.compiled_gradients import compare
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed import fsdp
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.metrics import read
+from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.train_step import evaluate, train_step
+from tests.support import shares
 from tests.support.ranks import launch, on_ranks, torchrun
 from tests.support.small import SMALL, small
 
@@ -77,15 +79,11 @@ def held_out(job: Job, world: World) -> float:
 
 
 def save(job: Job, world: World, path: Path) -> None:
-    model, optimizer = job_tensors.model_tensors(job, world), job_tensors.optimizer_tensors(job, world)
-    if world.first:
-        path.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(path, 2, *job_state.collect(job, run_data(job.recipe)[0], 2, optimizer, model), keep=1, world_size=world.size)
-    world.any(False)
+    shares.saved(job, world, path, 2)
 
 
 def load(job: Job, path: Path) -> Job:
-    assert job_state.restore(job, *checkpoint.load(path / "step-00000002"), run_data(job.recipe)[0]) == 2
+    assert job_state.restore(job, *checkpoint.load_named(RunFiles.at(path), "step-00000002"), run_data(job.recipe)[0]) == 2
     return job
 
 
@@ -326,12 +324,12 @@ def test_a_split_model_is_not_copied_and_what_is_said_instead_works(words: str) 
         with pytest.raises(TypeError, match=f"{said} storage.shard=fsdp a rank has parts of it; for an average"):
             copy.deepcopy(what)
     average = {name: p.detach().clone() for name, p in job.model.named_parameters()}
-    before = {name: t.clone() for name, t in fsdp.whole(average, keep=True).items()}
+    before = {name: t.full_tensor().clone() for name, t in average.items()}
     run(job, World(), 0, 1)
     with torch.no_grad():
         for name, p in job.model.named_parameters():
             average[name].lerp_(p, 0.5)
-    now, after = fsdp.whole(dict(job.model.named_parameters()), keep=True), fsdp.whole(average, keep=True)
+    now, after = ({name: fsdp.local(t) for name, t in named.items()} for named in (dict(job.model.named_parameters()), average))  # of one rank
     assert all(torch.allclose(t, (before[name] + now[name]) / 2) for name, t in after.items())
     assert not torch.equal(before["layers.1.mlp.linear_fc1.weight"], now["layers.1.mlp.linear_fc1.weight"])
 
@@ -428,7 +426,7 @@ def on_three(folder: Path, world: World) -> dict[str, Any]:
     padded = [run(job_of(ROWS["FP8 weights"], shard, NOT_CLIPPED, three), world, 0, 3) for shard in (FSDP, "storage.shard=none")]
     split, whole = (job_of(ROWS["bf16"], shard, NOT_CLIPPED, "trainer.global_batch_size=6 trainer.micro_batch_size=2") for shard in (FSDP, ""))
     found = {"split": run(split, world, 0, 2), "whole": run(whole, world, 0, 2)}
-    return {**found, "padded": padded, "tensors": job_tensors.model_tensors(split, world), "want": stored_state_dict(whole.model)}
+    return {**found, "padded": padded, "tensors": shares.whole(split, world)["model"], "want": stored_state_dict(whole.model)}
 
 
 @pytest.mark.slow

@@ -19,10 +19,11 @@ from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.report import chart
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, resume_rules
+from fp8cfg.training.checkpoint import checkpoint, job_state, resume_rules
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import Step, train_step
+from tests.support import shares
 from tests.support.ranks import on_ranks
 from tests.support.small import small, steps
 
@@ -361,7 +362,7 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
 
 
 def state(job: Job, world: World) -> dict[str, Tensor]:
-    return {k: t.clone() for k, t in {**stored_state_dict(job.model), **job_tensors.optimizer_tensors(job, world)}.items()}
+    return {k: t.clone() for k, t in {**stored_state_dict(job.model), **shares.whole(job, world)["optimizer"]}.items()}
 
 
 def spoil(p: Tensor) -> None:
@@ -369,11 +370,7 @@ def spoil(p: Tensor) -> None:
 
 
 def save(job: Job, world: World, path: Path) -> None:
-    tensors = job_tensors.optimizer_tensors(job, world)
-    if world.first:
-        path.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(path, 2, *job_state.collect(job, run_data(job.recipe)[0], 2, tensors), keep=1, world_size=world.size)
-    world.any(False)
+    shares.saved(job, world, path, 2)
 
 
 def load(job: Job, path: Path) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,20 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fp8cfg.config.errors import Fp8cfgError
-from fp8cfg.training.checkpoint import tensor_file
+from fp8cfg.training.checkpoint import loaded, tensor_file
 from fp8cfg.training.checkpoint.failpoint import failpoint
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, verify, write_manifest
+from fp8cfg.training.checkpoint.loaded import RNG, STATE, LoadedTensors, Tensors
+from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify, write_manifest
+from fp8cfg.training.checkpoint.saved_tensors import SavedTensors
 from fp8cfg.training.checkpoint.step_folders import FOLDER, damage, free_name, remove_old
 from fp8cfg.training.folder_descriptor import StrangeFile
 from fp8cfg.training.run_files import RunFiles
 
-Tensors = dict[str, dict[str, Tensor]]
-STATE = "state.json"
-MAX_STATE = 1 << 30
 RESERVE = 1 << 16
 """Bytes for the manifest and for what the file system rounds up."""
 SUFFIX = ".safetensors"
+
+
 class CheckpointError(Fp8cfgError):
     """A checkpoint could not be written; those written before are intact. Exit code 5."""
 
@@ -65,11 +66,11 @@ def save(
         raise ValueError(f"step must be >= 0 and keep >= 1, not {step} and {keep}")
     for group, named in tensors.items():
         tensor_file.refuse_unstorable(group, named)
-    text = _strict_json(state)
+    text = strict_json(state)
     staged = f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
     try:
         files = RunFiles.at(root)
-        _make_room(files, room_for(tensors.values(), len(text)))
+        make_room(files, room_for(tensors.values(), len(text)))
         try:
             inside = files.folder(staged, make=True)
             _write_files(inside, tensors, text)
@@ -96,22 +97,28 @@ def save(
     return files.path / final
 
 
-def load(path: Path | RunFiles) -> tuple[Tensors, dict[str, Any]]:
-    """Verify the checkpoint at `path`, then read it: the tensors by group and name, on the CPU, and the state.
+def load(path: Path | RunFiles) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Verify the checkpoint at `path`, then read it, whatever wrote it: the whole tensors by group and name, on the CPU, and the
+    state.
 
     Raises DamagedCheckpoint, naming the file.
     """
-    verify(path)
-    return _read(RunFiles.at(path))
+    tensors, state = loaded.read(RunFiles.at(path), verify(path), [])
+    return {group: t.whole() if isinstance(t, SavedTensors) else dict(t) for group, t in tensors.items()}, state
 
 
-def load_named(root: RunFiles, name: str) -> tuple[Tensors, dict[str, Any]]:
-    """`load` of the folder `name`, which also says the step that it was written for."""
+def load_named(root: RunFiles, name: str, ranks: int = 1) -> tuple[LoadedTensors, dict[str, Any]]:
+    """The checkpoint in the folder `name`, written for the step that it says: its state, and its tensors, which are read when they
+    are asked for. It is verified, but where several `ranks` go on with it, each of which calls this, for the sums of its tensors:
+    `check_sums` of these shares them out. Raises DamagedCheckpoint, naming the file."""
     match = FOLDER.fullmatch(name)
-    problem = damage(root, name, int(match[1]) if match else -1)
+    at_once: Callable[[str], bool] = (lambda file: file in (STATE, f"{RNG}{SUFFIX}")) if ranks > 1 else (lambda file: True)
+    problem = damage(root, name, int(match[1]) if match else -1, at_once)
     if problem:
         raise DamagedCheckpoint(problem)
-    return _read(root.folder(name))
+    folder = root.folder(name)
+    manifest = read_manifest(folder)
+    return loaded.read(folder, manifest, [file for file in manifest.files if not at_once(file)])
 
 
 def room_for(groups: Iterable[Mapping[str, Tensor]], text: int = 0) -> int:
@@ -121,33 +128,14 @@ def room_for(groups: Iterable[Mapping[str, Tensor]], text: int = 0) -> int:
     return sum(t.nbytes + 256 for each in found for t in each) + text + RESERVE
 
 
-def _strict_json(state: dict[str, Any]) -> str:
+def strict_json(state: dict[str, Any]) -> str:
     text = json.dumps(state, allow_nan=False, indent=1)
     if json.loads(text) != state:
         raise ValueError("state would not come back from JSON as it is: it has tuples, or keys that are not strings")
     return text
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _read(files: RunFiles) -> tuple[Tensors, dict[str, Any]]:
-    tensors, name = {}, STATE
-    try:
-        state = json.loads(files.read(STATE, MAX_STATE), parse_constant=_refuse_constant)
-        for name in files.names():
-            if name.endswith(SUFFIX) and files.kind(name) == "file":
-                tensors[name.removesuffix(SUFFIX)] = tensor_file.read(files.reached / name)
-    # The sums hold and yet it cannot be read: not written by save(). KeyError: an alias of a tensor that is not there.
-    except (OSError, ValueError, RecursionError, KeyError, SafetensorError, StrangeFile) as error:
-        raise DamagedCheckpoint(f"{files.path}: {name}: cannot be read ({error})") from error
-    if not isinstance(state, dict):
-        raise DamagedCheckpoint(f"{files.path}: {STATE}: not a JSON object")
-    return tensors, state
-
-
-def _make_room(root: RunFiles, needed: int) -> None:
+def make_room(root: RunFiles, needed: int) -> None:
     for left in root.names():
         if re.fullmatch(r"step-.*\.tmp-.*", left):  # of a process that was killed: this root has one writer
             root.remove(left, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,39 +11,39 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
-from fp8cfg.numerics.stored_form import is_fp8_state, stored_state_dict
-from fp8cfg.training.checkpoint import rng
-from fp8cfg.training.checkpoint.checkpoint import Tensors
+from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.training.checkpoint import job_tensors, rng
 from fp8cfg.training.checkpoint.frozen_weights import completed, reference, refuse_other
-from fp8cfg.training.checkpoint.job_tensors import model_tensors, of_this_layout, of_this_rank, optimizer_tensors
+from fp8cfg.training.checkpoint.job_tensors import of_this_layout
+from fp8cfg.training.checkpoint.loaded import Tensors
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
-from fp8cfg.training.checkpoint.pipeline_stages import json_part
+from fp8cfg.training.checkpoint.pipeline_stages import json_part, whole_json
 from fp8cfg.training.checkpoint.resume_rules import FREE, ORIGIN, changes, matches
 from fp8cfg.training.checkpoint.saved_state import WRONG_CONTENTS, check, one_line
+from fp8cfg.training.checkpoint.shared_save import Share
+from fp8cfg.training.checkpoint.tensor_box import to_write
 from fp8cfg.training.distributed.world import World
 
 
-def collect(
-    job: Job, batches: Batches, step: int, optimizer: dict[str, Tensor] | None = None, model: dict[str, Tensor] | None = None,
-    optimizer_json: dict[str, Any] | None = None,
-) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors by group and the JSON state after `step` optimizer steps. `optimizer`, `model` and `optimizer_json` are what
-    `optimizer_tensors`, `model_tensors` and `whole_json` gave, by default what one rank has."""
-    if optimizer is None:
-        optimizer = optimizer_tensors(job, World())
-    if model is None:
-        model = model_tensors(job, World())
-    fp8 = {k: v for k, v in model.items() if is_fp8_state(k)}
-    model = {k: v for k, v in model.items() if not is_fp8_state(k)}
+def share(job: Job, batches: Batches, step: int, world: World) -> Share:
+    """What this rank writes of a checkpoint after `step` optimizer steps. All ranks call it."""
+    boxes, optimizer = to_write(job_tensors.boxes(job, world)), whole_json(job)
+    if not world.first:
+        return Share(boxes, {}, {})
     random, random_json = rng.capture()
-    tensors = {"model": model, "optimizer": optimizer, "fp8": fp8, "rng": random}
     state = {
-        "step": step, "data": batches.state(step), "optimizer": optimizer_json or job.optimizer.state_json(), "rng": random_json,
+        "step": step, "data": batches.state(step), "optimizer": optimizer, "rng": random_json,
         "recipe": listed(job.recipe), "compiled": job.compiled,
     }
     if base := reference(job.recipe):
         state["base"] = base
-    return {k: v for k, v in tensors.items() if v}, state
+    return Share(boxes, state, random)
+
+
+def collect(job: Job, batches: Batches, step: int) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Tensors by group and the JSON state after `step` optimizer steps, of a job of which this rank has all."""
+    whole = share(job, batches, step, World())
+    return whole.tensors(), whole.state
 
 
 def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches) -> int:
@@ -54,16 +53,12 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     check(tensors, state)
     changed = [k for k in changes(Recipe(**state["recipe"]), job.recipe) if not matches(k, (*FREE, *ORIGIN))]
     refuse_other(job.recipe, state.get("base"))
-    optimizer = tensors.get("optimizer", {})  # none before a step where parameters are their own masters, nor of plain SGD
     try:
-        saved = completed(job.recipe, job.model, {**tensors["model"], **of_this_rank(tensors.get("fp8", {}))})
-        saved, optimizer = of_this_layout(job, saved), of_this_layout(job, optimizer)
-        kept = json_part(job, state["optimizer"])
-        if not any(matches(k, ["fp8", "storage.weight"]) for k in changed):
-            job.model.load_state_dict(saved)
-            job.optimizer.load_state(optimizer, kept)
-        else:
-            _restore_other_precision(job, saved, optimizer, kept)
+        _restore_model(job, tensors, any(matches(k, ["fp8", "storage.weight"]) for k in changed))
+        # None before a step where parameters are their own masters, nor of plain SGD.
+        job.optimizer.load_state(of_this_layout(job, tensors.get("optimizer", {})), json_part(job, state["optimizer"]))
+        if any(matches(k, ["fp8", "storage.weight"]) for k in changed):
+            job.optimizer.write_parameters()
     except WRONG_CONTENTS as e:
         if changed or job.foreign:
             raise ConfigError(f"the checkpoint does not fit this recipe: {one_line(e)}") from None
@@ -72,11 +67,13 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     return batches.resume(state["data"])
 
 
-def _restore_other_precision(job: Job, saved: dict[str, Tensor], tensors: dict[str, Tensor], json: Mapping[str, Any]) -> None:
-    """Weights are stored otherwise: they come from the masters, scales and histories where they still mean something."""
-    own = stored_state_dict(job.model)
-    fitting = {k: v for k, v in saved.items()
-               if k in own and own[k].dtype == v.dtype and (own[k].shape == v.shape or k.endswith("fp8_amax_history"))}
-    job.model.load_state_dict({**own, **fitting})
-    job.optimizer.load_state(tensors, json)
-    job.optimizer.write_parameters()
+def _restore_model(job: Job, tensors: Tensors, otherwise: bool) -> None:
+    """Load the model. Where weights are stored `otherwise` they come from the masters, and scales and histories are taken where
+    they still mean something."""
+    saved = of_this_layout(job, tensors["model"]) | of_this_layout(job, tensors.get("fp8", {}))
+    saved = completed(job.recipe, job.model, saved)
+    if otherwise:
+        own = stored_state_dict(job.model)
+        saved = {**own, **{k: v for k, v in saved.items() if k in own and own[k].dtype == v.dtype
+                           and (own[k].shape == v.shape or k.endswith("fp8_amax_history"))}}
+    job.model.load_state_dict(saved)

@@ -1,83 +1,66 @@
-"""Job tensors: those of a model and its optimizer, in the form in which they are stored, put together from all ranks."""
+"""Job tensors: those of a model and its optimizer in the form in which they are stored, as this rank keeps them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8cfg.job import Job
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.stored_form import is_fp8_state, stored_state_dict
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
-from fp8cfg.training.checkpoint import pipeline_stages, tensor_shards
+from fp8cfg.training.checkpoint import pipeline_stages
 from fp8cfg.training.checkpoint.frozen_weights import left_out
+from fp8cfg.training.checkpoint.saved_tensors import SavedTensors
+from fp8cfg.training.checkpoint.tensor_box import Boxes, Groups, Offsets
+from fp8cfg.training.checkpoint.tensor_file import view_of
+from fp8cfg.training.checkpoint.tensor_layout import TensorLayout, slices
 from fp8cfg.training.distributed.world import World, current, sharing, stages
-from fp8cfg.training.distributed.zero import full_state
 
 OWN = ("fp8_scale", "fp8_amax_history")
 """FP8 state that each rank has of its own under fp8.reduce_amax=false."""
 
 
-def model_tensors(job: Job, world: World) -> dict[str, Tensor]:
-    """The model's tensors, but for frozen weights under adapters; on the first rank whole where they are split, and with the scales
-    and histories of every rank where each has its own. All ranks call it."""
-    if job.prepared.shard == "fsdp":
-        from fp8cfg.training.distributed import fsdp  # inside, here and below: it takes a second to load
-
-        tensors = fsdp.whole(stored_state_dict(job.model, keep_vars=True), sharing(job.prepared).first)
-    else:
-        names = left_out(job.recipe, job.model)
-        tensors = {k: t for k, t in stored_state_dict(job.model).items() if k not in names}
-    tensors = _of_all_layers(job, _of_whole_matrices(job, tensors))
-    stored = {} if job.recipe.fp8.reduce_amax else stored_state_dict(job.model)
-    own = {k: t for k, t in stored.items() if k.rpartition(".")[2] in OWN}
-    for name, tensor in own.items():
-        of_rank = world.gather(tensor)
-        tensors |= {f"{_of_rank(rank)}{name}": t for rank, t in enumerate(of_rank) if rank}
-    return tensors
+def boxes(job: Job, world: World) -> Groups:
+    """What this rank has of the model, but for frozen weights under adapters, of its FP8 state and of the optimizer. With tensor
+    parallelism all ranks call it."""
+    layout, names = TensorLayout(job), left_out(job.recipe, job.model)
+    # FSDP2's parameters say how they are split; others are to be plain.
+    stored = {k: t for k, t in stored_state_dict(job.model, keep_vars=bool(layout.split)).items() if k not in names}
+    each = not job.recipe.fp8.reduce_amax and world.size > 1
+    own = {_of_rank(world.rank) + k: stored.pop(k) for k in list(stored) if each and k.rpartition(".")[2] in OWN}
+    model, optimizer = _boxes(layout, stored), _boxes(layout, job.optimizer.state_tensors(), alone=bool(job.prepared.owner))
+    fp8 = [box for box in model if is_fp8_state(box.name)] + _boxes(layout, own, alone=True)
+    return {"model": [box for box in model if not is_fp8_state(box.name)], "optimizer": optimizer, "fp8": fp8}
 
 
-def optimizer_tensors(job: Job, world: World) -> dict[str, Tensor]:
-    """The optimizer's tensors, on the first rank those that other ranks keep among them. All ranks call it."""
-    shards = world if job.prepared.mesh is None else sharing(job.prepared)
-    if job.prepared.shard == "fsdp":
-        from fp8cfg.training.distributed import fsdp
-
-        tensors = fsdp.whole(job.optimizer.state_tensors(), shards.first)
-    elif job.prepared.owner:
-        tensors = full_state(job.optimizer, job.prepared.owner, shards)
-    else:
-        tensors = job.optimizer.state_tensors()
-    return _of_all_layers(job, _of_whole_matrices(job, tensors))
-
-
-def of_this_layout(job: Job, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors of a checkpoint as this rank keeps them."""
-    if job.prepared.pipeline is not None:
-        tensors = pipeline_stages.parts(job, tensors)
-    if job.prepared.tensor_parallel is not None:
-        tensors = tensor_shards.parts(tensors, job.model.shards)  # type: ignore[arg-type]
-    if job.prepared.shard == "fsdp":
-        from fp8cfg.training.distributed import fsdp
-
-        tensors = fsdp.parts(tensors, job.model)
-    return tensors
+def of_this_layout(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a group of a checkpoint what this rank keeps, as it keeps it; of other tensors nothing is read."""
+    layout = TensorLayout(job)
+    elsewhere = tuple(f"{name}." for name, rank in job.prepared.owner.items() if rank != layout.sharing.rank)
+    found = {}
+    for name, kept in pipeline_stages.parts(job, _of_this_rank(saved)).items():
+        if not name.startswith(elsewhere):
+            if isinstance(saved, SavedTensors):
+                found[name] = layout.part(name, saved.shape(kept), partial(saved.read, kept))
+            else:
+                found[name] = layout.part(name, tuple(saved[kept].shape), partial(_cut, saved[kept]))
+    return found
 
 
-def _of_whole_matrices(job: Job, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On the first rank `tensors` put together from the ranks that share matrices; on the others nothing of use."""
-    here = job.prepared.tensor_parallel
-    if here is None or not sharing(job.prepared).first:
-        return tensors
-    return tensor_shards.whole(tensors, job.model.shards, here)  # type: ignore[arg-type]
-
-
-def _of_all_layers(job: Job, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On the first rank `tensors`, which the first rank of each stage has of whole matrices, put together from the stages."""
-    here = job.prepared.tensor_parallel
-    if job.prepared.pipeline is None or not sharing(job.prepared).first or (here is not None and here.rank):
-        return tensors
-    return pipeline_stages.whole(job, tensors)
+def _boxes(layout: TensorLayout, named: Mapping[str, Tensor], alone: bool = False) -> Boxes:
+    """The boxes of tensors by name, of which those that are one and the same stand once."""
+    first: dict[Any, str] = {}
+    also: dict[str, list[str]] = {}
+    for name, t in named.items():
+        kept = first.setdefault(view_of(local) if (local := layout.local(t)).numel() else name, name)
+        also.setdefault(kept, []).append(name)
+    return [replace(box, also=tuple(names[1:])) for kept, names in also.items() for box in layout.boxes(kept, named[kept], alone)]
 
 
 def checkpoint_bytes(job: Job, world: World) -> int:
@@ -103,11 +86,16 @@ def _bytes(t: Tensor) -> int:
 
 
 def _of_rank(rank: int) -> str:
-    return f"rank{rank}:"
+    return f"rank{rank}:" if rank else ""
 
 
-def of_this_rank(fp8: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of saved FP8 state the first rank's, and in its place this rank's where that was saved."""
-    mine = _of_rank(current().rank)
-    shared = {k: t for k, t in fp8.items() if ":" not in k}
-    return shared | {k.removeprefix(mine): t for k, t in fp8.items() if k.startswith(mine)}
+def _of_this_rank(saved: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of tensors, and those under which a checkpoint has them: of FP8 state the first rank's, and in its place this rank's
+    where that was saved."""
+    mine = f"rank{current().rank}:"
+    found = {name: name for name in saved if ":" not in name}
+    return found | {name.removeprefix(mine): name for name in saved if name.startswith(mine)}
+
+
+def _cut(t: Tensor, start: Offsets, size: Offsets) -> Tensor:
+    return t[slices(start, size)]

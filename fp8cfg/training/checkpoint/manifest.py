@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,8 @@ from fp8cfg.training.run_files import RunFiles
 
 SCHEMA = 1
 MANIFEST = "MANIFEST.json"
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 26
+"""Some 300,000 files."""
 MAX_NAME = 255
 # No part may begin with a dot: this rules out "..", absolute paths and anything a terminal or a log would misread.
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
@@ -71,12 +73,18 @@ def write_manifest(folder: Path | RunFiles, step: int, world_size: int = 1) -> M
             os.fsync(file.fileno())
             size = os.fstat(file.fileno()).st_size
             entries[name] = FileEntry(size, hashlib.file_digest(file, "sha256").hexdigest())
-    manifest = Manifest(step, world_size, entries, datetime.now(UTC).isoformat(timespec="seconds"))
-    files.replace(MANIFEST, (json.dumps({"schema": SCHEMA, **asdict(manifest)}, indent=1) + "\n").encode())
-    for name in reversed(folders):
-        files.folder(name).sync()
-    files.sync()
-    return manifest
+    return _written(files, folders, Manifest(step, world_size, entries, _now()))
+
+
+def write_given(folder: RunFiles, step: int, world_size: int, entries: dict[str, FileEntry]) -> Manifest:
+    """As `write_manifest`, of files that were brought to disk by whoever wrote them and took their sums. Raises DamagedCheckpoint
+    where the folder does not have these files, of these lengths."""
+    names, folders = _walk(folder)
+    manifest = Manifest(step, world_size, dict(sorted(entries.items())), _now())
+    for name in entries:
+        _check_name(folder.path, name)
+    _check_sizes(folder, manifest, names)
+    return _written(folder, folders, manifest)
 
 
 def read_manifest(folder: Path | RunFiles) -> Manifest:
@@ -98,30 +106,61 @@ def read_manifest(folder: Path | RunFiles) -> Manifest:
     return Manifest(raw["step"], raw["world_size"], files, raw["created"])
 
 
-def verify(folder: Path | RunFiles) -> Manifest:
+def verify(folder: Path | RunFiles, sums: Callable[[str], bool] = lambda name: True) -> Manifest:
     """Compare every file of `folder` with its manifest, which is returned: names, then sizes, then sha256 (some 1.3 GB/s on one
-    core).
+    core) of those that `sums` takes by their names.
 
     Raises DamagedCheckpoint, whose message names the first file that differs and how, and nothing else.
     """
-    manifest, name = read_manifest(folder), MANIFEST
-    listed, path = manifest.files, folder.path if isinstance(folder, RunFiles) else folder
+    manifest = read_manifest(folder)
+    path = folder.path if isinstance(folder, RunFiles) else folder
     try:
         files = RunFiles.at(folder)
-        found, _ = _walk(files)
-        for name in sorted(listed.keys() ^ found):
-            raise _damaged(path, name, "missing" if name in listed else "not listed in the manifest")
-        for name, entry in listed.items():
-            size = files.size(name)
-            if size != entry.size:
-                raise _damaged(path, name, f"{size} bytes, the manifest says {entry.size}")
-        for name, entry in listed.items():
-            with files.open(name) as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-                    raise _damaged(path, name, "its sha256 is not the one in the manifest")
+        _check_sizes(files, manifest, _walk(files)[0])
     except (OSError, StrangeFile) as error:
-        raise _damaged(path, name, _reason(error)) from error
+        raise _damaged(path, MANIFEST, _reason(error)) from error
+    check_sums(files, manifest, [name for name in manifest.files if sums(name)])
     return manifest
+
+
+def sum_of(data: bytes) -> str:
+    """The sha256 of `data`, as a manifest has it."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_sums(folder: RunFiles, manifest: Manifest, names: Iterable[str]) -> None:
+    """Compare the sha256 of the files `names` with that of the manifest. Raises DamagedCheckpoint."""
+    for name in names:
+        try:
+            with folder.open(name) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != manifest.files[name].sha256:
+                    raise _damaged(folder.path, name, "its sha256 is not the one in the manifest")
+        except (OSError, StrangeFile) as error:
+            raise _damaged(folder.path, name, _reason(error)) from error
+
+
+def _check_sizes(files: RunFiles, manifest: Manifest, found: set[str]) -> None:
+    for name in sorted(manifest.files.keys() ^ found):
+        raise _damaged(files.path, name, "missing" if name in manifest.files else "not listed in the manifest")
+    for name, entry in manifest.files.items():
+        try:
+            size = files.size(name)
+        except (OSError, StrangeFile) as error:
+            raise _damaged(files.path, name, _reason(error)) from error
+        if size != entry.size:
+            raise _damaged(files.path, name, f"{size} bytes, the manifest says {entry.size}")
+
+
+def _written(files: RunFiles, folders: list[str], manifest: Manifest) -> Manifest:
+    files.replace(MANIFEST, (json.dumps({"schema": SCHEMA, **asdict(manifest)}, indent=1) + "\n").encode())
+    for name in reversed(folders):
+        files.folder(name).sync()
+    files.sync()
+    return manifest
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _walk(files: RunFiles) -> tuple[set[str], list[str]]:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.training.checkpoint import rng
-from fp8cfg.training.checkpoint.checkpoint import Tensors
+from fp8cfg.training.checkpoint.loaded import Tensors
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 
 WRONG_CONTENTS = (KeyError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 from fp8cfg.config.errors import Fp8cfgError
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
-from fp8cfg.numerics.stored_form import is_fp8_state
-from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors
+from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, shared_save
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, OldCheckpointStays
-from fp8cfg.training.checkpoint.pipeline_stages import whole_json
+from fp8cfg.training.checkpoint.shared_save import Share
 from fp8cfg.training.distributed.world import World
+from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
 from fp8cfg.training.run_folder_errors import RunFolderNotWritable
 
@@ -35,6 +36,7 @@ class Saver:
         self.job, self.run, self.world, self.batches, self.say, self.saved = job, run, world, batches, say, saved
         self._saves = world.any(run is not None)
         self._saved_at = self._steps_saved = -1
+        self._root: RunFiles | None = None
         self._folder: Path | None = None
 
     def check_room(self) -> None:
@@ -57,48 +59,65 @@ class Saver:
         steps = self.job.optimizer.steps
         if skipping and steps == self._steps_saved and not last:
             return
-        problem = self._try(done, None if skipping else self.job.recipe.checkpoint.keep)
-        if self.world.any(problem is not None):
-            if self.world.any(last or (problem is not None and not isinstance(problem, CheckpointError))):
-                raise problem or CheckpointError(f"the first rank could not save step {done}")
+        share = job_state.share(self.job, self.batches, done, self.world)
+        keep = None if skipping else self.job.recipe.checkpoint.keep
+        problem = self._ready(share, done) or self._write(share, done, keep, self.world)
+        if problem is not None:
+            if last:
+                raise problem
             self.say(f"{problem}; older checkpoints stay, and the next save tries again")
             return
         self._saved_at, self._steps_saved = done, steps
         if self._folder:
             self.saved(done, self._folder)
 
-    def _try(self, done: int, keep: int | None) -> Fp8cfgError | None:
-        """Why the checkpoint could not be written, or None."""
-        optimizer, model = job_tensors.optimizer_tensors(self.job, self.world), job_tensors.model_tensors(self.job, self.world)
-        rest = whole_json(self.job)
-        if self.run is None:
-            return None
+    def _ready(self, share: Share, done: int) -> CheckpointError | None:
+        """Why there is nowhere to write, on every rank, or None. Raises Diverged for weights that are not finite, and
+        RunFolderDeleted, on the first rank, and CheckpointError on the others."""
+        problem: Fp8cfgError | None = _not_finite(share, done, self.world)
         try:
-            self.run.check_there()
-            _refuse_not_finite(done, model, optimizer)
-            tensors, state = job_state.collect(self.job, self.batches, done, optimizer, model, rest)
-            root = self.run.files.folder(CHECKPOINTS, make=True)
-            self._folder = checkpoint.save(root, done, tensors, state, keep, self.world.size)
+            if self.run and not problem:
+                self.run.check_there()
+                self._root = self.run.files.folder(CHECKPOINTS, make=True)
+        except OSError as e:
+            problem = CheckpointError(f"cannot save step {done} in {self.run.checkpoints if self.run else ''}: {e}")
+        except Fp8cfgError as e:
+            problem = e
+        if not self.world.any(problem is not None):
+            return None
+        ends = self.world.any(problem is not None and not isinstance(problem, CheckpointError))
+        there = problem or CheckpointError(f"the first rank could not save step {done}")
+        if ends or not isinstance(there, CheckpointError):
+            raise there
+        return there
+
+    def _write(self, share: Share, done: int, keep: int | None, world: World) -> CheckpointError | None:
+        """Why the checkpoint could not be written, on every rank, or None."""
+        try:
+            if world.size > 1:
+                self._folder = shared_save.save(self._root, done, share, keep, world)
+            elif self._root:
+                self._folder = checkpoint.save(self._root, done, share.tensors(), share.state, keep)
         except OldCheckpointStays as e:
             self.say(str(e))
-        except OSError as e:
-            return CheckpointError(f"cannot save step {done} in {self.run.checkpoints}: {e}")
-        except Fp8cfgError as e:
+        except CheckpointError as e:
             return e
         return None
 
 
-def _refuse_not_finite(done: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-    """Raise Diverged where a weight, or its master, is not finite: a checkpoint of it would take the place of a good one."""
-    weights = {name: t for name, t in model.items() if not is_fp8_state(name)}
-    weights |= {name: t for name, t in optimizer.items() if ".master" in name}
-    bad = [name for name, t in weights.items() if t.is_floating_point() and not _finite(t)]
-    if bad:
-        raise Diverged(f"step {done}: {len(bad)} of {len(weights)} weights are not finite, the first is {bad[0]}; they are not "
-                       "saved, lower optim.lr or resume from an earlier checkpoint")
+def _not_finite(share: Share, done: int, world: World) -> Diverged | None:
+    """Why `share` and those of the others are not to be saved: a checkpoint of weights that are not finite, or
+    whose masters are not, would take the place of a good one."""
+    weights = share.boxes["model"] + [box for box in share.boxes["optimizer"] if ".master" in box.name]
+    bad = [box.name for box in weights if box.tensor.is_floating_point() and not _finite(box.tensor)]
+    found = [json.loads(text) for text in world.texts(json.dumps([sum(not any(box.offsets) for box in weights), bad]))]
+    names = dict.fromkeys(name for _, bad in found for name in bad)
+    if not names:
+        return None
+    return Diverged(f"step {done}: {len(names)} of {sum(count for count, _ in found)} weights are not finite, the first is "
+                    f"{next(iter(names))}; they are not saved, lower optim.lr or resume from an earlier checkpoint")
 
 
 def _finite(t: Tensor) -> bool:
     narrow = t.itemsize == 1  # torch.isfinite takes no float8
     return bool(torch.isfinite(t.float() if narrow else t).all())
-

@@ -51,10 +51,10 @@ def none_usable(root: RunFiles) -> NoUsableCheckpoint:
     return NoUsableCheckpoint(f"none of the {len(steps(root))} checkpoints in {root.path} can be used")
 
 
-def damage(root: RunFiles, name: str, step: int) -> str | None:
-    """Why the checkpoint `name`, of `step`, cannot be used, or None."""
+def damage(root: RunFiles, name: str, step: int, sums: Callable[[str], bool] = lambda name: True) -> str | None:
+    """Why the checkpoint `name`, of `step`, cannot be used, or None; of sums those that `sums` takes by the files' names."""
     try:
-        found = verify(root.folder(name)).step
+        found = verify(root.folder(name), sums).step
     except (DamagedCheckpoint, StrangeFile, OSError) as error:
         return str(error)
     return None if found == step else f"{root.path / name}: MANIFEST.json: written for step {found}"
@@ -66,8 +66,9 @@ def free_name(root: RunFiles, step: int) -> str:
     return f"step-{step:08d}" + (f".{attempt}" if attempt > 1 else "")
 
 
-def remove_old(root: RunFiles, new: str, keep: int) -> None:
-    """Remove older checkpoints than `new` where `keep` steps that verify stay. Raises OSError."""
+def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
+    """Remove older checkpoints than `new` where `keep` steps that verify stay, without `sums` by their files' names and sizes.
+    Raises OSError."""
     candidates = steps(root)
     kept = {step for step, name in candidates if name == new}
     for step, name in candidates:
@@ -79,7 +80,7 @@ def remove_old(root: RunFiles, new: str, keep: int) -> None:
             root.rename(name, gone)
             failpoint("delete")
             root.remove(gone)
-        elif damage(root, name, step) is None:
+        elif damage(root, name, step, lambda _: sums) is None:
             kept.add(step)
 
 

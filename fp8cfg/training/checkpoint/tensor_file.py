@@ -42,17 +42,9 @@ def write(file: Path, named: Mapping[str, Tensor]) -> None:
             raise OSError(f"{file} was not written as asked")
 
 
-def read(file: Path) -> dict[str, Tensor]:
-    """What `write` was given, on the CPU; names of one tensor share it again."""
-    with safe_open(file, framework="pt") as opened:
-        # clone(): get_tensor maps the file, and a mapped file that changes later would change the model.
-        named = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118, it is no dict
-        return named | {name: named[kept] for name, kept in (opened.metadata() or {}).items()}
-
-
 def distinct(named: Mapping[str, Tensor]) -> list[Tensor]:
     """The tensors of a group that are stored, each once."""
-    return list({_view(t) if t.numel() else (name,): t for name, t in named.items()}.values())
+    return list({view_of(t) if t.numel() else (name,): t for name, t in named.items()}.values())
 
 
 def _packed(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -62,7 +54,7 @@ def _packed(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     first: dict[Any, str] = {}
     taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for name, tensor in named.items():
-        view = _view(tensor)
+        view = view_of(tensor)
         if tensor.numel() and first.setdefault(view, name) != name:
             aliases[name] = first[view]
             continue
@@ -76,6 +68,6 @@ def _packed(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     return stored, aliases
 
 
-def _view(tensor: Tensor) -> tuple[Any, ...]:
+def view_of(tensor: Tensor) -> tuple[Any, ...]:
     """What two tensors that are one and the same have in common."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()

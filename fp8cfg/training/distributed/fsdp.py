@@ -10,15 +10,14 @@ no rank ever has the gradients of the whole model; the price is a sum over the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.stored_weights import DTYPES
@@ -128,28 +127,3 @@ def _plain(t: Tensor) -> Tensor:
     """The tensor in what torchao wraps weights in that are gathered in FP8."""
     inner: Tensor = getattr(t, "_tensor", t)
     return inner
-
-
-@torch.no_grad()
-def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Tensors put together from the parts of all ranks, one at a time, for those ranks that `keep` them; on the CPU. What stands
-    under two names stays one tensor. All ranks call it."""
-    made: dict[int, Tensor | None] = {}
-    for t in tensors.values():
-        if id(t) not in made:
-            full = _plain(t.full_tensor()).cpu() if isinstance(t, DTensor) else t.detach()
-            made[id(t)] = full if keep else None
-    return {name: one for name, t in tensors.items() if (one := made[id(t)]) is not None}
-
-
-def parts(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors as `model` keeps them: those that belong to one of its parameters by their names are split as it is."""
-    like = {name: p for name, p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
-
-    def part(name: str, t: Tensor) -> Tensor:
-        p = like.get(name, like.get(name.rpartition(".")[0]))
-        if p is None:
-            return t
-        return distribute_tensor(t.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
-
-    return {name: part(name, t) for name, t in tensors.items()}

@@ -72,8 +72,8 @@ class World:
         """The text of the first rank, on every rank."""
         if self.size == 1:
             return value
-        data = torch.frombuffer(bytearray(value.encode() or b" "), dtype=torch.uint8).to(_device())
-        length = torch.tensor(data.numel(), device=_device())
+        data = self._bytes(value)
+        length = torch.tensor(data.numel(), device=self.device)
         dist.broadcast(length, group=self.group, group_src=0)
         sent = data if self.first else data.new_empty(int(length.item()))
         dist.broadcast(sent, group=self.group, group_src=0)
@@ -83,7 +83,7 @@ class World:
         """The text of every rank, on every rank."""
         if self.size == 1:
             return [value]
-        data = torch.frombuffer(bytearray(value.encode() or b" "), dtype=torch.uint8).to(_device())
+        data = self._bytes(value)
         lengths = data.new_empty(self.size, dtype=torch.int64)
         all_gather(lengths, lengths.new_tensor([data.numel()]), group=self.group)
         longest = int(lengths.max())
@@ -92,13 +92,21 @@ class World:
         rows = zip(found.view(self.size, -1).cpu().numpy(), lengths.tolist(), strict=True)
         return [row[:length].tobytes().decode() for row, length in rows]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are that the ranks send."""
+        return torch.device("cuda" if self.size > 1 and dist.get_backend(self.group) == "nccl" else "cpu")
+
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
         if self.size == 1:
             return flag
-        raised = torch.tensor(float(flag), device=_device())
+        raised = torch.tensor(float(flag), device=self.device)
         dist.all_reduce(raised, dist.ReduceOp.MAX, group=self.group)
         return bool(raised.item())
+
+    def _bytes(self, value: str) -> Tensor:
+        return torch.frombuffer(bytearray(value.encode() or b" "), dtype=torch.uint8).to(self.device)
 
 
 @contextmanager
@@ -168,7 +176,3 @@ def stages(prepared: PreparedModel) -> World:
     """The ranks that share the layers of one model replica with this one; this one alone where there is no pipeline."""
     here = prepared.pipeline
     return World() if here is None else World(here.rank, here.size, group=here.process_group)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

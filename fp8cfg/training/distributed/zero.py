@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.precision import Precision
@@ -22,7 +22,6 @@ from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
 from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.numerics.weight_access import plain
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
-from fp8cfg.optim.low_bit.state import STORED
 from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.training.distributed.owners import owners, sharded_bytes
 from fp8cfg.training.distributed.quantized_allreduce import gather_from_owners
@@ -86,27 +85,3 @@ def _written(p: nn.Parameter, optimizer: Optimizer, layer: FP8Linear | None) -> 
         return [(p.detach(),)]
     beside = (getattr(layer, name) for name in WEIGHT_BUFFERS)
     return [(plain(p),), *((t,) for t in beside if t is not None)]
-
-
-@torch.no_grad()
-def full_state(optimizer: Optimizer, owner: Mapping[str, int], world: World) -> dict[str, Tensor]:
-    """The state of all parameters, on the first rank; a parameter at a time goes over the wire. All ranks call it."""
-    found: dict[str, Tensor] = {}
-    mine = {} if isinstance(optimizer, LowBitTraining) else optimizer.state_tensors()
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            name = optimizer.names[p]
-            kept = _of_low_bit(optimizer, p, group["columns"]) if isinstance(optimizer, LowBitTraining) else {
-                column: (mine[f"{name}.{column}"] if optimizer.owns(p) else torch.zeros(p.shape, device=p.device),)
-                for column in optimizer.state_names(p)}
-            gather_from_owners(list(kept.values()), [owner[name]] * len(kept), world, world.traffic)
-            if world.first:
-                found |= {f"{name}.{column}{suffix}": t for column, stored in kept.items()
-                          for suffix, t in zip(("", ".scale_inv"), stored, strict=False)}
-    return found
-
-
-def _of_low_bit(optimizer: LowBitTraining, p: nn.Parameter, columns: Columns) -> dict[str, Stored]:
-    state = optimizer.state[p]
-    return {column: state[column] if optimizer.owns(p) else getattr(columns, column).zeros(p.shape, p.device)
-            for column in STORED if column in state["codecs"]}

@@ -1,0 +1,158 @@
+"""Tensor layout: which part of each tensor of a job this rank keeps, to write it and to read it.
+
+Matrices may be split over tensor-parallel ranks, and what a rank then has over data-parallel ones by FSDP2. What every rank has, or
+those have that share matrices, is listed as copies, of which one is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8cfg.job import Job
+from fp8cfg.models.tensor_shard import TensorShard
+from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
+from fp8cfg.training.checkpoint.tensor_box import Offsets, TensorBox
+from fp8cfg.training.distributed.world import World, sharing
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from fp8cfg.parallel.tensor import TensorRank
+
+HISTORY = "fp8_amax_history"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of `size` that begins at `here` in what this rank keeps, and at `whole` in the whole tensor."""
+
+    here: Offsets
+    whole: Offsets
+    size: Offsets
+
+
+class TensorLayout:
+    """The layout of the tensors of `job` on this rank, by their names in a checkpoint."""
+
+    def __init__(self, job: Job) -> None:
+        model: Any = job.model
+        self.tensor: TensorRank | None = job.prepared.tensor_parallel
+        self.shards: Mapping[str, TensorShard] = model.shards if self.tensor else {}
+        self.sharing: World = sharing(job.prepared)
+        named = model.named_parameters(remove_duplicate=False) if job.prepared.shard == "fsdp" else ()
+        self.split: dict[str, DTensor] = {name: p for name, p in named if hasattr(p, "placements")}
+
+    def boxes(self, name: str, t: Tensor, alone: bool = False) -> Iterator[TensorBox]:
+        """The boxes of a tensor that this rank keeps; `alone` where it alone has it. Where matrices are split all ranks call it, in
+        the same order."""
+        shard, split = self._shard_of(name, t.dim()), hasattr(t, "placements")
+        local = self.local(self._history(name, t))
+        shape = tuple(t.shape)
+        whole = _wider(shape, shard)
+        copy, count = (0, 1) if alone else self._copies(t if split else None, shard)
+        for place in self._places(shape, tuple(local.shape), t if split else None, shard):
+            part = local if place.size == tuple(local.shape) else local[slices(place.here, place.size)]
+            yield TensorBox(name, whole, place.whole, part, copy, count)
+
+    def local(self, t: Tensor) -> Tensor:
+        """The plain tensor in the memory of this rank that `t` is, or is a part of."""
+        if not self.split:
+            return t.detach()
+        from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
+
+        return fsdp.local(t).detach()
+
+    def part(self, name: str, whole: Offsets, read: Callable[[Offsets, Offsets], Tensor]) -> Tensor:
+        """What this rank keeps of a tensor whose whole has the shape `whole`, of which `read` gives the part that begins somewhere
+        and has some size."""
+        shard, like = self._shard_of(name, len(whole)), self._parameter_of(name)
+        shape = _narrower(whole, shard)
+        local = shape if like is None else _local_shape(like, shape)[0]
+        places = list(self._places(shape, local, like, shard))
+        if len(places) == 1 and places[0].size == local:
+            part = read(places[0].whole, local)
+        else:
+            part = read((0,) * len(local), (0, *local[1:])).new_empty(local)
+            for place in places:
+                part[slices(place.here, place.size)] = read(place.whole, place.size)
+        return part if like is None else _distributed(part, like, shape)
+
+    def _parameter_of(self, name: str) -> DTensor | None:
+        """The parameter that FSDP2 split as it splits the tensor `name`, if it splits it."""
+        return self.split.get(name, self.split.get(name.rpartition(".")[0]))
+
+    def _shard_of(self, name: str, dims: int) -> TensorShard | None:
+        """Of which part of the whole a tensor is: a parameter, what the optimizer has of one, or the scales of a float8 weight that
+        has more than one; None for what every rank has."""
+        owner, _, last = name.rpartition(".")
+        if last in WEIGHT_BUFFERS:
+            return self.shards.get(f"{owner}.weight") if dims == 2 else None
+        return self.shards.get(name, self.shards.get(owner))
+
+    def _places(self, shape: Offsets, local: Offsets, like: Any, shard: TensorShard | None) -> Iterator[Place]:
+        """Of a tensor of `shape` the places of its part of the shape `local`, split as `like` is, in the whole of `shard`."""
+        first = (0,) * len(shape) if like is None else _local_shape(like, shape)[1]
+        ranges = [[(0, size, start)] for size, start in zip(local, first, strict=True)]  # here, size, in the tensor of `shape`
+        if shard is not None:
+            start, size = first[shard.dim], local[shard.dim]
+            cut = [(max(begin, start), min(end, start + size), at - begin) for begin, end, at in shard.boxes(shape[shard.dim])]
+            ranges[shard.dim] = [(begin - start, end - begin, begin + shift) for begin, end, shift in cut]
+        for found in product(*ranges):
+            if all(size > 0 for _, size, _ in found) or 0 in shape:
+                yield Place(tuple(a for a, _, _ in found), tuple(b for _, _, b in found), tuple(n for _, n, _ in found))
+
+    def _history(self, name: str, t: Tensor) -> Tensor:
+        """Of amax histories the largest of the ranks that share matrices, since a weight's is recorded by part."""
+        if self.tensor is None or not name.endswith(HISTORY):
+            return t
+        t = t.detach().clone()
+        dist.all_reduce(t, dist.ReduceOp.MAX, group=self.tensor.process_group)
+        return t
+
+    def _copies(self, split: Any, shard: TensorShard | None) -> tuple[int, int]:
+        """The number of this rank among those that have the same part of a tensor, and how many there are."""
+        axes = [(self.sharing.rank, self.sharing.size)]
+        if split is not None:
+            mesh = split.device_mesh
+            axes = [(mesh.get_local_rank(axis), mesh.size(axis)) for axis, p in enumerate(split.placements) if p.is_replicate()]
+        if shard is None and self.tensor:
+            axes.append((self.tensor.rank, self.tensor.size))
+        copy, copies = 0, 1
+        for rank, size in axes:
+            copy, copies = copy * size + rank, copies * size
+        return copy, copies
+
+
+def slices(start: Offsets, size: Offsets) -> tuple[slice, ...]:
+    return tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
+
+
+def _wider(shape: Offsets, shard: TensorShard | None) -> Offsets:
+    return shape if shard is None else tuple(n * shard.ranks if dim == shard.dim else n for dim, n in enumerate(shape))
+
+
+def _narrower(whole: Offsets, shard: TensorShard | None) -> Offsets:
+    return whole if shard is None else tuple(n // shard.ranks if dim == shard.dim else n for dim, n in enumerate(whole))
+
+
+def _local_shape(like: Any, shape: Offsets) -> tuple[Offsets, Offsets]:
+    """Shape and place of the part that this rank has of a tensor of `shape`, split as `like` is."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local, offset = compute_local_shape_and_global_offset(shape, like.device_mesh, like.placements)
+    return tuple(local), tuple(offset)
+
+
+def _distributed(local: Tensor, like: Any, shape: Offsets) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    whole = torch.empty(shape, device="meta")
+    local = local.contiguous().to(like.device)
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride())

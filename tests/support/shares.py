@@ -1,0 +1,43 @@
+"""Checkpoints that several ranks write, and the whole tensors that their boxes make, put together without the product's reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8cfg.job import Job
+from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, shared_save
+from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed.world import World
+
+
+def saved(job: Job, world: World, folder: Path, step: int) -> Path:
+    """A checkpoint of `job` in `folder`, made where it is not there. All ranks call it."""
+    share = job_state.share(job, run_data(job.recipe)[0], step, world)
+    if world.first:
+        folder.mkdir(parents=True, exist_ok=True)
+    if world.size > 1:
+        shared_save.save(folder if world.first else None, step, share, 1, world)
+    else:
+        checkpoint.save(folder, step, share.tensors(), share.state, keep=1)
+    return folder / f"step-{step:08d}"
+
+
+def whole(job: Job, world: World) -> dict[str, dict[str, Tensor]]:
+    """Tensors by group and name, of all ranks, on each. All ranks call it."""
+    mine = [(group, box.name, box.also, box.shape, box.offsets, box.tensor.detach().cpu().contiguous())
+            for group, boxes in job_tensors.boxes(job, world).items() for box in boxes]
+    every: list[Any] = [mine]
+    if world.size > 1:
+        every = [None] * world.size
+        dist.all_gather_object(every, mine)
+    found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "fp8": {}}
+    for group, name, also, shape, offsets, part in (each for rank in every for each in rank):
+        t = found[group].setdefault(name, torch.zeros(shape, dtype=part.dtype))
+        t[tuple(slice(a, a + n) for a, n in zip(offsets, part.shape, strict=True))] = part
+        found[group] |= dict.fromkeys(also, t)
+    return found

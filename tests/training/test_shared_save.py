@@ -1,0 +1,255 @@
+"""Checkpoints that every rank writes its share of: whole for any layout and for torch's own reader, and all or nothing."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+import fp8cfg
+from fp8cfg.job import Job
+from fp8cfg.models.tensor_shard import TensorShard
+from fp8cfg.training import run_model
+from fp8cfg.training.checkpoint import box_file, checkpoint, job_state, saved_tensors, step_folders
+from fp8cfg.training.checkpoint.checkpoint import CheckpointError
+from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify
+from fp8cfg.training.checkpoint.tensor_box import TensorBox, on_host, to_write
+from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.run_files import RunFiles
+from fp8cfg.training.train_step import train_step
+from tests.support import shares
+from tests.support.ranks import launch, on_ranks
+from tests.support.small import small, small_words
+
+WORDS = ("precision=bf16_fp8", "fp8.params=false", "storage.weight=fp32", "model.share_embeddings_and_output_weights=true")
+TENSOR = "trainer.strategy.tensor_model_parallel_size=2 trainer.devices=2 trainer.micro_batch_size=8"
+LAYOUTS = {"fsdp": "storage.shard=fsdp", "tensor": TENSOR, "zero1": "storage.shard=zero1", "none": "storage.shard=none"}
+GOES_ON = [("fsdp", "tensor"), ("tensor", "zero1"), ("zero1", "fsdp"), ("one", "tensor"), ("one", "fsdp"), ("tensor", "tensor")]
+STEP = "step-00000001"
+
+
+def job_of(layout: str) -> Job:
+    return fp8cfg.build(small(*WORDS, "trainer.micro_batch_size=4", *LAYOUTS[layout].split()))
+
+
+def trained(job: Job, world: World) -> Job:
+    train_step(job, run_data(job.recipe)[0], 0, world)
+    return job
+
+
+def loaded(job: Job, folder: Path, world: World) -> Job:
+    tensors, state = checkpoint.load_named(RunFiles.at(folder), STEP, world.size)
+    tensors.check_sums(world)
+    assert job_state.restore(job, tensors, state, run_data(job.recipe)[0]) == 1
+    return job
+
+
+def on_two(folder: Path, world: World) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = "2"
+    found: dict[str, Any] = {}
+    for layout in ("fsdp", "tensor", "zero1"):
+        job = trained(job_of(layout), world)
+        shares.saved(job, world, folder / layout, 1)
+        found[layout] = shares.whole(job, world)
+    for before, now in GOES_ON:
+        found[f"{before} {now}"] = shares.whole(loaded(job_of(now), folder / before, world), world)
+    job = job_of("fsdp")
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(box_file, "write_all", full)
+        with pytest.raises(CheckpointError) as failed:
+            shares.saved(job, world, folder / "full", 1)
+    found["full"] = str(failed.value)
+    with pytest.raises(DamagedCheckpoint) as damaged:
+        tensors, _ = checkpoint.load_named(RunFiles.at(damage(folder, world)), STEP, 2)
+        tensors.check_sums(world)
+    found["damaged"] = str(damaged.value)
+    return found
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def damage(folder: Path, world: World) -> Path:
+    """A checkpoint in which a byte of what the second rank wrote is another."""
+    if world.first:
+        shares.saved(fp8cfg.build(small("precision=fp32")), World(), folder / "damaged", 1)
+        file = folder / "damaged" / STEP / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    world.any(False)
+    return folder / "damaged"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("two")
+    shares.saved(trained(job_of("none"), World()), World(), folder / "one", 1)
+    return folder, on_ranks(2, functools.partial(on_two, folder), folder)
+
+
+def same(found: dict[str, dict[str, Tensor]], want: dict[str, dict[str, Tensor]]) -> bool:
+    assert {group: sorted(named) for group, named in found.items()} == {group: sorted(want[group]) for group in found}
+    return all(torch.equal(t, want[group][name]) and t.dtype == want[group][name].dtype for group, named in found.items() for name, t in named.items())
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor", "zero1"])
+def test_shares_of_two_ranks_make_the_whole(layout: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, ranks = two
+    path = folder / layout / STEP
+    manifest = verify(path)
+    assert manifest.world_size == 2 and not list((folder / layout).glob("*.tmp-*"))
+    written = {rank: sum(entry.size for name, entry in manifest.files.items() if f"/rank-{rank:05d}-" in name) for rank in (0, 1)}
+    assert 0.75 < written[0] / written[1] < 1.33, "each rank writes about half"
+    tensors, _ = checkpoint.load(path)
+    assert same(ranks[0][layout], tensors) and same(ranks[1][layout], tensors)
+    assert tensors["model"]["output_layer.weight"] is tensors["model"]["embedding.weight"]
+    assert sum(entry.size for entry in manifest.files.values()) < 1.1 * sum(
+        entry.size for entry in read_manifest(folder / "one" / STEP).files.values()), "nothing is written twice"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("layout", ["fsdp", "tensor", "zero1"])
+def test_torchs_reader_reads_them(layout: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    for group in ("model", "optimizer"):
+        want = two[1][0][layout][group]
+        state = {name: torch.zeros_like(t) for name, t in want.items() if name != "output_layer.weight"}  # another name of the embedding
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(two[0] / layout / STEP / group)), no_dist=True)
+        assert all(torch.equal(t, want[name]) for name, t in state.items())
+
+
+@pytest.mark.parametrize(("before", "now"), GOES_ON)
+def test_another_layout_goes_on_with_the_same_state(before: str, now: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, ranks = two
+    want, _ = checkpoint.load(folder / before / STEP)
+    for rank in ranks:
+        assert same(rank[f"{before} {now}"], want)
+
+
+@pytest.mark.parametrize("before", ["fsdp", "tensor", "zero1"])
+def test_one_rank_goes_on_with_the_same_state(before: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    job = loaded(job_of("none"), two[0] / before, World())
+    assert same(shares.whole(job, World()), two[1][0][before])
+
+
+def test_what_one_rank_cannot_write_is_saved_by_none(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, ranks = two
+    assert [rank["full"] for rank in ranks] == [f"cannot save step 1 in {folder / 'full'}: rank 1: [Errno 28] No space left on device"] * 2
+    assert not list((folder / "full").iterdir())
+
+
+def test_what_one_rank_finds_damaged_no_rank_goes_on_with(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert "model.safetensors: its sha256 is not the one in the manifest" in two[1][0]["damaged"]
+    assert "damaged" in two[1][1]["damaged"]
+
+
+def test_a_rank_reads_what_it_keeps_alone(two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, _ = checkpoint.load_named(RunFiles.at(two[0] / "fsdp"), STEP)
+    name, read = "layers.0.mlp.linear_fc1.weight", list[int]()
+    real = saved_tensors._cut
+    monkeypatch.setattr(saved_tensors, "_cut", lambda *args: (part := real(*args), read.append(part.numel()))[0])
+    shape = tensors["model"].shape(name)
+    part = tensors["model"].read(name, (shape[0] // 2 - 2, 1), (4, 3))  # over the border between two ranks' rows
+    assert torch.equal(part, tensors["model"][name][shape[0] // 2 - 2: shape[0] // 2 + 2, 1:4])
+    assert read[:2] == [6, 6]
+
+
+def files(folder: Path, *places: tuple[int, ...], shape: tuple[int, ...] = (2, 2)) -> RunFiles:
+    inside = RunFiles.at(folder)
+    for number, offsets in enumerate(places):
+        box_file.write(inside, f"{number}.safetensors", [TensorBox("w", (4, 2), offsets, torch.full(shape, float(number)))])
+    return inside
+
+
+@pytest.mark.parametrize("places", [[(0, 0)] * 2, [(0, 0), (1, 0)], [(0, 0), (3, 0)], [(0, 0), (2, 1)]])
+def test_parts_that_make_no_whole_are_damage(places: list[tuple[int, ...]], tmp_path: Path) -> None:
+    folder = files(tmp_path, *places)
+    if places[0] == places[1]:  # a copy, which says nothing new
+        assert saved_tensors.SavedTensors(folder, folder.names()).shape("w") == (2, 2)
+        return
+    with pytest.raises(DamagedCheckpoint, match="the parts of w do not make a whole"):
+        saved_tensors.SavedTensors(folder, folder.names())
+
+
+@pytest.mark.parametrize("said", ["[0]", "[-1, 0]", "[0.0, 0]", "null", '{"a": 1}', "[true, 0]"])
+def test_places_are_checked(said: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.zeros(2, 2)}, tmp_path / "w.safetensors", {box_file.SHARDING: json.dumps({"w": {box_file.OFFSETS: json.loads(said)}})})
+    with pytest.raises(DamagedCheckpoint, match=r"w\.safetensors: cannot be read"):
+        saved_tensors.SavedTensors(RunFiles.at(tmp_path), ["w.safetensors"])
+
+
+@pytest.mark.parametrize("dtype", list(box_file.DTYPES))
+def test_written_bytes_are_those_that_the_library_reads(dtype: torch.dtype, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (6, 4 * dtype.itemsize), dtype=torch.uint8)
+    whole = bits.view(dtype)
+    there = {"full": whole, "t": whole.t(), "rows": whole[2:4], "scalar": whole[0, 0], "empty": whole[:0]}
+    entry = box_file.write(RunFiles.at(tmp_path), "x.safetensors", [TensorBox(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in there.items()])
+    data = (tmp_path / "x.safetensors").read_bytes()
+    assert entry.size == len(data) and entry.sha256 == hashlib.sha256(data).hexdigest()
+    back = load_file(tmp_path / "x.safetensors")
+    assert back.keys() == there.keys()
+    for name, t in there.items():
+        assert back[name].dtype == dtype and torch.equal(back[name].contiguous().view(-1).view(torch.uint8), t.contiguous().view(-1).view(torch.uint8))
+
+
+def test_a_name_stands_in_a_file_once_and_files_are_bounded() -> None:
+    boxes = [TensorBox(name, (8,), (at,), torch.zeros(4)) for name, at in (("a", 0), ("a", 4), ("b", 0), ("c", 0), ("c", 4))]
+    assert [[(b.name, b.offsets) for b in file] for file in box_file.files_of(boxes, 32)] == [
+        [("a", (0,)), ("b", (0,))], [("a", (4,)), ("c", (0,))], [("c", (4,))]]
+
+
+def test_copies_are_written_once_and_shared_out() -> None:
+    made = [[TensorBox(f"{n}", (n,), (0,), torch.zeros(n), copy, 3) for n in (8, 5, 4, 3, 1)] for copy in range(3)]
+    kept = [[box.name for box in to_write({"g": boxes})["g"]] for boxes in made]
+    assert sorted(name for names in kept for name in names) == ["1", "3", "4", "5", "8"] and all(kept)
+    host = on_host({"g": made[0]})["g"]
+    made[0][0].tensor.fill_(1)
+    assert not host[0].tensor.any()
+
+
+def test_boxes_of_gate_and_up_are_apart() -> None:
+    """Part 1 of 2 of a matrix of two pieces, of which FSDP2 leaves this rank rows 1 and 2 of 4."""
+    from fp8cfg.training.checkpoint.tensor_layout import Place, TensorLayout
+
+    layout = TensorLayout.__new__(TensorLayout)
+    places = list(layout._places((4, 3), (4, 3), None, TensorShard(1, 2, 0, pieces=2)))
+    assert places == [Place((0, 0), (2, 0), (2, 3)), Place((2, 0), (6, 0), (2, 3))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["shard:4", "manifest", "rename", "renamed"])
+def test_a_rank_that_is_killed_leaves_the_newest_whole_checkpoint(point: str, tmp_path: Path) -> None:
+    words = small_words(*WORDS, "storage.shard=fsdp", "trainer.max_steps=2", "checkpoint.every_n_steps=1", "trainer.micro_batch_size=4",
+                        f"log.folder={tmp_path / 'run'}", "optim.warmup_steps=0", "trainer.val_check_interval=0", "trainer.compile=off")
+    assert launch(2, *words, FP8CFG_FAILPOINT=point).returncode
+    found = step_folders.newest(tmp_path / "run" / "checkpoints", print)
+    assert (found is not None) == (point == "renamed")
+    done = launch(2, "resume", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert run_model.load(tmp_path / "run", print).step == 2
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
+    file = next((tmp_path / "run" / "checkpoints" / "step-00000002" / "model").glob("rank-00001-*"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    done = launch(2, "resume", str(tmp_path / "run"), "trainer.max_steps=3")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "checkpoint passed over" in done.stdout and "sha256" in done.stdout
+    assert run_model.load(tmp_path / "run", print).step == 3
