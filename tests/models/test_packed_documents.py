@@ -56,6 +56,17 @@ def gradients(model: torch.nn.Module, logits: Tensor) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def masks_of(model: Transformer, tokens: Tensor, documents: Tensor | None = None) -> list[Tensor | None]:
+    """The mask that attention of each layer is called with."""
+    found = list[Tensor | None]()
+    hooks = [layer.self_attention.core_attention.register_forward_pre_hook(lambda _, args: found.append(args[3] if len(args) > 3 else None))
+             for layer in model.layers]
+    model(tokens, documents=documents)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_documents_are_computed_as_each_alone(name: str, recompute: bool) -> None:
@@ -92,9 +103,9 @@ def test_masks_and_positions_are_those_of_megatron() -> None:
     ends = (data == end).int()
     documents = (ends.cumsum(0) - ends)[None]
     assert positions_within(documents)[0].tolist() == positions.tolist()
-    model = model_of({"seq_length": 10}, reset_attention_mask=True)
-    (added,), _ = model._masks(10, torch.float32, documents)
-    assert torch.equal(added[0, 0] == 0, mask.bool())
+    model = model_of({"seq_length": 10, "vocab_size": 272}, reset_attention_mask=True)
+    added = masks_of(model, data[None], documents)[0]
+    assert added is not None and torch.equal(added[0, 0] == 0, mask.bool())
 
 
 def test_in_fp8_too() -> None:
@@ -114,9 +125,9 @@ def test_in_fp8_too() -> None:
 
 def test_layers_share_one_mask_of_each_kind() -> None:
     model, documents = model_of({"num_layers": 4, "sliding_window": 7, "window_attn_skip_freq": 2}, **RESETS), numbered()
-    masks = [mask for mask, in model._masks(32, torch.float32, documents)]
+    masks = masks_of(model, tokens_of(documents), documents)
     assert masks[0] is masks[2] and masks[1] is masks[3] and masks[0] is not masks[1]
-    assert [len(mask) for mask in model._masks(32, torch.float32, None)] == [1, 0, 1, 0]
+    assert [mask is None for mask in masks_of(model, tokens_of(documents))] == [False, True, False, True]
 
 
 def test_targets_without_documents_are_refused() -> None:
