@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shlex
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
 import fp8cfg
 from fp8cfg.__main__ import main
@@ -40,6 +42,8 @@ def test_blocks_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", copy.deepcopy(store.repo))  # a page stores its own
     scope: dict[str, Any] = {"__name__": "page"}
     for block in blocks(page):
         if RUN in block.text:  # each time anew: a process that goes on after a refusal has the old one locked
