@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, library
 
 from fp8cfg.numerics.amax_group import AmaxGroup
+from fp8cfg.numerics.block_scaling import Tile
 from fp8cfg.numerics.formats import BY_DTYPE
 from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.scaling import WEIGHT, Scaling, scale_now
+from fp8cfg.numerics.scaling import FLT_MAX, WEIGHT, Scaling, scale_now
 
+WIDTH = 128
+"""Elements of a tile of block scaling along a contracted dimension."""
 TRITON = importlib.util.find_spec("triton") is not None
 """Whether Triton is installed: torch's CUDA builds bring it."""
 
@@ -31,14 +34,62 @@ def fuses(t: Tensor, scaling: Scaling, carrier: torch.dtype | None, parts: AmaxG
 def quantize_fused(
     t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, history: Tensor | None, record: bool, both: bool
 ) -> Operand:
-    """`t` [R, C], of any float dtype, as an operand that contracts its last dimension, and with `both` its first one too: then
-    `Operand.transposed` is there. The scale is that of `scale_now`, and where `record` says so the amax goes into `history`."""
+    """`t` [R, C], of any float dtype, as an operand that contracts its last dimension, and with `both` its first one too, as
+    `Operand.other`. The scale is that of `scale_now`, and where `record` says so the amax goes into `history`."""
     fmt = scaling.format_of(role)
     target = fmt.max * 2.0**-scaling.margin if scales is not None else fmt.max
     seen = history if record else None
     data, transposed, scale_inv = quantize_tensor(
         t.contiguous(), scales, seen, role, target, fmt.dtype, scaling.power_2_scales and scales is None, both)
-    return Operand(data, scale_inv, fmt, None, transposed if both else None)
+    return Operand(data, scale_inv, fmt, None, Operand(transposed, scale_inv, fmt) if both else None)
+
+
+def fuses_tiles(t: Tensor, tile: Tile, carrier: torch.dtype | None) -> bool:
+    """Whether `quantize_tiles_fused` can quantize `t`: with a scale for 128 elements or their square, for a real product."""
+    return TRITON and t.is_cuda and carrier is None and max(tile) == WIDTH and t.dim() == 2 and t.numel() > 0
+
+
+def quantize_tiles_fused(t: Tensor, role: int, scaling: Scaling, axis: int, both: bool) -> Operand:
+    """`quantize_tiles` of `t` [R, C] for a product that contracts its dimension `axis`, with the other one in the same read where
+    `both` are contracted, as `Operand.other`."""
+    fmt, square = scaling.format_of(role), scaling.tile(role, 1) == (WIDTH, WIDTH)
+    highest = min(torch.finfo(t.dtype).max, FLT_MAX)
+    rows, columns = both or axis == 1, both or axis == 0
+    made = quantize_blocks(t.contiguous(), highest, fmt.dtype, scaling.power_2_scales, square, rows, columns)
+    tile = (WIDTH, WIDTH) if square else (1, WIDTH)
+    along, across = (Operand(data, scale_inv, fmt, tile) for data, scale_inv in (made[:2], made[2:]))
+    return along._replace(other=across) if both else along if rows else across.t()
+
+
+@library.custom_op("fp8cfg::quantize_blocks", mutates_args=())
+def quantize_blocks(
+    t: Tensor, highest: float, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The contiguous matrix `t` [R, C] in float8 `dtype` under block scaling: with a scale for 1x128 elements, or 128x128 where it
+    is `square`, and its inverse scales; then the same of its transpose [C, R]. What `rows` or `columns` do not ask for is empty.
+    `highest` is the scale where that would be infinite."""
+    from fp8cfg.numerics import triton_kernels
+
+    made = _empty_blocks(t, dtype, square, rows, columns)
+    triton_kernels.cast_blocks(t, highest, BY_DTYPE[dtype].max, power_2, square, *(x if x.numel() else None for x in made))
+    return made
+
+
+@quantize_blocks.register_fake
+def _(
+    t: Tensor, highest: float, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_blocks(t, dtype, square, rows, columns)
+
+
+def _empty_blocks(t: Tensor, dtype: torch.dtype, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def of(r: int, c: int, wanted: bool) -> tuple[Tensor, Tensor]:
+        scales = (-(-r // WIDTH) if square else r, -(-c // WIDTH))
+        return (t.new_empty((r, c) if wanted else (0, 0), dtype=dtype),
+                t.new_empty(scales if wanted else (0, 0), dtype=torch.float32))
+
+    (r, c) = t.shape
+    return *of(r, c, rows), *of(c, r, columns)
 
 
 def store_recorded(

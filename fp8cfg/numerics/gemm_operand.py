@@ -13,20 +13,21 @@ from fp8cfg.numerics.formats import BY_DTYPE, Format
 class Operand(NamedTuple):
     """A matrix whose last dimension is contracted. In FP8 `fmt` is set, and `data` is float8 or holds values of its grid in a
     wider carrier. `scale_inv`, float32, is applied by the product or by the hardware: a scalar, or one for each tile; None where
-    it is already multiplied into `data`. `transposed` is the transpose, contiguous, where it is made already. In high precision all
-    fields but `data` are None.
+    it is already multiplied into `data`. `other` is the operand of products that contract the first dimension, where one kernel
+    made both. In high precision all fields but `data` are None.
     """
 
     data: Tensor
     scale_inv: Tensor | None = None
     fmt: Format | None = None
     tile: tuple[int, int] | None = None
-    transposed: Tensor | None = None
+    other: Operand | None = None
 
     def t(self) -> Operand:
+        if self.other is not None:
+            return self.other
         scale_inv = self.scale_inv.t() if self.scale_inv is not None and self.scale_inv.dim() == 2 else self.scale_inv
-        data = self.data.t() if self.transposed is None else self.transposed
-        return Operand(data, scale_inv, self.fmt, self.tile and (self.tile[1], self.tile[0]))
+        return Operand(self.data.t(), scale_inv, self.fmt, self.tile and (self.tile[1], self.tile[0]))
 
     @property
     def how(self) -> str:

@@ -22,7 +22,7 @@ from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.fp8_weights import Stored, dequantize
 from fp8cfg.numerics.fp8_weights import operand as stored_operand
-from fp8cfg.numerics.fused_quantize import fuses, quantize_fused
+from fp8cfg.numerics.fused_quantize import fuses, fuses_tiles, quantize_fused, quantize_tiles_fused
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, gemm
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.nvfp4 import quantize_nvfp4
@@ -87,6 +87,9 @@ class Plan(NamedTuple):
         found = {}
         for slot in slots:
             high, axis = self.high_precision[slot], CONTRACTED[role, slot]
+            if axis == 0 and (high, 1) in made and made[high, 1].other is not None:
+                found[slot] = made[high, 1].t()
+                continue
             key = high, axis if self.scaling.directional(role) and not high else 1
             if key not in made:
                 made[key] = make(high, key[1], both)
@@ -105,6 +108,8 @@ class Plan(NamedTuple):
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
         if self.scaling.layout.two_levels:
             return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random)
+        if fuses_tiles(t, tile, self.carrier):
+            return quantize_tiles_fused(t, role, self.scaling, axis, both)
         return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype)
 
     def weight(self, w: Tensor, state: State, high_precision: bool, axis: int, both: bool) -> Operand:

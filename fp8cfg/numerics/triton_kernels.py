@@ -1,7 +1,9 @@
-"""Triton kernels of per-tensor quantization: an amax in one read, and a cast with its transpose, amax and scale in another.
+"""Triton kernels of quantization: casts with their transposes, amaxes and scales in one read of a tensor.
 
     largest_parts   the amaxes of parts of a tensor; returns at once where a delayed scale is set, for nobody reads them then
     cast            scale, saturate and round to FP8, row-major and, where asked, transposed; folds the amax into a running maximum
+
+    cast_blocks     the same with a scale for 128 elements along either dimension, or for 128x128
 
 Delayed scaling reads a tensor once, current scaling and a scale that was never set twice. The scale is made in the kernel, so that
 no launch stands between. The formulas are those of scaling.py and formats.py, division and reciprocal rounded to nearest: bit for
@@ -25,6 +27,8 @@ PARTS = 1024
 BLOCK = 4096
 ROWS, COLUMNS = 64, 64
 """The tile of `cast`."""
+WIDTH = 128
+"""Elements that share a scale under block scaling."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -45,6 +49,22 @@ def _largest_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _scale_of(amax, target, highest, POWER_2: tl.constexpr):  # type: ignore[no-untyped-def]
+    scale = tl.div_rn(target, amax)
+    scale = tl.where(scale == float("inf"), highest, scale)
+    scale = tl.where(amax > 0, tl.where(amax < float("inf"), scale, 1.0), 1.0)
+    if POWER_2:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _saturated(v, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    v = tl.where(v > LARGEST, LARGEST, v)
+    return tl.where(v < -LARGEST, -LARGEST, v)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _cast(  # type: ignore[no-untyped-def]
     t, scales, history, parts, data, transposed, scale_inv, rows, columns, count, target, LARGEST: tl.constexpr,
     ROLE: tl.constexpr, DELAYED: tl.constexpr, RECORD: tl.constexpr, POWER_2: tl.constexpr, TRANSPOSE: tl.constexpr,
@@ -53,11 +73,7 @@ def _cast(  # type: ignore[no-untyped-def]
     old = tl.load(scales + ROLE) if DELAYED else 0.0
     of = tl.arange(0, PARTS)
     amax = tl.max(tl.load(parts + of, mask=of < tl.where(old == 0, count, 0), other=0.0))
-    scale = tl.div_rn(target, amax)
-    scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
-    scale = tl.where(amax > 0, tl.where(amax < float("inf"), scale, 1.0), 1.0)
-    if POWER_2:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = _scale_of(amax, target, 3.4028234663852886e38, POWER_2)
     scale = tl.where(old == 0, scale, old)
     across = tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0)
@@ -70,10 +86,7 @@ def _cast(  # type: ignore[no-untyped-def]
         a = tl.abs(v)
         seen = tl.max(tl.max(tl.where(a >= 0, a, 0.0), 1), 0)
         tl.atomic_max(history + ROLE, seen.to(tl.int32, bitcast=True))
-    v = v * scale
-    v = tl.where(v > LARGEST, LARGEST, v)
-    v = tl.where(v < -LARGEST, -LARGEST, v)
-    q = v.to(data.dtype.element_ty)
+    q = _saturated(v * scale, LARGEST).to(data.dtype.element_ty)
     tl.store(data + at, q, mask=inside)
     if TRANSPOSE:
         across_inside = (column < columns)[:, None] & (row < rows)[None, :]
@@ -99,3 +112,55 @@ def cast(
     return _cast[(tiles,)](
         t, of, seen, parts, data, other, scale_inv, rows, columns, count, target, largest, role, delayed, history is not None,
         power_2, transposed is not None, PARTS, ROWS, COLUMNS, num_warps=4)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cast_blocks(  # type: ignore[no-untyped-def]
+    t, data, scale_inv, data_t, scale_inv_t, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
+    SQUARE: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    down, across = tl.cdiv(rows, WIDTH), tl.cdiv(columns, WIDTH)
+    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    row, column = i * WIDTH + tl.arange(0, WIDTH), j * WIDTH + tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row[:, None].to(tl.int64) * columns + column[None, :]
+    v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
+    a = tl.abs(v)
+    a = tl.where(a >= 0, a, 0.0)
+    inside_t = (column < columns)[:, None] & (row < rows)[None, :]
+    at_t = column[:, None].to(tl.int64) * rows + row[None, :]
+    if SQUARE:
+        scale = _scale_of(tl.max(tl.max(a, 1), 0), target, highest, POWER_2)
+        q = _saturated(v * scale, LARGEST).to(data.dtype.element_ty)
+        if ALONG:
+            tl.store(data + at, q, mask=inside)
+            tl.store(scale_inv + i * across + j, tl.div_rn(1.0, scale))
+        if ACROSS:
+            tl.store(data_t + at_t, tl.trans(q), mask=inside_t)
+            tl.store(scale_inv_t + j * down + i, tl.div_rn(1.0, scale))
+    else:
+        if ALONG:
+            scale = _scale_of(tl.max(a, 1), target, highest, POWER_2)
+            q = _saturated(v * scale[:, None], LARGEST).to(data.dtype.element_ty)
+            tl.store(data + at, q, mask=inside)
+            tl.store(scale_inv + row * across + j, tl.div_rn(1.0, scale), mask=row < rows)
+        if ACROSS:
+            scale = _scale_of(tl.max(a, 0), target, highest, POWER_2)
+            q = _saturated(v * scale[None, :], LARGEST).to(data_t.dtype.element_ty)
+            tl.store(data_t + at_t, tl.trans(q), mask=inside_t)
+            tl.store(scale_inv_t + column * down + i, tl.div_rn(1.0, scale), mask=column < columns)
+
+
+def cast_blocks(
+    t: Tensor, highest: float, largest: float, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None,
+    data_t: Tensor | None, scale_inv_t: Tensor | None,
+) -> Any:
+    """Quantize the contiguous matrix `t` [R, C] with a scale for 1x128 elements, or 128x128 where it is `square`: into `data` and
+    `scale_inv`, and its transpose into `data_t` and `scale_inv_t`; either pair may be None, of a square the second. `highest` is
+    the scale where that would be infinite, `largest` the format's maximum. `data` in float32 receives the scaled values. Returns
+    the compiled kernel."""
+    (rows, columns), along, across = t.shape, data is not None, data_t is not None
+    targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
+    tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
+    return _cast_blocks[(tiles,)](
+        t, *targets, rows, columns, largest, highest, largest, power_2, square, along, across, WIDTH, num_warps=8)

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device, not even a fake one", allow_module_level=True)
 
 from fp8cfg.numerics import E4M3, E5M2, Format, triton_kernels
-from tools.fake_gpu.kernel_code import resources
+from tools.fake_gpu.kernel_code import compiled, resources
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
@@ -22,9 +22,15 @@ def test_conversions_and_divisions(fmt: Format, dtype: torch.dtype, delayed: boo
     t = torch.zeros(256, 512, device="cuda", dtype=dtype)
     scales, history = (torch.ones(3, device="cuda"), torch.zeros(4, 3, device="cuda")) if delayed else (None, None)
     data, transposed = torch.empty_like(t, dtype=fmt.dtype), torch.empty(512, 256, device="cuda", dtype=fmt.dtype)
-    compiled = triton_kernels.cast(t, scales, history, 0, fmt.max, fmt.max, False, data, transposed, torch.empty((), device="cuda"))
-    ptx = compiled.asm["ptx"]
+    kernel = triton_kernels.cast(t, scales, history, 0, fmt.max, fmt.max, False, data, transposed, torch.empty((), device="cuda"))
+    ptx = kernel.asm["ptx"]
     assert f"cvt.rn.satfinite.{fmt.name}x2.f32" in ptx
     assert "div.rn.f32" in ptx and "div.full" not in ptx and "approx" not in ptx and "fma" not in ptx
     assert ("atom" in ptx) == delayed
     assert resources(ptx).spilled == 0
+
+
+def test_no_kernel_spills_and_all_saturate() -> None:
+    for name, kernel in compiled().items():
+        ptx = kernel.asm["ptx"]
+        assert "cvt.rn.satfinite" in ptx and "div.full" not in ptx and "approx" not in ptx and resources(ptx).spilled == 0, name

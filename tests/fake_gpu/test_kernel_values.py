@@ -99,3 +99,27 @@ def test_many_parts_and_no_transpose() -> None:
         triton_kernels.PARTS = parts
     assert data[200, 4999] == E4M3.max and scale_inv == torch.tensor(448.0).div(1000.0).reciprocal()
     assert torch.equal(data, saturated(t * torch.tensor(448.0).div(1000.0), E4M3)) and E5M2.max > E4M3.max
+
+
+@interpreted
+@pytest.mark.parametrize("power_2", [True, False])
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("shape", [(128, 256), (130, 140), (1, 300)], ids=str)
+def test_blocks_along_both_dimensions(shape: tuple[int, int], square: bool, power_2: bool) -> None:
+    """Values before their conversion, scales and layouts of 1x128, 128x1 and 128x128 tiles."""
+    from fp8cfg.numerics import triton_kernels
+    from fp8cfg.numerics.block_scaling import spread, tile_scales, tiled
+
+    scaling, (r, c) = Scaling("block", power_2_scales=power_2, weights_2d=square), shape
+    for i, (name, t) in enumerate(contents(shape).items()):
+        fmt = (E4M3, E5M2)[i % 2]
+        x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
+        tiles = ((128, 128),) * 2 if square else ((1, 128), (128, 1))
+        sizes = ((-(-r // 128), -(-c // 128)), (-(-c // 128), -(-r // 128))) if square else ((r, -(-c // 128)), (c, -(-r // 128)))
+        made = torch.empty(r, c), torch.empty(sizes[0]), torch.empty(c, r), torch.empty(sizes[1])
+        triton_kernels.cast_blocks(x, torch.finfo(x.dtype).max, fmt.max, power_2, square, *made)
+        for tile, data, scale_inv in ((tiles[0], made[0], made[1]), (tiles[1], made[2].t(), made[3].t())):
+            encode, decode = tile_scales(tiled(x, tile).float(), fmt, scaling, None, x.dtype)
+            exact = saturated(x.float() * spread(encode[:, 0, :, 0], shape, tile), fmt)
+            assert torch.equal(scale_inv, decode[:, 0, :, 0]), (name, tile)
+            assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(data.nan_to_num(7.0), exact.nan_to_num(7.0)), (name, tile)

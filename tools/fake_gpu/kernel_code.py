@@ -57,6 +57,13 @@ def compiled() -> dict[str, Any]:
             data, transposed = torch.empty_like(t, dtype=fmt.dtype), torch.empty(512, 256, device="cuda", dtype=fmt.dtype)
             name = f"cast {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')} to {fmt.name}, transposed"
             found[name] = triton_kernels.cast(t, scales, history, 0, fmt.max, fmt.max, False, data, transposed, torch.empty((), device="cuda"))
+    for square in (False, True):
+        for dtype in (torch.bfloat16, torch.float32):
+            t = torch.zeros(256, 512, device="cuda", dtype=dtype)
+            data, transposed = torch.empty_like(t, dtype=E4M3.dtype), torch.empty(512, 256, device="cuda", dtype=E4M3.dtype)
+            scales, other = (torch.empty(n, 4, device="cuda") for n in (256, 512))
+            name = f"cast_blocks {'128x128' if square else '1x128 and 128x1'} {str(dtype).removeprefix('torch.')}"
+            found[name] = triton_kernels.cast_blocks(t, 1e38, E4M3.max, True, square, data, scales, transposed, other)
     return found
 
 
