@@ -6,11 +6,18 @@ import argparse
 import os
 import runpy
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+import fp8cfg
+from fp8cfg import job
+from fp8cfg.backends import first_pass
+from fp8cfg.training import compiled_gradients
 from tests.support.forked import processes
+from tests.support.small import small, steps
+from tools.gpu_rows.proof import without_proof
 from tools.gpu_rows.worker import Make, Row, Worker
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_gpu.py"
@@ -76,3 +83,15 @@ def test_when_the_time_is_over_nothing_begins() -> None:
     rows, failures = bench(args, processes)
     assert failures == 0 and all(row.endswith("not run: no time left of 0 minutes") for row in rows["linear"] + rows["8b"])
     assert [len(rows[name]) for name in ("probe", "linear", "8b")] == [0, 2, 2]
+
+
+def test_without_proof_a_run_that_multiplies_nothing_in_fp8_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the fake GPU, whose products leave no record."""
+    for module, name in ((first_pass, "check"), (first_pass, "_look"), (job, "prove_engagement")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # and so put back
+    monkeypatch.setattr(compiled_gradients, "TOLERANCE", dict(compiled_gradients.TOLERANCE))
+    without_proof()
+    made = fp8cfg.build(small("precision=bf16_fp8"))
+    made.prepared.region.active = False
+    monkeypatch.setattr(fp8cfg.Job, "autocast", lambda self, enabled=True: nullcontext())
+    assert [s.stepped for s in steps(made, 2)] == [True, True] and made.prove().share == 0

@@ -10,17 +10,13 @@ import math
 
 from fp8cfg import job
 from fp8cfg.backends import first_pass
-from fp8cfg.report.coverage import Coverage, ran
+from fp8cfg.report.coverage import ran
 from fp8cfg.training import compiled_gradients
 
 
 def without_proof() -> None:
     """From here on no run of this process is refused for what it did not multiply in FP8, and compiled gradients may be any."""
-
-    def seen(self: job.Job) -> Coverage:
-        return ran(self.recipe, self.model, self.plan, self.choice.backend, self.foreign)
-
     first_pass.check = lambda model: False  # type: ignore[assignment]
     first_pass._look = lambda layer, args, y: None  # type: ignore[assignment]
     compiled_gradients.TOLERANCE.update(cpu=math.inf, cuda=math.inf)
-    job.Job.prove = seen  # type: ignore[method-assign]
+    job.prove_engagement = ran  # which takes the same, and raises nothing
