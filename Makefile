@@ -39,7 +39,7 @@ test-fake-gpu:
 	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m tools.fake_gpu.kernel_code
 	$(ON_FAKE_GPU) -m tools.fake_gpu.table
 	$(ON_FAKE_GPU) tools/check_gpu.py --no-proof --steps 2
-	$(ON_FAKE_GPU) tools/bench_gpu.py --no-proof
+	$(ON_FAKE_GPU) tools/bench_gpu.py --no-proof --minutes 30 --row-seconds 300
 
 check: $(VENV)/.tested-with
 	$(BIN)/ruff check .
