@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
+from fp8cfg.backends import backend_registry
 from fp8cfg.data import Batches, Windows
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.layers import TransformerLayer
@@ -56,9 +56,8 @@ class Contender:
         return f"{self.backend} {self.scaling} {'compiled' if self.compiled else 'eager'}"
 
     def missing(self) -> str:
-        """The package that is not installed and that it needs, if any."""
-        package = {"te": "transformer_engine", "torchao": "torchao"}.get(self.backend)
-        return f"{package} is not installed" if package and importlib.util.find_spec(package) is None else ""
+        """Why the library that it needs is not to be had here; empty where it is."""
+        return backend_registry.rules(self.backend).unavailable().partition(";")[0] if self.backend in ("te", "torchao") else ""
 
 
 # What matters most comes first: time may run out.
