@@ -196,6 +196,10 @@ def _put_together(
     scaler = LossScaler(
         loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale, min_loss_scale=p.min_loss_scale,
         loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis) if p.compute == "fp16" else None
+    if p.fp8.tp_only_amax_red and model is None:
+        from fp8cfg.training.distributed.world import same_samples
+
+        prepared.same_samples = same_samples(t.strategy)
     optimizer = job_parts.optimizer(prepared, p, o, t.gradient_clip_val, choice, scaler, t.seed)
     schedule = Schedule(
         max_lr=o.lr, min_lr=o.end_lr, warmup_steps=o.warmup_steps, max_steps=t.max_steps, constant_steps=o.constant_steps,

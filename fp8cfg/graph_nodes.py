@@ -125,7 +125,7 @@ class Precision(Part, fp8=FP8, storage=Storage):
 
 class Autocast(Part):
     """The context in which layers multiply in FP8."""
-    keys = _keys("fp8", "use_autocast_during_eval", "reduce_amax")
+    keys = _keys("fp8", "use_autocast_during_eval", "reduce_amax", "tp_only_amax_red")
 
 
 class Codecs(Part):

@@ -163,12 +163,10 @@ def optimizer(
     loss_scaler: LossScaler | None, seed: int,
 ) -> MixedPrecisionOptimizer | LowBitTraining:
     """The optimizer over `prepared.model`'s parameters; its step rolls the FP8 histories before it writes weights."""
-    import torch.distributed as dist
-
     from fp8cfg.backends import backend_registry, stored_weights
     from fp8cfg.optim.groups import param_groups
     from fp8cfg.training.distributed import gradient_sync, zero
-    from fp8cfg.training.distributed.world import sharing
+    from fp8cfg.training.distributed.world import amax_group, sharing
 
     model, backend = prepared.model, backend_registry.backend(choice.backend)
     built: MixedPrecisionOptimizer | LowBitTraining
@@ -197,10 +195,8 @@ def optimizer(
         zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
     if precision.fp8.enabled:
         def move_scales() -> None:
-            there = precision.fp8.reduce_amax and dist.is_available() and dist.is_initialized()
-            every = dist.group.WORLD if prepared.pipeline is None else prepared.pipeline.stage  # others have other layers
             skip = built.deferred and built.deferred.skip
-            backend.after_step(model, every if there else None, built.steps, *([] if skip is None else [skip]))
+            backend.after_step(model, amax_group(prepared, precision.fp8), built.steps, *([] if skip is None else [skip]))
 
         built.on_step.append(move_scales)
         built.on_skip.append(lambda: backend.after_skip(model))

@@ -90,7 +90,7 @@ class Descriptor:
         return not self.block or self.scale != "float32" or power_2_scales
 
 
-_DELAYED = ("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax", "first_step")
+_DELAYED = ("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax", "tp_only_amax_red", "first_step")
 SCALINGS: dict[str, Descriptor] = {
     "delayed": Descriptor(
         history=True, keys=_DELAYED, attention=("dot_product_attention", "multi_head_attention"),

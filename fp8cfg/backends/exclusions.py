@@ -20,7 +20,7 @@ from fp8cfg.backends.flops import unwatch
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import Backend
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.fp8 import FP8, own_scales
 
 REASON = "high_precision_reason"
 """Attribute of a linear layer: why it, or a product of it, stays in high precision."""
@@ -65,7 +65,8 @@ class Converted:
     def step(self, model: nn.Module) -> None:
         """Roll the histories of `model` and move its scales, as after an optimizer step; amaxes are reduced over all ranks."""
         self.steps += 1
-        group = dist.group.WORLD if self.fp8.reduce_amax and dist.is_available() and dist.is_initialized() else None
+        there = dist.is_available() and dist.is_initialized()
+        group = None if own_scales(self.fp8) or not there else dist.group.WORLD
         self.backend.after_step(model, group, self.steps)
 
 

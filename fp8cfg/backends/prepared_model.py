@@ -30,6 +30,7 @@ class PreparedModel:
     shard: str = "none"
     tensor_parallel: Any = None
     pipeline: Any = None
+    same_samples: Any = None  # the process group of ranks that share layers and samples, where fp8.tp_only_amax_red asks for it
 
     @property
     def mesh(self) -> Any:

@@ -45,6 +45,9 @@ class FP8(Node):
     """Delayed scaling: which amax of the history sets the scale. Default max (TE, NeMo presets)."""
     reduce_amax: bool = True
     """Delayed scaling: take the maximum of amaxes over the data-parallel group. Default true (TE)."""
+    tp_only_amax_red: bool = False
+    """Delayed scaling: take it over tensor- and context-parallel ranks alone, so that each data-parallel rank scales by its own
+    tokens. Default false (Megatron)."""
     granularity: Literal["tensor", "row"] = "tensor"
     """Current scaling: one scale for a tensor, or one for each row along the contracted dimension. Default tensor (TE
     Float8CurrentScaling, NeMo tensorwise); row is torchao's rowwise."""
@@ -90,6 +93,11 @@ class FP8(Node):
     """Emulate on a GPU, with or without FP8 units; a CPU always emulates. Default false: a GPU without them is refused."""
     min_coverage: float = Field(default=0.0, ge=0.0, le=1.0)
     """Least share of matmul FLOPs that must run in FP8, or the run stops with exit code 3. Default 0: any share above zero."""
+
+
+def own_scales(fp8: FP8) -> bool:
+    """Whether data-parallel ranks have delayed scales of their own."""
+    return fp8.tp_only_amax_red or not fp8.reduce_amax
 
 
 ONLY_UNDER = {

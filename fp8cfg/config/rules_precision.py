@@ -43,6 +43,8 @@ def _fp8_on(recipe: Recipe) -> Iterator[str]:
                             f"fp8.scaling={scalings[0]}", "fp8.scaling")
     if scaling.history and f.amax_history_len == 1:
         yield from idle(f, ("amax_compute_algo",), " with fp8.amax_history_len=1; drop one of the two", "fp8.amax_history_len")
+    if scaling.history and not f.reduce_amax:
+        yield from idle(f, ("tp_only_amax_red",), " with fp8.reduce_amax=False; write true there, or false here", "fp8.reduce_amax")
     if f.format not in scaling.formats:
         yield Refusal(f"fp8.format={f.format}: fp8.scaling={f.scaling} needs {scaling.formats[0]}; E5M2 gradients under "
                       "fine-grained scales make training diverge", [("fp8.format", scaling.formats[0])], ["fp8.scaling"])

@@ -9,7 +9,7 @@ from fp8cfg.config.fp8 import FP8, ONLY_UNDER
 from fp8cfg.config.presets import choices
 from fp8cfg.recipes import llama_tiny
 
-OTHER_VALUES = {"margin": 1, "interval": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent", "reduce_amax": False,
+OTHER_VALUES = {"margin": 1, "interval": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent", "reduce_amax": False, "tp_only_amax_red": True,
                 "first_step": "te", "granularity": "row", "use_power_2_scales": True, "enable_2d_quantization": True,
                 "random_hadamard_transform": False, "stochastic_rounding": False}
 

@@ -298,8 +298,6 @@ KEY = "pipeline_model_parallel_size=2"
     ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: low-bit state is that of whole models, and {KEY} splits them; write opt_level=null"),
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
      f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has all layers; write 0"),
-    ("precision=bf16_fp8 fp8.reduce_amax=false",
-     f"fp8.reduce_amax=False: each rank keeps scales of all layers of its own, and under {KEY} none has all; write true"),
     ("trainer.compile=on", f"trainer.compile=on: the stages of {KEY} are not compiled; write off"),
     ("task=lora", f"{PIPELINE}=2: splits the model, and adapters stand beside a whole one (lora.enabled=True); write 1"),
 ])

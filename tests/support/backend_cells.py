@@ -96,6 +96,7 @@ def native() -> list[Cell]:
     cells += [Applied("native", "fp8.scaling", words, "layer.scaling.kind", s) for s, words in PRESET.items()]
     cells += [
         Applied("native", "fp8.reduce_amax", (*BASE["native"], "fp8.reduce_amax=false"), "group that after_step gets", None, lambda b: b.amax_group),
+        Applied("native", "fp8.tp_only_amax_red", (*BASE["native"], "fp8.tp_only_amax_red=true"), "group that after_step gets", None, lambda b: b.amax_group),
         Applied("native", "fp8.emulate", (*CURRENT, "fp8.emulate=true"), "choice.product", "emulate", hardware=H200),
         *(Refused("native", "fp8.scaling", PRESET[s], f"fp8.scaling={s}: the native backend multiplies it by emulation alone", H200) for s in ("mxfp8", "nvfp4")),
         Refused("native", "fp8.dot_product_attention", (*CURRENT, "fp8.dot_product_attention=true"),
@@ -112,7 +113,7 @@ def native() -> list[Cell]:
 def torchao() -> list[Cell]:
     base = BASE["torchao"]
     casts = {"fprop": "cast_config_input", "dgrad": "cast_config_grad_output", "wgrad": "cast_config_grad_output_for_grad_weight"}
-    delayed = {"margin": 2, "interval": 2, "amax_history_len": 4, "amax_compute_algo": "most_recent", "reduce_amax": "false", "first_step": "te"}
+    delayed = {"margin": 2, "interval": 2, "amax_history_len": 4, "amax_compute_algo": "most_recent", "reduce_amax": "false", "tp_only_amax_red": "true", "first_step": "te"}
 
     def applied(key: str, words: tuple[str, ...], where: str, want: Any, read: Read | None = None) -> Applied:
         return Applied("torchao", key, (*base, *words), where, want, read)
@@ -234,6 +235,7 @@ def msamp() -> list[Cell]:
         applied("storage.exp_avg_sq", "storage.exp_avg_sq=fp16_scaled", "optimizer_state.exp_avg_sq.qtype.name", "kFloat16"),
         *(applied("opt_level", f"opt_level={level}", "dtypes of the optimizer's moments", want, lambda b: b.moments)
           for level, want in (("O1", ["torch.float32", "torch.float32"]), ("O2", ["torch.uint8", "torch.float16"]))),
+        Refused("msamp", "fp8.tp_only_amax_red", (*base, "fp8.tp_only_amax_red=true"), "fp8.tp_only_amax_red=True: has no effect with fp8.reduce_amax=False", H200),
         Refused("msamp", "storage.gather", (*base, FSDP, "storage.gather=fp8"), "storage.gather=fp8: needs fp8.scaling=current", H200),
         Refused("msamp", "opt_level", (*base, "opt_level=O3"), "opt_level=O3: MS-AMP has it through DeepSpeed alone", H200),
     ]

@@ -90,6 +90,7 @@ APPLIED = [
 REFUSED = [
     Refused("fp8.interval", {"interval": 2}, "since 2.3 its recipe has no interval"),
     Refused("fp8.first_step", {"first_step": "in_time"}, "begins with scale 1; write fp8.first_step=te"),
+    Refused("fp8.tp_only_amax_red", {"tp_only_amax_red": True}, "its layers reduce amaxes over all ranks here, or none"),
     Refused("fp8.granularity", CURRENT | {"granularity": "row"}, "one scale for a tensor"),
     Refused("fp8.override_linear_precision.fprop", CURRENT | {"override_linear_precision": {"fprop": True}}, "fprop never"),
     Refused("fp8.override_linear_precision.dgrad", CURRENT | {"override_linear_precision": {"dgrad": True}}, "together or neither"),

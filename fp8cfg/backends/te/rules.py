@@ -121,6 +121,9 @@ def _keys(p: Precision) -> list[str]:
     if scaling.history and f.first_step == "in_time":
         lines.append(Refusal(f"fp8.first_step={f.first_step}: Transformer Engine begins with scale 1; write fp8.first_step=te, or "
                              "backend=native", [("fp8.first_step", "te")], ["backend"]))
+    if f.tp_only_amax_red:
+        lines.append(Refusal("fp8.tp_only_amax_red=True: its layers reduce amaxes over all ranks here, or none; write false, "
+                             "fp8.reduce_amax=false, or backend=native", [("fp8.tp_only_amax_red", False)], ["backend"]))
     if per_row(f):
         lines.append(f"fp8.granularity={f.granularity}: Transformer Engine has one scale for a tensor under fp8.scaling=current; "
                      "write tensor, fp8.scaling=block, or backend=torchao")

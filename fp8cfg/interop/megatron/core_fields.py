@@ -66,6 +66,7 @@ def fields(fp8_field: str = "fp8", fp4_field: str = "fp4") -> tuple[Entry, ...]:
         same("fp8_margin", "fp8.margin", integer, delayed),
         same("fp8_amax_history_len", "fp8.amax_history_len", integer, delayed),
         option("fp8_amax_compute_algo", "fp8.amax_compute_algo", {"max": "max", "most_recent": "most_recent"}, delayed),
+        same("tp_only_amax_red", "fp8.tp_only_amax_red", boolean, delayed),
         same("fp8_dot_product_attention", "fp8.dot_product_attention", boolean, fp8),
         same("fp8_multi_head_attention", "fp8.multi_head_attention", boolean, fp8),
         same("fp8_param_gather", "fp8.params", boolean, fp8),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fp8cfg.config.fp8 import own_scales
 from fp8cfg.job import Job
 from fp8cfg.numerics.stored_form import is_fp8_state, stored_state_dict
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
@@ -20,10 +21,10 @@ from fp8cfg.training.checkpoint.saved_tensors import SavedTensors
 from fp8cfg.training.checkpoint.tensor_box import Boxes, Groups, Offsets
 from fp8cfg.training.checkpoint.tensor_file import view_of
 from fp8cfg.training.checkpoint.tensor_layout import TensorLayout, slices
-from fp8cfg.training.distributed.world import World, current, sharing, stages
+from fp8cfg.training.distributed.world import World, same_layers, sharing, stages
 
 OWN = ("fp8_scale", "fp8_amax_history")
-"""FP8 state that each rank has of its own under fp8.reduce_amax=false."""
+"""FP8 state of which ranks may have their own (config/fp8.py, own_scales)."""
 
 
 def boxes(job: Job, world: World) -> Groups:
@@ -32,8 +33,8 @@ def boxes(job: Job, world: World) -> Groups:
     layout, names = TensorLayout(job), left_out(job.recipe, job.model)
     # FSDP2's parameters say how they are split; others are to be plain.
     stored = {k: t for k, t in stored_state_dict(job.model, keep_vars=bool(layout.split)).items() if k not in names}
-    each = not job.recipe.fp8.reduce_amax and world.size > 1
-    own = {_of_rank(world.rank) + k: stored.pop(k) for k in list(stored) if each and k.rpartition(".")[2] in OWN}
+    each, mine = own_scales(job.recipe.fp8) and world.size > 1, _of_rank(same_layers(job.prepared).rank)
+    own = {mine + k: stored.pop(k) for k in list(stored) if each and k.rpartition(".")[2] in OWN}
     model, optimizer = _boxes(layout, stored), _boxes(layout, job.optimizer.state_tensors(), alone=bool(job.prepared.owner))
     fp8 = [box for box in model if is_fp8_state(box.name)] + _boxes(layout, own, alone=True)
     return {"model": [box for box in model if not is_fp8_state(box.name)], "optimizer": optimizer, "fp8": fp8}
@@ -44,7 +45,8 @@ def of_this_layout(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     layout = TensorLayout(job)
     elsewhere = tuple(f"{name}." for name, rank in job.prepared.owner.items() if rank != layout.sharing.rank)
     found = {}
-    for name, kept in pipeline_stages.parts(job, _of_this_rank(saved)).items():
+    mine = _of_this_rank(saved, same_layers(job.prepared).rank)
+    for name, kept in pipeline_stages.parts(job, mine).items():
         if not name.startswith(elsewhere):
             if isinstance(saved, SavedTensors):
                 found[name] = layout.part(name, saved.shape(kept), partial(saved.read, kept))
@@ -89,10 +91,10 @@ def _of_rank(rank: int) -> str:
     return f"rank{rank}:" if rank else ""
 
 
-def _of_this_rank(saved: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of tensors, and those under which a checkpoint has them: of FP8 state the first rank's, and in its place this rank's
-    where that was saved."""
-    mine = f"rank{current().rank}:"
+def _of_this_rank(saved: Mapping[str, Tensor], rank: int) -> dict[str, str]:
+    """Names of tensors, and those under which a checkpoint has them: of FP8 state the first rank's, and in its place that of `rank`
+    of those with the same layers, where it was saved."""
+    mine = f"rank{rank}:"
     found = {name: name for name in saved if ":" not in name}
     return found | {name.removeprefix(mine): name for name in saved if name.startswith(mine)}
 

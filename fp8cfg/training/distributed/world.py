@@ -18,7 +18,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.errors import ConfigError, RankLost
-from fp8cfg.config.training_nodes import Timeout
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.training_nodes import Strategy, Timeout
 from fp8cfg.report.memory.layout import ranks
 from fp8cfg.training.distributed.collectives import Traffic, all_gather
 from fp8cfg.training.distributed.stalled_ranks import Phase, StallWatch, all_started
@@ -176,3 +177,27 @@ def stages(prepared: PreparedModel) -> World:
     """The ranks that share the layers of one model replica with this one; this one alone where there is no pipeline."""
     here = prepared.pipeline
     return World() if here is None else World(here.rank, here.size, group=here.process_group)
+
+
+def same_layers(prepared: PreparedModel) -> World:
+    """The ranks with the same layers as this one: all, or those of its pipeline stage."""
+    here = prepared.pipeline
+    return current() if here is None else World(dist.get_rank(here.stage), dist.get_world_size(here.stage), group=here.stage)
+
+
+def amax_group(prepared: PreparedModel, fp8: FP8) -> dist.ProcessGroup | None:
+    """The process group over whose ranks amaxes of delayed scaling are the largest: of those with the same layers all, or under
+    fp8.tp_only_amax_red those with the same samples too; None where each rank is by itself."""
+    if not (fp8.reduce_amax and dist.is_available() and dist.is_initialized()):
+        return None
+    if fp8.tp_only_amax_red:
+        group: dist.ProcessGroup | None = prepared.same_samples
+        return group
+    return dist.group.WORLD if prepared.pipeline is None else prepared.pipeline.stage
+
+
+def same_samples(strategy: Strategy) -> dist.ProcessGroup | None:
+    """The process group of this rank and those that share its layers and its samples, tensor- and context-parallel ones; None where
+    it is alone. All ranks call it."""
+    neighbours = strategy.tensor_model_parallel_size * strategy.context_parallel_size  # the fastest axes
+    return dist.new_subgroups(neighbours)[0] if neighbours > 1 else None  # type: ignore[no-untyped-call]
