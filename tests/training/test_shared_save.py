@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fp8cfg.models.tensor_shard import TensorShard
 from fp8cfg.training import run_model
 from fp8cfg.training.checkpoint import box_file, checkpoint, job_state, saved_tensors, step_folders
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError
+from fp8cfg.training.checkpoint.load_by_layer import load_by_layer
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify
 from fp8cfg.training.checkpoint.tensor_box import TensorBox, on_host, to_write
 from fp8cfg.training.data import run_data
@@ -165,6 +167,30 @@ def test_a_rank_reads_what_it_keeps_alone(two: tuple[Path, list[dict[str, Any]]]
     part = tensors["model"].read(name, (shape[0] // 2 - 2, 1), (4, 3))  # over the border between two ranks' rows
     assert torch.equal(part, tensors["model"][name][shape[0] // 2 - 2: shape[0] // 2 + 2, 1:4])
     assert read[:2] == [6, 6]
+
+
+def test_a_model_is_loaded_a_layer_at_a_time(two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `export hf`, `sample` and `evaluate` do."""
+    tensors, _ = checkpoint.load_named(RunFiles.at(two[0] / "tensor"), STEP)
+    model, real = job_of("none").model, saved_tensors.SavedTensors.read
+    alive: list[tuple[str, weakref.ref[Tensor]]] = []
+    together: set[str] = set()
+
+    def read(group: Any, name: str, *place: Any) -> Tensor:
+        t = real(group, name, *place)
+        alive.append((name, weakref.ref(t)))
+        there = {".".join(n.split(".")[:2]) for n, ref in alive if ref() is not None and n.startswith("layers.")}
+        together.add(" ".join(sorted(there)))
+        return t
+
+    monkeypatch.setattr(saved_tensors.SavedTensors, "read", read)
+    load_by_layer(model, tensors)
+    assert together == {"", "layers.0", "layers.1"}
+    assert all(torch.equal(p, two[1][0]["tensor"]["model"][name]) for name, p in model.named_parameters())
+    with pytest.raises(RuntimeError, match=r"1 tensors are missing, the first is layers\.1\.mlp\.linear_fc2\.weight"):
+        load_by_layer(model, {"model": {k: t for k, t in tensors["model"].items() if k != "layers.1.mlp.linear_fc2.weight"}})
+    with pytest.raises(RuntimeError, match="1 tensors are unexpected, the first is other"):
+        load_by_layer(model, {"model": {**tensors["model"], "other": torch.zeros(1)}})
 
 
 def files(folder: Path, *places: tuple[int, ...], shape: tuple[int, ...] = (2, 2)) -> RunFiles:

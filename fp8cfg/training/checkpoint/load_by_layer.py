@@ -16,8 +16,8 @@ def load_by_layer(model: nn.Module, tensors: Tensors, left_out: Collection[str] 
     missing, unexpected = list[str](), set(saved)
     for prefix, part in _parts(model):
         names = [name for name in saved if name.startswith(prefix) and (prefix or name in _own(part))]
-        found = {name.removeprefix(prefix): saved[name][name] for name in names}
-        wrong = part.load_state_dict(found, strict=False)
+        # The dict of what is read is nobody's after the call: two layers are never there at once.
+        wrong = part.load_state_dict({name.removeprefix(prefix): saved[name][name] for name in names}, strict=False)
         missing += [prefix + name for name in wrong.missing_keys if prefix or name in _own(part)]
         unexpected -= {name for name in names if name.removeprefix(prefix) not in wrong.unexpected_keys}
     missing = [name for name in missing if name not in left_out]

@@ -145,7 +145,8 @@ def groups(folder: RunFiles) -> dict[str, SavedTensors]:
         kind = folder.kind(name)
         if kind == "folder":
             inside = folder.folder(name)
-            found[name] = SavedTensors(inside, [file for file in inside.names() if file.endswith(SUFFIX)])
+            if files := [file for file in inside.names() if file.endswith(SUFFIX)]:  # none of a group that no rank has
+                found[name] = SavedTensors(inside, files)
         elif kind == "file" and name.endswith(SUFFIX):
             found[name.removesuffix(SUFFIX)] = SavedTensors(folder, [name])
     return found

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -143,14 +145,21 @@ def world(device: str, timeout: Timeout | None = None) -> Iterator[World]:
 
 def _start_group(backend: str, limit: timedelta) -> None:
     """The process group of torchrun's environment. Ranks that torchrun has started again find the addresses of those before them in
-    its store (pytorch/pytorch#167288, in torch 2.11 to 2.13 at least), so that they meet under names of their own. On several
-    machines the count of restarts is not one for all: there torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if again == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
-        dist.init_process_group(backend, timeout=limit)
-        return
-    store, rank, size = next(rendezvous("env://", timeout=limit))
-    dist.init_process_group(backend, store=PrefixStore(f"restart {again}", store), rank=rank, world_size=size, timeout=limit)
+    its store (pytorch/pytorch#167288, in torch 2.11 to 2.13 at least), and so do those that start a group after another, to go on
+    from an older checkpoint; all meet under names of their own. On several machines the count of restarts is not one for all: there
+    torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "0"
+    if not _MEETING:
+        _MEETING.append(next(rendezvous("env://", timeout=limit)))  # one store for all: a second one may meet the end of the first
+    store, rank, size = _MEETING[0]
+    name = f"restart {again}, group {next(_GROUPS)}"
+    dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=size, timeout=limit)
+
+
+_MEETING: list[tuple[Any, int, int]] = []
+"""The store in which the ranks meet, this rank and their number, once there was a group."""
+_GROUPS = count(1)
 
 
 def current() -> World:
