@@ -1,0 +1,118 @@
+"""Saves beside steps (checkpoint.async_save): the same checkpoints, one at a time, whose errors are said, and a run that ends whole."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8cfg
+from fp8cfg.training.checkpoint import checkpoint
+from fp8cfg.training.checkpoint.checkpoint import CheckpointError
+from fp8cfg.training.checkpoint.step_folders import newest
+from fp8cfg.training.metrics import read
+from tests.support.ranks import launch
+from tests.support.small import small, small_words
+
+WORDS = ("precision=bf16_fp8", "trainer.compile=off", "checkpoint.every_n_steps=1", "checkpoint.keep=9", "trainer.val_check_interval=0")
+
+
+def run(folder: Path, say: list[str], asynchronous: bool = True, steps: int = 4, saved: Any = None) -> Any:
+    recipe = small(*WORDS, f"trainer.max_steps={steps}", "optim.warmup_steps=1", f"checkpoint.async_save={str(asynchronous).lower()}")
+    return fp8cfg.fit(fp8cfg.build(recipe), folder, say=say.append, callbacks=[saved] if saved else [])
+
+
+class Saves(fp8cfg.Callback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str, bool]] = []
+
+    def save(self, done: int, folder: Path) -> None:
+        self.seen.append((done, folder.name, threading.current_thread() is threading.main_thread()))
+
+
+def test_steps_go_on_and_the_checkpoints_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first save is held until two more steps are done, which change what it had copied."""
+    real, threads, calls = checkpoint.save, list[str](), Saves()
+    run(tmp_path / "waiting", [], asynchronous=False)
+    stepped = threading.Event()
+
+    class Steps(Saves):
+        def step(self, done: int, values: Any) -> None:
+            if done == 2:  # the step after the save of the first
+                stepped.set()
+
+    calls = Steps()
+
+    def save(*args: Any) -> Path:
+        threads.append(threading.current_thread().name)
+        assert args[1] != 1 or stepped.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    run(tmp_path / "beside", [], saved=calls)
+    assert threads == ["fp8cfg checkpoint"] * 3 + ["MainThread"], "the last is waited for"
+    assert calls.seen == [(n, f"step-{n:08d}", True) for n in range(1, 5)]
+    for n in range(1, 5):
+        (want, state), (found, same) = (checkpoint.load(tmp_path / run / "checkpoints" / f"step-{n:08d}") for run in ("waiting", "beside"))
+        assert {**state, "recipe": 0} == {**same, "recipe": 0}
+        assert all(torch.equal(t.view(torch.uint8) if t.dim() else t, found[g][k].view(torch.uint8) if t.dim() else found[g][k])
+                   for g, named in want.items() for k, t in named.items())
+    stood = [line["save_seconds"] for line in read(tmp_path / "beside" / "metrics.jsonl") if "save_seconds" in line]
+    assert len(stood) == 4 and min(stood) > 0
+
+
+def test_a_save_that_fails_is_said_and_the_next_one_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, said = checkpoint.save, list[str]()
+
+    def save(root: Any, step: int, *rest: Any) -> Path:
+        if step == 2:
+            raise CheckpointError("cannot save step 2 in x: no space")
+        return real(root, step, *rest)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    run(tmp_path / "run", said)
+    assert [line for line in said if "cannot save" in line] == ["cannot save step 2 in x: no space; older checkpoints stay, and the next save tries again"]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == [f"step-{n:08d}" for n in (1, 3, 4)]
+
+
+def test_a_fault_in_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*_: Any) -> Path:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "run", [])
+
+
+def test_a_run_that_ends_otherwise_is_whole(tmp_path: Path) -> None:
+    class Stops(fp8cfg.Callback):
+        def step(self, done: int, values: Any) -> None:
+            if done == 3:
+                raise fp8cfg.ConfigError("stop")
+
+    with pytest.raises(fp8cfg.ConfigError, match="stop"):
+        run(tmp_path / "run", [], saved=Stops())
+    found = newest(tmp_path / "run" / "checkpoints", print)
+    assert found is not None and found.name == "step-00000002"
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
+
+
+def test_without_saves_on_the_way_it_has_no_effect() -> None:
+    with pytest.raises(fp8cfg.ConfigError, match="checkpoint.async_save=True: has no effect"):
+        small("checkpoint.every_n_steps=0", "checkpoint.async_save=true")
+
+
+@pytest.mark.slow
+def test_two_ranks_write_beside_their_steps(tmp_path: Path) -> None:
+    words = small_words(*WORDS, "trainer.max_steps=4", "optim.warmup_steps=1", "trainer.micro_batch_size=4")
+    for asynchronous in ("true", "false"):
+        done = launch(2, *words, f"checkpoint.async_save={asynchronous}", f"log.folder={tmp_path / asynchronous}")
+        assert done.returncode == 0, done.stderr[-2000:]
+    for n in range(1, 5):
+        (want, _), (found, _) = (checkpoint.load(tmp_path / run / "checkpoints" / f"step-{n:08d}") for run in ("false", "true"))
+        assert [f"{g} {k}" for g, named in want.items() if g != "rng" for k, t in named.items() if not torch.equal(t.float(), found[g][k].float())] == []
+    done = launch(2, "resume", str(tmp_path / "true"), "trainer.max_steps=5")
+    assert done.returncode == 0, done.stderr[-2000:]
