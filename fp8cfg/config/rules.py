@@ -151,7 +151,7 @@ def trainer_rules(recipe: Recipe) -> Iterator[str]:
         if recipe.fp8.enabled:
             yield from idle(recipe.fp8, ("use_autocast_during_eval",), never, key)
     if recipe.checkpoint.every_n_steps == 0:
-        yield from idle(recipe.checkpoint, ("keep",), " while checkpoint.every_n_steps=0 (the end alone)",
+        yield from idle(recipe.checkpoint, ("keep", "async_save"), " while checkpoint.every_n_steps=0 (the end alone)",
                         "checkpoint.every_n_steps")
 
 

@@ -229,6 +229,9 @@ class Checkpoint(Node):
     """Optimizer steps between checkpoints; 0 saves at the end alone. Default 100."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept. Default 2: one to fall back on."""
+    async_save: bool = False
+    """Go on with steps while a thread writes a checkpoint, from a copy in the host's memory; the last is waited for. Default false
+    (Megatron's async_save)."""
 
 
 class Log(Node):

@@ -128,6 +128,7 @@ class _Training:
             self.progress = stack.enter_context(Progress(last, self.recipe.log.every_n_steps)) if self.world.first else None
             # A callback finds the job as the step that it is called of left it.
             ahead = may_launch_ahead(self.job) and not self.world.any(bool(self.callbacks))
+            stack.enter_context(self.saver)
             steps = stack.enter_context(StepSequence(self.job, self.batches, self.world, self.stop, self._record, ahead))
             for step in range(first, last):
                 self.logs.statistics(self.batches, step, self.world)
@@ -230,8 +231,12 @@ class _Training:
     def _after(self, done: int) -> None:
         if self._evaluates(done):
             self._evaluate(done)
+        self.saver.settle()
         if self._saves(done):
+            began = time.perf_counter()
             self.saver.save(done, self.skipped > 0, done == self.recipe.trainer.max_steps)
+            if self.recipe.checkpoint.async_save:
+                self.logs.write(done, {"save_seconds": time.perf_counter() - began})
 
     def _saves(self, done: int) -> bool:
         every = self.recipe.checkpoint.every_n_steps

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8cfg.config.errors import Fp8cfgError
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
 from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, shared_save
+from fp8cfg.training.checkpoint.background import BackgroundWrite, Written
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, OldCheckpointStays
 from fp8cfg.training.checkpoint.shared_save import Share
+from fp8cfg.training.checkpoint.tensor_box import on_host
+from fp8cfg.training.distributed.stalled_ranks import APART
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
@@ -27,7 +35,7 @@ class Diverged(Fp8cfgError):
 
 class Saver:
     """Writes the checkpoints of `job` to `run`, which the first rank alone has; all ranks make the same calls. `say` gets what did
-    not go as planned, `saved` there the step and the folder of each that is whole."""
+    not go as planned, `saved` there the step and the folder of each that is whole. As a context manager it waits for the last."""
 
     def __init__(
         self, job: Job, run: RunFolder | None, world: World, batches: Batches, say: Callable[[str], None],
@@ -37,7 +45,10 @@ class Saver:
         self._saves = world.any(run is not None)
         self._saved_at = self._steps_saved = -1
         self._root: RunFiles | None = None
-        self._folder: Path | None = None
+        self._running: BackgroundWrite | None = None
+        # The thread that writes beside steps has a group of its own, on the CPU: collectives of one group have one order.
+        self._apart = job.recipe.checkpoint.async_save and self._saves
+        self._writers = replace(world, limits=None, group=_group(job)) if self._apart and world.size > 1 else world
 
     def check_room(self) -> None:
         """Raise RunFolderNotWritable where the disk has no space for one checkpoint: better before the first step than after."""
@@ -52,8 +63,10 @@ class Saver:
         is the `last`. Raises Diverged for weights that are not finite, and RunFolderDeleted.
 
         While steps are `skipping` no older checkpoint is removed, since it may be the one to go back to; and none is written
-        where nothing has changed since the one before, but the last.
+        where nothing has changed since the one before, but the last. Under checkpoint.async_save a thread writes, from copies in
+        the host's memory, all but the last; a save waits for the one before, and `settle` says how it ended.
         """
+        self.settle(wait=True)
         if not self._saves or done == self._saved_at:
             return
         steps = self.job.optimizer.steps
@@ -61,15 +74,41 @@ class Saver:
             return
         share = job_state.share(self.job, self.batches, done, self.world)
         keep = None if skipping else self.job.recipe.checkpoint.keep
-        problem = self._ready(share, done) or self._write(share, done, keep, self.world)
-        if problem is not None:
+        if problem := self._ready(share, done):
+            self._settled(Written(done, steps, problem=problem), last)
+        elif self._apart and not last:
+            share = replace(share, boxes=on_host(share.boxes))
+            self._running = BackgroundWrite(partial(self._write, Written(done, steps), share, keep, self._writers))
+        else:
+            self._settled(self._write(Written(done, steps), share, keep, self.world), last)
+
+    def settle(self, wait: bool = False) -> None:
+        """Say how the save that a thread was writing ended, if it has, or once it has. What is not a CheckpointError is raised."""
+        if self._running and (wait or self._running.over):
+            running, self._running = self._running, None
+            self._settled(running.result(), last=False)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Wait for the save under way; not where this rank or another is lost, which would then not end."""
+        if error is None or isinstance(error, Fp8cfgError):
+            self.settle(wait=True)
+            if self._writers is not self.world:
+                dist.destroy_process_group(self._writers.group)
+
+    def _settled(self, written: Written, last: bool) -> None:
+        if written.remark:
+            self.say(written.remark)
+        if written.problem:
             if last:
-                raise problem
-            self.say(f"{problem}; older checkpoints stay, and the next save tries again")
+                raise written.problem
+            self.say(f"{written.problem}; older checkpoints stay, and the next save tries again")
             return
-        self._saved_at, self._steps_saved = done, steps
-        if self._folder:
-            self.saved(done, self._folder)
+        self._saved_at, self._steps_saved = written.done, written.steps
+        if written.folder:
+            self.saved(written.done, written.folder)
 
     def _ready(self, share: Share, done: int) -> CheckpointError | None:
         """Why there is nowhere to write, on every rank, or None. Raises Diverged for weights that are not finite, and
@@ -91,18 +130,25 @@ class Saver:
             raise there
         return there
 
-    def _write(self, share: Share, done: int, keep: int | None, world: World) -> CheckpointError | None:
-        """Why the checkpoint could not be written, on every rank, or None."""
+    def _write(self, of: Written, share: Share, keep: int | None, world: World) -> Written:
+        """`of`, with how its save ended."""
         try:
             if world.size > 1:
-                self._folder = shared_save.save(self._root, done, share, keep, world)
-            elif self._root:
-                self._folder = checkpoint.save(self._root, done, share.tensors(), share.state, keep)
+                return replace(of, folder=shared_save.save(self._root, of.done, share, keep, world))
+            if self._root:
+                return replace(of, folder=checkpoint.save(self._root, of.done, share.tensors(), share.state, keep))
         except OldCheckpointStays as e:
-            self.say(str(e))
+            return replace(of, remark=str(e))
         except CheckpointError as e:
-            return e
-        return None
+            return replace(of, problem=e)
+        return of
+
+
+def _group(job: Job) -> dist.ProcessGroup | None:
+    """A process group of all ranks on the CPU, whose limit is that of saves; all of them call it."""
+    limit = timedelta(seconds=job.recipe.trainer.timeout.start)
+    group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=limit, group_desc=APART)
+    return group
 
 
 def _not_finite(share: Share, done: int, world: World) -> Diverged | None:

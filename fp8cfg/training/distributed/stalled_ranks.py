@@ -23,6 +23,8 @@ from fp8cfg.config.errors import RankStalled
 from fp8cfg.config.training_nodes import Timeout
 
 Phase = Literal["start", "step"]
+APART = "checkpoint"
+"""The group of what runs beside steps, whose limit stays."""
 PACKAGE = Path(__file__).parents[2]
 _TORCH = f"{Path(dist.__file__).parent}/"
 _WRAPPERS = ("wrapper", "wait", "_wait")
@@ -46,7 +48,7 @@ class StallWatch:
         if phase != self.phase or phase == "start":  # groups are made at the start
             limit = timedelta(seconds=getattr(self.timeout, phase))
             for group in list(distributed_c10d._world.pg_map):
-                if not isinstance(group, int):
+                if not isinstance(group, int) and group.group_desc != APART:
                     distributed_c10d._set_pg_timeout(limit, group)
         self.phase = phase
 
