@@ -228,8 +228,10 @@ def _below(part: type[Part], recipe: Recipe, idle: Collection[str]) -> dict[str,
 _ACTS: dict[str, Callable[[Recipe], bool]] = {
     "trainer.strategy.sequence_parallel": lambda r: r.trainer.strategy.tensor_model_parallel_size > 1,
     full("fp8.multi_head_attention"): lambda r: r.fp8.dot_product_attention,
+    "log.resume": lambda r: r.log.folder is not None,
+    "log.fp8_stats_every_n_steps": lambda r: r.log.fp8_stats_every_n_steps > 0,
 }
-"""When keys have an effect whose rules refuse another value than their default alone."""
+"""When keys have an effect whose rules refuse another value than their default alone, or whose default asks for nothing."""
 _NULLABLE = [(key, attrgetter(key)) for key, field in fields().items() if field.default is None]
 
 

@@ -125,7 +125,7 @@ def test_the_diff_against_mxfp8_is_what_differs(graph: Any) -> None:
     paths = {".".join(attr.name for attr in change.target) for change in changes}
     mine, theirs = graph_text.leaves(graph), graph_text.leaves(other_graph)
     assert paths == {path for path in mine.keys() | theirs.keys() if mine.get(path) != theirs.get(path)}
-    assert len(paths) == 8 and "precision.fp8.linear.scaling.scaling" in paths
+    assert len(paths) == 9 and "precision.fp8.linear.scaling.scaling" in paths
 
 
 def test_the_code_of_a_graph_is_read_as_blocks_of_nodes(graph: Any) -> None:

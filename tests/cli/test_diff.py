@@ -41,6 +41,7 @@ precision.fp8.linear.scaling.amax_history_len   1024     -
 precision.fp8.linear.scaling.amax_compute_algo  max      -
 precision.fp8.linear.scaling.first_step         auto     -
 autocast.reduce_amax                            true     -
+autocast.tp_only_amax_red                       false    -
 """
     one = json.loads(said(capsys, "diff", "precision=bf16_fp8", "backend=te", "--", "precision=bf16_fp8", "backend=te", "fp8.margin=1", "--tree", "--json"))
     assert one["leaves"] == {"precision.fp8.linear.scaling.margin": [0, 1]}
