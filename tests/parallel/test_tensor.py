@@ -56,8 +56,8 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
 }
 SAME = {"whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zero2": "clipped", "delayed fsdp": "delayed"}
 """Runs that on one rank are another one."""
-QUICK, SLOW = ("fp32", "packed"), ("whole sequences", "clipped", "recomputed", "fsdp", "bf16", "delayed", "current", "mxfp8",
-                          "current exact", "mxfp8 exact")
+QUICK, SLOW = ("packed", "delayed"), ("fp32", "whole sequences", "clipped", "recomputed", "fsdp", "bf16", "current", "mxfp8",
+                                     "current exact", "mxfp8 exact")
 FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp")
 
 
@@ -101,7 +101,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 APART = {"gpt", "gemma"}
 """Families whose samples are two documents."""
-DATA_PARALLEL = {"data": "", "fsdp": "storage.shard=fsdp"}
+DATA_PARALLEL = {"packed data": "", "packed fsdp": "storage.shard=fsdp"}
 
 
 def family(changes: dict[str, Any], sequence_parallel: bool, world: World, apart: bool = False) -> dict[str, float]:
@@ -141,7 +141,6 @@ def family(changes: dict[str, Any], sequence_parallel: bool, world: World, apart
 def quick_on_two(world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "2"
     found: dict[str, Any] = {f"{name} {sp}": family(changes, sp, world, name in APART) for name, changes in FAMILIES.items() for sp in (False, True)}
-    found |= {name: trained(job_of(f"{RUNS['packed'][0]} {words}", 1, 2), world) for name, words in DATA_PARALLEL.items()}
     return found | {name: trained(job_of(RUNS[name][0], 2, 2), world) for name in QUICK}
 
 
@@ -150,7 +149,8 @@ MEASURED = ("precision=fp32", f"precision=bf16 {SP}", f"precision=bf16_fp8 model
 
 def on_two(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "2"
-    found: dict[str, Any] = {name: trained(job_of(RUNS[name][0], 2, 2), world) for name in SLOW}
+    found: dict[str, Any] = {name: trained(job_of(RUNS[name][0], 2, 2), world) for name in (*SLOW, "delayed")}
+    found |= {name: trained(job_of(f"{RUNS['packed'][0]} {words}", 1, 2), world) for name, words in DATA_PARALLEL.items()}
     for name in RESUMED:
         job = job_of(RUNS[name][0], 2, 2)
         trained(job, world, 0, 4)
@@ -258,11 +258,12 @@ def test_two_ranks_that_share_matrices_train_as_one_rank(name: str, quick: list[
     same_run(name, quick)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DATA_PARALLEL)
-def test_masked_losses_of_two_shares_of_the_batch_are_those_of_one_rank(name: str, quick: list[dict[str, Any]]) -> None:
-    assert quick[0][name]["losses"] == quick[1][name]["losses"]
-    assert differences(quick[0][name], one("packed")) <= 1e-6
-    assert quick[0][name]["norms"] == pytest.approx(one("packed")["norms"], rel=1e-5)
+def test_masked_losses_of_two_shares_of_the_batch_are_those_of_one_rank(name: str, two: list[dict[str, Any]]) -> None:
+    assert two[0][name]["losses"] == two[1][name]["losses"]
+    assert differences(two[0][name], one("packed")) <= 1e-6
+    assert two[0][name]["norms"] == pytest.approx(one("packed")["norms"], rel=1e-5)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
