@@ -103,7 +103,8 @@ def test_a_turn_of_more_than_a_circle_is_the_same_turn() -> None:
 @pytest.mark.parametrize("recipe", ["llama_tiny", "llama_1b", "llama_8b", "llama_70b"])
 @pytest.mark.parametrize("precision", ["bf16_fp8", "bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8", "bf16_nvfp4"])
 def test_llama_recipes_have_it_in_every_layer_that_is_in_fp8(recipe: str, precision: str, te: Any) -> None:
-    found = fp8cfg.compose([f"recipe={recipe}", f"precision={precision}", "model.num_layers=3", "fp8={high_precision_at_start: 1, high_precision_at_end: 1}"])
+    found = fp8cfg.compose([f"recipe={recipe}", f"precision={precision}", "model.num_layers=3", "fp8={high_precision_at_start: 1, high_precision_at_end: 1}",
+                            "trainer.strategy.pipeline_model_parallel_size=1", "trainer.strategy.virtual_pipeline_model_parallel_size=null"])
     fp8 = found.fp8.model_copy(update={"params": False})
     with torch.device("meta"):
         model = Transformer(transformer_config(found))
