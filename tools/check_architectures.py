@@ -5,7 +5,7 @@ last losses beside bf16's, and below each what stays out of FP8 and why. Exit co
 is refused for another reason than having no product that can be converted.
 
     python tools/check_architectures.py                          # makes an environment, and removes it
-    python tools/check_architectures.py --index-url URL          # torch's CPU wheels; the default index may have CUDA ones
+    python tools/check_architectures.py --torch-index URL          # torch's CPU wheels; the default index may have CUDA ones
     python tools/check_architectures.py --keep FOLDER            # the environment stays there, and is used again
     python tools/check_architectures.py --env PYTHON gpt2 vit    # an environment that is there; architectures by their names
 """
@@ -35,14 +35,14 @@ NAMES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_ne
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="*", help=f"architectures, of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--index-url", metavar="URL", help=f"pip's, for {TORCH} and what it requires")
+    parser.add_argument("--torch-index", metavar="URL", help=f"pip's, for {TORCH} and what it requires")
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="where the environment is made, and stays")
     parser.add_argument("--env", metavar="PYTHON", help="the Python of an environment that is there; none is made")
     options = parser.parse_args()
     if unknown := [name for name in options.name if name not in NAMES]:
         parser.error(f"{unknown[0]}: no such architecture; choose from {', '.join(NAMES)}")
-    if options.env and (options.keep or options.index_url):
-        parser.error("--env makes no environment; drop --keep and --index-url")
+    if options.env and (options.keep or options.torch_index):
+        parser.error("--env makes no environment; drop --keep and --torch-index")
     return options
 
 
@@ -51,7 +51,7 @@ def main() -> int:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            python = options.env or made(options.keep or Path(folder), options.index_url, [f"{n}=={v}" for n, v in LIBRARIES.items()])
+            python = options.env or made(options.keep or Path(folder), options.torch_index, [f"{n}=={v}" for n, v in LIBRARIES.items()])
         except subprocess.CalledProcessError as e:
             print(f"FAILED, no environment: {(e.stderr.strip().splitlines() or [str(e)])[-1]}")
             return 1

@@ -4,7 +4,7 @@ built by fp8cfg.build, beside the plain ones, and print a table; exit code 1 whe
 in FP8, an output layer did, or weights do not load both ways.
 
     python tools/check_libraries.py                          # makes an environment, and removes it
-    python tools/check_libraries.py --index-url URL          # torch's CPU wheels; the default index may have CUDA ones
+    python tools/check_libraries.py --torch-index URL          # torch's CPU wheels; the default index may have CUDA ones
     python tools/check_libraries.py --keep FOLDER            # the environment stays there, and is used again
     python tools/check_libraries.py --env PYTHON timm        # an environment that is there; cases by their names
 """
@@ -45,14 +45,14 @@ def arguments() -> argparse.Namespace:
     names = sorted({case for case, _ in CASES})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="*", help=f"cases to run, of {', '.join(names)}; default: all")
-    parser.add_argument("--index-url", metavar="URL", help="pip's, for torch and what it requires")
+    parser.add_argument("--torch-index", metavar="URL", help="pip's, for torch and what it requires")
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="where the environment is made, and stays")
     parser.add_argument("--env", metavar="PYTHON", help="the Python of an environment that is there; none is made")
     options = parser.parse_args()
     if unknown := [case for case in options.case if case not in names]:
         parser.error(f"{unknown[0]}: no such case; choose from {', '.join(names)}")
-    if options.env and (options.keep or options.index_url):
-        parser.error("--env makes no environment; drop --keep and --index-url")
+    if options.env and (options.keep or options.torch_index):
+        parser.error("--env makes no environment; drop --keep and --torch-index")
     return options
 
 
@@ -60,7 +60,7 @@ def main() -> int:
     options, all_right = arguments(), True
     with tempfile.TemporaryDirectory() as folder:
         try:
-            python = options.env or made(options.keep or Path(folder), options.index_url, [*(f"{name}=={version}" for name, version in LIBRARIES.items()), "accelerate"])
+            python = options.env or made(options.keep or Path(folder), options.torch_index, [*(f"{name}=={version}" for name, version in LIBRARIES.items()), "accelerate"])
         except subprocess.CalledProcessError as e:
             print(f"FAILED, no environment: {(e.stderr.strip().splitlines() or [str(e)])[-1]}")
             return 1

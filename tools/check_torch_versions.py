@@ -3,7 +3,7 @@
 and print a table of them; exit code 1 where anything failed.
 
     python tools/check_torch_versions.py                                   # makes two environments, and removes them
-    python tools/check_torch_versions.py --index-url URL --newest 2.13.0   # torch's CPU wheels; the default index may have CUDA ones
+    python tools/check_torch_versions.py --torch-index URL --newest 2.13.0   # torch's CPU wheels; the default index may have CUDA ones
     python tools/check_torch_versions.py --env PYTHON --env PYTHON         # environments that are there: torch, our requirements, pytest
 """
 
@@ -103,7 +103,7 @@ def environments(options: argparse.Namespace, root: Path) -> Iterator[tuple[str,
         return
     for name, torch in {"oldest": f"torch=={options.oldest}", "newest": f"torch=={options.newest}" if options.newest else "torch"}.items():
         try:
-            yield made(root / name, torch, options.index_url), None
+            yield made(root / name, torch, options.torch_index), None
         except subprocess.CalledProcessError as e:
             yield torch, (e.stderr.strip().splitlines() or [str(e)])[-1]
         shutil.rmtree(root / name, ignore_errors=True)
@@ -114,11 +114,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--oldest", metavar="VERSION", default=least, help="default: %(default)s, of pyproject.toml")
     parser.add_argument("--newest", metavar="VERSION", help="default: the newest of the index")
-    parser.add_argument("--index-url", metavar="URL", help="pip's, for torch and what it requires")
+    parser.add_argument("--torch-index", metavar="URL", help="pip's, for torch and what it requires")
     parser.add_argument("--env", metavar="PYTHON", action="append", help="the Python of an environment that is there; no other is made")
     options = parser.parse_args()
-    if options.env and (options.newest or options.index_url or options.oldest != least):
-        parser.error("--env makes no environment; drop --oldest, --newest and --index-url")
+    if options.env and (options.newest or options.torch_index or options.oldest != least):
+        parser.error("--env makes no environment; drop --oldest, --newest and --torch-index")
     for version in filter(None, (options.oldest, options.newest)):
         if not re.fullmatch(r"\d+(\.\d+)+(\.?(a|b|rc|dev|post)\d+)*(\+\w+)?", version):
             parser.error(f"{version}: no version of torch; write one such as {least}.0")

@@ -62,7 +62,7 @@ class FileTokenizer:
     """The tokenizer of a tokenizer.json. `variables` are the special tokens by the names that chat templates have for them."""
 
     path: Path
-    library: Any
+    backend_tokenizer: Any
     size: int
     eos: int
     pad: int
@@ -72,17 +72,18 @@ class FileTokenizer:
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """The ids of each text, without special tokens around it."""
-        found = self.library.encode_batch_fast([text.decode("utf-8", "replace") for text in texts], add_special_tokens=False)
+        decoded = [text.decode("utf-8", "replace") for text in texts]
+        found = self.backend_tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in found]
 
     def encode_spans(self, text: str) -> Encoded:
         """The ids of one text, as it stands, with the characters that they stand for."""
-        found = self.library.encode(text, add_special_tokens=False)
+        found = self.backend_tokenizer.encode(text, add_special_tokens=False)
         return Encoded(np.asarray(found.ids, dtype=np.int64), np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens left out; ids beyond the vocabulary, which only padding rows have, too."""
-        return str(self.library.decode([i for i in ids if i < self.size], skip_special_tokens=True))
+        return str(self.backend_tokenizer.decode([i for i in ids if i < self.size], skip_special_tokens=True))
 
 
 Tokenizer = ByteTokenizer | FileTokenizer

@@ -38,7 +38,7 @@ def test_the_exit_code(says: str, code: int, last: str, tmp_path: Path, ends: ob
 
 
 @pytest.mark.parametrize(("argv", "line"), [(["lama"], "lama: no such architecture; choose from llama, mistral, "),
-                                            (["--env", "python", "--keep", "."], "--env makes no environment; drop --keep and --index-url")])
+                                            (["--env", "python", "--keep", "."], "--env makes no environment; drop --keep and --torch-index")])
 def test_what_it_does_not_take(argv: list[str], line: str, ends: object) -> None:
     code, _, said = ends(*argv)  # type: ignore[operator]
     assert code == 2 and f"error: {line}" in said

@@ -33,7 +33,7 @@ def test_a_row_for_each_case_and_the_exit_code(says: str, code: int, row: str, t
 
 @pytest.mark.parametrize(("argv", "line"), [
     (["tim"], "tim: no such case; choose from peft, peft_after, timm, torchvision, trl, x_transformers"),
-    (["--env", "python", "--keep", "."], "--env makes no environment; drop --keep and --index-url"),
+    (["--env", "python", "--keep", "."], "--env makes no environment; drop --keep and --torch-index"),
 ])
 def test_what_it_does_not_take(argv: list[str], line: str) -> None:
     code, _, said = ends(*argv)

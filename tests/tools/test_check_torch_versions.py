@@ -54,7 +54,7 @@ def test_a_failure_is_a_row_and_exit_code_1(tmp_path: Path, compiled: str, train
 
 @pytest.mark.parametrize(("argv", "line"), [
     (["--env", "/no/python"], "--env /no/python: no Python that imports torch"), (["--env", "false"], "--env false: no Python that imports torch"),
-    (["--env", sys.executable, "--newest", "2.13"], "--env makes no environment; drop --oldest, --newest and --index-url"),
+    (["--env", sys.executable, "--newest", "2.13"], "--env makes no environment; drop --oldest, --newest and --torch-index"),
     (["--oldest", "new"], "new: no version of torch; write one such as 2.11.0"), (["--newest", "2.13 --pre"], "2.13 --pre: no version of torch"),
     (["2.13"], "unrecognized arguments: 2.13")])
 def test_what_it_does_not_take(argv: list[str], line: str) -> None:

@@ -6,8 +6,9 @@ import importlib.util
 from pathlib import Path
 
 import torch
+from torch import library
 
-_OPERATORS: list[torch.library.Library] = []
+_OPERATORS: list[library.Library] = []
 
 
 def without_operators() -> None:
@@ -16,6 +17,6 @@ def without_operators() -> None:
     found = importlib.util.find_spec("torchvision")
     folder = Path(found.origin or "").parents[1] / "torchvision.libs" if found else None
     if folder and torch.version.cuda is None and any(folder.glob("libcudart*")):
-        _OPERATORS.append(torch.library.Library("torchvision", "DEF"))  # which end with it
+        _OPERATORS.append(library.Library("torchvision", "DEF"))  # which end with it
         for name in ("nms", "qnms"):
             _OPERATORS[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
