@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import as_sharded, level, low_bit
+from fp8cfg.config.storage import low_bit_refused
 
 
 def limits(recipe: Recipe, ranks: int) -> list[str]:
@@ -44,12 +44,7 @@ def _microbatches(recipe: Recipe, ranks: int) -> Iterator[str]:
 def _state(recipe: Recipe, ranks: int) -> Iterator[str]:
     p, s = recipe.precision, recipe.trainer.strategy
     key = f"pipeline_model_parallel_size={s.pipeline_model_parallel_size}"
-    if level(p):
-        yield f"opt_level={level(p)}: low-bit state is that of whole models, and {key} splits them; write opt_level=null"
-    elif low_bit(as_sharded(p, ranks)):
-        yield (f"storage: state in other codecs than float32 masters and moments is that of whole models, and {key} splits them; "
-               "write storage.master_weight=auto storage.exp_avg=auto storage.exp_avg_sq=auto storage.weight_grad=auto "
-               "storage.weight=auto")
+    yield from low_bit_refused(p, ranks, key, "models")
     if p.storage.shard == "fsdp":
         yield f"storage.shard=fsdp: gathers weights for each microbatch, of which {key} has many; write storage.shard=zero1"
 

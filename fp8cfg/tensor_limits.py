@@ -10,7 +10,7 @@ from math import gcd
 
 from fp8cfg.backends.backend_choice import ALIGNMENT
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import as_sharded, level, low_bit
+from fp8cfg.config.storage import low_bit_refused
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.scalings import SCALINGS
 
@@ -36,12 +36,7 @@ def _sizes(recipe: Recipe, tensor: int) -> Iterator[str]:
 
 def _state(recipe: Recipe, ranks: int) -> Iterator[str]:
     p, key = recipe.precision, f"tensor_model_parallel_size={recipe.trainer.strategy.tensor_model_parallel_size}"
-    if level(p):
-        yield f"opt_level={level(p)}: low-bit state is that of whole matrices, and {key} splits them; write opt_level=null"
-    elif low_bit(as_sharded(p, ranks)):
-        yield (f"storage: state in other codecs than float32 masters and moments is that of whole matrices, and {key} splits them; "
-               "write storage.master_weight=auto storage.exp_avg=auto storage.exp_avg_sq=auto storage.weight_grad=auto "
-               "storage.weight=auto")
+    yield from low_bit_refused(p, ranks, key, "matrices")
 
 
 def _fp8(recipe: Recipe, tensor: int) -> Iterator[str]:

@@ -6,6 +6,7 @@ its own, concern linear layers; embeddings and norms stay in float32 then, as MS
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fp8cfg.config.backend_capabilities import capabilities, gathering
@@ -190,3 +191,13 @@ def _against_gathered_params(fp8: FP8, backend: str) -> list[str]:
         lines.append(f"fp8.scaling={fp8.scaling}{of} needs two matrices of a weight, which take as many bytes as "
                      "bf16; write storage.gather=auto")
     return lines
+
+
+def low_bit_refused(precision: Precision, ranks: int, key: str, what: str) -> Iterator[str]:
+    """Why state in fewer bits is not had over so many ranks under `key`, a layout that splits `what`."""
+    if level(precision):
+        yield f"opt_level={level(precision)}: low-bit state is that of whole {what}, and {key} splits them; write opt_level=null"
+    elif low_bit(as_sharded(precision, ranks)):
+        yield (f"storage: state in other codecs than float32 masters and moments is that of whole {what}, and {key} splits them; "
+               "write storage.master_weight=auto storage.exp_avg=auto storage.exp_avg_sq=auto storage.weight_grad=auto "
+               "storage.weight=auto")
