@@ -14,7 +14,7 @@ from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
-from tests.support import shares
+from tests.support import sharded_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
@@ -26,7 +26,7 @@ def run(world: World, folder: Path | None = None, *words: str) -> dict[str, Any]
     batches, _ = run_data(job.recipe)
     losses = [train_step(job, batches, step, world).loss for step in range(2)]
     if folder:
-        shares.saved(job, world, folder, 2)
+        sharded_checkpoints.saved(job, world, folder, 2)
         job = fp8cfg.build(job.recipe)
         job_state.restore(job, *checkpoint.load(folder / "step-00000002"), batches)
     losses += [train_step(job, batches, step, world).loss for step in range(2, 4)]

@@ -19,11 +19,10 @@ from fp8cfg.models.transformer import Transformer
 from fp8cfg.parallel.context import ContextRank, split_sequences
 from fp8cfg.parallel.mesh import AXES, batch_share, coordinates, device_mesh
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state
-from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
-from fp8cfg.training.train_step import evaluate, train_step
-from tests.support import shares
+from fp8cfg.training.train_step import train_step
+from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
 
@@ -59,23 +58,15 @@ def job_of(words: str, context: int, ranks: int) -> Job:
 
 
 def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
-    batches, held_out = run_data(job.recipe)
-    steps = [train_step(job, batches, step, world) for step in range(first, last)]
-    found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps],
-             "val": evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked)}
-    if job.recipe.fp8.enabled:
-        found["coverage"] = str(job.prove())
-        found["scales"] = {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")}
-    return found
+    return rank_runs.trained(job, world, first, last)
 
 
 def saved(job: Job, world: World, folder: Path) -> None:
-    shares.saved(job, world, folder, 4)
+    sharded_checkpoints.saved(job, world, folder, 4)
 
 
 def loaded(job: Job, folder: Path) -> Job:
-    assert job_state.restore(job, *checkpoint.load(folder / "step-00000004"), run_data(job.recipe)[0]) == 4
-    return job
+    return rank_runs.resumed(job, folder, 4)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

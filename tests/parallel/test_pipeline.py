@@ -17,13 +17,12 @@ from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.job import Job
 from fp8cfg.report.memory.layout import refused
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.checkpoint import checkpoint
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.overflow_watch import over_stages
-from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.train_step import evaluate, train_step
-from tests.support import shares
+from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
 
@@ -87,19 +86,15 @@ def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[s
         if step == STEPS // 2:
             middle.append(evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked))
     found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps], "val": middle, "stepped": [s.stepped for s in steps]}
-    if job.recipe.fp8.enabled:
-        found["coverage"] = str(job.prove())
-        found["scales"] = {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")}
-    return found
+    return found | rank_runs.in_fp8(job)
 
 
 def saved(job: Job, world: World, folder: Path) -> None:
-    shares.saved(job, world, folder, 3)
+    sharded_checkpoints.saved(job, world, folder, 3)
 
 
 def loaded(job: Job, folder: Path) -> Job:
-    assert job_state.restore(job, *checkpoint.load_named(RunFiles.at(folder), "step-00000003"), run_data(job.recipe)[0]) == 3
-    return job
+    return rank_runs.resumed(job, folder, 3)
 
 
 def quick_on_two(folder: Path, world: World) -> dict[str, Any]:

@@ -21,12 +21,10 @@ from fp8cfg.models.transformer import Transformer
 from fp8cfg.parallel import tensor_collectives
 from fp8cfg.parallel.tensor import finish_layers, partial_gradients, split_model, tensor_rank
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state
-from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
-from fp8cfg.training.run_files import RunFiles
-from fp8cfg.training.train_step import evaluate, train_step
-from tests.support import shares
+from fp8cfg.training.train_step import train_step
+from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import PACKED, small
 
@@ -69,23 +67,15 @@ def job_of(words: str, tensor: int, ranks: int) -> Job:
 
 
 def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
-    batches, held_out = run_data(job.recipe)
-    steps = [train_step(job, batches, step, world) for step in range(first, last)]
-    found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps],
-             "val": evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked)}
-    if job.recipe.fp8.enabled:
-        found["coverage"] = str(job.prove())
-        found["scales"] = {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")}
-    return found
+    return rank_runs.trained(job, world, first, last)
 
 
 def saved(job: Job, world: World, folder: Path) -> None:
-    shares.saved(job, world, folder, 4)
+    sharded_checkpoints.saved(job, world, folder, 4)
 
 
 def loaded(job: Job, folder: Path) -> Job:
-    assert job_state.restore(job, *checkpoint.load_named(RunFiles.at(folder), "step-00000004"), run_data(job.recipe)[0]) == 4
-    return job
+    return rank_runs.resumed(job, folder, 4)
 
 
 CONFIG = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2, "head_dim": 16,

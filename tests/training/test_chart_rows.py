@@ -23,7 +23,7 @@ from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
-from tests.support import shares
+from tests.support import sharded_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
@@ -53,7 +53,7 @@ def stopped_and_resumed(folder: Path, world: World) -> dict[str, Any]:
         recipe = small(*row.split(), "model.num_layers=1", "trainer.micro_batch_size=2", "optim.lr=1e-3")
         job = fp8cfg.build(recipe)
         run(job, world, 0, 2)
-        shares.saved(job, world, folder / name, 2)
+        sharded_checkpoints.saved(job, world, folder / name, 2)
         resumed = fp8cfg.build(recipe)
         job_state.restore(resumed, *checkpoint.load(folder / name / "step-00000002"), run_data(recipe)[0])
         found[name] = [{"steps": run(its, world, 2, 4), **end(its)} for its in (job, resumed)]

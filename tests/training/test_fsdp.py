@@ -35,7 +35,7 @@ from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.metrics import read
 from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.train_step import evaluate, train_step
-from tests.support import shares
+from tests.support import sharded_checkpoints
 from tests.support.ranks import launch, on_ranks, torchrun
 from tests.support.small import SMALL, small
 
@@ -79,7 +79,7 @@ def held_out(job: Job, world: World) -> float:
 
 
 def save(job: Job, world: World, path: Path) -> None:
-    shares.saved(job, world, path, 2)
+    sharded_checkpoints.saved(job, world, path, 2)
 
 
 def load(job: Job, path: Path) -> Job:
@@ -426,7 +426,7 @@ def on_three(folder: Path, world: World) -> dict[str, Any]:
     padded = [run(job_of(ROWS["FP8 weights"], shard, NOT_CLIPPED, three), world, 0, 3) for shard in (FSDP, "storage.shard=none")]
     split, whole = (job_of(ROWS["bf16"], shard, NOT_CLIPPED, "trainer.global_batch_size=6 trainer.micro_batch_size=2") for shard in (FSDP, ""))
     found = {"split": run(split, world, 0, 2), "whole": run(whole, world, 0, 2)}
-    return {**found, "padded": padded, "tensors": shares.whole(split, world)["model"], "want": stored_state_dict(whole.model)}
+    return {**found, "padded": padded, "tensors": sharded_checkpoints.whole(split, world)["model"], "want": stored_state_dict(whole.model)}
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.train_step import train_step
-from tests.support import shares
+from tests.support import sharded_checkpoints
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
 
@@ -62,16 +62,16 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for layout in ("fsdp", "tensor", "zero1"):
         job = trained(job_of(layout), world)
-        shares.saved(job, world, folder / layout, 1)
-        found[layout] = shares.whole(job, world)
+        sharded_checkpoints.saved(job, world, folder / layout, 1)
+        found[layout] = sharded_checkpoints.whole(job, world)
     for before, now in GOES_ON:
-        found[f"{before} {now}"] = shares.whole(loaded(job_of(now), folder / before, world), world)
+        found[f"{before} {now}"] = sharded_checkpoints.whole(loaded(job_of(now), folder / before, world), world)
     job = job_of("fsdp")
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setattr(box_file, "write_all", full)
         with pytest.raises(CheckpointError) as failed:
-            shares.saved(job, world, folder / "full", 1)
+            sharded_checkpoints.saved(job, world, folder / "full", 1)
     found["full"] = str(failed.value)
     with pytest.raises(DamagedCheckpoint) as damaged:
         tensors, _ = checkpoint.load_named(RunFiles.at(damage(folder, world)), STEP, 2)
@@ -87,7 +87,7 @@ def full(*_: Any) -> None:
 def damage(folder: Path, world: World) -> Path:
     """A checkpoint in which a byte of what the second rank wrote is another."""
     if world.first:
-        shares.saved(fp8cfg.build(small("precision=fp32")), World(), folder / "damaged", 1)
+        sharded_checkpoints.saved(fp8cfg.build(small("precision=fp32")), World(), folder / "damaged", 1)
         file = folder / "damaged" / STEP / "model.safetensors"
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
@@ -99,7 +99,7 @@ def damage(folder: Path, world: World) -> Path:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
-    shares.saved(trained(job_of("none"), World()), World(), folder / "one", 1)
+    sharded_checkpoints.saved(trained(job_of("none"), World()), World(), folder / "one", 1)
     return folder, on_ranks(2, functools.partial(on_two, folder), folder)
 
 
@@ -144,7 +144,7 @@ def test_another_layout_goes_on_with_the_same_state(before: str, now: str, two: 
 @pytest.mark.parametrize("before", ["fsdp", "tensor", "zero1"])
 def test_one_rank_goes_on_with_the_same_state(before: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
     job = loaded(job_of("none"), two[0] / before, World())
-    assert same(shares.whole(job, World()), two[1][0][before])
+    assert same(sharded_checkpoints.whole(job, World()), two[1][0][before])
 
 
 def test_what_one_rank_cannot_write_is_saved_by_none(two: tuple[Path, list[dict[str, Any]]]) -> None:

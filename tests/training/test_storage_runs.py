@@ -23,7 +23,7 @@ from fp8cfg.training.checkpoint import checkpoint, job_state, resume_rules
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import Step, train_step
-from tests.support import shares
+from tests.support import sharded_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small, steps
 
@@ -362,7 +362,7 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
 
 
 def state(job: Job, world: World) -> dict[str, Tensor]:
-    return {k: t.clone() for k, t in {**stored_state_dict(job.model), **shares.whole(job, world)["optimizer"]}.items()}
+    return {k: t.clone() for k, t in {**stored_state_dict(job.model), **sharded_checkpoints.whole(job, world)["optimizer"]}.items()}
 
 
 def spoil(p: Tensor) -> None:
@@ -370,7 +370,7 @@ def spoil(p: Tensor) -> None:
 
 
 def save(job: Job, world: World, path: Path) -> None:
-    shares.saved(job, world, path, 2)
+    sharded_checkpoints.saved(job, world, path, 2)
 
 
 def load(job: Job, path: Path) -> None:

@@ -1,0 +1,36 @@
+"""Runs on ranks: some steps of a job and what is compared of them, and a job that goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fp8cfg.job import Job
+from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.run_files import RunFiles
+from fp8cfg.training.train_step import evaluate, train_step
+
+
+def trained(job: Job, world: World, first: int, last: int) -> dict[str, Any]:
+    """Losses and norms of steps `first` to `last`, the validation loss after them, and in FP8 coverage and scales."""
+    batches, held_out = run_data(job.recipe)
+    steps = [train_step(job, batches, step, world) for step in range(first, last)]
+    found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps],
+             "val": evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked)}
+    return found | in_fp8(job)
+
+
+def in_fp8(job: Job) -> dict[str, Any]:
+    """Coverage and scales of a job in FP8, of any other nothing."""
+    if not job.recipe.fp8.enabled:
+        return {}
+    return {"coverage": str(job.prove()), "scales": {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")}}
+
+
+def resumed(job: Job, folder: Path, step: int) -> Job:
+    """`job` as the checkpoint of `step` in `folder` has it."""
+    saved = checkpoint.load_named(RunFiles.at(folder), f"step-{step:08d}")
+    assert job_state.restore(job, *saved, run_data(job.recipe)[0]) == step
+    return job
