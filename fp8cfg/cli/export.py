@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import Arguments, is_recipe_file, recipe_file, split, wrong_words
-from fp8cfg.cli.output import write_new
+from fp8cfg.cli.output import print_or_write
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 
 if TYPE_CHECKING:
@@ -90,14 +90,9 @@ def run(argv: list[str]) -> int:
     say(traced.settled.notes)
     write = {"--yaml": recipe_export.yaml_text, "--json": recipe_export.json_text, "--python": recipe_export.python_text}[forms[0]]
     text = _of(project, traced.recipe) if project else write(traced.recipe, traced.named, "--full" in arguments.flags)
-    if output is None:
-        print(text, end="")
-        return 0
-    if forms == ["--yaml"] and not project and (Path(output).parent / SCHEMA).is_file():
+    if output and forms == ["--yaml"] and not project and (Path(output).parent / SCHEMA).is_file():
         text = f"# yaml-language-server: $schema={SCHEMA}\n{text}"
-    write_new(Path(output), text)
-    print(f"wrote {output}")
-    return 0
+    return print_or_write(text, output)
 
 
 def _project(arguments: Arguments) -> str | None:

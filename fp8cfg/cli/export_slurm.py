@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from fp8cfg.cli.argv import Arguments, recipe_file
 from fp8cfg.cli.launch import settings
 from fp8cfg.config.errors import ConfigError
@@ -12,7 +10,7 @@ from fp8cfg.config.errors import ConfigError
 def run(arguments: Arguments) -> int:
     """Print the script for the recipe of `arguments`, or write it to --output. Returns the exit code."""
     from fp8cfg.cli.composed import composed
-    from fp8cfg.cli.output import write_new
+    from fp8cfg.cli.output import print_or_write
     from fp8cfg.execution.slurm_script import batch_script
 
     if arguments.flags:
@@ -21,10 +19,4 @@ def run(arguments: Arguments) -> int:
     recipe = composed(arguments.words, folder, recipe_file(said, ()))
     words = [*said, *arguments.words, *(["--config-dir", folder] if folder else [])]
     text = batch_script(recipe, words, settings(arguments.one("--slurm") or ""))
-    output = arguments.one("--output")
-    if output is None:
-        print(text, end="")
-        return 0
-    write_new(Path(output), text)
-    print(f"wrote {output}")
-    return 0
+    return print_or_write(text, arguments.one("--output"))

@@ -43,7 +43,7 @@ can is a comment; a key that it does not have is a warning too.
 
 def run(argv: list[str]) -> int:
     """Print the recipe that is imported. Returns the exit code."""
-    from fp8cfg.cli.output import write_new
+    from fp8cfg.cli.output import print_or_write
     from fp8cfg.composition.provenance import trace
     from fp8cfg.interop.file_writers import comments
     from fp8cfg.interop.projects import door, from_file, from_words
@@ -71,12 +71,7 @@ def run(argv: list[str]) -> int:
         _say("note", found.lost)
     elif remarks:
         text = comments([f"Imported from {name}. What has no counterpart here, or is read otherwise:", *remarks]) + text
-    if output is None:
-        print(text, end="")
-        return 0
-    write_new(Path(output), text)
-    print(f"wrote {output}")
-    return 0
+    return print_or_write(text, output)
 
 
 def _split(argv: list[str]) -> Arguments:

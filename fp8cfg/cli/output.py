@@ -64,8 +64,18 @@ def patient_stdout() -> Iterator[None]:
         sys.stdout = before
 
 
-def write_new(path: Path, text: str) -> None:
-    """Write a file that does not exist yet. Raises ConfigError where it does, and NotWritable."""
+def print_or_write(text: str, output: str | None) -> int:
+    """Print what a verb made, or write it to the new file that --output names. Returns the exit code. Raises ConfigError for a file
+    that exists, and NotWritable."""
+    if output is None:
+        print(text, end="")
+        return 0
+    _write_new(Path(output), text)
+    print(f"wrote {output}")
+    return 0
+
+
+def _write_new(path: Path, text: str) -> None:
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
