@@ -55,7 +55,7 @@ class Checkpoint:
 
     def _files(self) -> list[str]:
         if (self.folder / INDEX).is_file():
-            where = self._json(INDEX).get("weight_map")
+            where = json_object(self.folder, INDEX).get("weight_map")
             files = list(where.values()) if isinstance(where, dict) else []
             if strange := [name for name in files if not isinstance(name, str) or not name or Path(name).name != name]:
                 raise ValueError(f"{INDEX}: {str(strange[0])[:60]!r} is no file of this folder")
@@ -80,18 +80,8 @@ class Checkpoint:
         except (OSError, ValueError, SafetensorError) as e:
             raise ValueError(f"{name[:60]} cannot be read ({e})") from None
 
-    def _json(self, name: str) -> dict[str, Any]:
-        try:
-            with (self.folder / name).open("rb") as file:
-                said = json.loads(file.read(MAX_BYTES))
-        except (OSError, ValueError, RecursionError) as e:
-            raise ValueError(f"{name} cannot be read ({e})") from None
-        if not isinstance(said, dict):
-            raise ValueError(f"{name} is no JSON object")
-        return said
-
     def _block(self) -> tuple[int, int] | None:
-        said = self._json(CONFIG).get("quantization_config") if (self.folder / CONFIG).is_file() else None
+        said = json_object(self.folder, CONFIG).get("quantization_config") if (self.folder / CONFIG).is_file() else None
         method = said.get("quant_method") if isinstance(said, dict) else said
         if said and (not isinstance(method, str) or method not in METHODS):
             raise ValueError(f"quant_method={method}: not read here; {' and '.join(sorted(METHODS))} are")
@@ -99,6 +89,18 @@ class Checkpoint:
         if not isinstance(block, (list, tuple)) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
             raise ValueError(f"weight_block_size={block}: expected two whole numbers")
         return block[0], block[1]
+
+
+def json_object(folder: Path, name: str) -> dict[str, Any]:
+    """The file `name` of a folder that somebody else wrote. Raises ValueError for one that is no JSON object."""
+    try:
+        with (folder / name).open("rb") as file:
+            said = json.loads(file.read(MAX_BYTES))
+    except (OSError, ValueError, RecursionError) as e:
+        raise ValueError(f"{name} cannot be read ({e})") from None
+    if not isinstance(said, dict):
+        raise ValueError(f"{name} is no JSON object")
+    return said
 
 
 def _finite(name: str, weight: Tensor) -> Tensor:

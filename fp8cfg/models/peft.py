@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fp8cfg.models.hf_checkpoint import json_object
 from fp8cfg.models.lora import adapted
 from fp8cfg.models.lora_shapes import Projection
 
@@ -22,7 +22,6 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _OTHER = ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save",
           "lora_bias", "trainable_token_indices")
 """Settings of PEFT under which an adapter computes something else; false or empty elsewhere."""
-_MAX_BYTES = 1 << 20
 
 
 def their_module(projection: Projection, names: Mapping[str, tuple[str, ...]]) -> str:
@@ -65,7 +64,7 @@ def read(
 ) -> Callable[[str], tuple[Tensor, Tensor]]:
     """First A and B of the projections `found`, by MODULE.lora.NAME, from `folder`. Raises ValueError for a folder without them,
     adapters of other layers, another rank or alpha, or another kind than plain LoRA."""
-    said = _config(folder)
+    said = json_object(folder, CONFIG)
     if said.get("peft_type") != "LORA" or any(said.get(key) for key in _OTHER) or said.get("bias", "none") != "none":
         odd = [key for key in _OTHER if said.get(key)] or ["bias" if said.get("peft_type") == "LORA" else "peft_type"]
         raise ValueError(f"{CONFIG}: {odd[0]}={said.get(odd[0])} is not read here, plain LoRA is")
@@ -91,14 +90,3 @@ def read(
         return tensors[f"{expected[name]}.lora_A.weight"], tensors[f"{expected[name]}.lora_B.weight"]
 
     return first
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        with (folder / CONFIG).open("rb") as file:
-            said = json.loads(file.read(_MAX_BYTES))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ValueError(f"{CONFIG} cannot be read ({e})") from None
-    if not isinstance(said, dict):
-        raise ValueError(f"{CONFIG} is no JSON object")
-    return said
