@@ -167,6 +167,10 @@ class FP8Attention(nn.Module):
         history = torch.zeros(self.scaling.amax_history_len, len(ROLES), device=device)
         return {"fp8_scale": first(len(ROLES), device=device), "fp8_amax_history": history}
 
+    def clear_gemms_ran(self) -> None:
+        """Forget which products ran."""
+        self.gemms_ran.zero_()
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.region.applies():
             self.gemms_ran.zero_()

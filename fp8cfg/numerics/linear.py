@@ -1,9 +1,9 @@
 """FP8Linear: nn.Linear with quantized GEMMs, its state in plain buffers; no tensor subclass, no process-wide state.
 
-Delayed scaling needs memory between steps. Row 0 of `fp8_amax_history` is a running maximum of what the layer saw since
-the last `update_scales`, and nothing else moves in a forward or backward pass. A maximum taken twice is the same maximum,
-so recomputing activations, accumulating gradients and evaluating in between need no special case. (Transformer Engine
-rolls at the end of each forward pass instead, and stashes scales for the recomputation.)
+Delayed scaling needs memory between steps. Row 0 of `fp8_amax_history`, with what backward passes saw (pass_records.py), is a
+running maximum since the last `update_scales`, and nothing else moves in a forward or backward pass. A maximum taken twice is
+the same maximum, so recomputing activations, accumulating gradients and evaluating in between need no special case.
+(Transformer Engine rolls at the end of each forward pass instead, and stashes scales for the recomputation.)
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fp8cfg.numerics.fused_quantize import store_recorded
 from fp8cfg.numerics.gathered_weight import GatheredWeight, quantized, shard_parameter
 from fp8cfg.numerics.linear_function import LinearFunction, Plan, Products, State
 from fp8cfg.numerics.low_bit_weight import SCALE_INV, NarrowWeight
+from fp8cfg.numerics.pass_records import PassRecords
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling
 from fp8cfg.numerics.stochastic_rounding import Random, random_key
 from fp8cfg.numerics.weight_access import decode, decoded, plain
@@ -33,12 +34,12 @@ from fp8cfg.numerics.weight_access import decode, decoded, plain
 ROUNDING_KEY = "fp8_rounding_key"
 
 
-class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` is a property
+class FP8Linear(PassRecords, NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` is a property
     """An nn.Linear whose three GEMMs (fprop, dgrad, wgrad) run in FP8 while its region is active, and in high precision otherwise.
     Its weight may be stored in fewer bits, by `codec`, than the GEMMs read it in.
 
-    Input [..., in] of any float dtype; output [..., out] in the autocast dtype, else in the input's. `gemms_ran`, int32 [3]
-    for fprop, dgrad and wgrad, holds what each product last multiplied, evaluations in high precision apart: see `decode`."""
+    Input [..., in] of any float dtype; output [..., out] in the autocast dtype, else in the input's. Evaluations in high precision
+    are left out of `gemms_ran`."""
 
     kept = (*BUFFERS, ROUNDING_COUNT)
     scaling: Scaling
@@ -46,9 +47,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
     high_precision: Products
     product: Literal["emulate", "scaled_mm"]
     codec: Codec | None
-    gemms_ran: Tensor
     fp8_scale: Tensor | None
-    fp8_amax_history: Tensor | None
     range_used: Tensor | None = None
     fp8_weight_scale_inv: Tensor | None
     sharded = False
@@ -103,7 +102,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
         if scaling.rounds_at_random(GRAD_OUTPUT):
             new.register_buffer(ROUNDING_COUNT, torch.zeros((), dtype=torch.int32, device=device), persistent=False)
             new.seed_rounding(0)
-        new.register_buffer("gemms_ran", torch.zeros(3, dtype=torch.int32, device=device), persistent=False)
+        new.record_passes(bool(state), device)
         if fp8_params:
             data, *buffers = new._stored(linear.weight.detach())
             for name, buffer in zip(WEIGHT_BUFFERS, buffers, strict=True):
@@ -157,7 +156,8 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` 
         trains = records and self.training
         plan = Plan(self.scaling, high_precision, product, out, weight_grad, records, self.codec, trains, self.parts)
         rounding = [getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)]
-        state = State._make([stored, *beside, self.fp8_scale, self.fp8_amax_history, *rounding, self.gemms_ran])
+        history = self.fp8_amax_history, self.fp8_backward_amax
+        state = State._make([stored, *beside, self.fp8_scale, *history, *rounding, self.ran_forward, self.ran_backward])
         bias = self.bias if self.adds_bias else None
         with torch.autocast(device, enabled=False):
             y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, bias, *state, plan)  # type: ignore[no-untyped-call]

@@ -39,6 +39,7 @@ CONTRACTED = {
 class State(NamedTuple):
     """The buffers that the products of a layer read and write: the fields of `Stored` where the weight is float8, the first two
     where it is in a codec, `scales` and `history` under delayed scaling, `rounding_*` where gradients are rounded stochastically.
+    What the backward pass writes is apart.
     """
 
     stored: Tensor | None
@@ -48,9 +49,11 @@ class State(NamedTuple):
     stored_global_scale_inv: Tensor | None
     scales: Tensor | None
     history: Tensor | None
+    backward_history: Tensor | None
     rounding_key: Tensor | None
     rounding_count: Tensor | None
     ran: Tensor
+    backward_ran: Tensor
 
     @property
     def weight(self) -> Stored | None:
@@ -58,6 +61,10 @@ class State(NamedTuple):
         if self.stored is None or self.stored_scale_inv is None:
             return None
         return Stored(self.stored, self.stored_scale_inv, *self[2:5])
+
+    def in_backward(self, stored: Tensor | None) -> State:
+        """What a backward pass reads and writes; `stored` is the weight that it saved."""
+        return self._replace(stored=stored, history=self.backward_history, ran=self.backward_ran)
 
     @property
     def random(self) -> tuple[Tensor, Tensor] | None:
@@ -150,7 +157,7 @@ class LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, x_inv, w, w_inv, stored = ctx.saved_tensors
-        plan, state = ctx.plan, ctx.state._replace(stored=stored)
+        plan, state = ctx.plan, ctx.state.in_backward(stored)
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dx, dw, db = None, None, None
         with torch.autocast(g.device.type, enabled=False):

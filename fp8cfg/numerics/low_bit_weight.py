@@ -21,7 +21,7 @@ SCALE_INV = "fp8_weight_scale_inv"
 
 class NarrowWeight(StoredWeight):
     """Base class of a layer whose weight, while `held`, is stored in float8 or in a codec and stands for one in `read_as`. `kept`
-    names the buffers that are never cast, and which the stored form of its state has.
+    names the buffers that the stored form of its state has; no buffer is ever cast.
     """
 
     kept: ClassVar[tuple[str, ...]]
@@ -134,7 +134,7 @@ class NarrowWeight(StoredWeight):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves the stored tensors between devices and never casts them."""
         self._remember_grad_dtype()
-        fixed = {id(getattr(self, name)) for name in self.kept}
+        fixed = set(map(id, self._buffers.values()))
         if self.held:
             fixed |= {id(self.parameter), id(self.parameter.grad)}
 

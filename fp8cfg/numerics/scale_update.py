@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.attention import ROLES, FP8Attention
 from fp8cfg.numerics.linear import FP8Linear
+from fp8cfg.numerics.pass_records import fold_backward, forget_backward
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, range_used, roll
 
 FP8Layer = FP8Linear | FP8Attention
@@ -38,7 +39,8 @@ def update_scales(
     delayed = [layer for layer in layers if layer.scaling.layout.history]
     if not delayed:
         return
-    kinds = [(layer.scaling, _roles(layer)) for layer in delayed]
+    kinds, linears = [(layer.scaling, _roles(layer)) for layer in delayed], _linears(delayed)
+    fold_backward(linears)
     now = torch.cat([_state(layer)[1][0] for layer in delayed])
     if group is not None:
         dist.all_reduce(now, dist.ReduceOp.MAX, group=group)
@@ -49,9 +51,14 @@ def update_scales(
         used = _update([_state(delayed[i]) for i in those], torch.stack([rows[i] for i in those]), *kind, step, skipped)
         for i, row in zip(those, used.unbind(), strict=True):
             delayed[i].range_used = row
-    for layer in delayed:
-        if isinstance(layer, FP8Linear) and layer.amax_group and not layer.scales_set:
+    forget_backward(linears)
+    for layer in linears:
+        if layer.amax_group and not layer.scales_set:
             layer.scales_set = bool((_state(layer)[0] != 0).all())  # alike on all ranks that share amaxes
+
+
+def _linears(layers: Iterable[FP8Layer]) -> list[FP8Linear]:
+    return [layer for layer in layers if isinstance(layer, FP8Linear)]
 
 
 def _roles(layer: FP8Layer) -> tuple[int, ...]:
@@ -113,6 +120,8 @@ def discard_amax(layers: Iterable[FP8Layer]) -> None:
     """Forgets the amaxes that `layers` recorded since the last update, and rolls nothing. A float8 weight's amax stays: it was
     recorded when the weight was written, and the weight has not changed.
     """
+    layers = list(layers)
+    forget_backward(_linears(layers))
     for layer in layers:
         layer.range_used = None
         if layer.fp8_amax_history is not None:

@@ -101,7 +101,7 @@ def test_a_run_comes_back_bit_for_bit_from_adapters_alone(trained: dict[str, Any
 def test_a_weight_gradient_that_ran_is_not_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     job = fp8cfg.build(small(*LORA, FP8))
     list(steps(job, 1))
-    job.model.layers[1].mlp.linear_fc1.gemms_ran[2] = job.model.layers[1].mlp.linear_fc1.gemms_ran[1]
+    job.model.layers[1].mlp.linear_fc1.ran_backward[2] = job.model.layers[1].mlp.linear_fc1.ran_backward[1]
     with pytest.raises(NotFP8Error, match=r"layers.1.mlp.linear_fc1 wgrad: planned not to run, its weight is frozen; ran e5m2 x e4m3"):
         job.prove()
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, high_precision_state_dict
+from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, fp8_linears, high_precision_state_dict, update_scales
 from fp8cfg.numerics.stored_form import stored_state_dict
-from tests.support.fp8_net import ALL, CURRENT, DELAYED, KINDS, Net, convert, fp8_state, same, train
+from tests.support.fp8_net import ALL, CURRENT, DELAYED, KINDS, Net, convert, data, fp8_state, loss_of, same, train
 
 
 def test_state_survives_a_save_and_a_load() -> None:
@@ -98,3 +98,20 @@ def test_a_float8_weight_without_its_scale_is_refused() -> None:
     for model in (convert(Net(), CURRENT, fp8_params=True)[0], convert(Net(), CURRENT)[0]):
         with pytest.raises(RuntimeError, match=r"up\.weight is torch\.float8_e4m3fn and means nothing without up\.fp8_weight_scale_inv"):
             model.load_state_dict(dict(state))
+
+
+def test_what_a_backward_pass_saw_is_saved_before_the_scales_move() -> None:
+    """A run may be saved between two microbatches: the amaxes of both passes are in the one row of the stored form."""
+    net, region = convert(Net(), DELAYED)
+    with region.entered():
+        loss_of(net(data(0))).backward()
+    seen = net.up.fp8_backward_amax[0].clone()
+    saved = {k: t.clone() for k, t in stored_state_dict(net).items()}
+    assert seen[2] > 0 and saved["up.fp8_amax_history"][0, 2] == seen[2] and not any("backward" in k for k in saved)
+    other, _ = convert(Net(), DELAYED)
+    other.up.fp8_backward_amax.fill_(1e9)
+    other.load_state_dict(saved)
+    assert not other.up.fp8_backward_amax.any(), "of the weights before"
+    for one in (net, other):
+        update_scales(fp8_linears(one))
+    assert same(fp8_state(net), fp8_state(other)) and not net.up.fp8_backward_amax.any()

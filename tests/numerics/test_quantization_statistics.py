@@ -196,12 +196,14 @@ def test_in_a_loop_of_ones_own_gradients_under_way_stay() -> None:
     job = fp8cfg.build(small("precision=bf16_fp8"))
     list(steps(job, 1))
     before = [p.grad for p in job.model.parameters()]
-    histories, ran = [layer.fp8_amax_history.clone() for layer in fp8_linears(job.model)], [layer.gemms_ran.clone() for layer in fp8_linears(job.model)]
+    before_it = [(layer.fp8_amax_history.clone(), layer.fp8_backward_amax.clone()) for layer in fp8_linears(job.model)]
+    ran = [layer.gemms_ran for layer in fp8_linears(job.model)]
     for layer in fp8_linears(job.model):
-        layer.gemms_ran.zero_()
+        layer.clear_gemms_ran()
     assert len(collected(job)) == 24
     assert all(a is b for a, b in zip(before, (p.grad for p in job.model.parameters()), strict=True))
-    assert all(torch.equal(h, layer.fp8_amax_history) for h, layer in zip(histories, fp8_linears(job.model), strict=True))
+    for (history, seen), layer in zip(before_it, fp8_linears(job.model), strict=True):
+        assert torch.equal(history, layer.fp8_amax_history) and torch.equal(seen, layer.fp8_backward_amax)
     assert not any(layer.gemms_ran.any() for layer in fp8_linears(job.model)) and all(r.all() for r in ran), "the proof of engagement stands alone"
     assert not any(layer._forward_hooks for layer in fp8_linears(job.model))
 

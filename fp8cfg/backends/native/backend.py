@@ -98,7 +98,7 @@ def observed(model: nn.Module) -> Observed:
 def forget_observed(model: nn.Module) -> None:
     """Clear the record of what ran, so that the next step is observed afresh."""
     for layer in fp8_layers(model):
-        layer.gemms_ran.zero_()
+        layer.clear_gemms_ran()
 
 
 def record(model: nn.Module) -> dict[str, Any]:
