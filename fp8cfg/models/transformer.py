@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8cfg.models.attention import additive, hidden_from
 from fp8cfg.models.config import TransformerConfig
+from fp8cfg.models.cross_entropy import VocabularyPart, cross_entropy
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.norms import norm
 from fp8cfg.models.rotary import rotary_tables
@@ -57,6 +58,7 @@ class Transformer(nn.Module):
         self.reset_attention_mask, self.reset_position_ids = reset_attention_mask, reset_position_ids
         self.recompute, self.draws = recompute, False
         self.tensor_parallel: Any = None  # this rank's place among those that share each matrix, a parallel.tensor.TensorRank
+        self.vocabulary_part: VocabularyPart | None = None  # of which the output layer makes logits, where that is split
         self.shards: dict[str, TensorShard] = {}  # what it has of the parameters that are split
         self.groups = 1  # of ranks, each with all that FSDP2 shards
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -78,7 +80,7 @@ class Transformer(nn.Module):
         of -100 is left out of the mean, which is 0 where all of them are. `documents`, integers [B, T], number the document
         that each token is of, never less than the one before in its sample; without them a sample is one document.
         `positions`, int64 [T], are the tokens' places in their sequence, by default 0 to T - 1. The logits have the dtype of the
-        output layer; the loss upcasts them.
+        output layer; the loss upcasts them, many tokens by chunks (cross_entropy.py).
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         if documents is None and targets is not None and (self.reset_attention_mask or self.reset_position_ids):
@@ -113,12 +115,7 @@ class Transformer(nn.Module):
             logits = (logits / cap).tanh() * cap
         if targets is None:
             return logits
-        return self.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean over `targets` [tokens], those that are -100 left out, of float32 `logits` [tokens, vocab_size]; 0 where all
-        are. Tensor parallelism has another for parts of the vocabulary."""
-        return F.cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum().clamp(min=1)
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.vocabulary_part)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The residual stream [B, T, D] before the first layer."""

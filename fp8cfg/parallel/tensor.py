@@ -34,7 +34,7 @@ from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8cfg.parallel import split_norm
 from fp8cfg.parallel import tensor_collectives as collectives
 from fp8cfg.parallel.mesh import shard_mesh
-from fp8cfg.parallel.vocabulary import VocabularyEmbedding, cross_entropy
+from fp8cfg.parallel.vocabulary import VocabularyEmbedding, vocabulary_part
 
 COLUMN, ROW = (WEIGHT, GRAD_OUTPUT), (INPUT, WEIGHT)
 """The tensors of a layer that are split."""
@@ -164,7 +164,7 @@ def _vocabulary(model: Transformer, here: TensorRank) -> None:
     if tied:
         model.output_layer.weight = model.embedding.weight
     model.output_layer.register_forward_pre_hook(lambda _, args: (here.enter(args[0]), *args[1:]))
-    model.cross_entropy = partial(cross_entropy, first=here.rank * rows, group=here.group)  # type: ignore[method-assign]
+    model.vocabulary_part = vocabulary_part(here.rank * rows, here.group)
     model.register_forward_hook(lambda _, args, out: out if out.dim() == 0 else collectives.join(out, here.rank, here.group))
 
 

@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 from fp8cfg.builder import build
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
+from fp8cfg.report.memory.cross_entropy import logit_bytes
 from fp8cfg.report.memory.fsdp_gather import root_bytes
 from fp8cfg.report.memory.layout import ranks, stage_parts
-from fp8cfg.report.memory.linears import LOGITS
+from fp8cfg.report.memory.linears import LinearBytes
 from fp8cfg.report.memory.peak import linears_of, memory, parameters, persistent, step_bytes
 from fp8cfg.report.tables import size, table
 from fp8cfg.training.distributed.gradient_sync import stored_grads
@@ -162,7 +163,8 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
     stays = persistent(recipe, part, linears)
     state = stays.pop("FP8 copies")
     copies = kinds["FP8 copies"] - state
-    kept = kinds["activations"] + copies + kinds["logits"] * 4 // LOGITS  # of the logits float32 log-probabilities
+    logits = logit_bytes(LinearBytes(recipe, device, part, 0, backend)).kept if part.output else 0
+    kept = kinds["activations"] + copies + logits
     if recipe.storage.shard == "fsdp":
         kept += root_bytes(recipe, part, linears, parameters(recipe, part).total)
     peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + kinds.get("gathered", 0)

@@ -29,6 +29,16 @@ def test_planned_bytes_are_the_measured_ones(precision: str, recompute: str) -> 
     assert found["peak"][1] > found["after forward"][1] > 0
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_fp8 fp8.output_layer=true"])
+def test_the_loss_has_float32_logits_of_a_chunk_alone(precision: str) -> None:
+    recipe = small(*f"precision={precision}".split(), "model.vocab_size=40000")
+    found, logits = measure(recipe), 8 * 32 * 40000
+    for kind in ("after forward", "peak"):
+        assert found[kind][0] == pytest.approx(found[kind][1], rel=0.03), kind
+    if precision == "bf16":
+        assert found["after forward"][1] < 3 * logits and found["peak"][1] < 7 * logits, "bytes of a logit; 12 were float32 ones alone"
+
+
 @pytest.mark.parametrize("words", ["recipe=llama_tiny data.reset_attention_mask=true", "recipe=gemma3_tiny model.recompute_granularity=full",
                                    "recipe=gemma2_tiny data.reset_attention_mask=true"])
 def test_a_mask_is_kept_once_for_all_layers(words: str) -> None:

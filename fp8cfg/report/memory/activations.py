@@ -16,7 +16,7 @@ Kept by each layer for its backward pass (fp8cfg/models/layers.py, numerics/line
 LayerNorm keeps no normalized input. Where scores have a soft cap attention keeps explicit matrices of them, 8 + c each; with one,
 with a sliding window or with documents kept apart a copy of keys and values for each head. The mask of the latter two, c x tokens
 x tokens, is one for all layers that have the same. Norms of queries and keys keep these in float32; norms after attention and MLP
-are two more. A soft cap of logits keeps cV.
+are two more.
 
 With sequences split over context ranks keys and values are whole ones (report/memory/context_attention.py).
 
@@ -27,7 +27,8 @@ Where weights are frozen, inputs are kept by adapters alone, in their dtype (mod
 
 torchao's layers keep inputs in c, and no quantized weights (report/memory/torchao_linears.py).
 
-The final norm and the output layer's input come on top. Recomputation keeps cD a layer, and all this for the one at hand.
+The final norm and the output layer's input come on top, and logits and loss (report/memory/cross_entropy.py). Recomputation keeps
+cD a layer, and all this for the one at hand.
 
 A pipeline stage keeps what it has received and what it has sent, cD each for each chunk, until the backward pass of the microbatch;
 of several chunks each has two sends under way and about as many receives.
@@ -42,6 +43,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import attention_plan
 from fp8cfg.report.memory import context_attention
+from fp8cfg.report.memory.cross_entropy import logit_bytes
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.linears import LinearBytes
 
@@ -76,7 +78,7 @@ def activations(
     transit = 4 * part.chunks * model.c * model.d if part.chunks > 1 else 0
     kept = (each * model.tokens + masks) * part.in_flight + transit * model.tokens
     head = _Head(model, linears[-1]) if part.output else None
-    final, logits = (head.kept * model.tokens, model.logit * model.v * model.tokens) if head else (0.0, 0.0)
+    final, logits = (head.kept * model.tokens, logit_bytes(model).widest) if head else (0.0, 0)
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
     moments = [logits, *(head.moments() if head else []), *_of_layers(model, layers, final, recompute)]
     if part.embedding and not recipe.lora.enabled:

@@ -14,10 +14,6 @@ from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.operands import CODEC, decoded, directions, operand, product, quantizing
 from fp8cfg.report.memory.torchao_linears import backward
 
-LOGITS = 12
-"""Bytes of a logit at the widest moment of the cross entropy's backward pass: log-probabilities, their gradient, and that of
-the logits, each float32. The forward pass has as many or fewer: logits, their float32 copy, log-probabilities."""
-
 
 class LinearBytes:
     """Those sizes and bytes on one rank, letters as in report/memory/activations.py."""
@@ -47,7 +43,6 @@ class LinearBytes:
         materialized = device == "cuda" and self.c == 4 and m.num_query_groups < m.num_attention_heads
         self.softmax = m.num_attention_heads / tp * (4 * m.seq_length if materialized else 4)
         self.beside = Counter(projection.module for projection in adapted(recipe))
-        self.logit = LOGITS + (self.c if m.final_logit_softcapping is not None else 0)
 
     def scores(self, layer: int) -> float:
         """What attention in high precision keeps beside queries, keys, values and its output."""
