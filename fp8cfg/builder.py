@@ -12,6 +12,7 @@ from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.errors import ConfigError, refuse_if
+from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.hugging_face_folder import family_of_weights
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
@@ -144,12 +145,14 @@ def prepared_model(
     seed = recipe.trainer.seed
     if model is not None:
         return job_parts.prepared_model(job_parts.given(model, device), precision, plans, choice, seed)
+    from fp8cfg.report.memory.layout import shards
+
     config, m = transformer_config(recipe), recipe.model
     fill = first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
     empty = job_parts.transformer(
         config, recompute=m.recompute_granularity == "full", reset_attention_mask=recipe.data.reset_attention_mask,
         reset_position_ids=recipe.data.reset_position_ids)
-    strategy = recipe.trainer.strategy
+    strategy, fsdp2 = recipe.trainer.strategy, by_fsdp2(recipe, shards(recipe, _ranks_here()), choice.backend)
     empty.groups = strategy.data_parallel_replicate_size
     if strategy.context_parallel_size > 1:
         from fp8cfg.parallel.context import split_sequences
@@ -157,9 +160,9 @@ def prepared_model(
 
         split_sequences(empty, device_mesh(strategy, device))
     if strategy.tensor_model_parallel_size == strategy.pipeline_model_parallel_size == 1:
-        return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill, adapters(recipe))
+        return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill, adapters(recipe), fsdp2)
     return _of_this_rank(empty, strategy, device, lambda: job_parts.prepared_model(
-        empty, precision, planned_here(plans, empty), choice, seed, device, fill))
+        empty, precision, planned_here(plans, empty), choice, seed, device, fill, fsdp2=fsdp2))
 
 
 def _of_this_rank(model: Transformer, strategy: Strategy, device: str, prepare: Callable[[], PreparedModel]) -> PreparedModel:
@@ -210,11 +213,17 @@ def _put_together(
 def _sharded(recipe: Recipe, model: nn.Module | None) -> Precision:
     """The precision of `recipe` with storage.shard as it applies on the ranks of the process group: around a given model auto is
     none, since a loop of one's own may save what each rank has as if it were whole."""
-    from fp8cfg.report.memory.layout import ranks, shards
+    from fp8cfg.report.memory.layout import shards
+
+    return as_sharded(recipe.precision, 1 if model is not None else shards(recipe, _ranks_here()))
+
+
+def _ranks_here() -> int:
+    """The ranks of the process group, or those that torchrun says."""
+    from fp8cfg.report.memory.layout import ranks
 
     dist: Any = sys.modules.get("torch.distributed")  # whoever has made a group has loaded it; `lower` loads no torch
-    here = dist.get_world_size() if dist and dist.is_available() and dist.is_initialized() else ranks()
-    return as_sharded(recipe.precision, 1 if model is not None else shards(recipe, here))
+    return dist.get_world_size() if dist and dist.is_available() and dist.is_initialized() else ranks()
 
 
 def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:

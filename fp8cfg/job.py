@@ -207,7 +207,7 @@ class Job:
     def compile_model(self) -> None:
         """Let `forward` be the compiled model, and the step of a low-bit optimizer be compiled; a graph break is an error."""
         compiled = self.compiler()
-        if self.prepared.shard == "fsdp":  # a layer at a time, between its gathering and its summing, as torchtitan does
+        if self.prepared.fsdp2:  # a layer at a time, between its gathering and its summing, as torchtitan does
             for layer in self.model.layers:  # type: ignore[union-attr]
                 layer.forward = compiled(layer.forward)
         else:
@@ -230,10 +230,10 @@ class Job:
         return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        if self.prepared.shard == "fsdp":
+        if self.prepared.fsdp2:
             from fp8cfg.training.distributed.fsdp import COPY
 
-            raise TypeError(f"a Job cannot be copied, nor its model: {COPY}")
+            raise TypeError(f"a Job cannot be copied, nor its model: {COPY.format(self.prepared.shard)}")
         raise TypeError("a Job cannot be copied, its optimizer belongs to one model; build another, or copy job.model: "
                         "fp8cfg.convert_back(copy.deepcopy(job.model)) gives plain weights, fp8cfg.averaged(job) an average (EMA)")
 
@@ -244,7 +244,7 @@ class Job:
             warn_of_share(self.model, ran(self.recipe, self.model, self.plan, self._observed(), self.foreign))
 
     def _check_sums(self) -> None:
-        if self.summed or self._sums_checked or self.prepared.shard == "fsdp":
+        if self.summed or self._sums_checked or self.prepared.fsdp2:
             return
         from fp8cfg.backends.misuse_warnings import warn_of_sums
 

@@ -10,7 +10,7 @@ from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import Columns, as_held, foreign_others, gathered, low_bit, others
+from fp8cfg.config.storage import Columns, as_held, foreign_others, fp8_weights, gathered, low_bit, others, resolved
 from fp8cfg.config.training_nodes import Optim
 from fp8cfg.models.config import TransformerConfig
 
@@ -52,11 +52,11 @@ def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
 
 def prepared_model(
     model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, seed: int, device: str = "",
-    fill: Fill | None = None, adapters: Adapters | None = None,
+    fill: Fill | None = None, adapters: Adapters | None = None, fsdp2: bool = False,
 ) -> PreparedModel:
     """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
     originals become the optimizer's masters, so that no second copy is made. One on the meta device gets memory on `device`, and
-    its weights by `fill`: under storage.shard=fsdp no more than this rank's parts. Under `adapters` all of that is frozen, without
+    its weights by `fill`: under `fsdp2` no more than this rank's shards. Under `adapters` all of that is frozen, without
     masters; weights of linear layers are filled in the compute dtype then.
 
     Where storage leaves embeddings and norms in float32, that goes for our Transformer, which multiplies them with activations of
@@ -69,7 +69,7 @@ def prepared_model(
     from fp8cfg.numerics import Region, seed_rounding
 
     region = Region()
-    if precision.storage.shard == "fsdp":
+    if fsdp2:
         assert isinstance(model, Transformer) and fill, "builder.lower refuses others"
         return _fully_sharded(model, precision, plan, choice, region, seed, device, fill)
     if adapters:
@@ -121,18 +121,23 @@ def _fully_sharded(
     from fp8cfg.training.distributed import fsdp
 
     columns = stored_weights.parameter_columns(model, precision, plan)
-    backend = backend_registry.backend(choice.backend)
+    backend, whole = backend_registry.backend(choice.backend), precision.storage.shard != "fsdp"
+    in_fp8 = fp8_weights(precision) if whole else gathered(precision, choice.backend) == "fp8"
+    gradient = stored_weights.DTYPES[resolved(precision)["weight_grad"] if whole else precision.compute]
     if precision.fp8.enabled:
-        backend.convert(model, as_held(precision).fp8, plan, region, choice.product,
-                        compute=stored_weights.DTYPES[precision.compute], fp8_gather=gathered(precision, choice.backend) == "fp8")
-    fsdp.shard(model, precision, device)
+        fp8 = precision.fp8.model_copy(update={"params": False})  # of layers; a shard is float32
+        backend.convert(
+            model, fp8, plan, region, choice.product, compute=stored_weights.DTYPES[precision.compute], fp8_gather=in_fp8)
+        for layer in fp8_linears(model):
+            layer.weight_grad_dtype = gradient
+    fsdp.shard(model, precision, device, gradient)
     fill(model.to_empty(device=device))
     if precision.fp8.enabled:
         reset_state(fp8_layers(model))
         refresh_shards(fp8_linears(model))
         backend.forget_observed(model)
         seed_rounding(model, seed)
-    return PreparedModel(model, {}, region, next(model.parameters()).device, columns, shard="fsdp",
+    return PreparedModel(model, {}, region, next(model.parameters()).device, columns, shard=precision.storage.shard, fsdp2=True,
                          tensor_parallel=model.tensor_parallel)
 
 
@@ -185,12 +190,17 @@ def optimizer(
         owned = zero.owned(prepared, precision)
         prepared.masters = {name: t for name, t in prepared.masters.items() if owned is None or name in owned}
         built = MixedPrecisionOptimizer(
-            groups, _inner(optim, split=precision.storage.shard == "fsdp"),
+            groups, _inner(optim, split=prepared.fsdp2),
             masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
             loss_scaler=loss_scaler, clip_grad=clip_grad, owned=owned)
         skips = not precision.fp8.enabled or backend_registry.capabilities(choice.backend).skips_on_device
-        built.can_defer = loss_scaler is None and precision.storage.shard != "fsdp" and skips
+        built.can_defer = loss_scaler is None and not prepared.fsdp2 and skips
         gradient_sync.sum_norms(built, prepared)
+        if prepared.fsdp2:
+            from fp8cfg.training.distributed import fsdp
+
+            built.sharded = precision.storage.shard != "fsdp"
+            built.on_written.append(partial(fsdp.let_go, model))  # weights that a loop of one's own has gathered meanwhile
     if prepared.owner:
         zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
     if precision.fp8.enabled:

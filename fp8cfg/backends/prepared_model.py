@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class PreparedModel:
     """A model in the recipe's precision, the float32 masters of its parameters by name, the autocast region of its FP8 layers, and
     the storage columns of its parameters by name. `owner` gives the rank that keeps the state of each parameter, where that is
-    sharded, as `shard` says: storage.shard, resolved. `tensor_parallel` is this rank's place among those that share each matrix, a
+    sharded by whole tensors, and `shard` is storage.shard, resolved; under `fsdp2` parameters are float32 shards that torch's FSDP2
+    gathers, and their own masters. `tensor_parallel` is this rank's place among those that share each matrix, a
     parallel.tensor.TensorRank, None where parameters are whole; `pipeline` that among those that share the layers, a
     parallel.pipeline.PipelineRank, None where this rank has all.
     """
@@ -28,6 +29,7 @@ class PreparedModel:
     columns: dict[str, dict[str, str]] = field(default_factory=dict)
     owner: dict[str, int] = field(default_factory=dict)
     shard: str = "none"
+    fsdp2: bool = False
     tensor_parallel: Any = None
     pipeline: Any = None
     same_samples: Any = None  # the process group of ranks that share layers and samples, where fp8.tp_only_amax_red asks for it

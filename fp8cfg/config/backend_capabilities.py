@@ -49,6 +49,8 @@ class Capabilities:
     """Whether `Backend.after_step` takes `skip`, so that no host has to wait to know whether a step was skipped."""
     zero_fp8_weights: bool = True
     """Whether ZeRO can hand round the weights that it holds in FP8."""
+    fully_shards: bool = False
+    """Whether FSDP2 keeps its layers' weights under storage.shard=zero1 and zero2 too, with the numbers of the unsharded run."""
     fp8_gather: Literal["", "cast", "params"] = ""
     """How FSDP2 gathers its weights in FP8, storage.gather=fp8: cast with one scale, as torchao does, or as fp8.params holds them;
     empty where it cannot."""

@@ -155,7 +155,7 @@ def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
     if not fp8.enabled:
         return [f"precision.compute={precision.compute} runs no FP8; write precision=bf16_fp8_current, or drop it"]
     if capabilities(backend).fp8_gather == "params":
-        return _against_gathered_params(fp8, backend)
+        return against_gathered_params(fp8, backend)
     takes = SCALINGS[fp8.scaling].fp8_gather
     lines = []
     if not takes:
@@ -180,7 +180,7 @@ def gathers_params(precision: Precision, backend: str) -> bool:
             and gathered(precision, backend) == "fp8")
 
 
-def _against_gathered_params(fp8: FP8, backend: str) -> list[str]:
+def against_gathered_params(fp8: FP8, backend: str) -> list[str]:
     """Why the float8 weights of fp8.params are not gathered: none are asked for, or products read two matrices of each."""
     lines = []
     if not fp8.params:

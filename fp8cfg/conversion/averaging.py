@@ -61,7 +61,7 @@ def averaged(job: Job, decay: float = 0.999) -> Average:
     parts of the model or of the masters alone (storage.shard)."""
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(f"averaged: decay={decay} is not between 0 and 1; 0.999 is usual")
-    if job.prepared.shard == "fsdp" or job.prepared.owner:
+    if job.prepared.fsdp2 or job.prepared.owner:
         raise ConfigError(f"averaged: storage.shard={job.prepared.shard} leaves each rank parts of weights or masters; write "
                           "storage.shard=none, or average the weights of checkpoints")
     return Average(job, decay)

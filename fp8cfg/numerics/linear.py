@@ -151,6 +151,7 @@ class FP8Linear(PassRecords, NarrowWeight, nn.Linear):  # type: ignore[override]
         beside: list[Tensor | None] = [getattr(self, name) for name in WEIGHT_BUFFERS]
         if isinstance(weight, GatheredWeight):
             stored, *beside = weight.stored
+            weight_grad = self.weight_grad_dtype
         product = None if self.product == "scaled_mm" else carrier
         records = torch.is_grad_enabled()
         trains = records and self.training

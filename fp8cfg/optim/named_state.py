@@ -39,6 +39,8 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     fp8_state: FP8State | None = None
     _owned: Container[str] | None = None
+    sharded: bool = False
+    """Whether FSDP2 has split every parameter, and with it the state, over data-parallel ranks."""
     split: Collection[Any] = ()
     """Parameters of which other ranks have other parts."""
     can_defer: bool = False
@@ -70,7 +72,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         if self.sum_stages is not None:
             raise RuntimeError("the optimizer's state is that of this rank's layers (pipeline_model_parallel_size); save "
                                "checkpoints by fp8cfg.fit, which puts them together")
-        if self._owned is not None:
+        if self._owned is not None or self.sharded:
             raise RuntimeError("the optimizer's state is split over the ranks (storage.shard); save checkpoints by fp8cfg.fit, or "
                                "write storage.shard=none")
         groups = [hyperparameters(group) for group in self.param_groups]

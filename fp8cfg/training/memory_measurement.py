@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from fp8cfg.builder import build
+from fp8cfg.config.fsdp_sharding import ZERO, by_fsdp2
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import sharding
 from fp8cfg.job import Job
 from fp8cfg.report.memory.cross_entropy import logit_bytes
 from fp8cfg.report.memory.fsdp_gather import root_bytes
@@ -96,7 +98,11 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
         batch.append(torch.zeros(shape, dtype=torch.int32, device=job.device))  # documents
     passed: list[int] = []
 
-    def one_pass(live: LiveBytes | None = None) -> None:
+    def one_pass(live: LiveBytes | None = None, last: bool = True) -> None:
+        if job.prepared.fsdp2:
+            from fp8cfg.training.distributed.fsdp import microbatch
+
+            microbatch(job.model, job.prepared.shard, last)
         with job.autocast():
             if here is not None:
                 pipeline(job, world).train(batch, [1.0] * count)
@@ -108,13 +114,13 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     one_pass()
     job.optimizer.step()  # makes moments
     job.optimizer.zero_grad()
-    one_pass()
+    one_pass(last=False)
     kept = stored(job)
     known = [*batch, *(t for tensors in kept.values() for t in tensors)]
     with LiveBytes(known, gradients(job), _gathered(job)) as live, job.optimizer.storing():
         one_pass(live)
     kept["gradients"] = gradients(job)
-    measured = {kind: sum(t.nbytes for t in tensors) for kind, tensors in kept.items()}
+    measured = {kind: sum(map(_nbytes, tensors)) for kind, tensors in kept.items()}
     with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
         job.optimizer.step()
     measured |= {"peak": live.peak, "optimizer step": stepping.peak} | ({"after forward": passed[-1]} if passed else {})
@@ -122,9 +128,15 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     return {kind: (n, measured[kind]) for kind, n in found.items() if kind in measured}
 
 
+def _nbytes(t: Tensor) -> int:
+    """Bytes of what this rank has of a tensor."""
+    local: Tensor = t.to_local() if hasattr(t, "to_local") else t
+    return local.nbytes
+
+
 def _gathered(job: Job) -> list[Tensor]:
-    """The weights that FSDP2 gathers under shard=fsdp: it frees their memory and keeps the tensors."""
-    if job.prepared.shard != "fsdp":
+    """The weights that FSDP2 gathers: it frees their memory and keeps the tensors."""
+    if not job.prepared.fsdp2:
         return []
     from fp8cfg.training.distributed.fsdp import gathered_weights
 
@@ -135,7 +147,9 @@ def stored(job: Job) -> dict[str, list[Tensor]]:
     """The tensors of `job` that stay from step to step, by kind, but for gradients; the scale of a codec-held weight is one of
     FP8 state's."""
     state = job.optimizer.state_tensors()
-    return {"weights": list(job.model.parameters()), "masters": [t for name, t in state.items() if ".master" in name],
+    shards = list(job.optimizer.names) if job.prepared.fsdp2 and job.prepared.shard in ZERO else []
+    return {"weights": [] if shards else list(job.model.parameters()),  # gathered ones are not there between steps
+            "masters": [*shards, *(t for name, t in state.items() if ".master" in name)],
             "moments": [t for name, t in state.items() if ".exp_avg" in name or ".momentum" in name],
             "FP8 state": list(job.model.buffers())}
 
@@ -160,15 +174,19 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
     part = stage_parts(recipe, ranks())[stage]
     kinds = memory(recipe, device, part, backend)
     linears = linears_of(recipe, part)
-    stays = persistent(recipe, part, linears)
+    stays = persistent(recipe, part, linears, backend)
     state = stays.pop("FP8 copies")
     copies = kinds["FP8 copies"] - state
     logits = logit_bytes(LinearBytes(recipe, device, part, 0, backend)).kept if part.output else 0
     kept = kinds["activations"] + copies + logits
-    if recipe.storage.shard == "fsdp":
+    shard, gathered = sharding(recipe.precision, part.shards), kinds.get("gathered", 0)
+    if shard == "fsdp":
         kept += root_bytes(recipe, part, linears, parameters(recipe, part).total)
-    peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + kinds.get("gathered", 0)
-    step = step_bytes(recipe, part, linears, device)
+    elif by_fsdp2(recipe, part.shards, backend):
+        kept += (gathered := stays.pop("weights"))
+        gathered += 0 if shard == "zero1" else kinds["accumulation"]  # zero1 finds all gradients there
+    peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + gathered
+    step = step_bytes(recipe, part, linears, device, backend)
     return {**stays, "FP8 state": state, "after forward": kept, "peak": peak, "optimizer step": step}
 
 

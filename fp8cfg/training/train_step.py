@@ -88,7 +88,11 @@ def _passes(job: Job, batches: Batches, step: int, world: World) -> Iterator[tup
     """Forward and backward passes over the microbatches of a step: the loss of each, and of how many parts of the step's loss it is
     one."""
     count, again = microbatches(job, world), job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
+    if job.prepared.fsdp2:
+        from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
     for i, (batch, parts) in enumerate(_microbatches(job, batches, step, world)):
+        if job.prepared.fsdp2:
+            fsdp.microbatch(job.model, job.prepared.shard, i + 1 == count)
         stores = not again and i + 1 == count and stores_early(job.prepared, world)
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
             loss = _loss(job, batch)
@@ -184,7 +188,7 @@ def evaluate(
             losses, counts = (list(each) for each in zip(*found, strict=True)) if found else (losses, counts)
     finally:
         job.model.train(training)
-        if job.prepared.shard == "fsdp":
+        if job.prepared.fsdp2:
             from fp8cfg.training.distributed.fsdp import let_go
 
             let_go(job.model)

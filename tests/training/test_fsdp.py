@@ -39,7 +39,7 @@ from tests.support import sharded_checkpoints
 from tests.support.ranks import launch, on_ranks, torchrun
 from tests.support.small import SMALL, small
 
-FSDP, PLAIN = "storage.shard=fsdp", "fp8.params=false"
+FSDP, WHOLE, PLAIN = "storage.shard=fsdp", "storage.shard=none", "fp8.params=false"
 EVERYWHERE = "fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
 CURRENT = f"precision=bf16_fp8_current {PLAIN} {EVERYWHERE}"
 TORCHAO = f"{CURRENT} backend=torchao"
@@ -133,14 +133,14 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         validation = held_out(job, world)
         losses += run(job, world, 3, 4)
         kept = {kind: nbytes(tensors) for kind, tensors in (*memory_measurement.stored(job).items(), ("gradients", memory_measurement.gradients(job)))}
-        whole = job_of(its.partition(" storage.gather")[0], NOT_CLIPPED) if row in SAME or row in HELD else None
+        whole = job_of(its.partition(" storage.gather")[0], WHOLE, NOT_CLIPPED) if row in SAME or row in HELD else None
         found[row] = {"losses": losses, "sent": sent, "handed": [handed["all_gather"], handed["reduce_scatter"]], "kept": kept, "validation": validation,
                       "whole": run(whole, world, 0, 4) if whole else [], "elements": sum(p.numel() for p in job.model.parameters()),
                       "weight": type(first_weight(job)).__name__ + " " + str(getattr(first_weight(job), "_data", first_weight(job)).dtype)}
     for row in RESUMED:
         job = load(job_of(ROWS[row], FSDP, NOT_CLIPPED), folder / row)
         found[row]["resumed"] = run(job, world, 2, 4)
-    found["unsplit"] = run(load(job_of(ROWS["fp32"], NOT_CLIPPED), folder / "fp32"), world, 2, 4)
+    found["unsplit"] = run(load(job_of(ROWS["fp32"], WHOLE, NOT_CLIPPED), folder / "fp32"), world, 2, 4)
     job = job_of(ROWS["bf16"], FSDP, NOT_CLIPPED, "trainer.micro_batch_size=2")
     found["microbatches"] = run(job, world, 0, 3)
     job = job_of("precision=fp16 precision.initial_loss_scale=1e30 precision.hysteresis=1", FSDP)
@@ -162,7 +162,7 @@ def by_hand(words: str, world: World) -> list[float]:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
     from torchao.float8.config import CastConfig, ScalingType
 
-    recipe, plain = small(*TORCHAO.split(), *words.split()), job_of("precision=fp32")
+    recipe, plain = small(*TORCHAO.split(), *words.split()), job_of("precision=fp32", WHOLE)
     gradient = torch.float8_e4m3fn if recipe.fp8.format == "e4m3" else torch.float8_e5m2
     high = {"cast_config_input_for_grad_weight": CastConfig(ScalingType.DISABLED),
             "cast_config_grad_output_for_grad_weight": CastConfig(ScalingType.DISABLED, target_dtype=gradient)}
@@ -424,7 +424,7 @@ def test_an_fp8_gather_wants_equal_parts() -> None:
 def on_three(folder: Path, world: World) -> dict[str, Any]:
     three = "trainer.global_batch_size=6 trainer.micro_batch_size=2"
     padded = [run(job_of(ROWS["FP8 weights"], shard, NOT_CLIPPED, three), world, 0, 3) for shard in (FSDP, "storage.shard=none")]
-    split, whole = (job_of(ROWS["bf16"], shard, NOT_CLIPPED, "trainer.global_batch_size=6 trainer.micro_batch_size=2") for shard in (FSDP, ""))
+    split, whole = (job_of(ROWS["bf16"], shard, NOT_CLIPPED, "trainer.global_batch_size=6 trainer.micro_batch_size=2") for shard in (FSDP, WHOLE))
     found = {"split": run(split, world, 0, 2), "whole": run(whole, world, 0, 2)}
     return {**found, "padded": padded, "tensors": sharded_checkpoints.whole(split, world)["model"], "want": stored_state_dict(whole.model)}
 
@@ -500,11 +500,11 @@ def test_a_rank_makes_its_parts_alone(words: str, tmp_path: Path) -> None:
     """The last of 5 ranks, which do not divide the layers evenly."""
     rank, wide = 4, "model.hidden_size=320 model.ffn_hidden_size=480 model.num_attention_heads=5 model.num_query_groups=5"
     if words == "weights":
-        drawn, family = job_of("precision=fp32 trainer.seed=7", wide), of_model(small().model)
+        drawn, family = job_of("precision=fp32 trainer.seed=7", WHOLE, wide), of_model(small().model)
         hf_export.write(tmp_path, transformer_config(drawn.recipe), family.write(drawn.recipe.model), hf.Layout(hf.LLAMA), drawn.model.state_dict().__getitem__)
         words = f"precision=bf16 model.weights={tmp_path}"
     plain = "precision=fp32" if "fp8" in words else f"{words} precision.compute=fp32"
-    whole = dict(job_of(plain, wide).model.named_parameters())
+    whole = dict(job_of(plain, WHOLE, wide).model.named_parameters())
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=5)
     try:
         with _Largest() as made:

@@ -343,7 +343,9 @@ RANKED = {
     "O3, summed in float32": f"{FP8} opt_level=O3 storage.comm=fp32", "bf16 moments": "precision=bf16 storage.exp_avg=bf16 storage.exp_avg_sq=bf16",
     "gradients in scaled fp16": "precision=bf16 storage.weight_grad=fp16_scaled",
     "O3, tied": f"{FP8} opt_level=O3 fp8.output_layer=true model.share_embeddings_and_output_weights=true",
-    "fp32": "precision=fp32", "FP8 weights": FP8, "fp16": f"precision=fp16 {SCALE}", "momentum": "precision=bf16 optim.name=sgd optim.momentum=0.9 optim.lr=0.1 trainer.gradient_clip_val=0.5",
+    # What FSDP2 does not gather as a rank alone stores it (tests/training/test_zero_shards.py has the rest).
+    "fp32": "precision=bf16 storage.weight=fp32", "FP8 weights": "precision=bf16_mxfp8", "fp16": f"precision=fp16 storage.weight=fp32 {SCALE}",
+    "momentum": "precision=bf16 storage.weight=fp32 optim.name=sgd optim.momentum=0.9 optim.lr=0.1 trainer.gradient_clip_val=0.5",
 }
 SHARDS = ("none", "zero1", "zero2")
 RESUMED = [("O2", "none", "zero2"), ("O2", "zero1", "zero1"), ("O3", "zero2", "zero2"), ("O3", "zero2", "none"), ("O3", "none", "zero1"), ("O3, tied", "zero1", "zero2"),
@@ -408,7 +410,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
             stepped = train_step(job, run_data(job.recipe)[0], 1, world).stepped
             found[f"{name} {shard}"] = {"stepped": stepped, "before": before, "after": state(job, world)}
     for name in SENT:
-        job = ranked_job("precision=bf16", f"storage.comm={name}")
+        job = ranked_job("precision=bf16", f"storage.comm={name}", "storage.shard=none")
         world.traffic.clear()
         found[name] = {"losses": run(job, world, 0, 3), "sent": world.traffic.bytes["gradients"]}
     return found

@@ -2,5 +2,5 @@
 
 from fp8cfg.config.backend_capabilities import Capabilities
 
-CAPABILITIES = Capabilities(priority=20, fp8_gather="cast", pipeline_parallel=True, requantizes=True,
+CAPABILITIES = Capabilities(priority=20, fully_shards=True, fp8_gather="cast", pipeline_parallel=True, requantizes=True,
                             layer_modules=("torchao.float8",))

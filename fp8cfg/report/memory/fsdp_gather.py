@@ -1,4 +1,4 @@
-"""FSDP all-gather memory: parameters and gradients that are temporarily whole under storage.shard=fsdp."""
+"""FSDP all-gather and reduce-scatter memory: parameters and gradients that are temporarily whole where FSDP2 shards them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ def gathered_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear],
     layer = (parameters - root) // len(part.layers)
     compute, sent, weight = CODEC[p.compute], CODEC[resolved(p)["comm"]], CODEC[gathered(p, backend)]
     return int(root * 2 * compute + max(layer * (2 * weight + compute + sent), root * sent))
+
+
+def reduced_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int, each: float) -> int:
+    """Under zero1 and zero2, of gradients of `each` bytes an element that are summed as they come: those of embedding, last norm
+    and output layer, and at the end what is sent of them; before that those of one layer, as they are and as they are sent."""
+    root = _root(recipe, part, linears, parameters)
+    layer, sent = (parameters - root) // len(part.layers), CODEC[resolved(recipe.precision)["comm"]]
+    return int(root * each + max(layer * (each + sent), root * sent))
 
 
 ROW_PARALLEL = ("linear_proj", "linear_fc2")

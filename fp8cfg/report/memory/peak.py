@@ -13,6 +13,7 @@ from math import prod
 
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import (
     SCALED,
@@ -30,7 +31,7 @@ from fp8cfg.models.lora_shapes import adapter_parameters
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.memory.activations import activations
-from fp8cfg.report.memory.fsdp_gather import gathered_bytes
+from fp8cfg.report.memory.fsdp_gather import gathered_bytes, reduced_bytes
 from fp8cfg.report.memory.layout import Part, parts_that_differ, ranks, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.tables import size, table
@@ -69,21 +70,29 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     backend = backend or multiplying(recipe)
     part = part or widest(recipe, device, ranks(), backend)
     linears = linears_of(recipe, part)
-    kinds = persistent(recipe, part, linears)
+    kinds = persistent(recipe, part, linears, backend)
+    shards = by_fsdp2(recipe, part.shards, backend)
     fsdp = sharding(recipe.precision, part.shards) == "fsdp"  # which adds up gradients in parts alone
     added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
     live = asdict(activations(recipe, device, part, linears, added, backend))
     kinds["FP8 copies"] += live.pop("copies")
+    total = parameters(recipe, part, linears).total
     if fsdp:
         if gathers_params(recipe.precision, backend):
             kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
-        kinds["gathered"] = gathered_bytes(recipe, part, linears, parameters(recipe, part, linears).total, backend)
+        kinds["gathered"] = gathered_bytes(recipe, part, linears, total, backend)
+    elif shards:
+        if fp8_weights(recipe.precision):
+            kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
+        kinds["accumulation"] = reduced_bytes(recipe, part, linears, total, gradient_bytes(recipe))
+        if microbatches(recipe, part) > 1 and sharding(recipe.precision, part.shards) == "zero1":
+            kinds["accumulation"] = max(kinds["accumulation"], before_step(recipe, part, linears) - kinds["gradients"])
     elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
     kinds |= {"activations": live.pop("kept"), **live}
-    step = step_bytes(recipe, part, linears, device)
+    step = step_bytes(recipe, part, linears, device, backend)
     kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
-    if not fsdp:
+    if not shards:
         kinds["to start"] = max(0, starting(recipe, part, linears) - sum(kinds.values()))
     return kinds
 
@@ -116,8 +125,9 @@ def multiplying(recipe: Recipe) -> str:
     return next((name for name in offered if not against_fp8_gather(p, name)), offered[0])
 
 
-def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, int]:
-    """The kinds that stay from step to step; of FP8 copies the scales, histories and second copies that are state."""
+def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str | None = None) -> dict[str, int]:
+    """The kinds that stay from step to step where `backend` multiplies, by default as `multiplying` says; of FP8 copies the scales,
+    histories and second copies that are state."""
     columns, rest, counts = chart.row(recipe), others(recipe.precision), parameters(recipe, part, linears)
     each = {"weights": "weight", "masters": "master_weight", "gradients": "weight_grad"}
     held = Parameters(counts.linear, counts.other + counts.adapters)
@@ -126,7 +136,10 @@ def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict
     kinds["moments"] = int(counts.trained.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]]))
     split = {"none": (), "zero1": ("masters", "moments"), "zero2": ("masters", "moments", "gradients"),
              "fsdp": ("weights", "masters", "moments", "gradients")}
-    for kind in split[sharding(recipe.precision, part.shards)]:
+    shard = sharding(recipe.precision, part.shards)
+    if shard != "fsdp" and by_fsdp2(recipe, part.shards, backend or multiplying(recipe)):
+        kinds["masters"], shard = 4 * counts.trained.total, "zero2"  # gradients are summed into shards
+    for kind in split[shard]:
         kinds[kind] //= part.shards
     state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if SCALINGS[recipe.fp8.scaling].history else 0
     in_fp8 = counts.linear if fp8_weights(recipe.precision) else 0
@@ -192,14 +205,14 @@ def memory_table(recipe: Recipe, device: str, part: Part | None = None, backend:
     return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
 
 
-def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], device: str) -> int:
+def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], device: str, backend: str | None = None) -> int:
     """Temporary bytes of the optimizer's step: float32 copies of narrower gradients; one weight on its way into FP8, in
     float32 before and after it is cut to the range, and rounded; amax histories on their way to the next step. Compiled code
     takes no more than pieces do."""
-    pieces = low_bit(recipe.precision)
+    pieces, shards = low_bit(recipe.precision), by_fsdp2(recipe, part.shards, backend or multiplying(recipe))
     counts = parameters(recipe, part, linears)
-    widened = 4 * counts.trained.total if gradient_bytes(recipe) < 4 and not pieces else 0
-    in_fp8 = fp8_weights(recipe.precision) and not counts.adapters
+    widened = 4 * counts.trained.total if gradient_bytes(recipe) < 4 and not pieces and not shards else 0
+    in_fp8 = fp8_weights(recipe.precision) and not counts.adapters and not shards
     held = max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
     tensors = [prod(shape) for shape in parameter_shapes(transformer_config(recipe)).values()] if pieces else [0]
     history = recipe.fp8.amax_history_len if SCALINGS[recipe.fp8.scaling].history else 0

@@ -20,6 +20,7 @@ from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.checkpoint.pipeline_stages import json_part, whole_json
 from fp8cfg.training.checkpoint.resume_rules import FREE, ORIGIN, changes, matches
 from fp8cfg.training.checkpoint.saved_state import WRONG_CONTENTS, check, one_line
+from fp8cfg.training.checkpoint.sharded_masters import to_sharded
 from fp8cfg.training.checkpoint.shared_save import Share
 from fp8cfg.training.checkpoint.tensor_box import to_write
 from fp8cfg.training.distributed.world import World
@@ -54,9 +55,10 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     changed = [k for k in changes(Recipe(**state["recipe"]), job.recipe) if not matches(k, (*FREE, *ORIGIN))]
     refuse_other(job.recipe, state.get("base"))
     try:
-        _restore_model(job, tensors, any(matches(k, ["fp8", "storage.weight"]) for k in changed))
         # None before a step where parameters are their own masters, nor of plain SGD.
-        job.optimizer.load_state(of_this_layout(job, tensors.get("optimizer", {})), json_part(job, state["optimizer"]))
+        optimizer = of_this_layout(job, tensors.get("optimizer", {}))
+        _restore_model(job, tensors, optimizer, any(matches(k, ["fp8", "storage.weight"]) for k in changed))
+        job.optimizer.load_state(optimizer, json_part(job, state["optimizer"]))
         if any(matches(k, ["fp8", "storage.weight"]) for k in changed):
             job.optimizer.write_parameters()
     except WRONG_CONTENTS as e:
@@ -67,10 +69,11 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     return batches.resume(state["data"])
 
 
-def _restore_model(job: Job, tensors: Tensors, otherwise: bool) -> None:
-    """Load the model. Where weights are stored `otherwise` they come from the masters, and scales and histories are taken where
-    they still mean something."""
+def _restore_model(job: Job, tensors: Tensors, optimizer: dict[str, Tensor], otherwise: bool) -> None:
+    """Load the model, of which `optimizer` may have the masters. Where weights are stored `otherwise` they come from the masters,
+    and scales and histories are taken where they still mean something."""
     saved = of_this_layout(job, tensors["model"]) | of_this_layout(job, tensors.get("fp8", {}))
+    to_sharded(job, saved, optimizer)
     saved = completed(job.recipe, job.model, saved)
     if otherwise:
         own = stored_state_dict(job.model)

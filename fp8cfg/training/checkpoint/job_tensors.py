@@ -18,6 +18,7 @@ from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 from fp8cfg.training.checkpoint import pipeline_stages
 from fp8cfg.training.checkpoint.frozen_weights import left_out
 from fp8cfg.training.checkpoint.saved_tensors import SavedTensors
+from fp8cfg.training.checkpoint.sharded_masters import as_unsharded, weight_bytes
 from fp8cfg.training.checkpoint.tensor_box import Boxes, Groups, Offsets
 from fp8cfg.training.checkpoint.tensor_file import view_of
 from fp8cfg.training.checkpoint.tensor_layout import TensorLayout, slices
@@ -33,9 +34,11 @@ def boxes(job: Job, world: World) -> Groups:
     layout, names = TensorLayout(job), left_out(job.recipe, job.model)
     # FSDP2's parameters say how they are split; others are to be plain.
     stored = {k: t for k, t in stored_state_dict(job.model, keep_vars=bool(layout.split)).items() if k not in names}
+    stored, masters = as_unsharded(job, stored)
     each, mine = own_scales(job.recipe.fp8) and world.size > 1, _of_rank(same_layers(job.prepared).rank)
     own = {mine + k: stored.pop(k) for k in list(stored) if each and k.rpartition(".")[2] in OWN}
-    model, optimizer = _boxes(layout, stored), _boxes(layout, job.optimizer.state_tensors(), alone=bool(job.prepared.owner))
+    model = _boxes(layout, stored)
+    optimizer = _boxes(layout, {**masters, **job.optimizer.state_tensors()}, alone=bool(job.prepared.owner))
     fp8 = [box for box in model if is_fp8_state(box.name)] + _boxes(layout, own, alone=True)
     return {"model": [box for box in model if not is_fp8_state(box.name)], "optimizer": optimizer, "fp8": fp8}
 
@@ -71,7 +74,7 @@ def checkpoint_bytes(job: Job, world: World) -> int:
     parts = 1 if job.prepared.tensor_parallel is None else job.prepared.tensor_parallel.size  # vectors are few
     names = left_out(job.recipe, job.model)
     model = {id(t): t for k, t in stored_state_dict(job.model, keep_vars=True).items() if k not in names}
-    state = sum(map(_bytes, job.optimizer.state_tensors().values()))
+    state = sum(map(_bytes, job.optimizer.state_tensors().values())) + weight_bytes(job)
     if isinstance(job.optimizer, MixedPrecisionOptimizer) and not job.optimizer.inner.state:
         optim = job.recipe.optim
         state += sum(map(_bytes, job.optimizer.masters.values())) * (2 if optim.name != "sgd" else int(optim.momentum > 0))

@@ -46,7 +46,7 @@ class TensorLayout:
         self.tensor: TensorRank | None = job.prepared.tensor_parallel
         self.shards: Mapping[str, TensorShard] = model.shards if self.tensor else {}
         self.sharing: World = sharing(job.prepared)
-        named = model.named_parameters(remove_duplicate=False) if job.prepared.shard == "fsdp" else ()
+        named = model.named_parameters(remove_duplicate=False) if job.prepared.fsdp2 else ()
         self.split: dict[str, DTensor] = {name: p for name, p in named if hasattr(p, "placements")}
 
     def boxes(self, name: str, t: Tensor, alone: bool = False) -> Iterator[TensorBox]:
@@ -82,7 +82,7 @@ class TensorLayout:
             part = read((0,) * len(local), (0, *local[1:])).new_empty(local)
             for place in places:
                 part[slices(place.here, place.size)] = read(place.whole, place.size)
-        return part if like is None else _distributed(part, like, shape)
+        return part if like is None else distributed(part, like, shape)
 
     def _parameter_of(self, name: str) -> DTensor | None:
         """The parameter that FSDP2 split as it splits the tensor `name`, if it splits it."""
@@ -150,7 +150,8 @@ def _local_shape(like: Any, shape: Offsets) -> tuple[Offsets, Offsets]:
     return tuple(local), tuple(offset)
 
 
-def _distributed(local: Tensor, like: Any, shape: Offsets) -> Tensor:
+def distributed(local: Tensor, like: Any, shape: Offsets) -> Tensor:
+    """This rank's part `local` of a tensor of `shape`, which is split as `like` is."""
     from torch.distributed.tensor import DTensor
 
     whole = torch.empty(shape, device="meta")

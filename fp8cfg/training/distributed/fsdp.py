@@ -1,18 +1,23 @@
-"""FSDP2 sharding: weights, gradients and moments split over data-parallel ranks, each of which keeps a part of every tensor.
+"""FSDP2 sharding: float32 weights, their own masters, and moments split over data-parallel ranks, each of which keeps a shard of
+every tensor and steps that.
 
-    forward     a layer's weights are gathered before it runs, in the codec of storage.gather, and let go of after it
-    backward    they are gathered again; gradients are summed into the parts, in storage.comm, after each microbatch
-    step        each rank steps its float32 parts, which are their own masters
+                weights are gathered                                            gradients are summed into the shards
+    zero1       as the first microbatch of a step goes forward, till its end    as the last one goes back
+    zero2       the same                                                        as each goes back
+    fsdp        before a layer runs, and again before it goes back              as each goes back
 
-Embedding, last norm and output layer are one group, gathered once a pass. Microbatches add up in float32 in the parts, so that
-no rank ever has the gradients of the whole model; the price is a sum over the ranks for each of them.
+Gathered are weights as a rank alone stores them, under fsdp in the codec of storage.gather. Gradients are summed in storage.comm,
+a layer at a time while those before it still go back; embedding, last norm and output layer are one group, the last. What is not
+summed in each microbatch is added up in storage.weight_grad first, which takes the gradients of the whole model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,6 +28,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.fsdp_sharding import ZERO
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import gathered, resolved
 from fp8cfg.parallel.mesh import fsdp_mesh
@@ -34,7 +40,7 @@ if TYPE_CHECKING:
     from fp8cfg.parallel.tensor import TensorRank
 
 
-COPY = ("under storage.shard=fsdp a rank has parts of it; for an average (EMA) keep {name: p.detach().clone() for name, p in "
+COPY = ("under storage.shard={} a rank has parts of it; for an average (EMA) keep {name: p.detach().clone() for name, p in "
         "job.model.named_parameters()}, and for whole weights save a checkpoint")
 """Why a model is not copied, and what to do."""
 
@@ -74,10 +80,10 @@ def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: 
                           f"not divide; write storage.gather={precision.compute}, or start another number of ranks")
 
 
-def shard(model: Transformer, precision: Precision, device: str) -> None:
-    """Split `model`, in place, over all ranks, which compute on `device`: each layer by itself, then the rest; with tensor
-    parallelism over those that have the same part of it, in groups over those of one, which sum gradients with the others. One
-    rank alone gets a process group of its own, so that it computes what several do."""
+def shard(model: Transformer, precision: Precision, device: str, gradient: torch.dtype) -> None:
+    """Split `model`, in place, over all ranks, which compute on `device`: each layer by itself, then the rest. The gradients of
+    gathered weights are in `gradient`. With tensor parallelism over those ranks that have the same part of it, in groups over those
+    of one, which sum gradients with the others. One rank alone gets a process group of its own, to compute what several do."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
@@ -87,17 +93,35 @@ def shard(model: Transformer, precision: Precision, device: str) -> None:
     # Activations have the compute dtype already, and rotary tables are to stay in float32.
     policy = MixedPrecisionPolicy(DTYPES[precision.compute], DTYPES[resolved(precision)["comm"]], cast_forward_inputs=False)
     for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=None if precision.storage.shard == "fsdp" else False)
+        if gradient != policy.param_dtype:
+            module.register_forward_pre_hook(partial(_widen_gradients, gradient))
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # shares of the loss are weighed where it is (Job.backward)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_AllGather(worlds[-1]))
         module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], worlds[:-1]))
-        type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # in the place of torch's bare AssertionError
+        # In the place of torch's bare AssertionError.
+        type(module).__deepcopy__ = partialmethod(_refuse_copy, precision.storage.shard)  # type: ignore[attr-defined]
 
 
-def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
-    raise TypeError(f"the model cannot be copied: {COPY}")
+def _widen_gradients(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
+    """Let the gradients of a module's gathered weights be in `dtype`, so that microbatches are not rounded as they are added up."""
+    for p in module.parameters():
+        if p.requires_grad and not isinstance(p, DTensor) and p.grad_dtype != dtype:
+            p.grad_dtype = dtype
+
+
+def microbatch(model: nn.Module, shard: str, last: bool) -> None:
+    """Before the passes of a microbatch, the `last` of a step or another one: whether it sums gradients and lets weights go."""
+    assert isinstance(model, FSDPModule)
+    if shard in ZERO:
+        model.set_requires_gradient_sync(last or shard == "zero2")
+        model.set_reshard_after_backward(last)
+
+
+def _refuse_copy(module: nn.Module, shard: str, memo: dict[int, Any]) -> NoReturn:
+    raise TypeError(f"the model cannot be copied: {COPY.format(shard)}")
 
 
 def let_go(model: nn.Module) -> None:

@@ -45,7 +45,7 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
             world.traffic.count(Message("send", sent, "gradients"), 0, 2)
     if prepared.mesh is not None:
         world = sharing(prepared)
-    if world.size == 1 or prepared.shard == "fsdp":
+    if world.size == 1 or prepared.fsdp2:
         return
     to_owners = prepared.shard == "zero2"
     stored: dict[str, list[nn.Parameter]] = {}

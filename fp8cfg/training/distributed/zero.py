@@ -44,7 +44,7 @@ def owned(prepared: PreparedModel, precision: Precision) -> set[str] | None:
     """Under ZeRO the names of the parameters whose state this rank keeps, and in `prepared` the owner of each; None where every
     rank keeps all."""
     world = World() if (shard := precision.storage.shard) not in ("zero1", "zero2") else sharing(prepared)
-    if world.size == 1:
+    if world.size == 1 or prepared.fsdp2:
         return None
     prepared.owner = owner_of({
         name: (p.numel(), columns_of(prepared, precision, name), prepared.columns[name]["weight_grad"])

@@ -1,0 +1,46 @@
+"""FSDP2 sharding: which recipes have their state split over data-parallel ranks by torch's FSDP2, as float32 shards.
+
+`storage.shard=fsdp` always; zero1 and zero2 where masters and moments are float32, gradients are added up as they are sent, and
+each weight can be gathered as the unsharded run stores it. State of fewer bits, and weights in another codec than products read,
+are those of whole tensors, each of which has one owner (training/distributed/zero.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fp8cfg.config.backend_capabilities import capabilities
+from fp8cfg.config.storage import SCALED, Columns, against_gathered_params, fp8_weights, level, low_bit, others, resolved, sharding
+from fp8cfg.scalings import SCALINGS
+
+if TYPE_CHECKING:
+    from fp8cfg.config.precision import Precision
+    from fp8cfg.config.recipe import Recipe
+
+ZERO = ("zero1", "zero2")
+
+
+def by_fsdp2(recipe: Recipe, ranks: int, backend: str) -> bool:
+    """Whether FSDP2 keeps the parameters of the recipe's Transformer over `ranks` that share them, where `backend` multiplies.
+    Adapters are few, and statistics are one rank's of whole weights."""
+    shard = sharding(recipe.precision, ranks)
+    if shard not in ZERO or ranks == 1:
+        return shard == "fsdp"
+    if recipe.lora.enabled or recipe.log.fp8_stats_every_n_steps or recipe.trainer.strategy.pipeline_model_parallel_size > 1:
+        return False
+    return _gathered_as_stored(recipe.precision, backend)
+
+
+def _gathered_as_stored(p: Precision, backend: str) -> bool:
+    if level(p) or low_bit(p) or not capabilities(backend).fully_shards:
+        return False
+    linear, rest = resolved(p), others(p)
+    if not (_sent_as_added(linear) and _sent_as_added(rest)) or rest["weight"] != p.compute:
+        return False
+    if fp8_weights(p):
+        return not against_gathered_params(p.fp8, backend) and not SCALINGS[p.fp8.scaling].block
+    return linear["weight"] == p.compute
+
+
+def _sent_as_added(columns: Columns) -> bool:
+    return columns["comm"] == columns["weight_grad"] and columns["comm"] not in SCALED

@@ -1,0 +1,69 @@
+"""Sharded masters in checkpoints: the float32 shards that FSDP2 keeps under zero1 and zero2, as the unsharded run's weights and
+masters.
+
+A parameter is its own master there, and its weight is made as it is gathered. A checkpoint has what the unsharded run has, the
+weight as storage.weight says and `<name>.master`, so that it goes on with any layout.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from fp8cfg.backends.stored_weights import DTYPES
+from fp8cfg.config.fsdp_sharding import ZERO
+from fp8cfg.job import Job
+from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
+from fp8cfg.training.checkpoint.tensor_layout import distributed
+
+
+def as_unsharded(job: Job, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """`stored`, the stored form of the model with its Parameters, with weights as the unsharded run has them; and the masters."""
+    from fp8cfg.training.distributed.fsdp import local  # inside: it takes a second to load
+
+    weights, masters, made = dict(stored), dict[str, Tensor](), dict[str, Tensor]()
+    for name, first in _narrow(job).items():
+        p: Any = stored[name]
+        masters[f"{first}.master"] = p
+        owner = first.rpartition(".")[0]
+        if job.prepared.columns[first]["weight"] == "fp8":
+            data, scale_inv, *_ = job.model.get_submodule(owner).quantized_shard(local(p))  # type: ignore[operator]
+            weights[f"{owner}.{WEIGHT_BUFFERS[0]}"] = scale_inv
+        else:
+            data = local(p).to(DTYPES[job.prepared.columns[first]["weight"]])
+        if first not in made:  # a tied weight has two names
+            made[first] = distributed(data, p, tuple(p.shape))
+        weights[name] = made[first]
+    return weights, masters
+
+
+def to_sharded(job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+    """Let what this rank keeps of a checkpoint's `model` have the masters of `optimizer`, whose others are left, in place."""
+    masters = {}
+    for name, first in _narrow(job).items():
+        if (master := optimizer.get(f"{first}.master")) is not None:
+            masters[name] = master
+            for buffer in WEIGHT_BUFFERS:
+                model.pop(f"{name.rpartition('.')[0]}.{buffer}", None)
+    model.update(masters)
+    for first in set(_narrow(job).values()):
+        optimizer.pop(f"{first}.master", None)
+
+
+def weight_bytes(job: Job) -> int:
+    """Bytes of the weights, in all shards, that a checkpoint has beside their masters; of one in FP8 with a scale."""
+    named = dict(job.model.named_parameters())
+    columns = {first: job.prepared.columns[first]["weight"] for first in set(_narrow(job).values())}
+    return sum(prod(named[name].shape) + 4 if codec == "fp8" else prod(named[name].shape) * DTYPES[codec].itemsize
+               for name, codec in columns.items())
+
+
+def _narrow(job: Job) -> dict[str, str]:
+    """The names of sharded parameters that the unsharded run stores in fewer bits, each with the optimizer's name of it."""
+    if not (job.prepared.fsdp2 and job.prepared.shard in ZERO):
+        return {}
+    first = {p: name for name, p in job.model.named_parameters()}
+    return {name: first[p] for name, p in job.model.named_parameters(remove_duplicate=False)
+            if job.prepared.columns[first[p]]["weight"] != "fp32"}

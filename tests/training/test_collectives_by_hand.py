@@ -1,0 +1,124 @@
+"""Collectives of a step, counted and in their order: those of a loop written by hand with torch's FSDP2, and under way while layers still go back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fp8cfg
+from fp8cfg.job import Job
+from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.train_step import train_step
+from tests.support.ranks import on_ranks
+from tests.support.small import small
+
+LAYERS, MICROBATCHES = 3, 2
+KINDS = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
+SHARDS = ("zero1", "zero2", "fsdp")
+
+
+class Events(TorchDispatchMode):
+    """Collectives as they start, by kind and bytes handed over, and what `said` adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.partition("::")[2]
+            handed = args[1] if name.endswith("_base_") else args[0]  # the output goes first
+            self.found.append((KINDS.get(name, name), sum(t.nbytes for t in tree_leaves(handed) if isinstance(t, Tensor))))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, *kinds: str) -> list[tuple[str, int]]:
+        return [event for event in self.found if event[0] in kinds]
+
+
+def job_of(*words: str) -> Job:
+    return fp8cfg.build(small("precision=bf16", f"model.num_layers={LAYERS}", f"trainer.micro_batch_size={4 // MICROBATCHES}", *words))
+
+
+def say_embedded(model: nn.Module, events: Events) -> None:
+    """Let `events` have the end of each backward pass through the layers, which the embedding's own follows."""
+    def embedded(module: nn.Module, args: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda gradient: events.found.append(("layers are back", 0)))
+
+    model.embedding.register_forward_hook(embedded)
+
+
+def ours(shard: str, world: World) -> list[tuple[str, int]]:
+    job, events = job_of(f"storage.shard={shard}"), Events()
+    batches, _ = run_data(job.recipe)
+    train_step(job, batches, 0, world)
+    say_embedded(job.model, events)
+    with events:
+        train_step(job, batches, 1, world)
+    return events.of("gather", "reduce-scatter", "layers are back")
+
+
+def by_hand(shard: str, world: World) -> list[tuple[str, int]]:
+    """Without us: FSDP2, torch's AdamW, a loop."""
+    plain, events = job_of("precision=fp32", "storage.shard=none"), Events()
+    model, policy = plain.model, MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=policy, reshard_after_forward=None if shard == "fsdp" else False)
+        module.set_force_sum_reduction_for_comms(True)  # gloo does not average
+    optimizer, (batches, _) = torch.optim.AdamW(model.parameters(), fused=True), run_data(plain.recipe)
+
+    def step(number: int) -> None:
+        for i in range(MICROBATCHES):
+            if shard != "fsdp":
+                model.set_requires_gradient_sync(shard == "zero2" or i + 1 == MICROBATCHES)
+                model.set_reshard_after_backward(i + 1 == MICROBATCHES)
+            model(*batches.batch(number, world.rank, world.size, i, MICROBATCHES)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    say_embedded(model, events)
+    with events:
+        step(1)
+    return events.of("gather", "reduce-scatter", "layers are back")
+
+
+def on_two(world: World) -> dict[str, Any]:
+    def each(run: Callable[[str, World], list[tuple[str, int]]]) -> dict[str, list[list[Any]]]:
+        return {shard: [list(event) for event in run(shard, world)] for shard in SHARDS}
+
+    return {"ours": each(ours), "by hand": each(by_hand)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(2, on_two, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", SHARDS)
+def test_a_step_has_the_collectives_of_a_loop_written_by_hand(shard: str, two: list[dict[str, Any]]) -> None:
+    """As many, of as many bytes, in the same order among the passes."""
+    for found in two:
+        assert found["ours"][shard] == found["by hand"][shard]
+    names = [name for name, _ in two[0]["ours"][shard]]
+    assert names.count("gather") == (LAYERS + 1) * (1 if shard != "fsdp" else MICROBATCHES) + (LAYERS * MICROBATCHES if shard == "fsdp" else 0)
+    assert names.count("reduce-scatter") == (LAYERS + 1) * (1 if shard == "zero1" else MICROBATCHES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", SHARDS)
+def test_all_sums_but_the_last_start_before_the_backward_pass_ends(shard: str, two: list[dict[str, Any]]) -> None:
+    names = [name for name, _ in two[0]["ours"][shard] if name != "gather"]
+    passes = " ".join(names).split("layers are back")
+    sums = [text.split().count("reduce-scatter") for text in passes]
+    whole = {"zero1": [0, LAYERS, 1], "zero2": [LAYERS, LAYERS + 1, 1], "fsdp": [LAYERS, LAYERS + 1, 1]}
+    assert sums == whole[shard]

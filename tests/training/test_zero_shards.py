@@ -1,0 +1,165 @@
+"""ZeRO by FSDP2 on two ranks: the bits of the unsharded run in losses, state and checkpoints, and what a rank keeps."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8cfg
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.job import Job
+from fp8cfg.training import memory_measurement
+from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.checkpoint.job_tensors import checkpoint_bytes
+from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.distributed import fsdp
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.run_files import RunFiles
+from fp8cfg.training.train_step import evaluate, train_step
+from tests.support import sharded_checkpoints
+from tests.support.ranks import on_ranks
+from tests.support.small import small
+
+ROWS = {
+    "fp32": "precision=fp32", "bf16": "precision=bf16", "fp16": "precision=fp16 precision.initial_loss_scale=65536 storage.weight_grad=fp32 storage.comm=fp32",
+    "FP8 weights": "precision=bf16_fp8 model.share_embeddings_and_output_weights=true fp8.output_layer=true",
+    "current": "precision=bf16_fp8_current fp8.params=true fp8.high_precision_at_start=0 fp8.high_precision_at_end=0",
+    "momentum": "precision=bf16 optim.name=sgd optim.momentum=0.9 optim.lr=0.1",
+}
+SHARDS = ("none", "zero1", "zero2")
+RESUMED = [("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "none"), ("momentum", "zero1", "zero2"), ("bf16", "none", "zero2"), ("current", "zero1", "zero1")]
+MEASURED = ("precision=bf16_fp8 storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1")
+NOT_CLIPPED = "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
+
+
+def job_of(*words: str) -> Job:
+    return fp8cfg.build(small(*" ".join(words).split(), "model.num_layers=1", "model.ffn_hidden_size=112", "optim.warmup_steps=0", NOT_CLIPPED))
+
+
+def tiny(words: str) -> Recipe:
+    return fp8cfg.compose(["recipe=llama_tiny", "data=tiny", "trainer.micro_batch_size=4", *words.split()])
+
+
+def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
+    batches, _ = run_data(job.recipe)
+    return [[s.loss, s.grad_norm] for s in (train_step(job, batches, step, world) for step in range(first, last))]
+
+
+def nbytes(tensors: list[Tensor]) -> int:
+    return sum(fsdp.local(t).nbytes for t in tensors)
+
+
+def load(job: Job, path: Path) -> Job:
+    assert job_state.restore(job, *checkpoint.load_named(RunFiles.at(path), "step-00000002"), run_data(job.recipe)[0]) == 2
+    return job
+
+
+def on_two(folder: Path, world: World) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for row, its in ROWS.items():
+        for shard in SHARDS:
+            job = job_of(its, f"storage.shard={shard}", "trainer.micro_batch_size=2")  # two microbatches
+            losses = run(job, world, 0, 2)
+            sharded_checkpoints.saved(job, world, folder / f"{row} {shard}", 2)
+            world.traffic.clear()
+            losses += run(job, world, 2, 3)
+            sent = dict(world.traffic.messages)
+            validation = evaluate(job, validation_batches(job.recipe, run_data(job.recipe)[1], world), world)
+            losses += run(job, world, 3, 4)
+            if job.recipe.fp8.enabled:
+                job.prove()
+            kept = {kind: nbytes(tensors) for kind, tensors in (*memory_measurement.stored(job).items(), ("gradients", memory_measurement.gradients(job)))}
+            found[f"{row} {shard}"] = {"losses": losses, "validation": validation, "kept": kept, "state": sharded_checkpoints.whole(job, world), "messages": sent,
+                                       "json": job.optimizer.state_json(), "fsdp2": job.prepared.fsdp2, "bytes": checkpoint_bytes(job, world),
+                                       "elements": sum(p.numel() for p in job.model.parameters())}
+    for row, before, now in RESUMED:
+        job = load(job_of(ROWS[row], f"storage.shard={now}", "trainer.micro_batch_size=2"), folder / f"{row} {before}")
+        found[f"{row} {before} {now}"] = {"losses": run(job, world, 2, 4), "state": sharded_checkpoints.whole(job, world)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")  # torchrun's, for the plan
+        found["memory"] = {words: memory_measurement.measure(tiny(words)) for words in MEASURED}
+    job = job_of("precision=fp16 precision.initial_loss_scale=1e30 precision.hysteresis=1", "trainer.micro_batch_size=2", "storage.shard=zero1")
+    before = fsdp.local(job.model.final_layernorm.weight).clone()
+    skipped = train_step(job, run_data(job.recipe)[0], 0, world)
+    found["skipped"] = [skipped.stepped, torch.equal(before, fsdp.local(job.model.final_layernorm.weight)), job.loss_scaler.scale]
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("two")
+    return folder, on_ranks(2, functools.partial(on_two, folder), folder)
+
+
+def same(a: dict[str, dict[str, Tensor]], b: dict[str, dict[str, Tensor]]) -> list[str]:
+    """Names of what differs."""
+    names = {(group, name) for found in (a, b) for group in found for name in found[group]}
+    return [f"{group} {name}" for group, name in sorted(names) if name not in a[group] or name not in b[group]
+            or a[group][name].dtype != b[group][name].dtype or not torch.equal(sharded_bits(a[group][name]), sharded_bits(b[group][name]))]
+
+
+def sharded_bits(t: Tensor) -> Tensor:
+    return t.contiguous().flatten().view(torch.uint8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["zero1", "zero2"])
+@pytest.mark.parametrize("row", ROWS)
+def test_a_sharded_run_has_the_bits_of_the_unsharded_one(row: str, shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    whole = two[1][0][f"{row} none"]
+    for found in (rank[f"{row} {shard}"] for rank in two[1]):
+        assert found["fsdp2"] and not whole["fsdp2"]
+        if shard == "zero1":  # zero2 sums over ranks before it does over microbatches
+            assert [loss for loss, _ in found["losses"]] == [loss for loss, _ in whole["losses"]] and found["validation"] == whole["validation"]
+            assert same(found["state"], whole["state"]) == [], "a checkpoint of the sharded run is that of the unsharded one"
+        assert [x for both in found["losses"] for x in both] == pytest.approx([x for both in whole["losses"] for x in both], rel=2e-5 if shard == "zero2" else 1e-6)
+        assert found["json"] == whole["json"] and found["bytes"] == whole["bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS)
+def test_a_rank_keeps_half_of_masters_moments_and_gradients(row: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    whole = two[1][0][f"{row} none"]
+    for shard in ("zero1", "zero2"):
+        first, second = (found[f"{row} {shard}"]["kept"] for found in two[1])
+        assert first["masters"] + first["weights"] + second["masters"] + second["weights"] == 4 * whole["elements"]
+        assert first["moments"] + second["moments"] == whole["kept"]["moments"] and first["gradients"] + second["gradients"] == 4 * whole["elements"]
+        assert abs(first["moments"] - second["moments"]) < 0.02 * first["moments"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", MEASURED)
+def test_the_plan_is_what_is_measured(words: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    for found in (dict(rank["memory"][words]) for rank in two[1]):
+        peak, here = found.pop("peak")
+        assert 0.97 * here <= peak <= 1.1 * here
+        for kind, (planned, here) in found.items():
+            assert here == pytest.approx(planned, rel=0.01, abs=1 << 12), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "before", "now"), RESUMED)
+def test_two_ranks_resume_sharded_like_before_or_not(row: str, before: str, now: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    whole, resumed = two[1][0][f"{row} {before}"], two[1][0][f"{row} {before} {now}"]
+    assert resumed["losses"] == two[1][1][f"{row} {before} {now}"]["losses"]
+    assert [loss for loss, _ in resumed["losses"]] == pytest.approx([loss for loss, _ in whole["losses"][2:]], rel=2e-5)
+
+
+@pytest.mark.slow
+def test_weights_are_gathered_once_a_step(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Of two groups, a layer and the rest; gradients under zero2 once for each microbatch."""
+    for found in two[1]:
+        assert found["bf16 zero1"]["messages"] == {"weights": 2, "gradients": 2}
+        assert found["bf16 zero2"]["messages"] == {"weights": 2, "gradients": 4}
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_skips_the_step(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    for found in two[1]:
+        stepped, unchanged, scale = found["skipped"]
+        assert not stepped and unchanged and scale < 1e30
