@@ -125,13 +125,16 @@ def test_ms_amp_leaves_all_but_linear_layers_in_float32(level: str, linear: int,
 
 
 def test_zero_splits_optimizer_state_over_data_parallel_ranks() -> None:
-    recipe = small("precision=bf16")
+    recipe = small("precision=bf16", "model.num_layers=6")
     one, four = memory(recipe, "cpu"), {}
     for shard in ("zero1", "zero2"):
         recipe.storage.shard = shard  # type: ignore[assignment]
         four[shard] = memory(recipe, "cpu", whole(recipe, 4))
-    assert four["zero1"]["moments"] * 4 == one["moments"] and four["zero1"]["gradients"] == one["gradients"]
-    assert four["zero2"]["masters"] * 4 == one["masters"] and four["zero2"]["gradients"] * 4 == one["gradients"]
+    for kinds in four.values():
+        assert all(kinds[kind] * 4 == one[kind] for kind in ("masters", "moments", "gradients")) and kinds["weights"] == one["weights"]
+    recipe.storage.shard, recipe.trainer.micro_batch_size = "zero1", 1  # two microbatches: gradients add up before they are summed
+    kinds = memory(recipe, "cpu", whole(recipe, 4))
+    assert kinds["gradients"] + kinds["accumulation"] == one["gradients"] > four["zero2"]["gradients"] + four["zero2"]["accumulation"]
 
 
 @pytest.mark.parametrize(("words", "ranks", "each"), [

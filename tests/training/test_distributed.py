@@ -45,7 +45,8 @@ def test_what_may_not_be_meant_is_noted_by_one_rank_and_once(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_two_ranks_with_half_the_batch_each_are_one_run(tmp_path: Path) -> None:
-    words = ("precision=bf16_fp8", "trainer.max_steps=50", "checkpoint.every_n_steps=25", "trainer.val_check_interval=25")
+    words = ("precision=bf16_fp8", "trainer.max_steps=50", "checkpoint.every_n_steps=25", "trainer.val_check_interval=25",
+             "trainer.gradient_clip_val=0")  # the norm of shards is added up in another order
     two = run(2, tmp_path / "two", *words, "optim.lr=3e-4")
     halves, whole = (run(1, tmp_path / str(m), *words, "optim.lr=3e-4", micro=m) for m in (4, 8))
     assert len(losses(two)) == 50

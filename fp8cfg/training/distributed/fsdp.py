@@ -33,15 +33,15 @@ from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import gathered, resolved
 from fp8cfg.parallel.mesh import fsdp_mesh
 from fp8cfg.training.distributed.collectives import Message
-from fp8cfg.training.distributed.world import SENT, World
+from fp8cfg.training.distributed.world import SENT, World, current
 
 if TYPE_CHECKING:
     from fp8cfg.models.transformer import Transformer
     from fp8cfg.parallel.tensor import TensorRank
 
 
-COPY = ("under storage.shard={} a rank has parts of it; for an average (EMA) keep {name: p.detach().clone() for name, p in "
-        "job.model.named_parameters()}, and for whole weights save a checkpoint")
+COPY = ("under storage.shard={} a rank has parts of it; for an average (EMA) keep {{name: p.detach().clone() for name, p in "
+        "job.model.named_parameters()}}, and for whole weights save a checkpoint")
 """Why a model is not copied, and what to do."""
 
 
@@ -85,6 +85,7 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
     gathered weights are in `gradient`. With tensor parallelism over those ranks that have the same part of it, in groups over those
     of one, which sum gradients with the others. One rank alone gets a process group of its own, to compute what several do."""
     if not dist.is_initialized():
+        current()  # which raises where torchrun has started several
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
     here: TensorRank | None = model.tensor_parallel
