@@ -153,7 +153,7 @@ def prepared_model(
         config, recompute=m.recompute_granularity == "full", reset_attention_mask=recipe.data.reset_attention_mask,
         reset_position_ids=recipe.data.reset_position_ids)
     strategy, fsdp2 = recipe.trainer.strategy, by_fsdp2(recipe, shards(recipe, _ranks_here()), choice.backend)
-    empty.groups = strategy.data_parallel_replicate_size
+    empty.groups, empty.stages = strategy.data_parallel_replicate_size, strategy.pipeline_model_parallel_size
     if strategy.context_parallel_size > 1:
         from fp8cfg.parallel.context import split_sequences
         from fp8cfg.parallel.mesh import device_mesh

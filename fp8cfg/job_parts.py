@@ -194,7 +194,8 @@ def optimizer(
             masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
             loss_scaler=loss_scaler, clip_grad=clip_grad, owned=owned)
         skips = not precision.fp8.enabled or backend_registry.capabilities(choice.backend).skips_on_device
-        built.can_defer = loss_scaler is None and not prepared.fsdp2 and skips
+        kernel = optim.name != "sgd" or not prepared.fsdp2  # which takes found_inf: `_inner`
+        built.can_defer = loss_scaler is None and kernel and skips
         gradient_sync.sum_norms(built, prepared)
         if prepared.fsdp2:
             from fp8cfg.training.distributed import fsdp

@@ -26,7 +26,7 @@ def by_fsdp2(recipe: Recipe, ranks: int, backend: str) -> bool:
     shard = sharding(recipe.precision, ranks)
     if shard not in ZERO or ranks == 1:
         return shard == "fsdp"
-    if recipe.lora.enabled or recipe.log.fp8_stats_every_n_steps or recipe.trainer.strategy.pipeline_model_parallel_size > 1:
+    if recipe.lora.enabled or recipe.log.fp8_stats_every_n_steps:
         return False
     return _gathered_as_stored(recipe.precision, backend)
 

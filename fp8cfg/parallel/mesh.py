@@ -72,12 +72,12 @@ def shard_mesh(strategy: Strategy, device: str) -> DeviceMesh:
     return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def fsdp_mesh(device: str, groups: int, tensor: int) -> DeviceMesh:
-    """The mesh of the ranks that have this one's of the `tensor` parts of each matrix: over its last axis FSDP2 shards state, over
-    the one before it, where there are several `groups`, these sum gradients. All ranks call it."""
+def fsdp_mesh(device: str, stages: int, groups: int, tensor: int) -> DeviceMesh:
+    """The mesh of the ranks that have this one's of the `stages` of a pipeline and of the `tensor` parts of each matrix: over its
+    last axis FSDP2 shards state, over the one before it, where there are several `groups`, these sum gradients. All call it."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = {"dp_replicate": groups, "dp_shard": dist.get_world_size() // (groups * tensor), "tp": tensor}
+    shape = {"pp": stages, "dp_replicate": groups, "dp_shard": dist.get_world_size() // (stages * groups * tensor), "tp": tensor}
     mesh = init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
     return mesh["dp_replicate", "dp_shard"] if groups > 1 else mesh["dp_shard"]

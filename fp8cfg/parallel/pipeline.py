@@ -110,14 +110,15 @@ def sum_tied(model: Transformer, here: PipelineRank) -> Tensor | None:
     """Sum the gradient of a tied embedding over the first and the last stage, in its own dtype; what was sent, where it was."""
     if not _shares(model, here):
         return None
-    mine = model.embedding.weight.grad
-    assert mine is not None, "the stage has trained"
+    grad = model.embedding.weight.grad
+    assert grad is not None, "the stage has trained"
+    mine: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad  # FSDP2 shards it alike on both stages
     theirs, peer = torch.empty_like(mine), 0 if here.last else here.size - 1
     group = here.process_group
     ops = [dist.P2POp(op, t, group=group, group_peer=peer) for op, t in ((dist.isend, mine), (dist.irecv, theirs))]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    model.embedding.weight.grad = mine + theirs  # commutes: the same bits on both
+    mine.copy_(mine + theirs)  # commutes: the same bits on both
     return mine
 
 

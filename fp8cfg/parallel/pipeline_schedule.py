@@ -9,7 +9,7 @@ come in the order of the microbatches, as on one rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,10 +48,27 @@ class _Chunk(nn.Module):
         return model.head(x, part(targets))
 
 
+class StageShards(Protocol):
+    """The parameters of a rank's stages where they are sharded over data-parallel ranks."""
+
+    def gather(self) -> None:
+        """Before the passes of a step: what no layer gathers."""
+
+    def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
+        """Before the backward pass of a microbatch, the `last` of its stage or another, through `layers`, the `first` of the rank's
+        or others."""
+
+    def let_go(self) -> None:
+        """After the passes of a step."""
+
+
 class _Stage(PipelineStage):
     """A stage with memory for what it receives of the microbatches under way alone: torch's has it for all of a step."""
 
     _stream: Tensor | None = None
+    shards: StageShards | None = None
+    layers: tuple[list[nn.Module], bool] = [], False
+    last = 0
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of a microbatch's residual stream, into new memory."""
@@ -65,6 +82,8 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The backward pass of a microbatch, after which both are given back."""
+        if self.shards is not None:
+            self.shards.backward(*self.layers, last=bwd_chunk_id == self.last)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in infos.get(bwd_chunk_id, ()):
@@ -116,7 +135,8 @@ class Pipeline:
     `dtype`. All ranks of a pipeline make the same calls."""
 
     def __init__(
-        self, model: Transformer, here: PipelineRank, microbatches: int, samples: int, dtype: torch.dtype, device: torch.device
+        self, model: Transformer, here: PipelineRank, microbatches: int, samples: int, dtype: torch.dtype, device: torch.device,
+        shards: StageShards | None = None,
     ) -> None:
         config, chunks = model.config, len(here.chunks)
         split = getattr(model, "context", None)
@@ -126,6 +146,7 @@ class Pipeline:
         stream = torch.empty(samples, tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         batch = torch.empty(samples, config.seq_length, dtype=torch.long, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
+        self._shards = shards
         self.samples, self._interleaved = samples, list[_InterleavedStage]()
         self.here, self._losses, cuts = here, list[Tensor](), here.size * chunks
         modules = {here.rank + i * here.size: layers for i, layers in enumerate(here.chunks)}
@@ -136,6 +157,8 @@ class Pipeline:
                 part, number, cuts, device, input_args=stream if number else batch,
                 output_args=loss if number == cuts - 1 else stream, group=here.process_group)
                 for number, part in zip(modules, parts, strict=True)]
+            for stage, part in zip(stages, parts, strict=True):
+                stage.shards, stage.layers, stage.last = shards, ([*part.layers.values()], part is parts[0]), count - 1
             if chunks == 1:
                 return Schedule1F1B(stages[0], count, self._weighed, scale_grads=False)
             self._interleaved += stages
@@ -148,7 +171,10 @@ class Pipeline:
     def train(self, batch: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
         """Forward and backward passes over the tensors of a batch, of which the microbatches are equal parts. Each mean loss is
         multiplied by its weight before its backward pass. Returns the losses as they were, on the last stage alone."""
-        return self._run(self._training.step, batch, torch.tensor(weights, device=batch[0].device))
+        losses = self._run(self._training.step, batch, torch.tensor(weights, device=batch[0].device))
+        if self._shards is not None:
+            self._shards.let_go()
+        return losses
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> list[Tensor]:
@@ -161,6 +187,8 @@ class Pipeline:
         self._losses = []
         tokens, targets, *documents = batch
         inputs = (tokens,) if self.here.first else ()
+        if self._shards is not None:
+            self._shards.gather()
         last = {"targets": targets, "target": weights} if self.here.last else {}
         run(*inputs, **last, **dict(zip(("documents",), documents, strict=False)), return_outputs=False)
         for stage in self._interleaved:

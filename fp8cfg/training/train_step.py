@@ -20,7 +20,7 @@ from fp8cfg.job import Job
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.pipeline import PipelineRank
 from fp8cfg.training.device_copy import on_device
-from fp8cfg.training.distributed.gradient_sync import stores_early, sum_gradients
+from fp8cfg.training.distributed.gradient_sync import stores_early, sum_gradients, summed_in_backward
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.model_traffic import count_pass
 
@@ -94,9 +94,11 @@ def _passes(job: Job, batches: Batches, step: int, world: World) -> Iterator[tup
         if job.prepared.fsdp2:
             fsdp.microbatch(job.model, job.prepared.shard, i + 1 == count)
         stores = not again and i + 1 == count and stores_early(job.prepared, world)
+        sums = i + 1 == count and not job.foreign
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
             loss = _loss(job, batch)
-            job.backward(loss, parts)
+            with summed_in_backward(job.prepared, job.optimizer) if sums else nullcontext():
+                job.backward(loss, parts)
         count_pass(job.recipe, len(batch[0]), world)
         yield loss.detach(), parts
 
@@ -120,7 +122,12 @@ def pipeline(job: Job, world: World) -> Pipeline:
         from fp8cfg.parallel.pipeline_schedule import Pipeline  # inside: it takes some time to load
 
         t, dtype = job.recipe.trainer, DTYPES[job.recipe.precision.compute]
-        here.schedule = Pipeline(job.model, here, microbatches(job, world), t.micro_batch_size, dtype, job.device)  # type: ignore[arg-type]
+        shards = None
+        if job.prepared.fsdp2:
+            from fp8cfg.training.distributed.fsdp import StageShards
+
+            shards = StageShards(job.model, job.prepared.shard)
+        here.schedule = Pipeline(job.model, here, microbatches(job, world), t.micro_batch_size, dtype, job.device, shards)  # type: ignore[arg-type]
     made: Pipeline = here.schedule
     return made
 

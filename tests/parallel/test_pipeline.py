@@ -153,10 +153,21 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "4"
     found = {name: trained(job_of(words_of(name), 2, 4), world) for name in FOUR}
     words = f"{words_of('tied')} trainer.strategy.tensor_model_parallel_size=2"
+    found["sharded"] = {shard: sharded(f"precision=bf16 storage.shard={shard}", world) for shard in ("zero1", "zero2")}
     found["tied from two"] = trained(loaded(job_of(words, 2, 4), folder / "tied"), world, 3)
     job = loaded(job_of(words, 2, 4), folder / "tied")
     saved(job, world, folder / "tied again")
     return found
+
+
+def sharded(words: str, world: World) -> dict[str, Any]:
+    """Messages of a step of stages that FSDP2 shards over two ranks each, and planned and measured bytes."""
+    job = job_of(words, 2, 4)
+    assert job.prepared.fsdp2
+    train_step(job, run_data(job.recipe)[0], 0, world)
+    SENT.clear()
+    train_step(job, run_data(job.recipe)[0], 1, world)
+    return {"messages": dict(SENT.messages), "memory": memory_measurement.measure(job.recipe)}
 
 
 MEASURED = ("precision=fp32", "precision=bf16", f"precision=bf16_fp8 model.recompute_granularity=full {TWO_CHUNKS}", f"precision=bf16_fp8 {TIED}")
@@ -257,6 +268,19 @@ def test_what_is_no_whole_state_is_refused_and_counts_are_those_of_the_whole(qui
 def test_two_stages_train_as_one_rank_in_every_precision(name: str, two: list[dict[str, Any]]) -> None:
     same_run(name, two)
     assert name != "fp16" or (not two[0][name]["stepped"][0] and two[0][name]["stepped"][-1]), "skipped on all stages, and then not"
+
+
+@pytest.mark.slow
+def test_sharded_stages_gather_once_a_step_and_take_what_is_planned(four: list[dict[str, Any]]) -> None:
+    """Of two layers and the rest of a stage, over four microbatches."""
+    for found in (rank["sharded"] for rank in four):
+        for shard, sums in (("zero1", 3), ("zero2", 3 * 4)):
+            messages = found[shard]["messages"]
+            assert (messages["weights"], messages["gradients"]) == (3, sums)
+            peak, here = found[shard]["memory"].pop("peak")
+            assert 0.9 * here <= peak <= 1.15 * here
+            for kind, (planned, here) in found[shard]["memory"].items():
+                assert here == pytest.approx(planned, rel=0.02, abs=1 << 12), (shard, kind)
 
 
 @pytest.mark.slow

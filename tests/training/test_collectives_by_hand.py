@@ -1,12 +1,14 @@
-"""Collectives of a step, counted and in their order: those of a loop written by hand with torch's FSDP2, and under way while layers still go back."""
+"""Collectives of a step, counted and in their order: those of loops written by hand with torch's FSDP2 and DDP, and under way while layers still go back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import fp8cfg
 from fp8cfg.job import Job
 from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed import overlapped_sums
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
 from tests.support.ranks import on_ranks
@@ -44,7 +47,7 @@ class Events(TorchDispatchMode):
 
 
 def job_of(*words: str) -> Job:
-    return fp8cfg.build(small("precision=bf16", f"model.num_layers={LAYERS}", f"trainer.micro_batch_size={4 // MICROBATCHES}", *words))
+    return fp8cfg.build(small(f"model.num_layers={LAYERS}", f"trainer.micro_batch_size={4 // MICROBATCHES}", *words))
 
 
 def say_embedded(model: nn.Module, events: Events) -> None:
@@ -57,7 +60,7 @@ def say_embedded(model: nn.Module, events: Events) -> None:
 
 
 def ours(shard: str, world: World) -> list[tuple[str, int]]:
-    job, events = job_of(f"storage.shard={shard}"), Events()
+    job, events = job_of("precision=bf16", f"storage.shard={shard}"), Events()
     batches, _ = run_data(job.recipe)
     train_step(job, batches, 0, world)
     say_embedded(job.model, events)
@@ -91,11 +94,48 @@ def by_hand(shard: str, world: World) -> list[tuple[str, int]]:
     return events.of("gather", "reduce-scatter", "layers are back")
 
 
+WIDE = ("storage.shard=none", "model.hidden_size=256", "model.ffn_hidden_size=512", "trainer.gradient_clip_val=0")  # six buckets
+
+
+def whole(world: World) -> list[tuple[str, int]]:
+    """A step of ours where every rank has all gradients, in buckets of 1 MiB."""
+    job, events = job_of(*WIDE, "precision=fp32"), Events()
+    batches, _ = run_data(job.recipe)
+    train_step(job, batches, 0, world)
+    say_embedded(job.model, events)
+    with events:
+        train_step(job, batches, 1, world)
+    return [event for event in events.of("all-reduce", "layers are back") if event[1] != 4]  # but of the loss, a number
+
+
+def by_ddp(world: World) -> list[tuple[str, int]]:
+    """The same by torch's DistributedDataParallel."""
+    plain, events = job_of(*WIDE, "precision=fp32"), Events()
+    model = nn.parallel.DistributedDataParallel(plain.model, bucket_cap_mb=1)
+    (batches, _), found = run_data(plain.recipe), events.found
+
+    def reduced(_, bucket):  # DDP refuses annotations that are text
+        found.append(("all-reduce", bucket.buffer().nbytes))
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, reduced)
+    say_embedded(plain.model, events)
+    for number in range(2):
+        found.clear()
+        for i in range(MICROBATCHES):
+            with model.no_sync() if i + 1 < MICROBATCHES else nullcontext():
+                model(*batches.batch(number, world.rank, world.size, i, MICROBATCHES)).backward()
+    return found
+
+
 def on_two(world: World) -> dict[str, Any]:
     def each(run: Callable[[str, World], list[tuple[str, int]]]) -> dict[str, list[list[Any]]]:
         return {shard: [list(event) for event in run(shard, world)] for shard in SHARDS}
 
-    return {"ours": each(ours), "by hand": each(by_hand)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlapped_sums, "LATER", 1 << 20)
+        found = {"none": [list(event) for event in whole(world)]}
+    return found | {"ours": each(ours), "by hand": each(by_hand), "ddp": [list(event) for event in by_ddp(world)]}
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +152,16 @@ def test_a_step_has_the_collectives_of_a_loop_written_by_hand(shard: str, two: l
     names = [name for name, _ in two[0]["ours"][shard]]
     assert names.count("gather") == (LAYERS + 1) * (1 if shard != "fsdp" else MICROBATCHES) + (LAYERS * MICROBATCHES if shard == "fsdp" else 0)
     assert names.count("reduce-scatter") == (LAYERS + 1) * (1 if shard == "zero1" else MICROBATCHES)
+
+
+@pytest.mark.slow
+def test_whole_gradients_are_summed_in_as_many_buckets_as_by_ddp(two: list[dict[str, Any]]) -> None:
+    """All but the last are under way before the layers are back, in the last microbatch alone."""
+    for found in two:
+        sums, ddp = ([size for name, size in found[whose] if name == "all-reduce"] for whose in ("none", "ddp"))
+        assert len(sums) == len(ddp) > 4 and sum(sums) == sum(ddp)
+        names = [name for name, _ in found["none"]]
+        assert names == ["layers are back", *["all-reduce"] * (len(sums) - 1), "layers are back", "all-reduce"]
 
 
 @pytest.mark.slow

@@ -49,8 +49,8 @@ def convert(
     here: Any = model.tensor_parallel if fp8_gather else None  # FSDP2 splits our own Transformer alone
     ranks = 1
     if fp8_gather and dist.is_initialized():
-        groups: Any = model.groups
-        ranks = dist.get_world_size() // (here.size if here else 1) // groups
+        copies: Any = model.groups * model.stages  # type: ignore[operator]
+        ranks = dist.get_world_size() // (here.size if here else 1) // copies
     for planned in plan:
         if not planned.fp8:
             continue

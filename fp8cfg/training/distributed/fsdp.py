@@ -89,7 +89,7 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
     here: TensorRank | None = model.tensor_parallel
-    mesh = fsdp_mesh(device, model.groups, here.size if here else 1)
+    mesh = fsdp_mesh(device, model.stages, model.groups, here.size if here else 1)
     worlds = [World(mesh.get_local_rank(axis), mesh.size(axis)) for axis in range(mesh.ndim)]
     # Activations have the compute dtype already, and rotary tables are to stay in float32.
     policy = MixedPrecisionPolicy(DTYPES[precision.compute], DTYPES[resolved(precision)["comm"]], cast_forward_inputs=False)
@@ -119,6 +119,38 @@ def microbatch(model: nn.Module, shard: str, last: bool) -> None:
     if shard in ZERO:
         model.set_requires_gradient_sync(last or shard == "zero2")
         model.set_reshard_after_backward(last)
+
+
+class StageShards:
+    """The shards of a pipeline rank's parameters: embedding, last norm and output layer are gathered before the passes of a step,
+    for no pass goes through the whole model, and summed in the rank's last one."""
+
+    def __init__(self, model: nn.Module, shard: str) -> None:
+        assert isinstance(model, FSDPModule)
+        self.model, self.each = model, shard == "zero2"
+        model.set_reshard_after_backward(False)
+        # What the first forward pass of the root does, before which its layers would each be roots (torch 2.13).
+        model._get_fsdp_state()._lazy_init()
+
+    def gather(self) -> None:
+        """Gather what no layer gathers."""
+        self.model.unshard()
+        for hook in self.model._forward_pre_hooks.values():
+            if isinstance(hook, partial) and hook.func is _widen_gradients:
+                hook(self.model, ())
+
+    def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
+        """Whether the next backward pass sums gradients: of all microbatches under zero2, else in the last of `layers`, and of what
+        is in none in the last of the rank."""
+        for layer in layers:
+            assert isinstance(layer, FSDPModule)
+            layer.set_requires_gradient_sync(last or self.each)
+        self.model.set_requires_gradient_sync((first and last) or self.each, recurse=False)
+        self.model.set_is_last_backward(first and last)
+
+    def let_go(self) -> None:
+        """Free what was gathered."""
+        let_go(self.model)
 
 
 def _refuse_copy(module: nn.Module, shard: str, memo: dict[int, Any]) -> NoReturn:

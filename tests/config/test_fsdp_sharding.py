@@ -1,0 +1,22 @@
+"""Which recipes torch's FSDP2 shards over data-parallel ranks, and which have owners of whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8cfg.config.fsdp_sharding import by_fsdp2
+from tests.support.small import small
+
+
+@pytest.mark.parametrize(("words", "ranks", "backend", "sharded"), [
+    ("precision=bf16", 2, "native", True), ("precision=bf16", 1, "native", False), ("precision=bf16 storage.shard=fsdp", 1, "native", True),
+    ("precision=bf16 storage.shard=none", 2, "native", False), ("precision=fp16 storage.shard=zero2", 2, "native", True),
+    ("precision=bf16_fp8", 2, "native", True), ("precision=bf16_fp8_current", 2, "torchao", True), ("precision=bf16_fp8 fp8.params=false", 2, "te", False),
+    ("precision=bf16_mxfp8", 2, "native", False), ("precision=bf16_mxfp8 fp8.params=false", 2, "native", True),
+    ("precision=bf16_fp8_block fp8.params=true", 2, "native", False), ("precision=bf16 storage.weight=fp32", 2, "native", False),
+    ("precision=bf16 storage.comm=bf16", 2, "native", False), ("precision=bf16 storage.comm=bf16 storage.weight_grad=bf16", 2, "native", True),
+    ("precision=bf16 storage.comm=fp8", 2, "native", False), ("precision=bf16_fp8 opt_level=O2 storage.shard=zero1", 2, "native", False),
+    ("precision=bf16 task=lora model.weights=.", 2, "native", False), ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2", 2, "native", False),
+])  # fmt: skip
+def test_what_is_gathered_as_it_is_stored(words: str, ranks: int, backend: str, sharded: bool) -> None:
+    assert by_fsdp2(small(*words.split()), ranks, backend) is sharded
