@@ -99,7 +99,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     passed: list[int] = []
 
     def one_pass(live: LiveBytes | None = None, last: bool = True) -> None:
-        if job.prepared.fsdp2:
+        if job.prepared.fsdp2 and here is None:
             from fp8cfg.training.distributed.fsdp import microbatch
 
             microbatch(job.model, job.prepared.shard, last)
@@ -184,7 +184,8 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
         kept += root_bytes(recipe, part, linears, parameters(recipe, part).total)
     elif by_fsdp2(recipe, part.shards, backend):
         kept += (gathered := stays.pop("weights"))
-        gathered += 0 if shard == "zero1" else kinds["accumulation"]  # zero1 finds all gradients there
+        there = shard == "zero1" and recipe.trainer.strategy.pipeline_model_parallel_size == 1  # gradients, before the last pass
+        gathered += 0 if there else kinds["accumulation"]
     peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + gathered
     step = step_bytes(recipe, part, linears, device, backend)
     return {**stays, "FP8 state": state, "after forward": kept, "peak": peak, "optimizer step": step}
