@@ -219,7 +219,7 @@ def test_runs_resume_on_other_layouts(more: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("words", MEASURED)
 def test_planned_bytes_are_the_measured_ones(words: str, more: list[dict[str, Any]]) -> None:
     measured = [rank["memory"][words] for rank in more]
-    for kind in ("weights", "gradients", "moments", "after forward", "peak"):
+    for kind in ("masters", "gradients", "moments", "after forward", "peak"):
         planned = measured[0][kind][0]
         most = max(found[kind][1] for found in measured)
         assert most == pytest.approx(planned, rel=memory_measurement.BOUNDS.get(kind, 0.15)), kind
