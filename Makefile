@@ -36,6 +36,7 @@ test-fake-gpu:
 	@FAKE_GPU_PYTHON=$(FAKE_GPU_PYTHON) sh tools/fake_gpu/setup.sh $(FAKE_GPU)
 	$(ON_FAKE_GPU) -m pytest -p no:cacheprovider tests/fake_gpu
 	$(ON_FAKE_GPU) -m tools.fake_gpu.kernel_code
+	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m pytest -p no:cacheprovider tests/fake_gpu/test_microscaled_products.py
 	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m tools.fake_gpu.kernel_code
 	$(ON_FAKE_GPU) -m tools.fake_gpu.table
 	$(ON_FAKE_GPU) tools/check_gpu.py --no-proof --steps 2

@@ -105,11 +105,11 @@ SCALINGS: dict[str, Descriptor] = {
         te="Float8BlockScaling", megatron="blockwise", spellings=("blockwise", "subchannel")),
     "mxfp8": Descriptor(  # OCP Microscaling Formats 1.0: 1x32
         block=32, scale="e8m0", formats=("e4m3",), keys=("enable_2d_quantization",), attention=("dot_product_attention",),
-        least=None, te="MXFP8BlockScaling", megatron="mxfp8", torchao="mx", accelerate="TE"),
+        least=(10, 0), cuda=(12, 8), te="MXFP8BlockScaling", megatron="mxfp8", torchao="mx", accelerate="TE"),
     "nvfp4": Descriptor(  # arXiv 2509.25149: 1x16, weights 16x16
         block=16, scale="e4m3", weights_2d=True, element="e2m1", formats=("e4m3",),
         keys=("enable_2d_quantization", "random_hadamard_transform", "stochastic_rounding"),
-        least=None, te="NVFP4BlockScaling", megatron="nvfp4"),
+        least=(10, 0), cuda=(12, 8), te="NVFP4BlockScaling", megatron="nvfp4"),
 }
 GENERATIONS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 """NVIDIA's names of compute capabilities."""

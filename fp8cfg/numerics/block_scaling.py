@@ -124,6 +124,11 @@ def _e8m0(amax: Tensor, fmt: Format) -> Scales:
     return Scales(torch.where(broken, torch.nan, encode), torch.where(broken, torch.nan, decode))
 
 
+def e8m0_bytes(decode: Tensor) -> Tensor:
+    """Float32 powers of two from 2^-127 on as E8M0, bytes: the exponent's bits. NaN has all of them."""
+    return (decode.view(torch.int32) >> 23).to(torch.uint8)
+
+
 def first_level(t: Tensor) -> Tensor:
     """nvfp4's scale of a whole tensor, a float32 scalar: it brings the largest E4M3 scale of a tile to 448."""
     amax = t.detach().abs().amax().float() if t.numel() else torch.zeros((), device=t.device)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8cfg.numerics.block_scaling import Tile, first_level, spread, tiled, untiled
+from fp8cfg.numerics.block_scaling import Tile, e8m0_bytes, first_level, spread, tiled, untiled
 from fp8cfg.numerics.formats import cast, widen
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.quantize import quantize_tiles
@@ -62,7 +62,7 @@ def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | 
         return Operand(widen(data, carrier) if carrier else data, scale_inv, fmt)
     decode = unpack(scale_inv)
     if carrier is None or not scaling.layout.block:
-        return Operand(widen(data, carrier) if carrier else data, decode, fmt, tile)
+        return Operand(widen(data, carrier) if carrier else data, decode, fmt, tile, whole_inv=stored.global_scale_inv)
     v = tiled(widen(data, carrier), tile) * decode.to(carrier)[:, None, :, None]
     return Operand(untiled(v, data.shape), stored.global_scale_inv, fmt, tile)
 
@@ -84,9 +84,7 @@ def pack(decode: Tensor, scaling: Scaling) -> Tensor:
 
 
 _PACKED: dict[str, Callable[[Tensor], Tensor]] = {
-    "float32": lambda decode: decode, "e4m3": lambda decode: decode.to(torch.float8_e4m3fn),
-    "e8m0": lambda decode: (decode.view(torch.int32) >> 23).to(torch.uint8),  # the exponent's bits; a NaN has all of them
-}
+    "float32": lambda decode: decode, "e4m3": lambda decode: decode.to(torch.float8_e4m3fn), "e8m0": e8m0_bytes}
 _SIZES = sorted({1, *(scaling.block for scaling in SCALINGS.values() if scaling.block)})
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8cfg.numerics.formats import BY_DTYPE, Format
+from fp8cfg.numerics.formats import BY_DTYPE, E2M1, Format
 
 
 class Operand(NamedTuple):
     """A matrix whose last dimension is contracted. In FP8 `fmt` is set, and `data` is float8 or holds values of its grid in a
     wider carrier. `scale_inv`, float32, is applied by the product or by the hardware: a scalar, or one for each tile; None where
     it is already multiplied into `data`. `other` is the operand of products that contract the first dimension, where one kernel
-    made both. In high precision all fields but `data` are None.
+    made both. `whole_inv` is nvfp4's inverse scale of the tensor, above those of tiles, where the hardware applies it. In high
+    precision all fields but `data` are None.
     """
 
     data: Tensor
@@ -22,12 +24,24 @@ class Operand(NamedTuple):
     fmt: Format | None = None
     tile: tuple[int, int] | None = None
     other: Operand | None = None
+    whole_inv: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], kind: tuple[Format | None, tuple[int, int] | None] | None) -> Operand | None:
+        """The operand of that format and tile whose `tensors` were kept; None where none was."""
+        data, scale_inv, whole_inv = tensors
+        return None if data is None or kind is None else cls(data, scale_inv, *kind, whole_inv=whole_inv)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What a backward pass keeps of it, for `of`."""
+        return self.data, self.scale_inv, self.whole_inv
 
     def t(self) -> Operand:
         if self.other is not None:
             return self.other
         scale_inv = self.scale_inv.t() if self.scale_inv is not None and self.scale_inv.dim() == 2 else self.scale_inv
-        return Operand(self.data.t(), scale_inv, self.fmt, self.tile and (self.tile[1], self.tile[0]))
+        return Operand(self.data.t(), scale_inv, self.fmt, self.tile and (self.tile[1], self.tile[0]), whole_inv=self.whole_inv)
 
     @property
     def how(self) -> str:
@@ -37,7 +51,7 @@ class Operand(NamedTuple):
 
     @property
     def kind(self) -> str:
-        fmt = BY_DTYPE.get(self.data.dtype, self.fmt)
+        fmt = E2M1 if self.fmt == E2M1 else BY_DTYPE.get(self.data.dtype, self.fmt)  # in float8 it has E4M3's dtype
         return fmt.name if fmt else str(self.data.dtype).removeprefix("torch.")
 
 

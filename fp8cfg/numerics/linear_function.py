@@ -147,8 +147,8 @@ class LinearFunction(torch.autograd.Function):
         # travel as attributes and not as saved tensors: a second forward pass may change them before the first backward pass.
         reads_again = state.stored is not None and (plan.codec is None or plan.high_precision[DGRAD])
         kept = xs.get(WGRAD), None if reads_again else ws.get(DGRAD)
-        ctx.save_for_backward(*(part for operand in kept for part in (operand[:2] if operand else (None, None))), state.stored)
-        ctx.kinds = [operand and operand[2:] for operand in kept]
+        ctx.save_for_backward(*(t for operand in kept for t in (operand.tensors if operand else (None,) * 3)), state.stored)
+        ctx.kinds = [operand and (operand.fmt, operand.tile) for operand in kept]
         ctx.state, ctx.plan = state._replace(stored=None), plan
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         return y
@@ -156,7 +156,8 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, x_inv, w, w_inv, stored = ctx.saved_tensors
+        *saved, stored = ctx.saved_tensors
+        x, w = Operand.of(saved[:3], ctx.kinds[0]), Operand.of(saved[3:], ctx.kinds[1])
         plan, state = ctx.plan, ctx.state.in_backward(stored)
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dx, dw, db = None, None, None
@@ -164,10 +165,12 @@ class LinearFunction(torch.autograd.Function):
             wanted = [DGRAD] * needs_dx + [WGRAD] * needs_dw
             gs = plan.operands(GRAD_OUTPUT, wanted, lambda *how: plan.operand(g, GRAD_OUTPUT, state, *how))
             if needs_dx:
-                ws = plan.operands(WEIGHT, [DGRAD] * (ctx.kinds[1] is None), lambda *how: plan.weight(w, state, *how))
-                dx = gemm(gs[DGRAD], ws[DGRAD] if ws else Operand(w, w_inv, *ctx.kinds[1]), ctx.dtypes[0], state.ran, DGRAD)
+                if w is None:
+                    w = plan.operands(WEIGHT, [DGRAD], lambda *how: plan.weight(saved[3], state, *how))[DGRAD]
+                dx = gemm(gs[DGRAD], w, ctx.dtypes[0], state.ran, DGRAD)
             if needs_dw:
-                dw = gemm(gs[WGRAD], Operand(x, x_inv, *ctx.kinds[0]), plan.weight_grad, state.ran, WGRAD)
+                assert x is not None
+                dw = gemm(gs[WGRAD], x, plan.weight_grad, state.ran, WGRAD)
             if state.rounding_count is not None:
                 state.rounding_count.add_(1)  # here, once for each backward pass: a recomputed forward pass draws nothing
             if needs_db:

@@ -1,5 +1,5 @@
-"""NVFP4: four-bit quantization with two-level scales, Hadamard transform and stochastic rounding, emulated: no hardware before
-Blackwell multiplies it.
+"""NVFP4: four-bit quantization with two-level scales, Hadamard transform and stochastic rounding. Blackwell multiplies it, and
+everything else emulates it.
 
 Four bits hold eight magnitudes, and three things help them to train (NVIDIA, "Pretraining Large Language Models with NVFP4",
 arXiv:2509.25149; pytorch/custom_recipes/reference_nvfp4.py of Transformer Engine 2.20):
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8cfg.numerics.block_scaling import first_level
+from fp8cfg.numerics.formats import E2M1
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import Scaling
@@ -39,9 +40,8 @@ def quantize_nvfp4(
 ) -> Operand:
     """The matrix `t` [R, C] for a product over its dimension `axis`, in the orientation of `t`; R completed to a multiple of 16
     by zeros where the transform is applied. `random`, the key and the count of a layer's draws, is what a gradient is rounded by.
-    Raises ValueError without a carrier: no product takes four bits here."""
-    if carrier is None:
-        raise ValueError("nvfp4 is emulated alone")
+    Without a carrier the data are a byte each, and hardware multiplies them (microscaled_mm.py)."""
+    carrier = carrier or E2M1.dtype
     draw = Random(*random, lane=axis) if random and scaling.rounds_at_random(role) else None
     if not scaling.transforms(role, axis):
         tile = scaling.tile(role, axis)

@@ -61,7 +61,7 @@ def quantize_tiles(
     else:
         data, decode = part(t)
     if not fold:
-        return Operand(data, decode, fmt, tile)
+        return Operand(data, decode, fmt, tile, whole_inv=None if whole is None else whole.reciprocal())
     return Operand(data, None if whole is None else whole.reciprocal(), fmt, tile)
 
 
@@ -84,10 +84,10 @@ def _in_chunks(t: Tensor) -> bool:
 
 def _rounded(v: Tensor, fmt: Format, carrier: torch.dtype, uniform: Tensor | None = None) -> Tensor:
     """Float32 `v` on the grid of `fmt`: as `fmt.dtype` if that is the carrier, else as the carrier or float32."""
+    if fmt == E2M1:
+        return round_in_steps(v, fmt, uniform).to(fmt.dtype if carrier == fmt.dtype else torch.float32)
     if carrier == fmt.dtype:
         return cast(v, fmt)
-    if fmt == E2M1:
-        return round_in_steps(v, fmt, uniform)
     # A GPU has the cast in hardware, and its compiler contracts what round_to_grid relies on.
     if v.device.type == "cpu" and torch.compiler.is_compiling():
         return round_to_grid(v, fmt)

@@ -2,7 +2,8 @@
 
 What the hardware wants: an FP8 product on Hopper reads both operands along the contracted dimension, so the first must be
 row-major and the second column-major. x @ Wᵀ has that layout as stored; dgrad and wgrad need transposed copies. The
-contracted and the last dimension must be divisible by 16, by 128 under block scaling; zeros complete them, exactly.
+contracted and the last dimension must be divisible by 16, by 128 under block scaling, by 32 under the two below; zeros complete
+them, exactly.
 
     one scale a tensor      torch._scaled_mm, scalars
     one scale a row         torch._scaled_mm, [M, 1] and [1, N], bfloat16 out; else the sums are scaled after it
@@ -11,6 +12,7 @@ contracted and the last dimension must be divisible by 16, by 128 under block sc
                             dimension, in steps of 4. (cuBLAS documentation, "1D and 128x128 2D block scaling for FP8 data
                             types") One operation to a compiler: torch's own lowering of it takes the scales the wrong way
                             round (pytorch#161127), until torch has the fix that is pytorch#195751
+    1x32 and 1x16           MXFP8 and NVFP4: microscaled_mm.py
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from fp8cfg.numerics.gemm_operand import Operand, in_dtype
+from fp8cfg.numerics.microscaled_mm import microscaled_mm
 
 WIDTH = 128
 
@@ -30,7 +33,7 @@ def scaled_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fas
     float32: good enough forward, too coarse for gradients."""
     assert a.scale_inv is not None and b.scale_inv is not None, "a float8 operand has a scale"
     if a.tile and 0 not in a.tile:
-        y = _block(a, b, out)
+        y = _block(a, b, out) if max(a.tile) == WIDTH else microscaled_mm(a, b, out)
         return y if bias is None else y + bias.to(out)
     x, w = _padded(a.data, 16), _padded(b.data, 16)
     rows = a.scale_inv.dim() == 2

@@ -74,7 +74,7 @@ def test_who_could_if_it_were_installed(installed: SimpleNamespace) -> None:
     installed.te = "transformer-engine is not installed"
     installed.torchao = "torchao is not installed"
     with pytest.raises(fp8cfg.ConfigError) as e:
-        choose(precision(scaling="mxfp8", format="e4m3"), BLACKWELL)
+        choose(precision(scaling="mxfp8", format="e4m3"), Hardware("cuda", (10, 0), (12, 6)))
     assert e.value.problems[1:] == ["backend=auto: te could run this, but transformer-engine is not installed",
                                     "backend=auto: torchao could run this, but torchao is not installed"]
 

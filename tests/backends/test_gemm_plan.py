@@ -96,17 +96,17 @@ def test_the_backend_for_each_machine() -> None:
 
 
 @pytest.mark.parametrize(("scaling", "hardware", "line"), [
-    ("block", HOPPER, ""), ("current", BLACKWELL, ""), ("delayed", ADA, ""),
+    ("block", HOPPER, ""), ("mxfp8", BLACKWELL, ""), ("nvfp4", BLACKWELL, ""), ("current", BLACKWELL, ""), ("delayed", ADA, ""),
     ("block", OLD_CUDA, "fp8.scaling=block: torch has CUDA 12.8, block scaling needs 12.9; write fp8.emulate=true to emulate, or "
                         "precision=bf16_fp8_current"),
     ("block", ADA, "fp8.scaling=block: this GPU has compute capability 8.9, block scaling needs 9.0 (Hopper); write fp8.emulate=true "
                    "to emulate, or precision=bf16_fp8_current"),
     ("block", BLACKWELL, "fp8.scaling=block: this GPU has compute capability 10.0, block scaling needs 9.0 (Hopper); write "
                          "fp8.emulate=true to emulate, or precision=bf16_fp8_current"),
-    ("mxfp8", HOPPER, "fp8.scaling=mxfp8: the native backend multiplies it by emulation alone, and this GPU has compute capability 9.0; "
-                      "write fp8.emulate=true to emulate, or precision=bf16_fp8_current"),
-    ("nvfp4", BLACKWELL, "fp8.scaling=nvfp4: the native backend multiplies it by emulation alone, and this GPU has compute capability "
-                         "10.0; write fp8.emulate=true to emulate, or precision=bf16_fp8_current"),
+    ("mxfp8", HOPPER, "fp8.scaling=mxfp8: this GPU has compute capability 9.0, mxfp8 scaling needs 10.0 (Blackwell); write "
+                      "fp8.emulate=true to emulate, or precision=bf16_fp8_current"),
+    ("nvfp4", Hardware("cuda", (10, 0), (12, 7)), "fp8.scaling=nvfp4: torch has CUDA 12.7, nvfp4 scaling needs 12.8; write "
+                                                  "fp8.emulate=true to emulate, or precision=bf16_fp8_current"),
 ])
 def test_each_scaling_on_each_hardware(scaling: str, hardware: Hardware, line: str) -> None:
     p = Precision(fp8={"enabled": True, "scaling": scaling, "format": "e4m3"}, backend="native")

@@ -98,7 +98,7 @@ def native() -> list[Cell]:
         Applied("native", "fp8.reduce_amax", (*BASE["native"], "fp8.reduce_amax=false"), "group that after_step gets", None, lambda b: b.amax_group),
         Applied("native", "fp8.tp_only_amax_red", (*BASE["native"], "fp8.tp_only_amax_red=true"), "group that after_step gets", None, lambda b: b.amax_group),
         Applied("native", "fp8.emulate", (*CURRENT, "fp8.emulate=true"), "choice.product", "emulate", hardware=H200),
-        *(Refused("native", "fp8.scaling", PRESET[s], f"fp8.scaling={s}: the native backend multiplies it by emulation alone", H200) for s in ("mxfp8", "nvfp4")),
+        *(Refused("native", "fp8.scaling", PRESET[s], f"fp8.scaling={s}: this GPU has compute capability 9.0, {s} scaling needs 10.0 (Blackwell)", H200) for s in ("mxfp8", "nvfp4")),
         Refused("native", "fp8.dot_product_attention", (*CURRENT, "fp8.dot_product_attention=true"),
                 "fp8.dot_product_attention=True: the native backend has it by emulation alone", H200),
         Refused("native", "fp8.dot_product_attention", ("precision=bf16_mxfp8", "fp8.dot_product_attention=true"),

@@ -21,12 +21,12 @@ def emulated(recipe: Recipe, device: str) -> bool:
 def operand(recipe: Recipe, device: str) -> float:
     """An element of a quantized activation, or of a weight quantized for one pass. Emulated it is the carrier's: bfloat16 under
     bf16, unless its scale is multiplied in and is no power of two, and else float32. On hardware a byte, and its
-    share of a block's scale; nobody's where the scaling is emulated alone."""
+    share of a block's scale, float32 until it is multiplied."""
     if emulated(recipe, device):
         exact = SCALINGS[recipe.fp8.scaling].exact_in_bfloat16(power_2_scales(recipe.fp8))
         return CODEC["bf16"] if recipe.precision.compute == "bf16" and exact else CODEC["fp32"]
-    scaling = SCALINGS[recipe.fp8.scaling]
-    return CODEC["fp8"] + (scaling.scale_share(_tile(recipe.fp8)) if scaling.least else 0)
+    tile = _tile(recipe.fp8)
+    return CODEC["fp8"] + (4 / (tile[0] * tile[1]) if tile and 0 not in tile else 0)
 
 
 def _tile(fp8: FP8, weight: bool = False) -> Tile | None:
