@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -25,6 +25,7 @@ from fp8cfg.training.checkpoint.loaded import LoadedTensors, Tensors
 from fp8cfg.training.checkpoint.saver import Diverged, Saver
 from fp8cfg.training.compile_choice import compiles
 from fp8cfg.training.compiled_gradients import compare
+from fp8cfg.training.coverage_record import coverage_record
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World, current, stages
 from fp8cfg.training.logs import RunLogs
@@ -185,8 +186,7 @@ class _Training:
             if not self.job.foreign and (low := low_share(seen)):
                 self.say(wrapped(f"warning: {low}") + "\n")
         if self.run:
-            record: dict[str, Any] = {"backend": asdict(self.job.choice), **seen.data(), **self.backend.record(self.job.model)}
-            self.run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
+            self.run.files.replace(COVERAGE, (json.dumps(coverage_record(self.job, seen), indent=1) + "\n").encode())
 
     def _record(self, of: Done) -> None:
         if not self.proved:

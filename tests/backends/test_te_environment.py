@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import fp8cfg
+from fp8cfg.backends.te.attention import chosen_kernel
 from fp8cfg.backends.te.environment import contradictions
 from fp8cfg.numerics import Region
 from tests.support import te_standin
@@ -82,3 +85,10 @@ def test_every_variable_that_the_library_reads_for_its_recipes_is_known() -> Non
     for given in ({}, CURRENT, BLOCK, MXFP8, NVFP4):
         names |= {line.split("=")[0] for line in contradictions(node(given), dict.fromkeys(read, "?"))}
     assert names == read
+
+
+@pytest.mark.parametrize(("chosen", "kernel"), [({"use_flash_attention": False, "use_fused_attention": True, "use_unfused_attention": True}, "fused"), ({"use_flash_attention": None}, "")])
+def test_the_attention_kernel_that_te_chose(chosen: dict[str, bool | None], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(_attention_backends=chosen)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention", module)
+    assert chosen_kernel() == kernel

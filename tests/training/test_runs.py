@@ -59,6 +59,8 @@ def test_fit_leaves_what_the_command_line_leaves(trained: Any, tmp_path: Path) -
     assert folder.parent == Path(recipe.log.dir) and folder.name.startswith("llama_tiny-")
     assert files(folder) == files(other) and rows(folder) == rows(other)
     assert (folder / "coverage.json").read_bytes() == (other / "coverage.json").read_bytes()
+    kernels = json.loads((folder / "coverage.json").read_text())["sdpa_backend"]
+    assert kernels == {f"layers.{n}.self_attention.core_attention": "flash" for n in range(2)}
     assert fp8cfg.RunFolder.open(folder, lock=False).read_recipe() == recipe
     assert said[-1] == f"run folder: {folder}"
 

@@ -4,6 +4,7 @@ Its arithmetic is cuDNN's, which no CPU has: this file has been tested for what 
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,16 @@ from fp8cfg.numerics.stored_form import in_stored_form
 
 PRODUCTS = 3
 """As many as Transformer Engine's attention counts: it keeps three columns for each forward and two backward."""
+
+
+def chosen_kernel() -> str:
+    """The kernel that Transformer Engine chose last for an attention of its own: "flash", "fused" (cuDNN) or "unfused"; empty where
+    none has run. It keeps the choice in a variable of a module, private in 2.20, and says it elsewhere in debug logs alone."""
+    chosen = getattr(sys.modules.get(_CHOOSING), "_attention_backends", {})
+    return next((kind for kind in ("flash", "fused", "unfused") if chosen.get(f"use_{kind}_attention")), "")
+
+
+_CHOOSING = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 
 
 class TEAttention(nn.Module):

@@ -28,7 +28,7 @@ from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.backends.te import attention as te_attention
 from fp8cfg.backends.te import fusion as te_fusion
-from fp8cfg.backends.te.attention import TEAttention
+from fp8cfg.backends.te.attention import TEAttention, chosen_kernel
 from fp8cfg.backends.te.build import Maker, check
 from fp8cfg.backends.te.decoder import TEDecoderLayer, described
 from fp8cfg.backends.te.engine import Engine, entered
@@ -134,7 +134,8 @@ def forget_observed(model: nn.Module) -> None:
 
 
 def record(model: nn.Module) -> dict[str, Any]:
-    return {"te_modules": described(model)}
+    kernel = chosen_kernel()
+    return {"te_modules": described(model), **({"te_attention": kernel} if kernel else {})}
 
 
 def optimizer(prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_scaler: Any) -> None:

@@ -1,0 +1,74 @@
+"""SDPA backend: the kernel of F.scaled_dot_product_attention that torch chooses for each layer: flash, efficient, cudnn or math.
+
+The choice depends on the GPU, on cuDNN, on the dtype, on masks and on shapes, and nothing tells: math keeps a whole matrix of
+probabilities and takes several times as long. It is asked of torch's own dispatcher, by the call that the function itself makes,
+for tensors of a run's shapes, dtype and layout; each layer's own code makes that call, and decides on mask and grouped queries, and
+nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+
+from fp8cfg.models.attention import CoreAttention, SelfAttention
+from fp8cfg.models.layers import TransformerLayer
+
+EXPLICIT = "explicit"
+"""Products and a softmax of our own, which a soft cap of scores needs."""
+
+
+class _Asked(TorchFunctionMode):
+    """Asks for the backend of each call of F.scaled_dot_product_attention in place of making it."""
+
+    chosen: str = EXPLICIT
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.chosen = name(torch._fused_sdp_choice(*args, **(kwargs or {})))
+        return torch.empty_like(args[0])
+
+
+def name(choice: int) -> str:
+    """The name of a value of torch's SDPBackend, such as "flash"."""
+    known = {backend.value: label.lower().removesuffix("_attention") for label, backend in SDPBackend.__members__.items()}
+    return known.get(choice, str(choice))
+
+
+def sdpa_backends(model: nn.Module, batch: int, length: int, dtype: torch.dtype, documents: bool = False) -> dict[str, str]:
+    """By the name of each attention in high precision, the backend for `batch` sequences of `length` tokens, trained in `dtype`;
+    `documents` are kept apart by a mask. Attention in FP8, of another library or over split sequences is left out."""
+    made: dict[tuple[Any, ...], str] = {}
+    found = {}
+    for layer, module in model.named_modules():
+        if type(module) is not TransformerLayer:  # a library's own layer keeps our modules and does not call them
+            continue
+        own, core = module.self_attention, module.self_attention.core_attention
+        if type(core) is CoreAttention:
+            kind = own.num_query_groups, own.heads_per_group, own.head_dim, core.scale, core.window, core.softcap
+            if kind not in made:
+                made[kind] = _chosen(own, core, batch, length, dtype, documents)
+            found[f"{layer}.self_attention.core_attention"] = made[kind]
+    return found
+
+
+def _chosen(own: SelfAttention, core: CoreAttention, batch: int, length: int, dtype: torch.dtype, documents: bool) -> str:
+    if core.softcap is not None:
+        return EXPLICIT
+    device = own.linear_qkv.weight.device
+
+    def heads(count: int) -> Tensor:
+        return torch.empty(batch, length, count, own.head_dim, dtype=dtype, device=device, requires_grad=True).transpose(1, 2)
+
+    groups = own.num_query_groups
+    mask = (torch.empty(batch, 1, length, length, dtype=dtype, device=device),) if documents else ()
+    with torch.enable_grad(), _Asked() as asked:
+        core(heads(groups * own.heads_per_group), heads(groups), heads(groups), *mask)
+    return str(asked.chosen)
