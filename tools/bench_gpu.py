@@ -14,7 +14,8 @@
 
 Each contender takes turns with compiled BF16, or eager where that fails, and its ratio is of these two medians: above 1 is
 faster. The error is the largest rms error, beside a float32 run, of the output, the input's gradient and all weights' gradients,
-relative to the rms of that. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its own. The rows of a
+relative to the rms of that. est is the estimate of the milliseconds by FLOPs and bytes (tools/estimate_gpu.py), where the GPU and the
+scaling have one: of compiled code, without waiting for launches. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its own. The rows of a
 case share a process; one over its time budget is stopped, and says so, with that process. Rows appear on stderr as they come. Exits
 with 1 where one failed or was stopped. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing.
 """
@@ -42,8 +43,10 @@ from fp8cfg.training.compiled_gradients import compare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.gpu_rows.bench_cases import CASES, CONTENDERS, SHAPES, WORDS, Contender, ModelCase, ModuleCase, Runner, error
+from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, ModelCase, ModuleCase, Runner, error
+from tools.gpu_rows.estimate import OF_PEAK, device_called
 from tools.gpu_rows.proof import without_proof
+from tools.gpu_rows.shapes import SHAPES, WORDS
 from tools.gpu_rows.worker import Make, Row, Worker, failure
 
 PROBE = "probe"
@@ -81,7 +84,14 @@ def measure(case: ModuleCase | ModelCase, contender: Contender, base: Runner | N
     took, other = map(statistics.median, times)
     rates = f"{case.flops / took / 1e12:.3g}", f"{case.tokens / took:,.0f}"
     planned = f"{runner.planned / 2**30:.1f}" if runner.planned else "-"
-    return runner, [f"{took * 1e3:.2f}", *rates, peak, planned, f"{other / took:.2f}", f"{wrong:.1e}"]
+    return runner, [f"{took * 1e3:.2f}", estimated(case, contender, device), *rates, peak, planned, f"{other / took:.2f}", f"{wrong:.1e}"]
+
+
+def estimated(case: ModuleCase | ModelCase, contender: Contender, device: str) -> str:
+    """The cell of estimated milliseconds."""
+    found = device_called(torch.cuda.get_device_name()) if device == "cuda" else None
+    scaling = {"tensorwise": "current"}.get(contender.scaling, contender.scaling)
+    return f"{case.estimate(found, scaling) * 1e3:.2f}" if found and scaling in OF_PEAK else "-"
 
 
 def warmed(case: ModuleCase | ModelCase, contender: Contender) -> Runner:
@@ -138,7 +148,7 @@ def probe(args: argparse.Namespace, scaling: str) -> str:
 
 
 def line(case: str, contender: object, cells: list[str]) -> str:
-    widths = (8, 9, 12, 6, 6, 6, 8)
+    widths = (8, 8, 9, 12, 6, 6, 6, 8)
     shown = "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)) if len(cells) == len(widths) else f"  {' '.join(cells)}"
     return f"{case:7}{contender!s:27}{shown}"
 
@@ -198,7 +208,7 @@ def main() -> int:
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread, FP8 emulated"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformer-engine", "torchao") if version(name))
     head = f"{where}; {versions}; compiled by {args.compiler}\n" + line(
-        "case", "", ["ms", "TFLOP/s", "tokens/s", "GiB", "plan", "xBF16", "error"])
+        "case", "", ["ms", "est", "TFLOP/s", "tokens/s", "GiB", "plan", "xBF16", "error"])
     print(head, file=sys.stderr, flush=True)
     rows, failures = bench(args, context)
     print("\n".join([head, *(row for found in rows.values() for row in found)]))

@@ -13,15 +13,15 @@ from fp8cfg.report.coverage import Coverage
 
 
 def coverage_record(job: Job, seen: Coverage) -> dict[str, Any]:
-    """The choice of backend of `job`, its coverage that was `seen`, `sdpa_backend` by attention, and the backend's own entries: JSON
-    values."""
+    """The choice of backend of `job`, its coverage that was `seen`, `sdpa_backend` by attention, and the backend's own entries:
+    JSON values."""
     backend = backend_registry.backend(job.choice.backend)
     return {"backend": asdict(job.choice), **seen.data(), "sdpa_backend": attention_kernels(job), **backend.record(job.model)}
 
 
 def attention_kernels(job: Job) -> dict[str, str]:
-    """The SDPA backend of each attention in high precision on this rank, by name; none of a model that is not the recipe's, nor over
-    split sequences, whose attention waits for other ranks."""
+    """The SDPA backend of each attention in high precision on this rank, by name; none of a model that is not the recipe's, nor
+    over split sequences, whose attention waits for other ranks."""
     recipe = job.recipe
     if job.foreign or recipe.trainer.strategy.context_parallel_size > 1:
         return {}

@@ -26,26 +26,12 @@ from fp8cfg.report.coverage import planned as planned_flops
 from fp8cfg.report.memory.peak import memory
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
+from tools.gpu_rows import estimate
+from tools.gpu_rows.shapes import WORDS
 
 SCALINGS = {"delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row"),
             "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True)}
-EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
-WORDS = {"bf16": ["precision=bf16"], "delayed": ["precision=bf16_fp8"], "current": ["precision=bf16_fp8_current", EVERYWHERE],
-         "row": ["precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"], "block": ["precision=bf16_fp8_block", "fp8.format=e4m3"]}
 TRAINER = ["optim.lr=1e-30", "optim.warmup_steps=0", "trainer.devices=1", "trainer.gradient_clip_val=0"]  # weights stay as they are
-SHAPES = {
-    False: {"linear": (15872, 4096, 16384), "block": ["recipe=llama_8b"],
-            "1b": ["recipe=llama_1b", "model.seq_length=2048", "trainer.micro_batch_size=8", "trainer.global_batch_size=8"],
-            "8b": ["recipe=llama_8b", "model.num_layers=4", "trainer.strategy.context_parallel_size=1", "trainer.micro_batch_size=1", "trainer.global_batch_size=1"]},
-    True: {"linear": (512, 256, 512),
-           "block": ["recipe=llama_tiny", "model.seq_length=256"],
-           "1b": ["recipe=llama_tiny", "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.seq_length=64",
-                  "trainer.micro_batch_size=4", "trainer.global_batch_size=4"],
-           "8b": ["recipe=llama_tiny", "model.num_layers=1", "model.hidden_size=128", "model.ffn_hidden_size=512", "model.seq_length=64",
-                  "trainer.micro_batch_size=1", "trainer.global_batch_size=1"]},
-}
-
-
 @dataclass(frozen=True)
 class Contender:
     backend: str
@@ -66,6 +52,7 @@ CONTENDERS = [
     *(Contender("te", s, False) for s in ("delayed", "current", "block")),
     *(Contender("torchao", s, True) for s in ("tensorwise", "rowwise")), *(Contender("native", s, False) for s in SCALINGS)]  # fmt: skip
 Found = dict[str, list[Tensor]]
+Estimate = Callable[[estimate.Device, str], float]
 
 
 @dataclass
@@ -133,12 +120,13 @@ class OneLayer(nn.Module):
 
 
 class ModuleCase:
-    """Forward and backward passes of one module in BF16."""
+    """Forward and backward passes of one module in BF16; `estimate` gives those of a contender their estimated seconds."""
 
     def __init__(
-        self, args: argparse.Namespace, module: nn.Module, x: Tensor, dy: Tensor, rest: tuple[Tensor, ...], flops: float
+        self, args: argparse.Namespace, module: nn.Module, x: Tensor, dy: Tensor, rest: tuple[Tensor, ...], flops: float,
+        estimate: Estimate,
     ) -> None:
-        self.args, self.x, self.dy, self.rest, self.flops = args, x, dy, rest, flops
+        self.args, self.x, self.dy, self.rest, self.flops, self.estimate = args, x, dy, rest, flops, estimate
         self.module = module.to(args.device, torch.bfloat16)
         self.tokens = x.numel() // x.shape[-1]
         exact = self._runner(copy.deepcopy(self.module).float(), self.x.float(), self.dy.float(), nullcontext, lambda: None)
@@ -181,6 +169,8 @@ class ModelCase:
         m, t = recipe.model, recipe.trainer
         self.tokens = t.global_batch_size * m.seq_length
         self.flops = self.tokens * flops_per_token(recipe)
+        self.estimate: Estimate = lambda device, scaling: sum(
+            estimate.step(device, scaling, fp8cfg.compose([*self.words, *WORDS[scaling]])).values())
         row = np.random.default_rng(0).integers(0, m.vocab_size, 4 * self.tokens)
         self.batches = Batches(Windows(row, m.seq_length, m.vocab_size), t.seed, t.global_batch_size)
         exact = self._runner(fp8cfg.build(fp8cfg.compose([*self.words, "precision=fp32", "model.recompute_granularity=full"])))
@@ -215,7 +205,7 @@ def linear_case(args: argparse.Namespace, shape: tuple[int, int, int]) -> Module
     tokens, hidden, ffn = shape
     module = OneLayer(nn.Linear(hidden, ffn, bias=False))
     x, dy = (torch.randn(tokens, n, device=args.device, dtype=torch.bfloat16) for n in (hidden, ffn))
-    return ModuleCase(args, module, x, dy, (), 6.0 * tokens * hidden * ffn)
+    return ModuleCase(args, module, x, dy, (), 6.0 * tokens * hidden * ffn, lambda device, scaling: estimate.linear(device, scaling, *shape))
 
 
 def block_case(args: argparse.Namespace, words: list[str]) -> ModuleCase:
@@ -223,7 +213,13 @@ def block_case(args: argparse.Namespace, words: list[str]) -> ModuleCase:
     config = transformer_config(recipe)
     x, dy = (torch.randn(1, config.seq_length, config.hidden_size, device=args.device, dtype=torch.bfloat16) for _ in range(2))
     rotary = rotary_tables(config, torch.arange(config.seq_length, device=x.device))
-    return ModuleCase(args, TransformerLayer(config), x, dy, rotary, flops_per_token(recipe, output_layer=False) * config.seq_length)
+    flops = flops_per_token(recipe, output_layer=False) * config.seq_length
+
+    def seconds(device: estimate.Device, scaling: str) -> float:
+        planned = fp8cfg.compose([*words, "model.num_layers=1", "trainer.micro_batch_size=1", *WORDS[scaling]])
+        return sum(estimate.layers(device, scaling, planned, output_layer=False).values())
+
+    return ModuleCase(args, TransformerLayer(config), x, dy, rotary, flops, seconds)
 
 
 CASES = {"linear": linear_case, "block": block_case, "1b": ModelCase, "8b": ModelCase}

@@ -1,0 +1,66 @@
+#!/usr/bin/env python3
+"""Estimated speeds of FP8 over BF16 on a GPU, by FLOPs and bytes: bench_gpu.py's linear layer, block and whole models, and the 8B step.
+
+    python tools/estimate_gpu.py --gpu h200
+
+Needs no GPU and measures nothing: tools/gpu_rows/estimate.py has the assumptions, which are printed too. bench_gpu.py prints the same
+figures (est) beside what it measures, to be held against one another in the first real run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import fp8cfg
+from fp8cfg.report.tables import table
+from tools.gpu_rows import estimate
+from tools.gpu_rows.estimate import GOALS, OF_BANDWIDTH, OF_PEAK, OF_PEAK_ATTENTION, STEP_GOAL, Device
+from tools.gpu_rows.shapes import SHAPES, WORDS
+
+ONE = ["trainer.devices=1", "model.seq_length=8192"]
+WHOLE = ["recipe=llama_8b", "trainer.strategy.context_parallel_size=1", "trainer.micro_batch_size=1", "trainer.global_batch_size=8"]
+
+
+def speeds(device: Device, scalings: list[str]) -> list[list[str]]:
+    """A row for each case and scaling: milliseconds, times BF16, the goal."""
+    rows = []
+    base: dict[str, float] = {}
+    for scaling in scalings:
+        seconds = {"linear 15872 x 4096 -> 16384": estimate.linear(device, scaling, *SHAPES[False]["linear"])}
+        recipe = fp8cfg.compose([*SHAPES[False]["block"], "model.num_layers=1", "trainer.micro_batch_size=1", *WORDS[scaling]])
+        seconds["block of llama_8b"] = sum(estimate.layers(device, scaling, recipe, output_layer=False).values())
+        for name, words in (("llama_8b step, 8 x 8192 tokens", WHOLE), ("llama_8b cut to 4 layers, a step", SHAPES[False]["8b"])):
+            seconds[name] = sum(estimate.step(device, scaling, fp8cfg.compose([*words, *ONE, *WORDS[scaling]])).values())
+        base = base or seconds
+        for name, taken in seconds.items():
+            goal = GOALS.get(scaling) if name.startswith("linear") else STEP_GOAL if scaling == "delayed" and "8 x" in name else None
+            rows.append([name, scaling, f"{taken * 1e3:.2f}", f"{base[name] / taken:.2f}", f"{goal:.2f}" if goal else ""])
+    return sorted(rows, key=lambda row: list(base).index(row[0]))
+
+
+def parts(device: Device, scaling: str) -> str:
+    """What takes the time of the 8B step."""
+    found = estimate.step(device, scaling, fp8cfg.compose([*WHOLE, *ONE, *WORDS[scaling]]))
+    return f"llama_8b step, {scaling}: " + ", ".join(f"{what} {seconds * 1e3:.0f} ms" for what, seconds in found.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", choices=list(estimate.BANDWIDTH), default="h200")
+    args = parser.parse_args()
+    device, blackwell = Device.of(args.gpu), args.gpu.startswith("b")
+    scalings = ["bf16", "delayed", "current", "mxfp8" if blackwell else "block"]
+    print(f"{args.gpu}: {device.bf16 / 1e12:g} and {device.fp8 / 1e12:g} TFLOP/s in BF16 and FP8, {device.bandwidth / 1e12:g} TB/s. Nothing is measured.")
+    print(f"assumed: {', '.join(f'{s} products {OF_PEAK[s]:.0%}' for s in scalings)} of the peak, attention {OF_PEAK_ATTENTION:.0%}, "
+          f"bandwidth {OF_BANDWIDTH:.0%}")
+    print(table(["estimated", "scaling", "ms", "x BF16", "goal on H200"], speeds(device, scalings), right=(2, 3, 4)))
+    print("\n".join(parts(device, scaling) for scaling in ("bf16", "delayed")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

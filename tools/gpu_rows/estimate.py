@@ -1,0 +1,93 @@
+"""Estimated seconds of FP8 training on a GPU, by FLOPs over peak and bytes over bandwidth; what a first real run is held against.
+
+Nothing here is measured. A product takes the longer of its FLOPs at a share of the dense peak and its bytes at a share of the memory's
+bandwidth; everything else takes its bytes. Kernels follow one another, no launch is waited for, and compiled code fuses what stands
+between two products. One kernel quantizes a tensor for the two products that read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.layer_plan import plan, transformer_config
+from fp8cfg.models.shapes import parameter_counts
+from fp8cfg.report.coverage import planned
+from fp8cfg.report.gpus import GPU, named
+
+BANDWIDTH = {"h100": 3.35e12, "h100-pcie": 2.0e12, "h200": 4.8e12, "b200": 7.7e12}
+"""Bytes a second of the GPUs' memory, as their datasheets say; HGX B200's an eighth of the eight."""
+OF_BANDWIDTH = 0.85
+"""Share of the bandwidth that a large elementwise kernel reaches."""
+OF_PEAK = {"bf16": 0.7, "delayed": 0.7, "current": 0.7, "block": 0.6, "mxfp8": 0.7}
+"""Share of the dense peak that a large product reaches; with scales of 128 less, whose partial sums are promoted to float32."""
+OF_PEAK_ATTENTION = 0.5
+"""Share of the BF16 peak that flash attention reaches, forward and backward together."""
+QUANTIZED = {"bf16": 0.0, "delayed": 2 + 2, "current": 2 + 2 + 2, "block": 2 + 2 + 2 * 4 / 128, "mxfp8": 2 * (2 + 1 + 4 / 32) + 2}
+"""Bytes moved per BF16 element to have it quantized for both directions: read, and written row-major and transposed; read once more
+for the amax of the moment. MXFP8 has no kernel of its own: each direction reads it, and one is copied to lie along it."""
+LOGIT, PARAMETER = 54, 35
+"""Bytes moved per logit by the loss in chunks (models/cross_entropy.py), and per parameter by a step of AdamW over float32 masters:
+master and two moments read and written, gradient read twice, weight written."""
+GOALS = {"delayed": 1.75, "current": 1.65, "block": 1.45}
+"""Of a linear layer with quantization, over BF16, on an H200."""
+STEP_GOAL = 1.35
+"""Of an 8B-shaped step under delayed scaling."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU: FLOPs a second of its dense peaks, and bytes a second of its memory."""
+
+    bf16: float
+    fp8: float
+    bandwidth: float
+
+    @classmethod
+    def of(cls, name: str) -> Device:
+        """The GPU of that name in fp8cfg's table. Raises KeyError where its bandwidth is not known."""
+        gpu: GPU = named(name)
+        return cls(gpu.bf16 * 1e12, (gpu.fp8 or 0) * 1e12, BANDWIDTH[gpu.name])
+
+    def moved(self, count: float) -> float:
+        """Seconds in which so many bytes are read or written."""
+        return count / (self.bandwidth * OF_BANDWIDTH)
+
+    def product(self, scaling: str, m: int, n: int, k: int) -> float:
+        """Seconds of [m, k] @ [k, n] with an output in BF16."""
+        peak, element = (self.bf16, 2) if scaling == "bf16" else (self.fp8, 1)
+        return max(2.0 * m * n * k / (peak * OF_PEAK[scaling]), self.moved(element * (m * k + k * n) + 2 * m * n))
+
+
+def linear(device: Device, scaling: str, tokens: int, in_features: int, out_features: int) -> float:
+    """Seconds of the forward and backward pass of a linear layer with BF16 weights, quantization included."""
+    t, k, n = tokens, in_features, out_features
+    products = device.product(scaling, t, n, k) + device.product(scaling, t, k, n) + device.product(scaling, n, k, t)
+    return products + device.moved(QUANTIZED[scaling] * (t * k + k * n + t * n))
+
+
+def layers(device: Device, scaling: str, recipe: Recipe, output_layer: bool = True) -> dict[str, float]:
+    """Seconds of forward and backward passes over one microbatch of `recipe`, by what takes them; `scaling` is that of layers that
+    its plan has in FP8."""
+    m, config = recipe.model, transformer_config(recipe)
+    tokens = recipe.trainer.micro_batch_size * m.seq_length
+    linears = [p for p in plan(recipe) if output_layer or p.name != "output_layer"]
+    products = sum(linear(device, scaling if p.fp8 else "bf16", tokens, p.in_features, p.out_features) for p in linears)
+    attention = tokens * planned(recipe, linears).attention_flops / (device.bf16 * OF_PEAK_ATTENTION)
+    # Forward: two norms, two residual sums, rotation of queries and keys, SwiGLU; backward twice as much.
+    forward = 2 * (10 * m.hidden_size + 2 * (config.query_size + config.key_size) + 3 * m.ffn_hidden_size)
+    found = {"linear layers": products, "attention": attention, "elementwise": device.moved(3 * forward * tokens * m.num_layers)}
+    return found | ({"loss": device.moved(LOGIT * tokens * m.vocab_size)} if output_layer else {})
+
+
+def step(device: Device, scaling: str, recipe: Recipe) -> dict[str, float]:
+    """Seconds of an optimizer step of `recipe` on one GPU, by what takes them."""
+    passes = recipe.trainer.global_batch_size // recipe.trainer.micro_batch_size
+    found = {what: seconds * passes for what, seconds in layers(device, scaling, recipe).items()}
+    return found | {"optimizer": device.moved(PARAMETER * parameter_counts(transformer_config(recipe))["total"])}
+
+
+def device_called(name: str) -> Device | None:
+    """The device of which CUDA says this name, such as "NVIDIA H200"; None of one whose bandwidth is not known."""
+    found = [gpu for gpu in BANDWIDTH if gpu.partition("-")[0] in name.lower() and ("pcie" in gpu) == ("pcie" in name.lower())]
+    return Device.of(found[0]) if found else None
