@@ -193,15 +193,16 @@ def optimizer(
             groups, _inner(optim, split=prepared.fsdp2),
             masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
             loss_scaler=loss_scaler, clip_grad=clip_grad, owned=owned)
-        skips = not precision.fp8.enabled or backend_registry.capabilities(choice.backend).skips_on_device
-        kernel = optim.name != "sgd" or not prepared.fsdp2  # which takes found_inf: `_inner`
-        built.can_defer = loss_scaler is None and kernel and skips
         gradient_sync.sum_norms(built, prepared)
         if prepared.fsdp2:
             from fp8cfg.training.distributed import fsdp
 
             built.sharded = precision.storage.shard != "fsdp"
             built.on_written.append(partial(fsdp.let_go, model))  # weights that a loop of one's own has gathered meanwhile
+    skips = not precision.fp8.enabled or backend_registry.capabilities(choice.backend).skips_on_device
+    scales_move = loss_scaler is None or precision.fp8.interval == 1  # which steps move them the host has to know
+    kernel = optim.name != "sgd" or not prepared.fsdp2  # which takes found_inf: `_inner`
+    built.can_defer = skips and scales_move and kernel
     if prepared.owner:
         zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
     if precision.fp8.enabled:

@@ -125,14 +125,15 @@ class Codec:
         return (data, *stored[1:])
 
     def write(
-        self, x: Tensor, part: Stored, scale_inv: Tensor | None, key: Tensor | None = None, lane: int = 0, start: int = 0
+        self, x: Tensor, part: Stored, scale_inv: Tensor | None, key: Tensor | None = None, lane: int = 0, start: int = 0,
+        skip: Tensor | None = None,
     ) -> None:
         """Quantize float32 `x` into a part, from element `start` on, of a stored tensor. A scale of the whole tensor is given,
-        and stored by the caller; those of blocks are found and stored here."""
+        and stored by the caller; those of blocks are found and stored here. Where `skip`, a bool [], is true, nothing changes."""
         if self.block:
             scale_inv = self._scales_of_rows(x)
-            part[1].copy_(scale_inv)
-        part[0].copy_(self._quantize(x, scale_inv, key, lane, start))
+            write(part[1], scale_inv, skip)
+        write(part[0], self._quantize(x, scale_inv, key, lane, start), skip)
 
     def scale_inv(self, amax: Tensor) -> Tensor:
         """Inverse scales from the amaxes, of any shape, of what is stored; not finite where those are not."""
@@ -177,6 +178,13 @@ class Codec:
 
     def _from_rows(self, rows: Tensor, like: Tensor) -> Tensor:
         return rows if like.shape == rows.shape else rows.view(-1)[: like.numel()].view(like.shape)
+
+
+def write(target: Tensor, new: Tensor, skip: Tensor | None) -> None:
+    """Copy `new` into `target`, unless `skip`, a bool [], is true."""
+    if skip is not None and target.dtype.itemsize == 1:  # torch has no choice between float8 numbers
+        target, new = target.view(torch.uint8), new.to(target.dtype).view(torch.uint8)
+    target.copy_(new if skip is None else torch.where(skip, target, new.to(target.dtype)))
 
 
 def spans(count: int, device: torch.device) -> Iterator[tuple[int, int]]:

@@ -47,8 +47,12 @@ class Random(NamedTuple):
 
     def uniform(self, start: int, count: int) -> Tensor:
         """As the function `uniform`, for this draw."""
-        steps = torch.stack([self.draw * _int32(0x9E3779B9), self.draw * _int32(0x85EBCA6B)])
-        return uniform(self.key ^ steps, self.lane, start, count)
+        return uniform(key_of_draw(self.key, self.draw), self.lane, start, count)
+
+
+def key_of_draw(key: Tensor, draw: Tensor) -> Tensor:
+    """The key of one of the draws from the stream of `key`, made on its device."""
+    return key ^ torch.stack([draw * _int32(0x9E3779B9), draw * _int32(0x85EBCA6B)])
 
 
 def round_stochastic(v: Tensor, fmt: Format, u: Tensor) -> Tensor:

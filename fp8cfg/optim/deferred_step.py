@@ -1,59 +1,141 @@
 """Deferred optimizer steps: the device decides whether a step is skipped, and the host learns of it later, without waiting.
 
-    step      norm -> skip = not finite, or a step before was skipped -> clip -> fused inner step with found_inf = skip -> hooks
+    step      norm -> skip = not finite -> clip -> fused step with found_inf = skip, or low-bit step with skip -> hooks
     settle    one step later: the norm as a number, and counts taken back where it was skipped
 
-A step whose gradients are not finite changes nothing in its own place. The steps launched after it, before the host has read that,
-change nothing either: without a loss scale such a run ends, with the weights of the step before. Under a loss scale it goes on, at
-another learning rate and scale, which the host has to know; those steps are not deferred.
+A step whose gradients are not finite changes nothing in its own place. Without a loss scale the run ends there: the steps launched
+after it, before the host has read that, change nothing either, and weights are those of the step before. Under a loss scale the run
+goes on, at another scale and learning rate. The host knows both that can come of the one step that it has not read, sends both, and
+the device takes one (`either`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fp8cfg.numerics.host_copy import sent
+from fp8cfg.optim.loss_scale import LossScaler
 
-class Deferrable(Protocol):
-    """An optimizer over `inner`, one of torch's fused ones, that asks `deferred` where it is set."""
 
-    inner: Any
-    grad_norm: float
-    can_defer: bool
+class Scaled(Protocol):
+    """An optimizer that counts its steps, and may have a loss scale."""
+
+    steps: int
+    loss_scaler: LossScaler | None
     deferred: DeferredSteps | None
 
-    def count(self, by: int, stepped: Sequence[nn.Parameter] | None = None) -> None: ...
+
+class Deferrable(Scaled, Protocol):
+    """An optimizer that asks `deferred` where it is set, and gives its `skip` to its kernels."""
+
+    grad_norm: float
+    can_defer: bool
+
+    def count(self, by: int, stepped: Collection[nn.Parameter] | None = None) -> None: ...
 
 
 class Launched(NamedTuple):
     """A step that is not settled: its norm, [] on the device, and the parameters that it steps."""
 
     norm: Tensor
-    stepped: Sequence[nn.Parameter]
+    stepped: Collection[nn.Parameter]
+
+
+class Either(NamedTuple):
+    """A number that depends on whether the step before is `made` or `skipped`."""
+
+    made: float
+    skipped: float
+
+
+def either(optimizer: Scaled, number: Callable[[LossScaler | None, int], float]) -> float | Either:
+    """`number` of the loss scale of `optimizer` and of its count of steps, as they are before the step that is to begin; both that
+    it may be, where the step before is not settled."""
+    deferred = optimizer.deferred
+    return number(optimizer.loss_scaler, optimizer.steps) if deferred is None else deferred.either(number)
+
+
+def taken(
+    optimizer: Scaled, number: Callable[[LossScaler | None, int], float], dtype: torch.dtype = torch.float32
+) -> float | Tensor:
+    """`either` to compute with: the number, or the one that the device takes of two, [] of `dtype`."""
+    found = either(optimizer, number)
+    if not isinstance(found, Either):
+        return found
+    assert optimizer.deferred is not None, "or there is one number"
+    return optimizer.deferred.choose([found.made], [found.skipped], dtype)[0]
+
+
+def lr_after(lr: float | Either, made: bool) -> float:
+    """The learning rate where the step before was `made`, or skipped."""
+    return (lr.made if made else lr.skipped) if isinstance(lr, Either) else lr
+
+
+def unscale(gradients: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients in place; of those that are split over ranks the parts that are here."""
+    here: list[Tensor] = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    torch._foreach_mul_(here, factor)
 
 
 class DeferredSteps:
-    """The steps of `optimizer` that are launched and not settled. While it is entered, `step` returns True whatever it finds, and
-    `skip`, a bool [] on the device, says to the hooks of a step whether that is skipped."""
+    """The steps of `optimizer` that are launched and not settled, one as the next begins. While it is entered, `step` returns True
+    whatever it finds, and `skip`, a bool [] on the device, says to the hooks of a step whether that is skipped."""
 
     def __init__(self, optimizer: Deferrable) -> None:
         if not optimizer.can_defer:
-            raise ValueError("the steps of this optimizer cannot be deferred: it scales the loss, or its kernels take no found_inf")
+            raise ValueError("the steps of this optimizer cannot be deferred: the host has to know how each ended, or its kernels "
+                             "take no found_inf")
         self._optimizer = optimizer
         self._waiting: deque[Launched] = deque()
         self.skip: Tensor | None = None
+        self.before: Tensor | None = None
+        self.made = True
+        """Whether the step that was settled last was made."""
 
-    def decide(self, norm: Tensor, stepped: Sequence[nn.Parameter]) -> None:
-        """Let the inner step see on the device whether `norm`, of the step that begins, and those before it are finite."""
-        skip = ~torch.isfinite(norm)
-        self.skip = skip if self.skip is None else self.skip | skip
-        self._optimizer.inner.found_inf = self.skip.float()  # as torch's GradScaler hands it over
-        self._waiting.append(Launched(norm, stepped))
+    def either(self, number: Callable[[LossScaler | None, int], float]) -> float | Either:
+        """As the function `either`."""
+        scaler, steps = self._optimizer.loss_scaler, self._optimizer.steps
+        if not self._waiting or scaler is None:
+            return number(scaler, steps)
+        assert len(self._waiting) == 1, "all but one were settled"
+        self.before = self.skip
+        made, skipped = number(scaler.after(found_inf=False), steps), number(scaler.after(found_inf=True), steps - 1)
+        if made == skipped:
+            return made
+        return Either(made, skipped)
+
+    def choose(self, made: Sequence[float], skipped: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers, of `dtype` on the device, by whether the step before is made or skipped."""
+        assert self.before is not None, "a step waits"
+        both = sent(torch.tensor([made, skipped], dtype=dtype), self.before.device)
+        return torch.where(self.before, both[1], both[0])
+
+    def waits_for(self, p: nn.Parameter) -> bool:
+        """Whether a loss scale lets the run go on, and a step of `p` is not settled before the one that began."""
+        waiting = self._optimizer.loss_scaler is not None and len(self._waiting) == 2
+        return waiting and p in self._waiting[0].stepped
+
+    def decide(self, norm: Tensor, stepped: Iterable[nn.Parameter]) -> None:
+        """Let the inner step see on the device whether `norm`, of the step that begins, is finite, and, where no loss scale lets
+        the run go on, those before it."""
+        skip, self.before = ~torch.isfinite(norm), self.skip
+        self.skip = skip if self.skip is None or self._optimizer.loss_scaler else self.skip | skip
+        self._waiting.append(Launched(norm, dict.fromkeys(stepped)))
+
+    def found_inf(self, two: bool) -> list[tuple[bool, Tensor]]:
+        """`found_inf` of torch's fused kernels, float32 [], to launch the step with. Where the learning rate may be one of `two`,
+        it is launched for the one that follows a step that was made, True, and for the other: each in the host's double precision,
+        and one of them does nothing."""
+        assert self.skip is not None, "a step was decided"
+        if not two or self.before is None:
+            return [(True, self.skip.float())]
+        return [(True, (self.skip | self.before).float()), (False, (self.skip | ~self.before).float())]
 
     @property
     def norm(self) -> Tensor:
@@ -61,15 +143,18 @@ class DeferredSteps:
         return self._waiting[-1].norm
 
     def settle(self, norm: float) -> bool:
-        """Settle the earliest step that is not, whose norm is a number now: `grad_norm`, and counts taken back where it was
-        skipped. Whether it was made; those that wait behind one that was not are taken back with it."""
+        """Settle the earliest step that is not, whose norm is a number now: `grad_norm`, the loss scale, and counts taken back
+        where it was skipped. Whether it was made; without a loss scale those that wait behind one that was not are taken back, too.
+        """
         launched, optimizer = self._waiting.popleft(), self._optimizer
-        optimizer.grad_norm = norm
-        if math.isfinite(norm):
+        optimizer.grad_norm, self.made = norm, math.isfinite(norm)
+        if optimizer.loss_scaler is not None:
+            optimizer.loss_scaler.update(found_inf=not self.made)
+        if self.made:
             return True
-        for each in (launched, *self._waiting):
-            optimizer.count(-1, each.stepped)
-        self._waiting.clear()
+        optimizer.count(-1, launched.stepped)
+        while self._waiting and optimizer.loss_scaler is None:
+            optimizer.count(-1, self._waiting.popleft().stepped)
         return False
 
     def __enter__(self) -> DeferredSteps:
@@ -81,7 +166,4 @@ class DeferredSteps:
         while self._waiting:
             self.settle(self._waiting[0].norm.item())
         self._optimizer.deferred = None
-        if hasattr(self._optimizer.inner, "found_inf"):
-            del self._optimizer.inner.found_inf
-
-
+        vars(getattr(self._optimizer, "inner", self)).pop("found_inf", None)

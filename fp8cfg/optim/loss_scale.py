@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -63,6 +64,12 @@ class LossScaler:
             self._good_steps = 0
             self._hysteresis_left = self.hysteresis
             self.scale *= 2.0
+
+    def after(self, found_inf: bool) -> LossScaler:
+        """What this one would be after `update`."""
+        found = copy.copy(self)
+        found.update(found_inf)
+        return found
 
     def state(self) -> LossScaleState:
         """The state to save, under Megatron's names."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from fp8cfg.optim.deferred_step import Either, lr_after, taken, unscale
 from fp8cfg.optim.inner_state import collect_json, collect_tensors, from_low_bit, moments, restore, stepped
 from fp8cfg.optim.loss_scale import LossScaler
 from fp8cfg.optim.masters import make_masters
@@ -122,7 +123,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
                 inner_group.update(hyperparameters(group))
             self.count(1)
-            self.inner.step()
+            self._step_inner()
         for hook in self.on_step if finite else self.on_skip:
             hook()
         if finite:
@@ -143,7 +144,18 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             self.loss_scaler.update(found_inf=not finite)
         return finite
 
-    def count(self, by: int, stepped: Sequence[nn.Parameter] | None = None) -> None:
+    def _step_inner(self) -> None:
+        """The inner step, which on the device may do nothing."""
+        if self.deferred is None:
+            self.inner.step()
+            return
+        for made, found_inf in self.deferred.found_inf(any(isinstance(group["lr"], Either) for group in self.param_groups)):
+            for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+                inner_group["lr"] = lr_after(group["lr"], made)
+            self.inner.found_inf = found_inf  # type: ignore[attr-defined]  # as torch's GradScaler hands it over
+            self.inner.step()
+
+    def count(self, by: int, stepped: Collection[nn.Parameter] | None = None) -> None:
         """Count a step, or one less, of parameters that have a gradient, or of those given."""
         self.steps += by
         for p in self.names if stepped is None else stepped:
@@ -200,7 +212,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         for p, master in self._narrow.items():
             master.grad = every.get(p)
         if self.loss_scaler is not None and every:
-            torch._foreach_mul_([*every.values()], 1.0 / self.loss_scaler.scale)
+            unscale(every.values(), taken(self, lambda scaler, _: 1.0 / scaler.scale if scaler else 1.0))
         return self._norm(every)
 
     def _norm(self, every: Mapping[nn.Parameter, Tensor]) -> Tensor:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from fp8cfg.optim.deferred_step import Either
+
 Decay = Literal["cosine", "linear", "constant"]
 
 
@@ -61,6 +63,11 @@ class Schedule:
     def apply(self, optimizer: Optimizer, step: int) -> float:
         """Set `lr_at(step)` in every parameter group, and return it."""
         lr = self.lr_at(step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(optimizer, lr)
         return lr
+
+
+def set_lr(optimizer: Optimizer, lr: float | Either) -> None:
+    """Set a learning rate in every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

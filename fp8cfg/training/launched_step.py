@@ -17,7 +17,7 @@ from fp8cfg.data import Batches
 from fp8cfg.job import Job
 from fp8cfg.numerics import Overflow
 from fp8cfg.numerics.delayed_overflow import RangesUsed, overflow_of, ranges_used
-from fp8cfg.optim.deferred_step import DeferredSteps
+from fp8cfg.optim.deferred_step import DeferredSteps, Either, lr_after
 from fp8cfg.training.device_copy import to_host
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import Step, run_step
@@ -38,7 +38,7 @@ class LaunchedStep:
     """Optimizer step number `done`, from 1, on its way. `traffic` is what this rank sent in it: bytes, and their text."""
 
     done: int
-    lr: float
+    lr: float | Either
     traffic: tuple[int, str]
     _numbers: Tensor
     _there: torch.cuda.Event | None
@@ -49,9 +49,10 @@ class LaunchedStep:
         if self._there is not None and not self._there.query():  # type: ignore[no-untyped-call]
             self._there.synchronize()
         loss, norm, stop = self._numbers[:3].tolist()
+        lr = lr_after(self.lr, deferred.made)
         stepped = deferred.settle(norm)
         used = RangesUsed(self._numbers[3:], self._names) if self._names is not None and stepped else None
-        return Seen(Step(loss, self.lr, norm, stepped), overflow_of(used), stop > 0)
+        return Seen(Step(loss, lr, norm, stepped), overflow_of(used), stop > 0)
 
 
 def launch_step(

@@ -17,6 +17,8 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.job import Job
+from fp8cfg.optim.deferred_step import Either, either, lr_after
+from fp8cfg.optim.schedule import set_lr
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.pipeline import PipelineRank
 from fp8cfg.training.device_copy import on_device
@@ -59,11 +61,13 @@ def microbatches(job: Job, world: World) -> int:
 def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     """Optimizer step number `step`, the first being 0."""
     mean, lr, stepped = run_step(job, batches, step, world)
+    assert isinstance(lr, float), "no step waits"
     return Step(mean.item(), lr, job.optimizer.grad_norm, stepped)
 
 
-def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, float, bool]:
-    """The mean loss of an optimizer step, on the device, the learning rate, and what the optimizer's step returned."""
+def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, float | Either, bool]:
+    """The mean loss of an optimizer step, on the device, the learning rate, or both that it may have, and what the optimizer's step
+    returned."""
     count = microbatches(job, world)
     strategy = job.recipe.trainer.strategy
     whole = 1 if batches.samples.masked else count * _shares(strategy, world)  # a mean of equal parts is divided once, at its end
@@ -73,8 +77,11 @@ def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tenso
         total += loss * (whole / parts)
     sum_gradients(job.prepared, job.optimizer, world)
     job.summed = True
-    lr = job.schedule.apply(job.optimizer, job.optimizer.steps)  # a skipped step does not move it (Megatron's training.py)
+    # A skipped step does not move it (Megatron's training.py).
+    lr = either(job.optimizer, lambda _, steps: job.schedule.lr_at(steps))
+    set_lr(job.optimizer, lr)
     stepped = job.optimizer.step()
+    set_lr(job.optimizer, lr_after(lr, made=True))
     mean = world.sum(total / (whole * strategy.tensor_model_parallel_size))  # so many ranks have the same loss
     return mean, lr, stepped
 

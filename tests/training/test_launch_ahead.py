@@ -43,7 +43,9 @@ def trained(root: Path, *words: str) -> tuple[list[str], list[dict[str, Any]], d
 
 @pytest.mark.parametrize("words", [
     ("precision=bf16",), ("precision=bf16_fp8", *NEVER), ("precision=bf16_fp8", "fp8.params=false", "fp8.interval=2"),
-    ("precision=bf16_fp8_current", "trainer.micro_batch_size=4"), ("precision=fp32", "optim.name=sgd", "optim.momentum=0.9", *NEVER)], ids=" ".join)
+    ("precision=bf16_fp8", "opt_level=O2", *NEVER), ("precision=bf16_fp8", "opt_level=O3", "storage.rounding=stochastic", *NEVER),
+    ("precision=bf16_fp8_current", "trainer.micro_batch_size=4"), ("precision=bf16_fp8_current", "backend=torchao", *NEVER),
+    ("precision=fp16", "precision.initial_loss_scale=128", "precision.loss_scale_window=2", "trainer.micro_batch_size=4"), ("precision=fp32", "optim.name=sgd", "optim.momentum=0.9", *NEVER)], ids=" ".join)
 def test_a_run_is_the_same(words: tuple[str, ...], tmp_path: Path, ahead: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     settle = DeferredSteps.settle
@@ -55,18 +57,22 @@ def test_a_run_is_the_same(words: tuple[str, ...], tmp_path: Path, ahead: pytest
     assert got == want and len(got[2]) > 0 and len(taken) == 6
 
 
-def _break_gradients(job: fp8cfg.Job, at: int) -> None:
-    """Gradients of one layer are infinite in the step after `at` ones."""
+def _break_gradients(job: fp8cfg.Job, *at: int) -> None:
+    """Gradients of one layer are infinite in the steps after so many ones."""
     seen = [0]
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         seen[0] += 1
-        return gradient * torch.inf if seen[0] == at + 1 else gradient
+        return gradient * torch.inf if seen[0] - 1 in at else gradient
 
-    job.model.final_layernorm.weight.register_hook(hook)
+    if job.recipe.storage.shard == "fsdp":  # which calls no hooks of parameters
+        job.model.final_layernorm.register_forward_hook(lambda _, args, y: y.register_hook(hook) and None if y.requires_grad else None)
+    else:
+        job.model.final_layernorm.weight.register_hook(hook)
 
 
-@pytest.mark.parametrize("words", [("precision=bf16",), ("precision=bf16_fp8",), ("precision=bf16_fp8", "fp8.params=false")], ids=" ".join)
+@pytest.mark.parametrize("words", [("precision=bf16",), ("precision=bf16_fp8",), ("precision=bf16_fp8", "fp8.params=false"),
+                                   ("precision=bf16_fp8", "opt_level=O3", "storage.exp_avg=fp8_block")], ids=" ".join)
 def test_a_step_that_is_not_finite_changes_nothing_nor_the_one_behind_it(words: tuple[str, ...], ahead: pytest.MonkeyPatch) -> None:
     ends, states = [], []
     for _ in range(2):
@@ -80,6 +86,26 @@ def test_a_step_that_is_not_finite_changes_nothing_nor_the_one_behind_it(words: 
     assert ends[0] == ends[1] and ends[0][1] == 3
     assert states[0].keys() == states[1].keys()
     assert [name for name in states[0] if not torch.equal(states[0][name].float(), states[1][name].float())] == []
+
+
+@pytest.mark.parametrize("words", [("precision=fp16",), ("precision=fp16_fp8", "fp8.params=false"), ("precision=fp16_fp8",), ("precision=fp16", "opt_level=O2")], ids=" ".join)
+def test_under_a_loss_scale_the_run_goes_on(words: tuple[str, ...], tmp_path: Path, ahead: pytest.MonkeyPatch) -> None:
+    """Two steps overflow, of which the second uses up the hysteresis; the next ones have the learning rate and the scale of a run that
+    reads each step at once, in metrics, checkpoints and messages."""
+    found = []
+    recipe = small(*words, "precision.initial_loss_scale=1024", "precision.loss_scale_window=2", "trainer.max_steps=9")
+    for name in ("ahead", "one"):
+        job, said = fp8cfg.build(recipe), list[str]()
+        _break_gradients(job, 3, 4)
+        fp8cfg.fit(job, tmp_path / name, say=said.append)
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        files = {str(p.relative_to(tmp_path / name)): p.read_bytes() for p in sorted((tmp_path / name).rglob("*.safetensors"))}
+        found.append(([{k: v for k, v in line.items() if k != "seconds"} for line in lines], files, [s.replace(name, "") for s in said]))
+        ahead.undo()
+    lines = [line for line in found[0][0] if "loss_scale" in line]
+    assert [line["stepped"] for line in lines] == [True, True, True, False, False, True, True, True, True]
+    assert [line["loss_scale"] for line in lines] == [1024, 2048, 2048, 2048, 1024, 1024, 2048, 2048, 4096]
+    assert found[0] == found[1]
 
 
 def test_a_signal_stops_with_a_checkpoint_that_resumes_to_the_same_losses(tmp_path: Path, ahead: pytest.MonkeyPatch) -> None:
@@ -121,10 +147,11 @@ def test_a_callback_finds_the_job_as_its_step_left_it(ahead: pytest.MonkeyPatch)
 
 
 def test_what_needs_the_host_is_not_launched_ahead() -> None:
-    """A loss scale decides the next step's learning rate and scale on the host; so does a low-bit step. A CPU gains nothing."""
-    assert {words: fp8cfg.build(small(*words)).optimizer.can_defer for words in (("precision=fp16",), ("precision=bf16", "opt_level=O2"), ("precision=bf16_fp8",))} == {
-        ("precision=fp16",): False, ("precision=bf16", "opt_level=O2"): False, ("precision=bf16_fp8",): True}
-    job = fp8cfg.build(small("precision=fp16"))
+    """Which steps move delayed scales, where not every one does and some are skipped. A CPU gains nothing."""
+    interval = ("precision=fp16_fp8", "fp8.interval=2")
+    assert {words: fp8cfg.build(small(*words)).optimizer.can_defer for words in (interval, ("precision=bf16", "opt_level=O2"), ("precision=fp16",))} == {
+        interval: False, ("precision=bf16", "opt_level=O2"): True, ("precision=fp16",): True}
+    job = fp8cfg.build(small(*interval))
     assert not may_launch_ahead(fp8cfg.build(small("precision=bf16")))
     with pytest.raises(ValueError, match="cannot be deferred"):
         DeferredSteps(job.optimizer)
@@ -143,11 +170,22 @@ def _on_rank(world: World) -> dict[str, Any]:
         job.model.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM) if job.optimizer.steps == 1 else None)
     with pytest.raises(loop.Interrupted):
         loop.train(job, world=world, say=lambda _: None)
-    return {"whole": whole, "stopped": written, "steps": job.optimizer.steps}
+    found = {"whole": whole, "stopped": written[:], "steps": job.optimizer.steps}
+    for ahead in (True, False):
+        loop.may_launch_ahead = lambda job, ahead=ahead: job.optimizer.can_defer and ahead  # type: ignore[assignment,misc]
+        written.clear()
+        job = fp8cfg.build(small("precision=fp16_fp8", "storage.shard=fsdp", "precision.initial_loss_scale=1024", *words[1:]))
+        if world.first:
+            _break_gradients(job, 3)
+        assert job.optimizer.can_defer
+        loop.train(job, world=world, say=lambda _: None)
+        found[f"fsdp ahead {ahead}"] = (written[:], job.optimizer.steps, job.optimizer.grad_norm, job.loss_scaler.state())
+    return found
 
 
-def test_on_two_ranks_all_stop_at_one_step(tmp_path: Path) -> None:
-    """The wish to stop goes with the step's numbers, and is known a step later."""
+def test_on_two_ranks_all_stop_at_one_step_and_skip_one(tmp_path: Path) -> None:
+    """The wish to stop goes with the step's numbers, and is known a step later; under FSDP2 gradients and norm are split over the ranks."""
     first, second = on_ranks(2, _on_rank, tmp_path)
     assert first == second and len(first["whole"]) == 6
     assert first["steps"] == 3 and first["stopped"] == first["whole"][:3]
+    assert first["fsdp ahead True"] == first["fsdp ahead False"] and first["fsdp ahead True"][1] == 5

@@ -67,6 +67,10 @@ def every_case() -> dict[str, Callable[[], dict[str, Callable[[], object]]]]:
     for preset in ("bf16", "bf16_fp8", "bf16_fp8_current"):
         found[f"step {preset} eager"] = partial(cases.step, f"precision={preset}")
     found["step fp16_fp8 eager"] = partial(cases.step, "precision=fp16_fp8")
+    found["step fsdp bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "storage.shard=fsdp")
+    found["step fsdp fp16_fp8 eager"] = partial(cases.step, "precision=fp16_fp8", "storage.shard=fsdp")
+    for level in ("O1", "O2", "O3"):
+        found[f"step {level} bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", f"opt_level={level}")
     found["step bf16_fp8 BF16 weights eager"] = partial(cases.step, "precision=bf16_fp8", "fp8.params=false")
     found["fused AdamW 4 eager"] = partial(cases.optimizer, "fused", 4)
     return found

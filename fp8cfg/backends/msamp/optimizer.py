@@ -32,6 +32,8 @@ class MSAMPOptimizer(torch.optim.Optimizer):
     """
 
     fp8_state: FP8State | None = None
+    can_defer: bool = False
+    deferred: None = None
 
     def __init__(
         self, model: nn.Module, build: Callable[[list[dict[str, Any]]], Any], weight_decay: float, clip_grad: float,

@@ -154,15 +154,17 @@ def cache_weights(model: nn.Module, on: bool = True) -> None:
         engine.caches, engine.weights_moved = on, True
 
 
-def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
-    """Mark cached weights as stale. Transformer Engine has moved its scales itself, over the group that `autocast` gave it."""
+def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int, skip: Tensor | None = None) -> None:
+    """Mark cached weights as stale. Transformer Engine has moved its scales itself, over the group that `autocast` gave it, in a
+    step that is skipped too."""
     say_scales_anew(_layers(model).values())
-    for engine in _engines(model):
-        engine.weights_moved = True
+    after_skip(model)
 
 
 def after_skip(model: nn.Module) -> None:
-    """Does nothing: weights are unchanged, and Transformer Engine does not take amaxes back."""
+    """Mark cached weights as stale: they are unchanged, but Transformer Engine does not take amaxes back, and scales have moved."""
+    for engine in _engines(model):
+        engine.weights_moved = True
 
 
 def plain(layer: nn.Module) -> nn.Module | None:

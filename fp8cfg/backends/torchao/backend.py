@@ -150,7 +150,7 @@ def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
     return {}
 
 
-def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
+def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int, skip: Tensor | None = None) -> None:
     """Recompute the scales for gathering weights in FP8, where they are; current and MXFP8 scaling have no other state."""
     precompute_float8_dynamic_scale_for_fsdp(model)
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8cfg.numerics.codecs import Stored
+from fp8cfg.numerics.codecs import Stored, write
 from fp8cfg.numerics.exact_float32 import largest, square_root
-from fp8cfg.numerics.host_copy import sent
+from fp8cfg.numerics.stochastic_rounding import key_of_draw
 from fp8cfg.optim.low_bit.columns import Columns
 
 
@@ -46,14 +46,17 @@ class Scales(NamedTuple):
     exp_avg_sq: Tensor | None = None
 
 
-def hyper(
-    group: Mapping[str, Any], decoupled: bool, step: int, device: torch.device, grad_factor: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """The factors of step number `step`, from 1 on, of a parameter group: float32 [9], each computed in double precision first."""
-    lr, decay, (b1, b2) = group["lr"], group["weight_decay"], group["betas"]
+def hyper(group: Mapping[str, Any], decoupled: bool, step: int, lr: float) -> list[float]:
+    """The factors of step number `step`, from 1 on, of a parameter group, and `step`: nine numbers in double precision. What a step
+    reads has a tenth: what gradients are multiplied by."""
+    decay, (b1, b2) = group["weight_decay"], group["betas"]
     decay = 1 - lr * decay if decoupled else decay
-    values = (decay, b1, 1 - b1, b2, 1 - b2, lr / (1 - b1**step), math.sqrt(1 - b2**step), group["eps"], grad_factor)
-    return sent(torch.tensor(values, dtype=torch.float32), device)
+    return [decay, b1, 1 - b1, b2, 1 - b2, lr / (1 - b1**step), math.sqrt(1 - b2**step), group["eps"], float(step)]
+
+
+def key_of_step(key: Tensor | None, hyper: Tensor) -> Tensor | None:
+    """The key of this step of a tensor whose own is `key`."""
+    return None if key is None else key_of_draw(key, hyper[8].to(torch.int32))
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
@@ -67,7 +70,7 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
 
 def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weight and moments after the step, in float32."""
-    decay, b1, one_less_b1, b2, one_less_b2, lr, correction, eps, grad_factor = hyper.unbind()
+    decay, b1, one_less_b1, b2, one_less_b2, lr, correction, eps, _, grad_factor = hyper.unbind()
     w, g = columns.source.decode(slot.source), columns.read.decode(slot.grad) * grad_factor
     if decoupled:
         w = w * decay
@@ -100,27 +103,34 @@ def find_scales(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) ->
 
 
 def store_step(
-    columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales,
+    columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales, skip: Tensor | None,
     start: int = 0, last: bool = True,
 ) -> None:  # fmt: skip
-    """Write the result of the step; `start` is the first element of this piece in its tensor. The scales of whole tensors are
-    written with the last piece, since the old ones are needed until then.
+    """Write the result of the step, unless `skip`, a bool [], is true; `start` is the first element of this piece in its tensor.
+    The scales of whole tensors are written with the last piece, since the old ones are needed until then.
     """
     c, (w, m, v) = columns, moved(columns, decoupled, slot, hyper)
-    c.source.write(w, slot.source, new.source, key, 0, start)
-    c.exp_avg.write(m, slot.exp_avg, new.exp_avg, key, 1, start)
-    c.exp_avg_sq.write(v, slot.exp_avg_sq, new.exp_avg_sq, key, 2, start)
+    c.source.write(w, slot.source, new.source, key, 0, start, skip)
+    c.exp_avg.write(m, slot.exp_avg, new.exp_avg, key, 1, start, skip)
+    c.exp_avg_sq.write(v, slot.exp_avg_sq, new.exp_avg_sq, key, 2, start, skip)
     weight, scale = slot.source, new.source
     if slot.weight is not None:
         rounded = c.source.decode(_rescaled(slot.source, new.source))
         weight, scale = slot.weight, new.weight
-        c.weight.write(rounded, weight, scale, key, 3, start)
+        c.weight.write(rounded, weight, scale, key, 3, start, skip)
     if slot.copy is not None:
-        slot.copy.copy_(c.weight.decode(_rescaled(weight, scale)))
+        write(slot.copy, c.weight.decode(_rescaled(weight, scale)), skip)
     if last:
         for stored, scale in zip((slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq), new, strict=True):
             if stored is not None and scale is not None:
-                stored[1].copy_(scale)
+                write(stored[1], scale, skip)
+
+
+def store_whole(
+    columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales, skip: Tensor | None
+) -> None:
+    """`store_step` of a tensor in one piece, whose own key is `key`."""
+    store_step(columns, decoupled, slot, hyper, key_of_step(key, hyper), new, skip)
 
 
 def _rescaled(stored: Stored, scale_inv: Tensor | None) -> Stored:

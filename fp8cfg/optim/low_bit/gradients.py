@@ -46,7 +46,7 @@ class StoredGradients:
         if p in self.stored:
             p.grad += codec.decode(self.stored[p])
         stored = codec.zeros(p.shape, p.device)
-        codec.store(p.grad, stored, self._key(p, "grad"))
+        codec.store(p.grad, stored, self._key(p, "grad") if codec.rounding == "stochastic" else None)
         self.stored[p], p.grad = stored, None
 
     @contextmanager

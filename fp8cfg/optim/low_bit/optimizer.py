@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp8cfg.numerics.codecs import Stored
 from fp8cfg.numerics.host_copy import sent
 from fp8cfg.numerics.stochastic_rounding import random_key
+from fp8cfg.optim.deferred_step import lr_after
 from fp8cfg.optim.low_bit.adam_step import check_hyperparameters, hyper
 from fp8cfg.optim.low_bit.columns import Columns
 from fp8cfg.optim.low_bit.gradients import StoredGradients
@@ -63,7 +64,9 @@ class LowBitOptimizer(NamedOptimizer):
     ) -> None:
         self.names: dict[nn.Parameter, str] = {}
         self.columns: dict[nn.Parameter, Columns] = {}
-        self.seed, self.compiled, self.grad_factor = seed, compiled, 1.0
+        self.seed, self.compiled = seed, compiled
+        self.grad_factor: float | Tensor = 1.0
+        self._step_keys: dict[nn.Parameter, Tensor] = {}
         self.gradients = StoredGradients(self.names, self._key)
         self._written = WriteGuard(self.names, "the optimizer had stored their values")
         self.held, self.writers = dict(held or {}), dict(writers or {})
@@ -125,23 +128,33 @@ class LowBitOptimizer(NamedOptimizer):
         """The pending steps of the parameters of a group that have a gradient; increments their step counts."""
 
         @cache
-        def hyper_of(step: int, device: torch.device) -> Tensor:
-            return hyper(group, self.decoupled, step, device, self.grad_factor)
+        def factors_of(step: int, if_skipped: int, device: torch.device) -> Tensor:
+            return self._factors(group, step, if_skipped, device)
 
-        works, stepped = list[Work](), list[nn.Parameter]()
+        works, deferred, random = list[Work](), self.deferred, group["columns"].stochastic
+        skip = None if deferred is None else deferred.skip
         for p in group["params"]:
             if (grad := self.gradients.of(p)) is not None:
                 state = self.state[p]
                 state["step"] += 1
                 if self.owns(p):
                     slot = slot_of(p, state, grad, self._held(p), p in self.writers)
-                    works.append(Work(slot, hyper_of(state["step"], p.device)))
-                    stepped.append(p)
-        if not group["columns"].stochastic or not works:
-            return works
-        # In one copy; parameters of a group are on one device.
-        keys = sent(torch.stack([self._host_key(p, "step") for p in stepped]), stepped[0].device)
-        return [work._replace(key=key) for work, key in zip(works, keys.unbind(), strict=True)]
+                    before = state["step"] - int(deferred is not None and deferred.waits_for(p))
+                    factors = factors_of(state["step"], before, p.device)
+                    works.append(Work(slot, factors, self._step_key(p) if random else None, skip))
+        return works
+
+    def _factors(self, group: dict[str, Any], step: int, if_skipped: int, device: torch.device) -> Tensor:
+        """The factors of a step on the device, float32 [10]; where a step that is not settled may be skipped those of either."""
+        lr = group["lr"]
+        made, skipped = lr_after(lr, made=True), lr_after(lr, made=False)
+        values = hyper(group, self.decoupled, step, made)
+        if self.deferred is None or not isinstance(self.grad_factor, Tensor):
+            return sent(torch.tensor([*values, self.grad_factor], dtype=torch.float32), device)
+        if (step, made) == (if_skipped, skipped):
+            return torch.cat([sent(torch.tensor(values, dtype=torch.float32), device), self.grad_factor.float().view(1)])
+        others = hyper(group, self.decoupled, if_skipped, skipped)
+        return torch.cat([self.deferred.choose(values, others), self.grad_factor.float().view(1)])
 
     @torch.no_grad()
     def write_parameters(self) -> None:
@@ -195,16 +208,20 @@ class LowBitOptimizer(NamedOptimizer):
         check_state(tensors, mine, json, self.state_json())
         restore(self.names, self.state, self.columns, tensors, json["state"])
         self.seed = int(json["seed"])
+        self._step_keys.clear()
         self._written.remember()
 
     def _held(self, p: nn.Parameter) -> Stored | None:
         return self.held[p]() if p in self.held else None
 
     def _key(self, p: nn.Parameter, what: str) -> Tensor:
-        return sent(self._host_key(p, what), p.device)
+        return sent(random_key(self.seed, self.names[p], what, self.state[p].get("step", 0)), p.device)
 
-    def _host_key(self, p: nn.Parameter, what: str) -> Tensor:
-        return random_key(self.seed, self.names[p], what, self.state[p].get("step", 0))
+    def _step_key(self, p: nn.Parameter) -> Tensor:
+        """The key of all steps of a parameter, on its device; that of one is made there."""
+        if p not in self._step_keys or self._step_keys[p].device != p.device:
+            self._step_keys[p] = sent(random_key(self.seed, self.names[p], "step"), p.device)
+        return self._step_keys[p]
 
 
 class LowBitAdamW(LowBitOptimizer):

@@ -1,6 +1,7 @@
 """Adam over many tensors without a whole one in float32: eagerly in pieces, or each tensor in compiled code.
 
-Compiled code takes a tensor at a time, as torchao's low-bit optimizers do (torchao/optim/adam.py).
+Compiled code takes a tensor at a time, as torchao's low-bit optimizers do (torchao/optim/adam.py); on a GPU always, as theirs, for
+eager code launches some eighty kernels a piece there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics.codecs import spans
-from fp8cfg.optim.low_bit.adam_step import Scales, Slot, find_amaxes, find_scales, scales_from, store_step
+from fp8cfg.numerics.fused_quantize import TRITON
+from fp8cfg.optim.low_bit.adam_step import Scales, Slot, find_amaxes, find_scales, key_of_step, scales_from, store_step, store_whole
 from fp8cfg.optim.low_bit.columns import Columns
 
 LEAST_COMPILED = 64
@@ -30,13 +32,18 @@ _CONSTANTS: dict[str, tuple[Columns, bool]] = {}
 
 
 class Work(NamedTuple):
-    """One tensor to step: the tensor, the result of `hyper`, and the key of its random numbers where a codec rounds
-    stochastically.
-    """
+    """One tensor to step: the tensor, ten numbers on its device (`hyper`), the key of its random numbers where a codec rounds
+    stochastically, and, a bool [], whether the step is to be skipped, where the device alone knows."""
 
     slot: Slot
     hyper: Tensor
     key: Tensor | None = None
+    skip: Tensor | None = None
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether steps on `device` are compiled, whoever asks."""
+    return TRITON and device.type == "cuda"
 
 
 @torch.no_grad()
@@ -48,27 +55,28 @@ def adam_step(columns: Columns, decoupled: bool, works: Iterable[Work], compiled
         warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed")
         for work in works:
             count = work.slot.source[0].numel()
-            if compiled and count >= LEAST_COMPILED and count % columns.block == 0:
+            if (compiled or compiles(work.hyper.device)) and count >= LEAST_COMPILED and count % columns.block == 0:
                 _step_compiled(columns, decoupled, work)
             elif count:
                 _step_in_pieces(columns, decoupled, work)
 
 
 def _step_in_pieces(columns: Columns, decoupled: bool, work: Work) -> None:
-    slot, hyper, key = work
+    slot, hyper, key, skip = work
     count, device = slot.source[0].numel(), slot.source[0].device
     scales = Scales()
     if columns.per_tensor:
         amaxes = [find_amaxes(columns, decoupled, _part(columns, slot, a, b), hyper) for a, b in spans(count, device)]
         scales = scales_from(columns, torch.stack(amaxes).amax(0))
+    key = key_of_step(key, hyper)
     for a, b in spans(count, device):
-        store_step(columns, decoupled, _part(columns, slot, a, b), hyper, key, scales, a, b == count)
+        store_step(columns, decoupled, _part(columns, slot, a, b), hyper, key, scales, skip, a, b == count)
 
 
 def _step_compiled(columns: Columns, decoupled: bool, work: Work) -> None:
     slot = _in_blocks(work.slot, columns.block)
     scales = _compiled(find_scales, columns, decoupled)(slot, work.hyper) if columns.per_tensor else Scales()
-    _compiled(store_step, columns, decoupled)(slot, work.hyper, work.key, scales)
+    _compiled(store_whole, columns, decoupled)(slot, work.hyper, work.key, scales, work.skip)
 
 
 @functools.cache

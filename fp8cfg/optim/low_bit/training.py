@@ -10,12 +10,13 @@ is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8cfg.optim.deferred_step import taken
 from fp8cfg.optim.loss_scale import LossScaler
 from fp8cfg.optim.low_bit.gradients import norms
 from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
@@ -54,8 +55,6 @@ class LowBitTraining(LowBitOptimizer):
         self._written.check()
         self.store_grads()
         finite = self._prepare_gradients()
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(found_inf=not finite)
         if finite:
             self._update()
             self.steps += 1
@@ -93,25 +92,38 @@ class LowBitTraining(LowBitOptimizer):
         if self.loss_scaler is not None:
             self.loss_scaler.load_state(json["loss_scale"])
 
+    def count(self, by: int, stepped: Collection[nn.Parameter]) -> None:
+        """Count steps, or less of them, of these parameters."""
+        self.steps += by
+        for p in stepped:
+            self.state[p]["step"] += by
+
     def _prepare_gradients(self) -> bool:
-        """Compute the factor that unscales and clips gradients; False where they are not finite."""
-        self.grad_factor = 1.0 if self.loss_scaler is None else 1.0 / self.loss_scaler.scale
+        """Compute the norm of gradients, unscaled, and the factor that unscales and clips them; whether the step is to be made,
+        true where the device is to know it alone."""
         found = [(p, grad) for p in self.columns if (grad := self.gradients.of(p)) is not None]
         here = [(p, grad) for p, grad in found if grad]
         known = dict(zip((p for p, _ in here), norms([self.columns[p].read for p, _ in here], [g for _, g in here]), strict=True))
         each = [known[p] if p in known else torch.zeros((), device=p.device) for p, _ in found]
-        self.grad_norm = self._total(each) * self.grad_factor
-        if not math.isfinite(self.grad_norm):
-            return False
-        if 0.0 < self.clip_grad < self.grad_norm:
-            self.grad_factor *= self.clip_grad / (self.grad_norm + 1e-6)
-        return True
+        total, factor = self._total(each), taken(self, lambda scaler, _: 1.0 / scaler.scale if scaler else 1.0, torch.float64)
+        if self.deferred is not None:
+            norm = (total.double() * factor).float()
+            self.grad_factor = _clipping(norm.double(), self.clip_grad) * factor
+            self.deferred.decide(norm, [p for p, _ in found])
+            return True
+        norm = (total.cpu().double() * factor).float()
+        self.grad_factor, self.grad_norm = (_clipping(norm.double(), self.clip_grad) * factor).item(), norm.item()
+        finite = math.isfinite(self.grad_norm)
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(found_inf=not finite)
+        return finite
 
-    def _total(self, norms: list[Tensor]) -> float:
+    def _total(self, norms: list[Tensor]) -> Tensor:
         if not norms:
-            return 0.0
+            return torch.zeros((), device=next(iter(self.columns)).device)
         each = torch.stack(norms)
-        return float(torch.linalg.vector_norm(self.sum_norms(each) if self.sum_norms else each))
+        total: Tensor = torch.linalg.vector_norm(self.sum_norms(each) if self.sum_norms else each)
+        return total
 
 
 class LowBitTrainingAdamW(LowBitTraining, LowBitAdamW):
@@ -120,3 +132,10 @@ class LowBitTrainingAdamW(LowBitTraining, LowBitAdamW):
 
 class LowBitTrainingAdam(LowBitTraining, LowBitAdam):
     """LowBitAdam in a training loop."""
+
+
+def _clipping(norm: Tensor, most: float) -> Tensor:
+    """What gradients of that norm, float64 [], are multiplied by so that it is at most `most`; 0 clips nothing."""
+    if most <= 0.0:
+        return torch.ones_like(norm)
+    return torch.where(norm > most, torch.full_like(norm, most) / (norm + 1e-6), 1.0)
