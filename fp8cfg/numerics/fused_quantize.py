@@ -20,6 +20,8 @@ from fp8cfg.numerics.scaling import FLT_MAX, WEIGHT, Scaling, scale_now
 
 WIDTH = 128
 """Elements of a tile of block scaling along a contracted dimension."""
+MX = 32
+"""The same under MX."""
 TRITON = importlib.util.find_spec("triton") is not None
 """Whether Triton is installed: torch's CUDA builds bring it."""
 
@@ -44,47 +46,56 @@ def quantize_fused(
     return Operand(data, scale_inv, fmt, None, Operand(transposed, scale_inv, fmt) if both else None)
 
 
-def fuses_tiles(t: Tensor, tile: Tile, carrier: torch.dtype | None) -> bool:
-    """Whether `quantize_tiles_fused` can quantize `t`: with a scale for 128 elements or their square, for a real product."""
-    return TRITON and t.is_cuda and carrier is None and max(tile) == WIDTH and t.dim() == 2 and t.numel() > 0
+def fuses_tiles(t: Tensor, tile: Tile, scaling: Scaling, carrier: torch.dtype | None) -> bool:
+    """Whether `quantize_tiles_fused` can quantize `t`, for a real product: with a float32 scale for a row, 128 elements or their
+    square, or an E8M0 one for 32."""
+    made = {"float32": 0 in tile or max(tile) == WIDTH, "e8m0": max(tile) == MX}.get(scaling.layout.scale, False)
+    return TRITON and t.is_cuda and carrier is None and made and t.dim() == 2 and t.numel() > 0
 
 
 def quantize_tiles_fused(t: Tensor, role: int, scaling: Scaling, axis: int, both: bool) -> Operand:
     """`quantize_tiles` of `t` [R, C] for a product that contracts its dimension `axis`, with the other one in the same read where
     `both` are contracted, as `Operand.other`."""
-    fmt, square = scaling.format_of(role), scaling.tile(role, 1) == (WIDTH, WIDTH)
-    highest = min(torch.finfo(t.dtype).max, FLT_MAX)
+    fmt, tile = scaling.format_of(role), scaling.tile(role, 1)
+    assert tile is not None, "there are scales of tiles"
     rows, columns = both or axis == 1, both or axis == 0
-    made = quantize_blocks(t.contiguous(), highest, fmt.dtype, scaling.power_2_scales, square, rows, columns)
-    tile = (WIDTH, WIDTH) if square else (1, WIDTH)
+    made = quantize_blocks(t.contiguous(), tile[1], fmt.dtype, scaling.power_2_scales, tile[0] > 1, rows, columns)
     along, across = (Operand(data, scale_inv, fmt, tile) for data, scale_inv in (made[:2], made[2:]))
     return along._replace(other=across) if both else along if rows else across.t()
 
 
 @library.custom_op("fp8cfg::quantize_blocks", mutates_args=())
 def quantize_blocks(
-    t: Tensor, highest: float, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool
+    t: Tensor, width: int, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The contiguous matrix `t` [R, C] in float8 `dtype` under block scaling: with a scale for 1x128 elements, or 128x128 where it
-    is `square`, and its inverse scales; then the same of its transpose [C, R]. What `rows` or `columns` do not ask for is empty.
-    `highest` is the scale where that would be infinite."""
-    from fp8cfg.numerics import triton_kernels
+    """The contiguous matrix `t` [R, C] in float8 `dtype` with a scale for 1 x `width` elements, or their square, and its inverse
+    scales, float32; then the same of its transpose [C, R]. What `rows` or `columns` do not ask for is empty. The `width` is 128
+    under block scaling, 32 under MX, whose scales are powers of two by its own rule, and 0 for a scale for each row."""
+    from fp8cfg.numerics import triton_kernels, triton_row_kernel
 
-    made = _empty_blocks(t, dtype, square, rows, columns)
-    triton_kernels.cast_blocks(t, highest, BY_DTYPE[dtype].max, power_2, square, *(x if x.numel() else None for x in made))
+    made, largest = _empty_blocks(t, width, dtype, square, rows, columns), BY_DTYPE[dtype].max
+    data, scale_inv, data_t, scale_inv_t = (x if x.numel() else None for x in made)
+    if width == 0:
+        triton_row_kernel.cast_rows(t, largest, power_2, data, scale_inv, data_t, scale_inv_t)
+    else:
+        highest = min(torch.finfo(t.dtype).max, FLT_MAX)
+        mx = width if width == MX else 0
+        triton_kernels.cast_blocks(t, highest, largest, power_2, square, data, scale_inv, data_t, scale_inv_t, mx)
     return made
 
 
 @quantize_blocks.register_fake
 def _(
-    t: Tensor, highest: float, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool
+    t: Tensor, width: int, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_blocks(t, dtype, square, rows, columns)
+    return _empty_blocks(t, width, dtype, square, rows, columns)
 
 
-def _empty_blocks(t: Tensor, dtype: torch.dtype, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty_blocks(
+    t: Tensor, width: int, dtype: torch.dtype, square: bool, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def of(r: int, c: int, wanted: bool) -> tuple[Tensor, Tensor]:
-        scales = (-(-r // WIDTH) if square else r, -(-c // WIDTH))
+        scales = (-(-r // width) if square else r, -(-c // width) if width else 1)
         return (t.new_empty((r, c) if wanted else (0, 0), dtype=dtype),
                 t.new_empty(scales if wanted else (0, 0), dtype=torch.float32))
 

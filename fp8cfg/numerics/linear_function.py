@@ -115,7 +115,7 @@ class Plan(NamedTuple):
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
         if self.scaling.layout.two_levels:
             return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random)
-        if fuses_tiles(t, tile, self.carrier):
+        if fuses_tiles(t, tile, self.scaling, self.carrier):
             return quantize_tiles_fused(t, role, self.scaling, axis, both)
         return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype)
 

@@ -3,11 +3,13 @@
     largest_parts   the amaxes of parts of a tensor; returns at once where a delayed scale is set, for nobody reads them then
     cast            scale, saturate and round to FP8, row-major and, where asked, transposed; folds the amax into a running maximum
 
-    cast_blocks     the same with a scale for 128 elements along either dimension, or for 128x128
+    cast_blocks     the same with a scale for 128 elements along either dimension, or for 128x128; for 32 with powers of two (MX)
+
+A scale for a row is made by triton_row_kernel.py.
 
 Delayed scaling reads a tensor once, current scaling and a scale that was never set twice. The scale is made in the kernel, so that
-no launch stands between. The formulas are those of scaling.py and formats.py, division and reciprocal rounded to nearest: bit for
-bit the same scaled float32 values, amaxes and scales; the conversion to FP8 is the hardware's cvt.rn.satfinite.
+no launch stands between. The formulas are those of scaling.py, formats.py and block_scaling.py, division and reciprocal rounded to
+nearest: bit for bit the same scaled float32 values, amaxes and scales; the conversion to FP8 is the hardware's cvt.rn.satfinite.
 
 Saturation and maxima are written with `where`: tl.minimum and tl.maximum that pass NaN on corrupt a transposed float8 store beside
 them (triton-lang/triton#11111, Triton 3.6 at least).
@@ -28,7 +30,7 @@ BLOCK = 4096
 ROWS, COLUMNS = 64, 64
 """The tile of `cast`."""
 WIDTH = 128
-"""Elements that share a scale under block scaling."""
+"""Rows and columns of the tile of `cast_blocks`, and elements that share a scale under block scaling."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -114,10 +116,32 @@ def cast(
         power_2, transposed is not None, PARTS, ROWS, COLUMNS, num_warps=4)
 
 
+@triton.jit
+def _e8m0(amax, broken, reciprocal):  # type: ignore[no-untyped-def]
+    """The scale that elements are multiplied by and its inverse: powers of two, NaN where a block is `broken`."""
+    v = amax * reciprocal
+    bits = v.to(tl.int32, bitcast=True)
+    byte, mantissa = bits >> 23, bits & 0x7FFFFF
+    byte += ((mantissa > 0) & (byte < 254) & ((byte > 0) | (mantissa > 0x400000))).to(tl.int32)
+    byte = tl.where(v == float("inf"), 254, byte)
+    least = (byte * 0 + 0x400000).to(tl.float32, bitcast=True)  # 2^-127, which Triton takes for a float64 where it is written out
+    encode = tl.where(byte == 254, least, ((254 - byte) << 23).to(tl.float32, bitcast=True))
+    encode = tl.where(byte == 0, 1.0, encode)
+    decode = tl.where(byte == 0, least, (byte << 23).to(tl.float32, bitcast=True))
+    return tl.where(broken > 0, float("nan"), encode), tl.where(broken > 0, float("nan"), decode)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _square(a, WIDTH: tl.constexpr, MX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest of each block of MX x MX."""
+    parts: tl.constexpr = WIDTH // MX
+    return tl.max(tl.max(tl.reshape(a, [parts, MX, parts, MX]), 3), 1)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast_blocks(  # type: ignore[no-untyped-def]
     t, data, scale_inv, data_t, scale_inv_t, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
-    SQUARE: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr, WIDTH: tl.constexpr,
+    SQUARE: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr, WIDTH: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     down, across = tl.cdiv(rows, WIDTH), tl.cdiv(columns, WIDTH)
     i, j = tl.program_id(0) // across, tl.program_id(0) % across
@@ -129,7 +153,42 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
     a = tl.where(a >= 0, a, 0.0)
     inside_t = (column < columns)[:, None] & (row < rows)[None, :]
     at_t = column[:, None].to(tl.int64) * rows + row[None, :]
-    if SQUARE:
+    if MX:  # `highest` is the reciprocal of the format's maximum; `v` with its blocks of MX apart, along either dimension
+        parts: tl.constexpr = WIDTH // MX
+        odd = (v != v).to(tl.int32)
+        part = tl.arange(0, parts)
+        down, across = tl.cdiv(rows, MX), tl.cdiv(columns, MX)
+        if SQUARE:
+            amax, broken = (_square(a, WIDTH, MX), _square(odd, WIDTH, MX))
+            scale, inverse = _e8m0(amax, broken, highest)
+            q = tl.reshape(v, [parts, MX, parts, MX]) * scale[:, None, :, None]
+            q = _saturated(tl.reshape(q, [WIDTH, WIDTH]), LARGEST).to(data.dtype.element_ty)
+            block, block_t = i * parts + part, j * parts + part
+            blocks = (block < down)[:, None] & (block_t < across)[None, :]
+            if ALONG:
+                tl.store(data + at, q, mask=inside)
+                tl.store(scale_inv + block[:, None] * across + block_t[None, :], inverse, mask=blocks)
+            if ACROSS:
+                tl.store(data_t + at_t, tl.trans(q), mask=inside_t)
+                tl.store(scale_inv_t + block_t[None, :] * down + block[:, None], inverse, mask=blocks)
+        else:
+            if ALONG:
+                amax, broken = tl.max(tl.reshape(a, [WIDTH, parts, MX]), 2), tl.max(tl.reshape(odd, [WIDTH, parts, MX]), 2)
+                scale, inverse = _e8m0(amax, broken, highest)
+                q = tl.reshape(tl.reshape(v, [WIDTH, parts, MX]) * scale[:, :, None], [WIDTH, WIDTH])
+                tl.store(data + at, _saturated(q, LARGEST).to(data.dtype.element_ty), mask=inside)
+                block = j * parts + part
+                blocks = (row < rows)[:, None] & (block < across)[None, :]
+                tl.store(scale_inv + row[:, None].to(tl.int64) * across + block[None, :], inverse, mask=blocks)
+            if ACROSS:
+                amax, broken = tl.max(tl.reshape(a, [parts, MX, WIDTH]), 1), tl.max(tl.reshape(odd, [parts, MX, WIDTH]), 1)
+                scale, inverse = _e8m0(amax, broken, highest)
+                q = tl.reshape(tl.reshape(v, [parts, MX, WIDTH]) * scale[:, None, :], [WIDTH, WIDTH])
+                tl.store(data_t + at_t, tl.trans(_saturated(q, LARGEST).to(data_t.dtype.element_ty)), mask=inside_t)
+                block = i * parts + part
+                blocks = (block < down)[:, None] & (column < columns)[None, :]
+                tl.store(scale_inv_t + column[None, :].to(tl.int64) * down + block[:, None], inverse, mask=blocks)
+    elif SQUARE:
         scale = _scale_of(tl.max(tl.max(a, 1), 0), target, highest, POWER_2)
         q = _saturated(v * scale, LARGEST).to(data.dtype.element_ty)
         if ALONG:
@@ -153,14 +212,15 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
 
 def cast_blocks(
     t: Tensor, highest: float, largest: float, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None,
-    data_t: Tensor | None, scale_inv_t: Tensor | None,
+    data_t: Tensor | None, scale_inv_t: Tensor | None, mx: int = 0,
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] with a scale for 1x128 elements, or 128x128 where it is `square`: into `data` and
     `scale_inv`, and its transpose into `data_t` and `scale_inv_t`; either pair may be None, of a square the second. `highest` is
-    the scale where that would be infinite, `largest` the format's maximum. `data` in float32 receives the scaled values. Returns
-    the compiled kernel."""
+    the scale where that would be infinite, `largest` the format's maximum. With `mx` scales are for so many elements, powers of
+    two as MX has them, of `largest` alone. `data` in float32 receives the scaled values. Returns the compiled kernel."""
     (rows, columns), along, across = t.shape, data is not None, data_t is not None
     targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
     tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
     return _cast_blocks[(tiles,)](
-        t, *targets, rows, columns, largest, highest, largest, power_2, square, along, across, WIDTH, num_warps=8)
+        t, *targets, rows, columns, largest, 1.0 / largest if mx else highest, largest, power_2, square, along, across, WIDTH, mx,
+        num_warps=8)

@@ -17,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E4M3, E5M2, Format, Scaling
+from fp8cfg.numerics.block_scaling import Tile
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, scale_now
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, of infinities and NaN: the interpreter computes with it
@@ -101,6 +102,54 @@ def test_many_parts_and_no_transpose() -> None:
     assert torch.equal(data, saturated(t * torch.tensor(448.0).div(1000.0), E4M3)) and E5M2.max > E4M3.max
 
 
+def check_tiles(made: tuple[Tensor, ...], x: Tensor, tiles: tuple[Tile, Tile], scaling: Scaling, fmt: Format, where: str) -> None:
+    """Values before their conversion and scales along both dimensions are those of plain torch code, bit for bit."""
+    from fp8cfg.numerics.block_scaling import spread, tile_scales, tiled
+
+    for tile, data, scale_inv in ((tiles[0], made[0], made[1]), (tiles[1], made[2].t(), made[3].t())):
+        encode, decode = tile_scales(tiled(x, tile).float(), fmt, scaling, None, x.dtype)
+        exact = saturated(x.float() * spread(encode[:, 0, :, 0], tuple(x.shape), tile), fmt)
+        want = decode[:, 0, :, 0]
+        assert torch.equal(scale_inv.isnan(), want.isnan()) and torch.equal(scale_inv.nan_to_num(7.0), want.nan_to_num(7.0)), (where, tile)
+        assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(data.nan_to_num(7.0), exact.nan_to_num(7.0)), (where, tile)
+
+
+@interpreted
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("shape", [(128, 256), (130, 140), (1, 300)], ids=str)
+def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
+    """1x32, 32x1 and 32x32 tiles with E8M0 scales; among the contents blocks of zeros, of NaN, of infinities and of subnormal numbers."""
+    from fp8cfg.numerics import triton_kernels
+
+    scaling, (r, c) = Scaling("mxfp8", backward=E4M3, weights_2d=square), shape
+    down, across = -(-r // 32), -(-c // 32)
+    for i, (name, t) in enumerate(contents(shape).items()):
+        x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
+        sizes = ((down, across), (across, down)) if square else ((r, across), (c, down))
+        made = torch.empty(r, c), torch.empty(sizes[0]), torch.empty(c, r), torch.empty(sizes[1])
+        triton_kernels.cast_blocks(x, 0.0, E4M3.max, False, square, *made, mx=32)
+        check_tiles(made, x, ((32, 32),) * 2 if square else ((1, 32), (32, 1)), scaling, E4M3, name)
+
+
+@interpreted
+@pytest.mark.parametrize("power_2", [True, False])
+@pytest.mark.parametrize("shape", [(128, 256), (130, 270), (1, 300)], ids=str)
+def test_rows_and_columns(shape: tuple[int, int], power_2: bool) -> None:
+    from fp8cfg.numerics import triton_row_kernel
+
+    scaling, (r, c) = Scaling("current", granularity="row", power_2_scales=power_2), shape
+    for i, (name, t) in enumerate(contents(shape).items()):
+        fmt = (E4M3, E5M2)[i % 2]
+        x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
+        made = torch.empty(r, c), torch.empty(r, 1), torch.empty(c, r), torch.empty(c, 1)
+        triton_row_kernel.cast_rows(x, fmt.max, power_2, *made)
+        check_tiles(made, x, ((1, 0), (0, 1)), scaling, fmt, name)
+        alone = torch.empty(r, c), torch.empty(r, 1), torch.empty(c, r), torch.empty(c, 1)
+        triton_row_kernel.cast_rows(x, fmt.max, power_2, *alone[:2], None, None)
+        triton_row_kernel.cast_rows(x, fmt.max, power_2, None, None, *alone[2:])
+        assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(made, alone, strict=True)), name
+
+
 @interpreted
 @pytest.mark.parametrize("power_2", [True, False])
 @pytest.mark.parametrize("square", [True, False])
@@ -108,7 +157,6 @@ def test_many_parts_and_no_transpose() -> None:
 def test_blocks_along_both_dimensions(shape: tuple[int, int], square: bool, power_2: bool) -> None:
     """Values before their conversion, scales and layouts of 1x128, 128x1 and 128x128 tiles."""
     from fp8cfg.numerics import triton_kernels
-    from fp8cfg.numerics.block_scaling import spread, tile_scales, tiled
 
     scaling, (r, c) = Scaling("block", power_2_scales=power_2, weights_2d=square), shape
     for i, (name, t) in enumerate(contents(shape).items()):
@@ -118,8 +166,4 @@ def test_blocks_along_both_dimensions(shape: tuple[int, int], square: bool, powe
         sizes = ((-(-r // 128), -(-c // 128)), (-(-c // 128), -(-r // 128))) if square else ((r, -(-c // 128)), (c, -(-r // 128)))
         made = torch.empty(r, c), torch.empty(sizes[0]), torch.empty(c, r), torch.empty(sizes[1])
         triton_kernels.cast_blocks(x, torch.finfo(x.dtype).max, fmt.max, power_2, square, *made)
-        for tile, data, scale_inv in ((tiles[0], made[0], made[1]), (tiles[1], made[2].t(), made[3].t())):
-            encode, decode = tile_scales(tiled(x, tile).float(), fmt, scaling, None, x.dtype)
-            exact = saturated(x.float() * spread(encode[:, 0, :, 0], shape, tile), fmt)
-            assert torch.equal(scale_inv, decode[:, 0, :, 0]), (name, tile)
-            assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(data.nan_to_num(7.0), exact.nan_to_num(7.0)), (name, tile)
+        check_tiles(made, x, tiles, scaling, fmt, name)

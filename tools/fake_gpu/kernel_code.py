@@ -47,7 +47,7 @@ def compiled() -> dict[str, Any]:
     """The kernels, compiled for the GPU that is there."""
     import torch
 
-    from fp8cfg.numerics import E4M3, E5M2, triton_kernels
+    from fp8cfg.numerics import E4M3, E5M2, triton_kernels, triton_row_kernel
 
     found: dict[str, Any] = {}
     for delayed in (True, False):
@@ -64,6 +64,15 @@ def compiled() -> dict[str, Any]:
             scales, other = (torch.empty(n, 4, device="cuda") for n in (256, 512))
             name = f"cast_blocks {'128x128' if square else '1x128 and 128x1'} {str(dtype).removeprefix('torch.')}"
             found[name] = triton_kernels.cast_blocks(t, 1e38, E4M3.max, True, square, data, scales, transposed, other)
+    for dtype in (torch.bfloat16, torch.float32):
+        t, kind = torch.zeros(256, 512, device="cuda", dtype=dtype), str(dtype).removeprefix("torch.")
+        data, transposed = torch.empty_like(t, dtype=E4M3.dtype), torch.empty(512, 256, device="cuda", dtype=E4M3.dtype)
+        for square in (False, True):
+            scales, other = (torch.empty(s, device="cuda") for s in (((8, 16), (16, 8)) if square else ((256, 16), (512, 8))))
+            name = f"cast_blocks MX {'32x32' if square else '1x32 and 32x1'} {kind}"
+            found[name] = triton_kernels.cast_blocks(t, 0.0, E4M3.max, False, square, data, scales, transposed, other, mx=32)
+        one, other = (torch.empty(n, 1, device="cuda") for n in (256, 512))
+        found[f"cast_rows rows and columns {kind}"] = triton_row_kernel.cast_rows(t, E4M3.max, True, data, one, transposed, other)
     return found
 
 

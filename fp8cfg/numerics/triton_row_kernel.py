@@ -1,0 +1,102 @@
+"""Triton kernel of quantization by rows and columns: the scale of each from its amax, the cast, and the transpose, in one launch.
+
+A program has some rows, or some columns, to itself and reads them twice, for their amaxes and for the cast: rows out of the cache.
+Rules and rounding are those of triton_kernels.py, whose functions these are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8cfg.numerics.triton_kernels import _saturated, _scale_of
+
+FLT_MAX = 3.4028234663852886e38
+STRIP, LONG = 16, 256
+"""Rows of a program, and columns that it reads at once."""
+STRIP_T, LONG_T = 32, 128
+"""Columns of a program, and rows that it reads at once."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _strip_of_rows(  # type: ignore[no-untyped-def]
+    t, data, scale_inv, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr, STRIP: tl.constexpr,
+    LONG: tl.constexpr,
+):  # fmt: skip
+    row = first + tl.arange(0, STRIP)
+    at = row[:, None].to(tl.int64) * columns
+    largest = tl.zeros([STRIP, LONG], tl.float32)
+    start = first * 0
+    while start < columns:
+        column = start + tl.arange(0, LONG)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        a = tl.abs(tl.load(t + at + column[None, :], mask=inside, other=0.0).to(tl.float32))
+        largest = tl.where(a > largest, a, largest)  # no NaN is greater
+        start += LONG
+    scale = _scale_of(tl.max(largest, 1), target, highest, POWER_2)
+    start = first * 0
+    while start < columns:
+        column = start + tl.arange(0, LONG)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        v = tl.load(t + at + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(data + at + column[None, :], _saturated(v * scale[:, None], LARGEST).to(data.dtype.element_ty), mask=inside)
+        start += LONG
+    tl.store(scale_inv + row, tl.div_rn(1.0, scale), mask=row < rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _strip_of_columns(  # type: ignore[no-untyped-def]
+    t, data_t, scale_inv_t, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
+    STRIP: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    column = first + tl.arange(0, STRIP)
+    largest = tl.zeros([LONG, STRIP], tl.float32)
+    start = first * 0
+    while start < rows:
+        row = start + tl.arange(0, LONG)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        a = tl.abs(tl.load(t + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0).to(tl.float32))
+        largest = tl.where(a > largest, a, largest)
+        start += LONG
+    scale = _scale_of(tl.max(largest, 0), target, highest, POWER_2)
+    start = first * 0
+    while start < rows:
+        row = start + tl.arange(0, LONG)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        v = tl.load(t + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        q = tl.trans(_saturated(v * scale[None, :], LARGEST).to(data_t.dtype.element_ty))
+        inside_t = (column < columns)[:, None] & (row < rows)[None, :]
+        tl.store(data_t + column[:, None].to(tl.int64) * rows + row[None, :], q, mask=inside_t)
+        start += LONG
+    tl.store(scale_inv_t + column, tl.div_rn(1.0, scale), mask=column < columns)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cast_rows(  # type: ignore[no-untyped-def]
+    t, data, scale_inv, data_t, scale_inv_t, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
+    ALONG: tl.constexpr, ACROSS: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr, STRIP_T: tl.constexpr, LONG_T: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    along = tl.cdiv(rows, STRIP) if ALONG else 0
+    if program < along:
+        _strip_of_rows(t, data, scale_inv, program * STRIP, rows, columns, target, highest, LARGEST, POWER_2, STRIP, LONG)
+    elif ACROSS:
+        first = (program - along) * STRIP_T
+        _strip_of_columns(t, data_t, scale_inv_t, first, rows, columns, target, highest, LARGEST, POWER_2, STRIP_T, LONG_T)
+
+
+def cast_rows(
+    t: Tensor, largest: float, power_2: bool, data: Tensor | None, scale_inv: Tensor | None, data_t: Tensor | None,
+    scale_inv_t: Tensor | None,
+) -> Any:
+    """Quantize the contiguous matrix `t` [R, C] with a scale for each row into `data` and `scale_inv` [R, 1], and with one for each
+    column, transposed, into `data_t` [C, R] and `scale_inv_t` [C, 1]; either pair may be None. `largest` is the format's maximum.
+    `data` in float32 receives the scaled values. Returns the compiled kernel."""
+    (rows, columns), along, across = t.shape, data is not None, data_t is not None
+    targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
+    programs = along * triton.cdiv(rows, STRIP) + across * triton.cdiv(columns, STRIP_T)
+    return _cast_rows[(programs,)](
+        t, *targets, rows, columns, largest, FLT_MAX, largest, power_2, along, across, STRIP, LONG, STRIP_T, LONG_T, num_warps=4)
