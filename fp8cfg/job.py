@@ -204,13 +204,14 @@ class Job:
                 for stage in every for name, ran in stage.items()}
 
     def compile_model(self) -> None:
-        """Let `forward` be the compiled model, and the step of a low-bit optimizer be compiled; a graph break is an error."""
-        compiled = self.compiler()
-        if self.prepared.fsdp2:  # a layer at a time, between its gathering and its summing, as torchtitan does
-            for layer in self.model.layers:  # type: ignore[union-attr]
-                layer.forward = compiled(layer.forward)
+        """Let `forward`, in training, be the compiled model, a recipe's Transformer layer by layer, and the step of a low-bit
+        optimizer be compiled; a graph break is an error."""
+        from fp8cfg.backends.compiled_layers import compile_layers
+
+        if self.foreign:
+            self.forward = self.compiler()(self.model)
         else:
-            self.forward = compiled(self.model)
+            compile_layers(self.model.layers.children(), self.compiler())  # type: ignore[union-attr]
         self.compiled = self.optimizer.compiled = True
 
     def compiler(self) -> Callable[[Any], Any]:

@@ -51,7 +51,5 @@ def _state(recipe: Recipe, ranks: int) -> Iterator[str]:
 
 def _rest(recipe: Recipe) -> Iterator[str]:
     key = f"pipeline_model_parallel_size={recipe.trainer.strategy.pipeline_model_parallel_size}"
-    if recipe.trainer.compile == "on":
-        yield f"trainer.compile=on: the stages of {key} are not compiled; write off"
     if every := recipe.log.fp8_stats_every_n_steps:
         yield f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has all layers; write 0"

@@ -23,8 +23,6 @@ def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend
         if wanted == "on":
             raise ConfigError(f"trainer.compile=on: layers of backend={backend} are not compiled; write off")
         return False
-    if recipe.trainer.strategy.pipeline_model_parallel_size > 1:
-        return False  # on is refused (pipeline_limits.py)
     there = importlib.util.find_spec("triton") is not None if device == "cuda" else shutil.which("g++") is not None
     if wanted == "on" and not there:
         raise ConfigError(f"trainer.compile=on: no {'triton' if device == 'cuda' else 'C++ compiler (g++)'} here; write off")

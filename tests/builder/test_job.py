@@ -169,6 +169,22 @@ def test_compiling_silences_two_lines_of_torchs_and_no_other() -> None:
                                "torch._functorch._aot_autograd.autograd_cache")
 
 
+def test_a_copy_of_a_compiled_model_is_eager_and_has_its_own_weights() -> None:
+    """Layers are compiled where they stand, once, and in training alone."""
+    job, calls = fp8cfg.build(small("precision=bf16", "model.num_layers=1")), []
+    job.compiler = lambda: lambda forward: lambda *args: calls.append(None) or forward(*args)  # type: ignore[method-assign]
+    job.compile_model()
+    job.compile_model()
+    batch, other = run_data(job.recipe)[0].batch(0), copy.deepcopy(job.model)
+    loss = job.forward(*batch)
+    assert len(calls) == 1 and torch.equal(loss, other(*batch))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    other(*batch), job.model.eval()(*batch)
+    assert len(calls) == 1 and torch.equal(loss, job.model(*batch)) and not torch.equal(loss, other(*batch))
+
+
 def test_a_job_prints_in_seven_lines() -> None:
     """Each of them changes with what it is about."""
     job = fp8cfg.build(small("precision=bf16_fp8"))

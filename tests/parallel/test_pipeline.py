@@ -42,6 +42,7 @@ BITS = {  # name -> words of runs whose losses are those of one rank, bit for bi
     "documents": f"precision=bf16_fp8 {EXACT} data.reset_attention_mask=true data.reset_position_ids=true",
     "zero1": f"precision=bf16_fp8 {EXACT} storage.shard=zero1",
     "torchao": f"{CURRENT} {EXACT} backend=torchao fp8.params=false fp8.output_layer=false",
+    "compiled": f"precision=bf16_fp8 {EXACT} {TWO_CHUNKS} trainer.compile=on",
     "gpt": f"precision=bf16_fp8 {EXACT} model.position_embedding_type=learned_absolute model.max_position_embeddings=32 "
            "model.normalization=LayerNorm model.activation=gelu model.add_bias_linear=true model.sliding_window=9 "
            "model.window_attn_skip_freq=2",
@@ -73,8 +74,11 @@ def job_of(words: str, pipeline: int, ranks: int) -> Job:
     strategy = "trainer.strategy"
     chosen = [w for w in words.split() if pipeline > 1 or not w.startswith((strategy, "storage.shard"))]
     micro = 2 if ranks in (1, pipeline) or "tensor" in words or "context" in words else 1
-    return fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={STEPS}",
+    job = fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={STEPS}",
                               "model.num_layers=4", f"trainer.strategy.pipeline_model_parallel_size={pipeline}"))
+    if job.recipe.trainer.compile == "on":
+        job.compile_model()
+    return job
 
 
 def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
@@ -318,7 +322,6 @@ KEY = "pipeline_model_parallel_size=2"
     ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: low-bit state is that of whole models, and {KEY} splits them; write opt_level=null"),
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
      f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has all layers; write 0"),
-    ("trainer.compile=on", f"trainer.compile=on: the stages of {KEY} are not compiled; write off"),
     ("task=lora", f"{PIPELINE}=2: splits the model, and adapters stand beside a whole one (lora.enabled=True); write 1"),
 ])
 def test_what_stages_do_not_have_is_refused(words: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:

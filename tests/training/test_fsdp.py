@@ -357,7 +357,6 @@ def test_a_run_goes_on_whole_with_the_key_that_is_named(words: str, more: str, c
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's, of weights while they are gathered
 def test_layers_are_compiled_one_by_one() -> None:
     """Compiled sums round differently, and FP8 passes that on: losses are equal to 1e-3."""
     job, eager = (job_of(TORCHAO, FSDP, "model.num_layers=1 trainer.micro_batch_size=8") for _ in range(2))

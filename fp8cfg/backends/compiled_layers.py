@@ -1,0 +1,34 @@
+"""Compiled layers: the forward pass of a module that torch.compile has compiled, in training alone.
+
+A Transformer is compiled a layer at a time, as torchtitan does: layers of one shape share one graph, so that compiling takes as
+long for eighty of them as for one; FSDP2 gathers weights and sums gradients between them, and pipeline stages hand on what they
+compute. An evaluation is eager: it has other modes and dtypes of gradients than Dynamo has seen, and would be compiled for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+class CompiledForward:
+    """`module.forward`, compiled by `compile` while the module trains. A copy of the module has its own eager one."""
+
+    def __init__(self, module: nn.Module, compile: Callable[[Any], Any]) -> None:
+        self.module, self.eager, self.compiled = module, module.forward, compile(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.compiled if self.module.training else self.eager)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return MethodType(type(self.module).forward, memo[id(self.module)])
+
+
+def compile_layers(layers: Iterable[nn.Module], compile: Callable[[Any], Any]) -> None:
+    """Compile the forward pass of each of `layers`, in place, once."""
+    for layer in layers:
+        if not isinstance(layer.forward, CompiledForward):
+            layer.forward = CompiledForward(layer, compile)
