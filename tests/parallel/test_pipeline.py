@@ -25,6 +25,7 @@ from fp8cfg.training.train_step import evaluate, train_step
 from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
+from tests.support.traced import trace_model
 
 STEPS = 6
 TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
@@ -77,7 +78,7 @@ def job_of(words: str, pipeline: int, ranks: int) -> Job:
     job = fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={STEPS}",
                               "model.num_layers=4", f"trainer.strategy.pipeline_model_parallel_size={pipeline}"))
     if job.recipe.trainer.compile == "on":
-        job.compile_model()
+        trace_model(job)
     return job
 
 

@@ -27,6 +27,7 @@ from fp8cfg.training.train_step import train_step
 from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import PACKED, small
+from tests.support.traced import trace_model
 
 STEPS = 8
 EXACT = "precision=fp32 trainer.gradient_clip_val=0"
@@ -45,6 +46,7 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
     "bf16": (f"precision=bf16 {SP}", 1e-3, 0.05),
     "delayed": (f"precision=bf16_fp8 {SP}", 2e-3, 0.05),
     "delayed fsdp": (f"precision=bf16_fp8 {SP} storage.shard=fsdp", 2e-3, 0.05),
+    "compiled": (f"precision=bf16_fp8 {SP} trainer.compile=on model.num_layers=1", 2e-3, 0.05),
     "current": (f"{CURRENT} {SP}", 2e-3, 0.05),
     "mxfp8": (f"{MXFP8} {SP}", 2e-3, 0.05),
     # In float32 nothing is rounded before it is summed: what is left is the order of sums, and now and then a value at the edge between
@@ -54,7 +56,7 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
 }
 SAME = {"whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zero2": "clipped", "delayed fsdp": "delayed"}
 """Runs that on one rank are another one."""
-QUICK, SLOW = ("packed", "delayed"), ("fp32", "whole sequences", "clipped", "recomputed", "fsdp", "bf16", "current", "mxfp8",
+QUICK, SLOW = ("packed", "delayed"), ("fp32", "whole sequences", "clipped", "recomputed", "fsdp", "bf16", "compiled", "current", "mxfp8",
                                      "current exact", "mxfp8 exact")
 FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp")
 
@@ -62,8 +64,11 @@ FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp")
 def job_of(words: str, tensor: int, ranks: int) -> Job:
     micro = 8 if ranks == tensor else 4
     chosen = [w for w in words.split() if tensor > 1 or w != SP]
-    return fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={STEPS}",
-                              f"trainer.strategy.tensor_model_parallel_size={tensor}"))
+    job = fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={STEPS}",
+                             f"trainer.strategy.tensor_model_parallel_size={tensor}"))
+    if job.recipe.trainer.compile == "on":
+        trace_model(job)
+    return job
 
 
 def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
