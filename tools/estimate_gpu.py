@@ -19,8 +19,9 @@ import fp8cfg
 from fp8cfg.report.tables import table
 from tools.gpu_rows import estimate
 from tools.gpu_rows.estimate import GOALS, OF_BANDWIDTH, OF_PEAK, OF_PEAK_ATTENTION, STEP_GOAL, Device
-from tools.gpu_rows.shapes import SHAPES, WORDS
+from tools.gpu_rows.shapes import BLACKWELL_WORDS, SHAPES, WORDS
 
+EVERY = WORDS | BLACKWELL_WORDS
 ONE = ["trainer.devices=1", "model.seq_length=8192"]
 WHOLE = ["recipe=llama_8b", "trainer.strategy.context_parallel_size=1", "trainer.micro_batch_size=1", "trainer.global_batch_size=8"]
 
@@ -31,10 +32,10 @@ def speeds(device: Device, scalings: list[str]) -> list[list[str]]:
     base: dict[str, float] = {}
     for scaling in scalings:
         seconds = {"linear 15872 x 4096 -> 16384": estimate.linear(device, scaling, *SHAPES[False]["linear"])}
-        recipe = fp8cfg.compose([*SHAPES[False]["block"], "model.num_layers=1", "trainer.micro_batch_size=1", *WORDS[scaling]])
+        recipe = fp8cfg.compose([*SHAPES[False]["block"], "model.num_layers=1", "trainer.micro_batch_size=1", *EVERY[scaling]])
         seconds["block of llama_8b"] = sum(estimate.layers(device, scaling, recipe, output_layer=False).values())
         for name, words in (("llama_8b step, 8 x 8192 tokens", WHOLE), ("llama_8b cut to 4 layers, a step", SHAPES[False]["8b"])):
-            seconds[name] = sum(estimate.step(device, scaling, fp8cfg.compose([*words, *ONE, *WORDS[scaling]])).values())
+            seconds[name] = sum(estimate.step(device, scaling, fp8cfg.compose([*words, *ONE, *EVERY[scaling]])).values())
         base = base or seconds
         for name, taken in seconds.items():
             goal = GOALS.get(scaling) if name.startswith("linear") else STEP_GOAL if scaling == "delayed" and "8 x" in name else None
@@ -44,7 +45,7 @@ def speeds(device: Device, scalings: list[str]) -> list[list[str]]:
 
 def parts(device: Device, scaling: str) -> str:
     """What takes the time of the 8B step."""
-    found = estimate.step(device, scaling, fp8cfg.compose([*WHOLE, *ONE, *WORDS[scaling]]))
+    found = estimate.step(device, scaling, fp8cfg.compose([*WHOLE, *ONE, *EVERY[scaling]]))
     return f"llama_8b step, {scaling}: " + ", ".join(f"{what} {seconds * 1e3:.0f} ms" for what, seconds in found.items())
 
 

@@ -59,7 +59,7 @@ def _slow_case(args: argparse.Namespace, name: str) -> Make:
     def make(what: object) -> Row:
         if "delayed compiled" in str(what):
             time.sleep(600)
-        return Row(["1.00", "1", "1", "-", "-", "1.00", "0.0e+00"])
+        return Row(["1.00", "-", "1", "1", "-", "-", "1.00", "0.0e+00"])
 
     return make
 

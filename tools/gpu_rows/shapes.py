@@ -6,7 +6,9 @@ from typing import Any
 
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 WORDS = {"bf16": ["precision=bf16"], "delayed": ["precision=bf16_fp8"], "current": ["precision=bf16_fp8_current", EVERYWHERE],
-         "row": ["precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"], "block": ["precision=bf16_fp8_block", "fp8.format=e4m3"], "mxfp8": ["precision=bf16_mxfp8"]}
+         "row": ["precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"], "block": ["precision=bf16_fp8_block", "fp8.format=e4m3"]}
+BLACKWELL_WORDS = {"mxfp8": ["precision=bf16_mxfp8"]}
+"""What bench_gpu.py has no rows of."""
 SHAPES: dict[bool, dict[str, Any]] = {
     False: {"linear": (15872, 4096, 16384), "block": ["recipe=llama_8b"],
             "1b": ["recipe=llama_1b", "model.seq_length=2048", "trainer.micro_batch_size=8", "trainer.global_batch_size=8"],
