@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,6 +99,22 @@ def test_a_turn_of_more_than_a_circle_is_the_same_turn() -> None:
     cos, sin = rotary_tables(transformer(rotary_base=2.0).config, torch.arange(4096))
     angles = torch.atan2(sin, cos)
     assert torch.allclose(angles.cos(), cos, atol=3e-7) and torch.allclose(angles.sin(), sin, atol=3e-7)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_angles_are_made_once_for_all_layers_of_a_pass(recompute: bool, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8cfg.backends.te import decoder
+
+    model, made, plain = convert(transformer(), CURRENT), list[torch.Tensor](), torch.atan2
+    model.recompute = recompute
+    monkeypatch.setattr(torch, "atan2", lambda *args: made.append(args[0]) or plain(*args))
+    assert len(described(model)) == len(model.layers) > 1
+    batch = torch.zeros(1, 32, dtype=torch.int64)
+    for passes in (1, 2):
+        model(batch, batch).backward()
+        assert len(made) == passes
+    gc.collect()
+    assert not decoder._ANGLES, "they go with the tables of their pass"
 
 
 @pytest.mark.parametrize("recipe", ["llama_tiny", "llama_1b", "llama_8b", "llama_70b"])

@@ -23,9 +23,9 @@ OF_PEAK = {"bf16": 0.7, "delayed": 0.7, "current": 0.7, "block": 0.6, "mxfp8": 0
 """Share of the dense peak that a large product reaches; with scales of 128 less, whose partial sums are promoted to float32."""
 OF_PEAK_ATTENTION = 0.5
 """Share of the BF16 peak that flash attention reaches, forward and backward together."""
-QUANTIZED = {"bf16": 0.0, "delayed": 2 + 2, "current": 2 + 2 + 2, "block": 2 + 2 + 2 * 4 / 128, "mxfp8": 2 * (2 + 1 + 4 / 32) + 2}
+QUANTIZED = {"bf16": 0.0, "delayed": 2 + 2, "current": 2 + 2 + 2, "block": 2 + 2 + 2 * 4 / 128, "mxfp8": 2 + 2 + 2 * 9 / 32}
 """Bytes moved per BF16 element to have it quantized for both directions: read, and written row-major and transposed; read once more
-for the amax of the moment. MXFP8 has no kernel of its own: each direction reads it, and one is copied to lie along it."""
+for the amax of the moment. MXFP8's scales are written in float32, and read to be put in order."""
 LOGIT, PARAMETER = 54, 35
 """Bytes moved per logit by the loss in chunks (models/cross_entropy.py), and per parameter by a step of AdamW over float32 masters:
 master and two moments read and written, gradient read twice, weight written."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8cfg.backends.module_swap import replaced
 from fp8cfg.backends.te.attention import TEAttention
@@ -33,8 +34,7 @@ class TEDecoderLayer(nn.Module):
         self.train(plain.training)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        angles = torch.atan2(sin, cos)  # which the kernel takes the cosine and sine of, for either half of the channels
-        y: Tensor = self._beside[1](x, rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None])
+        y: Tensor = self._beside[1](x, rotary_pos_emb=rotary_angles(cos, sin))
         return y
 
     @property
@@ -44,6 +44,19 @@ class TEDecoderLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return "te.TransformerLayer"
+
+
+_ANGLES = WeakTensorKeyDictionary()  # by their cosines, with which they go
+
+
+def rotary_angles(cos: Tensor, sin: Tensor) -> Tensor:
+    """Angles float32 [T, 1, 1, head_dim] of rotary tables [T, head_dim / 2], of which the kernel takes cosine and sine, for either
+    half of the channels: made once for all layers that are given the same tables, and for their recomputation."""
+    if cos not in _ANGLES:
+        angles = torch.atan2(sin, cos)
+        _ANGLES[cos] = torch.cat([angles, angles], -1)[:, None, None]
+    found: Tensor = _ANGLES[cos]
+    return found
 
 
 LLAMAS = (
