@@ -13,6 +13,7 @@ from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import Columns, as_held, foreign_others, fp8_weights, gathered, low_bit, others, resolved
 from fp8cfg.config.training_nodes import Optim
 from fp8cfg.models.config import TransformerConfig
+from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
     import torch
@@ -199,8 +200,12 @@ def optimizer(
 
             built.sharded = precision.storage.shard != "fsdp"
             built.on_written.append(partial(fsdp.let_go, model))  # weights that a loop of one's own has gathered meanwhile
-    skips = not precision.fp8.enabled or backend_registry.capabilities(choice.backend).skips_on_device
-    scales_move = loss_scaler is None or precision.fp8.interval == 1  # which steps move them the host has to know
+    own = backend_registry.capabilities(choice.backend)
+    skips = not precision.fp8.enabled or own.skips_on_device
+    # Under a loss scale a run goes on after a skipped step. The host has to know which steps move delayed scales, where not all do,
+    # and Transformer Engine moves them in skipped ones too, so that weights written again would be others.
+    delayed = precision.fp8.enabled and SCALINGS[precision.fp8.scaling].history
+    scales_move = loss_scaler is None or not delayed or (precision.fp8.interval == 1 and own.moves_scales)
     kernel = optim.name != "sgd" or not prepared.fsdp2  # which takes found_inf: `_inner`
     built.can_defer = skips and scales_move and kernel
     if prepared.owner:

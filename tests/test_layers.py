@@ -33,7 +33,7 @@ TOP = {  # room -> rooms that its modules may import at their top
     "interop": {"composition", "config", "layer_plan", "scalings"},
     "training.distributed": {"backends", "config", "numerics", "optim", "parallel", "report"},
     "job": {"backends", "report"},
-    "job_parts": {"backends", "config", "models"}, "job_weights": {"config", "layer_plan", "models"},
+    "job_parts": {"backends", "config", "models", "scalings"}, "job_weights": {"config", "layer_plan", "models"},
     "conversion": {"backends", "composition", "config", "job", "numerics", "optim", "report", "scalings"},
     "smoke": {"composition", "config", "layer_plan", "models", "pipeline_limits", "tensor_limits"},
     "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},
