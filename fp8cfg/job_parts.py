@@ -130,7 +130,7 @@ def _fully_sharded(
         backend.convert(
             model, fp8, plan, region, choice.product, compute=stored_weights.DTYPES[precision.compute], fp8_gather=in_fp8)
         for layer in fp8_linears(model):
-            layer.weight_grad_dtype = gradient
+            layer.weight_grad_dtype, layer.gathered_once = gradient, whole
     fsdp.shard(model, precision, device, gradient)
     fill(model.to_empty(device=device))
     if precision.fp8.enabled:

@@ -50,7 +50,7 @@ class FP8Linear(PassRecords, NarrowWeight, nn.Linear):  # type: ignore[override]
     fp8_scale: Tensor | None
     range_used: Tensor | None = None
     fp8_weight_scale_inv: Tensor | None
-    sharded = False
+    sharded = gathered_once = False
     amax_group: AmaxGroup | None = None
     scales_set = False
     adds_bias = True
@@ -129,10 +129,10 @@ class FP8Linear(PassRecords, NarrowWeight, nn.Linear):  # type: ignore[override]
         self._parameters["weight"], self.sharded = shard_parameter(self.parameter), True
 
     def quantized_shard(self, shard: Tensor) -> Stored:
-        """This rank's rows of the weight in float8, made once a step."""
-        if self.shard_quantized is None:
-            self.shard_quantized = quantized(shard, self.scaling, self.shard_scale)
-        return self.shard_quantized
+        """This rank's rows of the weight in float8, made once a step; kept unless they are gathered once a step too."""
+        made = self.shard_quantized or quantized(shard, self.scaling, self.shard_scale)
+        self.shard_quantized = None if self.gathered_once else made
+        return made
 
     def fresh_state(self) -> dict[str, Tensor]:
         """Scales and amax history before the first pass: a scale of 0 stands for "not set yet"."""

@@ -82,8 +82,6 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
             kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
         kinds["gathered"] = gathered_bytes(recipe, part, linears, total, backend)
     elif shards:
-        if fp8_weights(recipe.precision):
-            kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
         kinds["accumulation"] = reduced_bytes(recipe, part, linears, total, gradient_bytes(recipe))
         if microbatches(recipe, part) > 1 and sharding(recipe.precision, part.shards) == "zero1":
             kinds["accumulation"] = max(kinds["accumulation"], before_step(recipe, part, linears) - kinds["gradients"])
