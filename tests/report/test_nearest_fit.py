@@ -14,9 +14,9 @@ from tests.support.small import small
 
 
 @pytest.mark.parametrize(("words", "gpu", "gpus", "write"), [
-    ("recipe=llama_8b precision=bf16", "h100", 8, ["storage.shard=fsdp"]),
-    ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.context_parallel_size=1", "h100", 8, ["storage.shard=fsdp"]),
-    ("recipe=llama_8b precision=bf16 trainer.strategy.tensor_model_parallel_size=2", "l40s", 4, ["model.recompute_granularity=full", "storage.shard=fsdp"]),
+    ("recipe=llama_8b precision=bf16", "h100", 8, ["storage.shard=zero2"]),
+    ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.context_parallel_size=1", "h100", 8, ["storage.shard=zero2"]),
+    ("recipe=llama_8b precision=bf16 trainer.strategy.tensor_model_parallel_size=2", "l40s", 4, ["model.recompute_granularity=full", "storage.shard=zero2"]),
     ("recipe=llama_1b precision=bf16_fp8 trainer.micro_batch_size=8", "h100", 8, ["trainer.micro_batch_size=4"]),
     ("recipe=llama_70b precision=bf16", "h100", 32, ["model.recompute_granularity=full"]),
     ("recipe=qwen25_72b precision=bf16_fp8", "h100", 32, ["trainer.micro_batch_size=1"]),
