@@ -9,7 +9,8 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.memory import peak as report
 from fp8cfg.report.memory.layout import Part, parts, stage_layers, whole
 from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
-from fp8cfg.report.memory.peak import linears_of, memory, memory_table, parameters, persistent, step_bytes
+from fp8cfg.report.memory.peak import linears_of, memory, memory_table, multiplying, parameters, persistent, step_bytes
+from fp8cfg.report.memory.shards import shard_bytes
 from fp8cfg.training.memory_measurement import BOUNDS, LiveBytes, measure
 from tests.support.small import small
 
@@ -137,6 +138,19 @@ def test_zero_splits_optimizer_state_over_data_parallel_ranks() -> None:
     assert kinds["gradients"] + kinds["accumulation"] == one["gradients"] > four["zero2"]["gradients"] + four["zero2"]["accumulation"]
 
 
+@pytest.mark.parametrize(("shard", "split"), [
+    ("zero1", ("masters", "moments", "gradients")), ("zero1 opt_level=O2", ("moments",)), ("zero2 opt_level=O2", ("moments", "gradients")),
+    ("fsdp", ("gradients", "moments", "weights"))])
+def test_shards_of_all_ranks_are_the_whole_state(shard: str, split: tuple[str, ...]) -> None:
+    recipe = small("precision=bf16", *f"storage.shard={shard}".split(), "model.vocab_size=250")  # rows that three ranks do not divide
+    part, kept = whole(recipe, 3), persistent(recipe, whole(recipe), linears_of(recipe, whole(recipe)))
+    every = [shard_bytes(recipe, part, linears_of(recipe, part), multiplying(recipe), rank) for rank in range(3)]
+    assert {kind: sum(one[kind] for one in every) for kind in split} == {kind: kept[kind] for kind in split}
+    most = max(every, key=lambda one: sum(one.values()))
+    assert sum(most.values()) > sum(map(kept.__getitem__, split)) / 3 > sum(min(every, key=lambda one: sum(one.values())).values())
+    assert {kind: memory(recipe, "cpu", part)[kind] for kind in split} == {kind: most[kind] for kind in split}, "a plan is of the rank with most"
+
+
 @pytest.mark.parametrize(("words", "ranks", "each"), [
     ("", 1, 1), ("trainer.micro_batch_size=4", 1, 4), ("", 2, 1), ("storage.comm=fp32", 2, 4), ("storage.shard=zero2", 2, 1), ("trainer.micro_batch_size=2 storage.shard=zero2", 2, 4)])
 def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, each: int) -> None:
@@ -145,7 +159,7 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
     part = whole(recipe, ranks)
     kinds, count = memory(recipe, "cpu", part), parameters(recipe, part)
     assert kinds["gradients"] + kinds.get("accumulation", 0) == each * count.linear + 4 * count.other
-    assert kinds["gradients"] * (2 if "zero2" in words else 1) == count.linear + 4 * count.other
+    assert kinds["gradients"] == (shard_bytes(recipe, part, linears_of(recipe, part), multiplying(recipe))["gradients"] if "zero2" in words else count.linear + 4 * count.other)
 
 
 def test_the_plan_knows_the_optimizer_s_pieces() -> None:

@@ -14,10 +14,11 @@ from torch import nn
 from fp8cfg.numerics.codecs import NAMES, Stored
 from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
+from fp8cfg.report.memory.owners import owners
 from fp8cfg.training.distributed import quantized_allreduce
 from fp8cfg.training.distributed.collectives import Traffic
-from fp8cfg.training.distributed.owners import owners, sharded_bytes
 from fp8cfg.training.distributed.world import World
+from fp8cfg.training.distributed.zero import sharded_bytes
 from tests.support.ranks import on_ranks
 
 O3 = named_columns("fp8", "fp16_scaled", "fp8", "fp8", "fp16_scaled")

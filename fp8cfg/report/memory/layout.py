@@ -137,11 +137,40 @@ def parts_that_differ(recipe: Recipe, ranks: int) -> list[Part]:
     return [every[i] for i in sorted({0, min(1, len(every) - 1), len(every) - 1})]
 
 
+COLUMN, ROW = ("linear_qkv", "linear_fc1", "embedding", "output_layer"), ("linear_proj", "linear_fc2")
+"""Modules whose weights tensor parallelism splits by rows, with their biases, and by columns."""
+
+
+def split_dimension(recipe: Recipe, name: str) -> int | None:
+    """The dimension of the parameter `name` that tensor parallelism splits; None of one that every rank has whole."""
+    module = name.split(".")[-2]
+    if module in COLUMN or (recipe.model.qk_layernorm == "hidden" and module in ("q_layernorm", "k_layernorm")):
+        return 0
+    return 1 if module in ROW and name.endswith(".weight") else None
+
+
+def local_shapes(recipe: Recipe, part: Part, layers: Sequence[int] | None = None) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by name that a rank of `part` has before storage.shard splits it, or of so many of its `layers`
+    alone. A tied output layer on its own pipeline stage holds a copy of the embedding."""
+    here = set(part.layers if layers is None else layers)
+    tied = recipe.model.share_embeddings_and_output_weights and part.output
+
+    def there(name: str) -> bool:
+        first, _, rest = name.partition(".")
+        if first == "layers":
+            return int(rest.partition(".")[0]) in here
+        return layers is None and (part.embedding or (tied and first == "embedding") if "embedding" in first else part.output)
+
+    def local(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        split = split_dimension(recipe, name)
+        return tuple(-(-n // part.tensor) if dim == split else n for dim, n in enumerate(shape))
+
+    return {name: local(name, shape) for name, shape in parameter_shapes(transformer_config(recipe)).items() if there(name)}
+
+
 def vectors(recipe: Recipe, part: Part) -> int:
-    """Elements of one layer's norms and biases on a rank of `part`. Biases of layers whose outputs are split are split too."""
-    shapes = parameter_shapes(replace(transformer_config(recipe), num_layers=1))
-    layer = {name: prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and len(shape) == 1}
-    return sum(-(-n // part.tensor) if name.endswith(("linear_qkv.bias", "linear_fc1.bias")) else n for name, n in layer.items())
+    """Elements of one layer's norms and biases on a rank of `part`. What goes with split outputs is split too."""
+    return sum(prod(shape) for shape in local_shapes(recipe, part, part.layers[:1]).values() if len(shape) == 1)
 
 
 def _in_flight(stage: int, stages: int, chunks: int) -> float:

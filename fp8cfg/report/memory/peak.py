@@ -34,6 +34,7 @@ from fp8cfg.report.memory.activations import activations
 from fp8cfg.report.memory.fsdp_gather import gathered_bytes, reduced_bytes
 from fp8cfg.report.memory.layout import Part, parts_that_differ, ranks, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
+from fp8cfg.report.memory.shards import SPLIT, shard_bytes
 from fp8cfg.report.tables import size, table
 from fp8cfg.scalings import SCALINGS
 
@@ -123,22 +124,22 @@ def multiplying(recipe: Recipe) -> str:
     return next((name for name in offered if not against_fp8_gather(p, name)), offered[0])
 
 
-def persistent(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str | None = None) -> dict[str, int]:
-    """The kinds that stay from step to step where `backend` multiplies, by default as `multiplying` says; of FP8 copies the scales,
-    histories and second copies that are state."""
+def persistent(
+    recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str | None = None, rank: int | None = None
+) -> dict[str, int]:
+    """The kinds that stay from step to step where `backend` multiplies, by default as `multiplying` says, on number `rank` of the
+    ranks that storage.shard splits state over, by default on the one that has most; of FP8 copies the scales, histories and second
+    copies that are state."""
     columns, rest, counts = chart.row(recipe), others(recipe.precision), parameters(recipe, part, linears)
     each = {"weights": "weight", "masters": "master_weight", "gradients": "weight_grad"}
     held = Parameters(counts.linear, counts.other + counts.adapters)
     kinds = {kind: int(of.linear * CODEC[columns[k]] + of.other * CODEC[rest[k]])
              for (kind, k), of in zip(each.items(), (held, counts.trained, counts.trained), strict=True)}
     kinds["moments"] = int(counts.trained.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]]))
-    split = {"none": (), "zero1": ("masters", "moments"), "zero2": ("masters", "moments", "gradients"),
-             "fsdp": ("weights", "masters", "moments", "gradients")}
-    shard = sharding(recipe.precision, part.shards)
-    if shard != "fsdp" and by_fsdp2(recipe, part.shards, backend or multiplying(recipe)):
-        kinds["masters"], shard = 4 * counts.trained.total, "zero2"  # gradients are summed into shards
-    for kind in split[shard]:
-        kinds[kind] //= part.shards
+    if counts.adapters:  # few: shared out evenly
+        kinds |= {kind: kinds[kind] // part.shards for kind in SPLIT[sharding(recipe.precision, part.shards)]}
+    else:
+        kinds |= shard_bytes(recipe, part, linears, backend or multiplying(recipe), rank)
     state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if SCALINGS[recipe.fp8.scaling].history else 0
     in_fp8 = counts.linear if fp8_weights(recipe.precision) else 0
     return {**kinds, "FP8 copies": state + int(in_fp8 * held_beside(recipe))}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fp8cfg.training.distributed.owners import owners
+from fp8cfg.report.memory.owners import owners
 
 Offsets = tuple[int, ...]
 

@@ -23,11 +23,12 @@ from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.numerics.weight_access import plain
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
 from fp8cfg.optim.low_bit.training import LowBitTraining
-from fp8cfg.training.distributed.owners import owners, sharded_bytes
+from fp8cfg.report.memory.owners import owners
 from fp8cfg.training.distributed.quantized_allreduce import gather_from_owners
 from fp8cfg.training.distributed.world import World, sharing
 
 if TYPE_CHECKING:
+    from fp8cfg.numerics.codecs import Codec
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
     Optimizer = MixedPrecisionOptimizer | LowBitTraining
@@ -38,6 +39,13 @@ def owner_of(names: Mapping[str, tuple[int, Columns, str]], shard: str, ranks: i
     sizes = [sharded_bytes(count, columns, codec(gradient) if shard == "zero2" else None)
              for count, columns, gradient in names.values()]
     return dict(zip(names, owners(sizes, ranks), strict=True))
+
+
+def sharded_bytes(count: int, columns: Columns, gradient: Codec | None = None) -> int:
+    """Bytes that only the owner of a parameter of `count` elements keeps: master and moments, under ZeRO-2 the gradient, which
+    is held in that codec."""
+    kept = [columns.master, columns.exp_avg, columns.exp_avg_sq, gradient]
+    return round(count * sum(codec.bytes_per_element for codec in kept if codec is not None))
 
 
 def owned(prepared: PreparedModel, precision: Precision) -> set[str] | None:

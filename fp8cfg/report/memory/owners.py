@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from fp8cfg.numerics.codecs import Codec
-    from fp8cfg.optim.low_bit.columns import Columns
+from functools import lru_cache
+from heapq import heapify, heapreplace
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -19,15 +16,14 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """
     if ranks < 1:
         raise ValueError(f"{ranks} ranks; at least 1 is needed")
-    loads, chosen = [0] * ranks, [0] * len(sizes)
+    return list(_owners(tuple(sizes), ranks))
+
+
+@lru_cache(maxsize=64)
+def _owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    loads, chosen = [(0, rank) for rank in range(ranks)], [0] * len(sizes)
+    heapify(loads)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        chosen[i] = min(range(ranks), key=loads.__getitem__)
-        loads[chosen[i]] += sizes[i]
-    return chosen
-
-
-def sharded_bytes(count: int, columns: Columns, gradient: Codec | None = None) -> int:
-    """Bytes that only the owner of a parameter of `count` elements keeps: master and moments, under ZeRO-2 the gradient, which
-    is held in that codec."""
-    kept = [columns.master, columns.exp_avg, columns.exp_avg_sq, gradient]
-    return round(count * sum(codec.bytes_per_element for codec in kept if codec is not None))
+        load, chosen[i] = loads[0]
+        heapreplace(loads, (load + sizes[i], chosen[i]))
+    return tuple(chosen)
