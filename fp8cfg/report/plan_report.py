@@ -12,11 +12,13 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import as_sharded, sharding
 from fp8cfg.layer_plan import plan
 from fp8cfg.report import chart, plan_text, speedups
+from fp8cfg.report.communication.collectives import Collective
+from fp8cfg.report.communication.step import of_step
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU
 from fp8cfg.report.memory.layout import Part, parts, refused, shards, whole
 from fp8cfg.report.memory.nearest_fit import SMOKE, cheapest
-from fp8cfg.report.memory.peak import linears_of, memory, parameters
+from fp8cfg.report.memory.peak import linears_of, memory, multiplying, parameters
 from fp8cfg.report.tables import size
 
 UNBOUNDED = 1 << 62
@@ -34,10 +36,18 @@ class Rank:
     memory: dict[str, int]
     """Bytes by kind: weights, masters, gradients, moments, activations, and others."""
 
+    sent: Sequence[Collective] = ()
+    """What it sends in a step, by axis of the layout, matter and kind of collective; nothing where there is one rank."""
+
     @property
     def total(self) -> int:
         """Bytes of all kinds together."""
         return sum(self.memory.values())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that it sends in a step."""
+        return sum(one.bytes for one in self.sent)
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,8 @@ class Plan:
             "parameters": self.parameters, "shard": self.shard,
             "ranks": [{"name": rank.part.name, "layers": len(rank.part.layers), "tensor": rank.part.tensor,
                        "context": rank.part.context, "data": rank.part.data, "parameters": rank.parameters,
-                       "memory": rank.memory, "total": rank.total} for rank in self.ranks],
+                       "memory": rank.memory, "total": rank.total, "sent": [asdict(one) for one in rank.sent]}
+                      for rank in self.ranks],
             "widest": self.widest.part.name, "fits": fits, "problems": self.problems, "write": self.write,
             "recompute": {granularity: self.recomputing(granularity) for granularity in ("none", "full")},
             "published": [asdict(g) for g in published], "measured_here": False,
@@ -136,8 +147,9 @@ def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
     except ConfigError as e:
         refusals = e.problems
     backend = choice.backend if choice else None
-    ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend))
-             for part in layout]
+    sends = world > 1 and not recipe.lora.enabled
+    ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend),
+                  of_step(recipe, part, backend or multiplying(recipe)) if sends else ()) for part in layout]
     coverage = planned(recipe, plan(recipe, backend))
     problems = refused(recipe, world) or _too_large(recipe, ranks, gpu) if choice else []
     write = _write(recipe, world, hardware, gpu.memory if gpu else UNBOUNDED) if problems else ()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.report import chart, speedups
+from fp8cfg.report.communication.collectives import Collective
 from fp8cfg.report.memory.fsdp_gather import gather_line
 from fp8cfg.report.memory.layout import refused
 from fp8cfg.report.memory.peak import NOT_PARAMETERS, linears_of, memory_table
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 def text(p: Plan) -> str:
     """The sections of the plan."""
     sections = [_runs(p), str(p.coverage), chart.text(p.recipe, p.widest.part.shards), _layout(p), _memory(p)]
+    if any(rank.sent for rank in p.ranks):
+        sections.append(_sent(p))
     if p.recipe.fp8.enabled:
         sections.append(_gains(p))
     if p.problems:
@@ -81,6 +86,27 @@ def _memory(p: Plan) -> str:
             gpu += ", as planned for"
         lines.append(f"fits {gpu}: {size(left)} to spare" if left >= 0 else f"does not fit {gpu}: {size(-left)} too much")
     return "\n".join(lines)
+
+
+NUMBERS = ("amaxes", "losses and norms", "scales")
+"""What is a number of a tensor or of a token."""
+
+
+def _sent(p: Plan) -> str:
+    """What the rank sends that sends most."""
+    rank, rows = max(p.ranks, key=lambda rank: rank.sent_bytes), dict[str, list[Collective]]()
+    for one in sorted(rank.sent, key=lambda one: one.what in NUMBERS):
+        rows.setdefault("amaxes, norms, losses" if one.what in NUMBERS else f"{one.axis}: {one.what}", []).append(one)
+    shown = [[said, _ways(every), size(sum(one.bytes for one in every))] for said, every in rows.items()]
+    shown.append([f"total, {rank.part.name}", "", size(rank.sent_bytes)])
+    return table(["sent by a rank in a step", "collectives", "size"], shown, right=(2,))
+
+
+def _ways(every: Sequence[Collective]) -> str:
+    counts = Counter[str]()
+    for one in every:
+        counts[one.how] += one.count
+    return " + ".join(f"{n} {how}" for how, n in counts.items()) if len(counts) < 3 else f"{counts.total()}"
 
 
 def _beyond_the_chart(p: Plan) -> list[str]:

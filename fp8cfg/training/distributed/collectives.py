@@ -55,8 +55,12 @@ class Traffic:
 
     def count(self, message: Message, rank: int, ranks: int) -> None:
         """Add a message that `rank` of `ranks` sends."""
-        self.bytes[message.kind] = self.bytes.get(message.kind, 0) + _sent(message, rank, ranks)
-        self.messages[message.kind] = self.messages.get(message.kind, 0) + 1
+        self.add(message.kind, _sent(message, rank, ranks))
+
+    def add(self, kind: Kind, sent: int, messages: int = 1) -> None:
+        """Add so many bytes of a kind, in so many messages."""
+        self.bytes[kind] = self.bytes.get(kind, 0) + sent
+        self.messages[kind] = self.messages.get(kind, 0) + messages
 
     def clear(self) -> None:
         """Start again from 0."""

@@ -1,0 +1,93 @@
+"""Communication of forward and backward passes: what tensor, context and pipeline parallelism send inside of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import fp8_weights
+from fp8cfg.report.communication.collectives import Axis, Collective
+from fp8cfg.report.memory.layout import ROW, Part
+from fp8cfg.report.memory.operands import CODEC
+from fp8cfg.scalings import SCALINGS
+
+NUMBER = 4
+"""Bytes of a float32."""
+
+
+def of_pass(recipe: Recipe, part: Part, samples: int) -> Iterator[Collective]:
+    """What a rank of `part` sends in a forward and a backward pass over that many samples: residual streams, keys and values. The
+    numbers of a token or of a tensor, as losses and amaxes, are those of `numbers`."""
+    yield from _activations(recipe, part, samples)
+    yield from _keys_and_values(recipe, part, samples)
+    yield from _stage_outputs(recipe, part, samples)
+
+
+def numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], samples: int) -> Iterator[Collective]:
+    """The rest of it, over the ranks that share matrices: of a token the loss over split logits (its largest logit, and in one
+    message the sum of exponentials and the logit of the target) and the mean squares of norms over all heads; of a tensor its amax,
+    where scales are made of amaxes in each pass."""
+    axis, m, again = Axis("tensor", part.tensor), recipe.model, _recomputed(recipe)
+    tokens = samples * m.seq_length // part.context
+    if part.output:
+        yield from axis.all_reduce("losses and norms", NUMBER * tokens)
+        yield from axis.all_reduce("losses and norms", NUMBER * 2 * tokens)
+    if m.qk_layernorm == "hidden":  # forward and backward, of queries and keys
+        each = 2 if m.normalization == "LayerNorm" else 1
+        yield from axis.all_reduce("losses and norms", NUMBER * tokens, 2 * each * (2 + again) * len(part.layers))
+    scaling = SCALINGS[recipe.fp8.scaling]
+    if recipe.fp8.enabled and not scaling.history and not scaling.block:
+        amaxes = sum(_amaxes(recipe, linear, again) for linear in linears if linear.fp8)
+        yield from axis.all_reduce("amaxes", NUMBER, amaxes)
+
+
+def _amaxes(recipe: Recipe, linear: PlannedLinear, again: int) -> int:
+    """Reductions of the amaxes of a layer's split tensors in a forward and a backward pass: of its weight, and of its input or its
+    output's gradient."""
+    fprop, dgrad, wgrad = (bool(gemm) for gemm in linear.gemms)
+    forward = 1 + (again if linear.name != "output_layer" else 0)
+    weight = forward * (fprop or dgrad) if not fp8_weights(recipe.precision) else 0
+    row = linear.name.endswith(ROW)
+    return weight + (forward * (fprop or wgrad) if row else int(dgrad or wgrad))
+
+
+def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Collective]:
+    """Sums of outputs of attention, MLP and embedding in the forward pass, of the gradients of their inputs and that of the output
+    layer in the backward pass, each an all-reduce; under sequence parallelism each is a reduce-scatter, to which an all-gather of
+    the same size in the other pass belongs. A layer that is recomputed stops before its last sum, of which nothing is kept."""
+    axis, again, layers = Axis("tensor", part.tensor), _recomputed(recipe), len(part.layers)
+    stream = samples * recipe.model.seq_length // part.context * recipe.model.hidden_size * _compute(recipe)
+    sums = part.embedding + layers * (2 + again) + layers * 2 + part.output
+    if not part.sequence_parallel:
+        yield from axis.all_reduce("activations", stream, sums)
+        return
+    # Inputs; gradients of outputs, of the embedding's too.
+    gathers = layers * 2 * (1 + again) + part.output + layers * 2 + part.embedding
+    yield from axis.all_gather("activations", stream // part.tensor, gathers)
+    yield from axis.reduce_scatter("activations", stream // part.tensor, sums)
+
+
+def _keys_and_values(recipe: Recipe, part: Part, samples: int) -> Iterator[Collective]:
+    """In each layer an all-gather of its keys and values, once more where the layer is recomputed, and a reduce-scatter of the
+    gradients of all of them."""
+    axis, m = Axis("context", part.context), recipe.model
+    own = 2 * samples * (m.seq_length // part.context) * (m.num_query_groups // part.tensor) * m.head_dim * _compute(recipe)
+    yield from axis.all_gather("keys and values", own, len(part.layers) * (1 + _recomputed(recipe)))
+    yield from axis.reduce_scatter("keys and values", own, len(part.layers))
+
+
+def _stage_outputs(recipe: Recipe, part: Part, samples: int) -> Iterator[Collective]:
+    """Of each chunk of layers the residual stream after it and its gradient before it, where there is another chunk."""
+    tokens = samples * recipe.model.seq_length // part.context // (part.tensor if part.sequence_parallel else 1)
+    sent = 2 * part.chunks - part.embedding - part.output
+    yield from Axis("pipeline", recipe.trainer.strategy.pipeline_model_parallel_size).send(
+        "stage outputs", tokens * recipe.model.hidden_size * _compute(recipe), sent)
+
+
+def _recomputed(recipe: Recipe) -> int:
+    return int(recipe.model.recompute_granularity == "full")
+
+
+def _compute(recipe: Recipe) -> int:
+    return int(CODEC[recipe.precision.compute])

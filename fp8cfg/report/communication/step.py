@@ -1,0 +1,75 @@
+"""Communication of a step: all that one rank sends, once scales are set and moments are there, by axis, matter and collective."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.fsdp_sharding import by_fsdp2
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import fp8_weights, sharding
+from fp8cfg.report.communication import passes, state
+from fp8cfg.report.communication.collectives import Axis, Collective, together
+from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
+from fp8cfg.report.memory.peak import linears_of, microbatches
+from fp8cfg.report.memory.shards import owner_of
+from fp8cfg.scalings import SCALINGS
+
+NUMBER = 4
+"""Bytes of a float32."""
+
+
+def of_step(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -> list[Collective]:
+    """What a rank of `part`, number `rank` of those with the same parameters, by default one that sends most, sends in one
+    optimizer step where `backend` multiplies; not what it sends to start, to save or to evaluate. `recipe` trains no adapters."""
+    linears, count = linears_of(recipe, part), microbatches(recipe, part)
+    samples = recipe.trainer.micro_batch_size
+    in_passes = (*passes.of_pass(recipe, part, samples), *passes.numbers(recipe, part, linears, samples))
+    return together([
+        *state.data_axis(recipe, part, linears, backend, count, rank), *state.shared_gradients(recipe, part, backend, rank),
+        *(one.times(count) for one in in_passes), *_numbers(recipe, part, linears, backend),
+        *_written(recipe, part, linears, backend, rank)])
+
+
+def _numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str) -> Iterator[Collective]:
+    """Once a step: the norm of gradients, the amaxes of delayed scaling, the mean loss."""
+    shard, stages = sharding(recipe.precision, part.shards), recipe.trainer.strategy.pipeline_model_parallel_size
+    if shard == "zero2" or by_fsdp2(recipe, part.shards, backend):  # a norm of each parameter, or of its part
+        for each in _kinds(recipe, part) if part.tensor > 1 else (len(local_shapes(recipe, part)),):
+            yield from Axis(state.name_of(part), part.shards).all_reduce("losses and norms", NUMBER * each)
+    yield from Axis("tensor", part.tensor).all_reduce("losses and norms", NUMBER)
+    yield from Axis("pipeline", stages).all_reduce("losses and norms", 2 * NUMBER)
+    fp8 = recipe.fp8
+    if fp8.enabled and SCALINGS[fp8.scaling].history and fp8.reduce_amax:
+        layers = sum(3 for linear in linears if linear.fp8)
+        yield from _over(recipe, part, data=not fp8.tp_only_amax_red).all_reduce("amaxes", NUMBER * layers, bool(layers))
+    yield from _over(recipe, part, data=True, stages=stages).all_reduce("losses and norms", NUMBER)
+
+
+def _written(
+    recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, rank: int | None
+) -> Iterator[Collective]:
+    """The amax of each FP8 weight that this rank writes after a step, where its scale is of that moment and others have parts of
+    it."""
+    scaling, shard = SCALINGS[recipe.fp8.scaling], sharding(recipe.precision, part.shards)
+    if not fp8_weights(recipe.precision) or scaling.history or scaling.block or by_fsdp2(recipe, part.shards, backend):
+        return
+    owner = owner_of(recipe, part, linears)[0] if shard != "none" else {}
+    written = Counter(owner.get(f"{linear.name}.weight", 0) for linear in linears if linear.fp8)
+    mine = max(written.values(), default=0) if rank is None or not owner else written[rank]
+    yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER, mine)
+
+
+def _kinds(recipe: Recipe, part: Part) -> tuple[int, int]:
+    """How many parameters tensor parallelism splits, and how many it does not."""
+    names = local_shapes(recipe, part)
+    split = sum(split_dimension(recipe, name) is not None for name in names)
+    return split, len(names) - split
+
+
+def _over(recipe: Recipe, part: Part, data: bool, stages: int = 1) -> Axis:
+    """All ranks, of one stage or of all, or those with the same layers and samples."""
+    ranks = part.tensor * part.context * (part.data if data else 1) * stages
+    names = {"data": part.data if data else 1, "context": part.context, "tensor": part.tensor, "pipeline": stages}
+    return Axis(" x ".join(name for name, n in names.items() if n > 1), ranks)

@@ -1,0 +1,54 @@
+"""Layout proof cells: a recipe in a precision on so many GPUs, and the ranks that are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import fp8cfg
+from fp8cfg.config import recipe_registry
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.parallel.mesh import axis_sizes
+from fp8cfg.run_plan import machines
+
+MANY = 105 << 20
+"""Samples that any layout divides."""
+PRECISIONS = ("bf16", "bf16_fp8")
+OTHERS = (("llama_70b", 64), ("llama_8b", 1024), ("llama_70b", 1024), ("llama_405b", 16384))
+"""Recipes on other numbers of GPUs than they are meant for."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`recipe` in `precision` on `ranks` GPUs, with `words` beside these."""
+
+    recipe: str
+    precision: str
+    ranks: int
+    words: tuple[str, ...] = ()
+
+    def compose(self) -> Recipe:
+        """The recipe, with one microbatch a step, or with a pipeline as many as it has stages: others are like these. That is also the
+        batch that is raised where the layout asks for it."""
+        nodes, devices = machines(self.ranks)
+        words = [f"recipe={self.recipe}", f"precision={self.precision}", f"trainer.num_nodes={nodes}", f"trainer.devices={devices}",
+                 *self.words]
+        recipe = fp8cfg.compose([*words, f"trainer.global_batch_size={MANY}"])
+        strategy, sizes = recipe.trainer.strategy, axis_sizes(recipe.trainer.strategy, self.ranks)
+        batch = recipe.trainer.micro_batch_size * sizes["dp_replicate"] * sizes["dp_shard"] * strategy.pipeline_model_parallel_size
+        return fp8cfg.compose([*words, f"trainer.global_batch_size={batch}"])
+
+    @property
+    def places(self) -> dict[str, int]:
+        """The first, a middle and the last rank."""
+        return {name: rank for rank, name in {0: "first", self.ranks - 1: "last", self.ranks // 2: "middle"}.items()}
+
+
+def every(names: Iterable[str] = ()) -> list[Cell]:
+    """All large recipes, those for more than one GPU, or these of them, on as many GPUs as they are meant for, and `OTHERS`; of
+    recipes that differ in their name alone the short one."""
+    made = {name: make() for name, make in recipe_registry.recipes().items() if name != "from_hf"}
+    distinct = {recipe.model_copy(update={"name": "any"}).model_dump_json(): name for name, recipe in made.items()}
+    meant = [(name, made[name].trainer.num_nodes * made[name].trainer.devices) for name in distinct.values()]
+    wanted, chosen = {*names}, [(name, ranks) for name, ranks in (*meant, *OTHERS) if ranks > 1]
+    return [Cell(name, precision, ranks) for name, ranks in chosen if name in (wanted or {name}) for precision in PRECISIONS]

@@ -1,0 +1,118 @@
+"""Layout comparison: the bytes that a built job holds on one rank, and those that `plan` says of it."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.parallel.mesh import axis_sizes, coordinates
+from fp8cfg.report.communication.step import of_step
+from fp8cfg.report.memory.layout import Part, stage_parts
+from fp8cfg.report.memory.peak import linears_of, persistent
+from fp8cfg.run_plan import planned
+from fp8cfg.training.distributed.fsdp import local
+from fp8cfg.training.memory_measurement import gradients, stored
+from tools.layout_proof.cells import Cell
+from tools.layout_proof.collective_counter import CollectiveCounter, Sent
+from tools.layout_proof.fake_rank import fake_rank, stepped
+
+Key = tuple[str, str]
+KINDS = ("weights", "masters", "gradients", "moments")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Rank number `rank` of a cell: by kind the bytes that it holds after a step, those planned for it, and those that `plan` says of
+    the rank of its stage that has most."""
+
+    cell: Cell
+    layout: str
+    place: str
+    rank: int
+    built: dict[str, int]
+    planned: dict[str, int]
+    widest: dict[str, int]
+    seconds: float
+    sent: dict[Key, Sent] | None = None
+    planned_sent: dict[Key, Sent] | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether the rank holds and sends what is planned for it, and holds no more than the plan has room for."""
+        room = sum(self.built.values()) <= sum(self.widest.values())
+        return room and self.built == self.planned and self.sent == self.planned_sent
+
+
+def compare(cell: Cell, place: str, rank: int, count: bool = False) -> Compared:
+    """Build and step the job of `cell` as `rank`, in a process of its own, and look at it, and at its collectives where these are to
+    `count`. In one process DTensor takes a mesh for an equal one of a group that is gone (torch 2.13)."""
+    with ProcessPoolExecutor(1, get_context("fork")) as process:
+        return process.submit(_compared, cell, place, rank, count).result()
+
+
+def _compared(cell: Cell, place: str, rank: int, count: bool) -> Compared:
+    recipe, began = cell.compose(), time.perf_counter()
+    counter = CollectiveCounter(recipe.trainer.strategy) if count else None
+    with fake_rank(rank, cell.ranks, messages=count):
+        job = stepped(recipe, counter)
+        held = stored(job) | {"gradients": gradients(job)}
+        built = {kind: sum(local(t).nbytes for t in held[kind]) for kind in KINDS}
+        if job.prepared.fsdp2 and not held["weights"]:  # which are there from the first pass of a step to its last
+            built["weights"] = gathered_bytes(job.model)
+    seconds = time.perf_counter() - began
+    found = planned(recipe, cell.ranks, None)
+    part = stage_parts(found.recipe, cell.ranks)[coordinates(recipe.trainer.strategy, rank, cell.ranks)["pp"]]
+    linears = linears_of(found.recipe, part)
+    shard = _shard(recipe, rank, cell.ranks, part)
+    each, widest = (persistent(found.recipe, part, linears, job.choice.backend, one) for one in (shard, None))
+    compared = Compared(cell, _layout(recipe, cell.ranks, found.shard), place, rank, built, _chosen(each), _chosen(widest), seconds)
+    if counter is None:
+        return compared
+    return replace(compared, sent=counter.found, planned_sent=planned_sent(found.recipe, part, job.choice.backend, shard))
+
+
+def planned_sent(recipe: Recipe, part: Part, backend: str, rank: int) -> dict[Key, Sent]:
+    """What plan says that number `rank` of those with the parameters of `part` sends in a step, by axis and kind of collective."""
+    found: dict[Key, Sent] = {}
+    for one in of_step(recipe, part, backend, rank):
+        before = found.get((one.axis, one.how), Sent(0, 0))
+        found[one.axis, one.how] = Sent(before.count + one.count, before.bytes + one.bytes)
+    return found
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes of all weights as FSDP2 gathers them; of those in FP8 without scales."""
+    total = 0
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            own = [p for p in module.parameters() if not isinstance(p, DTensor)]  # of the root layers have theirs split
+            total += sum(getattr(p, "_data", p).nbytes for p in own)
+            module.reshard()
+    return total
+
+
+def _chosen(kinds: dict[str, Any]) -> dict[str, int]:
+    return {kind: kinds[kind] for kind in KINDS}
+
+
+def _shard(recipe: Recipe, rank: int, ranks: int, part: Part) -> int:
+    """The number of `rank` among those that storage.shard splits state over."""
+    strategy = recipe.trainer.strategy
+    sizes, place = axis_sizes(strategy, ranks), coordinates(strategy, rank, ranks)
+    number = (place["dp_replicate"] * sizes["dp_shard"] + place["dp_shard"]) * sizes["cp"] + place["cp"]
+    return number % part.shards
+
+
+def _layout(recipe: Recipe, ranks: int, shard: str) -> str:
+    sizes = axis_sizes(recipe.trainer.strategy, ranks)
+    data = sizes["dp_replicate"] * sizes["dp_shard"]
+    return f"TP{sizes['tp']} PP{sizes['pp']} CP{sizes['cp']} DP{data} {shard}"
