@@ -150,7 +150,7 @@ def prepared_model(
     config, m = transformer_config(recipe), recipe.model
     fill = first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
     empty = job_parts.transformer(
-        config, recompute=m.recompute_granularity == "full", reset_attention_mask=recipe.data.reset_attention_mask,
+        config, recompute=m.recompute_granularity, reset_attention_mask=recipe.data.reset_attention_mask,
         reset_position_ids=recipe.data.reset_position_ids)
     strategy, fsdp2 = recipe.trainer.strategy, by_fsdp2(recipe, shards(recipe, _ranks_here()), choice.backend)
     empty.groups, empty.stages = strategy.data_parallel_replicate_size, strategy.pipeline_model_parallel_size

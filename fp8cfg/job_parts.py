@@ -30,7 +30,7 @@ Fill = Callable[[Any], None]
 """Writes the first weights of a model, in place: of one that is split this rank's parts."""
 
 
-def transformer(config: TransformerConfig, **options: bool) -> Transformer:
+def transformer(config: TransformerConfig, **options: Any) -> Transformer:
     """The model in float32 on the meta device: its shapes, and no memory. `options` are those of Transformer."""
     import torch
 
@@ -200,12 +200,12 @@ def optimizer(
 
             built.sharded = precision.storage.shard != "fsdp"
             built.on_written.append(partial(fsdp.let_go, model))  # weights that a loop of one's own has gathered meanwhile
-    own = backend_registry.capabilities(choice.backend)
-    skips = not precision.fp8.enabled or own.skips_on_device
+    able = backend_registry.capabilities(choice.backend)
+    skips = not precision.fp8.enabled or able.skips_on_device
     # Under a loss scale a run goes on after a skipped step. The host has to know which steps move delayed scales, where not all do,
     # and Transformer Engine moves them in skipped ones too, so that weights written again would be others.
     delayed = precision.fp8.enabled and SCALINGS[precision.fp8.scaling].history
-    scales_move = loss_scaler is None or not delayed or (precision.fp8.interval == 1 and own.moves_scales)
+    scales_move = loss_scaler is None or not delayed or (precision.fp8.interval == 1 and able.moves_scales)
     kernel = optim.name != "sgd" or not prepared.fsdp2  # which takes found_inf: `_inner`
     built.can_defer = skips and scales_move and kernel
     if prepared.owner:

@@ -37,7 +37,7 @@ gemma2_2b = size("gemma2_2b", GEMMA2, (26, 2304, 9216, 8, 4, 0.02), "Gemma 2 2B,
 gemma2_9b = size("gemma2_9b", GEMMA2, (42, 3584, 14336, 16, 8, 0.02), "Gemma 2 9B, one node, tensor parallel 8.", tp=8, **SHORT)
 gemma2_27b = size("gemma2_27b", GEMMA2, (46, 4608, 36864, 32, 16, 0.02),
     "Gemma 2 27B, two nodes, tensor parallel 8, pipeline parallel 2.", nodes=2, tp=8, pp=2,
-    kv_channels=128, more={"query_pre_attn_scalar": 144}, **SHORT)
+    kv_channels=128, more={"query_pre_attn_scalar": 144}, recompute="selective", **SHORT)
 
 gemma3_270m = size("gemma3_270m", GEMMA3_SMALL, (18, 640, 2048, 4, 1, 0.02), "Gemma 3 270M, one node.",
     more={"seq_length": 8192})
@@ -48,7 +48,7 @@ gemma3_12b = size("gemma3_12b", GEMMA3, (48, 3840, 15360, 16, 8, 0.02), "Gemma 3
     tp=8, **SHORT)
 gemma3_27b = size("gemma3_27b", GEMMA3, (62, 5376, 21504, 32, 16, 0.02),
     "Gemma 3 27B, text, two nodes, tensor parallel 8, pipeline parallel 2.", nodes=2, tp=8, pp=2,
-    kv_channels=128, more={"query_pre_attn_scalar": 168}, **SHORT)
+    kv_channels=128, more={"query_pre_attn_scalar": 168}, recompute="selective", **SHORT)
 
 gemma2_tiny = tiny("gemma2_tiny", GEMMA2, "Gemma 2 with 3.2 million parameters, for two CPU cores.",
     kv_channels=64, query_pre_attn_scalar=64, sliding_window=64)

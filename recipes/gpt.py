@@ -42,7 +42,7 @@ gpt3_13b = size("gpt3_13b", GPT3, (40, 5120, 20480, 40, 40, 0.02), "GPT-3 13B, o
     tp=4, sp=True, batch=(1024, 2), optim=Optim(lr=1e-4))
 gpt3_175b = size("gpt3_175b", GPT3, (96, 12288, 49152, 96, 96, 0.02),
     "GPT-3 175B, 64 nodes, tensor parallel 4, pipeline parallel 8.",
-    nodes=64, tp=4, pp=8, vp=6, sp=True, batch=(2048, 2), optim=Optim(lr=9e-5))
+    nodes=64, tp=4, pp=8, vp=6, sp=True, batch=(2048, 2), optim=Optim(lr=9e-5), recompute="selective")
 
 gpt3_tiny = tiny("gpt3_tiny", GPT3, "GPT-3 with 3.3 million parameters, for two CPU cores.",
     num_query_groups=4, ffn_hidden_size=1024)

@@ -30,14 +30,17 @@ llama2_7b = size("llama2_7b", LLAMA2, (32, 4096, 11008, 32, 32, 0.02), "Llama 2 
 llama2_13b = size("llama2_13b", LLAMA2, (40, 5120, 13824, 40, 40, 0.02), "Llama 2 13B, one node, tensor parallel 2.", tp=2)
 llama2_70b = size("llama2_70b", LLAMA2, (80, 8192, 28672, 64, 8, 0.02),
     "Llama 2 70B, four nodes, tensor parallel 4, pipeline parallel 4.", **FOUR_NODES)
-llama3_8b = size("llama3_8b", LLAMA3, (32, 4096, 14336, 32, 8, 0.01), "Llama 3 8B, one node, context parallel 2.", cp=2)
+llama3_8b = size("llama3_8b", LLAMA3, (32, 4096, 14336, 32, 8, 0.01), "Llama 3 8B, one node, context parallel 2.", cp=2,
+    recompute="selective")
 llama3_70b = size("llama3_70b", LLAMA3, (80, 8192, 28672, 64, 8, 0.008944),
-    "Llama 3 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2.", **FOUR_NODES)
-llama31_8b = size("llama31_8b", LLAMA31, (32, 4096, 14336, 32, 8, 0.02), "Llama 3.1 8B, one node, context parallel 2.", cp=2)
+    "Llama 3 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2.", recompute="selective", **FOUR_NODES)
+llama31_8b = size("llama31_8b", LLAMA31, (32, 4096, 14336, 32, 8, 0.02), "Llama 3.1 8B, one node, context parallel 2.", cp=2,
+    recompute="selective")
 llama31_70b = size("llama31_70b", LLAMA31, (80, 8192, 28672, 64, 8, 0.02),
-    "Llama 3.1 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2.", **FOUR_NODES)
+    "Llama 3.1 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2.", recompute="selective", **FOUR_NODES)
 llama31_405b = size("llama31_405b", LLAMA31, (126, 16384, 53248, 128, 8, 0.02),
-    "Llama 3.1 405B, 64 nodes, tensor parallel 8, pipeline parallel 8, context parallel 4.", **SIXTY_FOUR_NODES)
+    "Llama 3.1 405B, 64 nodes, tensor parallel 8, pipeline parallel 8, context parallel 4.",
+    recompute="selective", **SIXTY_FOUR_NODES)
 llama32_1b = size("llama32_1b", LLAMA32, (16, 2048, 8192, 32, 8, 0.02), "Llama 3.2 1B, one node, tied embeddings.")
 llama32_3b = size("llama32_3b", LLAMA32, (28, 3072, 8192, 24, 8, 0.02), "Llama 3.2 3B, one node, tied embeddings.")
 

@@ -26,11 +26,11 @@ nemotron3_8b = size("nemotron3_8b", NEMOTRON, (32, 4096, 16384, 32, 32, 0.01), "
     tp=2, **{**SHORT, "max_steps": 300_000})
 nemotron3_22b = size("nemotron3_22b", NEMOTRON, (40, 6144, 24576, 48, 48, 0.008),
     "Nemotron 3 22B, one node, tensor parallel 2, pipeline parallel 4.", tp=2, pp=4, vp=10,
-    **{**SHORT, "max_steps": 300_000, "batch": (32, 1), "optim": LOW})
+    **{**SHORT, "max_steps": 300_000, "batch": (32, 1), "optim": LOW}, recompute="selective")
 nemotron4_15b = size("nemotron4_15b", NEMOTRON, (32, 6144, 24576, 48, 8, 0.0134), "Nemotron 4 15B, one node, tensor parallel 4.",
     tp=4, sp=True, **{**SHORT, "max_steps": 300_000, "optim": Optim(lr=4.5e-5, min_lr=4.5e-5, warmup_steps=500)})
 nemotron4_340b = size("nemotron4_340b", NEMOTRON, (96, 18432, 73728, 96, 8, 0.0063),
     "Nemotron 4 340B, 768 nodes, tensor parallel 8, pipeline parallel 12.", nodes=768, tp=8, pp=12, vp=8, sp=True,
-    **{**SHORT, "max_steps": 100_000, "batch": (2304, 1), "optim": LOW})
+    **{**SHORT, "max_steps": 100_000, "batch": (2304, 1), "optim": LOW}, recompute="selective")
 
 nemotron_tiny = tiny("nemotron_tiny", NEMOTRON, "Nemotron with 3.0 million parameters, for two CPU cores.", ffn_hidden_size=1024)

@@ -20,7 +20,8 @@ hugging_face.family(
 
 olmo2_1b = size("olmo2_1b", OLMO2, (16, 2048, 8192, 16, 16, 0.02), "OLMo 2 1B, one node.")
 olmo2_7b = size("olmo2_7b", OLMO2, (32, 4096, 11008, 32, 32, 0.02), "OLMo 2 7B, one node, tensor parallel 2.", tp=2)
-olmo2_13b = size("olmo2_13b", OLMO2, (40, 5120, 13824, 40, 40, 0.02), "OLMo 2 13B, one node, tensor parallel 2.", tp=2)
+olmo2_13b = size("olmo2_13b", OLMO2, (40, 5120, 13824, 40, 40, 0.02), "OLMo 2 13B, one node, tensor parallel 2.", tp=2,
+    recompute="selective")
 olmo2_32b = size("olmo2_32b", OLMO2, (64, 5120, 27648, 40, 8, 0.02),
     "OLMo 2 32B, two nodes, tensor parallel 8, pipeline parallel 2.", nodes=2, tp=8, pp=2)
 

@@ -21,14 +21,15 @@ SHORT = {"batch": (32, 2), "optim": Optim(min_lr=3e-5, warmup_steps=500), "every
 def _pretrain(
     name: str, generation: Model, shape: Shape, kv_channels: int | None = None, more: Mapping[str, Any] | None = None,
     batch: tuple[int, int] = (512, 1), optim: Optim | None = None, every: int = 2000, max_steps: int = 1168251,
-    nodes: int = 1, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, sp: bool = False,
+    nodes: int = 1, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, sp: bool = False, recompute: str = "none",
 ) -> Recipe:
     """A size with NeMo's pre-training defaults: 512 sequences a step, AdamW with cosine decay, BF16. `batch` is global and micro
-    batch, `more` other keys of the model; `every` so many steps come evaluation and checkpoint."""
+    batch, `more` other keys of the model; `every` so many steps come evaluation and checkpoint. `recompute` is selective where the
+    model fits no H100 of 80 GB on its nodes without, in BF16 or with FP8."""
     layers, hidden, ffn, heads, groups, std = shape
     model = generation.model_copy(deep=True, update={
         "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads,
-        "num_query_groups": groups, "init_method_std": std})
+        "num_query_groups": groups, "init_method_std": std, "recompute_granularity": recompute})
     if kv_channels or more:
         model = model.model_copy(update={**({"kv_channels": kv_channels} if kv_channels else {}), **(more or {})})
     strategy = Strategy(

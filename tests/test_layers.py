@@ -193,5 +193,5 @@ def test_what_is_left_of_build_loads_no_torch() -> None:
     assert {*rooms} == {room(m) for m in names} and done.stdout == "None\n", f"{done.stdout}loads torch"
 
 
-LATE = {f"fp8cfg.models.{name}" for name in ("attention", "cross_entropy", "hf", "hf_checkpoint", "hf_export", "layers", "lora", "norms", "peft", "rotary", "sdpa_backend", "tensor_shard", "transformer",
+LATE = {f"fp8cfg.models.{name}" for name in ("attention", "cross_entropy", "hf", "hf_checkpoint", "hf_export", "layers", "lora", "norms", "peft", "rotary", "sdpa_backend", "selective_recompute", "tensor_shard", "transformer",
                                             "weight_init")}

@@ -31,12 +31,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="one precision and other overrides in place of all precisions")
     parser.add_argument("--size", choices=list(SIZES), help="this one alone")
-    parser.add_argument("--recompute", choices=["none", "full"], help="this one alone")
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], help="this one alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
     wanted = {f"{name} {' '.join(words)} {recompute}": [*SIZES[name], *words, "data=tiny", f"model.recompute_granularity={recompute}"]
               for name in ([args.size] if args.size else SIZES) for words in ([args.words] if args.words else PRECISIONS)
-              for recompute in ([args.recompute] if args.recompute else ["none", "full"])}
+              for recompute in ([args.recompute] if args.recompute else ["none", "selective", "full"])}
     missed = []
     for (name, words), recipe in zip(wanted.items(), command.recipes(wanted.values()), strict=True):
         found = measure(recipe)

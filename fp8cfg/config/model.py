@@ -102,8 +102,9 @@ class Model(Node):
     """Bound of the logits, as of attention scores. Default null (Llama); Gemma 2 has 30."""
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of hidden_size (Gemma). Default false (Llama)."""
-    recompute_granularity: Literal["none", "full"] = "none"
-    """Activation checkpointing: full recomputes each layer in backward. Default none (NeMo)."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing: full recomputes each layer in backward; selective what lies between its products: norms, the
+    activation function, attention where it is not flash attention, and gathers of sequence parallelism. Default none (NeMo)."""
 
     @property
     def head_dim(self) -> int:

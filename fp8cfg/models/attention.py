@@ -13,6 +13,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.norms import norm
 from fp8cfg.models.rotary import apply_rotary
+from fp8cfg.models.selective_recompute import recomputed
 
 
 def hidden_from(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -46,12 +47,14 @@ class CoreAttention(nn.Module):
     arXiv 2408.00118).
 
     `mask`, [..., T, S] as `additive` gives it, is made here where a call brings none and needs one: a model of many layers makes it
-    once for all of them.
+    once for all of them. `selective` recomputes what flash attention does not: matrices of scores, keys and values by query head.
     """
 
-    def __init__(self, scale: float | None = None, window: int | None = None, softcap: float | None = None) -> None:
+    def __init__(
+        self, scale: float | None = None, window: int | None = None, softcap: float | None = None, selective: bool = False
+    ) -> None:
         super().__init__()
-        self.scale, self.window, self.softcap = scale, window, softcap
+        self.scale, self.window, self.softcap, self.selective = scale, window, softcap, selective
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         queries, keys = q.shape[-2], k.shape[-2]
@@ -60,6 +63,13 @@ class CoreAttention(nn.Module):
         if self.softcap is None and window is None and mask is None and (queries == keys or bias is not None):
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=bias, is_causal=bias is None, scale=self.scale, enable_gqa=q.shape[1] > k.shape[1])
+        given = (q, k, v) if mask is None else (q, k, v, mask)
+        return recomputed(self._explicit, None, *given) if self.selective else self._explicit(*given)
+
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attention with an explicit mask."""
+        queries, keys = q.shape[-2], k.shape[-2]
+        window = self.window if self.window is not None and self.window < keys else None
         mask = additive(hidden_from(queries, keys, window, q.device), q.dtype) if mask is None else mask
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))  # no kernel has both a mask and grouped queries
         if self.softcap is None:
@@ -77,11 +87,12 @@ class SelfAttention(nn.Module):
     """Causal grouped-query attention of one layer, by its number from 0.
 
     The rows of `linear_qkv` are laid out as in Megatron: group by group, each group's query heads, then its key head,
-    then its value head.
+    then its value head. `selective` recomputes norms of queries and keys, and what CoreAttention does.
     """
 
-    def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
+    def __init__(self, config: TransformerConfig, layer: int = 0, selective: bool = False) -> None:
         super().__init__()
+        self.selective = selective
         self.num_query_groups = config.num_query_groups
         self.heads_per_group = config.heads_per_group
         self.head_dim = config.head_dim
@@ -92,20 +103,26 @@ class SelfAttention(nn.Module):
             self.q_layernorm = norm(config, config.query_size if whole else config.head_dim)
             self.k_layernorm = norm(config, config.key_size if whole else config.head_dim)
         self.core_attention = CoreAttention(
-            None if scalar is None else scalar**-0.5, config.window(layer), config.attn_logit_softcapping)
+            None if scalar is None else scalar**-0.5, config.window(layer), config.attn_logit_softcapping, selective)
         self.linear_proj = nn.Linear(config.query_size, config.hidden_size, bias=config.add_bias_linear)
         self.normed = config.qk_layernorm
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, *mask: Tensor) -> Tensor:
         qkv = self.linear_qkv(x).unflatten(-1, (self.num_query_groups, -1, self.head_dim))
         q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=-2)  # [B, T, G, heads, head_dim] each
-        q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
-        if self.normed == "head":
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        elif self.normed == "hidden":
-            q, k = (n(t.flatten(2)).view(t.shape) for n, t in ((self.q_layernorm, q), (self.k_layernorm, k)))
-        if cos is not None and sin is not None:
-            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        q_norm, k_norm = (self.q_layernorm, self.k_layernorm) if self.normed != "none" else (None, None)
+        q, k, v = self._turned(q, q_norm, cos, sin), self._turned(k, k_norm, cos, sin), v.flatten(2, 3)
         attended: Tensor = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *mask)
         projected: Tensor = self.linear_proj(attended.transpose(1, 2).flatten(2))
         return projected
+
+    def _turned(self, heads: Tensor, norm: nn.Module | None, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        """Queries or keys [B, T, G, heads, head_dim] as attention takes them, [B, T, G x heads, head_dim]: normed and rotated."""
+
+        def turned(x: Tensor) -> Tensor:
+            x = x.flatten(2, 3)
+            if norm is not None:
+                x = norm(x) if self.normed == "head" else norm(x.flatten(2)).view(x.shape)
+            return x if cos is None or sin is None else apply_rotary(x, cos, sin)
+
+        return recomputed(turned, norm, heads) if self.selective and norm is not None else turned(heads)

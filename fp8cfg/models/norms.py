@@ -13,6 +13,13 @@ from torch import Tensor, nn
 from fp8cfg.models.config import TransformerConfig
 
 
+def upcast(x: Tensor) -> Tensor:
+    """`x` in float32, another tensor than `x` for autograd where it is that already. On a CPU RMSNorm is several operations that
+    read it: the sum of their gradients is made before it is added to the residual stream's, whatever the dtype of `x`, and also
+    where the norm is recomputed (selective_recompute.py)."""
+    return x.view_as(x) if x.dtype == torch.float32 else x.float()
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, or x / rms(x) * (1 + weight) where that is `zero_centered`."""
 
@@ -29,7 +36,7 @@ class RMSNorm(nn.Module):
         return 1.0 + self.weight.float() if self.zero_centered else self.weight.float()
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.gamma, self.eps).to(x.dtype)
+        return F.rms_norm(upcast(x), self.weight.shape, self.gamma, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}" + (", zero_centered" if self.zero_centered else "")
@@ -45,7 +52,7 @@ class LayerNorm(RMSNorm):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.weight.shape, self.gamma, self.bias.float(), self.eps).to(x.dtype)
+        return F.layer_norm(upcast(x), self.weight.shape, self.gamma, self.bias.float(), self.eps).to(x.dtype)
 
 
 def norm(config: TransformerConfig, size: int | None = None) -> RMSNorm:

@@ -42,15 +42,15 @@ def positions_within(documents: Tensor) -> Tensor:
 class Transformer(nn.Module):
     """A decoder-only language model, of the family that `config` describes.
 
-    `recompute` is Megatron's `recompute_granularity=full`: each layer keeps only its input, and its forward pass is
-    computed again in the backward pass.
+    `recompute` is Megatron's `recompute_granularity`: under "full" each layer keeps only its input, and its forward pass is
+    computed again in the backward pass; "selective" repeats what lies between its products (selective_recompute.py).
 
     `reset_attention_mask` and `reset_position_ids` are Megatron's: attention stays inside of each document of a sample, and
     positions begin anew with each.
     """
 
     def __init__(
-        self, config: TransformerConfig, *, recompute: bool = False, reset_attention_mask: bool = False,
+        self, config: TransformerConfig, *, recompute: str = "none", reset_attention_mask: bool = False,
         reset_position_ids: bool = False,
     ) -> None:
         super().__init__()
@@ -66,7 +66,8 @@ class Transformer(nn.Module):
         if config.learned_positions:
             self.position_embedding = nn.Embedding(config.learned_positions, config.hidden_size)
         packed = reset_attention_mask or reset_position_ids
-        self.layers = nn.ModuleList(TransformerLayer(config, layer, packed) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, layer, packed, recompute == "selective") for layer in range(config.num_layers))
         self.final_layernorm = norm(config)
         self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -102,7 +103,7 @@ class Transformer(nn.Module):
         for (number, layer), mask in zip(layers, masks, strict=True):
             # No bool for an index: Dynamo of torch 2.11 takes none (TypeError), that of 2.13 does.
             cos, sin = tables[0 if self.config.window(number) is None else 1]
-            if self.recompute and torch.is_grad_enabled():
+            if self.recompute == "full" and torch.is_grad_enabled():
                 # The second forward draws again what adapters with dropout drew; others draw nothing.
                 x = checkpoint(layer, x, cos, sin, *mask, use_reentrant=False, preserve_rng_state=self.draws)
             else:

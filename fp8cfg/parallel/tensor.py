@@ -94,6 +94,7 @@ def split_model(model: Transformer, here: TensorRank) -> None:
     Its linear layers may be replaced by quantized ones afterwards; `finish_layers` comes after that."""
     for layer in cast("list[TransformerLayer]", list(model.layers)):
         attention, mlp = layer.self_attention, layer.mlp
+        layer.enter = here.enter
         _column(attention.linear_qkv, here)
         _row(attention.linear_proj, here)
         attention.num_query_groups //= here.size
@@ -104,7 +105,6 @@ def split_model(model: Transformer, here: TensorRank) -> None:
         _column(mlp.linear_fc1, here, pieces=model.config.fc1_size // model.config.ffn_hidden_size)
         _row(mlp.linear_fc2, here)
         for module, last in ((attention, attention.linear_proj), (mlp, mlp.linear_fc2)):
-            module.register_forward_pre_hook(lambda _, args: (here.enter(args[0]), *args[1:]))
             module.register_forward_hook(partial(_sum_output, here, "linear_proj" if module is attention else "linear_fc2"))
             last.adds_bias = False  # type: ignore[assignment]
     _vocabulary(model, here)

@@ -127,7 +127,7 @@ class Plan:
                        "memory": rank.memory, "total": rank.total, "sent": [asdict(one) for one in rank.sent]}
                       for rank in self.ranks],
             "widest": self.widest.part.name, "fits": fits, "problems": self.problems, "write": self.write,
-            "recompute": {granularity: self.recomputing(granularity) for granularity in ("none", "full")},
+            "recompute": {granularity: self.recomputing(granularity) for granularity in ("none", "selective", "full")},
             "published": [asdict(g) for g in published], "measured_here": False,
             "too_small": [{"name": name, "in": k, "out": n} for name, (k, n) in self.too_small().items()],
             "built": self.built,

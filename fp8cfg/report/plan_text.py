@@ -77,8 +77,8 @@ def _memory(p: Plan) -> str:
         lines.append(gather_line(p.recipe, linears_of(p.recipe, part), part.shards, p.backend))
     if len(p.ranks) > 1:
         lines.append(f"of the {p.widest.part.name}, which takes most")
-    none, full = (size(p.recomputing(granularity)) for granularity in ("none", "full"))
-    lines.append(f"activations, logits and backward: {none}, with recomputation {full}")
+    none, selective, full = (size(p.recomputing(granularity)) for granularity in ("none", "selective", "full"))
+    lines.append(f"activations, logits, backward: {none}, selective {selective}, full {full}")
     if p.gpu:
         left = p.gpu.memory - p.widest.total
         gpu = f"{p.gpu.name}, {size(p.gpu.memory)}"

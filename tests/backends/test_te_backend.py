@@ -200,9 +200,14 @@ def test_evaluation_leaves_no_trace(te: Any, recwarn: pytest.WarningsRecorder) -
 @pytest.mark.parametrize("case", ["delayed", "current params", "block"])
 def test_recomputed_activations_change_nothing(case: str, te: Any) -> None:
     found = []
-    for how in ("none", "full"):
+    for how, repeats in (("none", True), ("full", True), ("selective", False), ("selective", True)):
         te.FP8GlobalStateManager.reset()
         job = fp8cfg.build(small(*CASES[case], f"model.recompute_granularity={how}"))
+        for module in job.model.modules():
+            if how == "selective" and hasattr(module, "selective"):
+                module.selective = repeats
         found.append([s.loss for s in steps(job, 3)])
         job.prove()
-    assert found[0] == found[1]
+        fused = [m.obstacle for m in job.model.modules() if hasattr(m, "obstacle")]
+        assert fused and all(("selective" in obstacle) == (how == "selective") for obstacle in fused), "which fuses no norms"
+    assert found[0] == found[1] and found[2] == found[3]

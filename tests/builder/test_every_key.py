@@ -114,7 +114,7 @@ ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
         ["model.share_embeddings_and_output_weights=true"], lambda j: j.model.output_layer.weight is j.model.embedding.weight, True),
     "model.init_method_std": (
         ["model.init_method_std=0.5"], lambda j: round(j.model.embedding.weight.float().std().item(), 1), 0.5),
-    "model.recompute_granularity": (["model.recompute_granularity=full"], lambda j: j.model.recompute, True),
+    "model.recompute_granularity": (["model.recompute_granularity=full"], lambda j: j.model.recompute, "full"),
     "data.name": (["data=stdlib"], lambda j: len(run_data(j.recipe)[0].samples.tokens) > 1_000_000, True),
     "data.path": (["data=text", f"data.path={Path(__file__).parents[1]}"], lambda j: len(run_data(j.recipe)[1].tokens) > 20_000, True),
     "data.eod_mask_loss": (["data.eod_mask_loss=true"], lambda j: run_data(j.recipe)[0].samples.eod, 256),

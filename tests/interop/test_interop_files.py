@@ -57,11 +57,19 @@ def test_a_script_of_megatrons(tmp_path: Path) -> None:
     ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16", {"storage.exp_avg": "bf16", "storage.exp_avg_sq": "fp32"}),
     ("--num-layers 2 --hidden-size 128 --num-attention-heads 8 --swiglu --bf16", {"model.ffn_hidden_size": 320, "model.num_query_groups": 8, "model.share_embeddings_and_output_weights": True}),
     ("--num-layers 2 --bf16 --reset-attention-mask --eod-mask-loss", {"data.reset_attention_mask": True, "data.eod_mask_loss": True, "data.reset_position_ids": False}),
+    ("--num-layers 2 --bf16 --recompute-granularity selective", {"model.recompute_granularity": "selective"}),
     ("--bf16 --adam-beta2 0.98 --lr 1e-4 --optimizer adam", {"optim.betas": (0.9, 0.98), "optim.lr": 1e-4, "optim.name": "adamw"}),
 ])
 def test_flags_with_megatrons_own_defaults(flags: str, ours: dict[str, Any]) -> None:
     for found in (interop.from_words("megatron", [flags]), interop.from_words("megatron", flags.split())):
         assert {k: table(found.recipe)[k] for k in ours} == ours and found.unknown == ()
+
+
+def test_selective_recomputation_is_of_more_here_and_that_is_said() -> None:
+    text, lost = interop.to_text("megatron", fp8cfg.compose(["precision=bf16", "model.recompute_granularity=selective"]))
+    assert "--recompute-granularity selective" in " ".join(text.split()) and any("--recompute-modules core_attn layernorm" in line for line in lost)
+    read = interop.from_words("megatron", ["--bf16 --recompute-granularity selective --recompute-modules mlp"])
+    assert read.lost == ("--recompute-modules=mlp: selective recomputes core attention, norms and the activation function here",)
 
 
 def test_a_written_array_is_one_that_bash_takes() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -39,13 +40,13 @@ PUBLISHED = {
 }
 
 
-def on_meta(config: TransformerConfig, **options: bool) -> Transformer:
+def on_meta(config: TransformerConfig, **options: Any) -> Transformer:
     with torch.device("meta"):
         return Transformer(config, **options)
 
 
-def materialised(config: TransformerConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
-    model = on_meta(config).to(dtype).to_empty(device="cpu")
+def materialised(config: TransformerConfig, dtype: torch.dtype = torch.float32, seed: int = 0, recompute: str = "none") -> Transformer:
+    model = on_meta(config, recompute=recompute).to(dtype).to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.constant_(parameter, math.nan)  # what to_empty leaves must not survive
     model.init_weights(seed)
@@ -164,14 +165,13 @@ def test_norm_rounds_once() -> None:
 def test_recompute_changes_no_bit(autocast: bool) -> None:
     tokens, targets = batch(TINY)
     gradients = []
-    for recompute in (False, True):
-        model = materialised(TINY)
-        model.recompute = recompute
+    for recompute in ("none", "selective", "full"):
+        model = materialised(TINY, recompute=recompute)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(tokens, targets)
         loss.backward()
         gradients.append([loss.detach()] + [p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*gradients, strict=True))
 
 
 class Doubled(nn.Linear):
@@ -181,10 +181,9 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiles_whole_with_swapped_linears(recompute: bool) -> None:
-    model = materialised(dataclasses.replace(TINY, rope_scaling=RopeScaling(8.0)))
-    model.recompute = recompute
+    model = materialised(dataclasses.replace(TINY, rope_scaling=RopeScaling(8.0)), recompute=recompute)
     for layer in model.layers:
         layer.mlp.linear_fc2.__class__ = Doubled
     tokens, targets = batch(TINY)

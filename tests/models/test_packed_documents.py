@@ -37,7 +37,7 @@ def tokens_of(documents: Tensor, vocab_size: int = 96) -> Tensor:
     return torch.randint(vocab_size, documents.shape, generator=torch.Generator().manual_seed(2))
 
 
-def model_of(changes: dict[str, Any], **options: bool) -> Transformer:
+def model_of(changes: dict[str, Any], **options: Any) -> Transformer:
     model = Transformer(TransformerConfig(**{**CONFIG, **changes}), **options)
     model.init_weights(1)
     return model
@@ -67,9 +67,9 @@ def masks_of(model: Transformer, tokens: Tensor, documents: Tensor | None = None
     return found
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_packed_documents_are_computed_as_each_alone(name: str, recompute: bool) -> None:
+def test_packed_documents_are_computed_as_each_alone(name: str, recompute: str) -> None:
     model, documents = model_of(FAMILIES[name], recompute=recompute, **RESETS), numbered()
     tokens = tokens_of(documents)
     packed, each = model(tokens, documents=documents).flatten(0, 1), torch.cat(alone(model, tokens, documents))

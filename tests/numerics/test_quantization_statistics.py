@@ -178,8 +178,8 @@ def test_a_run_that_no_longer_asks_for_them_drops_those_of_steps_it_repeats(tmp_
 
 
 def test_recomputed_layers_are_measured_once() -> None:
-    found = [collected(fp8cfg.build(small("precision=bf16_fp8", f"model.recompute_granularity={g}"))) for g in ("none", "full")]
-    assert found[0] == found[1] and len(found[0]) == 8 * 3
+    found = [collected(fp8cfg.build(small("precision=bf16_fp8", f"model.recompute_granularity={g}"))) for g in ("none", "selective", "full")]
+    assert found[0] == found[1] == found[2] and len(found[0]) == 8 * 3
 
 
 def collected(job: Job) -> list[Statistics]:

@@ -8,18 +8,19 @@ import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
+from fp8cfg.config.recipe_registry import recipes
 from fp8cfg.report.memory.nearest_fit import cheapest
 from fp8cfg.report.memory.peak import memory
 from tests.support.small import small
 
 
 @pytest.mark.parametrize(("words", "gpu", "gpus", "write"), [
-    ("recipe=llama_8b precision=bf16", "h100", 8, ["storage.shard=zero2"]),
-    ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.context_parallel_size=1", "h100", 8, ["storage.shard=zero2"]),
-    ("recipe=llama_8b precision=bf16 trainer.strategy.tensor_model_parallel_size=2", "l40s", 4, ["model.recompute_granularity=full", "storage.shard=zero2"]),
-    ("recipe=llama_1b precision=bf16_fp8 trainer.micro_batch_size=8", "h100", 8, ["trainer.micro_batch_size=4"]),
-    ("recipe=llama_70b precision=bf16", "h100", 32, ["model.recompute_granularity=full"]),
-    ("recipe=qwen25_72b precision=bf16_fp8", "h100", 32, ["trainer.micro_batch_size=1"]),
+    ("recipe=llama_8b precision=bf16 model.recompute_granularity=none", "h100", 8, ["model.recompute_granularity=selective"]),
+    ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.context_parallel_size=1", "h100", 8, ["storage.shard=fsdp"]),
+    ("recipe=llama_8b precision=bf16 trainer.strategy.tensor_model_parallel_size=2", "l40s", 4, ["model.recompute_granularity=full", "storage.shard=fsdp"]),
+    ("recipe=llama_1b precision=bf16_fp8 trainer.micro_batch_size=4", "h100", 8, ["trainer.micro_batch_size=2"]),
+    ("recipe=llama_70b precision=bf16 model.recompute_granularity=none", "h100", 32, ["model.recompute_granularity=selective"]),
+    ("recipe=qwen25_72b precision=bf16_fp8 trainer.strategy.sequence_parallel=false", "h100", 32, ["trainer.micro_batch_size=1"]),
     ("recipe=llama_70b precision=bf16 storage.shard=fsdp", "h200", 32, ["trainer.strategy.pipeline_model_parallel_size=1"]),
 ])
 def test_what_is_offered_fits_and_each_word_is_needed(words: str, gpu: str, gpus: int, write: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,8 +38,26 @@ def test_what_is_offered_fits_and_each_word_is_needed(words: str, gpu: str, gpus
 def test_a_plan_without_problems_ends_with_0_and_offers_nothing() -> None:
     plan = fp8cfg.plan(fp8cfg.compose(["recipe=llama_1b", "precision=bf16_fp8"]), "h100", 8)
     assert plan.problems == [] and plan.write == () and "does not run" not in str(plan)
-    for words, gpus in (("recipe=llama_70b", 64), ("recipe=llama_405b", 512), ("recipe=llama_405b precision=bf16_fp8", 512)):
-        assert fp8cfg.plan(fp8cfg.compose(words.split()), "h100", gpus).problems == [], "large recipes run as they stand"
+
+
+MEANT = {"llama_8b": (8,), "llama_70b": (32, 64), "llama_405b": (512,)}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_fp8"])
+@pytest.mark.parametrize(("recipe", "gpus"), [(recipe, n) for recipe, every in MEANT.items() for n in every])
+def test_large_recipes_run_as_they_stand(recipe: str, gpus: int, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"recipe={recipe}", f"precision={precision}", "--gpu", "h100", "--gpus", str(gpus)]) == 0
+    assert "\nfits h100, 79.1 GiB: " in capsys.readouterr().out
+
+
+SIZES = [name for name in recipes() if name != "from_hf" and not name.endswith("_tiny")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", SIZES)
+def test_every_recipe_runs_on_the_gpus_that_it_is_meant_for(recipe: str) -> None:
+    for precision in ("bf16", "bf16_fp8"):
+        assert fp8cfg.plan(fp8cfg.compose([f"recipe={recipe}", f"precision={precision}"]), "h100").problems == []
 
 
 def test_levels_change_numbers_and_go_last() -> None:

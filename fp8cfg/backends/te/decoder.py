@@ -72,6 +72,8 @@ def obstacle(layer: Any, make: Maker) -> str:
     from fp8cfg.models.attention import CoreAttention
     from fp8cfg.models.config import TransformerConfig
 
+    if layer.selective:
+        return "model.recompute_granularity=selective, which computes norms and activation functions again by themselves"
     for name in LLAMAS:
         if (value := getattr(layer.config, name)) != getattr(TransformerConfig, name):
             return f"model.{name}={value}, for which it is not used"

@@ -3,7 +3,8 @@
 A whole layer becomes te.TransformerLayer, which decoder.py makes. Where something stands in its way, `input_layernorm` with
 `linear_qkv` becomes te.LayerNormLinear, and `pre_mlp_layernorm` with the whole gated MLP te.LayerNormMLP. The norm's output is
 quantized as it is computed, and so is SwiGLU's, which is where Transformer Engine's speed is. Other norms, those with zero-centered
-weights and other activations are not fused: te.Linear and te.LayerNorm or te.RMSNorm compute those layers.
+weights and other activations are not fused: te.Linear and te.LayerNorm or te.RMSNorm compute those layers. Nothing is under
+selective recomputation: a fused module keeps the norm's output.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def fuse(model: nn.Module, make: Maker) -> None:
             for linear in layer.modules():
                 if isinstance(linear, TELinear):
                     linear.obstacle = obstacle
-            if layer.placement == "post":  # no norm stands before a product
+            if layer.placement == "post" or layer.selective:  # no norm stands before a product, or it is computed again
                 continue
             _fuse_norm(f"{at}input_layernorm", model, layer.self_attention.linear_qkv, make)
             if whole_mlp and layer.config.activation == "swiglu" and layer.pre_mlp_layernorm.weight.requires_grad:

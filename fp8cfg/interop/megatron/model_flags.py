@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8cfg.interop.key_table import SILENT, Entry, Unsaid
+from fp8cfg.interop.key_table import SILENT, Entry, Unsaid, Values
 from fp8cfg.interop.value_spellings import (
     boolean,
     integer,
@@ -55,8 +55,7 @@ MODEL = (
     *(switch(name, f"data.{name}", True) for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")),
     Entry("untie_embeddings_and_output_weights", lambda on: {"model.share_embeddings_and_output_weights": not boolean(on)},
           lambda ours: not ours["model.share_embeddings_and_output_weights"] or SILENT),
-    Entry("recompute_granularity", lambda value: {"model.recompute_granularity": one_of(value, {"full": "full"})},
-          lambda ours: "full" if ours["model.recompute_granularity"] == "full" else SILENT),
+    option("recompute_granularity", "model.recompute_granularity", {"selective": "selective", "full": "full"}),
     write_only("recompute_method", lambda _: "uniform", lambda ours: ours["model.recompute_granularity"] == "full"),
     write_only("group_query_attention", lambda _: True),
     switch("swiglu", "model.activation", "swiglu"), switch("squared_relu", "model.activation", "squared_relu"),
@@ -75,6 +74,7 @@ MODEL = (
 MODEL_UNSAID = {
     "transformer_impl": Unsaid("backend says who multiplies", ("transformer_engine",)),
     "fp8_interval": Unsaid("Megatron ignores it"),
+    "recompute_modules": Unsaid("selective recomputes core attention, norms and the activation function here", ("core_attn",)),
     "te_rng_tracker": Unsaid("random numbers follow from trainer.seed"),
 }
 _TOGETHER = ("optim.betas", "optim.min_lr", "optim.lr_decay_style", "optim.name", "model.kv_channels",
@@ -111,7 +111,11 @@ def shape(theirs: dict[str, Any]) -> list[str]:
             theirs["GELU"] = True
         if theirs["disable_bias_linear"] is False and theirs.pop("add_qkv_bias", False):
             lines.append("add_qkv_bias: has no effect without disable_bias_linear")
-    if theirs.get("recompute_granularity") == "selective":
-        theirs.pop("recompute_granularity")
-        lines.append("recompute_granularity=selective: model.recompute_granularity is none or full")
     return lines
+
+
+def differs(ours: Values) -> list[str]:
+    """The line on selective recomputation, which there is of core attention alone by default."""
+    selective = ours["model.recompute_granularity"] == "selective"
+    return ["model.recompute_granularity=selective: Megatron recomputes core attention alone where nothing more is said; norms, as "
+            "here, with --recompute-modules core_attn layernorm"] if selective else []

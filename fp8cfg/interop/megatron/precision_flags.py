@@ -6,7 +6,7 @@ from typing import Any
 
 from fp8cfg.interop.key_table import SILENT, Dialect, Entry, Values, delayed
 from fp8cfg.interop.megatron.core_fields import DOUBTS, UNSAID, WHY, fields, fp16, loss_scaling, refuse, refuse_both, what_is_on
-from fp8cfg.interop.megatron.model_flags import BEYOND, MODEL, MODEL_UNSAID, MODEL_WHY, shape
+from fp8cfg.interop.megatron.model_flags import BEYOND, MODEL, MODEL_UNSAID, MODEL_WHY, differs, shape
 from fp8cfg.interop.value_spellings import boolean, is_on, option, read_only, switch, write_only
 
 _DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16_scaled", "fp8": "fp8"}
@@ -75,4 +75,5 @@ MEGATRON = Dialect(
     "Megatron-LM", (*_PRECISION, *MODEL), {"fp8": "fp8_format", "fp4": "fp4_format", "fp8_param": "fp8_param_gather"},
     {"fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent", "num_layers_at_start_in_bf16": 1,
      "num_layers_at_end_in_bf16": 1},
-    {**UNSAID, **MODEL_UNSAID}, _prepare, refuse, why={**WHY, **MODEL_WHY}, doubts=DOUBTS, beyond=BEYOND)
+    {**UNSAID, **MODEL_UNSAID}, _prepare, refuse, why={**WHY, **MODEL_WHY}, doubts=DOUBTS, beyond=BEYOND,
+    differs=differs)

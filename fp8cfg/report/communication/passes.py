@@ -10,6 +10,7 @@ from fp8cfg.config.storage import fp8_weights
 from fp8cfg.report.communication.collectives import Axis, Collective
 from fp8cfg.report.memory.layout import ROW, Part
 from fp8cfg.report.memory.operands import CODEC
+from fp8cfg.report.memory.peak import linears_of
 from fp8cfg.scalings import SCALINGS
 
 NUMBER = 4
@@ -55,7 +56,8 @@ def _amaxes(recipe: Recipe, linear: PlannedLinear, again: int) -> int:
 def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Collective]:
     """Sums of outputs of attention, MLP and embedding in the forward pass, of the gradients of their inputs and that of the output
     layer in the backward pass, each an all-reduce; under sequence parallelism each is a reduce-scatter, to which an all-gather of
-    the same size in the other pass belongs. A layer that is recomputed stops before its last sum, of which nothing is kept."""
+    the same size in the other pass belongs. A layer that is recomputed stops before its last sum, of which nothing is kept;
+    selective recomputation gathers inputs again that are not kept quantized."""
     axis, again, layers = Axis("tensor", part.tensor), _recomputed(recipe), len(part.layers)
     stream = samples * recipe.model.seq_length // part.context * recipe.model.hidden_size * _compute(recipe)
     sums = part.embedding + layers * (2 + again) + layers * 2 + part.output
@@ -63,7 +65,7 @@ def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Collectiv
         yield from axis.all_reduce("activations", stream, sums)
         return
     # Inputs; gradients of outputs, of the embedding's too.
-    gathers = layers * 2 * (1 + again) + part.output + layers * 2 + part.embedding
+    gathers = layers * 2 * (1 + again) + part.output + layers * 2 + part.embedding + _gathered_again(recipe, part)
     yield from axis.all_gather("activations", stream // part.tensor, gathers)
     yield from axis.reduce_scatter("activations", stream // part.tensor, sums)
 
@@ -83,6 +85,14 @@ def _stage_outputs(recipe: Recipe, part: Part, samples: int) -> Iterator[Collect
     sent = 2 * part.chunks - part.embedding - part.output
     yield from Axis("pipeline", recipe.trainer.strategy.pipeline_model_parallel_size).send(
         "stage outputs", tokens * recipe.model.hidden_size * _compute(recipe), sent)
+
+
+def _gathered_again(recipe: Recipe, part: Part) -> int:
+    """Inputs of column-parallel layers that selective recomputation does not keep."""
+    if recipe.model.recompute_granularity != "selective" or recipe.model.layernorm_placement == "post":
+        return 0
+    column = [linear for linear in linears_of(recipe, part) if linear.name.endswith(("linear_qkv", "linear_fc1"))]
+    return sum("wgrad" not in linear.left_out and not linear.gemms[2] for linear in column)
 
 
 def _recomputed(recipe: Recipe) -> int:

@@ -18,7 +18,9 @@ with a sliding window or with documents kept apart a copy of keys and values for
 x tokens, is one for all layers that have the same. Norms of queries and keys keep these in float32; norms after attention and MLP
 are two more.
 
-With sequences split over context ranks keys and values are whole ones (report/memory/context_attention.py).
+With sequences split over context ranks keys and values are whole ones (report/memory/context_attention.py). With sequences split
+over tensor-parallel ranks D is a rank's part of the tokens in norms and the residual stream, and all of them in the inputs of
+linear_qkv, linear_fc1 and the output layer, which are gathered.
 
 Attention in FP8 (numerics/attention.py) keeps quantized queries, keys and values alone, e(Q + 2K), and takes its matrices of
 scores one layer at a time: 8 + 2e and a mask for each of heads x T x T in the backward pass.
@@ -28,7 +30,7 @@ Where weights are frozen, inputs are kept by adapters alone, in their dtype (mod
 torchao's layers keep inputs in c, and no quantized weights (report/memory/torchao_linears.py).
 
 The final norm and the output layer's input come on top, and logits and loss (report/memory/cross_entropy.py). Recomputation keeps
-cD a layer, and all this for the one at hand.
+cD a layer, and all this for the one at hand; selective recomputation is in report/memory/selective.py.
 
 A pipeline stage keeps what it has received and what it has sent, cD each for each chunk, until the backward pass of the microbatch;
 of several chunks each has two sends under way and about as many receives.
@@ -46,6 +48,7 @@ from fp8cfg.report.memory import context_attention
 from fp8cfg.report.memory.cross_entropy import logit_bytes
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.linears import LinearBytes
+from fp8cfg.report.memory.selective import dropped
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def activations(
               for key in [(n in attends, model.window(n), *((p.gemms, model.beside[p.name]) for p in linears[4 * i:4 * i + 4]))]]
     recompute = recipe.model.recompute_granularity == "full"
     masks = model.masks(n for n in part.layers if n not in attends)
-    received = part.chunks - part.embedding if model.c < 4 and not recompute else 0  # else the first layer of a chunk keeps it
+    alone = recipe.model.recompute_granularity == "none" and model.c < 4
+    received = part.chunks - part.embedding if alone else 0  # else the first layer of a chunk keeps it
     ends = (received + part.chunks - part.output) / part.chunks * model.c * model.d
     each = sum(model.c * model.d if recompute else layer.kept for layer in layers) + ends
     transit = 4 * part.chunks * model.c * model.d if part.chunks > 1 else 0
@@ -106,44 +110,56 @@ class _Layer:
         self.b, self.attends = b, attends  # in FP8
         qkv, proj, self.fc1, self.fc2 = linears
         self.kind = attends, b.scores(number), *(p.gemms for p in linears)
-        self.fc1_in, self.fc2_in = b.input(self.fc1, b.d), b.input(self.fc2, b.f)
+        self.fc1_in, self.fc2_in = b.input(self.fc1, b.wide), b.input(self.fc2, b.f)
         attention = b.e * (b.q + 2 * b.k) + b.input(proj, b.q)
+        explicit = 0.0
         if b.context > 1:
-            attention = context_attention.kept(b, number, b.keeps_quantized(proj)) + (b.e * b.q if b.keeps_quantized(proj) else 0)
+            attention, explicit = context_attention.kept(b, number, b.keeps_quantized(proj))
+            attention += b.e * b.q if b.keeps_quantized(proj) else 0
         elif not attends:
             rotated = b.q + b.k if b.recipe.model.position_embedding_type == "rope" else 0
             attention = b.c * (2 * b.q + 2 * b.k + rotated) + b.scores(number) + (b.e * b.q if b.keeps_quantized(proj) else 0)
-        attention += b.input(qkv, b.d)
+            if b.masked(number):
+                explicit = b.scores(number) + (b.c * b.q if b.keeps_quantized(proj) else 0)
+        attention += b.input(qkv, b.wide)
         self.inner = b.c * (b.fc1 + b.f if b.fc1 > b.f else b.f)  # kept between the MLP's two products
-        self.kept = b.norms + attention + self.fc1_in + self.inner + self.fc2_in
+        self.again, self.explicit = dropped(b, qkv, self.fc1, self.fc2, self.inner, explicit), explicit
+        self.kept = b.norms + attention + self.fc1_in + self.inner + self.fc2_in - self.again.total
         if all("dgrad" in p.left_out and not b.beside[p.name] for p in linears):
             self.kept = 0.0  # before the first adapter there is no graph
         self.copies = sum(b.copy(p) for p in linears)
 
     def moments(self) -> Iterator[float]:
         """Bytes beyond what the layer keeps, at the moments that can be the widest of its backward pass, first to last. What
-        is used up is given back: fc2's input, then all of the MLP."""
-        b, residual = self.b, self.b.c * self.b.d  # the gradient of the residual stream
+        is used up is given back: fc2's input, then all of the MLP; what is made again stays until its own backward pass."""
+        b, residual, again = self.b, self.b.c * self.b.d, self.again  # the gradient of the residual stream
+        incoming = b.c * b.wide if b.gathers else 0.0  # that of outputs, gathered
+        made = again.activation if again.fc2 else 0.0
         if b.requantizes:
-            yield b.tokens * residual + b.again(self.fc2, b.d, b.f)
+            yield b.tokens * (residual + incoming + made) + b.again(self.fc2, b.wide, b.f)
         else:
-            _, quantized = b.incoming(self.fc2, b.d)
-            yield b.tokens * residual + b.multiplying(self.fc2, 1, b.f) + quantized
-            yield b.tokens * (residual + b.c * b.f) + quantized + b.gradient(self.fc2, made=True)
-        yield b.tokens * (residual + b.c * b.f - self.fc2_in) + b.gradient(self.fc2, made=False)
-        yield b.tokens * (residual + 3 * b.c * b.f - self.fc2_in)  # SwiGLU: of its product, of silu and of up
-        used = self.inner + self.fc2_in
+            _, quantized = b.incoming(self.fc2, b.wide)
+            yield b.tokens * (residual + incoming + made) + b.multiplying(self.fc2, 1, b.f) + quantized
+            yield b.tokens * (residual + incoming + made + b.c * b.f) + quantized + b.gradient(self.fc2, made=True)
+        used = self.fc2_in - again.fc2 - again.activation
+        yield b.tokens * (residual + b.c * b.f - self.fc2_in + made + again.fc2) + b.gradient(self.fc2, made=False)
+        # SwiGLU: of its product, of silu and of up; the first twice where a graph that was made again is gone through
+        yield b.tokens * (residual + (4 if again.activation else 3) * b.c * b.f - used)
+        used = self.inner + self.fc2_in - again.activation
+        made = again.norm if again.fc1 else 0.0
         if b.requantizes:
-            yield b.tokens * (residual + b.c * b.fc1 - used) + b.again(self.fc1, b.fc1, b.d)
+            yield b.tokens * (residual + b.c * b.fc1 - used + made) + b.again(self.fc1, b.fc1, b.wide)
         else:
             making, quantized = b.incoming(self.fc1, b.fc1)
-            yield b.tokens * (residual + b.c * b.fc1 - used) + making
-            yield b.tokens * (2 * residual + b.c * b.fc1 - used) + quantized + b.gradient(self.fc1, made=True)
-        used += self.fc1_in
-        yield b.tokens * (2 * residual - used) + b.gradient(self.fc1, made=False)
-        yield b.tokens * (residual + b.norm_backward - used)
+            yield b.tokens * (residual + b.c * b.fc1 - used + made) + making
+            yield b.tokens * (residual + b.c * (b.wide + b.fc1) - used + made) + quantized + b.gradient(self.fc1, made=True)
+        used += self.fc1_in - again.fc1
+        yield b.tokens * (residual + b.c * b.wide - used + made) + b.gradient(self.fc1, made=False)
+        yield b.tokens * (residual + b.norm_backward - used + again.norm)
         if b.context > 1:  # of gathered keys and values, as they were gathered and in their order
             yield b.tokens * (2 * residual - used + 2 * context_attention.gathered(b))
+        if again.total and self.explicit:  # gradients are as large as what they are of
+            yield b.tokens * (2 * residual - used + 2 * self.explicit)
         if self.attends:
             scores = b.recipe.model.num_attention_heads / b.tp * b.recipe.model.seq_length
             yield b.tokens * (2 * residual - used + (8.5 + 2 * b.e) * scores)
@@ -152,9 +168,9 @@ class _Layer:
         """As moments, of the layer's forward pass where that is repeated: while the weights of the MLP are quantized, beside the
         residual stream, its gradient and what was quantized already."""
         b, residual = self.b, 2 * self.b.c * self.b.d
-        normed, gated = (b.c * width if b.keeps_quantized(p) else 0 for p, width in ((self.fc1, b.d), (self.fc2, b.f)))
+        normed, gated = (b.c * width if b.keeps_quantized(p) else 0 for p, width in ((self.fc1, b.wide), (self.fc2, b.f)))
         yield b.tokens * (residual + normed + gated) + b.quantizing(self.fc2)
-        yield b.tokens * (residual - b.c * b.d) + b.multiplying(self.fc2, 0, b.d)
+        yield b.tokens * (residual - b.c * b.d) + b.multiplying(self.fc2, 0, b.wide)
         ahead = b.tokens * (residual - self.inner - self.fc2_in) - b.copy(self.fc2)  # nothing of fc2 is there yet
         yield ahead + b.tokens * normed + b.quantizing(self.fc1)
         yield ahead + b.multiplying(self.fc1, 0, b.fc1)
@@ -165,17 +181,17 @@ class _Head:
 
     def __init__(self, b: LinearBytes, linear: PlannedLinear) -> None:
         self.b, self.linear = b, linear
-        self.input = b.input(linear, b.d)
+        self.input = b.input(linear, b.wide)
         self.kept, self.copies = b.norm + self.input, b.copy(linear)
 
     def moments(self) -> Iterator[float]:
         """As those of a layer: the output layer's gradients, their accumulation, the norm's."""
         b = self.b
         if b.requantizes:
-            yield b.tokens * b.c * b.v + b.again(self.linear, b.v, b.d)
+            yield b.tokens * b.c * b.v + b.again(self.linear, b.v, b.wide)
         else:
             making, quantized = b.incoming(self.linear, b.v)
             yield b.tokens * b.c * b.v + making
-            yield b.tokens * (b.c * b.v + b.c * b.d) + quantized + b.gradient(self.linear, made=True)
-        yield b.tokens * (b.c * b.d - self.input) + b.gradient(self.linear, made=False)
+            yield b.tokens * (b.c * b.v + b.c * b.wide) + quantized + b.gradient(self.linear, made=True)
+        yield b.tokens * (b.c * b.wide - self.input) + b.gradient(self.linear, made=False)
         yield b.tokens * (b.norm_backward - self.input)

@@ -13,18 +13,24 @@ from functools import cache
 from fp8cfg.report.memory.linears import LinearBytes
 
 
-def kept(b: LinearBytes, layer: int, proj_quantized: bool) -> float:
-    """Bytes of one token that attention of `layer` in high precision keeps, all but the quantized input of linear_proj."""
+def kept(b: LinearBytes, layer: int, proj_quantized: bool) -> tuple[float, float]:
+    """Bytes of one token that attention of `layer` in high precision keeps, all but the quantized input of linear_proj, without
+    recomputation; and those of them that selective recomputation does not, but for those that it keeps in their place."""
     m, window = b.recipe.model, b.window(layer)
-    queries = b.q if m.position_embedding_type == "rope" else b.q + 2 * b.k
-    found = b.c * (queries + b.q * (1 if proj_quantized else 2))
+    selective = m.recompute_granularity == "selective"
+    whole = m.position_embedding_type != "rope" or (selective and b.head_norms > 0)  # queries are views, or made again of them
+    found = b.c * ((b.q + 2 * b.k if whole else 0) + (b.q if m.position_embedding_type == "rope" else 0))
+    found += b.c * b.q * (1 if proj_quantized else 2)
     keys = keys_seen(m.seq_length, b.context, window)
     copied = 2 * b.c * b.q * keys * 2 * b.context / m.seq_length
+    outputs = b.c * b.q - gathered(b)
     if m.attn_logit_softcapping is not None:  # tanh, the softmax, and that in the compute dtype; the mask
-        return found + copied + keys * (m.num_attention_heads / b.tp * (8 + (b.c if b.c < 4 else 0)) + 1)
+        scores = copied + keys * (m.num_attention_heads / b.tp * (8 + (b.c if b.c < 4 else 0)) + 1)
+        return found + scores, scores + outputs
     if window is not None or b.device == "cpu":
-        return found + b.softmax + copied + b.c * keys
-    return found + b.softmax + gathered(b)
+        masked = b.softmax + copied + b.c * keys
+        return found + masked, masked + outputs
+    return found + b.softmax + gathered(b), 0.0
 
 
 def gathered(b: LinearBytes) -> float:

@@ -25,6 +25,8 @@ class LinearBytes:
         self.recipe, self.device, self.grads, self.tp = recipe, device, grads, tp
         self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
         self.d = m.hidden_size / (tp if part.sequence_parallel else 1)
+        self.wide = m.hidden_size  # of a token that is an input of a column-parallel layer, gathered where sequences are split
+        self.gathers = part.sequence_parallel
         self.q, self.k = m.num_attention_heads * m.head_dim / tp, -(-m.num_query_groups // tp) * m.head_dim
         self.config = config = transformer_config(recipe)
         self.f, self.fc1, self.v = m.ffn_hidden_size / tp, config.fc1_size / tp, -(-m.vocab_size // tp)
@@ -34,9 +36,11 @@ class LinearBytes:
         kept = 0 if recipe.lora.enabled else parts  # the normalized input, for the gradient of its weight
         self.norm = 4 * self.d + (4 if rms else 8) + kept * self.d
         self.norms = (2 if m.layernorm_placement == "both" else 1) * 2 * self.norm
+        self.head_norms = 0.0
         if m.qk_layernorm != "none":
             heads = 1 if m.qk_layernorm == "hidden" else m.num_attention_heads / tp
-            self.norms += (4 + kept) * (self.q + self.k) + 8 * heads
+            self.head_norms = (4 + kept) * (self.q + self.k) + 8 * heads
+            self.norms += self.head_norms
         self.shared = 4 * self.d if self.c == 4 else 0  # a layer's input is its first norm's float32 input, not a copy of it
         self.norm_backward = (16 if parts else 8) * self.d  # float32 gradients; on a CPU one for each of its parts
         # Flash attention takes no float32, and what does takes no grouped queries: the probabilities are kept then.
@@ -61,7 +65,7 @@ class LinearBytes:
         """Bytes of the masks of tokens x tokens that stay for the backward pass, one for all of `layers` that have the same, and
         one for each sample where documents differ. Soft caps keep none, but to compute a layer again."""
         m = self.recipe.model
-        if self.context > 1 or (m.attn_logit_softcapping is not None and m.recompute_granularity != "full"):
+        if self.context > 1 or (m.attn_logit_softcapping is not None and m.recompute_granularity == "none"):
             return 0
         samples = self.recipe.trainer.micro_batch_size if self.recipe.data.reset_attention_mask else 1
         return len({self.window(layer) for layer in layers if self.masked(layer)}) * samples * self.c * m.seq_length**2
@@ -83,6 +87,11 @@ class LinearBytes:
         parts, stored = self.beside.get(linear.name, 0), CODEC[others(self.recipe.precision)["weight"]]
         inputs = stored + (parts * (1 + stored) if self.recipe.lora.dropout else 0)
         return inputs * width + parts * stored * self.recipe.lora.rank if parts else 0
+
+    def adapters_keep_input(self, linear: PlannedLinear) -> bool:
+        """Whether what adapters of `linear` keep of its input is the input itself: neither cast nor dropped out."""
+        stored = CODEC[others(self.recipe.precision)["weight"]]
+        return self.beside.get(linear.name, 0) > 0 and stored == self.c and not self.recipe.lora.dropout
 
     def keeps_quantized(self, linear: PlannedLinear) -> bool:
         """Whether `linear` keeps its input quantized, beside what its input is elsewhere."""

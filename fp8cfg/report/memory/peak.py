@@ -236,7 +236,7 @@ def _note(recipe: Recipe, kind: str, part: Part) -> str:
         "FP8 copies": state if fp8_weights(recipe.precision) else "quantized weights, forward to backward",
         "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
         "logits": f"vocab_size={recipe.model.vocab_size}",
-        "backward": "gradients of activations" if recipe.model.recompute_granularity == "none" else "one layer again",
+        "backward": "one layer again" if recipe.model.recompute_granularity == "full" else "gradients of activations",
         "optimizer step": "fp32 gradients" if widens else "pieces on their way to codecs",
         "to start": "more: the model in fp32, before it is stored in fewer bits",
     }[kind]
