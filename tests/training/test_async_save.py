@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import fp8cfg
 from fp8cfg.training.checkpoint import checkpoint
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError
+from fp8cfg.training.checkpoint.manifest import verify
 from fp8cfg.training.checkpoint.step_folders import newest
 from fp8cfg.training.metrics import read
 from tests.support.ranks import launch
@@ -103,6 +105,45 @@ def test_a_run_that_ends_otherwise_is_whole(tmp_path: Path) -> None:
 def test_without_saves_on_the_way_it_has_no_effect() -> None:
     with pytest.raises(fp8cfg.ConfigError, match=r"checkpoint\.async_save=True: has no effect"):
         small("checkpoint.every_n_steps=0", "checkpoint.async_save=true")
+
+
+KILLED = (*small_words("precision=bf16_fp8", "trainer.max_steps=8", "checkpoint.every_n_steps=2", "checkpoint.async_save=true"),)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert launch(1, *KILLED, f"log.folder={folder}").returncode == 0
+    return metrics(folder)
+
+
+def metrics(folder: Path) -> list[dict[str, object]]:
+    return [{k: v for k, v in line.items() if k not in ("seconds", "save_seconds")} for line in read(folder / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("failpoint", "code", "newest_step"), [
+    ("shard:6", -signal.SIGKILL, 2), ("manifest:2", -signal.SIGKILL, 2), ("rename:2", -signal.SIGKILL, 2), ("renamed:2", -signal.SIGKILL, 4),
+    ("manifest:2:SIGTERM", 75, 4), ("renamed:1:SIGINT", 75, 2)])
+def test_a_kill_or_a_signal_in_the_thread_that_writes_loses_nothing(
+    failpoint: str, code: int, newest_step: int, whole: list[dict[str, object]], tmp_path: Path,
+) -> None:
+    """A checkpoint that a kill leaves half-written is none, and the one before is gone on from; a signal lets the thread end its own,
+    and the run then saves the step that it has got to."""
+    folder = tmp_path / "run"
+    stopped = launch(1, *KILLED, f"log.folder={folder}", FP8CFG_FAILPOINT=failpoint)
+    assert stopped.returncode == code, stopped.stderr[-2000:]
+    found = sorted(int(p.name[5:]) for p in (folder / "checkpoints").iterdir() if p.name[5:].isdigit())
+    if code == 75:
+        assert newest_step in found and found[-1] >= newest_step and not list((folder / "checkpoints").glob("*.tmp-*")), "it is ended"
+    else:
+        assert found[-1] == newest_step
+    for step in found:
+        verify(folder / "checkpoints" / f"step-{step:08d}")
+    resumed = launch(1, "resume", str(folder))
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    assert f"from step-{found[-1]:08d}" in resumed.stdout
+    assert metrics(folder) == whole
 
 
 @pytest.mark.slow
