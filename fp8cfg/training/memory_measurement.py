@@ -120,7 +120,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     with LiveBytes(known, gradients(job), _gathered(job)) as live, job.optimizer.storing():
         one_pass(live)
     kept["gradients"] = gradients(job)
-    measured = {kind: sum(map(_nbytes, tensors)) for kind, tensors in kept.items()}
+    measured = {kind: sum(_local(t).nbytes for t in tensors) for kind, tensors in kept.items()}
     with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
         job.optimizer.step()
     measured |= {"peak": live.peak, "optimizer step": stepping.peak} | ({"after forward": passed[-1]} if passed else {})
@@ -128,10 +128,10 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     return {kind: (n, measured[kind]) for kind, n in found.items() if kind in measured}
 
 
-def _nbytes(t: Tensor) -> int:
-    """Bytes of what this rank has of a tensor."""
+def _local(t: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
     local: Tensor = t.to_local() if hasattr(t, "to_local") else t
-    return local.nbytes
+    return local
 
 
 def _gathered(job: Job) -> list[Tensor]:
@@ -161,11 +161,14 @@ def gradients(job: Job) -> list[Tensor]:
 
 
 def by_kind(job: Job) -> dict[str, list[Tensor]]:
-    """What `job` holds of its parameters between two steps: `stored`, gradients, and of FP8 state the scales alone."""
+    """What a rank holds of its parameters between two steps: `stored`, gradients, and of FP8 state the scales alone; and weights
+    as FSDP2 gathers them for a step of zero1 and zero2, for which all ranks call it."""
     kept = stored(job)
     scales = [t for name, t in job.model.named_buffers() if name.endswith(("_scale", "scale_inv"))]
-    return {"weights": kept["weights"], "masters": kept["masters"], "gradients": gradients(job), "moments": kept["moments"],
-            "scales": scales}
+    weights = _gathered(job) if job.prepared.fsdp2 and job.prepared.shard in ZERO else kept["weights"]
+    kinds = {"weights": weights, "masters": kept["masters"], "gradients": gradients(job), "moments": kept["moments"],
+             "scales": scales}
+    return {kind: [_local(t) for t in tensors] for kind, tensors in kinds.items()}
 
 
 def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[str, int]:

@@ -21,6 +21,7 @@ from fp8cfg.report.memory.peak import linears_of, parameters, persistent
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed import fsdp
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
 from tests.support import sharded_checkpoints
@@ -40,9 +41,9 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
 
 def end(job: Job) -> dict[str, Any]:
     """What this rank has, and its bytes by kind without scales of whole tensors."""
-    held = {**memory_measurement.stored(job), "gradients": memory_measurement.gradients(job)}
-    kinds = {kind: sum(t.nbytes for t in tensors if t.dim()) for kind, tensors in held.items() if kind != "FP8 state"}
-    tensors = {k: t.contiguous().view(-1).view(torch.uint8).clone() for k, t in (stored_state_dict(job.model) | job.optimizer.state_tensors()).items()}
+    held = memory_measurement.by_kind(job)
+    kinds = {kind: sum(t.nbytes for t in tensors if t.dim()) for kind, tensors in held.items() if kind != "scales"}
+    tensors = {k: fsdp.local(t).contiguous().view(-1).view(torch.uint8).clone() for k, t in (stored_state_dict(job.model) | job.optimizer.state_tensors()).items()}
     return {"tensors": tensors, "json": job.optimizer.state_json(), "bytes": kinds}
 
 
