@@ -78,9 +78,9 @@ moments           25.1 MiB      8.0  fp32+fp32
 FP8 copies       192.2 KiB      0.1  scales, amax histories
 activations       14.0 MiB           16 x 256 tokens, recompute full
 logits            12.8 MiB           vocab_size=272
-backward          69.3 MiB           one layer again
-total            149.7 MiB
-activations, logits, backward: 211.4 MiB, selective 177.2 MiB, full 96.1 MiB
+backward          39.3 MiB           one layer again
+total            119.7 MiB
+activations, logits, backward: 183.1 MiB, selective 153.2 MiB, full 66.1 MiB
 fits h100, 79.1 GiB: 79.0 GiB to spare
 
 published gains of FP8 over BF16, not measured here

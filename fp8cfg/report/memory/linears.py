@@ -11,7 +11,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights, gathers_params, others
 from fp8cfg.layer_plan import adapted, transformer_config
 from fp8cfg.report.memory.layout import Part
-from fp8cfg.report.memory.operands import CODEC, decoded, directions, operand, product, quantizing
+from fp8cfg.report.memory.operands import CODEC, by_kernel, decoded, directions, operand, product, quantizing
 from fp8cfg.report.memory.torchao_linears import backward
 
 
@@ -147,5 +147,8 @@ class LinearBytes:
         if not (linear.gemms[1] or linear.gemms[2]):
             return 0, 0
         elements = width * self.tokens
+        if by_kernel(self.recipe, self.device):
+            made = self.e * elements * (2 if linear.gemms[1] and linear.gemms[2] else 1)
+            return made, made
         first = (directions(self.recipe) - 1) * self.e * elements if linear.gemms[1] and linear.gemms[2] else 0
         return first + quantizing(self.recipe, self.device, elements), first + self.e * elements

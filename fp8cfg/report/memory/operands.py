@@ -68,10 +68,20 @@ def product(recipe: Recipe, device: str, out: float, made: float, read: float) -
     return max(copies + 4 * made, after * made)
 
 
+def by_kernel(recipe: Recipe, device: str) -> bool:
+    """Whether a kernel quantizes, in one read and without temporaries (numerics/fused_quantize.py): for products of the hardware,
+    of eight bits, with scales that are this rank's own, as they are under delayed scaling from the second step on."""
+    scaling, split = SCALINGS[recipe.fp8.scaling], recipe.trainer.strategy.tensor_model_parallel_size > 1
+    return device == "cuda" and not emulated(recipe, device) and not scaling.two_levels and (scaling.history or not split)
+
+
 def quantizing(recipe: Recipe, device: str, elements: float) -> float:
     """The most that quantizing a matrix of `elements` takes, its result among it. A CPU does so in chunks (numerics/quantize.py,
-    CHUNK): float32 scaled and cut to the range, its codes, their indices, the result; a GPU the whole matrix, eagerly. nvfp4
-    has a copy of the matrix and its Hadamard transform beside it; scales of columns need all rows, in float32, twice."""
+    CHUNK): float32 scaled and cut to the range, its codes, their indices, the result; a GPU by a kernel that writes the result and
+    its transpose alone, or the whole matrix, eagerly. nvfp4 has a copy of the matrix and its Hadamard transform beside it; scales
+    of columns need all rows, in float32, twice."""
+    if by_kernel(recipe, device):
+        return 2 * operand(recipe, device) * elements
     mixed = 2 * CODEC[recipe.precision.compute] * elements if transforms(recipe.fp8) else 0
     if device == "cuda":
         return mixed + (4 + 4 + 1) * elements
