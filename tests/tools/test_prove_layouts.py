@@ -19,7 +19,7 @@ def ends(*argv: str, script: Path = TOOL) -> tuple[int, list[str], str]:
 CELLS = {
     "llama_70b --ranks 1024 --precision bf16_fp8 --places middle --sent model.num_layers=4 trainer.strategy.virtual_pipeline_model_parallel_size=null": ("TP4 PP4 CP2 DP32 zero1", ["middle 512"]),
     "olmo2_7b --precision bf16_fp8 --places first,last model.num_layers=2 storage.shard=fsdp": ("TP2 PP1 CP1 DP4 fsdp", ["first 0", "last 7"]),
-    "gpt3_125m --precision bf16 --places last --sent model.num_layers=2": ("TP1 PP1 CP1 DP8 zero1", ["last 7"])}
+    "olmo2_13b --precision bf16 --places last --sent model.num_layers=2": ("TP2 PP1 CP1 DP4 zero1", ["last 7"])}
 LARGEST = {"llama_405b --ranks 16384 --precision bf16 --places first,last model.num_layers=16": ("TP8 PP8 CP4 DP64 zero1", ["first 0", "last 16383"])}
 
 

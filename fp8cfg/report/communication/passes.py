@@ -34,9 +34,9 @@ def numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], samples: i
     if part.output:
         yield from axis.all_reduce("losses and norms", NUMBER * tokens)
         yield from axis.all_reduce("losses and norms", NUMBER * 2 * tokens)
-    if m.qk_layernorm == "hidden":  # forward and backward, of queries and keys
-        each = 2 if m.normalization == "LayerNorm" else 1
-        yield from axis.all_reduce("losses and norms", NUMBER * tokens, 2 * each * (2 + again) * len(part.layers))
+    if m.qk_layernorm == "hidden":  # of queries and keys; selective recomputation computes norms again too
+        means, passes = 2 if m.normalization == "LayerNorm" else 1, 2 if m.recompute_granularity == "none" else 3
+        yield from axis.all_reduce("losses and norms", NUMBER * tokens, 2 * means * passes * len(part.layers))
     scaling = SCALINGS[recipe.fp8.scaling]
     if recipe.fp8.enabled and not scaling.history and not scaling.block:
         amaxes = sum(_amaxes(recipe, linear, again) for linear in linears if linear.fp8)
