@@ -15,10 +15,10 @@ from tests.support.small import small
 
 
 @pytest.mark.parametrize(("words", "gpu", "gpus", "write"), [
-    ("recipe=llama_8b precision=bf16 model.recompute_granularity=none", "h100", 8, ["model.recompute_granularity=selective"]),
-    ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.context_parallel_size=1", "h100", 8, ["storage.shard=fsdp"]),
-    ("recipe=llama_8b precision=bf16 trainer.strategy.tensor_model_parallel_size=2", "l40s", 4, ["model.recompute_granularity=full", "storage.shard=fsdp"]),
-    ("recipe=llama_1b precision=bf16_fp8 trainer.micro_batch_size=4", "h100", 8, ["trainer.micro_batch_size=2"]),
+    ("recipe=llama_8b precision=bf16 model.recompute_granularity=none", "h100", 8, ["storage.shard=zero2"]),
+    ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.context_parallel_size=1", "h100", 8, ["storage.shard=zero2"]),
+    ("recipe=llama_8b precision=bf16 trainer.strategy.tensor_model_parallel_size=2", "l40s", 4, ["storage.shard=fsdp"]),
+    ("recipe=llama_1b precision=bf16_fp8 trainer.micro_batch_size=8", "h100", 8, ["trainer.micro_batch_size=4"]),
     ("recipe=llama_70b precision=bf16 model.recompute_granularity=none", "h100", 32, ["model.recompute_granularity=selective"]),
     ("recipe=qwen25_72b precision=bf16_fp8 trainer.strategy.sequence_parallel=false", "h100", 32, ["trainer.micro_batch_size=1"]),
     ("recipe=llama_70b precision=bf16 storage.shard=fsdp", "h200", 32, ["trainer.strategy.pipeline_model_parallel_size=1"]),
