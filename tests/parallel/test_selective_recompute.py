@@ -21,7 +21,7 @@ SP = f"{STRATEGY}tensor_model_parallel_size=2 {STRATEGY}sequence_parallel=true"
 TP, CP, PP = (f"{STRATEGY}{name}_parallel_size=2" for name in ("tensor_model", "context", "pipeline_model"))
 LAYOUTS = {
     "sequence": f"precision=bf16 {SP}", "sequence, delayed": f"precision=bf16_fp8 {SP}", "tensor, current": f"precision=bf16_fp8_current {TP}",
-    "context": f"precision=bf16 {CP}", "context, delayed": f"precision=bf16_fp8 {CP}", "pipeline, delayed": f"precision=bf16_fp8 {PP}",
+    "context": f"precision=bf16 {CP} storage.shard=none", "context, delayed": f"precision=bf16_fp8 {CP}", "pipeline, delayed": f"precision=bf16_fp8 {PP}",
     "fsdp": "precision=bf16 storage.shard=fsdp", "fsdp, delayed": "precision=bf16_fp8 storage.shard=fsdp", "zero1": "precision=bf16",
     "norms after, sequence": f"precision=bf16 {SP} model.layernorm_placement=both model.qk_layernorm=hidden"}
 MEASURED = ("sequence", "sequence, delayed", "context", "fsdp")
