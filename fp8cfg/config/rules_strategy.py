@@ -18,7 +18,7 @@ def strategy_rules(recipe: Recipe) -> Iterator[str]:
     world = t.num_nodes * t.devices
     if world % s.size:
         yield (f"trainer.strategy: tensor x pipeline x context parallel = {s.size} GPUs does not divide trainer.num_nodes x "
-               f"trainer.devices = {world}; nearest is trainer.num_nodes={s.size // gcd(s.size, t.devices)}")
+               f"trainer.devices = {world}; nearest is trainer.num_nodes={s.size // gcd(s.size, t.devices)}{s.smaller(world)}")
     elif t.global_batch_size % (t.micro_batch_size * (world // s.size)) and not t.global_batch_size % t.micro_batch_size:
         parallel = world // s.size
         yield batches(recipe, parallel,

@@ -91,7 +91,10 @@ CASES = [
     ("bf16", {"optim__betas": (0.9, 1.0)}, "each must be at least 0 and less than 1"),
     ("bf16", {"trainer__global_batch_size": 17}, "not a multiple of trainer.micro_batch_size=16; nearest is 16"),
     ("bf16", {"trainer__val_check_interval": 0}, "trainer.limit_val_batches=4: has no effect"),
-    ("bf16", {"trainer__strategy__tensor_model_parallel_size": 2}, "does not divide trainer.num_nodes x trainer.devices = 1"),
+    ("bf16", {"trainer__strategy__tensor_model_parallel_size": 2}, "does not divide trainer.num_nodes x trainer.devices = 1; nearest is "
+     "trainer.num_nodes=2, or trainer.strategy.tensor_model_parallel_size=1"),
+    ("bf16", {"trainer__strategy__context_parallel_size": 4, "trainer__devices": 6},
+     "nearest is trainer.num_nodes=2, or trainer.strategy.context_parallel_size=2"),
     ("bf16", {"trainer__strategy__sequence_parallel": True}, "has no effect while tensor_model_parallel_size=1"),
     ("bf16", {"trainer__strategy__virtual_pipeline_model_parallel_size": 2}, "has no effect while pipeline_model_parallel_size=1"),
 ]

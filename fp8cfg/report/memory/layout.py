@@ -122,7 +122,8 @@ def parts(recipe: Recipe, world: int) -> list[Part]:
     s, t = recipe.trainer.strategy, recipe.trainer
     if world % s.size:
         near = max(1, round(world / s.size)) * s.size
-        raise ConfigError(f"{world} GPUs: not a multiple of tensor x pipeline x context parallel = {s.size}; nearest is {near}")
+        raise ConfigError(f"{world} GPUs: not a multiple of tensor x pipeline x context parallel = {s.size}; nearest is {near}"
+                          f"{s.smaller(world)}")
     per_step = t.micro_batch_size * (world // s.size)
     if t.global_batch_size % per_step:
         near = max(1, round(t.global_batch_size / per_step)) * per_step
