@@ -1,10 +1,10 @@
 """Selective activation recomputation: what lies between a layer's products is not kept, and computed again in the backward pass.
 
-Megatron's `recompute_granularity=selective` (arXiv 2205.05198, section 5) with its recompute_modules core_attn, layernorm and, for
-the activation function, moe_act: cheap parts of a layer whose outputs take much memory. The layer behind such a part keeps that
-output too, as its input; it is discarded there, and made again when that layer's backward pass asks for it (Megatron's
-CheckpointWithoutOutput), once for both. Products themselves are not repeated: nothing is quantized or counted twice, and every
-number is that of a run without recomputation.
+Megatron's `recompute_granularity=selective` (arXiv 2205.05198, section 5) with its recompute_modules core_attn and layernorm, and
+the activation function, which Megatron repeats in experts alone (moe_act): cheap parts of a layer whose outputs take much memory.
+The layer behind such a part keeps that output too, as its input; it is discarded there, and made again when that layer's backward
+pass asks for it (Megatron's CheckpointWithoutOutput), once for both. Products themselves are not repeated: nothing is quantized or
+counted twice, and every number is that of a run without recomputation.
 
 In compiled code a layer is a checkpoint that keeps outputs of products (torch's selective activation checkpointing), of which the
 compiler makes as few repeated operations as it needs.
@@ -120,7 +120,7 @@ _PRODUCTS = frozenset({
     _OPS.mm.default, _OPS.addmm.default, _OPS.bmm.default, _OPS.baddbmm.default, _OPS._scaled_mm.default,
     _OPS._scaled_dot_product_flash_attention.default, _OPS._scaled_dot_product_efficient_attention.default,
     _OPS._scaled_dot_product_cudnn_attention.default, _OPS._scaled_dot_product_flash_attention_for_cpu.default})
-"""What compiled code does not repeat."""
+"""What compiled code does not repeat, beside the operators of fp8cfg itself: products, and quantizations, which note amaxes."""
 
 
 def keep_products() -> Any:
@@ -129,4 +129,5 @@ def keep_products() -> Any:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = op in _PRODUCTS or getattr(op, "namespace", "") == "fp8cfg"
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
