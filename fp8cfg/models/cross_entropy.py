@@ -68,7 +68,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabularyPart | None) -> Tensor:
         ignored, local = targets == IGNORED, targets - (part.first if part else 0)
-        elsewhere = (ignored | (local < 0) | (local >= logits.shape[1])).unsqueeze(1)
+        # Of the whole vocabulary a target outside of it is for `gather` to refuse, as torch's own formula does.
+        elsewhere = (ignored | ((local < 0) | (local >= logits.shape[1])) if part else ignored).unsqueeze(1)
         row = local.unsqueeze(1).masked_fill(elsewhere, 0)
         largest, log_sum = (torch.empty(len(logits), 1, device=logits.device) for _ in range(2))
         for tokens in _chunks(logits):
@@ -102,9 +103,9 @@ class _CrossEntropy(torch.autograd.Function):
 def _gradient(
     whole: bool, logits: Tensor, largest: Tensor, log_sum: Tensor, row: Tensor, each: Tensor, of_target: Tensor
 ) -> Tensor:
-    """The gradient of `logits` [n, V], float32, whose losses have gradients `each` [n, 1], with `of_target` [n, 1] added in column
+    """The gradient, float32, of `logits` [n, V], whose losses have gradients `each` [n, 1], with `of_target` [n, 1] added in column
     `row`. Of the `whole` vocabulary torch's own kernel makes it, with the same bits as of all tokens at once."""
-    log_probabilities = (logits - largest).sub_(log_sum)
+    log_probabilities = (logits.float() - largest).sub_(log_sum)
     if whole:
         losses = torch.zeros_like(log_probabilities).scatter_(1, row, of_target)
         return torch.ops.aten._log_softmax_backward_data(losses, log_probabilities, 1, torch.float32)  # type: ignore[no-any-return]
