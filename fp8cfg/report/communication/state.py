@@ -9,8 +9,9 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fp8 import weights_2d
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import SCALED, fp8_weights, gathers_params, low_bit, others, resolved, sharding
+from fp8cfg.config.storage import SCALED, fp8_weights, gathered, low_bit, others, resolved, sharding
 from fp8cfg.report.communication.collectives import Axis, Collective
+from fp8cfg.report.memory.fsdp_gather import of_parts_of_squares
 from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.memory.shards import owner_of, parameter_columns, shard_rows
@@ -172,18 +173,21 @@ def _fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], bac
     axis, apart = Axis(name_of(part), part.shards), Axis("replicate", part.groups)
     p, shard = recipe.precision, sharding(recipe.precision, part.shards)
     weight, sent, sums = CODEC[p.compute], CODEC[resolved(p)["comm"]], 1 if shard == "zero1" else passes
-    held = gathers_params(p, backend) if shard == "fsdp" else fp8_weights(p)
-    in_fp8 = {f"{linear.name}.weight" for linear in linears if linear.fp8} if held else set()
+    held = gathered(p, backend) == "fp8" if shard == "fsdp" else fp8_weights(p)
+    high = of_parts_of_squares(recipe, linears, part.shards, backend) if shard == "fsdp" else []
+    in_fp8 = {f"{linear.name}.weight" for linear in linears if linear.fp8 and linear.name not in high} if held else set()
+    block = SCALINGS[p.fp8.scaling].block
+    each = CODEC["fp8"] + (NUMBER / block**2 if block else 0)  # with the scales of squares
     groups: dict[str, list[tuple[str, int]]] = {}
     for name, shape in local_shapes(recipe, part).items():
         layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
         groups.setdefault(layer, []).append((name, shard_rows(shape[0], part.shards) * prod(shape[1:])))
     for layer, shards in groups.items():
-        gathered = int(sum(n * (CODEC["fp8"] if name in in_fp8 else weight) for name, n in shards))
+        weights = int(sum(n * (each if name in in_fp8 else weight) for name, n in shards))
         part_bytes = int(sum(n for _, n in shards) * sent)
-        yield from axis.all_gather("weights", gathered, passes * (2 if layer else 1) if shard == "fsdp" else 1)
+        yield from axis.all_gather("weights", weights, passes * (2 if layer else 1) if shard == "fsdp" else 1)
         yield from axis.reduce_scatter("gradients", part_bytes, sums)
         yield from apart.all_reduce("gradients", part_bytes, sums)
-    if in_fp8:
+    if in_fp8 and not block:
         yield from axis.all_reduce("amaxes", NUMBER * len(in_fp8))
         yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * len(in_fp8))

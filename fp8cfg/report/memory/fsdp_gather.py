@@ -42,14 +42,20 @@ def gather_line(recipe: Recipe, linears: Sequence[PlannedLinear], ranks: int, ba
     if codec != "fp8":
         why = against_fp8_gather(p, backend) if p.fp8.enabled and p.fp8.params and p.storage.gather == "auto" else []
         return wrapped(f"{said}: {why[0].partition(';')[0]}", more="  ") if why else said
-    squares = (SCALINGS[p.fp8.scaling].block or 1) * ranks
-    tensor = recipe.trainer.strategy.tensor_model_parallel_size
-    uneven = [q.name for q in linears if q.fp8 and (q.out_features // (1 if q.name.endswith(ROW_PARALLEL) else tensor)) % squares]
-    high = uneven if squares > ranks and gathers_params(p, backend) else []
-    if high:
+    if high := of_parts_of_squares(recipe, linears, ranks, backend):
         said += (f", {len(high)} layers in {p.compute} ({high[0]} among them): {ranks} ranks do not get whole squares of "
-                 f"{squares // ranks} rows")
+                 f"{SCALINGS[p.fp8.scaling].block} rows")
     return wrapped(said, more="  ")
+
+
+def of_parts_of_squares(recipe: Recipe, linears: Sequence[PlannedLinear], ranks: int, backend: str) -> list[str]:
+    """The layers in FP8 whose weights are gathered in high precision all the same, since shards are no whole squares of blocks."""
+    p, tensor = recipe.precision, recipe.trainer.strategy.tensor_model_parallel_size
+    block = SCALINGS[p.fp8.scaling].block
+    if not block or not gathers_params(p, backend):
+        return []
+    return [q.name for q in linears
+            if q.fp8 and (q.out_features // (1 if q.name.endswith(ROW_PARALLEL) else tensor)) % (block * ranks)]
 
 
 def root_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int) -> int:
