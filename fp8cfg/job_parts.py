@@ -206,7 +206,8 @@ def optimizer(
     # and Transformer Engine moves them in skipped ones too, so that weights written again would be others.
     delayed = precision.fp8.enabled and SCALINGS[precision.fp8.scaling].history
     scales_move = loss_scaler is None or not delayed or (precision.fp8.interval == 1 and able.moves_scales)
-    kernel = optim.name != "sgd" or not prepared.fsdp2  # which takes found_inf: `_inner`
+    # Which takes found_inf (`_inner`). Of torch's SGD it leaves a first momentum as it was allocated in a step that is skipped.
+    kernel = optim.name != "sgd" or not (prepared.fsdp2 or (loss_scaler is not None and optim.momentum))
     built.can_defer = skips and scales_move and kernel
     if prepared.owner:
         zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))

@@ -166,4 +166,5 @@ class DeferredSteps:
         while self._waiting:
             self.settle(self._waiting[0].norm.item())
         self._optimizer.deferred = None
-        vars(getattr(self._optimizer, "inner", self)).pop("found_inf", None)
+        if (inner := getattr(self._optimizer, "inner", None)) is not None:
+            vars(inner).pop("found_inf", None)

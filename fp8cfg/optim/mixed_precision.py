@@ -160,6 +160,8 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self.steps += by
         for p in self.names if stepped is None else stepped:
             self.counts[p] += by * (stepped is not None or p.grad is not None or p in self._elsewhere)
+            if by < 0 and not self.counts[p] and p in self.masters:
+                self.inner.state.pop(self.masters[p], None)  # which a step that was skipped on the device has made
 
     def storing(self) -> AbstractContextManager[None]:
         """Context manager for the last backward pass before a step; does nothing: gradients stay where autograd puts them."""
