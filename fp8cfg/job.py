@@ -159,7 +159,7 @@ class Job:
 
         It stands in the place of DistributedDataParallel, which refuses FP8 weights and float32 gradients of other weights. Raises
         RuntimeError where they were summed since the last step: they would be multiplied by the ranks. A step of several ranks
-        without it warns once."""
+        without it warns once. Under FSDP2 each backward pass has summed, and what tensor-parallel ranks share is left."""
         from fp8cfg.training.distributed.gradient_sync import sum_gradients
         from fp8cfg.training.distributed.world import current
 
@@ -244,7 +244,7 @@ class Job:
             warn_of_share(self.model, ran(self.recipe, self.model, self.plan, self._observed(), self.foreign))
 
     def _check_sums(self) -> None:
-        if self.summed or self._sums_checked or self.prepared.fsdp2:
+        if self.summed or self._sums_checked or (self.prepared.fsdp2 and self.prepared.tensor_parallel is None):
             return
         from fp8cfg.backends.misuse_warnings import warn_of_sums
 

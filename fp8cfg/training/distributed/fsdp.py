@@ -1,10 +1,12 @@
 """FSDP2 sharding: float32 weights, their own masters, and moments split over data-parallel ranks, each of which keeps a shard of
 every tensor and steps that.
 
-                weights are gathered                                            gradients are summed into the shards
+    in fit      weights are gathered                                            gradients are summed into the shards
     zero1       as the first microbatch of a step goes forward, till its end    as the last one goes back
     zero2       the same                                                        as each goes back
     fsdp        before a layer runs, and again before it goes back              as each goes back
+
+In a loop of one's own zero1 does as zero2: nothing says there which microbatch is the last.
 
 Gathered are weights as a rank alone stores them, under fsdp in the codec of storage.gather. Gradients are summed in storage.comm,
 a layer at a time while those before it still go back; embedding, last norm and output layer are one group, the last. What is not
@@ -31,6 +33,7 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.fsdp_sharding import ZERO
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import gathered, resolved
+from fp8cfg.numerics.stored_form import in_stored_form
 from fp8cfg.parallel.mesh import fsdp_mesh
 from fp8cfg.training.distributed.collectives import Message
 from fp8cfg.training.distributed.world import SENT, World, current
@@ -104,6 +107,8 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
         module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], worlds[:-1]))
         # In the place of torch's bare AssertionError.
         type(module).__deepcopy__ = partialmethod(_refuse_copy, precision.storage.shard)  # type: ignore[attr-defined]
+    if precision.storage.shard in ZERO:  # under fsdp shards are what its users expect
+        model.register_state_dict_pre_hook(partial(_refuse_shards, precision.storage.shard))  # type: ignore[no-untyped-call]
 
 
 def _widen_gradients(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
@@ -151,6 +156,13 @@ class StageShards:
     def let_go(self) -> None:
         """Free what was gathered."""
         let_go(self.model)
+
+
+def _refuse_shards(shard: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise where weights are asked for that anyone could use: a rank has shards, which `torch.save` would take for whole ones."""
+    if not in_stored_form():
+        raise RuntimeError(f"under storage.shard={shard} no rank has whole weights; save a checkpoint with fp8cfg.fit, or write "
+                           "storage.shard=none")
 
 
 def _refuse_copy(module: nn.Module, shard: str, memo: dict[int, Any]) -> NoReturn:
