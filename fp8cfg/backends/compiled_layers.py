@@ -15,13 +15,17 @@ from torch import nn
 
 
 class CompiledForward:
-    """`module.forward`, compiled by `compile` while the module trains. A copy of the module has its own eager one."""
+    """`module.forward`, compiled by `compile` while the module trains. A copy of the module, pickled ones too, has its own eager
+    one."""
 
     def __init__(self, module: nn.Module, compile: Callable[[Any], Any]) -> None:
         self.module, self.eager, self.compiled = module, module.forward, compile(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.compiled if self.module.training else self.eager)(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.module, "forward")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return MethodType(type(self.module).forward, memo[id(self.module)])

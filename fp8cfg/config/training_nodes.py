@@ -217,7 +217,7 @@ class Trainer(Node):
     """Train three steps of the recipe cut to a size for any machine, on the shipped corpus, on its layout as far as there are
     ranks, with an evaluation, a save and a resume; what was cut is said. At most 4 GiB over eight ranks. Default false."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile the model, layer by layer; true and false are on and off. Default auto: where a compiler is present and the run
+    """torch.compile the layers of the model; true and false are on and off. Default auto: where a compiler is present and the run
     is long enough to pay for it."""
 
     @pydantic.field_validator("compile", mode="before")

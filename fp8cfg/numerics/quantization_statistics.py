@@ -57,15 +57,15 @@ class Statistics(NamedTuple):
 def collect(
     model: nn.Module, run: Callable[[], object], masters: Mapping[nn.Parameter, Tensor] | None = None
 ) -> list[Statistics]:
-    """Statistics of the FP8 layers of `model`, collected while `run()` makes one eager forward and backward pass of it. A layer
-    that is called several times is measured in its first call.
+    """Statistics of the FP8 layers of `model`, collected while `run()` makes one forward and backward pass of it, eagerly where it
+    is compiled. A layer that is called several times is measured in its first call.
 
     Weights that are held in float8 alone are compared with `masters`, what they are quantized from by parameter; those without
     one are left out. Afterwards gradients, amax histories, the record of products and random numbers are what they were; other
-    buffers that a forward pass writes are not. Raises ValueError where no FP8 layer ran: outside of its region, or compiled."""
+    buffers that a forward pass writes are not. Raises ValueError where no FP8 layer ran, as outside of its region."""
     probe = _Probe(masters or {})
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FP8Linear)}
-    with _unchanged(model):
+    with _unchanged(model), torch.compiler.set_stance("force_eager"):
         handles = [layer.register_forward_hook(partial(probe.forward, name), with_kwargs=True) for name, layer in layers.items()]
         try:
             run()
@@ -73,7 +73,7 @@ def collect(
             for handle in handles:
                 handle.remove()
     if not probe.found:
-        raise ValueError("no FP8 layer ran: the pass must be eager, and inside of the model's FP8 region")
+        raise ValueError("no FP8 layer ran: the pass must be inside of the model's FP8 region")
     return [probe.found[key].read(*key) for key in sorted(probe.found, key=lambda k: ([*layers].index(k[0]), k[1]))]
 
 

@@ -84,13 +84,15 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_went_on(name: str, ranks: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), CASES)
-def test_the_ranks_together_hold_the_planned_bytes(name: str, ranks: int, folder: Path) -> None:
+def test_the_rank_that_has_most_holds_the_planned_bytes(name: str, ranks: int, folder: Path) -> None:
     recipe = small(*rows(ranks)[name].split(), "model.num_layers=1")
     part = whole(recipe, ranks)
     planned = persistent(recipe, part, linears_of(recipe, part))
     held = [found[name][0]["bytes"] for found in on(ranks, folder)]
-    for kind in ("weights", "masters", "gradients", "moments"):
-        assert abs(sum(its[kind] for its in held) - ranks * planned[kind]) < ranks, kind  # a byte of a division
+    kinds = ("weights", "masters", "gradients", "moments")
+    most = max(held, key=lambda its: sum(its[kind] for kind in kinds))
+    for kind in kinds:
+        assert abs(most[kind] - planned[kind]) <= 1, kind  # a byte of a division
 
 
 @pytest.mark.parametrize(("row", "ranks", "most"), [("O2", 1, 6.7), ("O3, zero1", 2, 4.6), ("O3, zero2", 2, 4.6)])

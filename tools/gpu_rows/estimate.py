@@ -89,5 +89,5 @@ def step(device: Device, scaling: str, recipe: Recipe) -> dict[str, float]:
 
 def device_called(name: str) -> Device | None:
     """The device of which CUDA says this name, such as "NVIDIA H200"; None of one whose bandwidth is not known."""
-    found = [gpu for gpu in BANDWIDTH if gpu.partition("-")[0] in name.lower() and ("pcie" in gpu) == ("pcie" in name.lower())]
+    found = [gpu for gpu in BANDWIDTH if gpu.partition("-")[0] in name.lower().replace("-", " ").split() and ("pcie" in gpu) == ("pcie" in name.lower())]
     return Device.of(found[0]) if found else None

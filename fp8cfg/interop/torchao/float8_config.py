@@ -79,7 +79,7 @@ TORCHAO = Dialect(
             **{f"gemm_config_{gemm}.": Unsaid("accumulation is TE's: fast forward, exact backward", (gemm == "output",))
                for gemm in ("output", "grad_input", "grad_weight")},
             "pad_inner_dim": Unsaid("layers whose sizes are not multiples of 16 stay in high precision here", (False,)),
-            "force_recompute_fp8_weight_in_bwd": Unsaid("model.recompute_granularity is of whole layers", (False,))},
+            "force_recompute_fp8_weight_in_bwd": Unsaid("model.recompute_granularity is of activations", (False,))},
     prepare=_prepare, refuse=_refuse)
 
 
