@@ -7,11 +7,16 @@ compute. An evaluation is eager: it has other modes and dtypes of gradients than
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
 from torch import nn
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "Detected that context_fn is passed" not in record.getMessage()
 
 
 class CompiledForward:
@@ -33,6 +38,8 @@ class CompiledForward:
 
 def compile_layers(layers: Iterable[nn.Module], compile: Callable[[Any], Any]) -> None:
     """Compile the forward pass of each of `layers`, in place, once."""
+    # Of selective recomputation, that it should hold no operation in place: those of FP8 layers are kept, or do the same twice.
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice)
     for layer in layers:
         if not isinstance(layer.forward, CompiledForward):
             layer.forward = CompiledForward(layer, compile)

@@ -71,6 +71,9 @@ def every_case() -> dict[str, Callable[[], dict[str, Callable[[], object]]]]:
     found["step fsdp fp16_fp8 eager"] = partial(cases.step, "precision=fp16_fp8", "storage.shard=fsdp")
     for level in ("O1", "O2", "O3"):
         found[f"step {level} bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", f"opt_level={level}")
+    selective = "model.recompute_granularity=selective"
+    found["step bf16_fp8 compiled"] = partial(cases.step, "precision=bf16_fp8", compile=True)
+    found["step bf16_fp8 selective compiled"] = partial(cases.step, "precision=bf16_fp8", selective, compile=True)
     found["step bf16_fp8 BF16 weights eager"] = partial(cases.step, "precision=bf16_fp8", "fp8.params=false")
     found["fused AdamW 4 eager"] = partial(cases.optimizer, "fused", 4)
     return found
