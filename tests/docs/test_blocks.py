@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 
 import fp8cfg
 from fp8cfg.__main__ import main
@@ -42,6 +43,7 @@ def test_blocks_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Plugins.instance()  # stores Hydra's own once in a process: not into what is undone
     store = ConfigStore.instance()
     monkeypatch.setattr(store, "repo", copy.deepcopy(store.repo))  # a page stores its own
     scope: dict[str, Any] = {"__name__": "page"}
