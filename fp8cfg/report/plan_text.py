@@ -78,7 +78,7 @@ def _memory(p: Plan) -> str:
     if len(p.ranks) > 1:
         lines.append(f"of the {p.widest.part.name}, which takes most")
     none, selective, full = (size(p.recomputing(granularity)) for granularity in ("none", "selective", "full"))
-    lines.append(f"activations, logits, backward: none {none}, selective {selective}, full {full}")
+    lines.append(f"activations, backward: none {none}, selective {selective}, full {full}")
     if p.gpu:
         left = p.gpu.memory - p.widest.total
         gpu = f"{p.gpu.name}, {size(p.gpu.memory)}"
