@@ -68,12 +68,14 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(2, sent, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_sends_what_is_planned(name: str, two: list[dict[str, Any]]) -> None:
     for rank in two:
         assert rank[name]["counted"] == rank[name]["planned"] != {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_plan_is_what_training_says_that_it_sent(name: str, two: list[dict[str, Any]]) -> None:
     recipe = small(*words_of(name))
