@@ -131,9 +131,9 @@ def pipeline(job: Job, world: World) -> Pipeline:
         t, dtype = job.recipe.trainer, DTYPES[job.recipe.precision.compute]
         shards = None
         if job.prepared.fsdp2:
-            from fp8cfg.training.distributed.fsdp import StageShards
+            from fp8cfg.training.distributed.fsdp import FullyShardedStages
 
-            shards = StageShards(job.model, job.prepared.shard)
+            shards = FullyShardedStages(job.model, job.prepared.shard)
         here.schedule = Pipeline(job.model, here, microbatches(job, world), t.micro_batch_size, dtype, job.device, shards)  # type: ignore[arg-type]
     made: Pipeline = here.schedule
     return made

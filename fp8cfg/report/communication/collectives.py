@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+NUMBER = 4
+"""Bytes of a float32."""
+
 
 @dataclass(frozen=True)
 class Collective:

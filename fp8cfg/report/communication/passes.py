@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights
-from fp8cfg.report.communication.collectives import Axis, Collective
+from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective
 from fp8cfg.report.memory.layout import ROW, Part
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.memory.peak import linears_of
 from fp8cfg.scalings import SCALINGS
-
-NUMBER = 4
-"""Bytes of a float32."""
 
 
 def of_pass(recipe: Recipe, part: Part, samples: int) -> Iterator[Collective]:

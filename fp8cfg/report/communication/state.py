@@ -10,7 +10,7 @@ from fp8cfg.config.fp8 import weights_2d
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_weights, gathered, low_bit, others, resolved, sharding
-from fp8cfg.report.communication.collectives import Axis, Collective
+from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective
 from fp8cfg.report.memory.fsdp_gather import of_parts_of_squares
 from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.operands import CODEC, held_beside
@@ -24,8 +24,6 @@ FIRST, LATER = 1 << 20, 25 << 20
 """Bytes after which a bucket of gradients is full: of the first one, and of others (training/distributed/overlapped_sums.py)."""
 MESSAGE = 32 * 1024 * 1024
 """Elements of a message, at most (training/distributed/shards.py)."""
-NUMBER = 4
-"""Bytes of a float32."""
 
 
 def data_axis(

@@ -10,14 +10,11 @@ from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights, sharding
 from fp8cfg.report.communication import passes, state
-from fp8cfg.report.communication.collectives import Axis, Collective, together
+from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, together
 from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.peak import linears_of, microbatches
 from fp8cfg.report.memory.shards import owner_of
 from fp8cfg.scalings import SCALINGS
-
-NUMBER = 4
-"""Bytes of a float32."""
 
 
 def of_step(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -> list[Collective]:

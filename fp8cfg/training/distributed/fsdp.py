@@ -126,7 +126,7 @@ def microbatch(model: nn.Module, shard: str, last: bool) -> None:
         model.set_reshard_after_backward(last)
 
 
-class StageShards:
+class FullyShardedStages:
     """The shards of a pipeline rank's parameters: embedding, last norm and output layer are gathered before the passes of a step,
     for no pass goes through the whole model, and summed in the rank's last one."""
 
