@@ -93,12 +93,12 @@ def _loaded(hydra: Hydra, choices: list[str]) -> DictConfig:
 def application(nodes: Nodes, settings: dict[str, Any] | None = None) -> Iterator[Hydra]:
     """A Hydra session with `nodes` to choose from, and `settings` as the `hydra` node of the primary config. Its errors, and
     those of the body, are raised as ConfigError."""
-    from hydra import initialize
-    from hydra.core.global_hydra import GlobalHydra
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
 
-    with _LOCK, _stored(nodes, settings), initialize(config_path=None, job_name="fp8cfg", version_base="1.3"):
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
+    with _LOCK, _stored(nodes, settings):
+        # hydra.initialize without a path comes to this, after reading the source of all functions on the stack for its caller.
+        hydra = Hydra.create_main_hydra2("fp8cfg", create_config_search_path(None))
         with _one_line_errors():
             yield hydra
 
@@ -132,12 +132,14 @@ def _one_line(error: BaseException) -> str:
 def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.version import VersionBase, setbase
 
-    store, running = ConfigStore.instance(), GlobalHydra.instance().hydra
+    store, running, base = ConfigStore.instance(), GlobalHydra.instance().hydra, VersionBase.instance().version_base
     before = {key: store.repo.get(key) for key in (*nodes, f"{NAME}.yaml")}
     for key in before:
         store.repo.pop(key, None)
     GlobalHydra.instance().clear()
+    setbase("1.3")
     try:
         primary = primary_config()
         store.store(NAME, {**primary, "hydra": settings} if settings else primary, provider="fp8cfg")
@@ -152,3 +154,4 @@ def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
             if value is not None:
                 store.repo[key] = value
         GlobalHydra.instance().hydra = running
+        VersionBase.instance().version_base = base

@@ -234,13 +234,15 @@ def test_composing_leaves_no_trace_in_hydra() -> None:
 
 @pytest.mark.usefixtures("composed_anew")
 def test_composing_inside_a_hydra_application() -> None:
-    from hydra import initialize
+    from hydra import initialize, version
     from hydra.core.global_hydra import GlobalHydra
 
-    with initialize(config_path=None, version_base="1.3"):
-        outer = GlobalHydra.instance().hydra
+    before = version.getbase()
+    with initialize(config_path=None, version_base="1.2"):
+        outer, base = GlobalHydra.instance().hydra, version.getbase()
         fp8cfg.compose(["precision=bf16_fp8"])
-        assert GlobalHydra.instance().hydra is outer
+        assert GlobalHydra.instance().hydra is outer and version.getbase() == base
+    version.VersionBase.instance().version_base = before
 
 
 def test_nothing_heavy_is_loaded() -> None:
