@@ -41,7 +41,7 @@ def test_what_mypy_passes_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ("from fp8cfg.recipes import llama_8b\nrecipe = llama_8b()\nrecipe.fp8.", fp8cfg.FP8),
     ("import fp8cfg\nfp8cfg.compose(['recipe=llama_8b']).storage.", fp8cfg.Storage),
     ("import fp8cfg\nfp8cfg.bf16_with_fp8_mixed().", fp8cfg.Precision),
-])
+], ids=["of a recipe", "of what is composed", "of a preset"])
 def test_an_editor_lists_the_fields_of_a_node_with_their_text(code: str, node: type[fp8cfg.FP8], installed: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jedi.settings, "cache_directory", str(tmp_path / "cache"))  # another process may be writing to the shared one
     project = jedi.Project(tmp_path, sys_path=[str(installed.site), *(p for p in sys.path if p and Path(p).resolve() != ROOT)])

@@ -34,6 +34,7 @@ def scales(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for k, v in found["fp8"].items() if k.endswith("fp8_scale")}
 
 
+@pytest.mark.slow
 def test_what_may_not_be_meant_is_noted_by_one_rank_and_once(tmp_path: Path) -> None:
     words = small_words("precision=bf16_fp8", "opt_level=O3", "trainer.max_steps=1", "optim.warmup_steps=0", "trainer.val_check_interval=0", "checkpoint.every_n_steps=0", "trainer.micro_batch_size=4", f"log.dir={tmp_path}")
     for ranks, shard, note in ((1, "none", "opt_level=O3: on one rank it takes more"), (2, "none", "opt_level=O3: on one rank it takes more"),

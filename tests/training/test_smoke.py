@@ -64,15 +64,12 @@ def test_every_recipe_and_preset_is_planned_in_four_gib_over_all_ranks(words: tu
     assert planned(small, plan(small)).layers_in_fp8 >= 4 * small.fp8.enabled
 
 
-WHOLE = {name for name in PRESETS if "nvfp4" in name or low_bit(composed("recipe=llama_8b", f"precision={name}").precision)}
-"""Presets that do not go with split matrices: a scale of the whole, or state in fewer bits."""
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_layout_that_a_precision_does_not_have_is_cut_too(preset: str) -> None:
     small = cut("recipe=llama_8b", f"precision={preset}", "trainer.strategy.tensor_model_parallel_size=2", ranks=4)
     assert not refused(small, 4)
-    assert small.trainer.strategy.tensor_model_parallel_size == (1 if preset in WHOLE else 2)
+    whole = "nvfp4" in preset or low_bit(small.precision)  # a scale of the whole matrix, or state in fewer bits
+    assert small.trainer.strategy.tensor_model_parallel_size == (1 if whole else 2)
 
 
 @pytest.mark.parametrize(("words", "key", "new"), [

@@ -81,6 +81,7 @@ def test_a_stopped_run_goes_on_by_the_same_line(folder: Path, whole: Path, tmp_p
     assert saved(tmp_path / "run", 6) == saved(whole, 6)
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_on_another_number_of_ranks_and_run_again(
     folder: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
