@@ -120,14 +120,15 @@ def parts(recipe: Recipe, world: int) -> list[Part]:
     Raises ConfigError where `world` ranks are no whole number of replicas, or the batch does not divide over them.
     """
     s, t = recipe.trainer.strategy, recipe.trainer
+    many = f"{world} GPU{'s' * (world > 1)}"
     if world % s.size:
         near = max(1, round(world / s.size)) * s.size
-        raise ConfigError(f"{world} GPUs: not a multiple of tensor x pipeline x context parallel = {s.size}; nearest is {near}"
-                          f"{s.smaller(world)}")
+        raise ConfigError(f"{many}: not a multiple of tensor x pipeline x context parallel = {s.size}; "
+                          f"nearest is {near}{s.smaller(world)}")
     per_step = t.micro_batch_size * (world // s.size)
     if t.global_batch_size % per_step:
         near = max(1, round(t.global_batch_size / per_step)) * per_step
-        raise ConfigError(f"{world} GPUs: trainer.global_batch_size={t.global_batch_size} is not a multiple of "
+        raise ConfigError(f"{many}: trainer.global_batch_size={t.global_batch_size} is not a multiple of "
                           f"trainer.micro_batch_size x data-parallel size = {per_step}; nearest is {near}")
     return parts_that_differ(recipe, world)
 
