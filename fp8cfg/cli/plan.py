@@ -35,7 +35,9 @@ sizes, and what will be built.
 
 Exit code: 0 where training runs as the recipe stands; 2 where it does not,
 because of the hardware, its memory or a layout that this version plans and does
-not train: after the plan, with the line that runs there at the least cost.
+not train: after the plan, with the line that runs there at the least cost, and
+one that changes nothing of what the first does, such as opt_level=O2 where that
+recomputes.
 """
 _OUTPUTS = ("--json", "--tree", "--dot", "--code")
 
@@ -87,7 +89,8 @@ def _problems(plan: Plan, arguments: Arguments) -> list[str]:
     t, (nodes, devices) = plan.recipe.trainer, machines(plan.world)
     own = plan.world == t.num_nodes * t.devices or tuple(plan.write) == (SMOKE,)
     meant = [] if own else [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
-    return [*plan.problems[:-1], f"{plan.problems[-1]}; runs there: {command_line(arguments, [*plan.write, *meant])}"]
+    offered = [command_line(arguments, [*words, *meant]) for words in (plan.write, plan.alternative) if words]
+    return [*plan.problems[:-1], f"{plan.problems[-1]}; runs there: {' · '.join(offered)}"]
 
 
 def _shown(plan: Plan, output: str = "") -> str:

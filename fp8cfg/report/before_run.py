@@ -19,7 +19,7 @@ from fp8cfg.report.coverage import planned
 from fp8cfg.report.machine import free_memory
 from fp8cfg.report.memory import layout
 from fp8cfg.report.memory.fsdp_gather import gather_line
-from fp8cfg.report.memory.nearest_fit import SMOKE, cheapest, too_large
+from fp8cfg.report.memory.nearest_fit import SMOKE, alternatives, too_large
 from fp8cfg.report.memory.peak import memory_table
 from fp8cfg.report.plan_text import passed_over
 from fp8cfg.report.tables import amount, wrapped
@@ -99,8 +99,8 @@ def refuse(recipe: Recipe, hardware: Hardware, whole_line: Callable[[Sequence[st
     large = too_large(recipe, hardware.device, free, backend(recipe))
     problems = layout.refused(recipe, layout.ranks()) or ([large] if large else [])
     if problems:
-        found = cheapest(recipe, hardware.device, free, layout.ranks(), backend)
-        offered = [whole_line(w) for w in ([found.words] if found else []) + ([] if recipe.trainer.smoke else [(SMOKE,)])]
+        found = alternatives(recipe, hardware.device, free, layout.ranks(), backend)
+        offered = [whole_line(w) for w in [fit.words for fit in found] + ([] if recipe.trainer.smoke else [(SMOKE,)])]
         raise ConfigError([*problems[:-1], "; ".join([problems[-1], *(["runs here: " + " · ".join(offered)] if offered else [])])])
 
 

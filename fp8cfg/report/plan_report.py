@@ -17,7 +17,7 @@ from fp8cfg.report.communication.step import of_step
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU
 from fp8cfg.report.memory.layout import Part, parts, refused, shards, whole
-from fp8cfg.report.memory.nearest_fit import SMOKE, cheapest
+from fp8cfg.report.memory.nearest_fit import SMOKE, alternatives
 from fp8cfg.report.memory.peak import linears_of, memory, multiplying, parameters
 from fp8cfg.report.tables import size
 
@@ -75,6 +75,9 @@ class Plan:
     write: Sequence[str] = ()
     """Words with which it runs on these ranks, at the least cost; of a smoke run where the whole model does not. Empty where
     there are no `problems`."""
+    alternative: Sequence[str] = ()
+    """Words with which it runs there, too, that change nothing of what `write` changes, such as opt_level=O2 where that recomputes;
+    empty where there are none."""
     built: Mapping[str, Mapping[str, Any]] | None = None
     """Autocast context, optimizer, schedule and loss scaler that will be built, each "name" and its arguments; None where
     nobody multiplies."""
@@ -127,6 +130,7 @@ class Plan:
                        "memory": rank.memory, "total": rank.total, "sent": [asdict(one) for one in rank.sent]}
                       for rank in self.ranks],
             "widest": self.widest.part.name, "fits": fits, "problems": self.problems, "write": self.write,
+            "alternative": self.alternative,
             "recompute": {granularity: self.recomputing(granularity) for granularity in ("none", "selective", "full")},
             "published": [asdict(g) for g in published], "measured_here": False,
             "too_small": [{"name": name, "in": k, "out": n} for name, (k, n) in self.too_small().items()],
@@ -152,8 +156,8 @@ def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
                   of_step(recipe, part, backend or multiplying(recipe)) if sends else ()) for part in layout]
     coverage = planned(recipe, plan(recipe, backend))
     problems = refused(recipe, world) or _too_large(recipe, ranks, gpu) if choice else []
-    write = _write(recipe, world, hardware, gpu.memory if gpu else UNBOUNDED) if problems else ()
-    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, write)
+    write, *more = _write(recipe, world, hardware, gpu.memory if gpu else UNBOUNDED) if problems else [()]
+    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, write, *more)
 
 
 def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
@@ -169,7 +173,7 @@ def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[s
     return [f"recipe={recipe.name}: needs {size(need)} on each rank, {gpu.name} has {size(gpu.memory)}"]
 
 
-def _write(recipe: Recipe, world: int, hardware: Hardware, free: int) -> tuple[str, ...]:
-    found = cheapest(recipe, hardware.device, free, world, lambda other: _chosen(other, hardware, shards(other, world)).backend)
-    return found.words if found else (SMOKE,)
+def _write(recipe: Recipe, world: int, hardware: Hardware, free: int) -> list[tuple[str, ...]]:
+    found = alternatives(recipe, hardware.device, free, world, lambda other: _chosen(other, hardware, shards(other, world)).backend)
+    return [fit.words for fit in found] or [(SMOKE,)]
 

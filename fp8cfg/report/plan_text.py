@@ -43,7 +43,8 @@ def _runs(p: Plan) -> str:
 
 def _verdict(p: Plan) -> str:
     lines = [wrapped(f"does not run as it stands: {line}", more="  ") for line in p.problems]
-    return "\n".join([*lines, wrapped(f"runs with: {' '.join(p.write)}", more="  ")])
+    offered = [f"runs with: {' '.join(p.write)}", *([f"or with: {' '.join(p.alternative)}"] if p.alternative else [])]
+    return "\n".join([*lines, *(wrapped(line, more="  ") for line in offered)])
 
 
 def passed_over(choice: Choice) -> list[str]:

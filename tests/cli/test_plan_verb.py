@@ -180,7 +180,7 @@ def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str
     out, problems = refused(capsys, *words)
     assert out == refused(capsys, *words)[0]
     found = json.loads(out)
-    assert list(found) == ["recipe", "gpu", "gpus", "runs", "refusals", "coverage", "chart", "parameters", "shard", "ranks", "widest", "fits", "problems", "write", "recompute",
+    assert list(found) == ["recipe", "gpu", "gpus", "runs", "refusals", "coverage", "chart", "parameters", "shard", "ranks", "widest", "fits", "problems", "write", "alternative", "recompute",
                            "published", "measured_here", "too_small", "built"]
     assert found["problems"] == [line.partition("; runs there")[0] for line in problems] and found["write"][:1] == ["trainer.strategy.pipeline_model_parallel_size=1"]
     assert found["fits"] is True and found["measured_here"] is False and found["built"]["optimizer"]["inner"] == "adamw"

@@ -26,7 +26,7 @@ from tests.support.small import small
 def test_what_is_offered_fits_and_each_word_is_needed(words: str, gpu: str, gpus: int, write: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words.split(), "--gpu", gpu, "--gpus", str(gpus)]) == 2
     line = capsys.readouterr().err.splitlines()[-1].partition("; runs there: ")[2]
-    verb, *offered = shlex.split(line)
+    verb, *offered = shlex.split(line.partition(" · ")[0])
     assert verb == "fp8cfg" and [word for word in offered if word not in words.split()][:len(write)] == write
     plan = fp8cfg.plan(fp8cfg.compose(offered), gpu, gpus)
     assert not plan.problems and not plan.refusals and plan.gpu and plan.widest.total <= plan.gpu.memory
@@ -35,9 +35,25 @@ def test_what_is_offered_fits_and_each_word_is_needed(words: str, gpu: str, gpus
         assert less is None or fp8cfg.plan(less, gpu, gpus).problems, f"{word} is not needed"
 
 
+def test_a_fit_of_another_kind_is_offered_beside_the_cheapest(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 3.1 8B trains whole on one H200 under O2, which changes the numbers, or recomputing all, which takes time."""
+    words = ["recipe=llama_8b", "precision=bf16_fp8", "trainer.devices=1", "trainer.strategy.context_parallel_size=1"]
+    assert main(["plan", *words, "--gpu", "h200"]) == 2
+    out, err = capsys.readouterr()
+    assert "\nruns with: model.recompute_granularity=full\nor with: fp8.params=false opt_level=O2\n" in out
+    lines = [shlex.split(line) for line in err.splitlines()[-1].partition("; runs there: ")[2].split(" · ")]
+    spare = []
+    for verb, *offered in lines:
+        assert verb == "fp8cfg" and main(["plan", *offered, "--gpu", "h200"]) == 0
+        spare += [line for line in capsys.readouterr().out.splitlines() if line.startswith("fits h200, 139.7 GiB: ")]
+    assert len(spare) == len(lines) == 2 and "opt_level=O2" in lines[1]
+    plan = fp8cfg.plan(fp8cfg.compose(words), "h200")
+    assert (plan.write, plan.alternative) == (("model.recompute_granularity=full",), ("fp8.params=false", "opt_level=O2"))
+
+
 def test_a_plan_without_problems_ends_with_0_and_offers_nothing() -> None:
     plan = fp8cfg.plan(fp8cfg.compose(["recipe=llama_1b", "precision=bf16_fp8"]), "h100", 8)
-    assert plan.problems == [] and plan.write == () and "does not run" not in str(plan)
+    assert plan.problems == [] and plan.write == plan.alternative == () and "does not run" not in str(plan)
 
 
 MEANT = {"llama_8b": (8,), "llama_70b": (32, 64), "llama_405b": (512,)}

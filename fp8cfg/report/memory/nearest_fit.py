@@ -62,8 +62,9 @@ class _Search:
     backend: Backend
 
     def fits(self) -> Iterator[Fit]:
-        """Fits of the whole model, by rising cost, of the recipe's own sharding and level and of those that store less. What does
-        not fit at its leanest with split sequences is not tried with whole ones, which take more."""
+        """The cheapest fit of the whole model, of the recipe's own sharding and level and of those that store less, and then the
+        cheapest that changes nothing of what the first changes. What does not fit at its leanest with split sequences is not tried
+        with whole ones, which take more."""
         own, own_level = sharding(self.recipe.precision, shards(self.recipe, self.world)), self.recipe.precision.opt_level
         ways = [s for s in SHARD if SHARD[s] >= SHARD[own]] if self.world > 1 else [own]
         levels = [o for o in LEVEL if LEVEL[o] >= LEVEL[own_level]]
@@ -72,9 +73,16 @@ class _Search:
         every: list[tuple[float, Strategy, str, str | None, str, int]] = [
             (LAYOUT * self._layouts.index(c) + SHARD[s] + LEVEL[o] + RECOMPUTE[r] + HALVED * i, c, s, o, r, m)
             for c, s, o in alive for r in self._recompute for i, m in enumerate(self._micro(c))]
-        for _, layout, shard, level, recompute, micro in sorted(every, key=lambda each: each[0]):
-            if found := self._fit(layout, shard, level, recompute, micro):
+        layout = self._layouts[0]
+        kept = (layout, own, own_level, self._recompute[0], next(iter(self._micro(layout)), 0))
+        taken: set[int] = set()  # places of what the first changes
+        for way in (each[1:] for each in sorted(every, key=lambda each: each[0])):
+            changes = {i for i, (new, old) in enumerate(zip(way, kept, strict=True)) if new != old}
+            if not changes & taken and (found := self._fit(*way)):
                 yield found
+                if taken or not changes:
+                    return
+                taken = changes
 
     @cached_property
     def _layouts(self) -> list[Strategy]:
@@ -108,7 +116,7 @@ class _Search:
 
     def _fit(self, layout: Strategy, shard: str, level: str | None, recompute: str, micro: int) -> Fit | None:
         own = self.recipe.precision
-        if (shard, level) == (sharding(own, self.world // layout.size * layout.context_parallel_size), own.opt_level):
+        if shard == sharding(own.model_copy(update={"opt_level": level}), self.world // layout.size * layout.context_parallel_size):
             shard = own.storage.shard
         values: dict[str, Any] = {"storage.shard": shard, "opt_level": level, "model.recompute_granularity": recompute,
                   "trainer.micro_batch_size": micro}
@@ -169,6 +177,12 @@ def cheapest(recipe: Recipe, device: str, free: int, world: int, backend: Backen
     return next(_Search(recipe, device, free, world, backend).fits(), None)
 
 
+def alternatives(recipe: Recipe, device: str, free: int, world: int, backend: Backend) -> list[Fit]:
+    """The cheapest fit, as `cheapest` has it, and the cheapest of another kind, which changes nothing of what the first changes,
+    such as a level where the first recomputes. One or none where there are no more."""
+    return list(_Search(recipe, device, free, world, backend).fits())
+
+
 def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
     """Raise ConfigError where the run needs more than `free` bytes, with the nearest words that fit."""
     if line := too_large(recipe, device, free, backend):
@@ -182,9 +196,12 @@ def too_large(recipe: Recipe, device: str, free: int, backend: str | None = None
 
 
 def nearest(recipe: Recipe, device: str, free: int, backend: Backend) -> Iterator[str]:
-    """The words of the cheapest fit on the ranks here, or those of as many layers as fit; and of a smoke run."""
-    found = cheapest(recipe, device, free, ranks(), backend) or _Search(recipe, device, free, ranks(), backend).fewer_layers()
-    yield from [" ".join(found.words)] if found else []
+    """The words of the cheapest fits on the ranks here, or those of as many layers as fit; and of a smoke run."""
+    search = _Search(recipe, device, free, ranks(), backend)
+    found = list(search.fits())
+    if not found and (fewer := search.fewer_layers()):
+        found = [fewer]
+    yield from [" ".join(fit.words) for fit in found]
     yield SMOKE
 
 
