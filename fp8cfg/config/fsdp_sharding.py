@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.storage import SCALED, Columns, against_gathered_params, fp8_weights, level, low_bit, others, resolved, sharding
-from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
     from fp8cfg.config.precision import Precision
@@ -38,7 +37,7 @@ def _gathered_as_stored(p: Precision, backend: str) -> bool:
     if not (_sent_as_added(linear) and _sent_as_added(rest)) or rest["weight"] != p.compute:
         return False
     if fp8_weights(p):
-        return not against_gathered_params(p.fp8, backend) and not SCALINGS[p.fp8.scaling].block
+        return capabilities(backend).fp8_gather == "params" or not against_gathered_params(p.fp8, backend)
     return linear["weight"] == p.compute
 
 

@@ -94,9 +94,15 @@ def _written_out(scales: Tensor) -> Tensor:
 
 
 def _tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype) -> Scales:
-    """The one choice between scalings of many scales: by the dtype of these."""
+    return scales_of_amaxes(tile_amax(v, keep_nan=scaling.layout.scale != "float32"), fmt, scaling, whole, dtype)
+
+
+def scales_of_amaxes(
+    amax: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype = torch.float32
+) -> Scales:
+    """The scales of tiles of those amaxes, float32 of any shape: the one choice between scalings of many scales, by the dtype of
+    these."""
     kind = scaling.layout.scale
-    amax = tile_amax(v, keep_nan=kind != "float32")
     if kind == "e8m0":
         return _e8m0(amax, fmt)
     if kind == "e4m3":
@@ -131,7 +137,11 @@ def e8m0_bytes(decode: Tensor) -> Tensor:
 
 def first_level(t: Tensor) -> Tensor:
     """nvfp4's scale of a whole tensor, a float32 scalar: it brings the largest E4M3 scale of a tile to 448."""
-    amax = t.detach().abs().amax().float() if t.numel() else torch.zeros((), device=t.device)
+    return first_level_of(t.detach().abs().amax().float() if t.numel() else torch.zeros((), device=t.device))
+
+
+def first_level_of(amax: Tensor) -> Tensor:
+    """That of a tensor of the amax [], float32."""
     scale = torch.div(torch.full_like(amax, E4M3.max * E2M1.max), amax).clamp(max=FLT_MAX)
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 

@@ -1,11 +1,11 @@
 """FP8 all-gather of weights: a float32 shard that FSDP2 gathers quantized, and the weight that products read once it is gathered.
 
-    after a step    the amax of each weight, a MAX over its shards, in one collective for all layers; scales as of a float8 weight
+    after a step    the amaxes of each weight that no rank has alone, a MAX over its shards, in one collective for all layers
     pre-gather      this rank's rows are quantized, once a step, and sent as bytes, padded where ranks have uneven shards
-    post-gather     the bytes are the weight [out, in], with its scale
+    post-gather     the bytes are the weight [out, in], with its scales
 
-The numbers are those of a layer that holds its weight in float8 (fp8_weights.py): one scale for the whole weight, or for each
-square of 128 rows and columns, none of which is split. Scalings that need another matrix for dgrad are not gathered so.
+The numbers are those of a layer that holds its weight in float8 (fp8_weights.py), to the bit (shard_scales.py). Where dgrad reads
+another matrix than fprop both are gathered, as many bytes as bfloat16 would be.
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (torch/distributed/fsdp/_fully_shard/_fsdp_param.py); torchao's
 WeightWithDynamicFloat8CastTensor is the like of it for its own layers.
@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fp8cfg.numerics.fp8_weights import Stored, dequantize, store
-from fp8cfg.numerics.scaling import WEIGHT, Scaling, amax_of, scale_now
+from fp8cfg.numerics.fp8_weights import Stored, dequantize
+from fp8cfg.numerics.scaling import WEIGHT, scale_now
+from fp8cfg.numerics.shard_scales import ShardPlace, ShardScales, amax_shapes, shard_amaxes, shard_scales, split_fields
 
 _aten = torch.ops.aten
 _KEEP = {_aten.detach.default, _aten.empty_like.default, _aten.new_zeros.default, _aten.slice.Tensor, _aten.copy_.default,
@@ -31,13 +32,6 @@ _KEEP = {_aten.detach.default, _aten.empty_like.default, _aten.new_zeros.default
          _aten.clone.default}  # fmt: skip
 """What FSDP2 does to a shard as it pads, moves and copies it; the result is a shard as well."""
 _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default, _aten.view.default}
-
-
-def gathers(scaling: Scaling, rows: int, ranks: int) -> bool:
-    """Whether a weight of that many rows, split over `ranks`, is gathered in FP8: not where dgrad needs another matrix, nor where
-    a shard would have parts of squares."""
-    tile = scaling.tile(WEIGHT, 1)
-    return not scaling.directional(WEIGHT) and not scaling.layout.two_levels and (tile is None or rows % (tile[0] * ranks) == 0)
 
 
 class WeightShard(Tensor):
@@ -74,33 +68,48 @@ class WeightShard(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         stored: Stored = module.quantized_shard(self._tensor)
-        data, missing = stored.data.view(torch.uint8), -(-outer_size[0] // mesh.size()) - len(self._tensor)
-        scales = [stored.scale_inv] if stored.scale_inv.dim() else []
-        return (F.pad(data, (0, 0, 0, missing)) if missing else data, *scales), (stored, outer_size)
+        split = split_fields(module.scaling, module.shard_place)
+        sent = {name: getattr(stored, name) for name in split}
+        return tuple(_padded(t, -(-split[name] // mesh.size())) for name, t in sent.items()), (stored, split)
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        stored, shape = metadata
-        scale_inv = outputs[1] if len(outputs) > 1 else stored.scale_inv
+        stored, split = metadata
+        whole = stored._replace(**{
+            name: output.view(getattr(stored, name).dtype)[:rows]
+            for output, (name, rows) in zip(outputs, split.items(), strict=True)})
         if out is not None:
-            out._scale_inv = scale_inv
+            out._hold(whole)
             return None
-        return GatheredWeight(outputs[0].view(stored.data.dtype)[: shape[0]], scale_inv, param_dtype), outputs
+        return GatheredWeight(whole, param_dtype), outputs
+
+
+def _padded(t: Tensor, rows: int) -> Tensor:
+    """The matrix `t` with as many `rows`, its float8 numbers as bytes."""
+    t = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+    return F.pad(t, (0, 0, 0, rows - len(t))) if len(t) < rows else t
 
 
 class GatheredWeight(Tensor):
-    """A weight [out, in] that was gathered in float8, with its inverse scale. To other code it is its values in the compute dtype,
+    """A weight [out, in] that was gathered in float8, with its inverse scales. To other code it is its values in the compute dtype,
     in which its gradient is too."""
 
     _data: Tensor
     _scale_inv: Tensor
+    _dgrad: Tensor | None
+    _dgrad_scale_inv: Tensor | None
+    _global_scale_inv: Tensor | None
 
     @staticmethod
-    def __new__(cls, data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> GatheredWeight:
+    def __new__(cls, stored: Stored, dtype: torch.dtype) -> GatheredWeight:
+        data = stored.data
         return torch.Tensor._make_wrapper_subclass(
             cls, data.size(), strides=data.stride(), dtype=dtype, layout=data.layout, device=data.device)
 
-    def __init__(self, data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> None:
-        self._data, self._scale_inv = data, scale_inv
+    def __init__(self, stored: Stored, dtype: torch.dtype) -> None:
+        self._hold(stored)
+
+    def _hold(self, stored: Stored) -> None:
+        self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv = stored
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight({self._data}, {self._scale_inv})"
@@ -108,29 +117,21 @@ class GatheredWeight(Tensor):
     @property
     def stored(self) -> Stored:
         """The float8 weight as products read it."""
-        return Stored(self._data, self._scale_inv)
+        return Stored(self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["_data", "_scale_inv"], self.dtype
+        return [f"_{name}" for name, t in self.stored._asdict().items() if t is not None], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> GatheredWeight:
-        return GatheredWeight(inner["_data"], inner["_scale_inv"], dtype)
+        return GatheredWeight(Stored(**{name.removeprefix("_"): t for name, t in inner.items()}), dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in _ALIASES:
-            return cls(args[0]._data, args[0]._scale_inv, args[0].dtype)
+            return cls(args[0].stored, args[0].dtype)
         wide = tree_map_only(GatheredWeight, lambda t: dequantize(t.stored, t.dtype), (args, kwargs or {}))
         return func(*wide[0], **wide[1])
-
-
-def quantized(shard: Tensor, scaling: Scaling, scale: Tensor | None) -> Stored:
-    """The shard [rows, in] in float8; `scale` is that of the whole weight where it has one."""
-    if len(shard):
-        return store(shard, scaling, scale)
-    inverse = shard.new_zeros(0, 0) if scale is None else scale.reciprocal()
-    return Stored(shard.to(scaling.forward.dtype), inverse)
 
 
 @torch.no_grad()
@@ -140,17 +141,32 @@ def refresh_shards(layers: Iterable[Any]) -> None:
     those = [layer for layer in layers if layer.sharded]
     if not those:
         return
-    weights: list[Any] = [layer.parameter for layer in those]
-    amaxes = torch.stack([amax_of(weight.to_local()._tensor) for weight in weights])
-    mesh = weights[0].device_mesh  # of its axes the last has the shards
-    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
-    if those[0].amax_group:  # tensor parallelism splits all of them
-        amaxes = those[0].amax_group.amax(amaxes, WEIGHT)
-    for layer, amax in zip(those, amaxes, strict=True):
+    mesh = those[0].parameter.device_mesh
+    axis = mesh.ndim - 1  # which has the shards
+    for layer in those:
+        layer.shard_place = ShardPlace(layer.out_features, mesh.size(axis), mesh.get_local_rank(axis))
+        layer.shard_scales, layer.shard_quantized = ShardScales(), None
+    found = [shard_amaxes(layer.parameter.to_local()._tensor, layer.scaling, layer.shard_place) for layer in those]
+    if not any(found):
+        return
+    flat = torch.cat([amax.flatten() for each in found for amax in each])
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    if those[0].scaling.tile(WEIGHT, 1) is None:
+        _set_scales(those, flat)
+        return
+    left = iter(torch.split(flat, [amax.numel() for each in found for amax in each]))
+    for layer in those:
+        shapes = amax_shapes(layer.scaling, layer.shard_place, layer.in_features)
+        layer.shard_scales = shard_scales([next(left).view(shape) for shape in shapes], layer.scaling, layer.shard_place)
+
+
+def _set_scales(layers: list[Any], amaxes: Tensor) -> None:
+    """The one scale of each of these weights, of those amaxes."""
+    if layers[0].amax_group:  # tensor parallelism splits all of them
+        amaxes = layers[0].amax_group.amax(amaxes, WEIGHT)
+    for layer, amax in zip(layers, amaxes, strict=True):
         state = layer.fp8_scale, layer.fp8_amax_history
-        one = layer.scaling.tile(WEIGHT, 1) is None
-        layer.shard_scale = scale_now(amax, WEIGHT, layer.scaling, *state, record=True).clone() if one else None
-        layer.shard_quantized = None
+        layer.shard_scales = ShardScales(scale_now(amax, WEIGHT, layer.scaling, *state, record=True).clone())
 
 
 def shard_parameter(weight: nn.Parameter) -> nn.Parameter:

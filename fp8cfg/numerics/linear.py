@@ -23,11 +23,12 @@ from fp8cfg.numerics.codecs import Stored as InCodec
 from fp8cfg.numerics.fp8_state_dict import BUFFERS, ROUNDING_COUNT, WEIGHT_BUFFERS, prepare_load
 from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.fused_quantize import store_recorded
-from fp8cfg.numerics.gathered_weight import GatheredWeight, quantized, shard_parameter
+from fp8cfg.numerics.gathered_weight import GatheredWeight, shard_parameter
 from fp8cfg.numerics.linear_function import LinearFunction, Plan, Products, State
 from fp8cfg.numerics.low_bit_weight import SCALE_INV, NarrowWeight
 from fp8cfg.numerics.pass_records import PassRecords
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling
+from fp8cfg.numerics.shard_scales import ShardPlace, ShardScales, quantized_shard
 from fp8cfg.numerics.stochastic_rounding import Random, random_key
 from fp8cfg.numerics.weight_access import decode, decoded, plain
 
@@ -54,7 +55,8 @@ class FP8Linear(PassRecords, NarrowWeight, nn.Linear):  # type: ignore[override]
     amax_group: AmaxGroup | None = None
     scales_set = False
     adds_bias = True
-    shard_scale: Tensor | None = None
+    shard_place: ShardPlace
+    shard_scales: ShardScales
     shard_quantized: Stored | None = None
 
     @classmethod
@@ -130,7 +132,7 @@ class FP8Linear(PassRecords, NarrowWeight, nn.Linear):  # type: ignore[override]
 
     def quantized_shard(self, shard: Tensor) -> Stored:
         """This rank's rows of the weight in float8, made once a step; kept unless they are gathered once a step too."""
-        made = self.shard_quantized or quantized(shard, self.scaling, self.shard_scale)
+        made = self.shard_quantized or quantized_shard(shard, self.scaling, self.shard_place, self.shard_scales)
         self.shard_quantized = None if self.gathered_once else made
         return made
 

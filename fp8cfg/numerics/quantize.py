@@ -82,6 +82,11 @@ def _in_chunks(t: Tensor) -> bool:
     return t.device.type == "cpu" and t.numel() > 0 and not torch.compiler.is_compiling()
 
 
+def rounded(v: Tensor, fmt: Format) -> Tensor:
+    """Float32 `v`, scaled, in `fmt.dtype`."""
+    return _rounded(v, fmt, fmt.dtype)
+
+
 def _rounded(v: Tensor, fmt: Format, carrier: torch.dtype, uniform: Tensor | None = None) -> Tensor:
     """Float32 `v` on the grid of `fmt`: as `fmt.dtype` if that is the carrier, else as the carrier or float32."""
     if fmt == E2M1:

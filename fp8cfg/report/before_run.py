@@ -72,9 +72,8 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
         who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
         backend = "\n".join([who, *passed_over(choice)])
         parts.append(f"{backend}\n{coverage}")
-    split = [gather_line(recipe, plan(recipe, choice.backend), ranks, choice.backend)]
-    memory = memory_table(recipe, hardware.device, backend=choice.backend)
-    parts.append("\n".join([memory, *(split if precision.storage.shard == "fsdp" else ())]))
+    memory = [memory_table(recipe, hardware.device, backend=choice.backend), gather_line(recipe, ranks, choice.backend)]
+    parts.append("\n".join(line for line in memory if line))
     parts += [line for line in [_scaled_down(recipe)] if line]
     return "\n" + "\n\n".join(parts) + "\n"
 

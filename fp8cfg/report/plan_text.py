@@ -11,7 +11,7 @@ from fp8cfg.report import chart, speedups
 from fp8cfg.report.communication.collectives import Collective
 from fp8cfg.report.memory.fsdp_gather import gather_line
 from fp8cfg.report.memory.layout import refused
-from fp8cfg.report.memory.peak import NOT_PARAMETERS, linears_of, memory_table
+from fp8cfg.report.memory.peak import NOT_PARAMETERS, memory_table
 from fp8cfg.report.tables import amount, size, table, wrapped
 from fp8cfg.scalings import SCALINGS
 
@@ -73,9 +73,8 @@ def _layout(p: Plan) -> str:
 def _memory(p: Plan) -> str:
     lines = [memory_table(p.recipe, p.hardware.device, p.widest.part, p.backend)]
     lines += _beyond_the_chart(p)
-    if p.shard == "fsdp" and p.backend:
-        part = p.widest.part
-        lines.append(gather_line(p.recipe, linears_of(p.recipe, part), part.shards, p.backend))
+    if p.backend and (gathered := gather_line(p.recipe, p.widest.part.shards, p.backend)):
+        lines.append(gathered)
     if len(p.ranks) > 1:
         lines.append(f"of the {p.widest.part.name}, which takes most")
     none, selective, full = (size(p.recomputing(granularity)) for granularity in ("none", "selective", "full"))

@@ -29,11 +29,15 @@ ROWS = {
     "fp32": "precision=fp32", "bf16": "precision=bf16", "fp16": "precision=fp16 precision.initial_loss_scale=65536 storage.weight_grad=fp32 storage.comm=fp32",
     "FP8 weights": "precision=bf16_fp8 model.share_embeddings_and_output_weights=true fp8.output_layer=true",
     "current": "precision=bf16_fp8_current fp8.params=true fp8.high_precision_at_start=0 fp8.high_precision_at_end=0",
+    "blocks": "precision=bf16_fp8_block fp8.params=true fp8.high_precision_at_start=0 fp8.high_precision_at_end=0",
+    "MX": "precision=bf16_mxfp8 fp8.params=true fp8.high_precision_at_start=0 fp8.high_precision_at_end=0",
+    "rows": "precision=bf16_fp8_current fp8.granularity=row fp8.params=true fp8.high_precision_at_start=0 fp8.high_precision_at_end=0",
+    "nvfp4": "precision=bf16_nvfp4 fp8.params=true fp8.high_precision_at_start=0 fp8.high_precision_at_end=0",
     "momentum": "precision=bf16 optim.name=sgd optim.momentum=0.9 optim.lr=0.1",
 }
 SHARDS = ("none", "zero1", "zero2")
-RESUMED = [("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "none"), ("momentum", "zero1", "zero2"), ("bf16", "none", "zero2"), ("current", "zero1", "zero1")]
-MEASURED = ("precision=bf16_fp8 storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1")
+RESUMED = [("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "none"), ("momentum", "zero1", "zero2"), ("bf16", "none", "zero2"), ("current", "zero1", "zero1"), ("MX", "none", "zero1"), ("blocks", "zero2", "none")]
+MEASURED = ("precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16_fp8 storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1")
 NOT_CLIPPED = "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
 
 

@@ -17,7 +17,7 @@ from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
 from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
 from fp8cfg.numerics.attention import FP8Attention
-from fp8cfg.numerics.gathered_weight import gathers, refresh_shards
+from fp8cfg.numerics.gathered_weight import refresh_shards
 from fp8cfg.numerics.scale_update import FP8Layer, discard_amax, fp8_layers, update_scales
 from fp8cfg.numerics.stored_form import say_scales_anew
 from fp8cfg.scalings import SCALINGS
@@ -46,11 +46,6 @@ def convert(
     """
     shared = shared_weights(model)
     scaling = scaling_of(fp8)
-    here: Any = model.tensor_parallel if fp8_gather else None  # FSDP2 splits our own Transformer alone
-    ranks = 1
-    if fp8_gather and dist.is_initialized():
-        copies: Any = model.groups * model.stages  # type: ignore[operator]
-        ranks = dist.get_world_size() // (here.size if here else 1) // copies
     for planned in plan:
         if not planned.fp8:
             continue
@@ -61,7 +56,7 @@ def convert(
             linear, scaling, region, high_precision=(high[0], high[1], high[2]), product=product,  # type: ignore[arg-type]
             fp8_params=fp8.params and linear.weight not in shared, read_as=compute if fp8.params else None)
         replaced(model, planned.name, layer)
-        if fp8_gather and linear.weight not in shared and gathers(scaling, linear.out_features, ranks):
+        if fp8_gather and linear.weight not in shared:
             layer.shard_in_fp8()
     if fp8_gather:
         model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_weights, gathered, low_bit, others, resolved, sharding
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective
-from fp8cfg.report.memory.fsdp_gather import of_parts_of_squares
+from fp8cfg.report.communication.fp8_shards import amaxes_of_cut_tiles, gathered_bytes
 from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.memory.shards import owner_of, parameter_columns, shard_rows
@@ -172,20 +172,20 @@ def _fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], bac
     p, shard = recipe.precision, sharding(recipe.precision, part.shards)
     weight, sent, sums = CODEC[p.compute], CODEC[resolved(p)["comm"]], 1 if shard == "zero1" else passes
     held = gathered(p, backend) == "fp8" if shard == "fsdp" else fp8_weights(p)
-    high = of_parts_of_squares(recipe, linears, part.shards, backend) if shard == "fsdp" else []
-    in_fp8 = {f"{linear.name}.weight" for linear in linears if linear.fp8 and linear.name not in high} if held else set()
-    block = SCALINGS[p.fp8.scaling].block
-    each = CODEC["fp8"] + (NUMBER / block**2 if block else 0)  # with the scales of squares
-    groups: dict[str, list[tuple[str, int]]] = {}
-    for name, shape in local_shapes(recipe, part).items():
+    shapes = local_shapes(recipe, part)
+    in_fp8 = {name: shape for linear in linears if held and linear.fp8 and (shape := shapes.get(name := f"{linear.name}.weight"))}
+    groups: dict[str, list[tuple[int, float]]] = {}  # elements of a shard, and bytes that it is gathered in
+    for name, shape in shapes.items():
         layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
-        groups.setdefault(layer, []).append((name, shard_rows(shape[0], part.shards) * prod(shape[1:])))
+        n = shard_rows(shape[0], part.shards) * prod(shape[1:])
+        groups.setdefault(layer, []).append((n, gathered_bytes(p.fp8, shape, part.shards) if name in in_fp8 else n * weight))
     for layer, shards in groups.items():
-        weights = int(sum(n * (each if name in in_fp8 else weight) for name, n in shards))
-        part_bytes = int(sum(n for _, n in shards) * sent)
+        weights = int(sum(each for _, each in shards))
+        part_bytes = int(sum(n for n, _ in shards) * sent)
         yield from axis.all_gather("weights", weights, passes * (2 if layer else 1) if shard == "fsdp" else 1)
         yield from axis.reduce_scatter("gradients", part_bytes, sums)
         yield from apart.all_reduce("gradients", part_bytes, sums)
-    if in_fp8 and not block:
-        yield from axis.all_reduce("amaxes", NUMBER * len(in_fp8))
-        yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * len(in_fp8))
+    numbers = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards) for shape in in_fp8.values())
+    yield from axis.all_reduce("amaxes", NUMBER * numbers, bool(numbers))
+    whole = len(in_fp8) if p.fp8.granularity == "tensor" and not SCALINGS[p.fp8.scaling].block else 0
+    yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * whole, bool(whole))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import against_fp8_gather, gathered, gathers_params, resolved
+from fp8cfg.config.storage import against_fp8_gather, fp8_weights, gathered, resolved, sharding
 from fp8cfg.report.memory.layout import Part, vectors
-from fp8cfg.report.memory.operands import CODEC
+from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.tables import wrapped
-from fp8cfg.scalings import SCALINGS
 
 
 def gathered_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int, backend: str) -> int:
@@ -31,31 +31,21 @@ def reduced_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], 
     return int(root * each + max(layer * (each + sent), root * sent))
 
 
-ROW_PARALLEL = ("linear_proj", "linear_fc2")
-"""Layers whose weights tensor parallelism splits by columns: a rank has all rows."""
-
-
-def gather_line(recipe: Recipe, linears: Sequence[PlannedLinear], ranks: int, backend: str) -> str:
-    """What weights are gathered in over `ranks`, those that share parameters, and why not in FP8 where fp8.params asks for that."""
-    p, codec = recipe.precision, gathered(recipe.precision, backend)
-    said = f"weights are split over the ranks and gathered in {codec}"
-    if codec != "fp8":
-        why = against_fp8_gather(p, backend) if p.fp8.enabled and p.fp8.params and p.storage.gather == "auto" else []
-        return wrapped(f"{said}: {why[0].partition(';')[0]}", more="  ") if why else said
-    if high := of_parts_of_squares(recipe, linears, ranks, backend):
-        said += (f", {len(high)} layers in {p.compute} ({high[0]} among them): {ranks} ranks do not get whole squares of "
-                 f"{SCALINGS[p.fp8.scaling].block} rows")
-    return wrapped(said, more="  ")
-
-
-def of_parts_of_squares(recipe: Recipe, linears: Sequence[PlannedLinear], ranks: int, backend: str) -> list[str]:
-    """The layers in FP8 whose weights are gathered in high precision all the same, since shards are no whole squares of blocks."""
-    p, tensor = recipe.precision, recipe.trainer.strategy.tensor_model_parallel_size
-    block = SCALINGS[p.fp8.scaling].block
-    if not block or not gathers_params(p, backend):
-        return []
-    return [q.name for q in linears
-            if q.fp8 and (q.out_features // (1 if q.name.endswith(ROW_PARALLEL) else tensor)) % (block * ranks)]
+def gather_line(recipe: Recipe, ranks: int, backend: str) -> str:
+    """What weights are gathered in over `ranks`, those that share parameters, and why not in FP8 where fp8.params asks for that;
+    empty where that is no question."""
+    p = recipe.precision
+    if not by_fsdp2(recipe, ranks, backend):
+        return ""
+    if sharding(p, ranks) != "fsdp":
+        if not fp8_weights(p):
+            return ""
+        two = ", two matrices of each: dgrad reads other scales" if held_beside(recipe) >= 1 else ""
+        return f"weights are gathered in fp8 once a step{two}"
+    said = f"weights are split over the ranks and gathered in {gathered(p, backend)}"
+    if gathered(p, backend) == "fp8" or not (p.fp8.enabled and p.fp8.params and p.storage.gather == "auto"):
+        return said
+    return wrapped(f"{said}: {against_fp8_gather(p, backend)[0].partition(';')[0]}", more="  ")
 
 
 def root_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int) -> int:

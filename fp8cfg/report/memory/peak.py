@@ -141,8 +141,10 @@ def persistent(
     else:
         kinds |= shard_bytes(recipe, part, linears, backend or multiplying(recipe), rank)
     state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if SCALINGS[recipe.fp8.scaling].history else 0
-    in_fp8 = counts.linear if fp8_weights(recipe.precision) else 0
-    return {**kinds, "FP8 copies": state + int(in_fp8 * held_beside(recipe))}
+    beside = int(counts.linear * held_beside(recipe)) if fp8_weights(recipe.precision) else 0
+    together = by_fsdp2(recipe, part.shards, backend or multiplying(recipe))  # gathered, and let go after the step
+    kinds["weights"] += beside * together
+    return {**kinds, "FP8 copies": state + beside * (not together)}
 
 
 def gradient_bytes(recipe: Recipe) -> float:

@@ -16,6 +16,8 @@ from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.config.fsdp_sharding import ZERO
 from fp8cfg.job import Job
 from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
+from fp8cfg.numerics.fp8_weights import Stored
+from fp8cfg.numerics.shard_scales import split_fields, stored_bytes
 from fp8cfg.training.checkpoint.tensor_layout import distributed
 
 
@@ -29,8 +31,12 @@ def as_unsharded(job: Job, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor]
         masters[f"{first}.master"] = p
         owner = first.rpartition(".")[0]
         if job.prepared.columns[first]["weight"] == "fp8":
-            data, scale_inv, *_ = job.model.get_submodule(owner).quantized_shard(local(p))  # type: ignore[operator]
-            weights[f"{owner}.{WEIGHT_BUFFERS[0]}"] = scale_inv
+            layer: Any = job.model.get_submodule(owner)
+            data, *beside = layer.quantized_shard(local(p))
+            split = split_fields(layer.scaling, layer.shard_place)
+            for field, buffer, t in zip(Stored._fields[1:], WEIGHT_BUFFERS, beside, strict=True):
+                if t is not None:  # in rows as the weight, or whole on all ranks
+                    weights[f"{owner}.{buffer}"] = distributed(t, p, (split[field], t.shape[1])) if field in split else t
         else:
             data = local(p).to(DTYPES[job.prepared.columns[first]["weight"]])
         if first not in made:  # a tied weight has two names
@@ -53,11 +59,13 @@ def to_sharded(job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor])
 
 
 def weight_bytes(job: Job) -> int:
-    """Bytes of the weights, in all shards, that a checkpoint has beside their masters; of one in FP8 with a scale."""
-    named = dict(job.model.named_parameters())
-    columns = {first: job.prepared.columns[first]["weight"] for first in set(_narrow(job).values())}
-    return sum(prod(named[name].shape) + 4 if codec == "fp8" else prod(named[name].shape) * DTYPES[codec].itemsize
-               for name, codec in columns.items())
+    """Bytes of the weights, in all shards, that a checkpoint has beside their masters; of one in FP8 with its scales."""
+    named, count = dict(job.model.named_parameters()), 0
+    for name in set(_narrow(job).values()):
+        shape, codec = named[name].shape, job.prepared.columns[name]["weight"]
+        layer: Any = job.model.get_submodule(name.rpartition(".")[0])
+        count += stored_bytes(layer.scaling, *shape) if codec == "fp8" else prod(shape) * DTYPES[codec].itemsize
+    return count
 
 
 def _narrow(job: Job) -> dict[str, str]:

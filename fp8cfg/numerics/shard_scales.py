@@ -1,0 +1,141 @@
+"""Scales of a weight that is split by rows: each rank quantizes its own rows to the bits that one rank has of the whole weight.
+
+A scale is that of a tile of the weight. Of a tile that lies in the rows of one rank that rank alone has the scale, and sends it
+with its rows. Of tiles that several ranks have parts of, the whole weight, its columns, or blocks that the cut goes through, all
+ranks have the scales, made of the largest amaxes over the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8cfg.numerics.block_scaling import Scales, Tile, first_level_of, scales_of_amaxes, sizes, tile_amax, tiled
+from fp8cfg.numerics.fp8_weights import Stored, pack
+from fp8cfg.numerics.quantize import quantize_tiles, rounded
+from fp8cfg.numerics.scaling import WEIGHT, Scaling, amax_of
+from fp8cfg.scalings import SCALE_BYTES
+
+FIELDS = {1: ("data", "scale_inv"), 0: ("dgrad", "dgrad_scale_inv")}
+"""The fields of `Stored` of the matrix that a product reads which contracts a weight's dimension 1, or 0."""
+
+FLOAT32 = 4
+
+
+class ShardPlace(NamedTuple):
+    """A shard of a weight of `rows` rows: that of number `rank` of `ranks`, which have as many rows each, but for the last ones."""
+
+    rows: int
+    ranks: int
+    rank: int
+
+    @property
+    def first(self) -> int:
+        """The row of the weight that the shard begins with."""
+        return min(self.rank * -(-self.rows // self.ranks), self.rows)
+
+    def cuts(self, tile: Tile) -> bool:
+        """Whether ranks have parts of one tile."""
+        return tile[0] != 1 and (tile[0] == 0 or self.rows % (tile[0] * self.ranks) != 0)
+
+
+class ShardScales(NamedTuple):
+    """What all ranks know of the scales of a weight: the one `scale` of all of it, or nvfp4's first level, `whole`, and, by the
+    dimension that a product contracts, the scales [R / r, C / c] of tiles that are cut."""
+
+    scale: Tensor | None = None
+    whole: Tensor | None = None
+    tiles: Mapping[int, Scales] = {}
+
+
+def axes(scaling: Scaling) -> tuple[int, ...]:
+    """The dimensions of a weight for whose contraction there is a matrix."""
+    return (1, 0) if scaling.directional(WEIGHT) else (1,)
+
+
+def _tiles(scaling: Scaling) -> Iterator[tuple[int, Tile]]:
+    for axis in axes(scaling):
+        if (tile := scaling.tile(WEIGHT, axis)) is not None:
+            yield axis, tile
+
+
+def split_fields(scaling: Scaling, place: ShardPlace) -> dict[str, int]:
+    """The fields of the stored weight of which each rank has rows of its own, with the rows of all of them together."""
+    found = {FIELDS[axis][0]: place.rows for axis in axes(scaling)}
+    return found | {FIELDS[axis][1]: place.rows // tile[0] for axis, tile in _tiles(scaling) if not place.cuts(tile)}
+
+
+def amax_shapes(scaling: Scaling, place: ShardPlace, columns: int) -> list[tuple[int, ...]]:
+    """The shapes of what `shard_amaxes` gives."""
+    one = scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels
+    grids = [tile for _, tile in _tiles(scaling) if place.cuts(tile)]
+    return [*([()] if one else []), *(_grid((place.rows, columns), tile) for tile in grids)]
+
+
+def shard_amaxes(shard: Tensor, scaling: Scaling, place: ShardPlace) -> list[Tensor]:
+    """Of the float32 shard [rows, in] the amaxes whose maximum over the shards scales are made of; 0 where it has nothing."""
+    found = [amax_of(shard)] if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels else []
+    return found + [_amaxes(shard, tile, scaling, place) for _, tile in _tiles(scaling) if place.cuts(tile)]
+
+
+def shard_scales(amaxes: list[Tensor], scaling: Scaling, place: ShardPlace) -> ShardScales:
+    """The scales of the amaxes that `shard_amaxes` gave, once they are those of the whole weight; not the one of a whole tensor."""
+    left = iter(amaxes)
+    whole = first_level_of(next(left)) if scaling.layout.two_levels else None
+    return ShardScales(None, whole, {
+        axis: scales_of_amaxes(next(left), scaling.forward, scaling, whole) for axis, tile in _tiles(scaling) if place.cuts(tile)})
+
+
+def quantized_shard(shard: Tensor, scaling: Scaling, place: ShardPlace, known: ShardScales) -> Stored:
+    """The shard [rows, in] in float8, with the scales of its tiles, and of those that are cut with all of the weight's."""
+    fmt = scaling.forward
+    if known.scale is not None:
+        return Stored(rounded(shard.float() * known.scale, fmt), known.scale.reciprocal())
+    fields: dict[str, Tensor] = {}
+    for axis, tile in _tiles(scaling):
+        if (cut := known.tiles.get(axis)) is not None:
+            data, decode = rounded(shard.float() * _of_rows(cut.encode, shard, tile, place), fmt), cut.decode
+        elif len(shard):
+            q = quantize_tiles(shard, tile, fmt, scaling, fmt.dtype, known.whole)
+            assert q.scale_inv is not None
+            data, decode = q.data, q.scale_inv
+        else:
+            data, decode = shard.to(fmt.dtype), shard.new_zeros(0, _grid((1, shard.shape[1]), tile)[1])
+        fields |= dict(zip(FIELDS[axis], (data, pack(decode, scaling)), strict=True))
+    return Stored(**fields, global_scale_inv=None if known.whole is None else known.whole.reciprocal())
+
+
+def stored_bytes(scaling: Scaling, rows: int, columns: int) -> int:
+    """Bytes of a stored weight [rows, columns] and its scales."""
+    grids = [_grid((rows, columns), tile) for _, tile in _tiles(scaling)]
+    scales = SCALE_BYTES[scaling.layout.scale] * sum(r * c for r, c in grids) if grids else FLOAT32
+    return len(axes(scaling)) * rows * columns + scales + FLOAT32 * scaling.layout.two_levels
+
+
+def _grid(shape: tuple[int, int], tile: Tile) -> tuple[int, int]:
+    """The tiles of a matrix of `shape`."""
+    r, c = sizes(shape, tile)
+    return -(-shape[0] // r), -(-shape[1] // c)
+
+
+def _amaxes(shard: Tensor, tile: Tile, scaling: Scaling, place: ShardPlace) -> Tensor:
+    """The amaxes [R / r, C / c] of all tiles of the weight, of which the shard has parts."""
+    found = shard.new_zeros(_grid((place.rows, shard.shape[1]), tile))
+    if len(shard):
+        before = place.first % tile[0] if tile[0] else 0
+        v = tiled(F.pad(shard, (0, 0, before, 0)) if before else shard, tile)
+        first = place.first // tile[0] if tile[0] else 0
+        found[first:first + len(v)] = tile_amax(v, keep_nan=scaling.layout.scale != "float32")[:, 0, :, 0]
+    return found
+
+
+def _of_rows(scales: Tensor, shard: Tensor, tile: Tile, place: ShardPlace) -> Tensor:
+    """Of the scales [R / r, C / c] of a weight those of the elements of the shard."""
+    _, c = sizes(tuple(shard.shape), tile)
+    if tile[0]:
+        scales = scales[torch.arange(place.first, place.first + len(shard), device=shard.device) // tile[0]]
+    return scales.repeat_interleave(c, 1)[:, : shard.shape[1]]
