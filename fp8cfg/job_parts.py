@@ -228,6 +228,7 @@ def _low_bit(
     """The low-bit Adam. The float32 originals are dropped once its state is made from them."""
     from fp8cfg.backends import stored_weights
     from fp8cfg.numerics.codecs import codec
+    from fp8cfg.optim.low_bit.shards import columns_of_shard
     from fp8cfg.optim.low_bit.training import LowBitTrainingAdam, LowBitTrainingAdamW
     from fp8cfg.training.distributed import zero
 
@@ -239,6 +240,8 @@ def _low_bit(
     for number, group in enumerate(groups):
         for name, p in group["params"]:
             columns = zero.columns_of(prepared, precision, name)
+            if prepared.fsdp2:
+                columns = columns_of_shard(columns, p)
             if p in writers:
                 columns = columns._replace(weight=codec("fp32"))  # what the writer is given
             split.setdefault((number, columns), {**group, "params": [], "columns": columns})["params"].append((name, p))
@@ -248,8 +251,22 @@ def _low_bit(
         owned=zero.owned(prepared, precision), seed=seed,
         originals={named[name]: t for name, t in prepared.masters.items()}, loss_scaler=loss_scaler, clip_grad=clip_grad,
         adds_stored=precision.storage.accumulate == "stored")
+    if prepared.fsdp2:
+        _of_shards(built, prepared, precision)
     prepared.masters.clear()
     return built
+
+
+def _of_shards(built: LowBitTraining, prepared: PreparedModel, precision: Precision) -> None:
+    """Let the low-bit Adam `built` step shards: norms and scales of whole tensors are over the ranks that have these."""
+    from fp8cfg.training.distributed import fsdp
+
+    world = fsdp.holders(prepared.model)
+    built.sum_norms = lambda norms: world.sum(norms.square()).sqrt()
+    built.largest = world.largest
+    built.masters_of = {name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"}
+    built.sharded = precision.storage.shard != "fsdp"
+    built.on_written.append(partial(fsdp.let_go, prepared.model))
 
 
 def _inner(optim: Optim, split: bool) -> Any:

@@ -1,8 +1,8 @@
 """FSDP2 sharding: which recipes have their state split over data-parallel ranks by torch's FSDP2, as float32 shards.
 
-`storage.shard=fsdp` always; zero1 and zero2 where masters and moments are float32, gradients are added up as they are sent, and
-each weight can be gathered as the unsharded run stores it. State of fewer bits, and weights in another codec than products read,
-are those of whole tensors, each of which has one owner (training/distributed/zero.py).
+`storage.shard=fsdp` always; zero1 and zero2 where masters are float32, gradients are added up as they are sent, and each weight can
+be gathered as the unsharded run stores it. Moments may be of any codec, encoded by shard. Masters of fewer bits, and weights in
+another codec than products read, are those of whole tensors, each of which has one owner (training/distributed/zero.py).
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ def by_fsdp2(recipe: Recipe, ranks: int, backend: str) -> bool:
 
 
 def _gathered_as_stored(p: Precision, backend: str) -> bool:
-    if level(p) or low_bit(p) or not capabilities(backend).fully_shards:
+    if level(p) or not capabilities(backend).fully_shards:
         return False
     linear, rest = resolved(p), others(p)
+    if low_bit(p) and not (p.storage.rounding == "nearest" and _float32_masters(linear) and _float32_masters(rest)):
+        return False
     if not (_sent_as_added(linear) and _sent_as_added(rest)) or rest["weight"] != p.compute:
         return False
     if fp8_weights(p):
@@ -42,4 +44,12 @@ def _gathered_as_stored(p: Precision, backend: str) -> bool:
 
 
 def _sent_as_added(columns: Columns) -> bool:
+    """FSDP2 takes a reduce_dtype that is param_dtype for none, and would send float32 gradients as they are (torch 2.13)."""
     return columns["comm"] == columns["weight_grad"] and columns["comm"] not in SCALED
+
+
+def _float32_masters(columns: Columns) -> bool:
+    """Whether weights are float32, or stand beside a master that is; float32 ones with the gradients that autograd gives these."""
+    if columns["master_weight"] == "none":
+        return columns["weight"] == columns["weight_grad"] == "fp32"
+    return columns["master_weight"] == "fp32"

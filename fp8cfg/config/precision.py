@@ -45,7 +45,7 @@ class Storage(Node):
     """How updated weights are rounded into their codec. Default nearest (torch, Megatron, MS-AMP)."""
     shard: Literal["auto", "none", "zero1", "zero2", "fsdp"] = "auto"
     """What is split over data-parallel ranks: optimizer state (ZeRO-1, arXiv 1910.02054), gradients too (zero2), or weights too,
-    each float32 and its own master, and gathered layer by layer (fsdp): by torch's FSDP2, and of state in fewer bits whole tensors.
+    each float32 and its own master, and gathered layer by layer (fsdp): by torch's FSDP2; whole tensors where masters are narrower.
     Default auto: zero1 (Megatron's distributed optimizer) over several ranks where masters and moments are float32, none under a
     level or other low-bit state, under backend=te with weights held in FP8, around a model of your own, and on one rank."""
     gather: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"

@@ -12,8 +12,8 @@ from fp8cfg.config.storage import against_fp8_gather, level, resolved
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
 
-KEPT = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32", "exp_avg": "fp32", "exp_avg_sq": "fp32"}
-"""The columns of a rank's parts: float32, and weights are their own masters."""
+KEPT = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
+"""The columns of a rank's parts: weights are float32 and their own masters. Moments may be of any codec."""
 _INSTEAD = "or storage.shard=zero2"
 _GATHERS = ("fp8.enabled", "fp8.scaling", "fp8.granularity", "fp8.use_power_2_scales", "fp8.override_linear_precision.fprop",
             "fp8.override_linear_precision.dgrad", "fp8.params", "backend")
@@ -29,7 +29,7 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
         return
     if level(p):
         said = f"opt_level={p.opt_level}" if p.opt_level else f"backend={p.backend}"
-        yield Refusal(f"{said}: storage.shard=fsdp keeps float32 weights and moments; drop it, {_INSTEAD}",
+        yield Refusal(f"{said}: storage.shard=fsdp keeps float32 weights; drop it, {_INSTEAD}",
                       [("opt_level", None)], ["storage.shard"])
     for column, codec in KEPT.items():
         if (given := getattr(s, column)) not in ("auto", codec):

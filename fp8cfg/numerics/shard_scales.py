@@ -77,7 +77,7 @@ def amax_shapes(scaling: Scaling, place: ShardPlace, columns: int) -> list[tuple
 
 
 def shard_amaxes(shard: Tensor, scaling: Scaling, place: ShardPlace) -> list[Tensor]:
-    """Of the float32 shard [rows, in] the amaxes whose maximum over the shards scales are made of; 0 where it has nothing."""
+    """Of the shard [rows, in] the amaxes whose maximum over the shards scales are made of; 0 where it has nothing."""
     found = [amax_of(shard)] if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels else []
     return found + [_amaxes(shard, tile, scaling, place) for _, tile in _tiles(scaling) if place.cuts(tile)]
 
@@ -104,7 +104,7 @@ def quantized_shard(shard: Tensor, scaling: Scaling, place: ShardPlace, known: S
             assert q.scale_inv is not None
             data, decode = q.data, q.scale_inv
         else:
-            data, decode = shard.to(fmt.dtype), shard.new_zeros(0, _grid((1, shard.shape[1]), tile)[1])
+            data, decode = shard.to(fmt.dtype), torch.zeros(0, _grid((1, shard.shape[1]), tile)[1], device=shard.device)
         fields |= dict(zip(FIELDS[axis], (data, pack(decode, scaling)), strict=True))
     return Stored(**fields, global_scale_inv=None if known.whole is None else known.whole.reciprocal())
 
@@ -124,7 +124,7 @@ def _grid(shape: tuple[int, int], tile: Tile) -> tuple[int, int]:
 
 def _amaxes(shard: Tensor, tile: Tile, scaling: Scaling, place: ShardPlace) -> Tensor:
     """The amaxes [R / r, C / c] of all tiles of the weight, of which the shard has parts."""
-    found = shard.new_zeros(_grid((place.rows, shard.shape[1]), tile))
+    found = torch.zeros(_grid((place.rows, shard.shape[1]), tile), device=shard.device)
     if len(shard):
         before = place.first % tile[0] if tile[0] else 0
         v = tiled(F.pad(shard, (0, 0, before, 0)) if before else shard, tile)

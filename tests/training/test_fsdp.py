@@ -48,6 +48,7 @@ NATIVE = {
     "delayed": f"precision=bf16_fp8 {PLAIN}", "current": CURRENT, "block": f"precision=bf16_fp8_block {PLAIN}",
     "FP8 weights": "precision=bf16_fp8", "FP8 weights, current": f"precision=bf16_fp8_current {EVERYWHERE} fp8.params=true", "FP8 weights, block": "precision=bf16_fp8_block fp8.params=true",
     "FP8 weights, mxfp8": "precision=bf16_mxfp8",
+    "moments": "precision=bf16 storage.exp_avg=bf16 storage.exp_avg_sq=bf16",
     "sgd": "precision=bf16 optim.name=sgd", "adam": "precision=bf16 optim.name=adam", "recomputed": f"{CURRENT} model.recompute_granularity=full",
 }
 WITH_TORCHAO = {
@@ -228,7 +229,7 @@ def test_torchaos_fp8_gather_equals_a_loop_written_by_hand(two: tuple[Path, list
 def test_a_rank_keeps_half_and_sends_what_is_counted(row: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
     first, second = (found[row] for found in two[1])
     elements = first["elements"]
-    for kind, each in (("weights", 4), ("moments", 4 if row == "sgd" else 8), ("gradients", 4), ("masters", 0)):
+    for kind, each in (("weights", 4), ("moments", 4 if row in ("sgd", "moments") else 8), ("gradients", 4), ("masters", 0)):
         assert first["kept"][kind] == second["kept"][kind] == elements * each / 2
     gathered, reduced = first["handed"]
     assert first["sent"] == second["sent"] == {"weights": gathered, "gradients": reduced / 2}
@@ -373,12 +374,12 @@ ZERO2 = "or storage.shard=zero2"
 
 @pytest.mark.parametrize(("words", "line"), [
     ("storage.gather=bf16", "storage.gather=bf16: has no effect, storage.shard=auto keeps whole weights on every rank; drop it or write storage.shard=fsdp"),
-    (f"{FSDP} opt_level=O2 precision=bf16_fp8", f"opt_level=O2: storage.shard=fsdp keeps float32 weights and moments; drop it, {ZERO2}"),
-    (f"{FSDP} backend=msamp precision=bf16_fp8 {PLAIN}", f"backend=msamp: storage.shard=fsdp keeps float32 weights and moments; drop it, {ZERO2}"),
+    (f"{FSDP} opt_level=O2 precision=bf16_fp8", f"opt_level=O2: storage.shard=fsdp keeps float32 weights; drop it, {ZERO2}"),
+    (f"{FSDP} backend=msamp precision=bf16_fp8 {PLAIN}", f"backend=msamp: storage.shard=fsdp keeps float32 weights; drop it, {ZERO2}"),
     (f"{FSDP} storage.weight=bf16", f"storage.weight=bf16: storage.shard=fsdp has fp32 there; write that, {ZERO2}"),
     (f"{FSDP} storage.master_weight=fp32", f"storage.master_weight=fp32: storage.shard=fsdp has none there; write that, {ZERO2}"),
     (f"{FSDP} storage.weight_grad=bf16", f"storage.weight_grad=bf16: storage.shard=fsdp has fp32 there; write that, {ZERO2}"),
-    (f"{FSDP} storage.exp_avg=bf16", f"storage.exp_avg=bf16: storage.shard=fsdp has fp32 there; write that, {ZERO2}"),
+    (f"{FSDP} storage.master_weight=bf16", f"storage.master_weight=bf16: storage.shard=fsdp has none there; write that, {ZERO2}"),
     (f"{FSDP} storage.comm=fp8", f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16; write one of them, {ZERO2}"),
     (f"{FSDP} precision=fp16 storage.comm=fp8", f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16 or fp16; write one of them, {ZERO2}"),
     (f"{FSDP} storage.rounding=stochastic", "storage.rounding=stochastic: has no effect, weights are float32; drop it"),

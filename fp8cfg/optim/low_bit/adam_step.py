@@ -127,10 +127,11 @@ def store_step(
 
 
 def store_whole(
-    columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales, skip: Tensor | None
+    columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales, skip: Tensor | None,
+    first: int = 0,
 ) -> None:
-    """`store_step` of a tensor in one piece, whose own key is `key`."""
-    store_step(columns, decoupled, slot, hyper, key_of_step(key, hyper), new, skip)
+    """`store_step` of a tensor in one piece, whose own key is `key`; of a shard that begins with element `first` of the whole."""
+    store_step(columns, decoupled, slot, hyper, key_of_step(key, hyper), new, skip, first)
 
 
 def _rescaled(stored: Stored, scale_inv: Tensor | None) -> Stored:

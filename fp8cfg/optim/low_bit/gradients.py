@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Codec, Stored, spans
+from fp8cfg.optim.low_bit.shards import local
 
 
 class StoredGradients:
@@ -25,7 +26,7 @@ class StoredGradients:
 
     def of(self, p: nn.Parameter) -> Stored | None:
         """The gradient for a step: `.grad`, or the stored one where that is None."""
-        return self.stored.get(p) if p.grad is None else (p.grad,)
+        return self.stored.get(p) if p.grad is None else (local(p.grad),)
 
     def store_all(self) -> None:
         """Move each `.grad` that has a codec into `stored`. Raises RuntimeError where there already is one: gradients are summed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, ClassVar
@@ -17,9 +17,10 @@ from fp8cfg.optim.deferred_step import lr_after
 from fp8cfg.optim.low_bit.adam_step import check_hyperparameters, hyper
 from fp8cfg.optim.low_bit.columns import Columns
 from fp8cfg.optim.low_bit.gradients import StoredGradients
+from fp8cfg.optim.low_bit.shards import first_element, local
 from fp8cfg.optim.low_bit.state import STORED, check_parameter, fresh_state, slot_of
-from fp8cfg.optim.low_bit.state_dict import check_state, collect_json, collect_tensors, restore
-from fp8cfg.optim.low_bit.tensor_groups import Work, adam_step
+from fp8cfg.optim.low_bit.state_dict import check_state, collect_json, collect_tensors, recoded, restore
+from fp8cfg.optim.low_bit.tensor_groups import Work, adam_step, amaxes_of_step
 from fp8cfg.optim.mixed_precision import Named, named_parameters
 from fp8cfg.optim.named_state import NamedOptimizer
 from fp8cfg.optim.write_guard import WriteGuard
@@ -42,6 +43,9 @@ class LowBitOptimizer(NamedOptimizer):
     take their place. Of the parameters that are not `owned`, by name, no state is kept, and a step leaves them to the rank that
     owns them. A step reads gradients times `grad_factor`. `seed` is that of stochastic rounding. `compiled` runs torch.compile on
     the step: the same bits on a CPU.
+
+    Parameters may be float32 shards that FSDP2 splits, their own masters (shards.py). `largest` is then the elementwise maximum
+    over the ranks that have the shards, for scales of whole tensors; `masters_of` names those whose master is the parameter.
     """
 
     decoupled: ClassVar[bool]
@@ -71,6 +75,8 @@ class LowBitOptimizer(NamedOptimizer):
         self._written = WriteGuard(self.names, "the optimizer had stored their values")
         self.held, self.writers = dict(held or {}), dict(writers or {})
         self._owned = owned
+        self.largest: Callable[[Tensor], Tensor] | None = None
+        self.masters_of: Collection[str] = ()
         self._originals = originals or {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "columns": columns})
         self._originals = {}
@@ -93,9 +99,9 @@ class LowBitOptimizer(NamedOptimizer):
         self.names[p], self.columns[p] = name, columns
         if columns.grad is not None:
             self.gradients.codecs[p] = columns.grad
-        held = self._held(p)
-        value = self._originals.get(p, columns.weight.decode(held) if held else p.detach())
-        state = fresh_state(p, columns, value, self._key(p, "start"), () if p in self.writers else held)
+        held, here = self._held(p), local(p.detach())
+        value = self._originals.get(p, columns.weight.decode(held) if held else here)
+        state = fresh_state(here, columns, value, self._key(p, "start"), () if p in self.writers else held)
         codecs = {column: str(getattr(columns, column)) for column in STORED if column in state}
         self.state[p] = {**(state if self.owns(p) else {}), "step": 0, "codecs": codecs}
         if self.state[p].keys() & {"master", "weight"}:
@@ -121,8 +127,15 @@ class LowBitOptimizer(NamedOptimizer):
         return loss
 
     def _update(self) -> None:
-        for group in self.param_groups:
-            adam_step(group["columns"], self.decoupled, self._works(group), self.compiled)
+        each = [(group["columns"], self._works(group)) for group in self.param_groups]
+        if self.largest is None or not any(columns.per_tensor for columns, _ in each):
+            for columns, works in each:
+                adam_step(columns, self.decoupled, works, self.compiled)
+            return
+        known = [amaxes_of_step(c, self.decoupled, work, self.compiled) for c, works in each if c.per_tensor for work in works]
+        left = iter(self.largest(torch.stack(known)).unbind() if known else ())
+        for columns, works in each:
+            adam_step(columns, self.decoupled, works, self.compiled, [next(left) if columns.per_tensor else None for _ in works])
 
     def _works(self, group: dict[str, Any]) -> list[Work]:
         """The pending steps of the parameters of a group that have a gradient; increments their step counts."""
@@ -138,10 +151,10 @@ class LowBitOptimizer(NamedOptimizer):
                 state = self.state[p]
                 state["step"] += 1
                 if self.owns(p):
-                    slot = slot_of(p, state, grad, self._held(p), p in self.writers)
+                    slot = slot_of(local(p.detach()), state, grad, self._held(p), p in self.writers)
                     before = state["step"] - int(deferred is not None and deferred.waits_for(p))
                     factors = factors_of(state["step"], before, p.device)
-                    works.append(Work(slot, factors, self._step_key(p) if random else None, skip))
+                    works.append(Work(slot, factors, self._step_key(p) if random else None, skip, first_element(p)))
         return works
 
     def _factors(self, group: dict[str, Any], step: int, if_skipped: int, device: torch.device) -> Tensor:
@@ -192,7 +205,12 @@ class LowBitOptimizer(NamedOptimizer):
 
     def state_json(self) -> dict[str, Any]:
         """The rest of the state, for JSON: class, seed, step counts, codecs. The learning rate is a schedule's."""
-        return {"optimizer": type(self).__name__, "seed": self.seed, "state": collect_json(self.names, self.state)}
+        return {"optimizer": type(self).__name__, "seed": self.seed, "state": self._entries()}
+
+    def _entries(self) -> dict[str, Any]:
+        found = collect_json(self.names, self.state)
+        return {name: {**entry, "codecs": {"master": "fp32", **entry["codecs"]}} if name in self.masters_of else entry
+                for name, entry in found.items()}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
@@ -205,6 +223,8 @@ class LowBitOptimizer(NamedOptimizer):
         mine = self.state_tensors()
         elsewhere = {f"{name}." for p, name in self.names.items() if not self.owns(p)}
         tensors = {k: t for k, t in tensors.items() if k in mine or not any(k.startswith(prefix) for prefix in elsewhere)}
+        if "state" in json:
+            tensors, json = recoded(self.names, self.columns, tensors, json, self._entries(), self._key)
         check_state(tensors, mine, json, self.state_json())
         restore(self.names, self.state, self.columns, tensors, json["state"])
         self.seed = int(json["seed"])

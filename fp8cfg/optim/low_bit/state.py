@@ -27,12 +27,12 @@ def check_parameter(name: str, p: nn.Parameter, columns: Columns, kept_apart: bo
         raise ValueError(f"{name} is not contiguous; it is stepped through in the order of its memory")
 
 
-def is_stored(p: nn.Parameter, weight: Codec) -> bool:
+def is_stored(p: Tensor, weight: Codec) -> bool:
     """Whether the parameter is the stored weight itself."""
     return weight.scaling == "none" and weight.format.dtype == p.dtype
 
 
-def fresh_state(p: nn.Parameter, c: Columns, value: Tensor, key: Tensor, weight: Stored | None) -> dict[str, Any]:
+def fresh_state(p: Tensor, c: Columns, value: Tensor, key: Tensor, weight: Stored | None) -> dict[str, Any]:
     """The state of `p` before its first step, from `value`, of any float dtype; what rounding changes is written to `p`, or to
     `weight` where that is given: the tensors it is held in, none where it is left as it is."""
     state: dict[str, Any] = {"step": 0}
@@ -51,7 +51,7 @@ def fresh_state(p: nn.Parameter, c: Columns, value: Tensor, key: Tensor, weight:
     return {**state, **{m: getattr(c, m).zeros(p.shape, p.device) for m in ("exp_avg", "exp_avg_sq")}}
 
 
-def slot_of(p: nn.Parameter, state: dict[str, Any], grad: Stored, held: Stored | None, written: bool) -> Slot:
+def slot_of(p: Tensor, state: dict[str, Any], grad: Stored, held: Stored | None, written: bool) -> Slot:
     """The tensors that a step reads and writes, flat."""
     weight, master = _flat(held or state.get("weight") or (p.detach(),)), state.get("master")
     source, weight_of_master = (weight, None) if master is None else (_flat(master), None if written else weight)

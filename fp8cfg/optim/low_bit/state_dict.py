@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from fp8cfg.optim.inner_state import Names, check_names, check_tensors
 from fp8cfg.optim.low_bit.columns import Columns
+from fp8cfg.optim.low_bit.shards import decoded_part, first_element, local, of_shards
 from fp8cfg.optim.low_bit.state import STORED
 
 State = Mapping[Any, dict[str, Any]]
 
 
 def collect_tensors(names: Names, state: State) -> dict[str, Tensor]:
-    """Data as `<name>.exp_avg`, inverse scales as `<name>.exp_avg.scale_inv`, and so on: the tensors themselves, no copies."""
+    """Data as `<name>.exp_avg`, inverse scales as `<name>.exp_avg.scale_inv`, and so on: the tensors themselves, no copies, of a
+    shard as parts of the whole."""
     return {
-        f"{name}.{column}{suffix}": tensor
+        f"{name}.{column}{suffix}": of_shards(tensor, p, data=not suffix)
         for p, name in names.items()
         for column in STORED
         for suffix, tensor in zip(("", ".scale_inv"), state[p].get(column, ()), strict=False)
@@ -29,12 +31,39 @@ def collect_json(names: Names, state: State) -> dict[str, Any]:
     return {name: {key: state[p][key] for key in ("step", "codecs")} for p, name in names.items()}
 
 
+def recoded(
+    names: Names, columns: Mapping[nn.Parameter, Columns], tensors: Mapping[str, Tensor], json: Mapping[str, Any],
+    mine: Mapping[str, Any], key: Callable[[nn.Parameter, str], Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Saved state with the moments of a parameter in this layout's codec, where one layout has them in blocks and the other in
+    float32, since its shards would cut these; `mine` is this optimizer's own JSON. Other differences are left."""
+    tensors, entries = dict(tensors), {name: {**entry, "codecs": {**entry["codecs"]}} for name, entry in json["state"].items()}
+    for column in ("exp_avg", "exp_avg_sq"):
+        codecs = {str(getattr(c, column)): getattr(c, column) for c in columns.values() if getattr(c, column).block}
+        known = {codec for codec in codecs if any(e["codecs"].get(column) == codec for e in entries.values())}
+        for p, name in names.items():
+            if name not in entries or name not in mine:
+                continue
+            there, here = entries[name]["codecs"].get(column), mine[name]["codecs"][column]
+            data, scales = f"{name}.{column}", f"{name}.{column}.scale_inv"
+            if there in known and here == "fp32":
+                tensors[data] = of_shards(
+                    decoded_part(codecs[there], local(tensors[data]), tensors.pop(scales), first_element(p)), p, data=True)
+            elif there == "fp32" and here in known:
+                made = codecs[here].encode(local(tensors[data]).float(), key(p, column))
+                tensors[data], tensors[scales] = (of_shards(t, p, data=first) for t, first in zip(made, (True, False), strict=True))
+            else:
+                continue
+            entries[name]["codecs"][column] = here
+    return tensors, {**json, "state": entries}
+
+
 def restore(
     names: Names, state: State, columns: Mapping[nn.Parameter, Columns], tensors: Mapping[str, Tensor], json: Mapping[str, Any]
 ) -> None:
     """Copy in what `collect_tensors` and `collect_json` gave; working copies of stored weights are rewritten."""
     for name, tensor in collect_tensors(names, state).items():
-        tensor.copy_(tensors[name])
+        local(tensor).copy_(local(tensors[name]))
     for p, name in names.items():
         state[p]["step"] = int(json[name]["step"])
         if "weight" in state[p]:

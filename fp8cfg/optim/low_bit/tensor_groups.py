@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +35,14 @@ _CONSTANTS: dict[str, tuple[Columns, bool]] = {}
 
 class Work(NamedTuple):
     """One tensor to step: the tensor, ten numbers on its device (`hyper`), the key of its random numbers where a codec rounds
-    stochastically, and, a bool [], whether the step is to be skipped, where the device alone knows."""
+    stochastically, a bool [], whether the step is to be skipped, where the device alone knows, and of a shard the place of its
+    first element in the whole."""
 
     slot: Slot
     hyper: Tensor
     key: Tensor | None = None
     skip: Tensor | None = None
+    first: int = 0
 
 
 def compiles(device: torch.device) -> bool:
@@ -47,36 +51,70 @@ def compiles(device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def adam_step(columns: Columns, decoupled: bool, works: Iterable[Work], compiled: bool = False) -> None:
+def adam_step(
+    columns: Columns, decoupled: bool, works: Iterable[Work], compiled: bool = False, amaxes: Iterable[Tensor | None] = repeat(None)
+) -> None:
     """Step every tensor of `works`, in place. Compiled code gives the same bits on a CPU; on a GPU a compiler contracts products
-    and sums, which changes the last bit of a float32 before it is rounded."""
+    and sums, which changes the last bit of a float32 before it is rounded. `amaxes` are those of whole tensors of which works are
+    shards, as `amaxes_of_step` found them in each."""
+    with _dtypes_may_mix():
+        for work, whole in zip(works, amaxes):  # noqa: B905  # of works alone there is an end
+            if _in_one(columns, work, compiled):
+                _step_compiled(columns, decoupled, work, whole)
+            elif work.slot.source[0].numel():
+                _step_in_pieces(columns, decoupled, work, whole)
+
+
+@torch.no_grad()
+def amaxes_of_step(columns: Columns, decoupled: bool, work: Work, compiled: bool = False) -> Tensor:
+    """The amaxes [3] of weight and moments that a step is about to store, of columns with a scale for the whole tensor."""
+    with _dtypes_may_mix():
+        if _in_one(columns, work, compiled):
+            found: Tensor = _compiled(find_amaxes, columns, decoupled)(_in_blocks(work.slot, columns.block), work.hyper)
+            return found
+        return _amaxes_in_pieces(columns, decoupled, work)
+
+
+def _amaxes_in_pieces(columns: Columns, decoupled: bool, work: Work) -> Tensor:
+    slot, hyper = work.slot, work.hyper
+    count, device = slot.source[0].numel(), slot.source[0].device
+    found = [find_amaxes(columns, decoupled, _part(columns, slot, a, b), hyper) for a, b in spans(count, device)]
+    return torch.stack(found).amax(0) if found else hyper.new_zeros(3)
+
+
+@contextmanager
+def _dtypes_may_mix() -> Iterator[None]:
     with warnings.catch_warnings():
         # Inductor advises against both dtypes in one CPU kernel. Seen with torch 2.13; ends with the torch that does not.
         warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed")
-        for work in works:
-            count = work.slot.source[0].numel()
-            if (compiled or compiles(work.hyper.device)) and count >= LEAST_COMPILED and count % columns.block == 0:
-                _step_compiled(columns, decoupled, work)
-            elif count:
-                _step_in_pieces(columns, decoupled, work)
+        yield
 
 
-def _step_in_pieces(columns: Columns, decoupled: bool, work: Work) -> None:
-    slot, hyper, key, skip = work
+def _in_one(columns: Columns, work: Work, compiled: bool) -> bool:
+    """Whether compiled code steps the tensor."""
+    count = work.slot.source[0].numel()
+    return (compiled or compiles(work.hyper.device)) and count >= LEAST_COMPILED and count % columns.block == 0
+
+
+def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, whole: Tensor | None) -> None:
+    slot, hyper, key, skip, first = work
     count, device = slot.source[0].numel(), slot.source[0].device
     scales = Scales()
     if columns.per_tensor:
-        amaxes = [find_amaxes(columns, decoupled, _part(columns, slot, a, b), hyper) for a, b in spans(count, device)]
-        scales = scales_from(columns, torch.stack(amaxes).amax(0))
+        scales = scales_from(columns, _amaxes_in_pieces(columns, decoupled, work) if whole is None else whole)
     key = key_of_step(key, hyper)
     for a, b in spans(count, device):
-        store_step(columns, decoupled, _part(columns, slot, a, b), hyper, key, scales, skip, a, b == count)
+        store_step(columns, decoupled, _part(columns, slot, a, b), hyper, key, scales, skip, first + a, b == count)
 
 
-def _step_compiled(columns: Columns, decoupled: bool, work: Work) -> None:
-    slot = _in_blocks(work.slot, columns.block)
-    scales = _compiled(find_scales, columns, decoupled)(slot, work.hyper) if columns.per_tensor else Scales()
-    _compiled(store_whole, columns, decoupled)(slot, work.hyper, work.key, scales, work.skip)
+def _step_compiled(columns: Columns, decoupled: bool, work: Work, whole: Tensor | None) -> None:
+    slot, scales = _in_blocks(work.slot, columns.block), Scales()
+    if whole is not None:
+        scales = scales_from(columns, whole)
+    elif columns.per_tensor:
+        scales = _compiled(find_scales, columns, decoupled)(slot, work.hyper)
+    at = (work.first,) if work.first else ()
+    _compiled(store_whole, columns, decoupled)(slot, work.hyper, work.key, scales, work.skip, *at)
 
 
 @functools.cache

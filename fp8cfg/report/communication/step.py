@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import fp8_weights, sharding
+from fp8cfg.config.storage import SCALED, fp8_weights, resolved, sharding
 from fp8cfg.report.communication import passes, state
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, together
 from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.peak import linears_of, microbatches
-from fp8cfg.report.memory.shards import owner_of
+from fp8cfg.report.memory.shards import BLOCKS, owner_of
 from fp8cfg.scalings import SCALINGS
 
 
@@ -35,6 +35,10 @@ def _numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: 
     if shard == "zero2" or by_fsdp2(recipe, part.shards, backend):  # a norm of each parameter, or of its part
         for each in _kinds(recipe, part) if part.tensor > 1 else (len(local_shapes(recipe, part)),):
             yield from Axis(state.name_of(part), part.shards).all_reduce("losses and norms", NUMBER * each)
+    moments = resolved(recipe.precision)
+    if by_fsdp2(recipe, part.shards, backend) and {moments["exp_avg"], moments["exp_avg_sq"]} & {*SCALED} - {*BLOCKS}:
+        each = 3 * len(local_shapes(recipe, part))  # of weight and moments, for scales of whole tensors
+        yield from Axis(state.name_of(part), part.shards).all_reduce("amaxes", NUMBER * each)
     yield from Axis("tensor", part.tensor).all_reduce("losses and norms", NUMBER)
     yield from Axis("pipeline", stages).all_reduce("losses and norms", 2 * NUMBER)
     fp8 = recipe.fp8

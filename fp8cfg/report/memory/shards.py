@@ -20,6 +20,8 @@ from fp8cfg.report.memory.owners import owners
 
 KINDS = {"weights": ("weight",), "masters": ("master_weight",), "gradients": ("weight_grad",), "moments": ("exp_avg", "exp_avg_sq")}
 """The storage columns of each kind."""
+BLOCKS, BLOCK = ("fp8_block", "fp8_expand"), 128
+"""The codecs of blocks of flat elements, and how many these have (numerics/codecs.py)."""
 SPLIT = {"none": (), "zero1": ("masters", "moments"), "zero2": ("masters", "moments", "gradients"), "fsdp": tuple(KINDS)}
 """The kinds that each storage.shard splits between owners, and fsdp by rows."""
 
@@ -40,11 +42,19 @@ def shard_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
         (owner, loads), kinds = owner_of(recipe, part, linears), SPLIT[shard]
         rank = max(loads, key=lambda one: loads[one]) if rank is None else rank
         elements = {name: prod(shape) for name, shape in shapes.items() if owner[name] == rank}
-    found = {}
-    for kind in kinds:
-        each = {name: sum(CODEC[(moments if kind == "moments" else columns[name])[k]] for k in KINDS[kind]) for name in elements}
-        found[kind] = int(sum(count * each[name] for name, count in elements.items()))
-    return found
+    by_rows = by_fsdp2(recipe, part.shards, backend)
+    plain = {**moments, **{k: "fp32" for k in KINDS["moments"] if moments[k] in BLOCKS}}
+    for name in elements:  # FSDP2 leaves moments in float32 where shards are no whole blocks
+        own = plain if by_rows and not whole_blocks(shapes[name], part.shards) else moments
+        columns[name] = {**columns[name], **{k: own[k] for k in KINDS["moments"]}}
+    return {kind: int(sum(count * sum(CODEC[columns[name][k]] for k in KINDS[kind]) for name, count in elements.items()))
+            for kind in kinds}
+
+
+def whole_blocks(shape: tuple[int, ...], ranks: int) -> bool:
+    """Whether each shard of a tensor of `shape` is whole blocks of a storage codec, and as many as the others
+    (optim/low_bit/shards.py)."""
+    return shape[0] % ranks == 0 and (shape[0] // ranks * prod(shape[1:])) % BLOCK == 0
 
 
 def parameter_columns(recipe: Recipe, linears: list[PlannedLinear], names: Iterable[str]) -> dict[str, Columns]:

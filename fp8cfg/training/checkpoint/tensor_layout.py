@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8cfg.job import Job
 from fp8cfg.models.tensor_shard import TensorShard
 from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
+from fp8cfg.optim.low_bit.shards import fits
 from fp8cfg.training.checkpoint.tensor_box import Offsets, TensorBox
 from fp8cfg.training.distributed.world import World, sharing
 
@@ -72,7 +73,7 @@ class TensorLayout:
     def part(self, name: str, whole: Offsets, read: Callable[[Offsets, Offsets], Tensor]) -> Tensor:
         """What this rank keeps of a tensor whose whole has the shape `whole`, of which `read` gives the part that begins somewhere
         and has some size."""
-        shard, like = self._shard_of(name, len(whole)), self._parameter_of(name)
+        shard, like = self._shard_of(name, len(whole)), self._parameter_of(name, whole)
         shape = _narrower(whole, shard)
         local = shape if like is None else _local_shape(like, shape)[0]
         places = list(self._places(shape, local, like, shard))
@@ -84,9 +85,15 @@ class TensorLayout:
                 part[slices(place.here, place.size)] = read(place.whole, place.size)
         return part if like is None else distributed(part, like, shape)
 
-    def _parameter_of(self, name: str) -> DTensor | None:
-        """The parameter that FSDP2 split as it splits the tensor `name`, if it splits it."""
-        return self.split.get(name, self.split.get(name.rpartition(".")[0]))
+    def _parameter_of(self, name: str, whole: Offsets) -> DTensor | None:
+        """The parameter that FSDP2 split as it splits the tensor `name`, of the shape `whole`, if it splits it."""
+        owner, _, last = name.rpartition(".")
+        if last != "scale_inv":
+            return self.split.get(name, self.split.get(owner))
+        like: Any = self.split.get(owner.rpartition(".")[0])
+        if like is None or not whole or like.numel() % whole[0]:
+            return None
+        return like if fits(like.shape, like.device_mesh.size(like.device_mesh.ndim - 1), like.numel() // whole[0]) else None
 
     def _shard_of(self, name: str, dims: int) -> TensorShard | None:
         """Of which part of the whole a tensor is: a parameter, what the optimizer has of one, or the scales of a float8 weight that

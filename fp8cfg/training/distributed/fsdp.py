@@ -187,6 +187,13 @@ def gathered_weights(model: nn.Module) -> list[Tensor]:
     return found
 
 
+def holders(model: nn.Module) -> World:
+    """The ranks that have the shards of the parameters of `model`."""
+    mesh: Any = next(p for p in model.parameters() if isinstance(p, DTensor)).device_mesh
+    axis = mesh.ndim - 1
+    return World(mesh.get_local_rank(axis), mesh.size(axis), group=mesh.get_group(axis))
+
+
 def local(t: Tensor) -> Tensor:
     """This rank's part of a tensor, or the tensor itself where it is not split."""
     return _plain(t.to_local()) if isinstance(t, DTensor) else t
