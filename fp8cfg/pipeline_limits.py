@@ -21,7 +21,11 @@ def limits(recipe: Recipe, ranks: int) -> list[str]:
 
 def of_precision(recipe: Recipe, ranks: int) -> list[str]:
     """Those lines that are about what is stored and logged, whatever the sizes."""
-    return [*_state(recipe, ranks), *_rest(recipe)]
+    key = f"pipeline_model_parallel_size={recipe.trainer.strategy.pipeline_model_parallel_size}"
+    lines = [*low_bit_refused(recipe.precision, ranks, key, "models")]
+    if every := recipe.log.fp8_stats_every_n_steps:
+        lines.append(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has all layers; write 0")
+    return lines
 
 
 def _microbatches(recipe: Recipe, ranks: int) -> Iterator[str]:
@@ -39,17 +43,3 @@ def _microbatches(recipe: Recipe, ranks: int) -> Iterator[str]:
     cure = f"trainer.micro_batch_size={micro}" if micro else f"trainer.global_batch_size={stages * t.micro_batch_size * shares}"
     many = "1 microbatch" if count == 1 else f"{count} microbatches"
     yield f"{s.key('pipeline_model_parallel_size')}={stages}: a step has {many} on each rank, and {why}; write {cure}"
-
-
-def _state(recipe: Recipe, ranks: int) -> Iterator[str]:
-    p, s = recipe.precision, recipe.trainer.strategy
-    key = f"pipeline_model_parallel_size={s.pipeline_model_parallel_size}"
-    yield from low_bit_refused(p, ranks, key, "models")
-    if p.storage.shard == "fsdp":
-        yield f"storage.shard=fsdp: gathers weights for each microbatch, of which {key} has many; write storage.shard=zero1"
-
-
-def _rest(recipe: Recipe) -> Iterator[str]:
-    key = f"pipeline_model_parallel_size={recipe.trainer.strategy.pipeline_model_parallel_size}"
-    if every := recipe.log.fp8_stats_every_n_steps:
-        yield f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has all layers; write 0"

@@ -133,7 +133,8 @@ def pipeline(job: Job, world: World) -> Pipeline:
         if job.prepared.fsdp2:
             from fp8cfg.training.distributed.fsdp import FullyShardedStages
 
-            shards = FullyShardedStages(job.model, job.prepared.shard)
+            chunks = [[job.model.get_submodule(f"layers.{n}") for n in chunk] for chunk in here.chunks]
+            shards = FullyShardedStages(job.model, job.prepared.shard, chunks)
         here.schedule = Pipeline(job.model, here, microbatches(job, world), t.micro_batch_size, dtype, job.device, shards)  # type: ignore[arg-type]
     made: Pipeline = here.schedule
     return made

@@ -26,6 +26,7 @@ def only_native(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rules, "unavailable", lambda: "it is not installed")
 
 
+LEVEL = ["opt_level=O2", "fp8.params=false", "model.recompute_granularity=full"]  # whose state is that of whole models
 LARGE = ["recipe=llama_405b", "precision=bf16_fp8", "--gpu", "h100"]
 
 
@@ -134,9 +135,9 @@ last stage        15       6.24B  50.8 GiB
 
 
 def test_a_layout_that_is_not_run_is_planned_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    out, lines = refused(capsys, *LARGE, "storage.shard=fsdp")
-    assert "; runs there: fp8cfg recipe=llama_405b precision=bf16_fp8 storage.shard=fsdp trainer.strategy.pipeline_model_parallel_size=1 " in lines[-1]
-    assert "\ndoes not run as it stands: storage.shard=fsdp: gathers weights" in out and "\nruns with: trainer.strategy.pipeline_model_parallel_size=1\n" in out
+    out, lines = refused(capsys, *LARGE, *LEVEL)
+    assert lines[-1].endswith("; runs there: fp8cfg recipe=llama_405b precision=bf16_fp8 fp8.params=false model.recompute_granularity=full opt_level=null")
+    assert "\ndoes not run as it stands: opt_level=O2: low-bit state is that of whole models" in out and "\nruns with: opt_level=null\n" in out
     assert "\nplanned for, not run: training in this version has no such layout\n" in out
     assert "\nfits h100, 79.1 GiB, as planned for: " in out and max(map(len, out.splitlines())) <= 80
 
@@ -176,14 +177,14 @@ def test_a_recipe_that_nothing_runs_there_is_planned_and_refused(argv: list[str]
 
 
 def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*LARGE, "storage.shard=fsdp", "--json")
+    words = (*LARGE, *LEVEL, "--json")
     out, problems = refused(capsys, *words)
     assert out == refused(capsys, *words)[0]
     found = json.loads(out)
     assert list(found) == ["recipe", "gpu", "gpus", "runs", "refusals", "coverage", "chart", "parameters", "shard", "ranks", "widest", "fits", "problems", "write", "alternative", "recompute",
                            "published", "measured_here", "too_small", "built"]
-    assert found["problems"] == [line.partition("; runs there")[0] for line in problems] and found["write"][:1] == ["trainer.strategy.pipeline_model_parallel_size=1"]
-    assert found["fits"] is True and found["measured_here"] is False and found["built"]["optimizer"]["inner"] == "adamw"
+    assert found["problems"] == [line.partition("; runs there")[0] for line in problems] and found["write"] == ["opt_level=null"]
+    assert found["fits"] is True and found["measured_here"] is False and found["built"]["optimizer"]["rounding"] == "nearest"
     assert [r["name"] for r in found["ranks"]] == ["first stage", "middle stage", "last stage"]
     assert all(sum(r["memory"].values()) == r["total"] for r in found["ranks"])
     out, lines = refused(capsys, "precision=bf16_fp8", "--gpu", "a100-40", "--json")

@@ -63,6 +63,8 @@ FOUR = {  # name -> words of runs on four ranks, the axis beside the pipeline, l
     "data": (f"{CLIPPED} {TIED} storage.shard=zero1", 1e-6, 1e-5),
     "data zero2": (f"{CLIPPED} {TWO_CHUNKS} storage.shard=zero2", 1e-6, 1e-5),
     "data delayed": ("precision=bf16_fp8", 2e-3, 0.1),
+    "data fsdp": (f"{CLIPPED} {TIED} storage.shard=fsdp", 1e-6, 1e-5),
+    "data fsdp current": (f"{CURRENT} {TWO_CHUNKS} storage.shard=fsdp", 2e-3, 0.1),
 }
 RESUMED = ("delayed interleaved", "tied")
 
@@ -158,11 +160,18 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "4"
     found = {name: trained(job_of(words_of(name), 2, 4), world) for name in FOUR}
     words = f"{words_of('tied')} trainer.strategy.tensor_model_parallel_size=2"
-    found["sharded"] = {shard: sharded(f"precision=bf16 storage.shard={shard}", world) for shard in ("zero1", "zero2")}
+    found["sharded"] = {shard: sharded(f"precision=bf16 storage.shard={shard}", world) for shard in SUMS}
     found["tied from two"] = trained(loaded(job_of(words, 2, 4), folder / "tied"), world, 3)
     job = loaded(job_of(words, 2, 4), folder / "tied")
     saved(job, world, folder / "tied again")
+    job = loaded(job_of(words_of("data fsdp"), 2, 4), folder / "tied")
+    saved(job, world, folder / "tied fsdp")
+    found["tied as fsdp"] = trained(job, world, 3)
     return found
+
+
+SUMS = {"zero1": (3, 3), "zero2": (3, 3 * 4), "fsdp": (1 + 2 * 2 * 4, 3 * 4)}
+"""Gathers and sums of two layers and the rest of a stage in a step of four microbatches: fsdp gathers layers for each pass."""
 
 
 def sharded(words: str, world: World) -> dict[str, Any]:
@@ -276,12 +285,11 @@ def test_two_stages_train_as_one_rank_in_every_precision(name: str, two: list[di
 
 
 @pytest.mark.slow
-def test_sharded_stages_gather_once_a_step_and_take_what_is_planned(four: list[dict[str, Any]]) -> None:
-    """Of two layers and the rest of a stage, over four microbatches."""
+def test_sharded_stages_gather_and_sum_as_they_are_to_and_take_what_is_planned(four: list[dict[str, Any]]) -> None:
     for found in (rank["sharded"] for rank in four):
-        for shard, sums in (("zero1", 3), ("zero2", 3 * 4)):
+        for shard, counts in SUMS.items():
             messages = found[shard]["messages"]
-            assert (messages["weights"], messages["gradients"]) == (3, sums)
+            assert (messages["weights"], messages["gradients"]) == counts
             peak, here = found[shard]["memory"].pop("peak")
             assert 0.9 * here <= peak <= 1.15 * here
             for kind, (planned, here) in found[shard]["memory"].items():
@@ -295,10 +303,11 @@ def test_two_times_two_ranks_train_as_one_rank(name: str, four: list[dict[str, A
 
 
 @pytest.mark.slow
-def test_split_matrices_go_on_from_stages_and_save_the_same(folder: Path, four: list[dict[str, Any]], quick: list[dict[str, Any]]) -> None:
+def test_other_layouts_go_on_from_stages_and_save_the_same(folder: Path, four: list[dict[str, Any]], quick: list[dict[str, Any]]) -> None:
     assert four[3]["tied from two"]["losses"] == pytest.approx(quick[0]["tied"]["losses"][3:], rel=1e-6)
-    before, after = (checkpoint.load(folder / name / "step-00000003")[0] for name in ("tied", "tied again"))
-    assert all(torch.equal(t, after[group][k]) for group in ("model", "optimizer") for k, t in before[group].items())
+    assert four[3]["tied as fsdp"]["losses"] == pytest.approx(quick[0]["tied"]["losses"][3:], rel=1e-6)
+    before, *others = (checkpoint.load(folder / name / "step-00000003")[0] for name in ("tied", "tied again", "tied fsdp"))
+    assert all(torch.equal(t, after[group][k]) for after in others for group in ("model", "optimizer") for k, t in before[group].items())
 
 
 @pytest.mark.slow
@@ -318,8 +327,6 @@ KEY = "pipeline_model_parallel_size=2"
     ("", f"{PIPELINE}=2: a step has 1 microbatch on each rank, and so few do not fill 2 stages; write trainer.micro_batch_size=4"),
     (f"model.num_layers=4 trainer.global_batch_size=24 {TWO_CHUNKS}",
      f"{PIPELINE}=2: a step has 3 microbatches on each rank, and interleaved stages take a multiple of 2; write trainer.micro_batch_size=6"),
-    ("trainer.micro_batch_size=2 storage.shard=fsdp",
-     f"storage.shard=fsdp: gathers weights for each microbatch, of which {KEY} has many; write storage.shard=zero1"),
     ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: low-bit state is that of whole models, and {KEY} splits them; write opt_level=null"),
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
      f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has all layers; write 0"),

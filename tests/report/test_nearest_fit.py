@@ -21,7 +21,7 @@ from tests.support.small import small
     ("recipe=llama_1b precision=bf16_fp8 trainer.micro_batch_size=8", "h100", 8, ["trainer.micro_batch_size=4"]),
     ("recipe=llama_70b precision=bf16 model.recompute_granularity=none", "h100", 32, ["model.recompute_granularity=selective"]),
     ("recipe=qwen25_72b precision=bf16_fp8 trainer.strategy.sequence_parallel=false", "h100", 32, ["trainer.micro_batch_size=1"]),
-    ("recipe=llama_70b precision=bf16 storage.shard=fsdp", "h200", 32, ["trainer.strategy.pipeline_model_parallel_size=1"]),
+    ("recipe=llama_70b precision=bf16_fp8 opt_level=O2", "h200", 32, ["opt_level=null"]),
 ])
 def test_what_is_offered_fits_and_each_word_is_needed(words: str, gpu: str, gpus: int, write: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words.split(), "--gpu", gpu, "--gpus", str(gpus)]) == 2

@@ -50,15 +50,17 @@ def shared_gradients(recipe: Recipe, part: Part, backend: str, rank: int | None 
     """The gradients of parameters that all ranks which share matrices have, of their own tokens or heads, in one float32 sum; and
     of a tied embedding over the stages that have it."""
     heads = ("q_layernorm", "k_layernorm")
-    cut = part.shards if by_fsdp2(recipe, part.shards, backend) else 1
+    sharded = by_fsdp2(recipe, part.shards, backend)
+    cut = part.shards if sharded else 1
     own = [prod((shard_rows(shape[0], cut, (rank or 0) % cut), *shape[1:]))
            for name, shape in local_shapes(recipe, part).items()
            if split_dimension(recipe, name) is None and (part.sequence_parallel or name.split(".")[-2] in heads)]
     yield from Axis("tensor", part.tensor).all_reduce("gradients", NUMBER * sum(own), count=bool(own))
     stages = recipe.trainer.strategy.pipeline_model_parallel_size
     if stages > 1 and recipe.model.share_embeddings_and_output_weights and (part.embedding or part.output):
-        embedding = prod(local_shapes(recipe, part)["embedding.weight"])
-        yield from Axis("pipeline", stages).send("gradients", int(embedding * CODEC[others(recipe.precision)["weight_grad"]]))
+        rows, width = local_shapes(recipe, part)["embedding.weight"]
+        each = NUMBER if sharded else CODEC[others(recipe.precision)["weight_grad"]]
+        yield from Axis("pipeline", stages).send("gradients", int(shard_rows(rows, cut, (rank or 0) % cut) * width * each))
 
 
 def name_of(part: Part) -> str:
@@ -166,11 +168,12 @@ def _rounds(loads: dict[int, int], ranks: int) -> int:
 
 def _fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, passes: int) -> Iterator[Collective]:
     """FSDP2: weights are gathered a layer at a time, embedding, last norm and output layer together, and gradients summed so: under
-    zero1 once a step, under zero2 and fsdp in each backward pass; under fsdp layers are gathered in each pass, twice. Groups of
-    ranks (HSDP) then sum their parts."""
+    zero1 once a step, under zero2 and fsdp in each backward pass; under fsdp layers are gathered in each pass, twice, and what is
+    in no layer in each forward pass, in stages once a step. Groups of ranks (HSDP) then sum their parts."""
     axis, apart = Axis(name_of(part), part.shards), Axis("replicate", part.groups)
     p, shard = recipe.precision, sharding(recipe.precision, part.shards)
     weight, sent, sums = CODEC[p.compute], CODEC[resolved(p)["comm"]], 1 if shard == "zero1" else passes
+    rest = passes if recipe.trainer.strategy.pipeline_model_parallel_size == 1 else 1
     held = gathered(p, backend) == "fp8" if shard == "fsdp" else fp8_weights(p)
     shapes = local_shapes(recipe, part)
     in_fp8 = {name: shape for linear in linears if held and linear.fp8 and (shape := shapes.get(name := f"{linear.name}.weight"))}
@@ -182,7 +185,7 @@ def _fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], bac
     for layer, shards in groups.items():
         weights = int(sum(each for _, each in shards))
         part_bytes = int(sum(n for n, _ in shards) * sent)
-        yield from axis.all_gather("weights", weights, passes * (2 if layer else 1) if shard == "fsdp" else 1)
+        yield from axis.all_gather("weights", weights, (2 * passes if layer else rest) if shard == "fsdp" else 1)
         yield from axis.reduce_scatter("gradients", part_bytes, sums)
         yield from apart.all_reduce("gradients", part_bytes, sums)
     numbers = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards) for shape in in_fp8.values())

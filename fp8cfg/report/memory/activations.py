@@ -54,12 +54,13 @@ from fp8cfg.report.memory.selective import dropped
 @dataclass(frozen=True)
 class Activations:
     """Bytes of one microbatch on one rank: kept from forward to backward pass; logits and their gradients; FP8 copies of
-    weights; and what the widest moment of the backward pass takes beyond these."""
+    weights; and what the widest moment of the backward pass takes beyond these, by how much more than the widest of layers."""
 
     kept: int
     logits: int
     copies: int
     backward: int
+    head: int
 
 
 def activations(
@@ -84,10 +85,11 @@ def activations(
     head = _Head(model, linears[-1]) if part.output else None
     final, logits = (head.kept * model.tokens, logit_bytes(model).widest) if head else (0.0, 0)
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
-    moments = [logits, *(head.moments() if head else []), *_of_layers(model, layers, final, recompute)]
+    moments = [*_of_layers(model, layers, final, recompute)]
     if part.embedding and not recipe.lora.enabled:
         moments.append(model.v * recipe.model.hidden_size * (model.c + grads) - kept - final - copies)
-    return Activations(int(kept + final), int(logits), int(copies), int(max(moments) - logits))
+    widest = max(logits, *(head.moments() if head else []), *moments)
+    return Activations(int(kept + final), int(logits), int(copies), int(widest - logits), int(widest - max(moments)))
 
 
 def _of_layers(model: LinearBytes, layers: Sequence[_Layer], gone: float, recompute: bool) -> Iterator[float]:

@@ -32,10 +32,13 @@ RECOMPUTE = {"none": 0.0, "selective": 0.05, "full": 0.33}
 alone, takes some per cent (arXiv 2205.05198, section 5)."""
 SHARD = {"none": 0.0, "zero1": 0.02, "zero2": 0.03, "fsdp": 0.1}
 """Cost of storage.shard: ZeRO sends what an all-reduce does, FSDP half as much again (arXiv 1910.02054, section 7)."""
+STAGED = 0.3
+"""Cost of storage.shard=fsdp in pipeline stages beyond that: weights are gathered twice for each of many microbatches. It goes
+after full recomputation, which sends no more."""
 LAYOUT = 0.5
 """Cost of giving up a layout that runs, which is never changed for the user: it is offered after all that keeps it."""
 LEVEL = {None: 0.0, "O1": 1.0, "O2": 1.1, "O3": 1.2}
-"""A level changes the numbers, and goes after everything that does not."""
+"""A level changes the numbers, and goes after everything that does not; so does giving one up."""
 HALVED = 0.02
 """Cost of halving the microbatch, whose products are smaller then."""
 SMOKE = "trainer.smoke=true"
@@ -65,16 +68,18 @@ class _Search:
         """The cheapest fit of the whole model, of the recipe's own sharding and level and of those that store less, and then the
         cheapest that changes nothing of what the first changes. What does not fit at its leanest with split sequences is not tried
         with whole ones, which take more."""
-        own, own_level = sharding(self.recipe.precision, shards(self.recipe, self.world)), self.recipe.precision.opt_level
-        ways = [s for s in SHARD if SHARD[s] >= SHARD[own]] if self.world > 1 else [own]
-        levels = [o for o in LEVEL if LEVEL[o] >= LEVEL[own_level]]
-        pairs = [pair for pair in product(ways, levels) if any(self._lean(layout, *pair) for layout in self._layouts)]
+        own_level, ranks = self.recipe.precision.opt_level, shards(self.recipe, self.world)
+        levels = {o: self._shard(o, ranks) for o in LEVEL if o is None or LEVEL[o] >= LEVEL[own_level]}
+        pairs = [(s, o) for s, (o, own) in product(SHARD, levels.items())
+                 if (SHARD[s] >= SHARD[own] if self.world > 1 else s == own)
+                 and any(self._lean(layout, s, o) for layout in self._layouts)]
         alive = [(layout, *pair) for layout in self._layouts for pair in pairs]
         every: list[tuple[float, Strategy, str, str | None, str, int]] = [
-            (LAYOUT * self._layouts.index(c) + SHARD[s] + LEVEL[o] + RECOMPUTE[r] + HALVED * i, c, s, o, r, m)
+            (LAYOUT * self._layouts.index(c) + SHARD[s] + STAGED * (s == "fsdp" and c.pipeline_model_parallel_size > 1)
+             + abs(LEVEL[o] - LEVEL[own_level]) + RECOMPUTE[r] + HALVED * i, c, s, o, r, m)
             for c, s, o in alive for r in self._recompute for i, m in enumerate(self._micro(c))]
         layout = self._layouts[0]
-        kept = (layout, own, own_level, self._recompute[0], next(iter(self._micro(layout)), 0))
+        kept = (layout, self._shard(own_level, ranks), own_level, self._recompute[0], next(iter(self._micro(layout)), 0))
         taken: set[int] = set()  # places of what the first changes
         for way in (each[1:] for each in sorted(every, key=lambda each: each[0])):
             changes = {i for i, (new, old) in enumerate(zip(way, kept, strict=True)) if new != old}
@@ -110,19 +115,24 @@ class _Search:
             size //= 2
         return found
 
+    def _shard(self, level: str | None, ranks: int) -> str:
+        """The recipe's storage.shard over so many ranks, under a `level`."""
+        return sharding(self.recipe.precision.model_copy(update={"opt_level": level}), ranks)
+
     def _lean(self, layout: Strategy, shard: str, level: str | None) -> bool:
         micro = self._micro(layout)
         return bool(micro) and self._fit(layout, shard, level, self._recompute[-1], micro[-1]) is not None
 
     def _fit(self, layout: Strategy, shard: str, level: str | None, recompute: str, micro: int) -> Fit | None:
-        own = self.recipe.precision
-        if shard == sharding(own.model_copy(update={"opt_level": level}), self.world // layout.size * layout.context_parallel_size):
-            shard = own.storage.shard
+        if shard == self._shard(level, self.world // layout.size * layout.context_parallel_size):
+            shard = self.recipe.storage.shard
         values: dict[str, Any] = {"storage.shard": shard, "opt_level": level, "model.recompute_granularity": recompute,
                   "trainer.micro_batch_size": micro}
         found = self.changed({**values, **_layout(layout)})
-        left = None if found is None or refused(found, self.world) else self.spare(found)
-        return None if found is None or left is None or left < 0 else Fit(found, words(self.recipe, found), left)
+        if found is None or found.precision.opt_level != level or refused(found, self.world):
+            return None
+        left = self.spare(found)
+        return None if left is None or left < 0 else Fit(found, words(self.recipe, found), left)
 
     def changed(self, values: Mapping[str, Any]) -> Recipe | None:
         """The recipe with `values`, to which others have given way; None where it is refused."""

@@ -77,11 +77,12 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
     live = asdict(activations(recipe, device, part, linears, added, backend))
     kinds["FP8 copies"] += live.pop("copies")
+    head = live.pop("head")
     total = parameters(recipe, part, linears).total
     if fsdp:
         if gathers_params(recipe.precision, backend):
             kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
-        kinds["gathered"] = gathered_bytes(recipe, part, linears, total, backend)
+        kinds["gathered"] = gathered_bytes(recipe, part, linears, total, backend, head)
     elif shards:
         kinds["accumulation"] = reduced_bytes(recipe, part, linears, total, gradient_bytes(recipe))
         if microbatches(recipe, part) > 1 and sharding(recipe.precision, part.shards) == "zero1":

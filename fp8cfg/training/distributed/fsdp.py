@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial, partialmethod
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -128,12 +129,18 @@ def microbatch(model: nn.Module, shard: str, last: bool) -> None:
 
 class FullyShardedStages:
     """The shards of a pipeline rank's parameters: embedding, last norm and output layer are gathered before the passes of a step,
-    for no pass goes through the whole model, and summed in the rank's last one."""
+    for no pass goes through the whole model, and summed in the rank's last one, under zero2 and fsdp in each. Layers are gathered
+    and summed as without a pipeline."""
 
-    def __init__(self, model: nn.Module, shard: str) -> None:
+    def __init__(self, model: nn.Module, shard: str, chunks: Sequence[Sequence[nn.Module]]) -> None:
         assert isinstance(model, FSDPModule)
-        self.model, self.each = model, shard == "zero2"
-        model.set_reshard_after_backward(False)
+        self.model, self.each = model, shard != "zero1"
+        model.set_reshard_after_backward(False, recurse=shard in ZERO)
+        for layers in chunks:
+            for before, layer in pairwise((model, *layers)):
+                assert isinstance(layer, FSDPModule) and isinstance(before, FSDPModule)
+                # Torch 2.13 prefetches what the last forward pass had before the layer: another microbatch's, or chunk's.
+                layer.set_modules_to_backward_prefetch([before])
         # What the first forward pass of the root does, before which its layers would each be roots (torch 2.13).
         model._get_fsdp_state()._lazy_init()
 
@@ -145,13 +152,13 @@ class FullyShardedStages:
                 hook(self.model, ())
 
     def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
-        """Whether the next backward pass sums gradients: of all microbatches under zero2, else in the last of `layers`, and of what
-        is in none in the last of the rank."""
+        """Whether the next backward pass sums gradients: of all microbatches under zero2 and fsdp, else in the last of `layers`,
+        and of what is in none in the last of the rank."""
         for layer in layers:
             assert isinstance(layer, FSDPModule)
             layer.set_requires_gradient_sync(last or self.each)
         self.model.set_requires_gradient_sync((first and last) or self.each, recurse=False)
-        self.model.set_is_last_backward(first and last)
+        self.model.set_is_last_backward((first and last) or self.each)  # which ends with nothing on its way
 
     def let_go(self) -> None:
         """Free what was gathered."""
