@@ -103,7 +103,7 @@ def _run(small: Recipe, ranks: int, pipeline: Strategy, accumulates: bool) -> No
     if tensor_limits.limits(small, ranks):
         context = gcd(own.context_parallel_size, ranks // stages)
         t.strategy = Strategy(context_parallel_size=context, **staged)
-    if (data := ranks // t.strategy.size) % 4 == 0 and own.data_parallel_replicate_size > 1 and small.storage.shard == "fsdp":
+    if (data := ranks // t.strategy.size) % 4 == 0 and own.data_parallel_replicate_size > 1:
         t.strategy.data_parallel_replicate_size = gcd(own.data_parallel_replicate_size, data // 2)
     t.num_nodes, t.devices = 1, ranks
     files = {"path": None, "mixture": (), "text_key": "text", "streaming": False, "validation_path": None}

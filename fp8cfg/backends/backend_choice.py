@@ -80,6 +80,9 @@ def against(
     if (stages := split.pipeline_model_parallel_size) > 1 and not has.pipeline_parallel:
         lines.append(f"backend={name}: its scales are not those of the stages of pipeline_model_parallel_size={stages}; write "
                      f"backend={REFERENCE}")
+    if (groups := split.data_parallel_replicate_size) > 1 and not has.fully_shards:
+        lines.append(f"backend={name}: FSDP2 does not shard its layers, as data_parallel_replicate_size={groups} has it; write "
+                     f"backend={REFERENCE}")
     if adapters and not has.adapters:
         lines.append(f"backend={name}: has no adapters over its layers (lora.enabled=True); write backend=native")
     lines += rules.against_sharding(precision)

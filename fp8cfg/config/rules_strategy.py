@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from math import gcd
 from typing import TYPE_CHECKING
 
+from fp8cfg.config.backend_capabilities import ordered
+from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.refusal import Refusal, idle
+from fp8cfg.config.storage import sharding
 from fp8cfg.config.training_nodes import Strategy
 
 if TYPE_CHECKING:
@@ -59,11 +62,15 @@ def _schedule_rules(s: Strategy) -> Iterator[str]:
 
 def _replica_rules(recipe: Recipe, world: int) -> Iterator[str]:
     """Of groups that have all state each, over which FSDP2 replicates what it shards."""
-    s, key = recipe.trainer.strategy, "trainer.strategy.data_parallel_replicate_size"
-    if (shard := recipe.storage.shard) != "fsdp":
-        why = f" with storage.shard={shard}; write storage.shard=fsdp, or 1"
-        yield from idle(s, ("data_parallel_replicate_size",), why, "storage.shard")
-    elif (groups := s.data_parallel_replicate_size) > 1 and world % s.size == 0:
+    s, key, p = recipe.trainer.strategy, "trainer.strategy.data_parallel_replicate_size", recipe.precision
+    groups, backends = s.data_parallel_replicate_size, ordered() if p.backend == "auto" else [p.backend]
+    if sharding(p, 2) == "none":
+        why = {"none": "; write storage.shard=zero1, or 1", "auto": ", which is none here; write 1"}[p.storage.shard]
+        yield from idle(s, ("data_parallel_replicate_size",), f" with storage.shard={p.storage.shard}{why}", "storage.shard")
+    elif groups > 1 and not any(by_fsdp2(recipe, 2, backend) for backend in backends):
+        yield Refusal(f"{key}={groups}: groups have the shards of FSDP2, and here whole tensors have owners; write 1", [(key, 1)],
+                      ["storage.shard", "backend", "opt_level", "lora.enabled"])
+    elif groups > 1 and world % s.size == 0:
         data, context = world // s.size, s.context_parallel_size
         if data % groups:
             yield Refusal(f"{key}={groups}: does not divide the data-parallel size {data}; nearest is {gcd(data, groups)}",

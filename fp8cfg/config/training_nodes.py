@@ -133,7 +133,7 @@ class Strategy(Node):
     context_parallel_size: int = Field(default=1, ge=1)
     """GPUs that share each sequence: attention gathers its keys and values (Megatron's cp_comm_type all_gather). Default 1."""
     data_parallel_replicate_size: int = Field(default=1, ge=1)
-    """Groups of GPUs, each of which has all of the model's state: storage.shard=fsdp splits it within a group, and groups sum their
+    """Groups of GPUs, each of which has all of the model's state: storage.shard splits it within a group, and groups sum their
     gradients (HSDP, arXiv 2304.11277, section 3.2.2). It must divide the data-parallel size. Default 1."""
     sequence_parallel: bool = False
     """Split each sequence over the tensor-parallel GPUs between the layers that they share, so that norms and the residual stream

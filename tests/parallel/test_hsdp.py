@@ -13,7 +13,7 @@ import fp8cfg
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.job import Job
 from fp8cfg.parallel.mesh import AXES, axis_sizes, batch_share, coordinates
-from fp8cfg.report.memory.layout import refused, shards
+from fp8cfg.report.memory.layout import refused, shards, stage_parts
 from fp8cfg.report.memory.peak import memory
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
@@ -21,6 +21,8 @@ from fp8cfg.training.train_step import train_step
 from tests.parallel.test_pipeline import loaded, saved, trained
 from tests.support.ranks import on_ranks
 from tests.support.small import small
+from tools.layout_proof.collective_counter import CollectiveCounter
+from tools.layout_proof.comparison import planned_sent
 
 GROUPS = "trainer.strategy.data_parallel_replicate_size"
 CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
@@ -30,13 +32,32 @@ RUNS = {  # name -> words, the largest relative difference of a loss of six step
     "delayed": ("precision=bf16_fp8", 2e-3, 0.1),
     "current": (f"{CURRENT} fp8.params=true", 2e-3, 0.1),
     "torchao": (f"{CURRENT} fp8.params=false backend=torchao", 2e-3, 0.1),
+    "zero1": ("precision=fp32 trainer.gradient_clip_val=0.1 storage.shard=zero1 trainer.micro_batch_size=1", 1e-6, 1e-5),
+    "zero2": ("precision=fp32 trainer.gradient_clip_val=0.1 storage.shard=zero2 trainer.micro_batch_size=1", 1e-6, 1e-5),
+    "delayed zero1": ("precision=bf16_fp8 storage.shard=auto trainer.micro_batch_size=1", 2e-3, 0.1),
 }
+COUNTS = {"zero1": (3, 3 + 3), "zero2": (3, 2 * 3 + 3), "fsdp": (2 * (2 * 2 + 1), 2 * 3 + 3), "fsdp in bf16": (2 * (2 * 2 + 1), 2 * (3 + 3))}
+"""Gathers, and sums within and over groups, of two layers and the rest in a step of two microbatches."""
 
 
 def job_of(name: str, ranks: int, groups: int = 1) -> Job:
     chosen = [w for w in RUNS[name][0].split() if ranks > 1 or not w.startswith("trainer.strategy")]
-    return fp8cfg.build(small(*chosen, "storage.shard=fsdp", f"trainer.devices={ranks}", "trainer.micro_batch_size=2", "trainer.max_steps=6",
+    words = {w.partition("=")[0]: w for w in ("storage.shard=fsdp", "trainer.micro_batch_size=2", *chosen)}
+    return fp8cfg.build(small(*words.values(), f"trainer.devices={ranks}", "trainer.max_steps=6",
                               f"trainer.strategy.data_parallel_replicate_size={groups}"))
+
+
+def counted(shard: str, comm: str, world: World) -> list[list[Any]]:
+    """What the second step of two microbatches sends, as counted, as planned, and by messages."""
+    job = fp8cfg.build(small("precision=bf16", f"storage.shard={shard}", f"storage.comm={comm}", "trainer.devices=4", "trainer.micro_batch_size=1",
+                             f"{GROUPS}=2"))
+    train_step(job, run_data(job.recipe)[0], 0, world)
+    SENT.clear()
+    with CollectiveCounter(job.recipe.trainer.strategy) as counter:
+        train_step(job, run_data(job.recipe)[0], 1, world)
+    plan = planned_sent(job.recipe, stage_parts(job.recipe, 4)[0], job.choice.backend, world.rank % 2)
+    said = [{f"{axis}: {how}": list(one) for (axis, how), one in every.items()} for every in (counter.found, plan)]
+    return [*said, [SENT.messages["weights"], SENT.messages["gradients"]]]
 
 
 def on_four(folder: Path, world: World) -> dict[str, Any]:
@@ -53,6 +74,8 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
         SENT.clear()
         train_step(job, run_data(job.recipe)[0], 0, world)
         found["sent"].append(dict(SENT.bytes))
+    for name in COUNTS:
+        found[f"{name} counted"] = counted(name.split()[0], "bf16" if "bf16" in name else "auto", world)
     found["kept"] = sum(p.to_local().numel() for p in job.model.parameters())  # type: ignore[attr-defined]
     return found
 
@@ -92,6 +115,14 @@ def test_each_group_has_all_state_and_sends_less(four: list[dict[str, Any]]) -> 
     assert groups["gradients"] == pytest.approx(apart["gradients"] * (1 / 2 + 1 / 2) / (3 / 4), rel=0.01), "to shards, and over groups"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTS)
+def test_groups_sum_once_a_step_what_is_sent_in_float32(name: str, four: list[dict[str, Any]]) -> None:
+    for rank in four:
+        sent, planned, messages = rank[f"{name} counted"]
+        assert sent == planned and messages == [*COUNTS[name]]
+
+
 def test_groups_are_an_axis_of_their_own() -> None:
     strategy = Strategy(data_parallel_replicate_size=2, context_parallel_size=2)
     assert axis_sizes(strategy, 16) == dict(zip(AXES, (1, 2, 4, 2, 1), strict=True))
@@ -111,7 +142,10 @@ def test_memory_is_that_of_a_group() -> None:
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    ("trainer.devices=4", f"{GROUPS}=2: has no effect with storage.shard=auto; write storage.shard=fsdp, or 1"),
+    ("trainer.devices=4 storage.shard=none", f"{GROUPS}=2: has no effect with storage.shard=none; write storage.shard=zero1, or 1"),
+    ("trainer.devices=4 precision=bf16_fp8 fp8.params=false opt_level=O2", f"{GROUPS}=2: has no effect with storage.shard=auto, which is none here; write 1"),
+    ("trainer.devices=4 precision=bf16_fp8 storage.shard=zero1 storage.exp_avg=bf16",
+     f"{GROUPS}=2: groups have the shards of FSDP2, and here whole tensors have owners; write 1"),
     ("trainer.devices=3 trainer.global_batch_size=6 trainer.micro_batch_size=2 storage.shard=fsdp",
      f"{GROUPS}=2: does not divide the data-parallel size 3; nearest is 1"),
     ("trainer.devices=2 storage.shard=fsdp", f"{GROUPS}=2: leaves one rank to each group, which shards nothing; write storage.shard=none, or 1"),

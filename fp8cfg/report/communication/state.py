@@ -169,10 +169,12 @@ def _rounds(loads: dict[int, int], ranks: int) -> int:
 def _fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, passes: int) -> Iterator[Collective]:
     """FSDP2: weights are gathered a layer at a time, embedding, last norm and output layer together, and gradients summed so: under
     zero1 once a step, under zero2 and fsdp in each backward pass; under fsdp layers are gathered in each pass, twice, and what is
-    in no layer in each forward pass, in stages once a step. Groups of ranks (HSDP) then sum their parts."""
+    in no layer in each forward pass, in stages once a step. Groups of ranks (HSDP) sum their parts once a step, of fewer bits than
+    float32 as often as they are summed."""
     axis, apart = Axis(name_of(part), part.shards), Axis("replicate", part.groups)
     p, shard = recipe.precision, sharding(recipe.precision, part.shards)
     weight, sent, sums = CODEC[p.compute], CODEC[resolved(p)["comm"]], 1 if shard == "zero1" else passes
+    over_groups = 1 if resolved(p)["comm"] == "fp32" else sums
     rest = passes if recipe.trainer.strategy.pipeline_model_parallel_size == 1 else 1
     held = gathered(p, backend) == "fp8" if shard == "fsdp" else fp8_weights(p)
     shapes = local_shapes(recipe, part)
@@ -187,7 +189,7 @@ def _fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], bac
         part_bytes = int(sum(n for n, _ in shards) * sent)
         yield from axis.all_gather("weights", weights, (2 * passes if layer else rest) if shard == "fsdp" else 1)
         yield from axis.reduce_scatter("gradients", part_bytes, sums)
-        yield from apart.all_reduce("gradients", part_bytes, sums)
+        yield from apart.all_reduce("gradients", part_bytes, over_groups)
     numbers = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards) for shape in in_fp8.values())
     yield from axis.all_reduce("amaxes", NUMBER * numbers, bool(numbers))
     whole = len(in_fp8) if p.fp8.granularity == "tensor" and not SCALINGS[p.fp8.scaling].block else 0

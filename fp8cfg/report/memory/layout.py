@@ -94,8 +94,8 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
                          f"{-(-ranks // size) * size}, or write {gcd(size, ranks)}")
     groups, data = s.data_parallel_replicate_size, ranks // s.size
     if groups > 1 and given:
-        lines.append(f"{s.key('data_parallel_replicate_size')}={groups}: is of storage.shard=fsdp, which shards a recipe's "
-                     "Transformer, not a model of your own; write 1")
+        lines.append(f"{s.key('data_parallel_replicate_size')}={groups}: is of FSDP2, which shards a recipe's Transformer, "
+                     "not a model of your own; write 1")
     elif groups > 1 and not lines and not ranks % s.size and (data % groups or data * cp == groups):
         lines.append(f"{s.key('data_parallel_replicate_size')}={groups}: {ranks} ranks are no {groups} groups of several "
                      f"ranks each; start {2 * groups * s.size}, or write 1")

@@ -6,7 +6,8 @@ every tensor and steps that.
     zero2       the same                                                        as each goes back
     fsdp        before a layer runs, and again before it goes back              as each goes back
 
-In a loop of one's own zero1 does as zero2: nothing says there which microbatch is the last.
+In a loop of one's own zero1 does as zero2: nothing says there which microbatch is the last. Groups of ranks that have all state
+each (HSDP) sum their shards' gradients in the last microbatch; in each in such a loop, and where storage.comm is no float32.
 
 Gathered are weights as a rank alone stores them, under fsdp in the codec of storage.gather. Gradients are summed in storage.comm,
 a layer at a time while those before it still go back; embedding, last norm and output layer are one group, the last. What is not
@@ -62,18 +63,21 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP2's own, counted: on a ring a rank sends all parts but one; and the all-reduce over other `groups` that follows it."""
+    """FSDP2's own, counted: on a ring a rank sends all parts but one."""
 
-    def __init__(self, world: World, groups: Sequence[World] = ()) -> None:
+    def __init__(self, world: World) -> None:
         super().__init__()
-        self.world, self.groups = world, groups
+        self.world = world
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
         message = Message("exchange", input_tensor, "gradients", (output_tensor.nbytes,) * self.world.size)
         SENT.count(message, self.world.rank, self.world.size)
-        for group in self.groups:
-            SENT.count(Message("sum", output_tensor, "gradients"), group.rank, group.size)
         return super().__call__(output_tensor, input_tensor, *rest, **options)
+
+
+def _count_sum(world: World, part: Tensor) -> None:
+    """Count the all-reduce of a `part` of gradients over groups that has just been."""
+    SENT.count(Message("sum", part, "gradients"), world.rank, world.size)
 
 
 def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: str, ranks: int) -> None:
@@ -105,7 +109,9 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
         module.set_gradient_divide_factor(1.0)  # shares of the loss are weighed where it is (Job.backward)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_AllGather(worlds[-1]))
-        module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], worlds[:-1]))
+        module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1]))
+        for groups in worlds[:-1]:
+            module.set_all_reduce_hook(partial(_count_sum, groups))
         # In the place of torch's bare AssertionError.
         type(module).__deepcopy__ = partialmethod(_refuse_copy, precision.storage.shard)  # type: ignore[attr-defined]
     if precision.storage.shard in ZERO:  # under fsdp shards are what its users expect
@@ -122,9 +128,18 @@ def _widen_gradients(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
 def microbatch(model: nn.Module, shard: str, last: bool) -> None:
     """Before the passes of a microbatch, the `last` of a step or another one: whether it sums gradients and lets weights go."""
     assert isinstance(model, FSDPModule)
+    _sum(model, last, each=shard != "zero1")
     if shard in ZERO:
-        model.set_requires_gradient_sync(last or shard == "zero2")
         model.set_reshard_after_backward(last)
+
+
+def _sum(module: FSDPModule, last: bool, each: bool, recurse: bool = True) -> None:
+    """Whether the next backward pass sums gradients into shards, the `last` of a step or `each`; and over groups of ranks, which
+    sum once a step, but where gradients are sent in fewer bits: torch 2.13 adds up the parts of a group in the dtype of the
+    message, and what all groups have summed in float32."""
+    module.set_requires_gradient_sync(last or each, recurse=recurse)
+    wide = module._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
+    module.set_requires_all_reduce(last or (each and not wide), recurse=recurse)
 
 
 class FullyShardedStages:
@@ -156,8 +171,8 @@ class FullyShardedStages:
         and of what is in none in the last of the rank."""
         for layer in layers:
             assert isinstance(layer, FSDPModule)
-            layer.set_requires_gradient_sync(last or self.each)
-        self.model.set_requires_gradient_sync((first and last) or self.each, recurse=False)
+            _sum(layer, last, self.each)
+        _sum(self.model, first and last, self.each, recurse=False)
         self.model.set_is_last_backward((first and last) or self.each)  # which ends with nothing on its way
 
     def let_go(self) -> None:
