@@ -36,7 +36,7 @@ def row(found: Compared) -> str:
     columns = " ".join(f"{text:>{WIDTH}}" for text in kinds)
     said = "equal" if found.equal else "NOT EQUAL"
     return (f"{cell.recipe:<17} {cell.precision:<9} {cell.ranks:>6}  {found.layout:<27} {found.place:<6} {found.rank:>5} {columns}"
-            f"  {said} ({found.seconds:.0f} s)")
+            f"  {said} ({found.seconds:.0f} CPU s)")
 
 
 def sent_lines(found: Compared) -> list[str]:

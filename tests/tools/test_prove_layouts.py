@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.support.ranks import launch
 
+Ended = tuple[int, list[str], str]
 TOOL = Path(__file__).parents[2] / "tools" / "prove_layouts.py"
+SEVERAL = f"""
+import contextlib, io, json, runpy, sys
+from fp8cfg.report.memory import shards
+
+def ended(argv):
+    sys.argv[1:] = argv.split()
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            runpy.run_path({str(TOOL)!r}, run_name="__main__")
+        except SystemExit as e:
+            return e.code, out.getvalue(), err.getvalue()
+
+found = []
+for argv in sys.argv[1:]:
+    if argv == "a wrong plan":
+        shards.shard_rows = lambda rows, ranks, rank=0: rows // ranks + 1
+    else:
+        found.append(ended(argv))
+print(json.dumps(found))
+"""
 
 
-def ends(*argv: str, script: Path = TOOL) -> tuple[int, list[str], str]:
-    done = launch(1, *argv, script=script)
-    return done.returncode, [" ".join(line.split()) for line in done.stdout.splitlines()], done.stderr
+def ends(folder: Path, *commands: str) -> list[Ended]:
+    """What comes of the tool with each of `commands`, in one process."""
+    script = folder / "several.py"
+    script.write_text(SEVERAL)
+    done = launch(1, *commands, script=script)
+    assert done.returncode == 0, done.stderr
+    return [(code, [" ".join(line.split()) for line in out.splitlines()], err) for code, out, err in json.loads(done.stdout)]
 
 
 CELLS = {
     "llama_70b --ranks 1024 --precision bf16_fp8 --places middle --sent model.num_layers=4 trainer.strategy.virtual_pipeline_model_parallel_size=null": ("TP4 PP4 CP2 DP32 zero1", ["middle 512"]),
     "olmo2_7b --precision bf16_fp8 --places first,last model.num_layers=2 storage.shard=fsdp": ("TP2 PP1 CP1 DP4 fsdp", ["first 0", "last 7"]),
     "olmo2_13b --precision bf16 --places last --sent model.num_layers=2": ("TP2 PP1 CP1 DP4 zero1", ["last 7"])}
+WRONG = "gpt3_125m --precision bf16 --places first model.num_layers=1"
 LARGEST = {"llama_405b --ranks 16384 --precision bf16 --places first,last model.num_layers=16": ("TP8 PP8 CP4 DP64 zero1", ["first 0", "last 16383"])}
 
 
-@pytest.mark.parametrize("cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.slow) for cell in LARGEST)])
-def test_ranks_of_a_cell_hold_and_send_what_is_planned(cell: str) -> None:
-    (layout, places), (code, lines, err) = (CELLS | LARGEST)[cell], ends(*cell.split())
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    commands = [*CELLS, "llama_8b --ranks 7", WRONG]
+    return dict(zip(commands, ends(tmp_path_factory.mktemp("cells"), *commands[:-1], "a wrong plan", WRONG), strict=True))
+
+
+def proved(cell: str, layout: str, places: list[str], ended: Ended) -> None:
+    code, lines, err = ended
     rows = [line for line in lines[1:-1] if layout in line]
     assert code == 0 and lines[-1] == "every rank is as planned", (lines, err)
     assert [f" {layout} {place} " in line and " equal (" in line for line, place in zip(rows, places, strict=True)] == [True] * len(places), lines
@@ -33,16 +65,22 @@ def test_ranks_of_a_cell_hold_and_send_what_is_planned(cell: str) -> None:
     assert bool(sent) == ("--sent" in cell) and all(line.endswith("as planned") for line in sent), lines
 
 
-def test_a_plan_that_is_wrong_is_found(tmp_path: Path) -> None:
-    script = tmp_path / "wrong.py"
-    script.write_text(
-        "import runpy\nfrom fp8cfg.report.memory import shards\n"
-        "shards.shard_rows = lambda rows, ranks, rank=0: rows // ranks + 1\n"
-        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')\n")
-    code, lines, _ = ends("gpt3_125m", "--precision", "bf16", "--places", "first", "model.num_layers=1", script=script)
+@pytest.mark.parametrize("cell", CELLS)
+def test_ranks_of_a_cell_hold_and_send_what_is_planned(cell: str, ended: dict[str, Ended]) -> None:
+    proved(cell, *CELLS[cell], ended[cell])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", LARGEST)
+def test_ranks_of_the_largest_cell(cell: str, tmp_path: Path) -> None:
+    proved(cell, *LARGEST[cell], ends(tmp_path, cell)[0])
+
+
+def test_a_plan_that_is_wrong_is_found(ended: dict[str, Ended]) -> None:
+    code, lines, _ = ended[WRONG]
     assert code == 1 and "NOT EQUAL" in lines[1] and lines[-1] == "1 ranks are not as planned"
 
 
-def test_what_is_no_cell() -> None:
-    code, _, err = ends("llama_8b", "--ranks", "7")
+def test_what_is_no_cell(ended: dict[str, Ended]) -> None:
+    code, _, err = ended["llama_8b --ranks 7"]
     assert code == 2 and "error: no such cell of the table" in err

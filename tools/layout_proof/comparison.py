@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fp8cfg import graph_nodes  # noqa: F401 - with Fiddle, loaded before processes are forked
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.parallel import pipeline_schedule  # noqa: F401 - as is torch's
 from fp8cfg.parallel.mesh import axis_sizes, coordinates
 from fp8cfg.report.communication.step import of_step
 from fp8cfg.report.memory.layout import Part, stage_parts
 from fp8cfg.report.memory.peak import linears_of, persistent
+from fp8cfg.report.plan_report import Plan
 from fp8cfg.run_plan import planned
 from fp8cfg.training.distributed.fsdp import local
 from fp8cfg.training.memory_measurement import gradients, stored
@@ -31,7 +35,7 @@ KINDS = ("weights", "masters", "gradients", "moments")
 @dataclass(frozen=True)
 class Compared:
     """Rank number `rank` of a cell: by kind the bytes that it holds after a step, those planned for it, and those that `plan` says of
-    the rank of its stage that has most."""
+    the rank of its stage that has most; with the CPU seconds of building and stepping it."""
 
     cell: Cell
     layout: str
@@ -54,12 +58,20 @@ class Compared:
 def compare(cell: Cell, place: str, rank: int, count: bool = False) -> Compared:
     """Build and step the job of `cell` as `rank`, in a process of its own, and look at it, and at its collectives where these are to
     `count`. In one process DTensor takes a mesh for an equal one of a group that is gone (torch 2.13)."""
+    _planned(cell)
     with ProcessPoolExecutor(1, get_context("fork")) as process:
         return process.submit(_compared, cell, place, rank, count).result()
 
 
+@cache
+def _planned(cell: Cell) -> tuple[Recipe, Plan]:
+    """The recipe of `cell`, and its plan: the same for all ranks."""
+    recipe = cell.compose()
+    return recipe, planned(recipe, cell.ranks, None)
+
+
 def _compared(cell: Cell, place: str, rank: int, count: bool) -> Compared:
-    recipe, began = cell.compose(), time.perf_counter()
+    (recipe, found), began = _planned(cell), time.process_time()
     counter = CollectiveCounter(recipe.trainer.strategy) if count else None
     with fake_rank(rank, cell.ranks, messages=count):
         job = stepped(recipe, counter)
@@ -67,8 +79,7 @@ def _compared(cell: Cell, place: str, rank: int, count: bool) -> Compared:
         built = {kind: sum(local(t).nbytes for t in held[kind]) for kind in KINDS}
         if job.prepared.fsdp2 and not held["weights"]:  # which are there from the first pass of a step to its last
             built["weights"] = gathered_bytes(job.model)
-    seconds = time.perf_counter() - began
-    found = planned(recipe, cell.ranks, None)
+    seconds = time.process_time() - began
     part = stage_parts(found.recipe, cell.ranks)[coordinates(recipe.trainer.strategy, rank, cell.ranks)["pp"]]
     linears = linears_of(found.recipe, part)
     shard = _shard(recipe, rank, cell.ranks, part)

@@ -33,6 +33,7 @@ from fp8cfg.report import machine
 from fp8cfg.training.distributed import allreduce_steps, shards
 from fp8cfg.training.distributed.world import SENT, current
 from fp8cfg.training.train_step import run_step
+from tools.layout_proof.shape_cache import ShapeCache
 
 META = torch.device("meta")
 MUCH = 1 << 60
@@ -42,6 +43,10 @@ MUCH = 1 << 60
 class WithoutNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes tensors that are meant for a CPU on the meta device, and gives 1 for a number that is read."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shapes = ShapeCache()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented  # what a DTensor does with the tensors inside of it is seen
@@ -50,7 +55,7 @@ class WithoutNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 1.0 if args[0].is_floating_point() else True if args[0].dtype == torch.bool else 1
         if (device := kwargs.get("device")) is not None and device.type == "cpu":
             kwargs = {**kwargs, "device": META}
-        return func(*args, **kwargs)
+        return self._shapes.run(func, args, kwargs)
 
 
 class _Samples:
@@ -82,7 +87,7 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
         to_empty = Transformer.to_empty
 
         def without_memory(model: Transformer, *, device: Any, recurse: bool = True) -> Transformer:
-            modes.enter_context(WithoutNumbers())  # type: ignore[no-untyped-call]
+            modes.enter_context(WithoutNumbers())
             modes.enter_context(META)  # from here on: the device mesh before has numbers
             return to_empty(model, device=META, recurse=recurse)
 
