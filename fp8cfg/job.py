@@ -206,10 +206,10 @@ class Job:
     def compile_model(self) -> None:
         """Let `forward`, in training, be the compiled model, a recipe's Transformer layer by layer, and the step of a low-bit
         optimizer be compiled; a graph break is an error."""
-        from fp8cfg.backends.compiled_layers import compile_layers
+        from fp8cfg.backends.compiled_layers import compile_layers, weights_ready
 
         if self.foreign:
-            self.forward = self.compiler()(self.model)
+            self.forward = weights_ready(self.model, self.compiler()(self.model))
         else:
             compile_layers(self.model.layers.children(), self.compiler())  # type: ignore[union-attr]
         self.compiled = self.optimizer.compiled = True

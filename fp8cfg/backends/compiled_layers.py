@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from fp8cfg.numerics import fp8_linears
+
 
 def _is_no_advice(record: logging.LogRecord) -> bool:
     return "Detected that context_fn is passed" not in record.getMessage()
@@ -21,19 +23,32 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 
 class CompiledForward:
     """`module.forward`, compiled by `compile` while the module trains. A copy of the module, pickled ones too, has its own eager
-    one."""
+    one. Weights that are quantized once a step are so before the compiled code runs, by what quantizes in eager code."""
 
     def __init__(self, module: nn.Module, compile: Callable[[Any], Any]) -> None:
         self.module, self.eager, self.compiled = module, module.forward, compile(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.compiled if self.module.training else self.eager)(*args, **kwargs)
+        if not self.module.training:
+            return self.eager(*args, **kwargs)
+        return weights_ready(self.module, self.compiled)(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module, "forward")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return MethodType(type(self.module).forward, memo[id(self.module)])
+
+
+def weights_ready(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, code of `module` that takes a tensor first; before it runs weights that are quantized once a step are so."""
+
+    def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+        for linear in fp8_linears(module):
+            linear.fill(x.dtype)
+        return compiled(x, *args, **kwargs)
+
+    return forward
 
 
 def compile_layers(layers: Iterable[nn.Module], compile: Callable[[Any], Any]) -> None:

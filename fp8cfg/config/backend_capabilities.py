@@ -60,6 +60,8 @@ class Capabilities:
     """Whether its layers train in the stages of a pipeline, each rank with scales of its own layers alone."""
     requantizes: bool = False
     """Whether its layers keep input and weight as they came, and quantize both again in the backward pass."""
+    weight_workspace: bool = False
+    """Whether its layers keep weights that they quantized for the other passes of a step (config/weight_workspace.py)."""
     adapters: bool = False
     """Whether its layers take LoRA's adapters, over weights that are frozen."""
     norms: bool = False

@@ -31,11 +31,12 @@ from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling
 from fp8cfg.numerics.shard_scales import ShardPlace, ShardScales, quantized_shard
 from fp8cfg.numerics.stochastic_rounding import Random, random_key
 from fp8cfg.numerics.weight_access import decode, decoded, plain
+from fp8cfg.numerics.weight_workspace import NOTHING, WeightWorkspace
 
 ROUNDING_KEY = "fp8_rounding_key"
 
 
-class FP8Linear(PassRecords, NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` is a property
+class FP8Linear(PassRecords, WeightWorkspace, NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` is a property
     """An nn.Linear whose three GEMMs (fprop, dgrad, wgrad) run in FP8 while its region is active, and in high precision otherwise.
     Its weight may be stored in fewer bits, by `codec`, than the GEMMs read it in.
 
@@ -143,8 +144,25 @@ class FP8Linear(PassRecords, NarrowWeight, nn.Linear):  # type: ignore[override]
         return {"fp8_scale": first(3, device=device), "fp8_amax_history": history}
 
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        weight, state, plan = self._how(x.dtype, device := x.device.type)
+        bias = self.bias if self.adds_bias else None
+        with torch.autocast(device, enabled=False):
+            kept = self.kept_weight(weight, plan, state, x.requires_grad) if state.stored is None else None
+            of_weight, plan = (kept.tensors, plan._replace(kept=kept.kinds)) if kept else (NOTHING, plan)
+            y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, bias, *state, *of_weight, plan)  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def fill(self, dtype: torch.dtype) -> None:
+        """Quantize the weight that is kept, for compiled code that is to read it, where inputs are of `dtype` or autocast's."""
+        if self.keeps_weight and torch.is_grad_enabled():
+            weight, state, plan = self._how(dtype, device := self.parameter.device.type)
+            with torch.autocast(device, enabled=False):
+                if state.stored is None:
+                    self.kept_weight(weight, plan, state, dgrad=True)
+
+    def _how(self, dtype: torch.dtype, device: str) -> tuple[Tensor, State, Plan]:
+        """The weight, or what receives its gradient, the buffers of a pass over inputs of `dtype` on `device`, and its plan."""
+        out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
         exact = self.scaling.layout.exact_in_bfloat16(self.scaling.power_2_scales)
         carrier = torch.bfloat16 if out == torch.bfloat16 and exact else torch.float32
         high_precision = self.high_precision if self.region.applies() else (True, True, True)
@@ -155,16 +173,12 @@ class FP8Linear(PassRecords, NarrowWeight, nn.Linear):  # type: ignore[override]
             stored, *beside = weight.stored
             weight_grad = self.weight_grad_dtype
         product = None if self.product == "scaled_mm" else carrier
-        records = torch.is_grad_enabled()
-        trains = records and self.training
-        plan = Plan(self.scaling, high_precision, product, out, weight_grad, records, self.codec, trains, self.parts)
+        learns = torch.is_grad_enabled()
+        trains = learns and self.training
+        plan = Plan(self.scaling, high_precision, product, out, weight_grad, learns, self.codec, trains, self.parts)
         rounding = [getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)]
-        history = self.fp8_amax_history, self.fp8_backward_amax
-        state = State._make([stored, *beside, self.fp8_scale, *history, *rounding, self.ran_forward, self.ran_backward])
-        bias = self.bias if self.adds_bias else None
-        with torch.autocast(device, enabled=False):
-            y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, bias, *state, plan)  # type: ignore[no-untyped-call]
-        return y.view(*x.shape[:-1], self.out_features)
+        records = self.fp8_amax_history, self.fp8_backward_amax, *rounding, self.ran_forward, self.ran_backward
+        return weight, State._make([stored, *beside, self.fp8_scale, *records]), plan
 
     def seed_rounding(self, seed: int, *words: int | str) -> None:
         """Seeds the stochastic rounding of gradients from `seed` and these words, such as the layer's name and the rank. The count

@@ -84,6 +84,7 @@ class Plan(NamedTuple):
     codec: Codec | None = None  # that the weight is held in
     trains: bool = True  # an evaluation in high precision is not recorded
     parts: AmaxGroup | None = None  # of whose amaxes scales are made in this pass
+    kept: tuple[Any, Any] = (None, None)  # format and tile of the weight as fprop and dgrad read it, where it is at hand so
 
     def operands(self, role: int, slots: Sequence[int], make: Callable[[bool, int, bool], Operand]) -> dict[int, Operand]:
         """The operand of `role` in each product of `slots`, contracted dimension last. `make` gives it in high precision or in
@@ -119,6 +120,13 @@ class Plan(NamedTuple):
             return quantize_tiles_fused(t, role, self.scaling, axis, both)
         return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype)
 
+    def weights(self, w: Tensor, state: State, kept: Sequence[Tensor | None], slots: Sequence[int]) -> dict[int, Operand]:
+        """The weight in each product of `slots`: what is `kept` of it (weight_workspace.py), and what is left to be made."""
+        at_hand = {FPROP: Operand.of(kept[:3], self.kept[0]), DGRAD: Operand.of(kept[3:], self.kept[1])}
+        found = {slot: operand for slot, operand in at_hand.items() if operand is not None and slot in slots}
+        left = [slot for slot in slots if slot not in found]
+        return {**found, **self.operands(WEIGHT, left, lambda *how: self.weight(w, state, *how))}
+
     def weight(self, w: Tensor, state: State, high_precision: bool, axis: int, both: bool) -> Operand:
         if self.codec is not None:
             held = tuple(t for t in state[:2] if t is not None)
@@ -132,15 +140,15 @@ class Plan(NamedTuple):
 
 
 class LinearFunction(torch.autograd.Function):
-    """x [T, in], w [out, in], bias [out] or None, the fields of State, Plan -> [T, out] of dtype `plan.out`. Where `stored` is
-    the weight, `w` only receives the gradient."""
+    """x [T, in], w [out, in], bias [out] or None, the fields of State, the tensors of a weight that is kept quantized, Plan ->
+    [T, out] of dtype `plan.out`. Where `stored` is the weight, `w` only receives the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         (*buffers, plan), (needs_dx, needs_dw) = rest, ctx.needs_input_grad[:2]
-        state = State(*buffers)
+        state, kept_weight = State._make(buffers[:-6]), buffers[-6:]
         xs = plan.operands(INPUT, [FPROP] + [WGRAD] * needs_dw, lambda *how: plan.operand(x, INPUT, state, *how))
-        ws = plan.operands(WEIGHT, [FPROP] + [DGRAD] * needs_dx, lambda *how: plan.weight(w, state, *how))
+        ws = plan.weights(w, state, kept_weight, [FPROP] + [DGRAD] * needs_dx)
         ran = state.ran if plan.trains or not plan.high_precision[FPROP] else None
         y = gemm(xs[FPROP], ws[FPROP], plan.out, ran, FPROP, bias)
         # A weight that is held in fewer bits is at hand in the backward pass too, so nothing wider is kept of it. The buffers
@@ -175,4 +183,4 @@ class LinearFunction(torch.autograd.Function):
                 state.rounding_count.add_(1)  # here, once for each backward pass: a recomputed forward pass draws nothing
             if needs_db:
                 db = g.sum(0).to(ctx.dtypes[1])
-        return dx, dw, db, *(None for _ in state), None
+        return dx, dw, db, *(None,) * (len(state) + 6), None

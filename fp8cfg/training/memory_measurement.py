@@ -21,7 +21,10 @@ from fp8cfg.builder import build
 from fp8cfg.config.fsdp_sharding import ZERO, by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import sharding
+from fp8cfg.config.weight_workspace import quantizes_once
 from fp8cfg.job import Job
+from fp8cfg.numerics import fp8_linears
+from fp8cfg.numerics.weight_workspace import weights_kept
 from fp8cfg.report.memory.cross_entropy import logit_bytes
 from fp8cfg.report.memory.fsdp_gather import root_bytes
 from fp8cfg.report.memory.layout import ranks, stage_parts
@@ -114,16 +117,19 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     one_pass()
     job.optimizer.step()  # makes moments
     job.optimizer.zero_grad()
-    one_pass(last=False)
-    kept = stored(job)
-    known = [*batch, *(t for tensors in kept.values() for t in tensors)]
-    with LiveBytes(known, gradients(job), _gathered(job)) as live, job.optimizer.storing():
-        one_pass(live)
+    with weights_kept(job.model, quantizes_once(recipe, job.prepared.shard, microbatches(job, world))):
+        one_pass(last=False)
+        kept = stored(job)
+        quantized = sum(layer.kept_bytes for layer in fp8_linears(job.model))
+        known = [*batch, *(t for tensors in kept.values() for t in tensors)]
+        with LiveBytes(known, gradients(job), _gathered(job)) as live, job.optimizer.storing():
+            one_pass(live)
     kept["gradients"] = gradients(job)
     measured = {kind: sum(_local(t).nbytes for t in tensors) for kind, tensors in kept.items()}
     with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
         job.optimizer.step()
-    measured |= {"peak": live.peak, "optimizer step": stepping.peak} | ({"after forward": passed[-1]} if passed else {})
+    measured |= {"peak": live.peak + quantized, "optimizer step": stepping.peak}
+    measured |= {"after forward": passed[-1] + quantized} if passed else {}
     found = planned(recipe, job.device.type, job.choice.backend, here.rank if here is not None else 0)
     return {kind: (n, measured[kind]) for kind, n in found.items() if kind in measured}
 

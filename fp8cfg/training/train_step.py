@@ -15,8 +15,10 @@ from torch import Tensor
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.training_nodes import Strategy
+from fp8cfg.config.weight_workspace import quantizes_once
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.job import Job
+from fp8cfg.numerics.weight_workspace import weights_kept
 from fp8cfg.optim.deferred_step import Either, either, lr_after
 from fp8cfg.optim.schedule import set_lr
 from fp8cfg.parallel.mesh import batch_share
@@ -73,8 +75,9 @@ def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tenso
     whole = 1 if batches.samples.masked else count * _shares(strategy, world)  # a mean of equal parts is divided once, at its end
     total = torch.zeros((), device=job.device)
     job.optimizer.zero_grad()
-    for loss, parts in (_passes if job.prepared.pipeline is None else _pipelined)(job, batches, step, world):
-        total += loss * (whole / parts)
+    with weights_kept(job.model, quantizes_once(job.recipe, job.prepared.shard, count)):
+        for loss, parts in (_passes if job.prepared.pipeline is None else _pipelined)(job, batches, step, world):
+            total += loss * (whole / parts)
     sum_gradients(job.prepared, job.optimizer, world)
     job.summed = True
     # A skipped step does not move it (Megatron's training.py).

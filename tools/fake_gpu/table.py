@@ -75,6 +75,10 @@ def every_case() -> dict[str, Callable[[], dict[str, Callable[[], object]]]]:
     found["step bf16_fp8 compiled"] = partial(cases.step, "precision=bf16_fp8", compile=True)
     found["step bf16_fp8 selective compiled"] = partial(cases.step, "precision=bf16_fp8", selective, compile=True)
     found["step bf16_fp8 BF16 weights eager"] = partial(cases.step, "precision=bf16_fp8", "fp8.params=false")
+    held = "fp8.params=false"
+    accumulating = held, "trainer.global_batch_size=32", "trainer.micro_batch_size=8"
+    found["step bf16_fp8 BF16 weights 4 microbatches eager"] = partial(cases.step, "precision=bf16_fp8", *accumulating)
+    found["step bf16_fp8 BF16 weights full eager"] = partial(cases.step, "precision=bf16_fp8", held, "model.recompute_granularity=full")
     found["fused AdamW 4 eager"] = partial(cases.optimizer, "fused", 4)
     return found
 

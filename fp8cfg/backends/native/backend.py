@@ -105,7 +105,7 @@ def optimizer(prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_
 
 
 def cache_weights(model: nn.Module, on: bool = True) -> None:
-    """Does nothing: each microbatch quantizes the weights that it reads, or fp8.params has quantized them."""
+    """Does nothing: `weights_kept` (numerics/weight_workspace.py) holds the passes of a step, and fp8.params quantizes weights."""
 
 
 def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:

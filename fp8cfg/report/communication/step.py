@@ -11,8 +11,8 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_weights, resolved, sharding
 from fp8cfg.report.communication import passes, state
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, together
-from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
-from fp8cfg.report.memory.peak import linears_of, microbatches
+from fp8cfg.report.memory.layout import Part, keeps_weights, local_shapes, microbatches, split_dimension
+from fp8cfg.report.memory.peak import linears_of
 from fp8cfg.report.memory.shards import BLOCKS, owner_of
 from fp8cfg.scalings import SCALINGS
 
@@ -22,7 +22,8 @@ def of_step(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -
     optimizer step where `backend` multiplies; not what it sends to start, to save or to evaluate. `recipe` trains no adapters."""
     linears, count = linears_of(recipe, part), microbatches(recipe, part)
     samples = recipe.trainer.micro_batch_size
-    in_passes = (*passes.of_pass(recipe, part, samples), *passes.numbers(recipe, part, linears, samples))
+    kept = keeps_weights(recipe, part, backend)
+    in_passes = (*passes.of_pass(recipe, part, samples), *passes.numbers(recipe, part, linears, samples, kept))
     return together([
         *state.data_axis(recipe, part, linears, backend, count, rank), *state.shared_gradients(recipe, part, backend, rank),
         *(one.times(count) for one in in_passes), *_numbers(recipe, part, linears, backend),
@@ -45,6 +46,9 @@ def _numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: 
     if fp8.enabled and SCALINGS[fp8.scaling].history and fp8.reduce_amax:
         layers = sum(3 for linear in linears if linear.fp8)
         yield from _over(recipe, part, data=not fp8.tp_only_amax_red).all_reduce("amaxes", NUMBER * layers, bool(layers))
+    if keeps_weights(recipe, part, backend) and passes.in_each_pass(recipe) and not fp8_weights(recipe.precision):
+        weights = sum(any(linear.gemms[:2]) for linear in linears if linear.fp8)
+        yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER, weights)
     yield from _over(recipe, part, data=True, stages=stages).all_reduce("losses and norms", NUMBER)
 
 

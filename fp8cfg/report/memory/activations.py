@@ -85,11 +85,12 @@ def activations(
     head = _Head(model, linears[-1]) if part.output else None
     final, logits = (head.kept * model.tokens, logit_bytes(model).widest) if head else (0.0, 0)
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
+    kept_weights = sum(map(model.workspace, linears if part.output else linears[:4 * len(layers)]))
     moments = [*_of_layers(model, layers, final, recompute)]
     if part.embedding and not recipe.lora.enabled:
         moments.append(model.v * recipe.model.hidden_size * (model.c + grads) - kept - final - copies)
     widest = max(logits, *(head.moments() if head else []), *moments)
-    return Activations(int(kept + final), int(logits), int(copies), int(widest - logits), int(widest - max(moments)))
+    return Activations(int(kept + final), int(logits), int(copies + kept_weights), int(widest - logits), int(widest - max(moments)))
 
 
 def _of_layers(model: LinearBytes, layers: Sequence[_Layer], gone: float, recompute: bool) -> Iterator[float]:

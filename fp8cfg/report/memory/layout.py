@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from fp8cfg import pipeline_limits, tensor_limits
+from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import sharding
+from fp8cfg.config.weight_workspace import quantizes_once
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.models.stages import stage_layers
@@ -131,6 +134,18 @@ def parts(recipe: Recipe, world: int) -> list[Part]:
         raise ConfigError(f"{many}: trainer.global_batch_size={t.global_batch_size} is not a multiple of "
                           f"trainer.micro_batch_size x data-parallel size = {per_step}; nearest is {near}")
     return parts_that_differ(recipe, world)
+
+
+def microbatches(recipe: Recipe, part: Part) -> int:
+    """Backward passes of one step on each rank."""
+    t = recipe.trainer
+    return max(1, t.global_batch_size // (t.micro_batch_size * part.data))
+
+
+def keeps_weights(recipe: Recipe, part: Part, backend: str) -> bool:
+    """Whether layers of `backend` keep weights that they quantized for all passes of a step."""
+    shard = sharding(recipe.precision, part.shards)
+    return capabilities(backend).weight_workspace and quantizes_once(recipe, shard, microbatches(recipe, part))
 
 
 def parts_that_differ(recipe: Recipe, ranks: int) -> list[Part]:

@@ -10,8 +10,8 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights, gathers_params, others
 from fp8cfg.layer_plan import adapted, transformer_config
-from fp8cfg.report.memory.layout import Part
-from fp8cfg.report.memory.operands import CODEC, by_kernel, decoded, directions, operand, product, quantizing
+from fp8cfg.report.memory.layout import Part, keeps_weights
+from fp8cfg.report.memory.operands import CODEC, by_kernel, decoded, directions, emulated, operand, product, quantizing, row_scaled
 from fp8cfg.report.memory.torchao_linears import backward
 
 
@@ -22,6 +22,7 @@ class LinearBytes:
         m, tp = recipe.model, part.tensor
         self.in_fp8 = fp8_weights(recipe.precision) or gathers_params(recipe.precision, backend)
         self.requantizes, self.context = backend_registry.capabilities(backend).requantizes, part.context
+        self.once = keeps_weights(recipe, part, backend)
         self.recipe, self.device, self.grads, self.tp = recipe, device, grads, tp
         self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
         self.d = m.hidden_size / (tp if part.sequence_parallel else 1)
@@ -103,8 +104,19 @@ class LinearBytes:
         return self.in_fp8 and linear.fp8 and not tied
 
     def copy(self, linear: PlannedLinear) -> float:
-        """The quantized weight that is kept for dgrad, all of it; none of a weight that is held in FP8, or quantized again."""
-        return 0 if self.held(linear) or self.requantizes or not linear.gemms[1] else self.e * self.elements(linear)
+        """The quantized weight that is kept for dgrad, all of it; none of one that is held in FP8, quantized again, or kept for all
+        passes."""
+        away = self.held(linear) or self.requantizes or self.once or not linear.gemms[1]
+        return 0 if away else self.e * self.elements(linear)
+
+    def workspace(self, linear: PlannedLinear) -> float:
+        """The quantized weight that is kept for all passes of a step: a matrix for each product that reads it, or one for both that
+        read it by stride, as emulated products do where scales allow."""
+        if self.held(linear) or not self.once:
+            return 0
+        each = sum(map(bool, linear.gemms[:2]))
+        shared = emulated(self.recipe, self.device) and not row_scaled(self.recipe)
+        return (min(each, 1) if shared else each) * self.e * self.elements(linear)
 
     def elements(self, linear: PlannedLinear) -> float:
         """The elements of the weight."""
@@ -116,7 +128,7 @@ class LinearBytes:
 
     def quantizing(self, linear: PlannedLinear) -> float:
         """The most that quantizing the weight takes beside what is kept of it."""
-        if self.held(linear) or self.requantizes or not linear.gemms[0]:
+        if self.held(linear) or self.requantizes or self.once or not linear.gemms[0]:
             return 0
         return quantizing(self.recipe, self.device, self.elements(linear)) - self.copy(linear)
 

@@ -40,12 +40,18 @@ def directions(recipe: Recipe) -> int:
     return 2 if _tile(recipe.fp8) else 1
 
 
+def row_scaled(recipe: Recipe) -> bool:
+    """Whether a weight has scales along rows, and others for dgrad."""
+    tile = _tile(recipe.fp8, weight=True)
+    return tile is not None and tile[0] != tile[1]
+
+
 def held_beside(recipe: Recipe) -> float:
     """What an element of a weight held in FP8 alone takes beside its byte: its share of scales; and where these lie along rows,
     another byte and scales along columns, for dgrad."""
     tile = _tile(recipe.fp8, weight=True)
     share = SCALINGS[recipe.fp8.scaling].scale_share(tile)
-    return share if tile is None or tile[0] == tile[1] else 1 + 2 * share
+    return 1 + 2 * share if row_scaled(recipe) else share
 
 
 def decoded(recipe: Recipe, device: str) -> float:

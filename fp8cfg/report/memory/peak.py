@@ -32,7 +32,7 @@ from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.memory.activations import activations
 from fp8cfg.report.memory.fsdp_gather import gathered_bytes, reduced_bytes
-from fp8cfg.report.memory.layout import Part, parts_that_differ, ranks, vectors
+from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, parts_that_differ, ranks, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.memory.shards import SPLIT, shard_bytes
 from fp8cfg.report.tables import size, table
@@ -164,12 +164,6 @@ def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) ->
     return int(counts.linear * each + counts.other * CODEC[others(recipe.precision)["weight_grad"]])
 
 
-def microbatches(recipe: Recipe, part: Part) -> int:
-    """Backward passes of one step on each rank."""
-    t = recipe.trainer
-    return max(1, t.global_batch_size // (t.micro_batch_size * part.data))
-
-
 def parameters(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear] | None = None) -> Parameters:
     """The parameters of `part`, whose linear layers are `linears` where the caller has them. A tied output layer on its own
     pipeline stage holds a copy of the embedding."""
@@ -229,6 +223,7 @@ def _note(recipe: Recipe, kind: str, part: Part) -> str:
     tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
     widens = gradient_bytes(recipe) < 4 and not low_bit(recipe.precision)
     shard = sharding(recipe.precision, part.shards)
+    passes = "for all passes of a step" if keeps_weights(recipe, part, multiplying(recipe)) else "forward to backward"
     over = f", {shard} over {part.shards}" if shard in ("zero1", "zero2") and part.shards > 1 else ""
     return {
         **{kind: rest[k] if columns[k] == rest[k] else f"{rest[k]}, {layers} {columns[k]}"
@@ -236,7 +231,7 @@ def _note(recipe: Recipe, kind: str, part: Part) -> str:
         "gathered": "whole: embedding, output, two layers",
         "accumulation": "gradients until they are summed and stored",
         "moments": chart.moments(columns) + over,
-        "FP8 copies": state if fp8_weights(recipe.precision) else "quantized weights, forward to backward",
+        "FP8 copies": state if fp8_weights(recipe.precision) else f"quantized weights, {passes}",
         "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
         "logits": f"vocab_size={recipe.model.vocab_size}",
         "backward": "one layer again" if recipe.model.recompute_granularity == "full" else "gradients of activations",

@@ -1,0 +1,127 @@
+"""Weight workspace: the quantized weight of a layer, in both layouts, kept from the first pass of an optimizer step to its last.
+
+Microbatches of a step, and passes that are computed again, read the same weight under the same scale: what the first one made of it
+is what each of them would make, and the amax that it recorded is theirs. So it is made once, as Transformer Engine's weight
+workspace is under `is_first_microbatch` (pytorch/module/base.py, get_weight_workspace).
+
+It is there inside of `weights_kept` alone, which holds the passes of one step: neither a step nor an evaluation nor code between
+steps ever reads it, and scales do not move in it. A weight that is another one, or was written to (torch's count of writes), is
+quantized again. In compiled code, which cannot count, it is made before the code runs (`fill`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fp8cfg.numerics.gemm import DGRAD, FPROP
+from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.scaling import WEIGHT
+
+if TYPE_CHECKING:
+    from fp8cfg.numerics.linear_function import Plan, State
+
+NOTHING: tuple[None, ...] = (None,) * 6
+"""The tensors of two operands that are not kept."""
+
+
+class Quantized(NamedTuple):
+    """A quantized weight as the operand of fprop and of dgrad; None for a product in high precision, and where no dgrad was asked
+    for."""
+
+    fprop: Operand | None
+    dgrad: Operand | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What products read, to be given to an autograd function: of each operand those that `Operand.of` takes."""
+        return tuple(t for operand in self for t in (operand.tensors if operand else (None,) * 3))
+
+    @property
+    def kinds(self) -> tuple[Any, Any]:
+        """The format and tile of each operand, which `Operand.of` takes beside its tensors."""
+        return self.fprop and (self.fprop.fmt, self.fprop.tile), self.dgrad and (self.dgrad.fmt, self.dgrad.tile)
+
+
+class Source(NamedTuple):
+    """What a quantized weight was made of, and for: the weight, which stays here so that no other gets its address, torch's count
+    of writes to it, the address, the carrier of emulated operands, which products are in high precision, and whether dgrad reads
+    it too."""
+
+    weight: Tensor
+    version: int
+    address: int
+    carrier: torch.dtype | None
+    high_precision: tuple[bool, bool, bool]
+    dgrad: bool
+
+    def serves(self, other: Source) -> bool:
+        """Whether what was made of this is what would be made of `other`."""
+        return self[1:5] == other[1:5] and self.dgrad >= other.dgrad
+
+
+class WeightWorkspace(nn.Module):
+    """Base class of a linear layer that can keep its quantized weight."""
+
+    keeps_weight = False
+    quantized_weight: Quantized | None = None
+    _quantized_of: Source | None = None
+
+    def keep_weight(self, on: bool) -> None:
+        """Whether the weight that the next pass quantizes is kept for those that follow; what was kept is let go either way."""
+        self.keeps_weight, self.quantized_weight, self._quantized_of = on, None, None
+
+    def kept_weight(self, w: Tensor, plan: Plan, state: State, dgrad: bool) -> Quantized | None:
+        """The weight `w` as products of a pass read it, where one is kept; made where there is none yet, and this pass records
+        amaxes. `dgrad` says whether its backward pass multiplies by the weight."""
+        if torch.compiler.is_compiling():
+            of = self._quantized_of if self.keeps_weight else None
+            there = of is not None and of.carrier == plan.carrier and of.high_precision == plan.high_precision
+            return self.quantized_weight if there else None
+        if not self.keeps_weight:
+            return None
+        source = Source(w, w._version, w.data_ptr(), plan.carrier, plan.high_precision, dgrad)
+        if self._quantized_of is not None and self._quantized_of.serves(source):
+            return self.quantized_weight
+        slots = [slot for slot, wanted in ((FPROP, True), (DGRAD, dgrad)) if wanted and not plan.high_precision[slot]]
+        # In a dispatch mode, as of a selective checkpoint, operations are counted off against those of another pass.
+        if not slots or not plan.record or torch._C._len_torch_dispatch_stack():
+            return None
+        with torch.no_grad():
+            made = plan.operands(WEIGHT, slots, lambda *how: plan.weight(w.detach(), state, *how))
+        self.quantized_weight, self._quantized_of = Quantized(made.get(FPROP), _aliased(made.get(DGRAD))), source
+        return self.quantized_weight
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of the weight that is kept."""
+        kept = self.quantized_weight.tensors if self.quantized_weight else ()
+        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in kept if t is not None)}.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("keeps_weight", "quantized_weight", "_quantized_of")
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {name: value for name, value in state.items() if name not in kept}
+
+
+def _aliased(operand: Operand | None) -> Operand | None:
+    """`operand` with tensors of its own over the same memory: Dynamo takes no tensor twice as an input of an autograd function."""
+    return operand and Operand.of([t if t is None else t.detach() for t in operand.tensors], (operand.fmt, operand.tile))
+
+
+@contextmanager
+def weights_kept(model: nn.Module, on: bool = True) -> Iterator[None]:
+    """A context of the passes of one optimizer step, in which each weight of `model` is quantized once, where `on` says so. Nobody
+    writes to weights in it, other than by torch's operations on the Parameter itself."""
+    layers = [module for module in model.modules() if isinstance(module, WeightWorkspace)] if on else []
+    for layer in layers:
+        layer.keep_weight(on=True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.keep_weight(on=False)

@@ -1,0 +1,162 @@
+"""The weight workspace: a weight is quantized once for the passes of an optimizer step, and changes no bit of what they compute."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import fp8cfg
+from fp8cfg.numerics import E2M1, E4M3, WEIGHT, FP8Linear, Region, Scaling, fp8_linears
+from fp8cfg.numerics.linear_function import Plan
+from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.weight_workspace import weights_kept
+from fp8cfg.training import train_step
+from tests.support.small import small, steps
+
+SCALINGS = [
+    Scaling(), Scaling(first_step="te"), Scaling("current"), Scaling("current", granularity="row"),
+    Scaling("block"), Scaling("block", weights_2d=True), Scaling("mxfp8", backward=E4M3), Scaling("nvfp4", forward=E2M1, backward=E2M1)]
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The weights that are quantized, one entry for each product that has scales of its own, in high precision ones left out."""
+    seen: list[Tensor] = []
+    plain = Plan.operand
+
+    def operand(self: Plan, t: Tensor, role: int, state: Any, high_precision: bool, axis: int, both: bool) -> Any:
+        if role == WEIGHT and not high_precision:
+            seen.append(t)
+        return plain(self, t, role, state, high_precision, axis, both)
+
+    monkeypatch.setattr(Plan, "operand", operand)
+    return seen
+
+
+def layer(scaling: Scaling, **more: Any) -> FP8Linear:
+    torch.manual_seed(1)
+    return FP8Linear.from_linear(nn.Linear(64, 48), scaling, Region(active=True), **more)
+
+
+def inputs(seed: int) -> Tensor:
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: f"{s.kind}-{s.granularity}-{s.weights_2d}-{s.first_step}")
+@pytest.mark.parametrize("dgrad_in_high_precision", [False, True])
+def test_passes_that_share_a_weight_compute_what_each_would(
+    scaling: Scaling, dgrad_in_high_precision: bool, quantized: list[Tensor]
+) -> None:
+    found = []
+    for on in (False, True):
+        one = layer(scaling, high_precision=(False, dgrad_in_high_precision, False))
+        one.seed_rounding(1)
+        quantized.clear()
+        results = []
+        with weights_kept(one, on):
+            for i in range(3):
+                x = inputs(i)
+                y = one(x)
+                y.sum().backward()
+                results += [y, x.grad]
+        state = [*results, one.weight.grad, *one.buffers()]
+        found.append(([t for t in state if t is not None], len(quantized)))
+    (plain, every), (kept, once) = found
+    assert every == 3 * once > 0
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+    assert not one.keeps_weight and one.quantized_weight is None
+
+
+def test_a_weight_that_was_written_or_is_another_one_is_quantized_again(quantized: list[Tensor]) -> None:
+    one = layer(Scaling("current"))
+    with weights_kept(one):
+        one(inputs(0))
+        with torch.no_grad():
+            one.weight.mul_(2)
+        assert torch.equal(one(inputs(0)), copy.deepcopy(one)(inputs(0)))
+        one.weight.data = one.weight.detach() * 2  # torch counts no write
+        assert torch.equal(one(inputs(0)), copy.deepcopy(one)(inputs(0)))
+        one.weight = nn.Parameter(one.weight.detach() * 2)
+        kept = one(inputs(0))
+        assert torch.equal(one(inputs(1)), copy.deepcopy(one)(inputs(1)))
+        assert torch.equal(kept, copy.deepcopy(one)(inputs(0)))
+    assert len(quantized) == 4 + 4  # and each copy its own: it keeps nothing
+
+
+def test_a_kept_weight_is_of_its_precision_and_of_passes_that_record_alone(quantized: list[Tensor]) -> None:
+    one = layer(Scaling())
+    plain = copy.deepcopy(one)
+    with weights_kept(one):
+        with torch.no_grad():
+            one(inputs(0)), plain(inputs(0))
+        assert one.quantized_weight is None, "an evaluation records no amax, and keeps nothing"
+        one(inputs(0)), plain(inputs(0))
+        with one.region.entered(active=False):
+            assert torch.equal(one(inputs(0)), nn.functional.linear(inputs(0), one.weight, one.bias))
+        with torch.autocast("cpu", torch.bfloat16), plain.region.entered():
+            assert torch.equal(one(inputs(0)), plain(inputs(0)))
+    assert torch.equal(one.fp8_amax_history, plain.fp8_amax_history)
+
+
+def test_under_a_selective_checkpoint_nothing_is_kept() -> None:
+    """It counts operations of a pass off against those of the pass that is repeated, which would have fewer."""
+    found = []
+    for on in (False, True):
+        one = layer(Scaling("current"))
+        with weights_kept(one, on):
+            for i in range(2):
+                context = lambda: create_selective_checkpoint_contexts([torch.ops.aten.mul.Tensor])  # noqa: E731
+                checkpoint(one, inputs(i), use_reentrant=False, context_fn=context).sum().backward()
+        found.append(one.weight.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("words", [
+    "precision=bf16_fp8 fp8.params=false trainer.micro_batch_size=2",
+    "precision=bf16_fp8_block trainer.micro_batch_size=4 model.recompute_granularity=full",
+    "precision=bf16_mxfp8 fp8.params=false trainer.micro_batch_size=4 model.recompute_granularity=selective",
+    "precision=bf16_fp8 model.share_embeddings_and_output_weights=true fp8.output_layer=true trainer.micro_batch_size=4",
+    "precision=fp16_fp8 fp8.params=false precision.loss_scale=1e30 trainer.micro_batch_size=4"])
+def test_a_run_has_the_bits_of_one_that_quantizes_in_each_pass(
+    words: str, quantized: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for on in (True, False):
+        if not on:
+            monkeypatch.setattr(train_step, "weights_kept", lambda *_: nullcontext())
+        job = fp8cfg.build(small(*words.split(), "optim.warmup_steps=0"))
+        quantized.clear()
+        done = list(steps(job, 3))
+        assert not any(layer.keeps_weight for layer in fp8_linears(job.model))
+        found.append((done, stored_state_dict(job.model), len(quantized)))
+    (kept, state, once), (plain, other, every) = found
+    assert str(kept) == str(plain)  # a norm may be NaN
+    assert state.keys() == other.keys() and all(torch.equal(t.float(), other[name].float()) for name, t in state.items())
+    assert once < every
+
+
+@pytest.mark.slow
+def test_compiled_code_reads_the_weights_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, fill, filled = [], FP8Linear.fill, []
+
+    def watched(self: FP8Linear, dtype: torch.dtype) -> None:
+        before = self.quantized_weight
+        fill(self, dtype)
+        filled.append(self.quantized_weight is not before)
+
+    monkeypatch.setattr(FP8Linear, "fill", watched)
+    for on in (True, False):
+        if not on:
+            monkeypatch.setattr(train_step, "weights_kept", lambda *_: nullcontext())
+        job = fp8cfg.build(small("precision=bf16_fp8", "fp8.params=false", "model.num_layers=1", "trainer.micro_batch_size=4"))
+        job.compile_model()
+        found.append((list(steps(job, 2)), stored_state_dict(job.model)))
+    (kept, state), (plain, other) = found
+    assert kept == plain and all(torch.equal(t.float(), other[name].float()) for name, t in state.items())
+    assert filled == ([True] * 4 + [False] * 4) * 2 + [False] * 16
