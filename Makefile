@@ -38,9 +38,9 @@ test-fake-gpu:
 	$(ON_FAKE_GPU) -m tools.fake_gpu.kernel_code
 	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m pytest -p no:cacheprovider tests/fake_gpu/test_microscaled_products.py
 	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m tools.fake_gpu.kernel_code
+	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m tools.fake_gpu.table
 	$(ON_FAKE_GPU) -m tools.fake_gpu.table
-	$(ON_FAKE_GPU) tools/check_gpu.py --no-proof --steps 2
-	$(ON_FAKE_GPU) tools/bench_gpu.py --no-proof --minutes 30 --row-seconds 300
+	$(ON_FAKE_GPU) tools/report_gpu.py --no-proof --minutes 45 --row-seconds 300 --steps 2 --out $(FAKE_GPU)/report.txt
 
 check: $(VENV)/.tested-with
 	$(BIN)/ruff check .

@@ -14,10 +14,11 @@
 
 Each contender takes turns with compiled BF16, or eager where that fails, and its ratio is of these two medians: above 1 is
 faster. The error is the largest rms error, beside a float32 run, of the output, the input's gradient and all weights' gradients,
-relative to the rms of that. est is the estimate of the milliseconds by FLOPs and bytes (tools/estimate_gpu.py), where the GPU and the
+relative to the rms of that. goal is the ratio that the project wants of an H200. est is the estimate of the milliseconds by FLOPs and bytes (tools/estimate_gpu.py), where the GPU and the
 scaling have one: of compiled code, without waiting for launches. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its own. The rows of a
-case share a process; one over its time budget is stopped, and says so, with that process. Rows appear on stderr as they come. Exits
-with 1 where one failed or was stopped. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing.
+case share a process; one over its time budget is stopped, and says so, with that process. Rows appear on stderr as they come, and in --out. At the end stand
+the whole 8B step put together of the rows "8b" and "block", and every row by what became of it. Exits with 1 where one failed or
+was stopped. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from typing import Any
 import torch
 
 import fp8cfg
-from fp8cfg.models.transformer import Transformer
 from fp8cfg.training.compiled_gradients import compare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, ModelCase, ModuleCase, Runner, error
+from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, ModelCase, ModuleCase, Runner, error, unsupported
 from tools.gpu_rows.estimate import OF_PEAK, device_called
-from tools.gpu_rows.proof import without_proof
-from tools.gpu_rows.shapes import SHAPES, WORDS
+from tools.gpu_rows.proof import draw_weights_on, without_proof, without_weights
+from tools.gpu_rows.results import Results
+from tools.gpu_rows.shapes import GOALS, SHAPES, WORDS
 from tools.gpu_rows.worker import Make, Row, Worker, failure
 
 PROBE = "probe"
@@ -107,6 +108,7 @@ def start(args: argparse.Namespace, name: str) -> Make:
     if name == PROBE:
         return lambda scaling: Row([probe(args, scaling)])
     case = CASES[name](args, SHAPES[args.small][name])
+    collect(args.device)  # the float32 run, which refers to itself
     bases: list[Runner] = []
 
     def make(contender: Any) -> Row:
@@ -120,12 +122,17 @@ def start(args: argparse.Namespace, name: str) -> Make:
         if not bases:
             bases.append(runner)
         del runner
-        gc.collect()
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+        collect(args.device)
         return Row(cells)
 
     return make
+
+
+def collect(device: str) -> None:
+    """Give back the memory of what nothing refers to, to other processes too."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -135,8 +142,9 @@ def prepare(args: argparse.Namespace) -> None:
         torch.set_num_threads(1)
     if args.no_proof:
         without_proof()
-    draw = Transformer.init_weights  # on the GPU: a billion numbers take a CPU ten seconds, each time
-    Transformer.init_weights = lambda model, seed: draw(model, seed, args.device)  # type: ignore[method-assign]
+        without_weights()
+    else:
+        draw_weights_on(args.device)
 
 
 def probe(args: argparse.Namespace, scaling: str) -> str:
@@ -148,72 +156,117 @@ def probe(args: argparse.Namespace, scaling: str) -> str:
 
 
 def line(case: str, contender: object, cells: list[str]) -> str:
-    widths = (8, 8, 9, 12, 6, 6, 6, 8)
+    widths = (8, 8, 9, 12, 6, 6, 6, 8, 6)
     shown = "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)) if len(cells) == len(widths) else f"  {' '.join(cells)}"
     return f"{case:7}{contender!s:27}{shown}"
 
 
-def bench(args: argparse.Namespace, context: BaseContext) -> tuple[dict[str, list[str]], int]:
-    """The rows of each case, and how many failed or were stopped."""
+def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> dict[str, list[str]]:
+    """The rows of each case. What became of them, and of the goals, is in `results`."""
     deadline = time.monotonic() + 60 * args.minutes
-    names = [PROBE, *args.cases]
+    names = [*([PROBE] if args.probe else []), *args.cases]
     rows: dict[str, list[str]] = {name: [] for name in names}
+    taken: dict[tuple[str, str], float] = {}  # milliseconds of BF16 and of native, compiled
     workers = {name: Worker(context, start, args, name) for name in names}
-    failures = 0
 
     def add(name: str, what: object) -> None:
-        nonlocal failures
-        left = deadline - time.monotonic()
-        missing = what.missing() if isinstance(what, Contender) else ""
+        left, worker = deadline - time.monotonic(), workers[name]
+        missing = what.missing(args.capability) if isinstance(what, Contender) else ""
         found = Row([f"not run: {missing or f'no time left of {args.minutes:g} minutes'}"])
         if not missing and left > 0:
-            found = workers[name].row(what, min(args.row_seconds, left))
-        failures += found.failed
+            # The first row of a process makes what all of them share: a float32 run, and compiled BF16.
+            found = worker.row(what, min(args.row_seconds * (1 if worker.begun else 2), left))
+        scaling = what.scaling if isinstance(what, Contender) else ""
+        if len(found.cells) > 1:
+            goal = GOALS.get((name, scaling)) if args.goals and str(what) == f"native {scaling} compiled" else None
+            found = found._replace(cells=[*found.cells, f"{goal:.2f}" if goal else "-"])
+            if goal:
+                results.goal(f"{name} {scaling}", float(found.cells[6]), goal)
+            if str(what) in ("torch bf16 compiled", f"native {scaling} compiled"):
+                taken[name, scaling] = float(found.cells[0])
+        results.row(f"{name} {what}", found)
         rows[name].append(line(name, what, found.cells))
-        print(rows[name][-1], file=sys.stderr, flush=True)
+        results.say(rows[name][-1])
+        if name == PROBE and found.failed and not found.stopped:
+            results.say(f"{'=' * 80}\nWRONG COMPILED GRADIENTS under {what}: no row compiled under it means anything\n{'=' * 80}")
 
     try:
-        for scaling in [s for s in WORDS if s != "bf16" and (not args.only or any(word in f"native {s} compiled" for word in args.only))]:
+        for scaling in args.scalings if args.probe else ():
             add(PROBE, scaling)
-        workers[PROBE].end()
+            if scaling == args.scalings[-1]:
+                workers[PROBE].end()
         for contender in [c for c in CONTENDERS if c == BASE or not args.only or any(word in str(c) for word in args.only)]:
             for name in args.cases:
                 add(name, contender)
     finally:
         for worker in workers.values():
             worker.end()
-    return rows, failures
+    whole(taken, args.goals, results)
+    return rows
 
 
-def parse() -> argparse.Namespace:
+def whole(taken: dict[tuple[str, str], float], goals: bool, results: Results) -> None:
+    """A step of the whole 8B model over eight sequences, put together from measured rows: it does not fit beside BF16's."""
+    layers = fp8cfg.compose(["recipe=llama_8b"]).model.num_layers - 4
+
+    def milliseconds(scaling: str) -> float:
+        return 8 * (taken["8b", scaling] + layers * taken["block", scaling])
+
+    for scaling in [s for name, s in taken if name == "8b" and s != "bf16"]:
+        if all((name, s) in taken for name in ("8b", "block") for s in ("bf16", scaling)):
+            base, mine = milliseconds("bf16"), milliseconds(scaling)
+            goal = GOALS.get(("8b whole", scaling)) if goals else None
+            results.say(f"8b whole, {scaling}: 8 x (8b + {layers} x block) = {mine:,.0f} ms, BF16 {base:,.0f} ms: {base / mine:.2f}x"
+                        + (f", goal {goal:.2f}x" if goal else ""))
+            if goal:
+                results.goal(f"8b whole {scaling}", base / mine, goal)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="small shapes, and compilation without code generation")
     parser.add_argument("--minutes", type=float, default=8, help="of all rows together; default 8")
-    parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row, which is stopped there; default 60")
+    parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row, which is stopped there; the first of a process has twice that; default 60")
     parser.add_argument("--no-proof", action="store_true", help="prove no products, for the fake GPU")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--no-probe", dest="probe", action="store_false", help="leave the gradient probe out")
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES), help="all by default; none: the gradient probe alone")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders that have one of these words in their name")
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append rows to it as they come")
+    args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is none here; write --device cpu --small")
     args.compiler = "aot_eager" if args.small else "inductor"
+    args.capability = torch.cuda.get_device_capability() if args.device == "cuda" else None
+    args.goals = args.device == "cuda" and not args.small and "H200" in torch.cuda.get_device_name()
+    args.scalings = [s for s in WORDS if s != "bf16" and not unsupported(s, args.capability)
+                     and (not args.only or any(word in f"native {s} compiled" for word in args.only))]
     return args
+
+
+def run(args: argparse.Namespace, results: Results) -> dict[str, list[str]]:
+    """The head of the table, and its rows as they come."""
+    context = multiprocessing.get_context("forkserver")  # which loads torch once, and never touches the GPU itself
+    context.set_forkserver_preload(["__main__", "tools.bench_gpu", "fiddle", "fp8cfg.composition.hydra_compose"])
+    results.say(head(args))
+    return bench(args, context, results)
+
+
+def head(args: argparse.Namespace) -> str:
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread, FP8 emulated"
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "transformer-engine", "torchao") if version(name))
+    columns = ["ms", "est", "TFLOP/s", "tokens/s", "GiB", "plan", "xBF16", "error", "goal"]
+    return f"{where}; {versions}; compiled by {args.compiler}\n" + line("case", "", columns)
 
 
 def main() -> int:
     args = parse()
-    context = multiprocessing.get_context("forkserver")  # which loads torch once, and never touches the GPU itself
-    context.set_forkserver_preload(["__main__", "fiddle", "fp8cfg.composition.hydra_compose"])
-    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread, FP8 emulated"
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformer-engine", "torchao") if version(name))
-    head = f"{where}; {versions}; compiled by {args.compiler}\n" + line(
-        "case", "", ["ms", "est", "TFLOP/s", "tokens/s", "GiB", "plan", "xBF16", "error"])
-    print(head, file=sys.stderr, flush=True)
-    rows, failures = bench(args, context)
-    print("\n".join([head, *(row for found in rows.values() for row in found)]))
-    print(f"{failures} failed" if failures else "none failed")
-    return bool(failures)
+    results = Results(args.out, sys.stderr)
+    rows = run(args, results)
+    print("\n".join([head(args), *(row for found in rows.values() for row in found)]))
+    results.say(results.summary())
+    print(f"{results.failures} failed" if results.failures else "none failed")
+    return bool(results.failures)
 
 
 def version(package: str) -> str:

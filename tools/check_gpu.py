@@ -13,7 +13,7 @@ A row of te has te.TransformerLayer for every layer of the model; with "parts" t
 te.LayerNormMLP and torch's attention. Losses are shown side by side, @5 that of step 5; `fp8` is the share of matmul FLOPs that ran in FP8, as observed in the
 first step; ms is the median of the steps after it, eagerly run (bench_gpu.py has speeds), GiB the peak that torch allocated.
 Each row runs in a process of its own with a time budget: a crash costs one row, and one over its budget is stopped and says so. What
-a backend's rules refuse here is a row that says why. Exits with 1 where a row failed or bits differ. `--no-proof` is for the fake GPU
+a backend's rules refuse here is a row that says why. Exits with 1 where a row failed, bits differ or its last loss is not BF16's. `--no-proof` is for the fake GPU
 (tools/fake_gpu), whose products compute nothing. It has not run on a GPU yet.
 """
 
@@ -45,7 +45,8 @@ from fp8cfg.training.train_step import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.gpu_rows.proof import without_proof
+from tools.gpu_rows.proof import draw_weights_on, without_proof, without_weights
+from tools.gpu_rows.results import Results
 from tools.gpu_rows.worker import Make, Row, Worker
 
 PLAIN = ["fp8.params=false", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"]
@@ -65,6 +66,8 @@ MODELS = {
                   "model.num_attention_heads=8", "model.num_query_groups=2", "model.vocab_size=512", "model.seq_length=64",
                   "trainer.global_batch_size=1", "trainer.micro_batch_size=1"]},
 }
+FOLLOWS = 0.05
+"""Share of BF16's last loss within which a row's must be: a wrong scale or layout trains worse than that, or not at all."""
 TRAINER = ["data=tiny", "trainer.devices=1", "optim.warmup_steps=0", "optim.constant_steps=0"]
 
 
@@ -164,6 +167,9 @@ def start(args: argparse.Namespace, model: str) -> Make:
         torch.set_num_threads(1)
     if args.no_proof:
         without_proof()
+        without_weights()
+    else:
+        draw_weights_on(args.device)
     return lambda row: Row((bits if model == "bits" else train)(args, model, row))
 
 
@@ -172,7 +178,7 @@ def line(model: str, row: str, cells: list[str]) -> str:
     return head + "".join(c.rjust(9) for c in cells[:-3]) + "".join(c.rjust(7) for c in cells[-3:]) if len(cells) > 1 else wrapped(cells[0], head + " ", " " * 23)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="on a CPU, with small shapes")
     parser.add_argument("--steps", type=int, default=20, help="of each model; default 20")
@@ -180,7 +186,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row, which is stopped there; default 60")
     parser.add_argument("--no-proof", action="store_true", help="prove no products, for the fake GPU")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="rows that have one of these words, as in: --only te bits")
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append rows to it as they come")
+    args = parser.parse_args(argv)
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: at least 1")
     args.device = "cpu" if args.small else "cuda"
@@ -189,17 +196,17 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    args = parse()
+def run(args: argparse.Namespace, results: Results) -> None:
+    """The rows, as they come."""
     context = multiprocessing.get_context("forkserver")  # which loads torch once, and never touches the GPU itself
-    context.set_forkserver_preload(["__main__", "fiddle", "fp8cfg.composition.hydra_compose", "fp8cfg.models.transformer"])
+    context.set_forkserver_preload(["__main__", "tools.check_gpu", "fiddle", "fp8cfg.composition.hydra_compose", "fp8cfg.models.transformer"])
     deadline = time.monotonic() + 60 * args.minutes
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread, FP8 emulated"
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformer-engine", "torchao") if version(name))
-    print(wrapped(f"{where}; {versions}"))
-    print(line("model", "", [*(f"@{step}" for step in shown_steps(args.steps)), "fp8", "ms", "GiB"]), flush=True)
-    failures = 0
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "transformer-engine", "torchao") if version(name))
+    results.say(wrapped(f"{where}; {versions}"))
+    results.say(line("model", "", [*(f"@{step}" for step in shown_steps(args.steps)), "fp8", "ms", "GiB"]))
     every = [("bits", s) for s in ("delayed", "current", "block")] + [(model, row) for model in MODELS[args.small] for row in ROWS]
+    bf16: dict[str, float] = {}  # last losses, by model
     for model, row in every:
         if args.only and not any(word in (model, *row.split()) for word in args.only):
             continue
@@ -209,10 +216,23 @@ def main() -> int:
         if not why:
             with Worker(context, start, args, model) as worker:
                 found = worker.row(row, min(args.row_seconds, left))
-        failures += found.failed
-        print(line(model, row, found.cells), flush=True)
-    print(f"{failures} failed" if failures else "none failed")
-    return bool(failures)
+        results.say(line(model, row, found.cells))
+        if len(found.cells) > 1:
+            last = float(found.cells[-4])
+            base = bf16.setdefault(model, last) if row == "bf16" else bf16.get(model, last)
+            if abs(last - base) > FOLLOWS * base:
+                found = Row([f"failed: loss {last:.4f}, BF16's is {base:.4f}"], failed=True)
+                results.say(line(model, row, found.cells))
+        results.row(f"{model} {row}", found)
+
+
+def main() -> int:
+    args = parse()
+    results = Results(args.out)
+    run(args, results)
+    results.say(results.summary())
+    results.say(f"{results.failures} failed" if results.failures else "none failed")
+    return bool(results.failures)
 
 
 def version(package: str) -> str:

@@ -71,13 +71,15 @@ def _nvfp4(t: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def _completed(t: Tensor) -> Tensor:
     """Bytes `t` [M, K], row-major, K completed with zeros."""
-    return F.pad(t, (0, -t.shape[1] % ALIGNED)).contiguous()
+    missing = -t.shape[1] % ALIGNED
+    return (F.pad(t, (0, missing)) if missing else t).contiguous()  # pad copies, also where nothing is missing
 
 
 def swizzled(scales: Tensor) -> Tensor:
     """One-byte `scales` [R, C] in the order that the tensor cores read, completed with zeros to whole tiles of 128 x 4; flat."""
     rows, columns = scales.shape
-    t = F.pad(scales.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
+    t, missing = scales.view(torch.uint8), (0, -columns % 4, 0, -rows % 128)
+    t = F.pad(t, missing) if any(missing) else t
     t = t.view(len(t) // 128, 4, 32, t.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
     return t.flatten().view(scales.dtype)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from fp8cfg.numerics.block_scaling import first_level
 from fp8cfg.numerics.formats import E2M1
 from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.host_copy import sent
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import Scaling
 from fp8cfg.numerics.stochastic_rounding import Random
@@ -53,5 +54,6 @@ def quantize_nvfp4(
 
 def hadamard(t: Tensor) -> Tensor:
     """Each 16 neighbours in a row of `t` [R, C] times diag(SIGNS) H16 / 4, in the dtype of `t`; C completed with zeros."""
-    t = F.pad(t, (0, -t.shape[1] % 16)).contiguous()
-    return (t.view(-1, 16) @ MATRIX.to(dtype=t.dtype, device=t.device)).view(t.shape)
+    missing = -t.shape[1] % 16
+    t = (F.pad(t, (0, missing)) if missing else t).contiguous()
+    return (t.view(-1, 16) @ sent(MATRIX.to(t.dtype), t.device)).view(t.shape)

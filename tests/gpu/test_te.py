@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.backends.protocol import Hardware
+from fp8cfg.backends.backend_choice import against
 from fp8cfg.backends.te import decoder as te_decoder
-from fp8cfg.backends.te import rules as te_rules
 from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.report.machine import find_hardware
@@ -28,12 +27,10 @@ CASES = {f"{name} {'params' if params else 'weights'}": (*words, f"fp8.params={p
 
 
 def job(words: tuple[str, ...], backend: str = "te") -> fp8cfg.Job:
-    """The small model under `words`; skips where Transformer Engine cannot be loaded or the GPU cannot run them."""
+    """The small model under `words`; skips where the backend cannot be loaded or the GPU cannot run them."""
     recipe = small(*SHAPE, *words, *([] if backend == "auto" else [f"backend={backend}"]))
-    if backend == "te":
-        hardware: Hardware = find_hardware("cuda")
-        if why := te_rules.unavailable() or "; ".join(te_rules.refusals(recipe.precision, hardware)):
-            pytest.skip(why)
+    if backend != "auto" and (why := "; ".join(against(backend, recipe.precision, find_hardware("cuda")))):
+        pytest.skip(why)
     return fp8cfg.build(recipe)
 
 
@@ -42,8 +39,7 @@ def test_a_job_trains_as_planned_and_follows_native(case: str) -> None:
     mine = job(CASES[case])
     got = [s.loss for s in steps(mine, 6)]
     assert mine.prove().layers_in_fp8 == 16
-    emulated = ("fp8.emulate=true",) if "fp4" in case or "mxfp8" in case else ()  # native multiplies these by emulation alone
-    want = [s.loss for s in steps(job((*CASES[case], *emulated), "native"), 6)]
+    want = [s.loss for s in steps(job(CASES[case], "native"), 6)]
     assert got == pytest.approx(want, rel=0.03)
     assert got[-1] < got[0]
 

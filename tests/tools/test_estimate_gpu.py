@@ -10,7 +10,8 @@ import pytest
 
 import fp8cfg
 from tools.gpu_rows import estimate
-from tools.gpu_rows.estimate import BANDWIDTH, GOALS, Device, device_called
+from tools.gpu_rows.estimate import BANDWIDTH, Device, device_called
+from tools.gpu_rows.shapes import GOALS
 
 H200 = Device(989e12, 1979e12, 4.8e12)
 
@@ -37,13 +38,29 @@ def test_devices_by_the_name_that_cuda_says(name: str, device: str) -> None:
     assert not device or Device.of(device).bandwidth == BANDWIDTH[device]
 
 
-def test_the_table_says_what_it_assumes_and_each_goal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recomputation_repeats_what_it_drops() -> None:
+    words = ["recipe=llama_1b", "precision=bf16", "trainer.devices=1", "trainer.micro_batch_size=1"]
+    none, selective, full = (estimate.layers(H200, "bf16", fp8cfg.compose([*words, f"model.recompute_granularity={how}"]))
+                             for how in ("none", "selective", "full"))
+    m = fp8cfg.compose(words).model
+    tokens = m.seq_length * m.num_layers
+    repeated = 2 * (2 * 2 * m.hidden_size + 3 * m.ffn_hidden_size)  # two norms read and write, SwiGLU reads two and writes one, bf16
+    assert selective["elementwise"] - none["elementwise"] == pytest.approx(repeated * tokens / (0.85 * 4.8e12))
+    assert full["elementwise"] == pytest.approx(4 / 3 * none["elementwise"])
+    assert "recomputed products" not in selective and full["recomputed products"] > none["linear layers"] / 5
+    assert full["linear layers"] == selective["linear layers"] == none["linear layers"]
+
+
+@pytest.mark.parametrize("gpu", ["h200", "b200"])
+def test_the_table_says_what_it_assumes_and_each_goal(gpu: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tool = Path(__file__).parents[2] / "tools" / "estimate_gpu.py"
-    monkeypatch.setattr(sys, "argv", ["estimate_gpu.py"])
+    monkeypatch.setattr(sys, "argv", ["estimate_gpu.py", "--gpu", gpu])
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(tool), run_name="__main__")
     out = capsys.readouterr().out
     assert ended.value.code == 0 and "Nothing is measured." in out and "assumed: bf16 products 70%" in out
-    rows = [line.split() for line in out.splitlines() if line.startswith("linear 15872")]
-    assert {row[6]: float(row[9]) for row in rows if row[6] in GOALS} == GOALS
+    rows = [line.split() for line in out.splitlines() if line.startswith(("linear 15872", "llama_8b step, 8 x"))]
+    goals = {("linear" if row[0] == "linear" else "8b whole", row[6]): float(row[9]) for row in rows if len(row) > 9}
+    assert len(rows) == 8 and goals == (GOALS if gpu == "h200" else {})
+    assert ("there are goals for an H200 alone" in out) == (gpu == "b200")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import runpy
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +19,9 @@ from fp8cfg.backends import first_pass
 from fp8cfg.training import compiled_gradients
 from tests.support.forked import processes
 from tests.support.small import small, steps
+from tools.gpu_rows.bench_cases import CONTENDERS, unsupported
 from tools.gpu_rows.proof import without_proof
+from tools.gpu_rows.results import Results
 from tools.gpu_rows.worker import Make, Row, Worker
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_gpu.py"
@@ -54,34 +58,83 @@ def test_a_row_over_its_budget_costs_one_row() -> None:
 
 
 def _slow_case(args: argparse.Namespace, name: str) -> Make:
-    """The rows of bench_gpu.py, of which one is slow."""
+    """The rows of bench_gpu.py, of which one is slow, one gives wrong gradients."""
 
     def make(what: object) -> Row:
-        if "delayed compiled" in str(what):
+        if str(what) == "native delayed compiled":
             time.sleep(600)
-        return Row(["1.00", "-", "1", "1", "-", "-", "1.00", "0.0e+00"])
+        if name == "probe":
+            return Row(["failed: torch compiles layers of this recipe wrongly"], failed=True) if what == "row" else Row(["they are equal"])
+        ms = "1.00" if "bf16" in str(what) else "0.60"
+        return Row([ms, "-", "1", "1", "-", "-", f"{1 / float(ms):.2f}", "0.0e+00"])
 
     return make
 
 
-def test_the_benchmark_stops_a_slow_row_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+HOPPER = ("delayed", "current", "row", "block")
+
+
+def test_the_benchmark_stops_a_slow_row_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = runpy.run_path(str(TOOL))["bench"]
     bench.__globals__["start"] = _slow_case
-    args = argparse.Namespace(minutes=1, row_seconds=4.0, only=["native"], cases=["linear"])
-    rows, failures = bench(args, processes)
-    found = {row[7:34].strip(): row[34:].split() for row in rows["linear"]}
-    assert failures == 1 and found.pop("native delayed compiled") == ["stopped:", "over", "its", "time", "budget", "of", "4", "s"]
-    assert list(found) == ["torch bf16 compiled", *(f"native {s} compiled" for s in ("current", "row", "block")),
-                           *(f"native {s} eager" for s in ("delayed", "current", "row", "block"))]
-    assert all(cells[0] == "1.00" for cells in found.values())
-    assert len(rows["probe"]) == 4 and "stopped" in capsys.readouterr().err
+    args = argparse.Namespace(minutes=1, row_seconds=4.0, only=["native"], cases=["linear", "block", "8b"], probe=True, scalings=HOPPER,
+                              capability=(9, 0), goals=True)
+    results = Results(tmp_path / "rows.txt", sys.stderr)
+    every = bench(args, processes, results)
+    rows = {name: {row[7:34].strip(): row[34:].split() for row in found} for name, found in every.items()}
+    assert rows["linear"].pop("native delayed compiled") == ["stopped:", "over", "its", "time", "budget", "of", "4", "s"]
+    assert rows["linear"].pop("native mxfp8 compiled")[-8:] == ["needs", "compute", "capability", "10.0,", "this", "GPU", "has", "9.0"]
+    native = [name for name in rows["linear"] if name.startswith("native")]
+    assert [name for name in native if "fp4" not in name and "mx" not in name] == [
+        *(f"native {s} compiled" for s in HOPPER[1:]), *(f"native {s} eager" for s in HOPPER)]
+    assert rows["linear"]["native current compiled"][-3:] == ["1.67", "0.0e+00", "1.65"] and rows["linear"]["native row compiled"][-1] == "-"
+    said = capsys.readouterr().err
+    assert said == (tmp_path / "rows.txt").read_text()
+    assert "WRONG COMPILED GRADIENTS under row:" in said
+    state = {v.row: v.state for v in results.verdicts}
+    assert state["linear native delayed compiled"] == "STOPPED" and state["goal linear current"] == state["goal linear block"] == "met"
+    assert state["probe row"] == "FAILED" and state["probe delayed"] == state["8b native current compiled"] == "passed"
+    assert "8b whole, current: 8 x (8b + 28 x block) = 139 ms, BF16 232 ms: 1.67x\n" in said
+    assert results.failures == sum(name in ("FAILED", "STOPPED") for name in state.values()) == 4
+
+
+def test_what_is_left_of_a_killed_run_is_every_row_that_came(tmp_path: Path) -> None:
+    results = Results(tmp_path / "rows.txt", io.StringIO())
+    for row in ("first", "second"):
+        results.say(row)
+        assert (tmp_path / "rows.txt").read_text().splitlines()[-1] == row
+    Results(tmp_path / "rows.txt", io.StringIO()).say("third")
+    assert (tmp_path / "rows.txt").read_text() == "first\nsecond\nthird\n"
+
+
+def test_the_summary_says_what_wants_attention_first_and_why() -> None:
+    results = Results()
+    results.row("a", Row(["1.0", "2.0"]))
+    results.row("b", Row(["not run: te is not installed"]))
+    results.row("c", Row(["not run: te is not installed"]))
+    results.row("d", Row(["stopped: over its time budget of 4 s"], True, True))
+    results.row("e", Row(["failed: KeyError: 'k'"], True))
+    results.goal("linear delayed", 1.7, 1.75, "1.85")
+    results.goal("linear block", 1.5, 1.45)
+    assert results.summary().splitlines() == [
+        "", "summary: 1 FAILED, 1 STOPPED, 1 MISSED, 2 not run, 1 met, 1 passed",
+        "FAILED  e: KeyError: 'k'", "STOPPED d: over its time budget of 4 s", "MISSED  goal linear delayed: 1.70x of 1.75x, estimated 1.85",
+        "not run b, c: te is not installed", "met     goal linear block: 1.50x of 1.45x", "passed  a"]
+
+
+def test_what_a_gpu_has_no_products_for_is_not_run() -> None:
+    ran = {capability: {c.scaling for c in CONTENDERS if c.backend == "native" and not unsupported(c.scaling, capability)}
+           for capability in ((8, 0), (8, 9), (9, 0), (10, 0), None)}
+    assert ran == {(8, 0): set(), (8, 9): {"delayed", "current", "row"}, (9, 0): set(HOPPER), None: set(HOPPER),
+                   (10, 0): {"delayed", "current", "row", "mxfp8", "nvfp4"}}
 
 
 def test_when_the_time_is_over_nothing_begins() -> None:
     bench = runpy.run_path(str(TOOL))["bench"]
-    args = argparse.Namespace(minutes=0.0, row_seconds=1.0, only=["bf16"], cases=["linear", "8b"])
-    rows, failures = bench(args, processes)
-    assert failures == 0 and all(row.endswith("not run: no time left of 0 minutes") for row in rows["linear"] + rows["8b"])
+    args = argparse.Namespace(minutes=0.0, row_seconds=1.0, only=["bf16"], cases=["linear", "8b"], probe=True, scalings=[], capability=None, goals=False)
+    results = Results()
+    rows = bench(args, processes, results)
+    assert results.failures == 0 and all(row.endswith("not run: no time left of 0 minutes") for row in rows["linear"] + rows["8b"])
     assert [len(rows[name]) for name in ("probe", "linear", "8b")] == [0, 2, 2]
 
 

@@ -15,7 +15,7 @@ from fp8cfg.backends.compile_options import compile_options
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.rotary import rotary_tables
-from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, fp8_linears, update_scales
+from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, fp8_linears, seed_rounding, update_scales
 from fp8cfg.optim.groups import param_groups
 from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.low_bit.training import LowBitTrainingAdamW
@@ -30,6 +30,8 @@ SCALINGS = {
     "bf16": None, "delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row", power_2_scales=True),
     "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True),
 }  # fmt: skip
+BLACKWELL = {"mxfp8": Scaling("mxfp8", backward=E4M3), "nvfp4": Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True)}
+"""Counted where the fake GPU claims compute capability 10.0, which does not multiply with scales of 128."""
 STEP = ("recipe=llama_tiny", "trainer.accelerator=cuda", "trainer.devices=1", "data=tiny", "trainer.max_steps=8", "optim.warmup_steps=0",
         "optim.constant_steps=0")  # fmt: skip
 COLUMNS = {"weight": "bf16", "weight_grad": "fp32", "exp_avg": "fp8_block", "exp_avg_sq": "fp8_block"}
@@ -37,12 +39,13 @@ COLUMNS = {"weight": "bf16", "weight_grad": "fp32", "exp_avg": "fp8_block", "exp
 
 def converted(model: nn.Module, scaling: str, fp8_params: bool) -> nn.Module:
     """`model` with FP8 layers in the place of its linear ones."""
-    if (made := SCALINGS[scaling]) is None:
+    if (made := (SCALINGS | BLACKWELL)[scaling]) is None:
         return model
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             layer = FP8Linear.from_linear(module, made, Region(active=True), product="scaled_mm", fp8_params=fp8_params)
             layer.set_weight_grad_dtype(torch.bfloat16)
+            seed_rounding(layer, 1)
             if not name:
                 return layer
             model.set_submodule(name, layer)

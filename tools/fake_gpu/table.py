@@ -52,9 +52,16 @@ def every_case() -> dict[str, Callable[[], dict[str, Callable[[], object]]]]:
     """The cases by name, each still to be made."""
     from functools import partial
 
+    import torch
+
     from tools.fake_gpu import cases
 
     found: dict[str, Callable[[], dict[str, Callable[[], object]]]] = {}
+    if torch.cuda.get_device_capability() >= (10, 0):
+        for how in ("eager", "compiled"):
+            for scaling in cases.BLACKWELL:
+                found[f"linear {scaling} {how}"] = partial(cases.linear, scaling, False, how == "compiled")
+        return found
     for how in (False, True):
         ran = "compiled" if how else "eager"
         for scaling in cases.SCALINGS:

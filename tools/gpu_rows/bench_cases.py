@@ -21,17 +21,20 @@ from fp8cfg.data import Batches, Windows
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.rotary import rotary_tables
-from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, fp8_linears, update_scales
+from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, fp8_linears, seed_rounding, update_scales
 from fp8cfg.report.coverage import planned as planned_flops
 from fp8cfg.report.memory.peak import memory
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
 from tools.gpu_rows import estimate
-from tools.gpu_rows.shapes import WORDS
+from tools.gpu_rows.shapes import BLACKWELL, WORDS
 
 SCALINGS = {"delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row"),
-            "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True)}
+            "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True),
+            "mxfp8": Scaling("mxfp8", backward=E4M3), "nvfp4": Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True)}
 TRAINER = ["optim.lr=1e-30", "optim.warmup_steps=0", "trainer.devices=1", "trainer.gradient_clip_val=0"]  # weights stay as they are
+
+
 @dataclass(frozen=True)
 class Contender:
     backend: str
@@ -41,15 +44,26 @@ class Contender:
     def __str__(self) -> str:
         return f"{self.backend} {self.scaling} {'compiled' if self.compiled else 'eager'}"
 
-    def missing(self) -> str:
-        """Why the library that it needs is not to be had here; empty where it is."""
-        return backend_registry.rules(self.backend).unavailable().partition(";")[0] if self.backend in ("te", "torchao") else ""
+    def missing(self, capability: tuple[int, int] | None) -> str:
+        """What it needs and is not to be had here, a library or a GPU of another compute capability; empty where all is."""
+        library = backend_registry.rules(self.backend).unavailable().partition(";")[0] if self.backend in ("te", "torchao") else ""
+        return library or unsupported(self.scaling, capability)
+
+
+def unsupported(scaling: str, capability: tuple[int, int] | None) -> str:
+    """Why a GPU of this compute capability does not multiply under `scaling`; empty where it does. A CPU (None) emulates what
+    Hopper has."""
+    wants = "9.x" if scaling == "block" else "10.0" if scaling in BLACKWELL else "8.9"
+    here = capability or (9, 0)
+    if scaling == "bf16" or (here[0] == 9 if scaling == "block" else here >= ((10, 0) if scaling in BLACKWELL else (8, 9))):
+        return ""
+    return f"{scaling} needs compute capability {wants}" + (f", this GPU has {here[0]}.{here[1]}" if capability else "")
 
 
 # What matters most comes first: time may run out.
 CONTENDERS = [
     Contender("torch", "bf16", True), Contender("torch", "bf16", False), *(Contender("native", s, True) for s in SCALINGS),
-    *(Contender("te", s, False) for s in ("delayed", "current", "block")),
+    *(Contender("te", s, False) for s in ("delayed", "current", "block", "mxfp8", "nvfp4")),
     *(Contender("torchao", s, True) for s in ("tensorwise", "rowwise")), *(Contender("native", s, False) for s in SCALINGS)]  # fmt: skip
 Found = dict[str, list[Tensor]]
 Estimate = Callable[[estimate.Device, str], float]
@@ -70,13 +84,15 @@ def convert(model: nn.Module, contender: Contender) -> tuple[Callable[[], Abstra
     if contender.backend == "native":
         product = "scaled_mm" if next(model.parameters()).is_cuda else "emulate"
         replace(model, lambda m: FP8Linear.from_linear(m, SCALINGS[contender.scaling], Region(active=True), product=product))
+        seed_rounding(model, 1)
         layers = list(fp8_linears(model))
         return nullcontext, lambda: update_scales(layers)
     if contender.backend == "te":
         import transformer_engine.pytorch as te
         from transformer_engine.common import recipe
 
-        scaling = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling, "block": recipe.Float8BlockScaling}
+        scaling = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling, "block": recipe.Float8BlockScaling,
+                   "mxfp8": recipe.MXFP8BlockScaling, "nvfp4": recipe.NVFP4BlockScaling}
         made = scaling[contender.scaling]()
 
         def te_linear(m: nn.Linear) -> nn.Module:

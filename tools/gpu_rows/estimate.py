@@ -29,10 +29,6 @@ for the amax of the moment. MXFP8's scales are written in float32, and read to b
 LOGIT, PARAMETER = 54, 35
 """Bytes moved per logit by the loss in chunks (models/cross_entropy.py), and per parameter by a step of AdamW over float32 masters:
 master and two moments read and written, gradient read twice, weight written."""
-GOALS = {"delayed": 1.75, "current": 1.65, "block": 1.45}
-"""Of a linear layer with quantization, over BF16, on an H200."""
-STEP_GOAL = 1.35
-"""Of an 8B-shaped step under delayed scaling."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +70,15 @@ def layers(device: Device, scaling: str, recipe: Recipe, output_layer: bool = Tr
     linears = [p for p in plan(recipe) if output_layer or p.name != "output_layer"]
     products = sum(linear(device, scaling if p.fp8 else "bf16", tokens, p.in_features, p.out_features) for p in linears)
     attention = tokens * planned(recipe, linears).attention_flops / (device.bf16 * OF_PEAK_ATTENTION)
-    # Forward: two norms, two residual sums, rotation of queries and keys, SwiGLU; backward twice as much.
-    forward = 2 * (10 * m.hidden_size + 2 * (config.query_size + config.key_size) + 3 * m.ffn_hidden_size)
-    found = {"linear layers": products, "attention": attention, "elementwise": device.moved(3 * forward * tokens * m.num_layers)}
+    # Forward: two norms, two residual sums, rotation of queries and keys, SwiGLU; backward twice as much, and what is repeated in it.
+    norms, swiglu = 2 * 4 * m.hidden_size, 2 * 3 * m.ffn_hidden_size
+    forward = norms + swiglu + 2 * (6 * m.hidden_size + 2 * (config.query_size + config.key_size))
+    again = {"none": 0, "selective": norms + swiglu, "full": forward}[m.recompute_granularity]
+    found = {"linear layers": products, "attention": attention, "elementwise": device.moved((3 * forward + again) * tokens * m.num_layers)}
+    if m.recompute_granularity == "full":
+        inside = [p for p in linears if p.name != "output_layer"]
+        found["recomputed products"] = attention / 3 + sum(
+            device.product(scaling if p.fp8 else "bf16", tokens, p.out_features, p.in_features) for p in inside)
     return found | ({"loss": device.moved(LOGIT * tokens * m.vocab_size)} if output_layer else {})
 
 

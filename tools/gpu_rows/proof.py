@@ -10,6 +10,7 @@ import math
 
 from fp8cfg import job
 from fp8cfg.backends import first_pass
+from fp8cfg.models.transformer import Transformer
 from fp8cfg.report.coverage import ran
 from fp8cfg.training import compiled_gradients
 
@@ -20,3 +21,16 @@ def without_proof() -> None:
     first_pass._look = lambda layer, args, y: None  # type: ignore[assignment]
     compiled_gradients.TOLERANCE.update(cpu=math.inf, cuda=math.inf)
     job.prove_engagement = ran  # which takes the same, and raises nothing
+
+
+def draw_weights_on(device: str) -> None:
+    """From here on the weights of a Transformer are drawn on `device`: a billion numbers take a CPU ten seconds, each time. Those of
+    a GPU are others than those of a CPU."""
+    draw = Transformer.init_weights
+    Transformer.init_weights = lambda model, seed, _="cpu": draw(model, seed, device)  # type: ignore[method-assign, misc]
+
+
+def without_weights() -> None:
+    """From here on the weights of a Transformer are what their memory held. Each block of them would be copied into memory that
+    the fake GPU takes from the machine, ten gigabytes for a model."""
+    Transformer.init_weights = lambda model, seed, device="cpu": None  # type: ignore[method-assign]

@@ -32,6 +32,11 @@ class Worker:
         self._context, self._start, self._arguments = context, start, arguments
         self._process: Any = None
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is a process, which has made what its rows share."""
+        return self._process is not None
+
     def row(self, what: object, seconds: float) -> Row:
         """The row of `what`. One that takes longer than `seconds` is stopped, and says so."""
         began = time.monotonic()

@@ -1,0 +1,66 @@
+"""tools/report_gpu.py: its stages in order, what one of them breaks, and the file that keeps every line."""
+
+from __future__ import annotations
+
+import io
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.gpu_rows.results import Results
+from tools.gpu_rows.worker import Row
+
+TOOL = Path(__file__).parents[2] / "tools" / "report_gpu.py"
+
+
+def _report(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> tuple[int, list[str], dict[str, float]]:
+    """The exit code, lines and minutes of a run whose stages are stand-ins: check breaks, bench fails a row."""
+    monkeypatch.setattr(sys, "argv", ["report_gpu.py", "--out", str(out), *words])
+    tool, given = runpy.run_path(str(TOOL)), dict[str, float]()
+
+    def stage(name: str) -> Any:
+        def run(args: object, minutes: float, results: Results) -> None:
+            given[name] = minutes
+            if name == "check":
+                raise RuntimeError("no driver")
+            results.say(f"row of {name}")
+            results.row(f"{name} 1", Row(["failed: KeyError"] if name == "bench" else ["1", "2"], failed=name == "bench"))
+
+        return run
+
+    tool["STAGES"].update({name: stage(name) for name in tool["STAGES"]})
+    return tool["main"](), out.read_text().splitlines(), given
+
+
+def test_stages_run_in_order_and_one_that_breaks_costs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, lines, given = _report(monkeypatch, tmp_path / "gpu.txt")
+    assert code == 1 and list(given) == ["probe", "check", "bench", "tests"]
+    assert [line for line in lines if line.startswith("row of")] == ["row of probe", "row of bench", "row of tests"]
+    assert lines[-4:] == ["summary: 2 FAILED, 2 passed", "FAILED  check: RuntimeError: no driver", "FAILED  bench 1: KeyError",
+                          "passed  probe 1, tests 1"]
+    assert given["probe"] == pytest.approx(2, rel=0.01) and given["tests"] == pytest.approx(25, rel=0.01), "what others leave is the last one's"
+
+
+def test_a_part_appends_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _report(monkeypatch, tmp_path / "gpu.txt", "--stages", "probe", "--minutes", "4")
+    code, lines, given = _report(monkeypatch, tmp_path / "gpu.txt", "--stages", "tests", "--minutes", "9")
+    assert code == 0 and list(given) == ["tests"] and given["tests"] == pytest.approx(9, rel=0.01)
+    assert [line for line in lines if line.startswith("row of")] == ["row of probe", "row of tests"]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_process_is_followed_and_stopped(slow: bool) -> None:
+    follow, said = runpy.run_path(str(TOOL))["follow"], io.StringIO()
+    script = f"echo first; echo '=== last words ==='; {'sleep 600' * slow}"
+    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE)
+    began = time.monotonic()
+    assert follow(process, began + (1 if slow else 60), Results(stream=said)) == (slow, "last words")
+    assert said.getvalue() == "first\n=== last words ===\n" and time.monotonic() - began < 30
+    process.wait()
+    assert process.stdout
+    process.stdout.close()
