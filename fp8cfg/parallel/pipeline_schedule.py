@@ -48,17 +48,17 @@ class _Chunk(nn.Module):
         return model.head(x, part(targets))
 
 
-class StageShards(Protocol):
-    """The parameters of a rank's stages where they are sharded over data-parallel ranks."""
+class StageSync(Protocol):
+    """What data-parallel ranks do around the passes of a rank's stages: they gather weights that are sharded, and sum gradients."""
 
-    def gather(self) -> None:
-        """Before the passes of a step: what no layer gathers."""
+    def begin(self) -> None:
+        """Before the passes of a step, or of an evaluation."""
 
     def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
         """Before the backward pass of a microbatch, the `last` of its stage or another, through `layers`, the `first` of the rank's
         or others."""
 
-    def let_go(self) -> None:
+    def end(self) -> None:
         """After the passes of a step."""
 
 
@@ -66,7 +66,7 @@ class _Stage(PipelineStage):
     """A stage with memory for what it receives of the microbatches under way alone: torch's has it for all of a step."""
 
     _stream: Tensor | None = None
-    shards: StageShards | None = None
+    sync: StageSync | None = None
     layers: tuple[list[nn.Module], bool] = [], False
     last = 0
 
@@ -82,8 +82,8 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The backward pass of a microbatch, after which both are given back."""
-        if self.shards is not None:
-            self.shards.backward(*self.layers, last=bwd_chunk_id == self.last)
+        if self.sync is not None:
+            self.sync.backward(*self.layers, last=bwd_chunk_id == self.last)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in infos.get(bwd_chunk_id, ()):
@@ -136,7 +136,7 @@ class Pipeline:
 
     def __init__(
         self, model: Transformer, here: PipelineRank, microbatches: int, samples: int, dtype: torch.dtype, device: torch.device,
-        shards: StageShards | None = None,
+        sync: StageSync | None = None,
     ) -> None:
         config, chunks = model.config, len(here.chunks)
         split = getattr(model, "context", None)
@@ -146,7 +146,7 @@ class Pipeline:
         stream = torch.empty(samples, tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         batch = torch.empty(samples, config.seq_length, dtype=torch.long, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        self._shards = shards
+        self._sync = sync
         self.samples, self._interleaved = samples, list[_InterleavedStage]()
         self.here, self._losses, cuts = here, list[Tensor](), here.size * chunks
         modules = {here.rank + i * here.size: layers for i, layers in enumerate(here.chunks)}
@@ -158,7 +158,7 @@ class Pipeline:
                 output_args=loss if number == cuts - 1 else stream, group=here.process_group)
                 for number, part in zip(modules, parts, strict=True)]
             for stage, part in zip(stages, parts, strict=True):
-                stage.shards, stage.layers, stage.last = shards, ([*part.layers.values()], part is parts[0]), count - 1
+                stage.sync, stage.layers, stage.last = sync, ([*part.layers.values()], part is parts[0]), count - 1
             if chunks == 1:
                 return Schedule1F1B(stages[0], count, self._weighed, scale_grads=False)
             self._interleaved += stages
@@ -172,8 +172,8 @@ class Pipeline:
         """Forward and backward passes over the tensors of a batch, of which the microbatches are equal parts. Each mean loss is
         multiplied by its weight before its backward pass. Returns the losses as they were, on the last stage alone."""
         losses = self._run(self._training.step, batch, torch.tensor(weights, device=batch[0].device))
-        if self._shards is not None:
-            self._shards.let_go()
+        if self._sync is not None:
+            self._sync.end()
         return losses
 
     @torch.no_grad()
@@ -187,8 +187,8 @@ class Pipeline:
         self._losses = []
         tokens, targets, *documents = batch
         inputs = (tokens,) if self.here.first else ()
-        if self._shards is not None:
-            self._shards.gather()
+        if self._sync is not None:
+            self._sync.begin()
         last = {"targets": targets, "target": weights} if self.here.last else {}
         run(*inputs, **last, **dict(zip(("documents",), documents, strict=False)), return_outputs=False)
         for stage in self._interleaved:

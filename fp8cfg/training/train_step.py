@@ -24,12 +24,12 @@ from fp8cfg.optim.schedule import set_lr
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.pipeline import PipelineRank
 from fp8cfg.training.device_copy import on_device
-from fp8cfg.training.distributed.gradient_sync import stores_early, sum_gradients, summed_in_backward
+from fp8cfg.training.distributed.gradient_sync import overlapped_sums, stores_early, sum_gradients, summed_in_backward
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.model_traffic import count_pass
 
 if TYPE_CHECKING:
-    from fp8cfg.parallel.pipeline_schedule import Pipeline
+    from fp8cfg.parallel.pipeline_schedule import Pipeline, StageSync
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,13 @@ def pipeline(job: Job, world: World) -> Pipeline:
         from fp8cfg.parallel.pipeline_schedule import Pipeline  # inside: it takes some time to load
 
         t, dtype = job.recipe.trainer, DTYPES[job.recipe.precision.compute]
-        shards = None
+        sync: StageSync | None = overlapped_sums(job.prepared, job.optimizer)
         if job.prepared.fsdp2:
             from fp8cfg.training.distributed.fsdp import FullyShardedStages
 
             chunks = [[job.model.get_submodule(f"layers.{n}") for n in chunk] for chunk in here.chunks]
-            shards = FullyShardedStages(job.model, job.prepared.shard, chunks)
-        here.schedule = Pipeline(job.model, here, microbatches(job, world), t.micro_batch_size, dtype, job.device, shards)  # type: ignore[arg-type]
+            sync = FullyShardedStages(job.model, job.prepared.shard, chunks)
+        here.schedule = Pipeline(job.model, here, microbatches(job, world), t.micro_batch_size, dtype, job.device, sync)  # type: ignore[arg-type]
     made: Pipeline = here.schedule
     return made
 

@@ -15,10 +15,12 @@ import torch
 import fp8cfg
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.job import Job
-from fp8cfg.report.memory.layout import refused
+from fp8cfg.report.communication import state
+from fp8cfg.report.memory.layout import refused, stage_parts
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint
 from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.distributed import overlapped_sums
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.overflow_watch import over_stages
 from fp8cfg.training.train_step import evaluate, train_step
@@ -26,6 +28,9 @@ from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
 from tests.support.traced import trace_model
+from tests.training.test_collectives_by_hand import Events
+from tools.layout_proof.collective_counter import CollectiveCounter
+from tools.layout_proof.comparison import planned_sent
 
 STEPS = 6
 TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
@@ -63,6 +68,7 @@ FOUR = {  # name -> words of runs on four ranks, the axis beside the pipeline, l
     "data": (f"{CLIPPED} {TIED} storage.shard=zero1", 1e-6, 1e-5),
     "data zero2": (f"{CLIPPED} {TWO_CHUNKS} storage.shard=zero2", 1e-6, 1e-5),
     "data delayed": ("precision=bf16_fp8", 2e-3, 0.1),
+    "data none": (f"{CLIPPED} {TIED} {TWO_CHUNKS} storage.shard=none", 1e-6, 1e-5),
     "data fsdp": (f"{CLIPPED} {TIED} storage.shard=fsdp", 1e-6, 1e-5),
     "data fsdp current": (f"{CURRENT} {TWO_CHUNKS} storage.shard=fsdp", 2e-3, 0.1),
 }
@@ -159,6 +165,7 @@ def on_two(world: World) -> dict[str, Any]:
 def on_four(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "4"
     found = {name: trained(job_of(words_of(name), 2, 4), world) for name in FOUR}
+    found["sums"] = {name: sums(words_of(name), world) for name in ("data none", "data fsdp")}
     words = f"{words_of('tied')} trainer.strategy.tensor_model_parallel_size=2"
     found["sharded"] = {shard: sharded(f"precision=bf16 storage.shard={shard}", world) for shard in SUMS}
     found["tied from two"] = trained(loaded(job_of(words, 2, 4), folder / "tied"), world, 3)
@@ -172,6 +179,36 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
 
 SUMS = {"zero1": (3, 3), "zero2": (3, 3 * 4), "fsdp": (1 + 2 * 2 * 4, 3 * 4)}
 """Gathers and sums of two layers and the rest of a stage in a step of four microbatches: fsdp gathers layers for each pass."""
+
+
+def sums(words: str, world: World) -> dict[str, Any]:
+    """The sums of gradients of a step over two data-parallel ranks, and each time that a chunk of layers is back; what it sends, as counted and
+    as planned."""
+    job, events = job_of(words, 2, 4), Events()
+    batches, rank = run_data(job.recipe)[0], job.prepared.pipeline.rank
+    for chunk in job.prepared.pipeline.chunks:
+        say_back(job.model.get_submodule(f"layers.{chunk[0]}"), events, str(chunk[0]))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("FIRST", "LATER"):  # buckets of 64 KiB
+            patch.setattr(overlapped_sums, name, 1 << 16)
+            patch.setattr(state, name, 1 << 16)
+        train_step(job, batches, 0, world)
+        events.found.clear()
+        with CollectiveCounter(job.recipe.trainer.strategy) as counter, events:
+            train_step(job, batches, 1, world)
+        plan = planned_sent(job.recipe, stage_parts(job.recipe, 4)[rank], job.choice.backend, world.rank % 2)
+    said = ({f"{axis}: {how}": list(one) for (axis, how), one in every.items()} for every in (counter.found, plan))
+    return {"events": [name for name, size in events.found if name.isdecimal() or (name == "all-reduce" and size > 1 << 10)],
+            **dict(zip(("counted", "planned"), said, strict=True))}
+
+
+def say_back(layer: torch.nn.Module, events: Events, name: str) -> None:
+    """Let `events` have the `name` of `layer` each time that it has gone back."""
+    def enters(module: torch.nn.Module, args: Any) -> None:
+        if args[0].requires_grad:
+            args[0].register_hook(lambda gradient: events.found.append((name, 0)))
+
+    layer.register_forward_pre_hook(enters)
 
 
 def sharded(words: str, world: World) -> dict[str, Any]:
@@ -294,6 +331,27 @@ def test_sharded_stages_gather_and_sum_as_they_are_to_and_take_what_is_planned(f
             assert 0.9 * here <= peak <= 1.15 * here
             for kind, (planned, here) in found[shard]["memory"].items():
                 assert here == pytest.approx(planned, rel=0.02, abs=1 << 12), (shard, kind)
+
+
+@pytest.mark.slow
+def test_sums_of_stages_start_in_the_last_backward_pass_of_each(four: list[dict[str, Any]]) -> None:
+    """Of the second chunk before its layers are back for the last time, among passes of the first, and all but the last of the first."""
+    for number, rank in enumerate(four):
+        events = rank["sums"]["data none"]["events"]
+        first, second = sorted({name for name in events if name.isdecimal()})
+        assert events.count(first) == events.count(second) == 4
+        *_, third, last = (i for i, name in enumerate(events) if name == first)
+        ends = len(events) - 1 - events[::-1].index(second)
+        before, within, after = events[:ends].count("all-reduce"), events[third:last].count("all-reduce"), events[last:].count("all-reduce")
+        assert before >= 1 and within > 1 and after == (number < 2), (number, events)  # the first stage has the embedding
+        assert "all-reduce" not in events[:[i for i, name in enumerate(events) if name == second][2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data none", "data fsdp"])
+def test_stages_send_what_is_planned(name: str, four: list[dict[str, Any]]) -> None:
+    for rank in four:
+        assert rank["sums"][name]["counted"] == rank["sums"][name]["planned"] != {}
 
 
 @pytest.mark.slow

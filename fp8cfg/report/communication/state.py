@@ -37,8 +37,7 @@ def data_axis(
         yield from _summed_on_owners(recipe, part, linears, rank)
         yield from _handed_round(recipe, part, linears)
     else:
-        plain = not low_bit(recipe.precision) and not {*SCALED} & {*_sums(recipe, part, linears)}
-        if plain and recipe.trainer.strategy.pipeline_model_parallel_size == 1:
+        if not low_bit(recipe.precision) and not {*SCALED} & {*_sums(recipe, part, linears)}:
             yield from _summed_in_backward(recipe, part, linears)
         else:
             yield from _summed(recipe, part, linears, rank)

@@ -34,7 +34,7 @@ def _numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: 
     """Once a step: the norm of gradients, the amaxes of delayed scaling, the mean loss."""
     shard, stages = sharding(recipe.precision, part.shards), recipe.trainer.strategy.pipeline_model_parallel_size
     if shard == "zero2" or by_fsdp2(recipe, part.shards, backend):  # a norm of each parameter, or of its part
-        for each in _kinds(recipe, part) if part.tensor > 1 else (len(local_shapes(recipe, part)),):
+        for each in _kinds(recipe, part) if part.tensor > 1 else (sum(_kinds(recipe, part)),):
             yield from Axis(state.name_of(part), part.shards).all_reduce("losses and norms", NUMBER * each)
     moments = resolved(recipe.precision)
     if by_fsdp2(recipe, part.shards, backend) and {moments["exp_avg"], moments["exp_avg_sq"]} & {*SCALED} - {*BLOCKS}:
@@ -67,8 +67,8 @@ def _written(
 
 
 def _kinds(recipe: Recipe, part: Part) -> tuple[int, int]:
-    """How many parameters tensor parallelism splits, and how many it does not."""
-    names = local_shapes(recipe, part)
+    """How many parameters tensor parallelism splits, and how many it does not, but for an embedding that another stage counts."""
+    names = {*local_shapes(recipe, part)} - ({"embedding.weight"} if not part.embedding else set())
     split = sum(split_dimension(recipe, name) is not None for name in names)
     return split, len(names) - split
 

@@ -159,7 +159,7 @@ class FullyShardedStages:
         # What the first forward pass of the root does, before which its layers would each be roots (torch 2.13).
         model._get_fsdp_state()._lazy_init()
 
-    def gather(self) -> None:
+    def begin(self) -> None:
         """Gather what no layer gathers."""
         self.model.unshard()
         for hook in self.model._forward_pre_hooks.values():
@@ -175,7 +175,7 @@ class FullyShardedStages:
         _sum(self.model, first and last, self.each, recurse=False)
         self.model.set_is_last_backward((first and last) or self.each)  # which ends with nothing on its way
 
-    def let_go(self) -> None:
+    def end(self) -> None:
         """Free what was gathered."""
         let_go(self.model)
 

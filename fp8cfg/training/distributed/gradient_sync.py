@@ -82,16 +82,22 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
 def summed_in_backward(prepared: PreparedModel, optimizer: Optimizer) -> AbstractContextManager[None]:
     """Around the last backward pass of a step: gradients are summed as they come, where every rank is to have all of them and they
     are sent in a plain dtype. `sum_gradients` comes after it all the same."""
+    sums = overlapped_sums(prepared, optimizer)
+    return nullcontext() if sums is None else sums.during_backward()
+
+
+def overlapped_sums(prepared: PreparedModel, optimizer: Optimizer) -> OverlappedSums | None:
+    """What sums gradients in backward passes, made once; None where they are summed otherwise, or not at all."""
     world = World() if prepared.fsdp2 else sharing(prepared)
     comms = {name: columns["comm"] for name, columns in prepared.columns.items()}
     whole = prepared.shard in ("none", "zero1") and not isinstance(optimizer, LowBitTraining) and not {*comms.values()} & {*SCALED}
-    if world.size == 1 or not whole or prepared.pipeline is not None:
-        return nullcontext()
+    if world.size == 1 or not whole:
+        return None
     if prepared.sums is None:
         trained = [(p, DTYPES[comms[name]]) for name, p in prepared.model.named_parameters() if p.requires_grad]
         prepared.sums = OverlappedSums(trained, world)
-    sums: OverlappedSums = prepared.sums
-    return sums.during_backward()
+    made: OverlappedSums = prepared.sums
+    return made
 
 
 def sum_norms(optimizer: MixedPrecisionOptimizer, prepared: PreparedModel) -> None:

@@ -1,12 +1,13 @@
 """Overlapped gradient sums: all-reduces of whole gradients in buckets, each started in the backward pass once its gradients are
 there, as torch's DistributedDataParallel does, which takes neither FP8 weights nor float32 gradients of bf16 ones.
 
-Where every rank is to have all gradients: `storage.shard=none`, and zero1 with owners of whole tensors.
+Where every rank is to have all gradients: `storage.shard=none`, and zero1 with owners of whole tensors. In pipeline stages each
+has a last backward pass of its own, among those of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -28,6 +29,13 @@ class Bucket(NamedTuple):
     dtype: torch.dtype
 
 
+class Started(NamedTuple):
+    """A sum under way, and the gradients of another dtype than that of their bucket, each with the part that it is to have."""
+
+    others: list[tuple[Tensor, Tensor]]
+    work: dist.Work | None
+
+
 class OverlappedSums:
     """The gradients of parameters, each to be sent in its dtype, over the ranks of `world`. Parameters come in the order of the
     forward pass, and their gradients about in the reverse one; all ranks start buckets in the same order. Each gradient that is
@@ -35,9 +43,9 @@ class OverlappedSums:
 
     def __init__(self, params: Iterable[tuple[nn.Parameter, torch.dtype]], world: World) -> None:
         self.world, self.buckets = world, _buckets(params)
-        self.summed = False
-        self._ready: set[nn.Parameter] | None = None
-        self._started: list[tuple[Bucket, Tensor, dist.Work | None]] = []
+        self.summed = self._last = False
+        self._ready: set[nn.Parameter] = set()
+        self._started: list[Started] = []
         for bucket in self.buckets:
             for p in bucket.params:
                 p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
@@ -45,36 +53,54 @@ class OverlappedSums:
     @contextmanager
     def during_backward(self) -> Iterator[None]:
         """Around the last backward pass of a step: at its end all gradients are summed, and `summed` says so."""
-        self._ready, self._started = set(), []
+        self.begin()
+        self._last = True
         try:
             yield
         finally:
-            self._ready = None
+            self._last = False
+        self.end()
+
+    def begin(self) -> None:
+        """Before the passes of a step."""
+        self._ready, self._started, self._last = set(), [], False
+
+    def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
+        """Before a backward pass through `layers`, which is their `last` or another."""
+        self._last = last
+
+    def end(self) -> None:
+        """After the passes of a step: all gradients are summed."""
+        self._last = False
         for bucket in self.buckets[len(self._started):]:
             self._start(bucket)
-        for bucket, flat, work in self._started:
+        for others, work in self._started:
             if work is not None:
                 work.wait()
-            _hand_out(bucket, flat)
+            for gradient, part in others:
+                gradient.copy_(part)
         self._started, self.summed = [], True
 
     def _arrived(self, p: nn.Parameter) -> None:
-        if self._ready is None:
+        if not self._last:
             return
         self._ready.add(p)
         while len(self._started) < len(self.buckets) and self._ready.issuperset(self.buckets[len(self._started)].params):
             self._start(self.buckets[len(self._started)])
 
     def _start(self, bucket: Bucket) -> None:
-        gradients = [p.grad for p in bucket.params if p.grad is not None]
-        if not gradients:
-            self._started.append((bucket, torch.empty(0), None))
+        there = [(p, p.grad) for p in bucket.params if p.grad is not None]
+        if not there:
+            self._started.append(Started([], None))
             return
-        flat = torch.cat([g.detach().reshape(-1).to(bucket.dtype) for g in gradients])
-        if all(g.dtype == bucket.dtype for g in gradients):
-            _hand_out(bucket, flat)  # the gradients themselves are free now
+        flat, others = torch.cat([g.detach().reshape(-1).to(bucket.dtype) for _, g in there]), list[tuple[Tensor, Tensor]]()
+        for (p, gradient), part in zip(there, torch.split(flat, [g.numel() for _, g in there]), strict=True):
+            if gradient.dtype == bucket.dtype:
+                p.grad = part.view(p.shape)
+            else:
+                others.append((gradient, part.view(p.shape)))
         self.world.traffic.count(Message("sum", flat, "gradients"), self.world.rank, self.world.size)
-        self._started.append((bucket, flat, dist.all_reduce(flat, group=self.world.group, async_op=True)))
+        self._started.append(Started(others, dist.all_reduce(flat, group=self.world.group, async_op=True)))
 
 
 def _buckets(params: Iterable[tuple[nn.Parameter, torch.dtype]]) -> list[Bucket]:
@@ -86,14 +112,3 @@ def _buckets(params: Iterable[tuple[nn.Parameter, torch.dtype]]) -> list[Bucket]
         if sum(q.numel() for q in bucket.params) * dtype.itemsize >= (LATER if full else FIRST):
             full.append(filling.pop(dtype))
     return [*full, *filling.values()]
-
-
-@torch.no_grad()
-def _hand_out(bucket: Bucket, flat: Tensor) -> None:
-    """Let the gradients of a bucket be its parts, or have their numbers where they are of another dtype."""
-    there = [p for p in bucket.params if p.grad is not None]
-    for p, part in zip(there, torch.split(flat, [p.numel() for p in there]) if there else (), strict=True):
-        if p.grad is not None and p.grad.dtype == bucket.dtype:
-            p.grad = part.view(p.shape)
-        elif p.grad is not None:
-            p.grad.copy_(part.view(p.shape))
