@@ -191,7 +191,7 @@ def optimizer(
         owned = zero.owned(prepared, precision)
         prepared.masters = {name: t for name, t in prepared.masters.items() if owned is None or name in owned}
         built = MixedPrecisionOptimizer(
-            groups, _inner(optim, split=prepared.fsdp2),
+            groups, _inner(optim),
             masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
             loss_scaler=loss_scaler, clip_grad=clip_grad, owned=owned)
         gradient_sync.sum_norms(built, prepared)
@@ -202,19 +202,18 @@ def optimizer(
             built.on_written.append(partial(fsdp.let_go, model))  # weights that a loop of one's own has gathered meanwhile
     able = backend_registry.capabilities(choice.backend)
     skips = not precision.fp8.enabled or able.skips_on_device
-    # Under a loss scale a run goes on after a skipped step. The host has to know which steps move delayed scales, where not all do,
-    # and Transformer Engine moves them in skipped ones too, so that weights written again would be others.
+    # Under a loss scale a run goes on after a skipped step. Transformer Engine moves delayed scales in it too, and weights that are
+    # written again would be others.
     delayed = precision.fp8.enabled and SCALINGS[precision.fp8.scaling].history
-    scales_move = loss_scaler is None or not delayed or (precision.fp8.interval == 1 and able.moves_scales)
-    # Which takes found_inf (`_inner`). Of torch's SGD it leaves a first momentum as it was allocated in a step that is skipped.
-    kernel = optim.name != "sgd" or not (prepared.fsdp2 or (loss_scaler is not None and optim.momentum))
-    built.can_defer = skips and scales_move and kernel
+    built.can_defer = skips and (loss_scaler is None or not delayed or able.moves_scales)
     if prepared.owner:
         zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
     if precision.fp8.enabled:
         def move_scales() -> None:
             skip = built.deferred and built.deferred.skip
-            backend.after_step(model, amax_group(prepared, precision.fp8), built.steps, *([] if skip is None else [skip]))
+            late = built.deferred.late if built.deferred and precision.fp8.interval > 1 else None
+            decided = [t for t in (skip, late) if t is not None]
+            backend.after_step(model, amax_group(prepared, precision.fp8), built.steps, *decided)
 
         built.on_step.append(move_scales)
         built.on_skip.append(lambda: backend.after_skip(model))
@@ -269,10 +268,12 @@ def _of_shards(built: LowBitTraining, prepared: PreparedModel, precision: Precis
     built.on_written.append(partial(fsdp.let_go, prepared.model))
 
 
-def _inner(optim: Optim, split: bool) -> Any:
+def _inner(optim: Optim) -> Any:
     import torch
 
-    if optim.name == "sgd":  # torch has no fused step of SGD for tensors that are split over ranks
-        return partial(torch.optim.SGD, lr=optim.lr, momentum=optim.momentum, fused=not split)
+    from fp8cfg.optim.sgd import SGD
+
+    if optim.name == "sgd":
+        return partial(SGD, lr=optim.lr, momentum=optim.momentum)
     cls = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return partial(cls, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

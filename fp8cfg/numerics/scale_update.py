@@ -28,14 +28,16 @@ def fp8_layers(model: nn.Module) -> Iterator[FP8Layer]:
 
 @torch.no_grad()
 def update_scales(
-    layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = None, step: int | None = None, skip: Tensor | None = None
+    layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = None, step: int | None = None, skip: Tensor | None = None,
+    late: Tensor | None = None,
 ) -> None:
     """Reduces the amaxes of this step over `group`, rolls the histories and sets the scales of all delayed `layers`.
 
     One all-reduce (MAX) for all layers together; all ranks must name the same layers in the same order. `group` None reduces
     nothing. `step` counts optimizer steps from 1; with an interval of k scales move at steps k, 2k, ..., except one that was
     never set, which is set as soon as its amax is known. Where `skip`, a bool [] on their device, is true, the layers are left as
-    `discard_amax` leaves them: nobody waits to know. Raises ValueError where an interval above 1 lacks `step`."""
+    `discard_amax` leaves them: nobody waits to know. Where `late`, likewise, is true, this is step number `step` - 1. Raises
+    ValueError where an interval above 1 lacks `step`."""
     delayed = [layer for layer in layers if layer.scaling.layout.history]
     if not delayed:
         return
@@ -48,7 +50,7 @@ def update_scales(
     for kind in dict.fromkeys(kinds):
         those = [i for i, other in enumerate(kinds) if other == kind]
         skipped = None if skip is None else (skip, _kept([delayed[i] for i in those], now.device))
-        used = _update([_state(delayed[i]) for i in those], torch.stack([rows[i] for i in those]), *kind, step, skipped)
+        used = _update([_state(delayed[i]) for i in those], torch.stack([rows[i] for i in those]), *kind, step, skipped, late)
         for i, row in zip(those, used.unbind(), strict=True):
             delayed[i].range_used = row
     forget_backward(linears)
@@ -91,7 +93,7 @@ def _holds_weight(layer: FP8Layer) -> bool:
 
 def _update(
     states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, roles: tuple[int, ...], step: int | None,
-    skipped: tuple[Tensor, Tensor] | None = None,
+    skipped: tuple[Tensor, Tensor] | None = None, late: Tensor | None = None,
 ) -> Tensor:
     """One update of layers of one scaling; what their tensors used of the range of the scales before it. `skipped` is whether it
     is skipped, and then which amaxes stay."""
@@ -104,7 +106,10 @@ def _update(
     reach = _constants(tuple(f.reach for f in formats), now.device)
     before = torch.stack(histories, 1)
     history, new = roll(before, old, now, target, scaling.amax_compute_algo)
-    if step is not None and step % scaling.interval:
+    stays = step is not None and step % scaling.interval != 0
+    if step is not None and late is not None and ((step - 1) % scaling.interval != 0) != stays:
+        new = torch.where((late != stays) & (old != 0), old, new)
+    elif stays:
         new = torch.where(old == 0, new, old)
     if skipped is not None:
         skip, kept = skipped

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fp8cfg.numerics.gemm import DGRAD, FPROP
 from fp8cfg.numerics.gemm_operand import Operand
@@ -88,8 +90,7 @@ class WeightWorkspace(nn.Module):
         if self._quantized_of is not None and self._quantized_of.serves(source):
             return self.quantized_weight
         slots = [slot for slot, wanted in ((FPROP, True), (DGRAD, dgrad)) if wanted and not plan.high_precision[slot]]
-        # In a dispatch mode, as of a selective checkpoint, operations are counted off against those of another pass.
-        if not slots or not plan.record or torch._C._len_torch_dispatch_stack():
+        if not slots or not plan.record or _counted_off():
             return None
         with torch.no_grad():
             made = plan.operands(WEIGHT, slots, lambda *how: plan.weight(w.detach(), state, *how))
@@ -106,6 +107,12 @@ class WeightWorkspace(nn.Module):
         kept = ("keeps_weight", "quantized_weight", "_quantized_of")
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return {name: value for name, value in state.items() if name not in kept}
+
+
+def _counted_off() -> bool:
+    """Whether a selective checkpoint counts the operations of this pass off against those of another one, which would be fewer."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes)
 
 
 def _aliased(operand: Operand | None) -> Operand | None:

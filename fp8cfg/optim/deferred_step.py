@@ -72,6 +72,15 @@ def taken(
     return optimizer.deferred.choose([found.made], [found.skipped], dtype)[0]
 
 
+def taken_each(optimizer: Scaled, numbers: Sequence[Callable[[LossScaler | None, int], float]]) -> list[float] | Tensor:
+    """As `taken`, of several numbers: floats, or float32 [numbers] on the device."""
+    found = [either(optimizer, number) for number in numbers]
+    if not any(isinstance(one, Either) for one in found):
+        return [lr_after(one, made=True) for one in found]
+    assert optimizer.deferred is not None, "or there is one number"
+    return optimizer.deferred.choose([lr_after(one, made=True) for one in found], [lr_after(one, made=False) for one in found])
+
+
 def lr_after(lr: float | Either, made: bool) -> float:
     """The learning rate where the step before was `made`, or skipped."""
     return (lr.made if made else lr.skipped) if isinstance(lr, Either) else lr
@@ -120,6 +129,12 @@ class DeferredSteps:
         """Whether a loss scale lets the run go on, and a step of `p` is not settled before the one that began."""
         waiting = self._optimizer.loss_scaler is not None and len(self._waiting) == 2
         return waiting and p in self._waiting[0].stepped
+
+    @property
+    def late(self) -> Tensor | None:
+        """Whether the step before was skipped, so that the count of the one under way is one too high, as a bool [] on the device;
+        None where the count is right."""
+        return self.before if self._optimizer.loss_scaler is not None and len(self._waiting) == 2 else None
 
     def decide(self, norm: Tensor, stepped: Iterable[nn.Parameter]) -> None:
         """Let the inner step see on the device whether `norm`, of the step that begins, is finite, and, where no loss scale lets

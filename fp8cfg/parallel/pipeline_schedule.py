@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from fp8cfg.models.transformer import Transformer
+from fp8cfg.numerics.host_copy import sent
 from fp8cfg.parallel.pipeline import PipelineRank
 
 SENDING = 2
@@ -168,10 +169,12 @@ class Pipeline:
         self.few = next(n for n in range(here.size, microbatches + 1) if microbatches % n == 0)
         self._training, self._evaluating = schedule(microbatches), schedule(self.few)
 
-    def train(self, batch: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
+    def train(self, batch: Sequence[Tensor], weights: Sequence[float] | Tensor) -> list[Tensor]:
         """Forward and backward passes over the tensors of a batch, of which the microbatches are equal parts. Each mean loss is
         multiplied by its weight before its backward pass. Returns the losses as they were, on the last stage alone."""
-        losses = self._run(self._training.step, batch, torch.tensor(weights, device=batch[0].device))
+        if not isinstance(weights, Tensor):
+            weights = sent(torch.tensor(weights), batch[0].device)
+        losses = self._run(self._training.step, batch, weights)
         if self._sync is not None:
             self._sync.end()
         return losses

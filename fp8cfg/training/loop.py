@@ -27,10 +27,10 @@ from fp8cfg.training.compile_choice import compiles
 from fp8cfg.training.compiled_gradients import compare
 from fp8cfg.training.coverage_record import coverage_record
 from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.distributed.world import World, current, stages
+from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.logs import RunLogs
 from fp8cfg.training.metrics import Progress, Value
-from fp8cfg.training.overflow_watch import OverflowWatch, over_stages
+from fp8cfg.training.overflow_watch import OverflowWatch
 from fp8cfg.training.run_folder import COVERAGE, RunFolder
 from fp8cfg.training.run_folder_errors import RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
@@ -199,7 +199,7 @@ class _Training:
             "tokens": done * tokens, "seconds": of.seconds}
         if scaler:
             values["loss_scale"] = scaler.scale
-        values |= self.overflows.values(over_stages(of.overflow, stages(self.job.prepared)), done)
+        values |= self.overflows.values(of.overflow, done)
         if self.world.size > 1:
             values["sent_bytes"], sent = of.sent
             if result.stepped and not self.traffic_said:  # the first that was not skipped, which hands weights round

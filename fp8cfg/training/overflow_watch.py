@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
 from fp8cfg.numerics import Overflow
+from fp8cfg.numerics.delayed_overflow import RangesUsed
 from fp8cfg.report.tables import wrapped
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.metrics import Value
@@ -49,6 +53,29 @@ def over_stages(found: Overflow | None, stages: World) -> Overflow | None:
     clipped, infinite = sum(each.clipped for each in every), sum(each.infinite for each in every)
     worst = max(every, key=lambda each: each.largest)
     return Overflow(clipped, infinite, worst.largest, worst.tensor)
+
+
+def counts_over_stages(used: RangesUsed | None, like: Tensor, stages: World) -> Tensor:
+    """How many tensors of all stages of a pipeline were clipped, how many had infinite values, and the largest ratio, [3], of the
+    dtype of `like` and on its device; the last is below 0 where no layer has delayed scaling. It waits for nothing."""
+    here = like.new_tensor([0.0, 0.0, -1.0]) if used is None else _counted(used.ratios).to(like.dtype)
+    return torch.cat([stages.sum(here[:2].clone()), stages.largest(here[2:].clone())])
+
+
+def _counted(ratios: Tensor) -> Tensor:
+    infinite = ratios.isinf()
+    return torch.stack([((ratios > 1) & ~infinite).sum(), infinite.sum(), ratios.amax()])
+
+
+def of_counts(counts: Tensor, own: Overflow | None, stages: World) -> Overflow | None:
+    """The overflow of all stages, of `counts_over_stages`, which the host has. Where a line may be worth saying they tell one
+    another whose the largest is, which waits for what was launched since; else no tensor is named."""
+    clipped, infinite, most = counts.tolist()
+    if most < 0:
+        return None
+    if infinite or most >= SAID:
+        return over_stages(own, stages)
+    return Overflow(int(clipped), 0, most if clipped else 0.0, "")
 
 
 def _clipped(found: Overflow, done: int) -> str:

@@ -15,16 +15,17 @@ from fp8cfg.data import Batches
 from fp8cfg.job import Job
 from fp8cfg.numerics import Overflow, overflow
 from fp8cfg.optim.deferred_step import DeferredSteps
-from fp8cfg.training.distributed.world import World
+from fp8cfg.training.distributed.world import World, stages
 from fp8cfg.training.launched_step import LaunchedStep, launch_step
+from fp8cfg.training.overflow_watch import over_stages
 from fp8cfg.training.signals import StopSignals
 from fp8cfg.training.train_step import Step, train_step
 
 
 @dataclass(frozen=True)
 class Done:
-    """Optimizer step `number`, from 1, that is done, what its FP8 tensors did not hold, the bytes that this rank sent in it, and as
-    text, and how long it took: launched ahead, since the step before was done."""
+    """Optimizer step `number`, from 1, that is done, what its FP8 tensors did not hold, of all stages of a pipeline, the bytes that
+    this rank sent in it, and as text, and how long it took: launched ahead, since the step before was done."""
 
     number: int
     step: Step
@@ -34,9 +35,8 @@ class Done:
 
 
 def may_launch_ahead(job: Job) -> bool:
-    """Whether a run of `job` launches a step before it has read the one before; on a CPU that gains nothing. The stages of a
-    pipeline tell one another after each step what did not fit."""
-    return job.device.type == "cuda" and job.optimizer.can_defer and job.prepared.pipeline is None
+    """Whether a run of `job` launches a step before it has read the one before; on a CPU that gains nothing."""
+    return job.device.type == "cuda" and job.optimizer.can_defer
 
 
 class StepSequence:
@@ -60,7 +60,8 @@ class StepSequence:
             result = train_step(self._job, self._batches, step, self._world)
             seconds = time.perf_counter() - began
             sent = sum(self._world.traffic.bytes.values()), str(self._world.traffic)
-            self._record(Done(step + 1, result, overflow(self._job.model), sent, seconds))
+            over = over_stages(overflow(self._job.model), stages(self._job.prepared))
+            self._record(Done(step + 1, result, over, sent, seconds))
             return
         if self._launched is None:
             self._began = time.perf_counter()

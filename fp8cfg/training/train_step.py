@@ -19,7 +19,7 @@ from fp8cfg.config.weight_workspace import quantizes_once
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.job import Job
 from fp8cfg.numerics.weight_workspace import weights_kept
-from fp8cfg.optim.deferred_step import Either, either, lr_after
+from fp8cfg.optim.deferred_step import Either, either, lr_after, taken_each
 from fp8cfg.optim.schedule import set_lr
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.pipeline import PipelineRank
@@ -116,10 +116,10 @@ def _passes(job: Job, batches: Batches, step: int, world: World) -> Iterator[tup
 def _pipelined(job: Job, batches: Batches, step: int, world: World) -> list[tuple[Tensor, float]]:
     """The same through the stages of a pipeline: what the last has of losses, nothing on the others."""
     every, parts = zip(*_microbatches(job, batches, step, world), strict=True)
-    scale = job.loss_scaler.scale if job.loss_scaler else 1.0
+    weights = taken_each(job.optimizer, [lambda scaler, _, n=n: (scaler.scale if scaler else 1.0) / n for n in parts])  # type: ignore[misc]
     whole = on_device(tuple(torch.cat(part) for part in zip(*every, strict=True)), job.device)
     with job.autocast():
-        losses = pipeline(job, world).train(whole, [scale / n for n in parts])
+        losses = pipeline(job, world).train(whole, weights)
     for batch in every:
         count_pass(job.recipe, len(batch[0]), world)
     return list(zip(losses, parts, strict=False))

@@ -117,9 +117,11 @@ def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
     return {weight: layer.set_weight for weight, layer in float8_weights(model).items() if weight.requires_grad}
 
 
-def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int, skip: Tensor | None = None) -> None:
+def after_step(
+    model: nn.Module, group: dist.ProcessGroup | None, step: int, skip: Tensor | None = None, late: Tensor | None = None
+) -> None:
     say_scales_anew(fp8_layers(model))
-    update_scales(fp8_layers(model), group=group, step=step, skip=skip)
+    update_scales(fp8_layers(model), group=group, step=step, skip=skip, late=late)
     refresh_shards(fp8_linears(model))
 
 
