@@ -72,7 +72,7 @@ def prepared_model(
     region = Region()
     if fsdp2:
         assert isinstance(model, Transformer) and fill, "builder.lower refuses others"
-        return _fully_sharded(model, precision, plan, choice, region, seed, device, fill)
+        return _fully_sharded(model, precision, plan, choice, region, seed, device, fill, adapters)
     if adapters:
         adapters.freeze(model, [p.name for p in plan], stored_weights.DTYPES[precision.compute])
     if fill:
@@ -111,16 +111,19 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _fully_sharded(
     model: Transformer, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, region: Region, seed: int, device: str,
-    fill: Fill,
+    fill: Fill, adapters: Adapters | None,
 ) -> PreparedModel:
     """`model`, on the meta device, with its linear layers in FP8 as planned, split over the ranks by FSDP2, which casts what it
-    gathers; then it gets memory and weights, so that no rank ever has more than its parts."""
+    gathers; then it gets memory and weights, so that no rank ever has more than its parts. Under `adapters` these are trained and
+    all else is frozen, weights of linear layers in the compute dtype."""
     from fp8cfg.backends import backend_registry, stored_weights
     from fp8cfg.numerics import fp8_linears, seed_rounding
     from fp8cfg.numerics.gathered_weight import refresh_shards
     from fp8cfg.numerics.scale_update import fp8_layers, reset_state
     from fp8cfg.training.distributed import fsdp
 
+    if adapters:
+        adapters.freeze(model, [p.name for p in plan], stored_weights.DTYPES[precision.compute])
     columns = stored_weights.parameter_columns(model, precision, plan)
     backend, whole = backend_registry.backend(choice.backend), precision.storage.shard != "fsdp"
     in_fp8 = fp8_weights(precision) if whole else gathered(precision, choice.backend) == "fp8"
@@ -131,8 +134,13 @@ def _fully_sharded(
             model, fp8, plan, region, choice.product, compute=stored_weights.DTYPES[precision.compute], fp8_gather=in_fp8)
         for layer in fp8_linears(model):
             layer.weight_grad_dtype, layer.gathered_once = gradient, whole
+    if adapters:
+        adapters.attach(model, seed)
+        columns |= dict.fromkeys(_trained(model), others(precision))
     fsdp.shard(model, precision, device, gradient)
     fill(model.to_empty(device=device))
+    if adapters:
+        adapters.fill(model, seed)
     if precision.fp8.enabled:
         reset_state(fp8_layers(model))
         refresh_shards(fp8_linears(model))

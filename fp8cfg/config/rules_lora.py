@@ -22,9 +22,6 @@ def lora_rules(recipe: Recipe) -> Iterator[str]:
         return
     if not lora.targets:
         yield "lora.targets=[]: leaves no layer with an adapter; write [q_proj,v_proj], or drop it"
-    if p.storage.shard == "fsdp":
-        yield Refusal("storage.shard=fsdp: splits weights that are trained, and lora.enabled=True freezes them; write "
-                      "storage.shard=zero1, or fp8.params=true to hold them in FP8", [("storage.shard", "auto")], ["lora.enabled"])
     if p.backend != "auto" and (p.fp8.enabled or capabilities(p.backend).own_state) and not capabilities(p.backend).adapters:
         yield Refusal(f"backend={p.backend}: has no adapters over its layers; write backend=native", [("backend", "auto")],
                       ["lora.enabled"])

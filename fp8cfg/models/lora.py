@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8cfg.models.lora_shapes import Projection
-from fp8cfg.models.weight_init import block_seed
+from fp8cfg.models.weight_init import block_seed, local_part
 
 
 class LowRank(nn.Module):
@@ -97,7 +97,7 @@ class Adapters:
 
     @torch.no_grad()
     def attach(self, model: nn.Module, seed: int) -> None:
-        """Put them beside the layers of `model`, float32; first weights that are drawn come from `seed` and their names."""
+        """Put them beside the layers of `model`, float32, with first weights where the layers have memory (`fill`)."""
         of_layer = {module: {p.name: p.out_features for p in parts} for module, parts in groupby(self.every, attrgetter("module"))}
         for module, parts in groupby(self.found, attrgetter("module")):
             layer = model.get_submodule(module)
@@ -106,13 +106,23 @@ class Adapters:
             layer.lora = Adapter(low, of_layer[module], self.groups if module.endswith("linear_qkv") else 1)
             layer.lora.train(layer.training)
             layer.register_forward_hook(_add)
-            for name, one in low.items():
-                if self.first:
-                    for own, given in zip((one.lora_A, one.lora_B), self.first(f"{module}.lora.{name}"), strict=True):
-                        own.copy_(given)
-                else:
-                    _draw(one.lora_A, seed, f"{module}.lora.{name}.lora_A")
+        self.fill(model, seed)
         model.draws = self.dropout > 0  # type: ignore[assignment]  # recomputation repeats what it drew
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, seed: int) -> None:
+        """Write the first weights of the adapters of `model`, or this rank's parts of them; those that are drawn come from `seed`
+        and their names."""
+        for module, _, adapter in adapted(model):
+            low: dict[str, Any] = dict(adapter.items())
+            for name, one in low.items():
+                full = f"{module}.lora.{name}"
+                given = self.first(full) if self.first else (
+                    _drawn(one.lora_A.shape, seed, f"{full}.lora_A"), torch.zeros(one.lora_B.shape))
+                for own, whole in zip((one.lora_A, one.lora_B), given, strict=True):
+                    part, (row, _) = local_part(own)
+                    if not part.is_meta:
+                        part.copy_(whole[row: row + len(part)])
 
 
 def _add(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -128,6 +138,7 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
             yield name, layer, adapter
 
 
-def _draw(a: Tensor, seed: int, name: str) -> None:
-    bound, random = a.shape[1] ** -0.5, torch.Generator().manual_seed(block_seed(seed, name, 0))
-    a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=random))
+def _drawn(shape: torch.Size, seed: int, name: str) -> Tensor:
+    """The first A of that shape [rank, in]."""
+    bound, random = shape[1] ** -0.5, torch.Generator().manual_seed(block_seed(seed, name, 0))
+    return torch.empty(shape).uniform_(-bound, bound, generator=random)

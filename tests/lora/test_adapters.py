@@ -136,7 +136,6 @@ def test_a_plan_has_no_masters_of_frozen_weights() -> None:
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    (("task=lora", "storage.shard=fsdp"), "storage.shard=fsdp: splits weights that are trained, and lora.enabled=True freezes them; write storage.shard=zero1"),
     (("task=lora", FP8, "backend=te"), "backend=te: has no adapters over its layers; write backend=native"),
     (("task=lora", "backend=msamp", FP8), "backend=msamp: has no adapters over its layers; write backend=native"),
     (("task=lora", "backend=torchao", "precision=bf16_fp8_current"), "backend=torchao: has no adapters over its layers; write backend=native"),

@@ -19,10 +19,12 @@ def gathered_bytes(
     """Of embedding, last norm and output layer weights and gradients, and at the end what is sent of these; before that the weights
     of two layers, of which one is being gathered, and the gradients of one, as they are and as they are sent, when `head` bytes of
     logits are gone. That is so with several ranks, which gather ahead; one alone takes less. `part` has `parameters` of them, and
-    `backend` multiplies."""
+    `backend` multiplies. Frozen ones, beside adapters, have no gradients."""
     p, root = recipe.precision, _root(recipe, part, linears, parameters)
     layer, ahead = (parameters - root) // len(part.layers), 2 if len(part.layers) > part.chunks else 1
     compute, sent, weight = CODEC[p.compute], CODEC[resolved(p)["comm"]], CODEC[gathered(p, backend)]
+    if recipe.lora.enabled:
+        return int(root * compute + layer * 2 * weight)
     last = layer * weight if recipe.trainer.strategy.pipeline_model_parallel_size == 1 else 0  # gathered beside the output layer
     return int(root * 2 * compute + max(last, max(layer * (ahead * weight + compute + sent), root * sent) - head))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import fp8_weights, gathers_params, others
+from fp8cfg.config.storage import fp8_weights, gathers_params, others, sharding
 from fp8cfg.layer_plan import adapted, transformer_config
 from fp8cfg.report.memory.layout import Part, keeps_weights
 from fp8cfg.report.memory.operands import CODEC, by_kernel, decoded, directions, emulated, operand, product, quantizing, row_scaled
@@ -47,6 +47,8 @@ class LinearBytes:
         # Flash attention takes no float32, and what does takes no grouped queries: the probabilities are kept then.
         materialized = device == "cuda" and self.c == 4 and m.num_query_groups < m.num_attention_heads
         self.softmax = m.num_attention_heads / tp * (4 * m.seq_length if materialized else 4)
+        gathered = sharding(recipe.precision, part.shards) == "fsdp"  # by which adapters, too, are in the compute dtype
+        self.adapter = self.c if gathered else CODEC[others(recipe.precision)["weight"]]
         self.beside = Counter(projection.module for projection in adapted(recipe))
 
     def scores(self, layer: int) -> float:
@@ -85,14 +87,13 @@ class LinearBytes:
 
     def adapters(self, linear: PlannedLinear, width: float) -> float:
         """What adapters of `linear` keep: the input in their dtype, and A's output of each; with dropout its mask and a copy."""
-        parts, stored = self.beside.get(linear.name, 0), CODEC[others(self.recipe.precision)["weight"]]
+        parts, stored = self.beside.get(linear.name, 0), self.adapter
         inputs = stored + (parts * (1 + stored) if self.recipe.lora.dropout else 0)
         return inputs * width + parts * stored * self.recipe.lora.rank if parts else 0
 
     def adapters_keep_input(self, linear: PlannedLinear) -> bool:
         """Whether what adapters of `linear` keep of its input is the input itself: neither cast nor dropped out."""
-        stored = CODEC[others(self.recipe.precision)["weight"]]
-        return self.beside.get(linear.name, 0) > 0 and stored == self.c and not self.recipe.lora.dropout
+        return self.beside.get(linear.name, 0) > 0 and self.adapter == self.c and not self.recipe.lora.dropout
 
     def keeps_quantized(self, linear: PlannedLinear) -> bool:
         """Whether `linear` keeps its input quantized, beside what its input is elsewhere."""

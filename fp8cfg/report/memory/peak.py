@@ -82,7 +82,8 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     if fsdp:
         if gathers_params(recipe.precision, backend):
             kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
-        kinds["gathered"] = gathered_bytes(recipe, part, linears, total, backend, head)
+        own = total - parameters(recipe, part, linears).adapters
+        kinds["gathered"] = gathered_bytes(recipe, part, linears, own, backend, head)
     elif shards:
         kinds["accumulation"] = reduced_bytes(recipe, part, linears, total, gradient_bytes(recipe))
         if microbatches(recipe, part) > 1 and sharding(recipe.precision, part.shards) == "zero1":
@@ -137,6 +138,8 @@ def persistent(
     kinds = {kind: int(of.linear * CODEC[columns[k]] + of.other * CODEC[rest[k]])
              for (kind, k), of in zip(each.items(), (held, counts.trained, counts.trained), strict=True)}
     kinds["moments"] = int(counts.trained.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]]))
+    if counts.adapters and sharding(recipe.precision, part.shards) == "fsdp":  # which has what is frozen as it is multiplied
+        kinds["weights"] += int(counts.linear * (CODEC[recipe.precision.compute] - CODEC[columns["weight"]]))
     if counts.adapters:  # few: shared out evenly
         kinds |= {kind: kinds[kind] // part.shards for kind in SPLIT[sharding(recipe.precision, part.shards)]}
     else:
