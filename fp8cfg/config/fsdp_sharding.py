@@ -21,11 +21,11 @@ ZERO = ("zero1", "zero2")
 
 def by_fsdp2(recipe: Recipe, ranks: int, backend: str) -> bool:
     """Whether FSDP2 keeps the parameters of the recipe's Transformer over `ranks` that share them, where `backend` multiplies.
-    Adapters are few, and statistics are one rank's of whole weights."""
+    Adapters are few."""
     shard = sharding(recipe.precision, ranks)
     if shard not in ZERO or ranks == 1:
         return shard == "fsdp"
-    if recipe.lora.enabled or recipe.log.fp8_stats_every_n_steps:
+    if recipe.lora.enabled:
         return False
     return _gathered_as_stored(recipe.precision, backend)
 

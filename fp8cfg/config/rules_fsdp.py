@@ -39,9 +39,6 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
     if not level(p) and (comm := resolved(p)["comm"]) not in sums:
         yield Refusal(f"storage.comm={comm}: FSDP2 sums gradients in {' or '.join(sums)}; write one of them, {_INSTEAD}",
                       [("storage.comm", "auto")], ["storage.shard"])
-    if every := recipe.log.fp8_stats_every_n_steps:
-        yield Refusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under storage.shard=fsdp none has whole "
-                      f"weights; drop it, {_INSTEAD}", [("log.fp8_stats_every_n_steps", 0)], ["storage.shard"])
     if s.gather == "fp8":
         reasons = [against_fp8_gather(p, backend) for backend in (gathering() if p.backend == "auto" else [p.backend])]
         yield from (Refusal(f"storage.gather=fp8: {why}", [("storage.gather", "auto")], _GATHERS)

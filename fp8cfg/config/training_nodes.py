@@ -264,4 +264,4 @@ class Log(Node):
     fp8_stats_every_n_steps: int = Field(default=0, ge=0)
     """Optimizer steps between statistics of the FP8 tensors (amax, scales, underflow, overflow, quantization error), written to
     fp8_stats.jsonl; each takes a forward and backward pass more, and the first rank's own tensors, of weights that are held in FP8
-    alone those whose masters it has. Default 0: never."""
+    alone those whose masters it has or FSDP2 has shards of. Default 0: never."""

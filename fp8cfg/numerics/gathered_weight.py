@@ -135,6 +135,17 @@ class GatheredWeight(Tensor):
 
 
 @torch.no_grad()
+def whole_master(p: Any) -> Tensor:
+    """The whole float32 weight of which `p`, a DTensor, has a shard. All ranks that have one call it."""
+    from torch.distributed.tensor import DTensor  # inside: it takes a second to load
+
+    shard = p.to_local()
+    plain = DTensor.from_local(getattr(shard, "_tensor", shard), p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                               stride=p.stride())
+    return plain.full_tensor()
+
+
+@torch.no_grad()
 def refresh_shards(layers: Iterable[Any]) -> None:
     """New scales of all weights of `layers`, FP8Linears, that are gathered in FP8, from their amaxes over all shards: one
     all-reduce for all. Every rank calls it after a step, once `update_scales` has moved delayed scales, and after a load."""

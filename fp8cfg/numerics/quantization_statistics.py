@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fp8cfg.numerics.block_scaling import Scales, first_level, tile_scales, tiled
 from fp8cfg.numerics.formats import E2M1, Format, cast, round_in_steps, widen
 from fp8cfg.numerics.fp8_state_dict import ROUNDING_COUNT
+from fp8cfg.numerics.gathered_weight import GatheredWeight, whole_master
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
 from fp8cfg.numerics.linear import FP8Linear
 from fp8cfg.numerics.linear_function import CONTRACTED
@@ -61,10 +62,11 @@ def collect(
     is compiled. A layer that is called several times is measured in its first call.
 
     Weights that are held in float8 alone are compared with `masters`, what they are quantized from by parameter; those without
-    one are left out. Afterwards gradients, amax histories, the record of products and random numbers are what they were; other
+    one are left out. One that FSDP2 gathers in float8 is compared with its shards, put together: all ranks call this then, before
+    weights are gathered. Afterwards gradients, amax histories, the record of products and random numbers are what they were; other
     buffers that a forward pass writes are not. Raises ValueError where no FP8 layer ran, as outside of its region."""
-    probe = _Probe(masters or {})
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FP8Linear)}
+    probe = _Probe(masters or {}, {layer: layer.parameter for layer in layers.values() if hasattr(layer.parameter, "placements")})
     with _unchanged(model), torch.compiler.set_stance("force_eager"):
         handles = [layer.register_forward_hook(partial(probe.forward, name), with_kwargs=True) for name, layer in layers.items()]
         try:
@@ -100,8 +102,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 class _Probe:
-    def __init__(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
-        self.masters = masters
+    def __init__(self, masters: Mapping[nn.Parameter, Tensor], shards: Mapping[nn.Module, nn.Parameter]) -> None:
+        self.masters, self.shards = masters, shards
         self.found: dict[tuple[str, int], _Measured] = {}
         self._seen: set[str] = set()
 
@@ -114,6 +116,8 @@ class _Probe:
         weight: Tensor | None = layer.parameter
         if layer.codec:
             weight = layer.dequantized_weight(torch.float32)
+        elif isinstance(weight, GatheredWeight):
+            weight = whole_master(self.shards[layer]) if layer in self.shards else None
         elif layer.fp8_params and isinstance(weight, nn.Parameter):
             weight = self.masters.get(weight)
         if weight is not None:

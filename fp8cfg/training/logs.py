@@ -18,7 +18,7 @@ from fp8cfg.training.train_step import microbatches
 
 
 class RunLogs:
-    """What one run writes, as a context manager; nothing at all without a run folder, as on every rank but the first."""
+    """What one run writes, as a context manager; nothing without a run folder, as on every rank but the first."""
 
     def __init__(self, job: Job, run: RunFolder | None, done: int) -> None:
         """Opens the files of `run` and drops what they say of steps after `done`. Raises ConfigError for files that cannot be
@@ -27,7 +27,7 @@ class RunLogs:
         self._metrics: MetricsLog | None = None
         self._statistics: MetricsLog | None = None
         self._board: TensorBoardLog | None = None
-        self._every = job.recipe.log.fp8_stats_every_n_steps if run else 0
+        self._every = job.recipe.log.fp8_stats_every_n_steps if run or job.prepared.fsdp2 else 0
         with ExitStack() as opened:
             if run:
                 self._open(run, done, opened)
@@ -59,8 +59,9 @@ class RunLogs:
 
     def statistics(self, batches: Batches, step: int, world: World) -> None:
         """Where they are due, the statistics of the FP8 tensors in the first microbatch of optimizer step `step`, the first
-        being 0, which is about to begin. They take an eager forward and backward pass and change nothing."""
-        if not self._every or (step + 1) % self._every or self._statistics is None:
+        being 0, which is about to begin. They take an eager forward and backward pass and change nothing. All ranks call it: where
+        FSDP2 has the weights each takes the pass, and the first writes what it saw."""
+        if not self._every or (step + 1) % self._every:
             return
         job, count = self.job, microbatches(self.job, world)
         batch = batches.batch(step, world.rank, world.size, 0, count)
@@ -71,9 +72,14 @@ class RunLogs:
                 job.backward(job.model(*(t.to(job.device) for t in batch)), parts)
 
         job.optimizer.zero_grad()  # or two sets of gradients would need memory at once
+        if job.prepared.fsdp2:
+            from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
+
+            fsdp.microbatch(job.model, job.prepared.shard, last=True)
         board: dict[str, Value] = {}
         for found in collect(job.model, run, job.optimizer.masters):
-            self._statistics.write(step + 1, found._asdict())
+            if self._statistics:
+                self._statistics.write(step + 1, found._asdict())
             board |= {f"fp8/{found.layer}/{found.tensor}/{name}": value for name, value in found._asdict().items()}
         if self._board:
             self._board.write(step + 1, board)

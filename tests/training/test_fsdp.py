@@ -383,7 +383,6 @@ ZERO2 = "or storage.shard=zero2"
     (f"{FSDP} storage.comm=fp8", f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16; write one of them, {ZERO2}"),
     (f"{FSDP} precision=fp16 storage.comm=fp8", f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16 or fp16; write one of them, {ZERO2}"),
     (f"{FSDP} storage.rounding=stochastic", "storage.rounding=stochastic: has no effect, weights are float32; drop it"),
-    (f"{FSDP} {CURRENT} log.fp8_stats_every_n_steps=2", f"log.fp8_stats_every_n_steps=2: one rank measures, and under storage.shard=fsdp none has whole weights; drop it, {ZERO2}"),
     (f"{FSDP} precision=fp16 storage.gather=bf16", "storage.gather=bf16: FSDP2 gathers weights in precision.compute=fp16; write auto, or fp8"),
     (f"{FSDP} storage.gather=fp8", "storage.gather=fp8: precision.compute=bf16 runs no FP8; write precision=bf16_fp8_current, or drop it"),
     (f"{FSDP} precision=bf16_fp8 {PLAIN} storage.gather=fp8", "storage.gather=fp8: needs fp8.scaling=current, not delayed; write that, or storage.gather=auto"),

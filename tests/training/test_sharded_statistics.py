@@ -1,0 +1,67 @@
+"""FP8 statistics on two ranks: under FSDP2 those of the run that is not sharded, of whole masters, and a run that goes on as without."""
+
+from __future__ import annotations
+
+import functools
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fp8cfg
+from fp8cfg.training.data import run_data
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.logs import RunLogs
+from fp8cfg.training.run_folder import RunFolder
+from fp8cfg.training.train_step import train_step
+from tests.support.ranks import on_ranks
+from tests.support.small import small
+
+ROWS = {"delayed": ("precision=bf16_fp8",), "MX": ("precision=bf16_mxfp8", "fp8.params=true"), "blocks": ("precision=bf16_fp8_block", "fp8.params=false")}
+SHARDS = ("none", "zero1", "fsdp")
+
+
+def run(world: World, folder: Path, every: int, *words: str) -> dict[str, Any]:
+    """Three steps, with statistics of the second; the lines that are written are the first rank's."""
+    job = fp8cfg.build(small(*words, "model.num_layers=1", "trainer.micro_batch_size=2", "trainer.gradient_clip_val=0", f"log.fp8_stats_every_n_steps={every}"))
+    batches, losses = run_data(job.recipe)[0], []
+    made = RunFolder.create(folder, "run", datetime.now(UTC), "") if world.first else None
+    with RunLogs(job, made, 0) as logs:
+        for step in range(3):
+            logs.statistics(batches, step, world)
+            losses.append(train_step(job, batches, step, world).loss)
+    lines = [json.loads(line) for line in made.fp8_stats.read_text().splitlines()] if made and every else []
+    return {"losses": losses, "lines": lines, "fsdp2": job.prepared.fsdp2}
+
+
+def on_two(folder: Path, world: World) -> dict[str, Any]:
+    found = {}
+    for row, words in ROWS.items():
+        for shard in SHARDS:
+            found[f"{row} {shard}"] = run(world, folder / f"{row} {shard}", 2, *words, f"storage.shard={shard}")
+            found[f"{row} {shard}"]["without"] = run(world, folder / f"{row} {shard} without", 0, *words, f"storage.shard={shard}")["losses"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("two")
+    return on_ranks(2, functools.partial(on_two, folder), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS)
+def test_statistics_are_those_of_whole_masters(row: str, two: list[dict[str, Any]]) -> None:
+    whole = two[0][f"{row} none"]
+    assert {line["tensor"] for line in whole["lines"]} == {"input", "weight", "grad_output"}
+    for shard in SHARDS:
+        found = two[0][f"{row} {shard}"]
+        assert found["fsdp2"] == (shard != "none") and found["losses"] == found["without"] and two[1][f"{row} {shard}"]["losses"] == found["losses"]
+        if shard == "zero1":
+            assert found["lines"] == whole["lines"]
+        elif shard == "fsdp":  # after a step with gradients in bf16
+            for mine, line in zip(found["lines"], whole["lines"], strict=True):
+                assert mine["error"] == pytest.approx(line["error"], rel=0.02) and mine["error"] > 0.005
+                assert (mine["layer"], mine["tensor"], mine["elements"]) == (line["layer"], line["tensor"], line["elements"])
