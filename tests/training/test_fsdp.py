@@ -451,11 +451,12 @@ def test_a_model_of_ones_own_is_for_torchs_own_call() -> None:
 def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8cfg.report import plan_report as planned
     from fp8cfg.report.gpus import named
+    from fp8cfg.report.memory.activations import activations
     from fp8cfg.report.memory.layout import parts
     from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
-    from fp8cfg.report.memory.peak import memory, memory_table
+    from fp8cfg.report.memory.peak import linears_of, memory, memory_table, widest
 
-    recipe = fp8cfg.compose(["recipe=llama_8b", "precision=bf16", FSDP])
+    recipe = fp8cfg.compose(["recipe=llama_8b", "precision=bf16", FSDP, "trainer.strategy.context_parallel_size=1"])
     one = memory(recipe, "cuda")
     monkeypatch.setenv("WORLD_SIZE", "8")
     eight = memory(recipe, "cuda")
@@ -468,7 +469,9 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
         assert high.memory["gathered"] - fp8.memory["gathered"] == 2 * layer, "torchao's on a GPU, and on a CPU the native backend's in bf16"
         assert "FP8 copies" not in {k for k, n in fp8.memory.items() if n} and high.memory["FP8 copies"]
     layer, root = 218112000, 2 * 128256 * 4096 + 4096
-    assert eight["gathered"] == root * 4 + max(layer * (2 * 2 + 2 + 4), root * 4)
+    part = widest(recipe, "cuda", 8)
+    head = activations(recipe, "cuda", part, linears_of(recipe, part), 2, "native").head
+    assert eight["gathered"] == root * 4 + max(layer * (2 * 2 + 2 + 4), root * 4) - head > root * 4 + layer * 2, "logits are gone by then"
     stages = [memory(large, "cuda", part) for large in [fp8cfg.compose(["recipe=llama31_70b", "precision=bf16", FSDP])] for part in parts(large, 64)]
     assert all(0 < kinds["gathered"] < 10e9 for kinds in stages) and stages[0]["gathered"] > stages[1]["gathered"]
     short = fp8cfg.compose(["recipe=llama_8b", "precision=bf16", FSDP, "model.seq_length=128", "trainer.micro_batch_size=2"])
