@@ -3,6 +3,7 @@
 medians in one run.
 
     python tools/bench_step.py                      # dim 512, 4 layers, sequence 512, batch 4: about 15 minutes on one core
+    python tools/bench_step.py --quick              # what is not compiled, dim 128, 2 layers, sequence 128, batch 2: under a minute
     python tools/bench_step.py --runs 5 --hidden 256
     python tools/bench_step.py --profile            # and where the time of the compiled FP8 step goes
 """
@@ -59,9 +60,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"runs": 15, "hidden": 512, "ffn": 0, "layers": 4, "seq": 512, "batch": 4, "threads": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--only", nargs="+", choices=list(CONFIGS), default=DEFAULT)
+    parser.add_argument("--quick", action="store_true", help="eager code alone, of a smaller model")
+    parser.add_argument("--only", nargs="+", choices=list(CONFIGS))
     parser.add_argument("--profile", action="store_true")
+    if parser.parse_known_args()[0].quick:
+        parser.set_defaults(only=[name for name in DEFAULT if name.endswith("eager")], hidden=128, layers=2, seq=128, batch=2)
     args = parser.parse_args()
+    args.only = args.only or DEFAULT
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 64  # several configurations of one class in one process
     steps = {}
