@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8cfg.numerics import codecs
-from fp8cfg.optim.low_bit import tensor_groups
+from fp8cfg.optim.low_bit import gradients, tensor_groups
 from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
-from tests.support.low_bit import ROWS, build, equal, everything, normal, parameters, train
+from tests.support.low_bit import ROWS, bits, build, equal, everything, normal, parameters, train
 
 BYTES = {"fp32": 12, "O1": 10, "O2": 5, "O3": 6, "Megatron": 10, "bf16 stochastic": 6, "block moments": 4 + 2 * (1 + 1 / 32)}
 
@@ -56,12 +57,48 @@ def test_compiled_bits_are_the_eager_ones(row: str, cls: type[LowBitOptimizer], 
     for compiled in (False, True):
         p = parameters(ROWS[row], (16, 128), (16, 128), (24, 128), (5, 77), (3,), (), dtype=torch.bfloat16 if row == "O2" else None)
         optimizer = build(ROWS[row], p, cls, compiled=compiled)
-        tensor_groups._compiled.cache_clear()
+        tensor_groups.compiled_code.cache_clear()
         torch._dynamo.utils.counters.clear()
         train(optimizer, p, range(4))
-        kernels = (2 if ROWS[row].per_tensor else 1) if compiled else 0
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == tensor_groups._compiled.cache_info().currsize == kernels
+        kernels = (3 if ROWS[row].per_tensor else 1) if compiled else 0
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == tensor_groups.compiled_code.cache_info().currsize == kernels
         found.append(everything(optimizer, p))
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_pow2", "fp8_block"])
+def test_gradients_are_stored_and_their_norms_taken_as_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but for the compiler. The last tensor is taken in pieces."""
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    monkeypatch.setattr(gradients, "compiles", lambda device: True)
+    tensor_groups.compiled_code.cache_clear()
+    codec = codecs.codec(name)
+    values = [normal(*shape, seed=i) for i, shape in enumerate([(64, 128), (5, 256), (3, 4096), (3,)])]
+    stored = [gradients._encoded(codec, x.bfloat16(), None) for x in values]
+    assert all(torch.equal(bits(a), bits(b)) for x, s in zip(values, stored, strict=True) for a, b in zip(s, codec.encode(x.bfloat16().float()), strict=True))
+    assert [gradients._rows(codec, each) is None for each in stored] == [False] * 3 + [True]
+    found = gradients.norms([codec] * 4, stored)
+    torch.testing.assert_close(found, [codec.decode(each).norm() for each in stored], rtol=1e-6, atol=0)
+    tensor_groups.compiled_code.cache_clear()
+
+
+def test_scales_of_whole_tensors_are_made_for_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of amaxes of rows, where these divide a tensor; a value that is not finite shows in each of them. A skipped step writes none."""
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    tensor_groups.compiled_code.cache_clear()
+    found = []
+    for compiled in (False, True):
+        p = parameters(ROWS["O3"], (64, 128), (16, 128), (3, 4096))
+        optimizer = build(ROWS["O3"], p, LowBitAdamW, compiled=compiled)
+        train(optimizer, p, range(2))
+        state, optimizer.deferred = everything(optimizer, p), SimpleNamespace(skip=torch.tensor(True), waits_for=lambda _: False)
+        train(optimizer, p, range(2, 3))
+        assert equal(state, everything(optimizer, p))
+        optimizer.deferred = None
+        p["p1"].grad = torch.full((16, 128), torch.nan)
+        optimizer.step()
+        found.append(everything(optimizer, p))
+    tensor_groups.compiled_code.cache_clear()
     assert equal(*found)
 
 
@@ -112,7 +149,7 @@ def test_a_step_makes_no_copy_of_a_group(row: str) -> None:
 def test_compiled_code_makes_no_float32_copy(row: str) -> None:
     from torch._inductor.utils import fresh_cache, run_and_get_code
 
-    tensor_groups._compiled.cache_clear()
+    tensor_groups.compiled_code.cache_clear()
     p = parameters(ROWS[row], (256, 128))
     optimizer = build(ROWS[row], p, compiled=True)
     p["p0"].grad = normal(256, 128)

@@ -7,7 +7,8 @@ All of it is float32, and w' is made from m' and v' as they are before rounding.
 operations. Adam instead of AdamW adds decay x w to g, for the stored moments too.
 
 A scale for a whole tensor needs the amax of what is about to be stored. The values are computed twice, by `find_amaxes` and by
-`store_step`, so that they are never kept in float32.
+`store_step`, so that they are never kept in float32. Compiled code takes the amaxes of rows, one launch a tensor; what follows from
+them is done for all tensors at once, and their scales are written when all are stored.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fp8cfg.numerics.codecs import Stored, write
 from fp8cfg.numerics.exact_float32 import largest, square_root
 from fp8cfg.numerics.stochastic_rounding import key_of_draw
 from fp8cfg.optim.low_bit.columns import Columns
+
+ROW = 4096
+"""Elements of a row of `find_row_amaxes`."""
 
 
 class Slot(NamedTuple):
@@ -83,23 +88,36 @@ def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> tuple
 
 def find_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Tensor:
     """The amaxes of weight and moments for scales of whole tensors, [3]; 0 for a column without such a scale."""
-    source, weight, *moments = (codec is not None and codec.per_tensor for codec in columns.written)
-    values = zip(moved(columns, decoupled, slot, hyper), (source or weight, *moments), strict=True)
-    return torch.stack([largest(x) if waits else hyper.new_zeros(()) for x, waits in values])
+    values = zip(moved(columns, decoupled, slot, hyper), columns.amaxes, strict=True)
+    return torch.stack([largest(x) if wanted else hyper.new_zeros(()) for x, wanted in values])
 
 
 def scales_from(columns: Columns, amaxes: Tensor) -> Scales:
-    """The new scales of a tensor from its amaxes, [3]. A weight and its master share the amax, which is that of the master's
-    value before rounding."""
+    """The new scales of a tensor from its amaxes, [3], or of several, [3, tensors]. A weight and its master share the amax, which
+    is that of the master's value before rounding."""
     return Scales(*[
         codec.scale_inv(amaxes[what]) if codec is not None and codec.per_tensor else None
         for codec, what in zip(columns.written, (0, 0, 1, 2), strict=True)
     ])  # fmt: skip
 
 
-def find_scales(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Scales:
-    """The new scales of the columns with a scale for the whole tensor."""
-    return scales_from(columns, find_amaxes(columns, decoupled, slot, hyper))
+def find_row_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> list[Tensor]:
+    """What `find_amaxes` gives, of each row of ROW elements where these divide the tensor; [rows] for each amax that is wanted."""
+    values = zip(moved(columns, decoupled, slot, hyper), columns.amaxes, strict=True)
+    return [_row_amaxes(x) for x, wanted in values if wanted]
+
+
+def _row_amaxes(x: Tensor) -> Tensor:
+    return x.reshape(-1, ROW).abs().amax(1) if x.numel() % ROW == 0 else largest(x).view(1)
+
+
+def scales_of_all(columns: Columns, decoupled: bool, amaxes: Tensor) -> Tensor:
+    """The new scales of any number of tensors from the amaxes that are wanted, [tensors, amaxes]: [tensors, 4, 4], the fields of
+    Scales, each at the beginning of 16 bytes, for compiled code copies what lies elsewhere."""
+    found = iter(amaxes.unbind(1))
+    each = [next(found) if wanted else amaxes.new_zeros(len(amaxes)) for wanted in columns.amaxes]
+    scales = [each[0] if scale is None else scale for scale in scales_from(columns, torch.stack(each))]
+    return F.pad(torch.stack(scales, 1)[:, :, None], (0, 3))
 
 
 def store_step(
@@ -130,8 +148,9 @@ def store_whole(
     columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales, skip: Tensor | None,
     first: int = 0,
 ) -> None:
-    """`store_step` of a tensor in one piece, whose own key is `key`; of a shard that begins with element `first` of the whole."""
-    store_step(columns, decoupled, slot, hyper, key_of_step(key, hyper), new, skip, first)
+    """`store_step` of a tensor in one piece, whose own key is `key`, but for the scales of the whole tensor; of a shard that begins
+    with element `first` of the whole."""
+    store_step(columns, decoupled, slot, hyper, key_of_step(key, hyper), new, skip, first, last=False)
 
 
 def _rescaled(stored: Stored, scale_inv: Tensor | None) -> Stored:

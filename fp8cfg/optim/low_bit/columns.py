@@ -39,6 +39,12 @@ class Columns(NamedTuple):
         return any(codec is not None and codec.rounding == "stochastic" for codec in self.written)
 
     @property
+    def amaxes(self) -> tuple[bool, ...]:
+        """Whether scales of whole tensors need the amax of the weight, which its master shares, and of each moment."""
+        source, weight, *moments = (codec is not None and codec.per_tensor for codec in self.written)
+        return (source or weight, *moments)
+
+    @property
     def per_tensor(self) -> bool:
         """Whether any scale is computed from the amax of a whole tensor."""
         return any(codec is not None and codec.per_tensor for codec in self.written)

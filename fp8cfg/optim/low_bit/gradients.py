@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Codec, Stored, spans
+from fp8cfg.optim.low_bit.adam_step import ROW
 from fp8cfg.optim.low_bit.shards import local
+from fp8cfg.optim.low_bit.tensor_groups import compiled_code, compiles, in_one_piece
 
 
 class StoredGradients:
@@ -46,9 +48,8 @@ class StoredGradients:
             raise RuntimeError(f"the gradient of {self._names[p]} was stored before a backward pass; zero_grad comes first")
         if p in self.stored:
             p.grad += codec.decode(self.stored[p])
-        stored = codec.zeros(p.shape, p.device)
-        codec.store(p.grad, stored, self._key(p, "grad") if codec.rounding == "stochastic" else None)
-        self.stored[p], p.grad = stored, None
+        key = self._key(p, "grad") if codec.rounding == "stochastic" else None
+        self.stored[p], p.grad = _encoded(codec, p.grad, key), None
 
     @contextmanager
     def storing(self, add: bool) -> Iterator[None]:
@@ -73,13 +74,51 @@ class StoredGradients:
         self.stored.clear()
 
 
+def _encoded(codec: Codec, x: Tensor, key: Tensor | None) -> Stored:
+    """`x`, of any float dtype, in `codec`: on a GPU by compiled code, else a piece at a time."""
+    if compiles(x.device) and in_one_piece(x.numel(), codec.block or 1):
+        data, *scale_inv = compiled_code(_encode, codec)(_flat(x.contiguous(), codec), key)
+        return data.view(x.shape), *scale_inv
+    stored = codec.zeros(x.shape, x.device)
+    codec.store(x, stored, key)
+    return stored
+
+
+def _encode(codec: Codec, x: Tensor, key: Tensor | None) -> Stored:
+    return codec.encode(x.float(), key)
+
+
+def _flat(data: Tensor, codec: Codec) -> Tensor:
+    """`data` as compiled code takes it: in a flat tensor a compiler cannot tell which elements share a scale."""
+    return data.view(-1, codec.block) if codec.block else data.view(-1)
+
+
 def norms(codecs: Sequence[Codec], stored: Sequence[Stored]) -> list[Tensor]:
-    """The 2-norms of stored tensors, float32 []. Those that are plain on a GPU are taken together, in few launches."""
+    """The 2-norms of stored tensors, float32 []. On a GPU they are taken together, in few launches: of those with scales the norms
+    of rows first, by compiled code, one launch a tensor."""
     pairs = list(zip(codecs, stored, strict=True))
-    plain = [i for i, (codec, (data, *_)) in enumerate(pairs) if codec.scaling == "none" and data.is_cuda and data.numel()]
-    found = torch._foreach_norm([stored[i][0] for i in plain], 2, torch.float32) if plain else ()
-    made = dict(zip(plain, found, strict=True))
+    rows = {i: t for i, (codec, each) in enumerate(pairs) if (t := _rows(codec, each)) is not None}
+    found = torch._foreach_norm([*rows.values()], 2, torch.float32) if rows else ()
+    made = dict(zip(rows, found, strict=True))
     return [made[i] if i in made else norm(codec, t) for i, (codec, t) in enumerate(pairs)]
+
+
+def _rows(codec: Codec, stored: Stored) -> Tensor | None:
+    """A tensor that has the norm of a stored one; None where that is taken in pieces."""
+    data, block = stored[0], codec.block or 1
+    if codec.scaling == "none":
+        return data if data.is_cuda and data.numel() else None
+    if not compiles(data.device) or not in_one_piece(data.numel(), block):
+        return None
+    rows: Tensor = compiled_code(row_norms, codec)((_flat(data, codec), *stored[1:]))
+    return rows
+
+
+def row_norms(codec: Codec, stored: Stored) -> Tensor:
+    """The 2-norms, float32 [rows], of rows of ROW elements of a stored tensor, where these divide it, else of the whole."""
+    x = codec.decode(stored)
+    found: Tensor = torch.linalg.vector_norm(x.reshape(-1, ROW) if x.numel() % ROW == 0 else x.reshape(1, -1), dim=1)
+    return found
 
 
 def norm(codec: Codec, stored: Stored) -> Tensor:

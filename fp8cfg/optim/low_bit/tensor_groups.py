@@ -7,8 +7,9 @@ eager code launches some eighty kernels a piece there.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -18,7 +19,17 @@ from torch import Tensor
 
 from fp8cfg.numerics.codecs import spans
 from fp8cfg.numerics.fused_quantize import TRITON
-from fp8cfg.optim.low_bit.adam_step import Scales, Slot, find_amaxes, find_scales, key_of_step, scales_from, store_step, store_whole
+from fp8cfg.optim.low_bit.adam_step import (
+    Scales,
+    Slot,
+    find_amaxes,
+    find_row_amaxes,
+    key_of_step,
+    scales_from,
+    scales_of_all,
+    store_step,
+    store_whole,
+)
 from fp8cfg.optim.low_bit.columns import Columns
 
 LEAST_COMPILED = 64
@@ -30,7 +41,7 @@ OPTIONS: dict[str, Any] = {
 }
 """Inductor's options. Large thresholds: compute again rather than keep a float32 copy of a tensor."""
 
-_CONSTANTS: dict[str, tuple[Columns, bool]] = {}
+_CONSTANTS: dict[str, tuple[Any, ...]] = {}
 
 
 class Work(NamedTuple):
@@ -50,6 +61,11 @@ def compiles(device: torch.device) -> bool:
     return TRITON and device.type == "cuda"
 
 
+def in_one_piece(count: int, block: int) -> bool:
+    """Whether compiled code takes a tensor of `count` elements, so many of which share a scale."""
+    return count >= LEAST_COMPILED and count % block == 0
+
+
 @torch.no_grad()
 def adam_step(
     columns: Columns, decoupled: bool, works: Iterable[Work], compiled: bool = False, amaxes: Iterable[Tensor | None] = repeat(None)
@@ -58,11 +74,13 @@ def adam_step(
     and sums, which changes the last bit of a float32 before it is rounded. `amaxes` are those of whole tensors of which works are
     shards, as `amaxes_of_step` found them in each."""
     with _dtypes_may_mix():
-        for work, whole in zip(works, amaxes):  # noqa: B905  # of works alone there is an end
+        in_one = list[tuple[Work, Tensor | None]]()
+        for work, of_whole in zip(works, amaxes):  # noqa: B905  # of works alone there is an end
             if _in_one(columns, work, compiled):
-                _step_compiled(columns, decoupled, work, whole)
+                in_one.append((work, of_whole))
             elif work.slot.source[0].numel():
-                _step_in_pieces(columns, decoupled, work, whole)
+                _step_in_pieces(columns, decoupled, work, of_whole)
+        _step_compiled(columns, decoupled, in_one)
 
 
 @torch.no_grad()
@@ -70,7 +88,7 @@ def amaxes_of_step(columns: Columns, decoupled: bool, work: Work, compiled: bool
     """The amaxes [3] of weight and moments that a step is about to store, of columns with a scale for the whole tensor."""
     with _dtypes_may_mix():
         if _in_one(columns, work, compiled):
-            found: Tensor = _compiled(find_amaxes, columns, decoupled)(_in_blocks(work.slot, columns.block), work.hyper)
+            found: Tensor = compiled_code(find_amaxes, columns, decoupled)(_in_blocks(work.slot, columns.block), work.hyper)
             return found
         return _amaxes_in_pieces(columns, decoupled, work)
 
@@ -92,36 +110,54 @@ def _dtypes_may_mix() -> Iterator[None]:
 
 def _in_one(columns: Columns, work: Work, compiled: bool) -> bool:
     """Whether compiled code steps the tensor."""
-    count = work.slot.source[0].numel()
-    return (compiled or compiles(work.hyper.device)) and count >= LEAST_COMPILED and count % columns.block == 0
+    return (compiled or compiles(work.hyper.device)) and in_one_piece(work.slot.source[0].numel(), columns.block)
 
 
-def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, whole: Tensor | None) -> None:
+def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Tensor | None) -> None:
     slot, hyper, key, skip, first = work
     count, device = slot.source[0].numel(), slot.source[0].device
     scales = Scales()
     if columns.per_tensor:
-        scales = scales_from(columns, _amaxes_in_pieces(columns, decoupled, work) if whole is None else whole)
+        scales = scales_from(columns, _amaxes_in_pieces(columns, decoupled, work) if of_whole is None else of_whole)
     key = key_of_step(key, hyper)
     for a, b in spans(count, device):
         store_step(columns, decoupled, _part(columns, slot, a, b), hyper, key, scales, skip, first + a, b == count)
 
 
-def _step_compiled(columns: Columns, decoupled: bool, work: Work, whole: Tensor | None) -> None:
-    slot, scales = _in_blocks(work.slot, columns.block), Scales()
-    if whole is not None:
-        scales = scales_from(columns, whole)
-    elif columns.per_tensor:
-        scales = _compiled(find_scales, columns, decoupled)(slot, work.hyper)
-    at = (work.first,) if work.first else ()
-    _compiled(store_whole, columns, decoupled)(slot, work.hyper, work.key, scales, work.skip, *at)
+def _step_compiled(columns: Columns, decoupled: bool, works: Sequence[tuple[Work, Tensor | None]]) -> None:
+    slots = [_in_blocks(work.slot, columns.block) for work, _ in works]
+    scales = _scales(columns, decoupled, slots, works) if columns.per_tensor and works else [Scales()] * len(works)
+    for slot, (work, _), new in zip(slots, works, scales, strict=True):
+        at = (work.first,) if work.first else ()
+        compiled_code(store_whole, columns, decoupled)(slot, work.hyper, work.key, new, work.skip, *at)
+    pairs = [(stored[1], scale) for slot, new in zip(slots, scales, strict=True)
+             for stored, scale in zip((slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq), new, strict=True)
+             if stored is not None and scale is not None]  # fmt: skip
+    if pairs:
+        old, made = (list(each) for each in zip(*pairs, strict=True))
+        skip = works[0][0].skip  # of the step, and so of each tensor
+        torch._foreach_copy_(old, made if skip is None else list(torch.where(skip, torch.stack(old), torch.stack(made)).unbind()))
+
+
+def _scales(columns: Columns, decoupled: bool, slots: Sequence[Slot], works: Sequence[tuple[Work, Tensor | None]]) -> list[Scales]:
+    """The new scales of each tensor: amaxes of its rows in one launch, all else for all tensors together."""
+    find, named = compiled_code(find_row_amaxes, columns, decoupled), (*Scales._fields,)
+    if known := [of_whole for _, of_whole in works if of_whole is not None]:
+        every = torch.stack(known)
+        amaxes = torch.stack([every[:, i] for i, wanted in enumerate(columns.amaxes) if wanted], 1)
+    else:
+        rows = [row for slot, (work, _) in zip(slots, works, strict=True) for row in find(slot, work.hyper)]
+        amaxes = torch.stack(torch._foreach_norm(rows, math.inf)).view(len(works), -1)
+    found = compiled_code(scales_of_all, columns, decoupled)(amaxes)
+    there = [name for name, codec in zip(named, columns.written, strict=True) if codec is not None and codec.per_tensor]
+    return [Scales(**{name: each[named.index(name), 0] for name in there}) for each in found.unbind()]
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any], columns: Columns, decoupled: bool) -> Callable[..., Any]:
-    """`function`, of adam_step.py, compiled for these columns; it takes the other arguments."""
+def compiled_code(function: Callable[..., Any], *constants: Any) -> Callable[..., Any]:
+    """`function`, whose first arguments are `constants`, such as columns of codecs, compiled; it takes the other arguments."""
     name = f"{function.__name__}_{len(_CONSTANTS)}"
-    _CONSTANTS[name] = (columns, decoupled)
+    _CONSTANTS[name] = constants
 
     def run(*args: Any) -> Any:
         return function(*_CONSTANTS[name], *args)  # Dynamo takes the numbers in a global for constants, not those in a closure
