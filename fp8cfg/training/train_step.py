@@ -75,6 +75,11 @@ def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tenso
     whole = 1 if batches.samples.masked else count * _shares(strategy, world)  # a mean of equal parts is divided once, at its end
     total = torch.zeros((), device=job.device)
     job.optimizer.zero_grad()
+    if job.prepared.midstep and job.prepared.fsdp2:
+        from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
+
+        fsdp.drop(job.model)
+    job.prepared.midstep = True
     with weights_kept(job.model, quantizes_once(job.recipe, job.prepared.shard, count)):
         for loss, parts in (_passes if job.prepared.pipeline is None else _pipelined)(job, batches, step, world):
             total += loss * (whole / parts)
@@ -84,6 +89,7 @@ def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tenso
     lr = either(job.optimizer, lambda _, steps: job.schedule.lr_at(steps))
     set_lr(job.optimizer, lr)
     stepped = job.optimizer.step()
+    job.prepared.midstep = False
     set_lr(job.optimizer, lr_after(lr, made=True))
     mean = world.sum(total / (whole * strategy.tensor_model_parallel_size))  # so many ranks have the same loss
     return mean, lr, stepped

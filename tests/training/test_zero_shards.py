@@ -55,6 +55,23 @@ def tiny(words: str) -> Recipe:
     return fp8cfg.compose(["recipe=llama_tiny", "data=tiny", "trainer.micro_batch_size=4", *words.split()])
 
 
+def broken_off(shard: str, world: World) -> list[list[float]]:
+    """Two steps after errors in the first: before all passes, in the midst of the first, and in the second microbatch."""
+    job = job_of("precision=fp32", f"storage.shard={shard}", "trainer.micro_batch_size=2")
+    for module, passes in ((job.model, 0), (job.model.final_layernorm, 0), (job.model.final_layernorm, 1)):
+        left = iter(range(passes))
+
+        def breaks(module: torch.nn.Module, args: Any, left: Any = left) -> None:
+            if next(left, None) is None:
+                raise ZeroDivisionError
+
+        handle = module.register_forward_pre_hook(breaks, prepend=True)
+        with pytest.raises(ZeroDivisionError):
+            run(job, world, 0, 1)
+        handle.remove()
+    return run(job, world, 0, 2)
+
+
 def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
     batches, _ = run_data(job.recipe)
     return [[s.loss, s.grad_norm] for s in (train_step(job, batches, step, world) for step in range(first, last))]
@@ -93,6 +110,8 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")  # torchrun's, for the plan
         found["memory"] = {words: memory_measurement.measure(tiny(words)) for words in MEASURED}
+    for shard in SHARDS:
+        found[f"broken off {shard}"] = broken_off(shard, world)
     job = job_of("precision=fp16 precision.initial_loss_scale=1e30 precision.hysteresis=1", "trainer.micro_batch_size=2", "storage.shard=zero1")
     before = fsdp.local(job.model.final_layernorm.weight).clone()
     skipped = train_step(job, run_data(job.recipe)[0], 0, world)
@@ -146,6 +165,12 @@ def test_a_rank_keeps_half_of_masters_moments_and_gradients(row: str, two: tuple
         assert first["moments"] + second["moments"] == pytest.approx(whole["kept"]["moments"] + wide, abs=256)  # both have the scales of whole tensors
         assert first["gradients"] + second["gradients"] == 4 * whole["elements"]
         assert abs(first["moments"] - second["moments"]) < 0.02 * first["moments"]
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_a_step_drops_what_one_before_it_left_that_was_broken_off(shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    for found in two[1]:
+        assert found[f"broken off {shard}"] == found[f"fp32 {shard}"]["losses"][:2]
 
 
 @pytest.mark.slow

@@ -47,15 +47,13 @@ def as_unsharded(job: Job, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor]
 
 def to_sharded(job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
     """Let what this rank keeps of a checkpoint's `model` have the masters of `optimizer`, whose others are left, in place."""
-    masters = {}
-    for name, first in _narrow(job).items():
-        if (master := optimizer.get(f"{first}.master")) is not None:
-            masters[name] = master
+    names = _narrow(job)
+    masters = {first: optimizer.pop(f"{first}.master", None) for first in {*names.values()}}
+    for name, first in names.items():
+        if (master := masters[first]) is not None:
+            model[name] = master
             for buffer in WEIGHT_BUFFERS:
                 model.pop(f"{name.rpartition('.')[0]}.{buffer}", None)
-    model.update(masters)
-    for first in set(_narrow(job).values()):
-        optimizer.pop(f"{first}.master", None)
 
 
 def weight_bytes(job: Job) -> int:

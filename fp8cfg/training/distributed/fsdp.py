@@ -198,6 +198,19 @@ def let_go(model: nn.Module) -> None:
             module.reshard()
 
 
+def drop(model: nn.Module) -> None:
+    """Drop what a step that was broken off has gathered and added up."""
+    assert isinstance(model, FSDPModule)
+    if model._get_fsdp_state()._is_root is None:
+        return  # before the first forward pass, which makes what is reset
+    model.reset_iter_state()
+    for module in model.modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            for p in group.fsdp_params:
+                if hasattr(p, "_unsharded_param"):  # whose gradients torch 2.13 leaves
+                    p._unsharded_param.grad = p.unsharded_accumulated_grad = None
+
+
 def gathered_weights(model: nn.Module) -> list[Tensor]:
     """The tensors that weights are gathered in: one for each, in every pass."""
     found: list[Tensor] = []
