@@ -1,8 +1,9 @@
 """FSDP2 sharding: which recipes have their state split over data-parallel ranks by torch's FSDP2, as float32 shards.
 
-`storage.shard=fsdp` always; zero1 and zero2 where masters are float32, gradients are added up as they are sent, and each weight can
-be gathered as the unsharded run stores it. Moments may be of any codec, encoded by shard. Masters of fewer bits, and weights in
-another codec than products read, are those of whole tensors, each of which has one owner (training/distributed/zero.py).
+`storage.shard=fsdp` always; zero1 and zero2 where masters are float32, gradients are added up and sent in plain dtypes, and each
+weight can be gathered as the unsharded run stores it. Moments may be of any codec, encoded by shard. Masters of fewer bits, and
+weights in another codec than products read, are those of whole tensors, each of which has one owner
+(training/distributed/zero.py).
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ def _gathered_as_stored(p: Precision, backend: str) -> bool:
     linear, rest = resolved(p), others(p)
     if low_bit(p) and not (p.storage.rounding == "nearest" and _float32_masters(linear) and _float32_masters(rest)):
         return False
-    if not (_sent_as_added(linear) and _sent_as_added(rest)) or rest["weight"] != p.compute:
+    if not (_summed_plainly(linear) and _summed_plainly(rest)) or rest["weight"] != p.compute:
         return False
     if fp8_weights(p):
         return capabilities(backend).fp8_gather == "params" or not against_gathered_params(p.fp8, backend)
     return linear["weight"] == p.compute
 
 
-def _sent_as_added(columns: Columns) -> bool:
-    """FSDP2 takes a reduce_dtype that is param_dtype for none, and would send float32 gradients as they are (torch 2.13)."""
-    return columns["comm"] == columns["weight_grad"] and columns["comm"] not in SCALED
+def _summed_plainly(columns: Columns) -> bool:
+    """Whether gradients are added up and sent in plain dtypes, and sent in none that is wider."""
+    added, sent = columns["weight_grad"], columns["comm"]
+    return not {added, sent} & {*SCALED} and added in (sent, "fp32")
 
 
 def _float32_masters(columns: Columns) -> bool:

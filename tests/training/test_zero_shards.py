@@ -36,6 +36,7 @@ ROWS = {
     "moments by tensor": "precision=bf16_fp8_te_fused_adam",
     "moments in blocks": "precision=bf16 storage.exp_avg=fp8_expand storage.exp_avg_sq=fp8_block model.hidden_size=256",
     "cut blocks": "precision=bf16_fp8_current_coat",
+    "bf16 sums": "precision=bf16 storage.comm=bf16",
     "momentum": "precision=bf16 optim.name=sgd optim.momentum=0.9 optim.lr=0.1",
 }
 CUT, NORMS = "cut blocks", 3 * 64
@@ -43,7 +44,7 @@ CUT, NORMS = "cut blocks", 3 * 64
 SHARDS = ("none", "zero1", "zero2")
 RESUMED = [("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "none"), ("momentum", "zero1", "zero2"), ("bf16", "none", "zero2"), ("current", "zero1", "zero1"), ("MX", "none", "zero1"), ("blocks", "zero2", "none"),
            ("moments by tensor", "zero1", "none"), ("moments in blocks", "none", "zero2"), ("cut blocks", "none", "zero1"), ("cut blocks", "zero1", "none")]
-MEASURED = ("precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16_fp8 storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1")
+MEASURED = ("precision=bf16 storage.comm=bf16 storage.shard=zero1", "precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16_fp8 storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1")
 NOT_CLIPPED = "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
 
 
@@ -150,7 +151,7 @@ def test_a_sharded_run_has_the_bits_of_the_unsharded_one(row: str, shard: str, t
         if shard == "zero1":  # zero2 sums over ranks before it does over microbatches
             assert [loss for loss, _ in found["losses"]] == [loss for loss, _ in whole["losses"]] and found["validation"] == whole["validation"]
             assert same(found["state"], whole["state"]) == [], "a checkpoint of the sharded run is that of the unsharded one"
-        assert [x for both in found["losses"] for x in both] == pytest.approx([x for both in whole["losses"] for x in both], rel=2e-5 if shard == "zero2" else 1e-6)
+        assert [x for both in found["losses"] for x in both] == pytest.approx([x for both in whole["losses"] for x in both], rel=1e-3 if (row, shard) == ("bf16 sums", "zero2") else 2e-5 if shard == "zero2" else 1e-6)
         assert found["json"] == whole["json"] and found["bytes"] == whole["bytes"]
 
 

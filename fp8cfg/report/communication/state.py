@@ -174,6 +174,8 @@ def _fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], bac
     p, shard = recipe.precision, sharding(recipe.precision, part.shards)
     weight, sent, sums = CODEC[p.compute], CODEC[resolved(p)["comm"]], 1 if shard == "zero1" else passes
     over_groups = 1 if resolved(p)["comm"] == "fp32" else sums
+    # FSDP2 leaves sums in the dtype of gradients where precision.compute is what is sent (training/distributed/fsdp.py).
+    summed = max(sent, CODEC[resolved(p)["weight_grad"]]) if shard != "fsdp" and resolved(p)["comm"] == p.compute else sent
     rest = passes if recipe.trainer.strategy.pipeline_model_parallel_size == 1 else 1
     held = gathered(p, backend) == "fp8" if shard == "fsdp" else fp8_weights(p)
     shapes = local_shapes(recipe, part)
@@ -188,7 +190,7 @@ def _fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], bac
         part_bytes = int(sum(n for n, _ in shards) * sent)
         yield from axis.all_gather("weights", weights, (2 * passes if layer else rest) if shard == "fsdp" else 1)
         yield from axis.reduce_scatter("gradients", part_bytes, sums)
-        yield from apart.all_reduce("gradients", part_bytes, over_groups)
+        yield from apart.all_reduce("gradients", int(sum(n for n, _ in shards) * summed), over_groups)
     numbers = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards) for shape in in_fp8.values())
     yield from axis.all_reduce("amaxes", NUMBER * numbers, bool(numbers))
     whole = len(in_fp8) if p.fp8.granularity == "tensor" and not SCALINGS[p.fp8.scaling].block else 0

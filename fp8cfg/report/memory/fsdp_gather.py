@@ -34,6 +34,7 @@ def reduced_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], 
     and output layer, and at the end what is sent of them; before that those of one layer, as they are and as they are sent."""
     root = _root(recipe, part, linears, parameters)
     layer, sent = (parameters - root) // len(part.layers), CODEC[resolved(recipe.precision)["comm"]]
+    sent += each if sent < each else 0  # a copy of what FSDP2 would send
     return int(root * each + max(layer * (each + sent), root * sent))
 
 

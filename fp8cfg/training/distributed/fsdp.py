@@ -63,16 +63,22 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP2's own, counted: on a ring a rank sends all parts but one."""
+    """FSDP2's own, in `dtype` where gradients are wider, counted: on a ring a rank sends all parts but one. FSDP2 takes a
+    reduce_dtype that is param_dtype for none, and would send float32 gradients as they are (torch 2.13)."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__()
-        self.world = world
+        self.world, self.dtype = world, dtype
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
-        message = Message("exchange", input_tensor, "gradients", (output_tensor.nbytes,) * self.world.size)
-        SENT.count(message, self.world.rank, self.world.size)
-        return super().__call__(output_tensor, input_tensor, *rest, **options)
+        narrow = self.dtype.itemsize < input_tensor.dtype.itemsize
+        sent = input_tensor.to(self.dtype) if narrow else input_tensor
+        total = torch.empty_like(output_tensor, dtype=self.dtype) if narrow else output_tensor
+        SENT.count(Message("exchange", sent, "gradients", (total.nbytes,) * self.world.size), self.world.rank, self.world.size)
+        work = super().__call__(total, sent, *rest, **options)
+        if narrow:
+            output_tensor.copy_(total)
+        return work
 
 
 def _count_sum(world: World, part: Tensor) -> None:
@@ -109,7 +115,7 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
         module.set_gradient_divide_factor(1.0)  # shares of the loss are weighed where it is (Job.backward)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_AllGather(worlds[-1]))
-        module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1]))
+        module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], DTYPES[resolved(precision)["comm"]]))
         for groups in worlds[:-1]:
             module.set_all_reduce_hook(partial(_count_sum, groups))
         # In the place of torch's bare AssertionError.
