@@ -11,7 +11,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8cfg.config.backend_capabilities import capabilities
-from fp8cfg.config.storage import SCALED, Columns, against_gathered_params, fp8_weights, level, low_bit, others, resolved, sharding
+from fp8cfg.config.storage import (
+    SCALED,
+    Columns,
+    against_gathered_params,
+    float32_masters,
+    fp8_weights,
+    level,
+    low_bit,
+    others,
+    resolved,
+    sharding,
+)
 
 if TYPE_CHECKING:
     from fp8cfg.config.precision import Precision
@@ -35,7 +46,7 @@ def _gathered_as_stored(p: Precision, backend: str) -> bool:
     if level(p) or not capabilities(backend).fully_shards:
         return False
     linear, rest = resolved(p), others(p)
-    if low_bit(p) and not (p.storage.rounding == "nearest" and _float32_masters(linear) and _float32_masters(rest)):
+    if low_bit(p) and not float32_masters(p):
         return False
     if not (_summed_plainly(linear) and _summed_plainly(rest)) or rest["weight"] != p.compute:
         return False
@@ -48,10 +59,3 @@ def _summed_plainly(columns: Columns) -> bool:
     """Whether gradients are added up and sent in plain dtypes, and sent in none that is wider."""
     added, sent = columns["weight_grad"], columns["comm"]
     return not {added, sent} & {*SCALED} and added in (sent, "fp32")
-
-
-def _float32_masters(columns: Columns) -> bool:
-    """Whether weights are float32, or stand beside a master that is; float32 ones with the gradients that autograd gives these."""
-    if columns["master_weight"] == "none":
-        return columns["weight"] == columns["weight_grad"] == "fp32"
-    return columns["master_weight"] == "fp32"

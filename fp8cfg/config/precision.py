@@ -46,8 +46,8 @@ class Storage(Node):
     shard: Literal["auto", "none", "zero1", "zero2", "fsdp"] = "auto"
     """What is split over data-parallel ranks: optimizer state (ZeRO-1, arXiv 1910.02054), gradients too (zero2), or weights too,
     each float32 and its own master, and gathered layer by layer (fsdp): by torch's FSDP2; whole tensors where masters are narrower.
-    Default auto: zero1 (Megatron's distributed optimizer) over several ranks where masters and moments are float32, none under a
-    level or other low-bit state, under backend=te with weights held in FP8, around a model of your own, and on one rank."""
+    Default auto: zero1 (Megatron's distributed optimizer) over several ranks where masters are float32, none under a level or with
+    masters in fewer bits, under backend=te with weights held in FP8, around a model of your own, and on one rank."""
     gather: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """Weights on the wire under shard=fsdp: precision.compute, or fp8 for layers that run in FP8: under fp8.params native layers
     with delayed, current (per tensor) and block scaling, and backend=torchao with current scaling per tensor (torchao's FP8

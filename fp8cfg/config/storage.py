@@ -127,12 +127,24 @@ def low_bit(precision: Precision) -> bool:
         for columns in (resolved(precision), others(precision)))
 
 
+def float32_masters(precision: Precision) -> bool:
+    """Whether weights are float32, or stand beside masters that are and are rounded to nearest: then moments alone may be of fewer
+    bits. Float32 weights have the gradients that autograd gives them."""
+    def exact(columns: Columns) -> bool:
+        if columns["master_weight"] == "none":
+            return columns["weight"] == columns["weight_grad"] == "fp32"
+        return columns["master_weight"] == "fp32"
+
+    return precision.storage.rounding == "nearest" and exact(resolved(precision)) and exact(others(precision))
+
+
 def sharding(precision: Precision, ranks: int) -> str:
     """storage.shard over `ranks` that hold the same parameters, with auto resolved."""
     if precision.storage.shard != "auto":
         return precision.storage.shard
     stays = fp8_weights(precision) and not capabilities(precision.backend).zero_fp8_weights
-    return "none" if ranks == 1 or stays or level(precision) or low_bit(precision) else "zero1"
+    narrow = low_bit(precision) and not float32_masters(precision)
+    return "none" if ranks == 1 or stays or level(precision) or narrow else "zero1"
 
 
 def as_sharded(precision: Precision, ranks: int) -> Precision:

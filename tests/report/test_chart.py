@@ -52,7 +52,7 @@ O3                   fp8   fp8   fp8     fp16    fp8   fp8+fp16         7"""
 @pytest.mark.parametrize(("words", "ranks", "each"), [
     ("opt_level=O3", 8, 7), ("opt_level=O3 storage.shard=zero1", 8, 2 + 5 / 8), ("opt_level=O3 storage.shard=zero2", 8, 1 + 6 / 8),
     ("opt_level=O2 storage.shard=zero1", 4, 3 + 3 / 4), ("opt_level=O2 storage.shard=zero2", 4, 2 + 4 / 4),
-    ("", 1, 1 + 4 + 4 + 8), ("", 8, 1 + 4 + 12 / 8), ("storage.exp_avg=bf16", 8, 1 + 4 + 4 + 6),
+    ("", 1, 1 + 4 + 4 + 8), ("", 8, 1 + 4 + 12 / 8), ("storage.exp_avg=bf16", 8, 1 + 4 + (4 + 6) / 8),
     ("fp8.params=false storage.shard=fsdp", 4, 16 / 4), ("opt_level=O3 storage.shard=zero2", 1, 7),
 ])
 def test_what_is_split_over_ranks_is_counted_once_for_all_of_them(words: str, ranks: int, each: float) -> None:
