@@ -51,10 +51,13 @@ def sent_lines(found: Compared) -> list[str]:
     return lines
 
 
-def chosen(names: Iterable[str], words: Iterable[str], ranks: int | None, precision: str | None) -> list[cells.Cell]:
-    """The cells of those recipes, of all by default, on as many ranks and in that precision where these are given; with `words`."""
+def chosen(
+    names: Iterable[str], words: Iterable[str], ranks: int | None, precision: str | None, accumulate: int
+) -> list[cells.Cell]:
+    """The cells of those recipes, of all by default, on as many ranks and in that precision where these are given; with `words`,
+    and steps of `accumulate` times the fewest microbatches."""
     every = [cell for cell in cells.every(names) if ranks in (None, cell.ranks) and precision in (None, cell.precision)]
-    return [replace(cell, words=(*words,)) for cell in every]
+    return [replace(cell, words=(*words,), accumulate=accumulate) for cell in every]
 
 
 def prove(every: Iterable[cells.Cell], places: Sequence[str], sent: bool) -> int:
@@ -84,9 +87,10 @@ def main() -> int:
     parser.add_argument("--precision", choices=cells.PRECISIONS)
     parser.add_argument("--places", default="first,middle,last", help="ranks to look at")
     parser.add_argument("--sent", action="store_true", help="count the collectives of a second step too, and the bytes sent in them")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="steps of N times the fewest microbatches of the layout")
     arguments = parser.parse_intermixed_args()
     names, words = ([w for w in arguments.words if ("=" in w) == value] for value in (False, True))
-    every = chosen(names, words, arguments.ranks, arguments.precision)
+    every = chosen(names, words, arguments.ranks, arguments.precision, arguments.accumulate)
     if not every:
         parser.error("no such cell of the table")
     wrong = prove(every, arguments.places.split(","), arguments.sent)

@@ -151,9 +151,8 @@ def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
     except ConfigError as e:
         refusals = e.problems
     backend = choice.backend if choice else None
-    sends = world > 1 and not recipe.lora.enabled
     ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend),
-                  of_step(recipe, part, backend or multiplying(recipe)) if sends else ()) for part in layout]
+                  of_step(recipe, part, backend or multiplying(recipe)) if world > 1 else ()) for part in layout]
     coverage = planned(recipe, plan(recipe, backend))
     problems = refused(recipe, world) or _too_large(recipe, ranks, gpu) if choice else []
     write, *more = _write(recipe, world, hardware, gpu.memory if gpu else UNBOUNDED) if problems else [()]

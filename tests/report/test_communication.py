@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg.report.communication import state
+from fp8cfg.report.communication import gradients
 from fp8cfg.report.communication.collectives import Axis, together
 from fp8cfg.report.communication.step import of_step
 from fp8cfg.report.memory.layout import stage_parts
@@ -35,7 +35,7 @@ LAYOUTS = {
                         "storage.shard=fsdp backend=torchao",
     "zero1": "precision=bf16_fp8", "zero2": "precision=bf16 storage.shard=zero2", "none": "precision=bf16 storage.shard=none",
     "owners": "precision=bf16_fp8 storage.shard=zero1 fp8.scaling=block",
-    "two hops": "precision=bf16 opt_level=O2",
+    "two hops": "precision=bf16 opt_level=O2", "LoRA": "precision=bf16_fp8 task=lora storage.shard=zero2",
 }
 
 
@@ -98,7 +98,7 @@ def test_a_plan_says_what_the_rank_sends_that_sends_most() -> None:
 
 
 def test_bytes_of_collectives_on_a_ring() -> None:
-    assert (state.MESSAGE, state.FIRST, state.LATER) == (shards.MESSAGE, overlapped_sums.FIRST, overlapped_sums.LATER)
+    assert (gradients.MESSAGE, gradients.FIRST, gradients.LATER) == (shards.MESSAGE, overlapped_sums.FIRST, overlapped_sums.LATER)
     axis = Axis("data", 4)
     every = [*axis.all_reduce("gradients", 400, 2), *axis.all_gather("weights", 100), *axis.reduce_scatter("gradients", 100)]
     assert [one.bytes for one in every] == [1200, 300, 300] and not [*Axis("data", 1).all_reduce("gradients", 400)]

@@ -10,7 +10,7 @@ from fp8cfg.report.memory import peak as report
 from fp8cfg.report.memory.layout import Part, parts, stage_layers, whole
 from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
 from fp8cfg.report.memory.peak import linears_of, memory, memory_table, multiplying, parameters, persistent, step_bytes
-from fp8cfg.report.memory.shards import shard_bytes
+from fp8cfg.report.memory.shards import state_bytes
 from fp8cfg.training.memory_measurement import BOUNDS, LiveBytes, measure
 from tests.support.small import small
 
@@ -131,12 +131,13 @@ def test_bytes_of_a_parameter(words: str, each: int) -> None:
     assert sum(persistent(recipe, part, linears_of(recipe, part)).values()) == each * parameters(recipe, part).total
 
 
-@pytest.mark.parametrize(("level", "linear", "other"), [("O1", 11, 16), ("O2", 6, 11), ("O3", 7, 9)])
-def test_ms_amp_leaves_all_but_linear_layers_in_float32(level: str, linear: int, other: int) -> None:
+@pytest.mark.parametrize(("level", "linear", "other", "scales"), [("O1", 11, 16, 9), ("O2", 6, 11, 9 + 2 * 15), ("O3", 7, 9, 9 + 9 + 2 * 15)])
+def test_ms_amp_leaves_all_but_linear_layers_in_float32(level: str, linear: int, other: int, scales: int) -> None:
+    """Of nine linear layers and six other parameters; a scale is that of a gradient, a master or a moment."""
     recipe = small("precision=bf16_fp8", "fp8.params=false", f"opt_level={level}", "fp8.output_layer=true")
     part = whole(recipe)
     kinds, count = persistent(recipe, part, linears_of(recipe, part)), parameters(recipe, part)
-    assert sum(kinds.values()) - kinds["FP8 copies"] == linear * count.linear + other * count.other
+    assert sum(kinds.values()) - kinds["FP8 copies"] == linear * count.linear + other * count.other + 4 * scales
 
 
 def test_zero_splits_optimizer_state_over_data_parallel_ranks() -> None:
@@ -158,7 +159,8 @@ def test_zero_splits_optimizer_state_over_data_parallel_ranks() -> None:
 def test_shards_of_all_ranks_are_the_whole_state(shard: str, split: tuple[str, ...]) -> None:
     recipe = small("precision=bf16", *f"storage.shard={shard}".split(), "model.vocab_size=250")  # rows that three ranks do not divide
     part, kept = whole(recipe, 3), persistent(recipe, whole(recipe), linears_of(recipe, whole(recipe)))
-    every = [shard_bytes(recipe, part, linears_of(recipe, part), multiplying(recipe), rank) for rank in range(3)]
+    found = [state_bytes(recipe, part, linears_of(recipe, part), multiplying(recipe), rank) for rank in range(3)]
+    every = [{kind: one[kind] for kind in split} for one in found]
     assert {kind: sum(one[kind] for one in every) for kind in split} == {kind: kept[kind] for kind in split}
     most = max(every, key=lambda one: sum(one.values()))
     assert sum(most.values()) > sum(map(kept.__getitem__, split)) / 3 > sum(min(every, key=lambda one: sum(one.values())).values())
@@ -172,8 +174,10 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
     recipe = small("precision=bf16_fp8", "opt_level=O2", *words.split(), *(["trainer.micro_batch_size=4"] if ranks == 2 and "micro" not in words else []))
     part = whole(recipe, ranks)
     kinds, count = memory(recipe, "cpu", part), parameters(recipe, part)
-    assert kinds["gradients"] + kinds.get("accumulation", 0) == each * count.linear + 4 * count.other
-    assert kinds["gradients"] == (shard_bytes(recipe, part, linears_of(recipe, part), multiplying(recipe))["gradients"] if "zero2" in words else count.linear + 4 * count.other)
+    scales = 4 * len(linears_of(recipe, part))
+    own = state_bytes(recipe, part, linears_of(recipe, part), multiplying(recipe))["gradients"] if "zero2" in words else 0
+    assert kinds["gradients"] + kinds.get("accumulation", 0) == each * count.linear + 4 * count.other + (scales if each == 1 and not own else 0)
+    assert kinds["gradients"] == (own or count.linear + 4 * count.other + scales)
 
 
 def test_the_plan_knows_the_optimizer_s_pieces() -> None:

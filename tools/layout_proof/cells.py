@@ -20,23 +20,26 @@ OTHERS = (("llama_70b", 64), ("llama_8b", 1024), ("llama_70b", 1024), ("llama_40
 
 @dataclass(frozen=True)
 class Cell:
-    """`recipe` in `precision` on `ranks` GPUs, with `words` beside these."""
+    """`recipe` in `precision` on `ranks` GPUs, with `words` beside these. A step has `accumulate` times the fewest microbatches that
+    the layout takes."""
 
     recipe: str
     precision: str
     ranks: int
     words: tuple[str, ...] = ()
+    accumulate: int = 1
 
     def compose(self) -> Recipe:
-        """The recipe, with one microbatch a step, or with a pipeline as many as it has stages: others are like these. That is also the
-        batch that is raised where the layout asks for it."""
+        """The recipe; the fewest microbatches of a step are one, or with a pipeline as many as it has stages. That is also the batch
+        that is raised where the layout asks for it."""
         nodes, devices = machines(self.ranks)
         words = [f"recipe={self.recipe}", f"precision={self.precision}", f"trainer.num_nodes={nodes}", f"trainer.devices={devices}",
                  *self.words]
         recipe = fp8cfg.compose([*words, f"trainer.global_batch_size={MANY}"])
         strategy, sizes = recipe.trainer.strategy, axis_sizes(recipe.trainer.strategy, self.ranks)
-        batch = recipe.trainer.micro_batch_size * sizes["dp_replicate"] * sizes["dp_shard"] * strategy.pipeline_model_parallel_size
-        return fp8cfg.compose([*words, f"trainer.global_batch_size={batch}"])
+        samples = recipe.trainer.micro_batch_size * sizes["dp_replicate"] * sizes["dp_shard"]
+        fewest = strategy.pipeline_model_parallel_size
+        return fp8cfg.compose([*words, f"trainer.global_batch_size={samples * fewest * self.accumulate}"])
 
     @property
     def places(self) -> dict[str, int]:

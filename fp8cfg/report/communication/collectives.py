@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fp8cfg.report.memory.layout import Part
+
 NUMBER = 4
 """Bytes of a float32."""
 
@@ -65,6 +67,12 @@ class Axis(NamedTuple):
     def _sent(self, what: str, how: str, each: int, count: int) -> Iterator[Collective]:
         if self.ranks > 1 and count:
             yield Collective(self.name, what, how, count, each * count)
+
+
+def same_parameters(part: Part) -> Axis:
+    """The ranks with the same parameters as `part`, or of these the ranks that split them."""
+    axes = {"data": part.data // part.groups, "context": part.context}
+    return Axis(" x ".join(axis for axis, ranks in axes.items() if ranks > 1) or "data", part.shards)
 
 
 def together(every: Iterable[Collective]) -> list[Collective]:

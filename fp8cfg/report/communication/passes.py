@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights
+from fp8cfg.layer_plan import adapted
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective
 from fp8cfg.report.memory.layout import ROW, Part
 from fp8cfg.report.memory.operands import CODEC
@@ -77,8 +78,9 @@ def _keys_and_values(recipe: Recipe, part: Part, samples: int) -> Iterator[Colle
     gradients of all of them."""
     axis, m = Axis("context", part.context), recipe.model
     own = 2 * samples * (m.seq_length // part.context) * (m.num_query_groups // part.tensor) * m.head_dim * _compute(recipe)
-    yield from axis.all_gather("keys and values", own, len(part.layers) * (1 + _recomputed(recipe)))
-    yield from axis.reduce_scatter("keys and values", own, len(part.layers))
+    again = len(part.layers) - _without_gradients(recipe) if _recomputed(recipe) else 0
+    yield from axis.all_gather("keys and values", own, len(part.layers) + again)
+    yield from axis.reduce_scatter("keys and values", own, len(part.layers) - _without_gradients(recipe, "linear_qkv"))
 
 
 def _stage_outputs(recipe: Recipe, part: Part, samples: int) -> Iterator[Collective]:
@@ -87,6 +89,17 @@ def _stage_outputs(recipe: Recipe, part: Part, samples: int) -> Iterator[Collect
     sent = 2 * part.chunks - part.embedding - part.output
     yield from Axis("pipeline", recipe.trainer.strategy.pipeline_model_parallel_size).send(
         "stage outputs", tokens * recipe.model.hidden_size * _compute(recipe), sent)
+
+
+def _without_gradients(recipe: Recipe, name: str = "") -> int:
+    """The first layers with frozen weights of which no number needs a gradient: those before the first adapter, or before that of
+    the linear layer `name`, where it comes before all others of its layer."""
+    if not recipe.lora.enabled:
+        return 0
+    modules = [p.module.split(".") for p in adapted(recipe)]
+    first = min(int(m[1]) if m[0] == "layers" else recipe.model.num_layers for m in modules)
+    here = any(m[:2] == ["layers", str(first)] and m[-1] == name for m in modules)
+    return first + (bool(name) and not here and first < recipe.model.num_layers)
 
 
 def _gathered_again(recipe: Recipe, part: Part) -> int:

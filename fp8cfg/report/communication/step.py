@@ -9,23 +9,23 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_weights, resolved, sharding
-from fp8cfg.report.communication import passes, state
-from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, together
-from fp8cfg.report.memory.layout import Part, keeps_weights, local_shapes, microbatches, split_dimension
+from fp8cfg.report.communication import gradients, passes, state
+from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, same_parameters, together
+from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, split_dimension
 from fp8cfg.report.memory.peak import linears_of
-from fp8cfg.report.memory.shards import BLOCKS, owner_of
+from fp8cfg.report.memory.shards import BLOCKS, owner_of, trained_shapes
 from fp8cfg.scalings import SCALINGS
 
 
 def of_step(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -> list[Collective]:
     """What a rank of `part`, number `rank` of those with the same parameters, by default one that sends most, sends in one
-    optimizer step where `backend` multiplies; not what it sends to start, to save or to evaluate. `recipe` trains no adapters."""
+    optimizer step where `backend` multiplies; not what it sends to start, to save or to evaluate."""
     linears, count = linears_of(recipe, part), microbatches(recipe, part)
     samples = recipe.trainer.micro_batch_size
     kept = keeps_weights(recipe, part, backend)
     in_passes = (*passes.of_pass(recipe, part, samples), *passes.numbers(recipe, part, linears, samples, kept))
     return together([
-        *state.data_axis(recipe, part, linears, backend, count, rank), *state.shared_gradients(recipe, part, backend, rank),
+        *state.data_axis(recipe, part, linears, backend, count, rank), *gradients.shared_gradients(recipe, part, backend, rank),
         *(one.times(count) for one in in_passes), *_numbers(recipe, part, linears, backend),
         *_written(recipe, part, linears, backend, rank)])
 
@@ -34,12 +34,12 @@ def _numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: 
     """Once a step: the norm of gradients, the amaxes of delayed scaling, the mean loss."""
     shard, stages = sharding(recipe.precision, part.shards), recipe.trainer.strategy.pipeline_model_parallel_size
     if shard == "zero2" or by_fsdp2(recipe, part.shards, backend):  # a norm of each parameter, or of its part
-        for each in _kinds(recipe, part) if part.tensor > 1 else (sum(_kinds(recipe, part)),):
-            yield from Axis(state.name_of(part), part.shards).all_reduce("losses and norms", NUMBER * each)
+        for each in _kinds(recipe, part) if part.tensor > 1 else (len(_counted(recipe, part)),):
+            yield from same_parameters(part).all_reduce("losses and norms", NUMBER * each)
     moments = resolved(recipe.precision)
     if by_fsdp2(recipe, part.shards, backend) and {moments["exp_avg"], moments["exp_avg_sq"]} & {*SCALED} - {*BLOCKS}:
-        each = 3 * len(local_shapes(recipe, part))  # of weight and moments, for scales of whole tensors
-        yield from Axis(state.name_of(part), part.shards).all_reduce("amaxes", NUMBER * each)
+        each = 3 * len(trained_shapes(recipe, part))  # of weight and moments, for scales of whole tensors
+        yield from same_parameters(part).all_reduce("amaxes", NUMBER * each)
     yield from Axis("tensor", part.tensor).all_reduce("losses and norms", NUMBER)
     yield from Axis("pipeline", stages).all_reduce("losses and norms", 2 * NUMBER)
     fp8 = recipe.fp8
@@ -58,7 +58,8 @@ def _written(
     """The amax of each FP8 weight that this rank writes after a step, where its scale is of that moment and others have parts of
     it."""
     scaling, shard = SCALINGS[recipe.fp8.scaling], sharding(recipe.precision, part.shards)
-    if not fp8_weights(recipe.precision) or scaling.history or scaling.block or by_fsdp2(recipe, part.shards, backend):
+    frozen = recipe.lora.enabled
+    if frozen or not fp8_weights(recipe.precision) or scaling.history or scaling.block or by_fsdp2(recipe, part.shards, backend):
         return
     owner = owner_of(recipe, part, linears)[0] if shard != "none" else {}
     written = Counter(owner.get(f"{linear.name}.weight", 0) for linear in linears if linear.fp8)
@@ -67,10 +68,15 @@ def _written(
 
 
 def _kinds(recipe: Recipe, part: Part) -> tuple[int, int]:
-    """How many parameters tensor parallelism splits, and how many it does not, but for an embedding that another stage counts."""
-    names = {*local_shapes(recipe, part)} - ({"embedding.weight"} if not part.embedding else set())
+    """How many of the parameters that are counted tensor parallelism splits, and how many it does not."""
+    names = _counted(recipe, part)
     split = sum(split_dimension(recipe, name) is not None for name in names)
     return split, len(names) - split
+
+
+def _counted(recipe: Recipe, part: Part) -> set[str]:
+    """The trained parameters of which a rank of `part` has norms: all but an embedding that another stage counts."""
+    return {*trained_shapes(recipe, part)} - ({"embedding.weight"} if not part.embedding else set())
 
 
 def _over(recipe: Recipe, part: Part, data: bool, stages: int = 1) -> Axis:

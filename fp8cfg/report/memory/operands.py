@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from fp8cfg.config.fp8 import FP8, power_2_scales, transforms, weights_2d
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import SCALED
 from fp8cfg.scalings import SCALINGS, Tile
 
 CODEC: dict[str, float] = {
     "none": 0, "fp32": 4, "bf16": 2, "fp16": 2, "fp16_scaled": 2, "fp8": 1,
-    "fp8_pow2": 1, "fp8_block": 1 + 4 / 128,
-         "fp8_expand": 1 + 8 / 128}
+    "fp8_pow2": 1, "fp8_block": 1 + 4 / 128, "fp8_expand": 1 + 8 / 128}
 """One element in each codec of `storage`, with its share of a block's scale; one for a whole tensor is left out."""
+CODEC_BLOCK = 128
+"""Elements that share a scale in the codecs of blocks."""
+
+
+def stored_bytes(codec: str, elements: int) -> int:
+    """A tensor of `elements` in a codec of `storage`, with its scales, float32: one, or those of its blocks."""
+    data, per_block = int(CODEC[codec]) * elements, int(CODEC[codec] % 1 * CODEC_BLOCK)
+    if per_block:
+        return data + per_block * -(-elements // CODEC_BLOCK)
+    return data + (4 if codec in SCALED and elements else 0)
 
 
 def emulated(recipe: Recipe, device: str) -> bool:

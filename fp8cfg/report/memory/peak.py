@@ -34,7 +34,7 @@ from fp8cfg.report.memory.activations import activations
 from fp8cfg.report.memory.fsdp_gather import gathered_bytes, reduced_bytes
 from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, parts_that_differ, ranks, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
-from fp8cfg.report.memory.shards import SPLIT, shard_bytes
+from fp8cfg.report.memory.shards import state_bytes
 from fp8cfg.report.tables import size, table
 from fp8cfg.scalings import SCALINGS
 
@@ -133,17 +133,11 @@ def persistent(
     ranks that storage.shard splits state over, by default on the one that has most; of FP8 copies the scales, histories and second
     copies that are state."""
     columns, rest, counts = chart.row(recipe), others(recipe.precision), parameters(recipe, part, linears)
-    each = {"weights": "weight", "masters": "master_weight", "gradients": "weight_grad"}
-    held = Parameters(counts.linear, counts.other + counts.adapters)
-    kinds = {kind: int(of.linear * CODEC[columns[k]] + of.other * CODEC[rest[k]])
-             for (kind, k), of in zip(each.items(), (held, counts.trained, counts.trained), strict=True)}
-    kinds["moments"] = int(counts.trained.total * (CODEC[columns["exp_avg"]] + CODEC[columns["exp_avg_sq"]]))
-    if counts.adapters and sharding(recipe.precision, part.shards) == "fsdp":  # which has what is frozen as it is multiplied
-        kinds["weights"] += int(counts.linear * (CODEC[recipe.precision.compute] - CODEC[columns["weight"]]))
-    if counts.adapters:  # few: shared out evenly
-        kinds |= {kind: kinds[kind] // part.shards for kind in SPLIT[sharding(recipe.precision, part.shards)]}
-    else:
-        kinds |= shard_bytes(recipe, part, linears, backend or multiplying(recipe), rank)
+    weights = counts.linear * CODEC[columns["weight"]] + (counts.other + counts.adapters) * CODEC[rest["weight"]]
+    kinds = {"weights": int(weights), **state_bytes(recipe, part, linears, backend or multiplying(recipe), rank)}
+    if counts.adapters and sharding(recipe.precision, part.shards) == "fsdp":  # shards of what is frozen too, as it is multiplied
+        frozen = counts.linear * CODEC[recipe.precision.compute] + counts.other * CODEC[rest["weight"]]
+        kinds["weights"] += int(frozen) // part.shards
     state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if SCALINGS[recipe.fp8.scaling].history else 0
     beside = int(counts.linear * held_beside(recipe)) if fp8_weights(recipe.precision) else 0
     together = by_fsdp2(recipe, part.shards, backend or multiplying(recipe))  # gathered, and let go after the step

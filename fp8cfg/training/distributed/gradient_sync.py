@@ -89,12 +89,13 @@ def summed_in_backward(prepared: PreparedModel, optimizer: Optimizer) -> Abstrac
 def overlapped_sums(prepared: PreparedModel, optimizer: Optimizer) -> OverlappedSums | None:
     """What sums gradients in backward passes, made once; None where they are summed otherwise, or not at all."""
     world = World() if prepared.fsdp2 else sharing(prepared)
-    comms = {name: columns["comm"] for name, columns in prepared.columns.items()}
+    named = {name: p for name, p in prepared.model.named_parameters() if p.requires_grad}
+    comms = {name: prepared.columns[name]["comm"] for name in named}
     whole = prepared.shard in ("none", "zero1") and not isinstance(optimizer, LowBitTraining) and not {*comms.values()} & {*SCALED}
     if world.size == 1 or not whole:
         return None
     if prepared.sums is None:
-        trained = [(p, DTYPES[comms[name]]) for name, p in prepared.model.named_parameters() if p.requires_grad]
+        trained = [(p, DTYPES[comms[name]]) for name, p in named.items()]
         prepared.sums = OverlappedSums(trained, world)
     made: OverlappedSums = prepared.sums
     return made

@@ -68,7 +68,7 @@ def columns_of(prepared: PreparedModel, precision: Precision, name: str) -> Colu
 
 def attach(optimizer: Optimizer, model: nn.Module, owner: Mapping[str, int], shard: str, world: World) -> None:
     """Hook ZeRO into `optimizer`: each step ends by gathering all weights from their owners, and its norm is the global one."""
-    layers = {layer.parameter: layer for layer in fp8_linears(model)}
+    layers = {layer.parameter: layer for layer in fp8_linears(model) if layer.parameter.requires_grad}
 
     @torch.no_grad()
     def hand_round() -> None:

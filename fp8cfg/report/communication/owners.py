@@ -1,0 +1,65 @@
+"""Communication of owners (ZeRO): gradients to the rank that keeps a tensor's state, and its weights from there to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.fp8 import weights_2d
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import SCALED, fp8_weights
+from fp8cfg.report.communication.collectives import NUMBER, Collective, same_parameters
+from fp8cfg.report.communication.gradients import MESSAGE, sent_elements
+from fp8cfg.report.memory.layout import Part
+from fp8cfg.report.memory.operands import CODEC, held_beside
+from fp8cfg.report.memory.shards import owner_of, parameter_columns, trained_shapes
+from fp8cfg.scalings import SCALINGS
+
+
+def summed_on_owners(recipe: Recipe, part: Part, linears: list[PlannedLinear], rank: int | None) -> Iterator[Collective]:
+    """Sums on the owner of each tensor alone."""
+    axis, (owner, _) = same_parameters(part), owner_of(recipe, part, linears)
+    for comm, elements in sent_elements(recipe, part, linears).items():
+        loads = _loads(elements, owner)
+        own = min(loads.get(one, 0) for one in range(axis.ranks)) if rank is None else loads.get(rank, 0)
+        others = int((sum(loads.values()) - own) * CODEC[comm])
+        yield from axis.all_to_all("gradients", others, _rounds(loads, axis.ranks))
+        if comm in SCALED:
+            yield from axis.all_gather("scales", NUMBER * len(elements))
+
+
+def handed_round(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> Iterator[Collective]:
+    """Weights from their owners to all, as they are stored, in messages as long as the longest of a rank; then the amaxes of FP8
+    weights, which owners recorded."""
+    axis, (owner, _) = same_parameters(part), owner_of(recipe, part, linears)
+    shapes = trained_shapes(recipe, part)
+    columns = parameter_columns(recipe, linears, shapes)
+    held = fp8_weights(recipe.precision)
+    fp8 = {name for p in linears if held and p.fp8 and (name := f"{p.name}.weight") in shapes}
+    stored = {name: int(prod(shape) * CODEC[columns[name]["weight"]] + (_beside(recipe, shape) if name in fp8 else 0))
+              for name, shape in shapes.items()}
+    loads = _loads(stored, owner)
+    yield from axis.all_gather_in("weights", max(loads.values()), _rounds(loads, axis.ranks))
+    if fp8 and SCALINGS[recipe.fp8.scaling].history:
+        yield from axis.all_reduce("amaxes", NUMBER * len(fp8))
+
+
+def _beside(recipe: Recipe, shape: tuple[int, ...]) -> float:
+    """Bytes of the scales of a weight held in FP8, and of its other matrix where it has one."""
+    tile = SCALINGS[recipe.fp8.scaling].tile(1, recipe.fp8.granularity, square=weights_2d(recipe.fp8))
+    if tile is None or tile[0] == tile[1]:
+        return NUMBER * prod(-(-n // side) for n, side in zip(shape, tile, strict=True)) if tile else NUMBER
+    return held_beside(recipe) * prod(shape)
+
+
+def _loads(sizes: dict[str, int], owner: dict[str, int]) -> dict[int, int]:
+    loads: dict[int, int] = {}
+    for name, count in sizes.items():
+        loads[owner[name]] = loads.get(owner[name], 0) + count
+    return loads
+
+
+def _rounds(loads: dict[int, int], ranks: int) -> int:
+    """Messages in which each rank sends, or gets, a part of what is its own."""
+    return -(-max(loads.values()) // max(MESSAGE // ranks, 1))
