@@ -33,7 +33,24 @@ def _matrix() -> Tensor:
 
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, get_wgrad_sign_vector
+NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 MATRIX = _matrix()
+
+
+def _matrix_on(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """MATRIX on `device`, without a copy that the host waits for: compiled code pins no memory."""
+    if device.type == "cuda" and torch.compiler.is_compiling():
+        return matrix_made_on(device).to(dtype)
+    return sent(MATRIX.to(dtype), device)
+
+
+def matrix_made_on(device: torch.device) -> Tensor:
+    """MATRIX, computed on `device`: of Sylvester's matrix the sign in row i and column j is the parity of the bits of i & j."""
+    n = torch.arange(16, device=device)
+    bits = n[:, None] & n
+    bits = bits ^ (bits >> 2)
+    bits = (bits ^ (bits >> 1) ^ (NEGATIVE >> n)[:, None]) & 1
+    return (1 - 2 * bits) * 0.25
 
 
 def quantize_nvfp4(
@@ -56,4 +73,4 @@ def hadamard(t: Tensor) -> Tensor:
     """Each 16 neighbours in a row of `t` [R, C] times diag(SIGNS) H16 / 4, in the dtype of `t`; C completed with zeros."""
     missing = -t.shape[1] % 16
     t = (F.pad(t, (0, missing)) if missing else t).contiguous()
-    return (t.view(-1, 16) @ sent(MATRIX.to(t.dtype), t.device)).view(t.shape)
+    return (t.view(-1, 16) @ _matrix_on(t.device, t.dtype)).view(t.shape)

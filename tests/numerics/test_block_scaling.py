@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8cfg.numerics import E2M1, E4M3, E5M2, GRAD_OUTPUT, INPUT, WEIGHT, Format, Scaling
 from fp8cfg.numerics.block_scaling import first_level, spread, tile_scales, tiled, untiled
 from fp8cfg.numerics.fp8_weights import pack, unpack
-from fp8cfg.numerics.nvfp4 import hadamard
+from fp8cfg.numerics.nvfp4 import MATRIX, hadamard, matrix_made_on
 from fp8cfg.numerics.quantize import quantize_tiles
 from tests.support.pairs import pairwise
 from tests.support.te_stub import te_module
@@ -117,6 +117,7 @@ def test_nvfp4_mixes_columns_as_transformer_engine_does(dtype: torch.dtype) -> N
 def test_the_transform_cancels_in_the_product_whatever_the_number_of_tokens() -> None:
     a, b = torch.randn(40, 8, dtype=torch.float64), torch.randn(40, 12, dtype=torch.float64)
     torch.testing.assert_close(hadamard(a.t()) @ hadamard(b.t()).t(), a.t() @ b)
+    assert torch.equal(matrix_made_on(a.device), MATRIX), "which compiled code makes on a GPU"
 
 
 # --- block scaling, worked out by hand on compute_scale_from_amax
