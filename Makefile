@@ -33,7 +33,7 @@ FAKE_GPU_PYTHON ?=
 ON_FAKE_GPU = . $(abspath $(FAKE_GPU))/env.sh && $$FAKE_GPU_PYTHON
 
 test-fake-gpu:
-	@FAKE_GPU_PYTHON=$(FAKE_GPU_PYTHON) sh tools/fake_gpu/setup.sh $(FAKE_GPU)
+	@PYTHON=$(PYTHON) FAKE_GPU_PYTHON=$(FAKE_GPU_PYTHON) sh tools/fake_gpu/setup.sh $(FAKE_GPU)
 	$(ON_FAKE_GPU) -m pytest -p no:cacheprovider tests/fake_gpu
 	$(ON_FAKE_GPU) -m tools.fake_gpu.kernel_code
 	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m pytest -p no:cacheprovider tests/fake_gpu/test_microscaled_products.py

@@ -52,6 +52,8 @@ from tools.gpu_rows.worker import Make, Row, Worker, failure
 
 PROBE = "probe"
 BASE = CONTENDERS[0]
+Taken = dict[tuple[str, str], tuple[float, ...]]
+"""Milliseconds of compiled rows by case and scaling, of BF16 and of native: measured, and estimated or 0."""
 
 
 def timed(step: Callable[[], object], device: str) -> float:
@@ -166,29 +168,30 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
     deadline = time.monotonic() + 60 * args.minutes
     names = [*([PROBE] if args.probe else []), *args.cases]
     rows: dict[str, list[str]] = {name: [] for name in names}
-    taken: dict[tuple[str, str], float] = {}  # milliseconds of BF16 and of native, compiled
+    taken: Taken = {}
     workers = {name: Worker(context, start, args, name) for name in names}
 
     def add(name: str, what: object) -> None:
         left, worker = deadline - time.monotonic(), workers[name]
-        missing = what.missing(args.capability) if isinstance(what, Contender) else ""
-        found = Row([f"not run: {missing or f'no time left of {args.minutes:g} minutes'}"])
-        if not missing and left > 0:
+        found = Row([f"not run: no time left of {args.minutes:g} minutes"])
+        if left > 0:
             # The first row of a process makes what all of them share: a float32 run, and compiled BF16.
             found = worker.row(what, min(args.row_seconds * (1 if worker.begun else 2), left))
         scaling = what.scaling if isinstance(what, Contender) else ""
         if len(found.cells) > 1:
-            goal = GOALS.get((name, scaling)) if args.goals and str(what) == f"native {scaling} compiled" else None
+            mine = str(what) == f"native {scaling} compiled"
+            if mine or what == BASE:
+                taken[name, scaling] = tuple(float(cell) if cell != "-" else 0.0 for cell in found.cells[:2])
+            goal = GOALS.get((name, scaling)) if args.goals and mine else None
             found = found._replace(cells=[*found.cells, f"{goal:.2f}" if goal else "-"])
             if goal:
-                results.goal(f"{name} {scaling}", float(found.cells[6]), goal)
-            if str(what) in ("torch bf16 compiled", f"native {scaling} compiled"):
-                taken[name, scaling] = float(found.cells[0])
+                base, estimate = taken.get((name, "bf16"), (0.0, 0.0))[1], taken[name, scaling][1]
+                results.goal(f"{name} {scaling}", float(found.cells[6]), goal, base / estimate if estimate else 0.0)
         results.row(f"{name} {what}", found)
         rows[name].append(line(name, what, found.cells))
         results.say(rows[name][-1])
         if name == PROBE and found.failed and not found.stopped:
-            results.say(f"{'=' * 80}\nWRONG COMPILED GRADIENTS under {what}: no row compiled under it means anything\n{'=' * 80}")
+            results.say(f"{'=' * 80}\nCOMPILED GRADIENTS FAILED under {what}: no row compiled under it means anything\n{'=' * 80}")
 
     try:
         for scaling in args.scalings if args.probe else ():
@@ -196,6 +199,11 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
             if scaling == args.scalings[-1]:
                 workers[PROBE].end()
         for contender in [c for c in CONTENDERS if c == BASE or not args.only or any(word in str(c) for word in args.only)]:
+            if missing := contender.missing(args.capability):
+                found = Row([f"not run: {missing}"])
+                results.row(str(contender), found)
+                results.say(line("-", contender, found.cells))
+                continue
             for name in args.cases:
                 add(name, contender)
     finally:
@@ -205,21 +213,21 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
     return rows
 
 
-def whole(taken: dict[tuple[str, str], float], goals: bool, results: Results) -> None:
+def whole(taken: Taken, goals: bool, results: Results) -> None:
     """A step of the whole 8B model over eight sequences, put together from measured rows: it does not fit beside BF16's."""
     layers = fp8cfg.compose(["recipe=llama_8b"]).model.num_layers - 4
 
-    def milliseconds(scaling: str) -> float:
-        return 8 * (taken["8b", scaling] + layers * taken["block", scaling])
+    def times(scaling: str) -> list[float]:
+        return [8 * (cut + layers * block) for cut, block in zip(taken["8b", scaling], taken["block", scaling], strict=True)]
 
     for scaling in [s for name, s in taken if name == "8b" and s != "bf16"]:
         if all((name, s) in taken for name in ("8b", "block") for s in ("bf16", scaling)):
-            base, mine = milliseconds("bf16"), milliseconds(scaling)
-            goal = GOALS.get(("8b whole", scaling)) if goals else None
+            (base, base_estimated), (mine, estimated) = times("bf16"), times(scaling)
+            goal, expected = GOALS.get(("8b whole", scaling)) if goals else None, base_estimated / estimated if estimated else 0.0
             results.say(f"8b whole, {scaling}: 8 x (8b + {layers} x block) = {mine:,.0f} ms, BF16 {base:,.0f} ms: {base / mine:.2f}x"
-                        + (f", goal {goal:.2f}x" if goal else ""))
+                        + (f", estimated {expected:.2f}x" if expected else "") + (f", goal {goal:.2f}x" if goal else ""))
             if goal:
-                results.goal(f"8b whole {scaling}", base / mine, goal)
+                results.goal(f"8b whole {scaling}", base / mine, goal, expected)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

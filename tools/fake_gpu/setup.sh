@@ -3,6 +3,7 @@
 #
 #     sh tools/fake_gpu/setup.sh FOLDER                     makes an environment there, 2.1 GB (0.7 GB to download)
 #     sh tools/fake_gpu/setup.sh FOLDER TORCH               of that version; 2.11.0 unless said, the oldest that is allowed
+#     PYTHON=python3.12 sh tools/fake_gpu/setup.sh FOLDER   makes it of that Python; python3 unless said, 3.11 or newer
 #     FAKE_GPU_PYTHON=PYTHON sh tools/fake_gpu/setup.sh FOLDER     uses the environment of that Python, and installs nothing into it
 #
 # Then, in the root of a checkout:    . FOLDER/env.sh; $FAKE_GPU_PYTHON SCRIPT
@@ -25,7 +26,10 @@ done
 python=${FAKE_GPU_PYTHON:-$folder/venv/bin/python}
 pip="$python -m pip install --quiet --disable-pip-version-check"
 if [ -z "${FAKE_GPU_PYTHON:-}" ] && ! [ -e "$folder/.installed-$torch" ]; then
-    [ -x "$python" ] || python3 -m venv "$folder/venv"
+    if ! [ -x "$python" ]; then
+        "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "${PYTHON:-python3}: needs Python 3.11; name one, as in PYTHON=python3.12"
+        "${PYTHON:-python3}" -m venv "$folder/venv"
+    fi
     "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null ||
         fail "Python.h: not found; install Python's headers (Debian and Ubuntu: apt install python3-dev), Triton's launchers need them"
     # What fp8cfg and torch require, then torch and Triton alone: of CUDA's libraries none may be there, torch would load them.
@@ -47,7 +51,7 @@ nvidia=$site/triton/backends/nvidia
 stamp=$(cat "$here"/make_libraries.py "$here"/stubs/* "$site/torch/version.py" | cksum)
 if [ "$stamp" != "$(cat "$folder/.made" 2>/dev/null)" ]; then
     rm -rf "$folder/lib"
-    python3 "$here/make_libraries.py" "$folder/lib" "$site/torch/lib" "$nvidia/driver.c" "$folder/headers/nvidia/cu13/include" "$nvidia/include"
+    "$python" "$here/make_libraries.py" "$folder/lib" "$site/torch/lib" "$nvidia/driver.c" "$folder/headers/nvidia/cu13/include" "$nvidia/include"
     echo "$stamp" >"$folder/.made"
 fi
 

@@ -208,7 +208,7 @@ class ModelCase:
         return self._runner(job)
 
     def _runner(self, job: fp8cfg.Job) -> Runner:
-        planned = sum(memory(job.recipe, self.args.device).values())
+        planned = sum(size for kind, size in memory(job.recipe, self.args.device).items() if kind != "to start")
         return Runner(lambda: train_step(job, self.batches, 0, World()), lambda: {"dw": [p.grad for p in job.optimizer.names]}, planned)
 
 

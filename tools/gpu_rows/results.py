@@ -46,9 +46,9 @@ class Results:
         found = "STOPPED" if row.stopped else "FAILED" if row.failed else "not run" if state == "not run" else "passed"
         self.verdicts.append(Verdict(name, found, "" if found == "passed" else why))
 
-    def goal(self, name: str, measured: float, goal: float, estimated: str = "-") -> None:
-        """Remember whether the ratio `measured` reaches the `goal`."""
-        beside = "" if estimated == "-" else f", estimated {estimated}"
+    def goal(self, name: str, measured: float, goal: float, estimated: float = 0.0) -> None:
+        """Remember whether the ratio `measured` reaches the `goal`; beside it stands what was `estimated`, where that is not 0."""
+        beside = f", estimated {estimated:.2f}x" if estimated else ""
         self.verdicts.append(Verdict(f"goal {name}", "met" if measured >= goal else "MISSED", f"{measured:.2f}x of {goal:.2f}x{beside}"))
 
     def summary(self) -> str:
