@@ -76,6 +76,8 @@ def every_case() -> dict[str, Callable[[], dict[str, Callable[[], object]]]]:
     found["step fp16_fp8 eager"] = partial(cases.step, "precision=fp16_fp8")
     found["step fsdp bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "storage.shard=fsdp")
     found["step fsdp fp16_fp8 eager"] = partial(cases.step, "precision=fp16_fp8", "storage.shard=fsdp")
+    found["step fsdp SGD bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "storage.shard=fsdp", "optim.name=sgd")
+    found["step fp16_fp8 SGD interval eager"] = partial(cases.step, "precision=fp16_fp8", "fp8.interval=2", "optim.name=sgd")
     for level in ("O1", "O2", "O3"):
         found[f"step {level} bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", f"opt_level={level}")
     selective = "model.recompute_granularity=selective"
