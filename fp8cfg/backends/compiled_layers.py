@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fp8cfg.numerics import fp8_linears
 
@@ -41,12 +42,14 @@ class CompiledForward:
 
 
 def weights_ready(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, code of `module` that takes a tensor first; before it runs weights that are quantized once a step are so."""
+    """`compiled`, code of `module`; before it runs weights that are quantized once a step are so, for products of inputs that have
+    the dtype of its first tensor, or autocast's."""
 
-    def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        dtype = next((t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.float32)
         for linear in fp8_linears(module):
-            linear.fill(x.dtype)
-        return compiled(x, *args, **kwargs)
+            linear.fill(dtype)
+        return compiled(*args, **kwargs)
 
     return forward
 
