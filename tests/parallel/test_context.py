@@ -113,7 +113,8 @@ def more_on_two(folder: Path, world: World) -> dict[str, Any]:
     return found
 
 
-MEASURED = ("precision=fp32", "precision=bf16", "precision=bf16_fp8 model.recompute_granularity=full")
+MEASURED = ("precision=fp32 storage.shard=none", "precision=fp32 storage.shard=zero1", "precision=bf16 storage.shard=zero1",
+            "precision=bf16_fp8 model.recompute_granularity=full storage.shard=zero1")
 
 
 def sent(world: World) -> list[int]:
