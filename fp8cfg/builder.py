@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg import job_parts, smoke
+from fp8cfg import job_optimizer, job_parts, smoke
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear
@@ -203,7 +203,7 @@ def _put_together(
         from fp8cfg.training.distributed.world import same_samples
 
         prepared.same_samples = same_samples(t.strategy)
-    optimizer = job_parts.optimizer(prepared, p, o, t.gradient_clip_val, choice, scaler, t.seed)
+    optimizer = job_optimizer.optimizer(prepared, p, o, t.gradient_clip_val, choice, scaler, t.seed)
     schedule = Schedule(
         max_lr=o.lr, min_lr=o.end_lr, warmup_steps=o.warmup_steps, max_steps=t.max_steps, constant_steps=o.constant_steps,
         decay=o.lr_decay_style)

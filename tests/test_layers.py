@@ -33,11 +33,12 @@ TOP = {  # room -> rooms that its modules may import at their top
     "interop": {"composition", "config", "layer_plan", "scalings"},
     "training.distributed": {"backends", "config", "numerics", "optim", "parallel", "report"},
     "job": {"backends", "report"},
-    "job_parts": {"backends", "config", "models", "scalings"}, "job_weights": {"config", "layer_plan", "models"},
+    "job_parts": {"backends", "config", "models"}, "job_weights": {"config", "layer_plan", "models"},
+    "job_optimizer": {"backends", "config", "scalings"},
     "conversion": {"backends", "composition", "config", "job", "numerics", "optim", "report", "scalings"},
     "smoke": {"composition", "config", "layer_plan", "models", "pipeline_limits", "tensor_limits"},
     "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},
-    "builder": {"backends", "config", "job_parts", "job_weights", "job", "layer_plan", "optim", "smoke"},
+    "builder": {"backends", "config", "job_optimizer", "job_parts", "job_weights", "job", "layer_plan", "optim", "smoke"},
     "run_plan": {"builder", "config", "report", "smoke"},
     "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job", "layer_plan", "models", "numerics", "optim",
                  "parallel", "report", "smoke", "training.distributed"},
@@ -54,7 +55,8 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
     "report": {"backends": TORCH, "config": "`list` prints the text of values, no places, and is quick"},
     "conversion": {"interop": "objects of other projects are read where one is given"},
     "job": {"backends": TORCH, "interop": "words of a Trainer are looked at where one runs", "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
-    "job_parts": {"backends": TORCH, "models": TORCH, "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
+    "job_parts": {"backends": TORCH, "models": TORCH, "numerics": TORCH, "training.distributed": TORCH},
+    "job_optimizer": {"backends": TORCH, "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
     "job_weights": {"models": TORCH},
     "graph_nodes": {"composition": "`lower` reads the keys of a recipe that is composed"},
     "builder": {"backends": TORCH, "composition": "`import fp8cfg.builder` reads no YAML", "conversion": TORCH, "parallel": TORCH,
@@ -186,7 +188,7 @@ def test_circles_are_found_wherever_the_import_stands() -> None:
 
 def test_what_is_left_of_build_loads_no_torch() -> None:
     """One process imports the rooms, one after another, to the first module that loads it."""
-    rooms = ("config", "composition", "data", "models", "layer_plan", "job", "job_parts", "job_weights", "graph_nodes", "builder", "report", "run_plan", "interop")
+    rooms = ("config", "composition", "data", "models", "layer_plan", "job", "job_parts", "job_optimizer", "job_weights", "graph_nodes", "builder", "report", "run_plan", "interop")
     names = [m for r in rooms for m in FILES if room(m) == r and m not in LATE]
     code = f"import importlib, sys; print(next((m for m in {names} if importlib.import_module(m) and 'torch' in sys.modules), None))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)

@@ -106,7 +106,7 @@ def _opened(value: ast.expr, indent: str, before: str, after: str) -> list[str]:
 
 
 def _optimizer(recipe: Recipe) -> dict[str, str]:
-    """What `job_parts.optimizer` makes of `recipe`."""
+    """What `job_optimizer.optimizer` makes of `recipe`."""
     if low_bit(recipe.precision):
         name = {"adamw": "LowBitTrainingAdamW", "adam": "LowBitTrainingAdam"}[recipe.optim.name]
         return {"name": name, "rounding": recipe.storage.rounding}

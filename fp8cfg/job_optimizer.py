@@ -1,0 +1,133 @@
+"""Job optimizer: the optimizer of a job, over the parameters of its prepared model. Imports torch when it is called."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fp8cfg.backends.backend_choice import Choice
+from fp8cfg.backends.prepared_model import PreparedModel
+from fp8cfg.config.precision import Precision
+from fp8cfg.config.storage import low_bit
+from fp8cfg.config.training_nodes import Optim
+from fp8cfg.scalings import SCALINGS
+
+if TYPE_CHECKING:
+    from fp8cfg.optim import LossScaler
+    from fp8cfg.optim.low_bit.training import LowBitTraining
+    from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+
+
+def optimizer(
+    prepared: PreparedModel, precision: Precision, optim: Optim, clip_grad: float, choice: Choice,
+    loss_scaler: LossScaler | None, seed: int,
+) -> MixedPrecisionOptimizer | LowBitTraining:
+    """The optimizer over `prepared.model`'s parameters; its step rolls the FP8 histories before it writes weights."""
+    from fp8cfg.backends import backend_registry, stored_weights
+    from fp8cfg.optim.groups import param_groups
+    from fp8cfg.training.distributed import gradient_sync, zero
+    from fp8cfg.training.distributed.world import amax_group, sharing
+
+    model, backend = prepared.model, backend_registry.backend(choice.backend)
+    built: MixedPrecisionOptimizer | LowBitTraining
+    if (own := backend.optimizer(prepared, precision, optim, clip_grad, loss_scaler)) is not None:
+        return own
+    groups = param_groups(model, optim.weight_decay)
+    writers: dict[Any, Any] = {p: layer.set_weight for p, layer in stored_weights.held(model).items()}
+    if precision.fp8.enabled:
+        writers |= backend.writers(model)
+    if low_bit(precision):
+        built = _low_bit(prepared, precision, optim, groups, writers, clip_grad, loss_scaler, seed)
+    else:
+        from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+
+        named = dict(model.named_parameters())
+        owned = zero.owned(prepared, precision)
+        prepared.masters = {name: t for name, t in prepared.masters.items() if owned is None or name in owned}
+        built = MixedPrecisionOptimizer(
+            groups, _inner(optim),
+            masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
+            loss_scaler=loss_scaler, clip_grad=clip_grad, owned=owned)
+        gradient_sync.sum_norms(built, prepared)
+        if prepared.fsdp2:
+            from fp8cfg.training.distributed import fsdp
+
+            built.sharded = precision.storage.shard != "fsdp"
+            built.on_written.append(partial(fsdp.let_go, model))  # weights that a loop of one's own has gathered meanwhile
+    able = backend_registry.capabilities(choice.backend)
+    skips = not precision.fp8.enabled or able.skips_on_device
+    # Under a loss scale a run goes on after a skipped step. Transformer Engine moves delayed scales in it too, and weights that are
+    # written again would be others.
+    delayed = precision.fp8.enabled and SCALINGS[precision.fp8.scaling].history
+    built.can_defer = skips and (loss_scaler is None or not delayed or able.moves_scales)
+    if prepared.owner:
+        zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
+    if precision.fp8.enabled:
+        def move_scales() -> None:
+            skip = built.deferred and built.deferred.skip
+            late = built.deferred.late if built.deferred and precision.fp8.interval > 1 else None
+            decided = [t for t in (skip, late) if t is not None]
+            backend.after_step(model, amax_group(prepared, precision.fp8), built.steps, *decided)
+
+        built.on_step.append(move_scales)
+        built.on_skip.append(lambda: backend.after_skip(model))
+    return built
+
+
+def _low_bit(
+    prepared: PreparedModel, precision: Precision, optim: Optim, groups: list[dict[str, Any]], writers: dict[Any, Any],
+    clip_grad: float, loss_scaler: LossScaler | None, seed: int,
+) -> LowBitTraining:
+    """The low-bit Adam. The float32 originals are dropped once its state is made from them."""
+    from fp8cfg.backends import stored_weights
+    from fp8cfg.numerics.codecs import codec
+    from fp8cfg.optim.low_bit.shards import columns_of_shard
+    from fp8cfg.optim.low_bit.training import LowBitTrainingAdam, LowBitTrainingAdamW
+    from fp8cfg.training.distributed import zero
+
+    model = prepared.model
+    named = dict(model.named_parameters())
+    held = {p: partial(getattr, layer, "in_codec") for p, layer in stored_weights.held(model).items()}
+    writers = {p: write for p, write in writers.items() if p not in held}  # a step stores those itself
+    split: dict[Any, dict[str, Any]] = {}
+    for number, group in enumerate(groups):
+        for name, p in group["params"]:
+            columns = zero.columns_of(prepared, precision, name)
+            if prepared.fsdp2:
+                columns = columns_of_shard(columns, p)
+            if p in writers:
+                columns = columns._replace(weight=codec("fp32"))  # what the writer is given
+            split.setdefault((number, columns), {**group, "params": [], "columns": columns})["params"].append((name, p))
+    cls = LowBitTrainingAdamW if optim.name == "adamw" else LowBitTrainingAdam
+    built = cls(
+        split.values(), lr=optim.lr, betas=optim.betas, eps=optim.eps, held=held, writers=writers,
+        owned=zero.owned(prepared, precision), seed=seed,
+        originals={named[name]: t for name, t in prepared.masters.items()}, loss_scaler=loss_scaler, clip_grad=clip_grad,
+        adds_stored=precision.storage.accumulate == "stored")
+    if prepared.fsdp2:
+        _of_shards(built, prepared, precision)
+    prepared.masters.clear()
+    return built
+
+
+def _of_shards(built: LowBitTraining, prepared: PreparedModel, precision: Precision) -> None:
+    """Let the low-bit Adam `built` step shards: norms and scales of whole tensors are over the ranks that have these."""
+    from fp8cfg.training.distributed import fsdp
+
+    world = fsdp.holders(prepared.model)
+    built.sum_norms = lambda norms: world.sum(norms.square()).sqrt()
+    built.largest = world.largest
+    built.masters_of = {name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"}
+    built.sharded = precision.storage.shard != "fsdp"
+    built.on_written.append(partial(fsdp.let_go, prepared.model))
+
+
+def _inner(optim: Optim) -> Any:
+    import torch
+
+    from fp8cfg.optim.sgd import SGD
+
+    if optim.name == "sgd":
+        return partial(SGD, lr=optim.lr, momentum=optim.momentum)
+    cls = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+    return partial(cls, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
