@@ -12,9 +12,12 @@ import torch
 
 import fp8cfg
 from fp8cfg.job import Job
+from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
-from tests.parallel.test_pipeline import loaded, saved, trained
+from fp8cfg.training.train_step import train_step
+from tests.support.rank_runs import in_fp8, resumed
 from tests.support.ranks import on_ranks
+from tests.support.sharded_checkpoints import saved
 from tests.support.small import small
 
 ALONE = "fp8.tp_only_amax_red=true"
@@ -26,8 +29,15 @@ LAYOUTS = {  # name -> words on four ranks, ranks that share scales under tp_onl
 
 
 def job_of(name: str, words: str = ALONE) -> Job:
-    return fp8cfg.build(small("precision=bf16_fp8", LAYOUTS[name][0], *words.split(), "model.num_layers=4", "trainer.devices=4",
-                              "trainer.micro_batch_size=2", "trainer.max_steps=6"))
+    return fp8cfg.build(small("precision=bf16_fp8", LAYOUTS[name][0], *words.split(), "trainer.devices=4",
+                              "trainer.micro_batch_size=2", "trainer.max_steps=4"))
+
+
+def trained(job: Job, world: World, first: int) -> dict[str, Any]:
+    """Losses of two steps, and the scales after them."""
+    batches = run_data(job.recipe)[0]
+    losses = [train_step(job, batches, step, world).loss for step in (first, first + 1)]
+    return {"losses": losses, "scales": in_fp8(job)["scales"]}
 
 
 def on_four(folder: Path, world: World) -> dict[str, Any]:
@@ -35,11 +45,11 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in LAYOUTS:
         job = job_of(name)
-        found[name] = trained(job, world, 0, 3)
-        saved(job, world, folder / name)
-        found[f"{name} rest"] = trained(job, world, 3)
-        found[f"{name} resumed"] = trained(loaded(job_of(name), folder / name), world, 3)
-        found[f"{name} shared"] = trained(job_of(name, "fp8.reduce_amax=true"), world, 0, 3)
+        found[name] = trained(job, world, 0)
+        saved(job, world, folder / name, 2)
+        found[f"{name} rest"] = trained(job, world, 2)
+        found[f"{name} resumed"] = trained(resumed(job_of(name), folder / name, 2), world, 2)
+        found[f"{name} shared"] = trained(job_of(name, "fp8.reduce_amax=true"), world, 0)
     return found
 
 
