@@ -66,8 +66,8 @@ def optimizer(
         def move_scales() -> None:
             skip = built.deferred and built.deferred.skip
             late = built.deferred.late if built.deferred and precision.fp8.interval > 1 else None
-            decided = [t for t in (skip, late) if t is not None]
-            backend.after_step(model, amax_group(prepared, precision.fp8), built.steps, *decided)
+            decided = {name: t for name, t in (("skip", skip), ("late", late)) if t is not None}
+            backend.after_step(model, amax_group(prepared, precision.fp8), built.steps, **decided)
 
         built.on_step.append(move_scales)
         built.on_skip.append(lambda: backend.after_skip(model))

@@ -23,7 +23,7 @@ def composed(*words: str) -> Recipe:
     ((*DATA_PARALLEL, "trainer.accelerator=cpu"), 8, 1), (("recipe=llama_tiny",), 8, 1), (CONTEXT, 8, 8), (CONTEXT, 7, 4), (CONTEXT, 3, 2), (CONTEXT, 1, 1),
     ((*CONTEXT, "trainer.strategy.tensor_model_parallel_size=2"), 7, 4),
     ((*CONTEXT, "trainer.strategy.pipeline_model_parallel_size=2"), 7, 4),
-    ((*CONTEXT, "trainer.strategy.pipeline_model_parallel_size=2", "storage.shard=fsdp"), 8, 1),
+    ((*CONTEXT, "trainer.strategy.pipeline_model_parallel_size=2", "storage.shard=fsdp"), 8, 8),
     ((*DATA_PARALLEL, "trainer.strategy.pipeline_model_parallel_size=2", "trainer.global_batch_size=4"), 8, 4),
     (("recipe=llama_8b", "trainer.smoke=true"), 7, 7), (("recipe=llama_405b", "trainer.smoke=true"), 4, 4),
 ])

@@ -168,6 +168,7 @@ def test_a_rank_keeps_half_of_masters_moments_and_gradients(row: str, two: tuple
         assert abs(first["moments"] - second["moments"]) < 0.02 * first["moments"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_step_drops_what_one_before_it_left_that_was_broken_off(shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
     for found in two[1]:

@@ -48,16 +48,14 @@ def write(ceilings: dict[str, Counts], path: Path = CEILINGS) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def every_case() -> dict[str, Callable[[], dict[str, Callable[[], object]]]]:
-    """The cases by name, each still to be made."""
+def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[], object]]]]:
+    """The cases by name, each still to be made, of a GPU of compute capability 10.0 on or of one before it."""
     from functools import partial
-
-    import torch
 
     from tools.fake_gpu import cases
 
     found: dict[str, Callable[[], dict[str, Callable[[], object]]]] = {}
-    if torch.cuda.get_device_capability() >= (10, 0):
+    if blackwell:
         for how in ("eager", "compiled"):
             for scaling in cases.BLACKWELL:
                 found[f"linear {scaling} {how}"] = partial(cases.linear, scaling, False, how == "compiled")
@@ -116,12 +114,14 @@ def main() -> int:
     args = parser.parse_args()
     if not is_fake():
         parser.error("this is not the fake GPU: make one by tools/fake_gpu/setup.sh, and source its env.sh")
+    import torch
+
     from tools.gpu_rows.proof import without_proof
 
     without_proof()
     ceilings, wrong = read(), []
     print(f"{'case':34}{'forward':>9}{'backward':>9}{'update':>8}{'launches':>10}{'copies':>8}{'waits':>7}{'+GiB':>7}", flush=True)
-    for case, make in every_case().items():
+    for case, make in every_case(torch.cuda.get_device_capability() >= (10, 0)).items():
         if not all(word in case.split() for word in args.words):
             continue
         requests, peak = measured(make(), args.places)
