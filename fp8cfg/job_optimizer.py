@@ -112,11 +112,12 @@ def _low_bit(
 
 def _of_shards(built: LowBitTraining, prepared: PreparedModel, precision: Precision) -> None:
     """Let the low-bit Adam `built` step shards: norms and scales of whole tensors are over the ranks that have these."""
-    from fp8cfg.training.distributed import fsdp
+    from fp8cfg.training.distributed import fsdp, zero
 
     world = fsdp.holders(prepared.model)
     built.sum_norms = lambda norms: world.sum(norms.square()).sqrt()
     built.largest = world.largest
+    built.whole = {zero.columns_of(prepared, precision, name) for name in built.names.values()}
     built.masters_of = {name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"}
     built.sharded = precision.storage.shard != "fsdp"
     built.on_written.append(partial(fsdp.let_go, prepared.model))

@@ -9,12 +9,13 @@
     tiny    optimizer steps of llama_tiny
     1b      of Llama 3.2 1B cut to four layers, four sequences of 2048
 
-A row of te has te.TransformerLayer for every layer of the model; with "parts" the same recipe runs in te.LayerNormLinear, te.Linear,
-te.LayerNormMLP and torch's attention. Losses are shown side by side, @5 that of step 5; `fp8` is the share of matmul FLOPs that ran in FP8, as observed in the
-first step; ms is the median of the steps after it, eagerly run (bench_gpu.py has speeds), GiB the peak that torch allocated.
-Each row runs in a process of its own with a time budget: a crash costs one row, and one over its budget is stopped and says so. What
-a backend's rules refuse here is a row that says why. Exits with 1 where a row failed, bits differ or its last loss is not BF16's. `--no-proof` is for the fake GPU
-(tools/fake_gpu), whose products compute nothing. It has not run on a GPU yet.
+A row of te has te.TransformerLayer for every layer of the model; with "parts" the same recipe runs in te.LayerNormLinear,
+te.Linear, te.LayerNormMLP and torch's attention. Losses are shown side by side, @5 that of step 5; `fp8` is the share of matmul
+FLOPs that ran in FP8, as observed in the first step; ms is the median of the steps after it, eagerly run (bench_gpu.py has
+speeds), GiB the peak that torch allocated. Each row runs in a process of its own with a time budget: a crash costs one row, and
+one over its budget is stopped and says so. What a backend's rules refuse here is a row that says why. Exits with 1 where a row
+failed, bits differ or its last loss is not BF16's. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute
+nothing. It has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ SHARES = {"probe": 2.0, "check": 7.0, "bench": 12.0, "tests": 4.0}
 
 
 def probe(args: argparse.Namespace, minutes: float, results: Results) -> None:
-    bench_gpu.run(bench_gpu.parse([*words(args, minutes), "--cases"]), results)
+    on = ["--device", "cpu"] if args.small else []
+    bench_gpu.run(bench_gpu.parse([*words(args, minutes), *on, "--cases"]), results)
 
 
 def check(args: argparse.Namespace, minutes: float, results: Results) -> None:
@@ -46,7 +47,8 @@ def check(args: argparse.Namespace, minutes: float, results: Results) -> None:
 
 
 def bench(args: argparse.Namespace, minutes: float, results: Results) -> None:
-    bench_gpu.run(bench_gpu.parse([*words(args, minutes), "--no-probe"]), results)
+    on = ["--device", "cpu"] if args.small else []
+    bench_gpu.run(bench_gpu.parse([*words(args, minutes), "--no-probe", *on]), results)
 
 
 def words(args: argparse.Namespace, minutes: float) -> list[str]:

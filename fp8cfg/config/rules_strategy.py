@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fp8cfg.config.backend_capabilities import ordered
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.refusal import Refusal, idle
-from fp8cfg.config.storage import sharding
+from fp8cfg.config.storage import level, sharding
 from fp8cfg.config.training_nodes import Strategy
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def _replica_rules(recipe: Recipe, world: int) -> Iterator[str]:
     s, key, p = recipe.trainer.strategy, "trainer.strategy.data_parallel_replicate_size", recipe.precision
     groups, backends = s.data_parallel_replicate_size, ordered() if p.backend == "auto" else [p.backend]
     if sharding(p, 2) == "none":
-        why = {"none": "; write storage.shard=zero1, or 1", "auto": ", which is none here; write 1"}[p.storage.shard]
+        instead = "" if level(p) else f"storage.shard={'fsdp' if recipe.lora.enabled else 'zero1'}, or "
+        why = {"none": f"; write {instead}1", "auto": ", which is none here; write 1"}[p.storage.shard]
         yield from idle(s, ("data_parallel_replicate_size",), f" with storage.shard={p.storage.shard}{why}", "storage.shard")
     elif groups > 1 and not any(by_fsdp2(recipe, 2, backend) for backend in backends):
         yield Refusal(f"{key}={groups}: groups have the shards of FSDP2, and here whole tensors have owners; write 1", [(key, 1)],

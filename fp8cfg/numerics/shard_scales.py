@@ -39,8 +39,9 @@ class ShardPlace(NamedTuple):
         return min(self.rank * -(-self.rows // self.ranks), self.rows)
 
     def cuts(self, tile: Tile) -> bool:
-        """Whether ranks have parts of one tile."""
-        return tile[0] != 1 and (tile[0] == 0 or self.rows % (tile[0] * self.ranks) != 0)
+        """Whether ranks have parts of one tile, or unlike numbers of rows: FSDP2 then takes nothing but tensors of the padded
+        shard's size (torch 2.13), and scales are none."""
+        return tile[0] == 0 or self.rows % (tile[0] * self.ranks) != 0
 
 
 class ShardScales(NamedTuple):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
+from fp8cfg.optim.low_bit.shards import local
+
 
 class SGD(torch.optim.SGD):
     """torch.optim.SGD(fused=True) with a momentum that is there before the first step, for DTensors too. Takes no dampening."""
@@ -26,7 +28,7 @@ class SGD(torch.optim.SGD):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             momenta = [self._momentum(p) for p in params] if group["momentum"] else []
-            sgd([_part(p) for p in params], [_part(p.grad) for p in params], [_part(m) for m in momenta],
+            sgd([local(p) for p in params], [local(p.grad) for p in params], [local(m) for m in momenta],
                 weight_decay=group["weight_decay"], momentum=group["momentum"], lr=group["lr"], dampening=group["dampening"],
                 nesterov=group["nesterov"], maximize=group["maximize"], fused=True,
                 found_inf=getattr(self, "found_inf", None))  # fmt: skip
@@ -37,9 +39,3 @@ class SGD(torch.optim.SGD):
             state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         made: Tensor = state["momentum_buffer"]
         return made
-
-
-def _part(t: Any) -> Tensor:
-    """The part of a tensor that is here."""
-    part: Tensor = t.to_local() if hasattr(t, "to_local") else t
-    return part

@@ -65,7 +65,8 @@ class RunLogs:
             return
         job, count = self.job, microbatches(self.job, world)
         batch = batches.batch(step, world.rank, world.size, 0, count)
-        parts = batches.target_count(step) / (batch[1] != IGNORED).sum().item() if batches.samples.masked else count * world.size
+        targets = int((batch[1] != IGNORED).sum()) if batches.samples.masked else 0
+        parts = batches.target_count(step) / max(targets, 1) if batches.samples.masked else count * world.size  # of no targets 0
 
         def run() -> None:
             with job.autocast():

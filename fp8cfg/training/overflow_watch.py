@@ -58,7 +58,7 @@ def over_stages(found: Overflow | None, stages: World) -> Overflow | None:
 def counts_over_stages(used: RangesUsed | None, like: Tensor, stages: World) -> Tensor:
     """How many tensors of all stages of a pipeline were clipped, how many had infinite values, and the largest ratio, [3], of the
     dtype of `like` and on its device; the last is below 0 where no layer has delayed scaling. It waits for nothing."""
-    here = like.new_tensor([0.0, 0.0, -1.0]) if used is None else _counted(used.ratios).to(like.dtype)
+    here = torch.cat([like.new_zeros(2), like.new_full((1,), -1.0)]) if used is None else _counted(used.ratios).to(like.dtype)
     return torch.cat([stages.sum(here[:2].clone()), stages.largest(here[2:].clone())])
 
 

@@ -1,4 +1,4 @@
-"""Adapters on two ranks: ZeRO and a split base have the bits of the unsharded run, context parallelism trains them, and the first rank's save holds all."""
+"""Adapters on two ranks: ZeRO and a split base have the losses of the unsharded run, context parallelism trains them, and the first rank's save holds all."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed import fsdp
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
 from tests.support import sharded_checkpoints
@@ -36,7 +36,7 @@ def run(world: World, folder: Path | None = None, *words: str) -> dict[str, Any]
         job = fp8cfg.build(job.recipe)
         job_state.restore(job, *checkpoint.load(folder / "step-00000002"), batches)
     losses += [train_step(job, batches, step, world).loss for step in range(2, 4)]
-    return {"losses": losses, "owned": len(job.prepared.masters), **{n: fsdp.local(p).detach() for n, p in job.model.named_parameters() if p.requires_grad}}
+    return {"losses": losses, "owned": len(job.prepared.masters), **{n: local(p).detach() for n, p in job.model.named_parameters() if p.requires_grad}}
 
 
 def on_two(folder: Path, world: World) -> dict[str, Any]:

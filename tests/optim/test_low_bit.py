@@ -177,3 +177,31 @@ def test_gradients_add_up_in_their_codec_where_storage_accumulate_is_stored() ->
     assert not torch.equal(want, fp8.decode(fp8.encode(parts.sum(0))))
     with pytest.raises(RuntimeError, match="stored before a backward pass"), optimizer.storing():
         (p * 1.0).sum().backward()
+
+
+def test_moments_in_blocks_and_in_float32_go_on_in_the_other() -> None:
+    """Where the shards of one layout cut the blocks, its moments are float32; here of every tensor."""
+    blocks = Columns(exp_avg=NAMES["fp8_block"], exp_avg_sq=NAMES["fp8_block"])
+    both = {columns: build(columns, parameters(columns, (4, 128))) for columns in (Columns(), blocks)}
+    for optimizer in both.values():
+        optimizer.whole = {blocks}
+        (p,) = optimizer.names
+        p.grad = normal(4, 128)
+        optimizer.step()
+    for of, to in ((Columns(), blocks), (blocks, Columns())):
+        (p,), (theirs,) = both[to].names, both[of].names
+        want = of.exp_avg.decode(both[of].state[theirs]["exp_avg"])
+        both[to].load_state(both[of].state_tensors(), both[of].state_json())
+        got = to.exp_avg.decode(both[to].state[p]["exp_avg"])
+        assert torch.equal(got, blocks.exp_avg.decode(blocks.exp_avg.encode(want))) and got.any()
+
+
+def test_an_empty_shard_has_the_scales_of_the_whole() -> None:
+    columns = Columns(exp_avg=NAMES["fp8"], exp_avg_sq=NAMES["fp16_scaled"])
+    optimizer = build(columns, parameters(columns, (0, 128)))
+    (p,) = optimizer.names
+    p.grad = torch.zeros_like(p)
+    optimizer.largest = lambda known: torch.full_like(known, 2.0)  # of another rank's rows
+    optimizer.step()
+    for moment, codec_of in (("exp_avg", columns.exp_avg), ("exp_avg_sq", columns.exp_avg_sq)):
+        assert optimizer.state[p][moment][1] == codec_of.scale_inv(torch.tensor(2.0)) != 1

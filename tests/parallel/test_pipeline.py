@@ -15,7 +15,7 @@ import torch
 import fp8cfg
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.job import Job
-from fp8cfg.report.communication import state
+from fp8cfg.report.communication import gradients
 from fp8cfg.report.memory.layout import refused, stage_parts
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint
@@ -191,7 +191,7 @@ def sums(words: str, world: World) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("FIRST", "LATER"):  # buckets of 64 KiB
             patch.setattr(overlapped_sums, name, 1 << 16)
-            patch.setattr(state, name, 1 << 16)
+            patch.setattr(gradients, name, 1 << 16)
         train_step(job, batches, 0, world)
         events.found.clear()
         with CollectiveCounter(job.recipe.trainer.strategy) as counter, events:

@@ -34,7 +34,7 @@ LAYOUTS = {
     "FSDP2 by torchao": "precision=bf16_fp8_current fp8.params=false fp8.high_precision_at_start=0 fp8.high_precision_at_end=0 "
                         "storage.shard=fsdp backend=torchao",
     "zero1": "precision=bf16_fp8", "zero2": "precision=bf16 storage.shard=zero2", "none": "precision=bf16 storage.shard=none",
-    "owners": "precision=bf16_fp8 storage.shard=zero1 fp8.scaling=block",
+    "owners": "precision=bf16_fp8 storage.shard=zero1 storage.master_weight=fp16_scaled",
     "two hops": "precision=bf16 opt_level=O2", "LoRA": "precision=bf16_fp8 task=lora storage.shard=zero2",
 }
 

@@ -15,13 +15,13 @@ import torch
 import fp8cfg
 from fp8cfg.job import Job
 from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.report import chart
 from fp8cfg.report.memory.layout import whole
 from fp8cfg.report.memory.peak import linears_of, parameters, persistent
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed import fsdp
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
 from tests.support import sharded_checkpoints
@@ -43,7 +43,7 @@ def end(job: Job) -> dict[str, Any]:
     """What this rank has, and its bytes by kind without scales of whole tensors."""
     held = memory_measurement.by_kind(job)
     kinds = {kind: sum(t.nbytes for t in tensors if t.dim()) for kind, tensors in held.items() if kind != "scales"}
-    tensors = {k: fsdp.local(t).contiguous().view(-1).view(torch.uint8).clone() for k, t in (stored_state_dict(job.model) | job.optimizer.state_tensors()).items()}
+    tensors = {k: local(t).contiguous().view(-1).view(torch.uint8).clone() for k, t in (stored_state_dict(job.model) | job.optimizer.state_tensors()).items()}
     return {"tensors": tensors, "json": job.optimizer.state_json(), "bytes": kinds}
 
 

@@ -26,6 +26,7 @@ from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models import hf, hf_export
 from fp8cfg.models.weight_init import BLOCK
 from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state, resume_rules
 from fp8cfg.training.compiled_gradients import compare
@@ -89,7 +90,7 @@ def load(job: Job, path: Path) -> Job:
 
 
 def nbytes(tensors: list[Tensor]) -> int:
-    return sum(fsdp.local(t).nbytes for t in tensors)
+    return sum(local(t).nbytes for t in tensors)
 
 
 @contextmanager
@@ -145,9 +146,9 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
     job = job_of(ROWS["bf16"], FSDP, NOT_CLIPPED, "trainer.micro_batch_size=2")
     found["microbatches"] = run(job, world, 0, 3)
     job = job_of("precision=fp16 precision.initial_loss_scale=1e30 precision.hysteresis=1", FSDP)
-    before = fsdp.local(job.model.final_layernorm.weight).clone()
+    before = local(job.model.final_layernorm.weight).clone()
     skipped = train_step(job, run_data(job.recipe)[0], 0, world)
-    found["skipped"] = [skipped.stepped, torch.equal(before, fsdp.local(job.model.final_layernorm.weight)), job.loss_scaler.scale]
+    found["skipped"] = [skipped.stepped, torch.equal(before, local(job.model.final_layernorm.weight)), job.loss_scaler.scale]
     if HAS_TORCHAO:
         found["ours"] = [[loss for loss, _ in run(job_of(TORCHAO, FSDP, *words.split()), world, 0, 4)] for words in BY_HAND]
         found["by hand"] = [by_hand(words, world) for words in BY_HAND]
@@ -330,7 +331,7 @@ def test_a_split_model_is_not_copied_and_what_is_said_instead_works(words: str) 
     with torch.no_grad():
         for name, p in job.model.named_parameters():
             average[name].lerp_(p, 0.5)
-    now, after = ({name: fsdp.local(t) for name, t in named.items()} for named in (dict(job.model.named_parameters()), average))  # of one rank
+    now, after = ({name: local(t) for name, t in named.items()} for named in (dict(job.model.named_parameters()), average))  # of one rank
     assert all(torch.allclose(t, (before[name] + now[name]) / 2) for name, t in after.items())
     assert not torch.equal(before["layers.1.mlp.linear_fc1.weight"], now["layers.1.mlp.linear_fc1.weight"])
 
@@ -515,7 +516,7 @@ def test_a_rank_makes_its_parts_alone(words: str, tmp_path: Path) -> None:
         dist.destroy_process_group()
     for name, p in job.model.named_parameters():
         rows = -(-len(whole[name]) // 5)
-        assert torch.equal(fsdp.local(p), whole[name][rank * rows:(rank + 1) * rows]), name
+        assert torch.equal(local(p), whole[name][rank * rows:(rank + 1) * rows]), name
     ranks = 1 if "model.weights" in words else 5  # one whole tensor at a time is read
     assert made.elements <= max(BLOCK, *(-(-len(p) // ranks) * p[0].numel() for p in whole.values()))
     assert all(b.isfinite().all() and not b.is_meta for b in job.model.buffers())

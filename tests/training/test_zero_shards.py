@@ -13,11 +13,11 @@ from torch import Tensor
 import fp8cfg
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
+from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.checkpoint.job_tensors import checkpoint_bytes
 from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.distributed import fsdp
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.train_step import evaluate, train_step
@@ -44,7 +44,7 @@ CUT, NORMS = "cut blocks", 3 * 64
 SHARDS = ("none", "zero1", "zero2")
 RESUMED = [("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "none"), ("momentum", "zero1", "zero2"), ("bf16", "none", "zero2"), ("current", "zero1", "zero1"), ("MX", "none", "zero1"), ("blocks", "zero2", "none"),
            ("moments by tensor", "zero1", "none"), ("moments in blocks", "none", "zero2"), ("cut blocks", "none", "zero1"), ("cut blocks", "zero1", "none")]
-MEASURED = ("precision=bf16 storage.comm=bf16 storage.shard=zero1", "precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16_fp8 storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1")
+MEASURED = ("precision=fp16 storage.shard=zero1", "precision=bf16 storage.comm=bf16 storage.shard=zero1", "precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16_fp8 storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1")
 NOT_CLIPPED = "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
 
 
@@ -79,7 +79,7 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
 
 
 def nbytes(tensors: list[Tensor]) -> int:
-    return sum(fsdp.local(t).nbytes for t in tensors)
+    return sum(local(t).nbytes for t in tensors)
 
 
 def load(job: Job, path: Path) -> Job:
@@ -114,9 +114,9 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
     for shard in SHARDS:
         found[f"broken off {shard}"] = broken_off(shard, world)
     job = job_of("precision=fp16 precision.initial_loss_scale=1e30 precision.hysteresis=1", "trainer.micro_batch_size=2", "storage.shard=zero1")
-    before = fsdp.local(job.model.final_layernorm.weight).clone()
+    before = local(job.model.final_layernorm.weight).clone()
     skipped = train_step(job, run_data(job.recipe)[0], 0, world)
-    found["skipped"] = [skipped.stepped, torch.equal(before, fsdp.local(job.model.final_layernorm.weight)), job.loss_scaler.scale]
+    found["skipped"] = [skipped.stepped, torch.equal(before, local(job.model.final_layernorm.weight)), job.loss_scaler.scale]
     return found
 
 

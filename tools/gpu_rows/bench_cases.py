@@ -24,6 +24,7 @@ from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, fp8_linears, seed_rounding, update_scales
 from fp8cfg.report.coverage import planned as planned_flops
 from fp8cfg.report.memory.peak import memory
+from fp8cfg.scalings import SCALINGS as TABLE
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
 from tools.gpu_rows import estimate
@@ -51,12 +52,15 @@ class Contender:
 
 
 def unsupported(scaling: str, capability: tuple[int, int] | None) -> str:
-    """Why a GPU of this compute capability does not multiply under `scaling`; empty where it does. A CPU (None) emulates what
+    """Why a GPU of this compute capability, with the CUDA of this torch, does not multiply under `scaling`; empty where it does. A CPU (None) emulates what
     Hopper has."""
     wants = "9.x" if scaling == "block" else "10.0" if scaling in BLACKWELL else "8.9"
     here = capability or (9, 0)
     if scaling == "bf16" or (here[0] == 9 if scaling == "block" else here >= ((10, 0) if scaling in BLACKWELL else (8, 9))):
-        return ""
+        least, version = TABLE[scaling].cuda if scaling in TABLE else (0, 0), torch.version.cuda
+        if not capability or not version or tuple(map(int, version.split("."))) >= least:
+            return ""
+        return f"{scaling} needs CUDA {least[0]}.{least[1]}, torch has {version}"
     return f"{scaling} needs compute capability {wants}" + (f", this GPU has {here[0]}.{here[1]}" if capability else "")
 
 

@@ -17,15 +17,13 @@ from fp8cfg.optim.deferred_step import lr_after
 from fp8cfg.optim.low_bit.adam_step import check_hyperparameters, hyper
 from fp8cfg.optim.low_bit.columns import Columns
 from fp8cfg.optim.low_bit.gradients import StoredGradients
-from fp8cfg.optim.low_bit.shards import first_element, local
+from fp8cfg.optim.low_bit.shards import FLOAT32, first_element, local
 from fp8cfg.optim.low_bit.state import STORED, check_parameter, fresh_state, slot_of
 from fp8cfg.optim.low_bit.state_dict import check_state, collect_json, collect_tensors, recoded, restore
 from fp8cfg.optim.low_bit.tensor_groups import Work, adam_step, amaxes_of_step
 from fp8cfg.optim.mixed_precision import Named, named_parameters
 from fp8cfg.optim.named_state import NamedOptimizer
 from fp8cfg.optim.write_guard import WriteGuard
-
-FLOAT32 = Columns()
 
 
 class LowBitOptimizer(NamedOptimizer):
@@ -45,7 +43,8 @@ class LowBitOptimizer(NamedOptimizer):
     the step: the same bits on a CPU.
 
     Parameters may be float32 shards that FSDP2 splits, their own masters (shards.py). `largest` is then the elementwise maximum
-    over the ranks that have the shards, for scales of whole tensors; `masters_of` names those whose master is the parameter.
+    over the ranks that have the shards, for scales of whole tensors; `masters_of` names those whose master is the parameter, and
+    `whole` are the columns of tensors that are not split.
     """
 
     decoupled: ClassVar[bool]
@@ -77,6 +76,7 @@ class LowBitOptimizer(NamedOptimizer):
         self._owned = owned
         self.largest: Callable[[Tensor], Tensor] | None = None
         self.masters_of: Collection[str] = ()
+        self.whole: Collection[Columns] = ()
         self._originals = originals or {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "columns": columns})
         self._originals = {}
@@ -224,7 +224,7 @@ class LowBitOptimizer(NamedOptimizer):
         elsewhere = {f"{name}." for p, name in self.names.items() if not self.owns(p)}
         tensors = {k: t for k, t in tensors.items() if k in mine or not any(k.startswith(prefix) for prefix in elsewhere)}
         if "state" in json:
-            tensors, json = recoded(self.names, self.columns, tensors, json, self._entries(), self._key)
+            tensors, json = recoded(self.names, {*self.columns.values(), *self.whole}, tensors, json, self._entries(), self._key)
         check_state(tensors, mine, json, self.state_json())
         restore(self.names, self.state, self.columns, tensors, json["state"])
         self.seed = int(json["seed"])

@@ -14,6 +14,9 @@ from torch import Size, Tensor
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.optim.low_bit.columns import Columns
 
+FLOAT32 = Columns()
+"""Everything in float32."""
+
 
 def local(t: Tensor) -> Tensor:
     """The plain tensor in the memory of this rank that `t` is, or is a part of."""
@@ -75,6 +78,3 @@ def _split(p: Any) -> tuple[Any, int, int]:
     mesh = p.device_mesh
     axis = mesh.ndim - 1
     return mesh, mesh.size(axis), mesh.get_local_rank(axis)
-
-
-FLOAT32 = Columns()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,24 +32,24 @@ def collect_json(names: Names, state: State) -> dict[str, Any]:
 
 
 def recoded(
-    names: Names, columns: Mapping[nn.Parameter, Columns], tensors: Mapping[str, Tensor], json: Mapping[str, Any],
+    names: Names, columns: Collection[Columns], tensors: Mapping[str, Tensor], json: Mapping[str, Any],
     mine: Mapping[str, Any], key: Callable[[nn.Parameter, str], Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Saved state with the moments of a parameter in this layout's codec, where one layout has them in blocks and the other in
-    float32, since its shards would cut these; `mine` is this optimizer's own JSON. Other differences are left."""
+    float32, since its shards would cut these; `columns` are those of tensors here, of whole ones too, and `mine` is this
+    optimizer's own JSON. Other differences are left."""
     tensors, entries = dict(tensors), {name: {**entry, "codecs": {**entry["codecs"]}} for name, entry in json["state"].items()}
     for column in ("exp_avg", "exp_avg_sq"):
-        codecs = {str(getattr(c, column)): getattr(c, column) for c in columns.values() if getattr(c, column).block}
-        known = {codec for codec in codecs if any(e["codecs"].get(column) == codec for e in entries.values())}
+        codecs = {str(codec): codec for each in columns if (codec := getattr(each, column)).block}
         for p, name in names.items():
             if name not in entries or name not in mine:
                 continue
             there, here = entries[name]["codecs"].get(column), mine[name]["codecs"][column]
             data, scales = f"{name}.{column}", f"{name}.{column}.scale_inv"
-            if there in known and here == "fp32":
+            if there in codecs and here == "fp32":
                 tensors[data] = of_shards(
                     decoded_part(codecs[there], local(tensors[data]), tensors.pop(scales), first_element(p)), p, data=True)
-            elif there == "fp32" and here in known:
+            elif there == "fp32" and here in codecs:
                 made = codecs[here].encode(local(tensors[data]).float(), key(p, column))
                 tensors[data], tensors[scales] = (of_shards(t, p, data=first) for t, first in zip(made, (True, False), strict=True))
             else:

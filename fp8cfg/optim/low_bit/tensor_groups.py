@@ -78,7 +78,7 @@ def adam_step(
         for work, of_whole in zip(works, amaxes):  # noqa: B905  # of works alone there is an end
             if _in_one(columns, work, compiled):
                 in_one.append((work, of_whole))
-            elif work.slot.source[0].numel():
+            elif work.slot.source[0].numel() or of_whole is not None:  # an empty shard has the scales of the whole too
                 _step_in_pieces(columns, decoupled, work, of_whole)
         _step_compiled(columns, decoupled, in_one)
 
@@ -120,7 +120,7 @@ def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Ten
     if columns.per_tensor:
         scales = scales_from(columns, _amaxes_in_pieces(columns, decoupled, work) if of_whole is None else of_whole)
     key = key_of_step(key, hyper)
-    for a, b in spans(count, device):
+    for a, b in [*spans(count, device)] or [(0, 0)]:
         store_step(columns, decoupled, _part(columns, slot, a, b), hyper, key, scales, skip, first + a, b == count)
 
 
@@ -140,7 +140,7 @@ def _step_compiled(columns: Columns, decoupled: bool, works: Sequence[tuple[Work
 
 
 def _scales(columns: Columns, decoupled: bool, slots: Sequence[Slot], works: Sequence[tuple[Work, Tensor | None]]) -> list[Scales]:
-    """The new scales of each tensor: amaxes of its rows in one launch, all else for all tensors together."""
+    """The new scales of each tensor, for all together, of amaxes that are known, or of those of its rows, in one launch."""
     find, named = compiled_code(find_row_amaxes, columns, decoupled), (*Scales._fields,)
     if known := [of_whole for _, of_whole in works if of_whole is not None]:
         every = torch.stack(known)

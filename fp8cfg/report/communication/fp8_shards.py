@@ -37,4 +37,5 @@ def _tiles(fp8: FP8) -> list[Tile | None]:
 
 
 def _cut(tile: Tile, rows: int, ranks: int) -> bool:
-    return tile[0] != 1 and (tile[0] == 0 or rows % (tile[0] * ranks) != 0)
+    """As `ShardPlace.cuts`."""
+    return tile[0] == 0 or rows % (tile[0] * ranks) != 0

@@ -12,7 +12,7 @@ from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, sa
 from fp8cfg.report.communication.fp8_shards import amaxes_of_cut_tiles, gathered_bytes
 from fp8cfg.report.memory.layout import Part, local_shapes
 from fp8cfg.report.memory.operands import CODEC
-from fp8cfg.report.memory.shards import shard_rows
+from fp8cfg.report.memory.shards import shard_rows, trained_shapes
 from fp8cfg.scalings import SCALINGS
 
 
@@ -20,28 +20,30 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     """FSDP2: weights are gathered a layer at a time, embedding, last norm and output layer together, and gradients summed so: under
     zero1 once a step, under zero2 and fsdp in each backward pass; under fsdp layers are gathered in each pass, twice, and what is
     in no layer in each forward pass, in stages once a step. Groups of ranks (HSDP) sum their parts once a step, of fewer bits than
-    float32 as often as they are summed."""
+    float32 as often as they are added up. Weights beside adapters are gathered and have no gradients."""
     axis, apart = same_parameters(part), Axis("replicate", part.groups)
     p, shard = recipe.precision, sharding(recipe.precision, part.shards)
     weight, sent, sums = CODEC[p.compute], CODEC[resolved(p)["comm"]], 1 if shard == "zero1" else passes
-    over_groups = 1 if resolved(p)["comm"] == "fp32" else sums
     # FSDP2 leaves sums in the dtype of gradients where precision.compute is what is sent (training/distributed/fsdp.py).
     in_groups = max(sent, CODEC[resolved(p)["weight_grad"]]) if shard != "fsdp" and resolved(p)["comm"] == p.compute else sent
+    over_groups = 1 if in_groups == CODEC["fp32"] else sums
     rest = passes if recipe.trainer.strategy.pipeline_model_parallel_size == 1 else 1
     held = gathered(p, backend) == "fp8" if shard == "fsdp" else fp8_weights(p)
-    shapes = local_shapes(recipe, part)
+    trained = trained_shapes(recipe, part)
+    shapes = {**local_shapes(recipe, part), **trained}
     in_fp8 = {name: shape for linear in linears if held and linear.fp8 and (shape := shapes.get(name := f"{linear.name}.weight"))}
-    groups: dict[str, list[tuple[int, float]]] = {}  # elements of a shard, and bytes that it is gathered in
+    groups: dict[str, list[tuple[int, float]]] = {}  # elements of a shard that are trained, and bytes that it is gathered in
     for name, shape in shapes.items():
         layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
         n = shard_rows(shape[0], part.shards) * prod(shape[1:])
-        groups.setdefault(layer, []).append((n, gathered_bytes(p.fp8, shape, part.shards) if name in in_fp8 else n * weight))
+        groups.setdefault(layer, []).append(
+            (n if name in trained else 0, gathered_bytes(p.fp8, shape, part.shards) if name in in_fp8 else n * weight))
     for layer, shards in groups.items():
         weights = int(sum(each for _, each in shards))
         part_bytes = int(sum(n for n, _ in shards) * sent)
         yield from axis.all_gather("weights", weights, (2 * passes if layer else rest) if shard == "fsdp" else 1)
-        yield from axis.reduce_scatter("gradients", part_bytes, sums)
-        yield from apart.all_reduce("gradients", int(sum(n for n, _ in shards) * in_groups), over_groups)
+        yield from axis.reduce_scatter("gradients", part_bytes, sums * bool(part_bytes))
+        yield from apart.all_reduce("gradients", int(sum(n for n, _ in shards) * in_groups), over_groups * bool(part_bytes))
     numbers = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards) for shape in in_fp8.values())
     yield from axis.all_reduce("amaxes", NUMBER * numbers, bool(numbers))
     whole = len(in_fp8) if p.fp8.granularity == "tensor" and not SCALINGS[p.fp8.scaling].block else 0

@@ -192,7 +192,8 @@ def memory_table(recipe: Recipe, device: str, part: Part | None = None, backend:
     part = part or widest(recipe, device, ranks(), backend)
     count = parameters(recipe, part).total
     kinds = memory(recipe, device, part, backend)
-    rows = [[kind, size(n), "" if kind in NOT_PARAMETERS else f"{n / count:.1f}", _note(recipe, kind, part)]
+    multiplies = backend or multiplying(recipe)
+    rows = [[kind, size(n), "" if kind in NOT_PARAMETERS else f"{n / count:.1f}", _note(recipe, kind, part, multiplies)]
             for kind, n in kinds.items() if n]
     rows.append(["total", size(sum(kinds.values())), "", ""])
     return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
@@ -213,14 +214,17 @@ def step_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], device:
     return max(widened, (13 if pieces else 9) * held // part.tensor, WORKING * min(PIECES[device], max(tensors)), rolled)
 
 
-def _note(recipe: Recipe, kind: str, part: Part) -> str:
+def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
     columns, rest = chart.row(recipe), others(recipe.precision)
     layers = "FP8 layers" if fp8_weights(recipe.precision) else "linear layers"
     state = "scales, amax histories" if SCALINGS[recipe.fp8.scaling].history else "for dgrad, and scales"
     tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
     widens = gradient_bytes(recipe) < 4 and not low_bit(recipe.precision)
     shard = sharding(recipe.precision, part.shards)
-    passes = "for all passes of a step" if keeps_weights(recipe, part, multiplying(recipe)) else "forward to backward"
+    passes = "for all passes of a step" if keeps_weights(recipe, part, backend) else "forward to backward"
+    other = {"weights": f"{recipe.precision.compute}, adapters fp32"} if recipe.lora.enabled and shard == "fsdp" else {}
+    if shard in ("zero1", "zero2") and by_fsdp2(recipe, part.shards, backend):
+        other = {"gradients": "fp32"}  # of shards
     over = f", {shard} over {part.shards}" if shard in ("zero1", "zero2") and part.shards > 1 else ""
     return {
         **{kind: rest[k] if columns[k] == rest[k] else f"{rest[k]}, {layers} {columns[k]}"
@@ -234,4 +238,5 @@ def _note(recipe: Recipe, kind: str, part: Part) -> str:
         "backward": "one layer again" if recipe.model.recompute_granularity == "full" else "gradients of activations",
         "optimizer step": "fp32 gradients" if widens else "pieces on their way to codecs",
         "to start": "more: the model in fp32, before it is stored in fewer bits",
+        **other,
     }[kind]

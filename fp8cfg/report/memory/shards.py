@@ -34,15 +34,15 @@ def state_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
     shard, shapes, moments = sharding(recipe.precision, part.shards), trained_shapes(recipe, part), chart.row(recipe)
     columns, split = parameter_columns(recipe, linears, shapes), SPLIT[shard]
     whole = own = {name: prod(shape) for name, shape in shapes.items()}
-    if by_fsdp2(recipe, part.shards, backend):  # under zero1 and zero2 float32 masters, into which gradients are summed
+    if by_rows := by_fsdp2(recipe, part.shards, backend):  # under zero1 and zero2 float32 masters, whose gradients are float32
         split = SPLIT["fsdp" if shard == "fsdp" else "zero2"]
-        columns = {name: one if shard == "fsdp" else {**one, "master_weight": "fp32"} for name, one in columns.items()}
+        wide = {} if shard == "fsdp" else {"master_weight": "fp32", "weight_grad": "fp32"}
+        columns = {name: {**one, **wide} for name, one in columns.items()}
         own = {name: shard_rows(shape[0], part.shards, rank or 0) * prod(shape[1:]) for name, shape in shapes.items()}
     elif split:
         owner, loads = owner_of(recipe, part, linears)
         rank = max(loads, key=lambda one: loads[one]) if rank is None else rank
         own = {name: count for name, count in whole.items() if owner[name] == rank}
-    by_rows = by_fsdp2(recipe, part.shards, backend)
     plain = {**moments, **{k: "fp32" for k in KINDS["moments"] if moments[k] in BLOCKS}}
     found = {}
     for kind in KINDS if "weights" in split else [kind for kind in KINDS if kind != "weights"]:

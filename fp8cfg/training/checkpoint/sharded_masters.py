@@ -18,13 +18,12 @@ from fp8cfg.job import Job
 from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
 from fp8cfg.numerics.fp8_weights import Stored
 from fp8cfg.numerics.shard_scales import split_fields, stored_bytes
+from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training.checkpoint.tensor_layout import distributed
 
 
 def as_unsharded(job: Job, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """`stored`, the stored form of the model with its Parameters, with weights as the unsharded run has them; and the masters."""
-    from fp8cfg.training.distributed.fsdp import local  # inside: it takes a second to load
-
     weights, masters, made = dict(stored), dict[str, Tensor](), dict[str, Tensor]()
     for name, first in _narrow(job).items():
         p: Any = stored[name]

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8cfg.job import Job
 from fp8cfg.models.tensor_shard import TensorShard
 from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
-from fp8cfg.optim.low_bit.shards import fits
+from fp8cfg.optim.low_bit.shards import fits, local
 from fp8cfg.training.checkpoint.tensor_box import Offsets, TensorBox
 from fp8cfg.training.distributed.world import World, sharing
 
@@ -64,11 +64,7 @@ class TensorLayout:
 
     def local(self, t: Tensor) -> Tensor:
         """The plain tensor in the memory of this rank that `t` is, or is a part of."""
-        if not self.split:
-            return t.detach()
-        from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
-
-        return fsdp.local(t).detach()
+        return local(t).detach() if self.split else t.detach()
 
     def part(self, name: str, whole: Offsets, read: Callable[[Offsets, Offsets], Tensor]) -> Tensor:
         """What this rank keeps of a tensor whose whole has the shape `whole`, of which `read` gives the part that begins somewhere

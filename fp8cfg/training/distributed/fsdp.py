@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from functools import partial, partialmethod
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 COPY = ("under storage.shard={} a rank has parts of it; for an average (EMA) keep {{name: p.detach().clone() for name, p in "
         "job.model.named_parameters()}}, and for whole weights save a checkpoint")
 """Why a model is not copied, and what to do."""
+_ADDING_FLOAT32: WeakSet[FSDPModule] = WeakSet()
+"""The modules whose parts of a group are added up in float32."""
 
 
 class _AllGather(DefaultAllGather):
@@ -116,6 +119,9 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_AllGather(worlds[-1]))
         module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], DTYPES[resolved(precision)["comm"]]))
+        # Parts of a group are added up in the dtype of the message (torch 2.13), in which gradients stay where it is the weights'.
+        if (gradient if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype) == torch.float32:
+            _ADDING_FLOAT32.add(module)
         for groups in worlds[:-1]:
             module.set_all_reduce_hook(partial(_count_sum, groups))
         # In the place of torch's bare AssertionError.
@@ -141,11 +147,9 @@ def microbatch(model: nn.Module, shard: str, last: bool) -> None:
 
 def _sum(module: FSDPModule, last: bool, each: bool, recurse: bool = True) -> None:
     """Whether the next backward pass sums gradients into shards, the `last` of a step or `each`; and over groups of ranks, which
-    sum once a step, but where gradients are sent in fewer bits: torch 2.13 adds up the parts of a group in the dtype of the
-    message, and what all groups have summed in float32."""
+    sum once a step, but where the parts of a group are added up in fewer bits than float32."""
     module.set_requires_gradient_sync(last or each, recurse=recurse)
-    wide = module._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
-    module.set_requires_all_reduce(last or (each and not wide), recurse=recurse)
+    module.set_requires_all_reduce(last or (each and module not in _ADDING_FLOAT32), recurse=recurse)
 
 
 class FullyShardedStages:
@@ -233,14 +237,3 @@ def holders(model: nn.Module) -> World:
     mesh: Any = next(p for p in model.parameters() if isinstance(p, DTensor)).device_mesh
     axis = mesh.ndim - 1
     return World(mesh.get_local_rank(axis), mesh.size(axis), group=mesh.get_group(axis))
-
-
-def local(t: Tensor) -> Tensor:
-    """This rank's part of a tensor, or the tensor itself where it is not split."""
-    return _plain(t.to_local()) if isinstance(t, DTensor) else t
-
-
-def _plain(t: Tensor) -> Tensor:
-    """The tensor in what torchao wraps weights in that are gathered in FP8."""
-    inner: Tensor = getattr(t, "_tensor", t)
-    return inner

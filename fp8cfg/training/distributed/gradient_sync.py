@@ -17,6 +17,7 @@ from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.config.storage import SCALED
 from fp8cfg.numerics.codecs import Stored, codec
+from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.parallel import pipeline
 from fp8cfg.parallel.tensor import TensorRank, partial_gradients
@@ -117,8 +118,6 @@ def sum_norms(optimizer: MixedPrecisionOptimizer, prepared: PreparedModel) -> No
 def _sum_shares(prepared: PreparedModel) -> None:
     """Sum gradients over the ranks that share matrices, where each has a share of the gradient of a whole parameter: in one message
     for all, in float32, which they are few enough for."""
-    from fp8cfg.training.distributed.fsdp import local  # inside: it takes a second to load
-
     gradients = [local(p.grad) for p in partial_gradients(prepared.model) if p.grad is not None]
     if gradients:
         world, flat = _tensor_world(prepared), torch.cat([g.detach().flatten().float() for g in gradients])
