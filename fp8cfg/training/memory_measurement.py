@@ -117,12 +117,13 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     one_pass()
     job.optimizer.step()  # makes moments
     job.optimizer.zero_grad()
+    gathered = _gathered(job)  # before quantized weights are kept of them, which are of one gathering
     with weights_kept(job.model, quantizes_once(recipe, job.prepared.shard, microbatches(job, world))):
         one_pass(last=False)
         kept = stored(job)
         quantized = sum(layer.kept_bytes for layer in fp8_linears(job.model))
         known = [*batch, *(t for tensors in kept.values() for t in tensors)]
-        with LiveBytes(known, gradients(job), _gathered(job)) as live, job.optimizer.storing():
+        with LiveBytes(known, gradients(job), gathered) as live, job.optimizer.storing():
             one_pass(live)
     kept["gradients"] = gradients(job)
     measured = {kind: sum(_local(t).nbytes for t in tensors) for kind, tensors in kept.items()}

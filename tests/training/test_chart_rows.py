@@ -40,9 +40,9 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
 
 
 def end(job: Job) -> dict[str, Any]:
-    """What this rank has, and its bytes by kind without scales of whole tensors."""
+    """What this rank has, and its bytes by kind, of weights without scales of whole tensors."""
     held = memory_measurement.by_kind(job)
-    kinds = {kind: sum(t.nbytes for t in tensors if t.dim()) for kind, tensors in held.items() if kind != "scales"}
+    kinds = {kind: sum(t.nbytes for t in tensors if t.dim() or kind != "weights") for kind, tensors in held.items() if kind != "scales"}
     tensors = {k: local(t).contiguous().view(-1).view(torch.uint8).clone() for k, t in (stored_state_dict(job.model) | job.optimizer.state_tensors()).items()}
     return {"tensors": tensors, "json": job.optimizer.state_json(), "bytes": kinds}
 

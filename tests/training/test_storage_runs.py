@@ -340,11 +340,11 @@ def test_compiled_losses_are_the_eager_ones() -> None:
 
 RANKED = {
     "O2": f"{FP8} opt_level=O2", "O3": f"{FP8} opt_level=O3", "O3, mxfp8": "precision=bf16_mxfp8 opt_level=O3", "O2, fp16": f"precision=fp16 opt_level=O2 {SCALE}",
-    "O3, summed in float32": f"{FP8} opt_level=O3 storage.comm=fp32", "bf16 moments": "precision=bf16 storage.exp_avg=bf16 storage.exp_avg_sq=bf16",
+    "O3, summed in float32": f"{FP8} opt_level=O3 storage.comm=fp32", "bf16 moments": "precision=bf16 storage.master_weight=fp16_scaled storage.exp_avg=bf16 storage.exp_avg_sq=bf16",
     "gradients in scaled fp16": "precision=bf16 storage.weight_grad=fp16_scaled",
     "O3, tied": f"{FP8} opt_level=O3 fp8.output_layer=true model.share_embeddings_and_output_weights=true",
     # What FSDP2 does not gather as a rank alone stores it (tests/training/test_zero_shards.py has the rest).
-    "fp32": "precision=bf16 storage.weight=fp32", "FP8 weights": "precision=bf16_mxfp8", "fp16": f"precision=fp16 storage.weight=fp32 {SCALE}",
+    "fp32": "precision=bf16 storage.weight=fp32", "FP8 weights": "precision=bf16_mxfp8 storage.master_weight=fp16_scaled", "fp16": f"precision=fp16 storage.weight=fp32 {SCALE}",
     "momentum": "precision=bf16 storage.weight=fp32 optim.name=sgd optim.momentum=0.9 optim.lr=0.1 trainer.gradient_clip_val=0.5",
 }
 SHARDS = ("none", "zero1", "zero2")
@@ -385,6 +385,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
     for row, its in RANKED.items():
         for shard in SHARDS:
             job = ranked_job(*its.split(), f"storage.shard={shard}")
+            assert not job.prepared.fsdp2, "whole tensors have owners"
             losses = run(job, world, 0, 2)
             save(job, world, folder / f"{row} {shard}")
             world.traffic.clear()
