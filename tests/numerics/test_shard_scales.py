@@ -61,5 +61,6 @@ def test_shards_are_the_rows_of_the_whole_weight(name: str, rows: int, columns: 
 
 def test_a_tile_is_cut_where_no_rank_has_all_its_rows() -> None:
     assert not ShardPlace(256, 2, 0).cuts((128, 128)) and ShardPlace(256, 4, 0).cuts((128, 128)) and ShardPlace(256, 2, 0).cuts((0, 1))
-    assert not ShardPlace(7, 2, 0).cuts((1, 32)) and ShardPlace(304, 20, 19).first == 304
+    assert not ShardPlace(8, 2, 0).cuts((1, 32)) and ShardPlace(7, 2, 0).cuts((1, 32)), "FSDP2 pads uneven rows"
+    assert ShardPlace(304, 20, 19).first == 304
     assert E4M3.max == 448

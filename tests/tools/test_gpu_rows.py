@@ -74,6 +74,7 @@ def _slow_case(args: argparse.Namespace, name: str) -> Make:
 HOPPER = ("delayed", "current", "row", "block")
 
 
+@pytest.mark.slow
 def test_the_benchmark_stops_a_slow_row_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = runpy.run_path(str(TOOL))["bench"]
     bench.__globals__["start"] = _slow_case

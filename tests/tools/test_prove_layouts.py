@@ -75,6 +75,7 @@ def proved(cell: str, layout: str, places: list[str], ended: Ended) -> None:
     assert bool(sent) == ("--sent" in cell) and all(line.endswith("as planned") for line in sent), lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS)
 def test_ranks_of_a_cell_hold_and_send_what_is_planned(cell: str, ended: dict[str, Ended]) -> None:
     proved(cell, *CELLS[cell], ended[cell])
@@ -92,11 +93,13 @@ def test_ranks_of_more_cells(cell: str, more: dict[str, Ended]) -> None:
     proved(cell, *MORE[cell], more[cell])
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_wrong_is_found(ended: dict[str, Ended]) -> None:
     code, lines, _ = ended[WRONG]
     assert code == 1 and "NOT EQUAL" in lines[1] and lines[-1] == "1 ranks are not as planned"
 
 
+@pytest.mark.slow
 def test_what_is_no_cell(ended: dict[str, Ended]) -> None:
     code, _, err = ended["llama_8b --ranks 7"]
     assert code == 2 and "error: no such cell of the table" in err

@@ -199,6 +199,7 @@ def _in_stages(world: World, words: tuple[str, ...]) -> Any:
     return lines, said, job.optimizer.steps, str((lines, said, job.loss_scaler.state()))  # of a norm that is NaN
 
 
+@pytest.mark.slow
 def test_on_two_ranks_all_stop_at_one_step_and_skip_one(tmp_path: Path) -> None:
     """The wish to stop goes with the step's numbers, and is known a step later; under FSDP2 gradients and norm are split over the ranks."""
     first, second = on_ranks(2, _on_rank, tmp_path)
