@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.numerics.stored_form import stored_state_dict
-from tests.conversion.test_convert import BACKENDS, TOKENS, recipe
+from tests.support.convert_models import BACKENDS, TOKENS, recipe
 from tests.support.small import small
 
 transformers = pytest.importorskip("transformers")

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
-import pickle
 import subprocess
 import sys
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -16,75 +12,18 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.backends import backend_registry
-from fp8cfg.config.recipe import Recipe
 from fp8cfg.numerics import FP8Linear, fp8_linears
-
-BACKENDS = ["native", pytest.param("torchao", marks=pytest.mark.skipif(bool(backend_registry.rules("torchao").unavailable()), reason="torchao is not installed"))]
-WORDS = ("precision=bf16_fp8_current", "fp8.params=false", "fp8.high_precision_at_start=0", "fp8.high_precision_at_end=0",
-         "trainer.accelerator=cpu")
-DELAYED = ("precision=bf16_fp8", "fp8.params=false", "fp8.amax_history_len=4")
-FP8 = {"e4m3xe4m3", "e5m2xe4m3"}
-
-
-def recipe(*words: str, backend: str = "native") -> Recipe:
-    return fp8cfg.compose([*WORDS, f"backend={backend}", *words])
-
-
-class Doubled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    """A tied, partly frozen model whose first linear layer is an odd one."""
-
-    def __init__(self, name: str = "h") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate, self.name = nn.Linear(64, 10), name
-        self.embedding = nn.Embedding(48, 64)
-        self.add_module(name, nn.ModuleList(Block() for _ in range(4)))
-        self.own, self.norm = Doubled(64, 64), nn.LayerNorm(64)
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True, add_zero_attn=True)
-        self.lm_head = nn.Linear(64, 48, bias=False)
-        self.lm_head.weight = self.embedding.weight
-        self.stack()[1].requires_grad_(False)
-        self.stack()[2].eval()
-
-    def stack(self) -> Any:
-        return getattr(self, self.name)
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.stack():
-            x = block(x)
-        x = self.own(self.norm(x + self.attention(x, x, x)[0]))
-        x = x + self.gate(x).mean()
-        logits = self.lm_head(x)
-        return logits if targets is None else nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-TOKENS = torch.arange(64).reshape(2, 32) % 48
-
-
-def loss_of(model: nn.Module) -> Tensor:
-    return model(TOKENS, TOKENS)
-
-
-REASONS = {
-    "gate": "out_features=10 is not a multiple of 16", "own": "Doubled has a forward of its own", "lm_head": "fp8.output_layer=false",
-    "attention.out_proj": "nn.MultiheadAttention multiplies its weight itself",
-}
+from tests.support.convert_models import (
+    BACKENDS,
+    FP8,
+    REASONS,
+    TOKENS,
+    Block,
+    Doubled,
+    Model,
+    loss_of,
+    recipe,
+)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -271,65 +210,6 @@ def test_a_loop_that_never_enters_the_context_is_found_out(backend: str) -> None
         fp8.prove()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_autowrap_runs_training_in_fp8_and_evaluation_not(backend: str) -> None:
-    model, r = Model(), recipe(backend=backend)
-    plain = copy.deepcopy(model)
-    fp8cfg.convert_model(model, r)
-    assert fp8cfg.apply_fp8_autowrap(model, r) is model
-    assert not torch.equal(loss_of(model), loss_of(plain))
-    model.eval(), plain.eval()
-    assert torch.equal(loss_of(model), loss_of(plain))
-    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
-    late = recipe("fp8.use_autocast_during_eval=true", backend=backend)
-    model.forward = MethodType(fp8cfg.contextual_fp8_autocast(plain.forward, late), model)
-    assert not torch.equal(loss_of(model), loss_of(plain))
-
-
-def test_autowrap_of_a_forward_that_was_wrapped_keeps_its_arguments() -> None:
-    """As Accelerate's hooks leave it; a Trainer picks the columns of its data by them."""
-    model = Model()
-    fp8cfg.convert_model(model, recipe())
-    forward = model.forward
-    model.forward = functools.update_wrapper(functools.partial(lambda module, *args: forward(*args), model), forward)
-    fp8cfg.apply_fp8_autowrap(model, recipe())
-    assert [*inspect.signature(model.forward).parameters] == ["tokens", "targets"] and loss_of(model).isfinite()
-
-
-def test_autowrap_of_a_copy_and_back_again() -> None:
-    model = Model()
-    fp8cfg.convert_model(model, recipe())
-    fp8cfg.apply_fp8_autowrap(model, recipe())
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.embedding.weight.mul_(2)
-    assert not torch.equal(loss_of(other), loss_of(model)), "a copy runs itself"
-    fp8cfg.convert_back(model)
-    assert "forward" not in vars(model) and fp8cfg.has_fp8_layers(other)
-    loss_of(model)
-
-
-def test_autowrap_is_not_lost_by_pickling() -> None:
-    model = Model()
-    fp8cfg.convert_model(model, recipe())
-    assert isinstance(pickle.loads(pickle.dumps(model)).h[0].up, FP8Linear)
-    fp8cfg.apply_fp8_autowrap(model, recipe())
-    with pytest.raises((AttributeError, pickle.PicklingError), match="contextual_fp8_autocast"):
-        pickle.dumps(model)
-
-
-def test_autowrap_needs_converted_layers_and_their_recipe() -> None:
-    model = Model()
-    with pytest.raises(fp8cfg.ConfigError, match=r"has no layers that fp8cfg\.convert_model"):
-        fp8cfg.apply_fp8_autowrap(model, recipe())
-    fp8cfg.convert_model(model, recipe())
-    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.format=e4m3: the model's layers were converted with hybrid"):
-        fp8cfg.apply_fp8_autowrap(model, recipe("fp8.format=e4m3"))
-    fp8cfg.apply_fp8_autowrap(model, recipe())
-    with pytest.raises(fp8cfg.ConfigError, match="enters FP8 by itself already"):
-        fp8cfg.apply_fp8_autowrap(model, recipe())
-
-
 class Kept(nn.Module):
     """Layers that torch knows, and that are called by other ways."""
 
@@ -362,190 +242,6 @@ def test_a_weight_that_is_read_beside_its_layer_is_in_the_table_as_what_it_is() 
     assert "a              50.0%  high precision: did not multiply" in str(fp8cfg.coverage(model))
     with pytest.raises(fp8cfg.NotFP8Error, match=r"fp8\.min_coverage=0\.6: 50\.0% of the linear layers' FLOPs ran in FP8"):
         fp8.prove()
-
-
-def test_autowrap_finds_out_a_stand_in_that_never_enters(monkeypatch: pytest.MonkeyPatch) -> None:
-    from contextlib import nullcontext
-
-    from fp8cfg.backends.native import backend as native
-
-    model = Model()
-    fp8cfg.convert_model(model, recipe())
-    fp8cfg.apply_fp8_autowrap(model, recipe())
-    monkeypatch.setattr(native, "autocast", lambda model, enabled=True: nullcontext())
-    with pytest.raises(fp8cfg.NotFP8Error, match="a backward pass, and no layer multiplied in FP8"):
-        loss_of(model).backward()
-    with pytest.raises(fp8cfg.NotFP8Error, match="no layer multiplied in FP8"):
-        loss_of(model)
-
-
-def test_delayed_scaling_rolls_in_a_loop_of_ones_own() -> None:
-    """With `step` after the optimizer, and with autowrap alone, the scales are those that a job's optimizer leaves."""
-    def scales(model: nn.Module) -> list[Tensor]:
-        return [t for layer in fp8_linears(model) for t in (layer.fp8_scale, layer.fp8_amax_history)]
-
-    r = fp8cfg.compose([*DELAYED, "backend=native"])
-    stepped, wrapped = Model(), Model()
-    fp8 = fp8cfg.convert_model(stepped, r)
-    fp8cfg.convert_model(wrapped, r)
-    fp8cfg.apply_fp8_autowrap(wrapped, r)
-    unset = scales(stepped)[0].clone()
-    for _ in range(3):
-        with fp8.autocast():
-            loss_of(stepped).backward()
-        loss_of(wrapped).backward()
-        fp8.step()
-    assert not torch.equal(unset, scales(stepped)[0])
-    wrapped(TOKENS)  # which rolls the third pass, and records its own
-    for ours, theirs in zip(fp8_linears(stepped), fp8_linears(wrapped), strict=True):
-        assert torch.equal(ours.fp8_scale, theirs.fp8_scale) and torch.equal(ours.fp8_amax_history[1:], theirs.fp8_amax_history[1:])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_a_job_around_a_model_of_ones_own(backend: str, compute: str) -> None:
-    model = Model().bfloat16()
-    weights = {name: p.detach().float() for name, p in model.named_parameters()}
-    r = recipe(f"precision.compute={compute}", "optim.warmup_steps=0", "optim.lr=0.01", backend=backend)
-    job = fp8cfg.build(r, model=model)
-    assert job.model is model and job.foreign and {p.dtype for p in model.parameters()} == {getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[compute])}
-    assert all(torch.equal(job.optimizer.masters[p], weights[name]) for name, p in model.named_parameters() if p.requires_grad)
-    losses = []
-    for step in range(4):
-        with job.autocast():
-            loss = model(TOKENS, TOKENS)
-            job.backward(loss)
-        job.schedule.apply(job.optimizer, step)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] and model.lm_head.weight is model.embedding.weight
-    frozen = f"{model.name}.1.up.weight"
-    assert torch.equal(dict(model.named_parameters())[frozen].float(), weights[frozen])
-    seen = job.prove()
-    assert {p.name: p.reason for p in seen.linears if not p.fp8} == REASONS and "FLOPs of all weights" in str(seen)
-
-
-def test_a_job_holds_weights_in_fp8_alone_and_gives_them_back() -> None:
-    model = Model()
-    job = fp8cfg.build(recipe("fp8.params=true"), model=model)
-    assert model.h[0].up.parameter.dtype == torch.float8_e4m3fn and model.h[0].up.weight.dtype == torch.bfloat16
-    with job.autocast():
-        job.backward(model(TOKENS, TOKENS))
-    job.optimizer.step()
-    values = model.h[0].up.dequantized_weight(torch.bfloat16)
-    fp8cfg.convert_back(model)
-    assert torch.equal(model.h[0].up.weight, values) and not model.h[1].up.weight.requires_grad
-    loss_of(model)
-
-
-def of_gpt2() -> nn.Module:
-    return transformers_lm("GPT2", n_layer=2, n_embd=64, n_head=4, n_positions=32)
-
-
-def of_llama() -> nn.Module:
-    return transformers_lm("Llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                           tie_word_embeddings=True)
-
-
-def transformers_lm(name: str, **shape: Any) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-
-    class LM(nn.Module):
-        """Of transformers, with a linear layer more."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.lm = getattr(transformers, f"{name}ForCausalLM" if name == "Llama" else f"{name}LMHeadModel")(
-                getattr(transformers, f"{name}Config")(vocab_size=64, bos_token_id=0, eos_token_id=0, **shape))
-            self.extra = nn.Linear(64, 64)
-
-        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-            x = self.lm.base_model(tokens).last_hidden_state
-            return nn.functional.cross_entropy(self.lm.lm_head(x + self.extra(x)).float().flatten(0, 1), targets.flatten())
-
-    return LM()
-
-
-class Convolutions(nn.Module):
-    """A convolution, a weight that is read without its layer's forward, and a linear layer that is parametrized."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.conv, self.norm, self.up = nn.Embedding(48, 64), nn.Conv1d(64, 64, 3, padding=1), nn.RMSNorm(64), nn.Linear(64, 64)
-        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
-        self.scale = nn.Parameter(torch.ones(64))
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.norm(self.embedding(tokens)) * self.scale
-        x = self.normed(x + self.up(torch.relu(self.conv(x.mT).mT)))
-        return nn.functional.cross_entropy((x @ self.embedding.weight.T).float().flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.filterwarnings("ignore:only .* ran in FP8:RuntimeWarning")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("words", ["opt_level=O1", "opt_level=O2", "opt_level=O3", "storage.weight=fp32", "storage.master_weight=none storage.rounding=stochastic"])
-@pytest.mark.parametrize("model", [Model, of_gpt2, of_llama, Convolutions])
-def test_a_level_trains_models_with_any_kind_of_weight(model: Any, words: str, backend: str) -> None:
-    if backend == "torchao" and words == "opt_level=O3":
-        pytest.skip("torchao holds no weights in FP8")
-    job = fp8cfg.build(recipe(*words.split(), "optim.warmup_steps=0", "optim.lr=0.003", backend=backend), model=model())
-    columns, losses = job.prepared.columns, []
-    assert columns.keys() == dict(job.model.named_parameters()).keys()
-    linear = {f"{p.name}.weight" for p in job.plan}
-    apart = {name: p for name, p in job.model.named_parameters() if name not in linear}
-    assert {p.dtype for p in apart.values()} == {torch.bfloat16} and {columns[name]["master_weight"] for name in apart} == {"fp32"}
-    for step in range(4):
-        with job.autocast():
-            loss = job.model(TOKENS, TOKENS)
-        job.backward(loss)
-        job.schedule.apply(job.optimizer, step)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-
-
-def test_layers_that_only_hold_their_weights_multiply_nothing_in_fp8() -> None:
-    r = fp8cfg.compose(["precision=bf16", "opt_level=O2"])
-    job = fp8cfg.build(r, model=Model())
-    assert isinstance(job.model.h[0].up, FP8Linear) and not fp8cfg.has_fp8_layers(job.model)
-    with pytest.raises(fp8cfg.ConfigError, match="the model has FP8 layers already"):
-        fp8cfg.build(r, model=job.model)
-
-
-@pytest.mark.parametrize("words", [("opt_level=O1",), ("opt_level=O2",), ("opt_level=O2", "fp8.output_layer=true"), ("storage.weight=fp16",),
-                                   ("storage.weight=fp16_scaled", "storage.master_weight=fp32")], ids=" ".join)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_after_a_level_weights_come_back_decoded(backend: str, words: tuple[str, ...]) -> None:
-    model = Model()
-    before, keys = copy.deepcopy(model), list(model.state_dict())
-    job = fp8cfg.build(recipe(*words, backend=backend), model=model)
-    with job.autocast():
-        job.backward(model(TOKENS, TOKENS))
-    job.optimizer.step()
-    layers = {name: layer for name, layer in model.named_modules() if getattr(layer, "codec", None) and name != "lm_head"}
-    want = {name: layer.codec.decode(layer.in_codec) for name, layer in layers.items()}
-    frozen = {name: p.requires_grad for name, p in model.named_parameters()}
-    assert len(want) >= 8 and fp8cfg.convert_back(model) is model
-    wide = model.embedding.weight.dtype
-    assert wide == torch.bfloat16 and {p.dtype for p in model.parameters()} == {wide}
-    assert str(model) == str(before) and list(model.state_dict()) == keys and type(model.own) is Doubled
-    assert all(torch.equal(model.get_submodule(name).weight, weight.to(wide)) for name, weight in want.items())
-    assert {name: p.requires_grad for name, p in model.named_parameters()} == frozen and model.lm_head.weight is model.embedding.weight
-    loss_of(model).backward()
-    fp8cfg.convert_model(model, recipe(backend=backend))
-
-
-def test_a_job_that_does_not_run_in_fp8_is_found_out() -> None:
-    job = fp8cfg.build(recipe(), model=Model())
-    job.backward(job.model(TOKENS, TOKENS))
-    with pytest.raises(fp8cfg.NotFP8Error, match="no layer multiplied in FP8"):
-        job.prove()
-    fp8cfg.build(fp8cfg.compose(["precision=bf16"]), model=Model()).prove()
-    assert isinstance(fp8cfg.build(recipe(), model=nn.Linear(64, 64)).model[0], FP8Linear)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

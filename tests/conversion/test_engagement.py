@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8cfg
 from fp8cfg.conversion.convert import Conversion
-from tests.conversion.test_convert import BACKENDS, recipe
+from tests.support.convert_models import BACKENDS, recipe
 from tests.support.traced import TRACE
 
 OUTSIDE = (r"layers\.1 \(fprop, dgrad, wgrad\): planned in FP8, ran in high precision, outside of the autocast context; layers\.2 .* "

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8cfg
 from fp8cfg.backends.exclusions import converted
 from fp8cfg.numerics import fp8_linears
-from tests.conversion.test_convert import BACKENDS, DELAYED, recipe
+from tests.support.convert_models import BACKENDS, DELAYED, recipe
 
 
 class Stack(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.numerics.stored_form import stored_state_dict
-from tests.conversion.test_convert import BACKENDS, DELAYED, recipe
+from tests.support.convert_models import BACKENDS, DELAYED, recipe
 from tests.support.small import small
 
 ALL = "fp8.output_layer=true"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.backends.casting_linear import Casts, casts_of
-from tests.conversion.test_convert import BACKENDS, Block, recipe, transformers_lm
+from tests.support.convert_models import BACKENDS, Block, recipe, transformers_lm
 
 
 def layers(count: int = 2) -> list[Block]:

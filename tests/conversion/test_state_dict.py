@@ -16,7 +16,7 @@ from fp8cfg.job import Job
 from fp8cfg.numerics.low_bit_weight import NarrowWeight
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.training.data import run_data
-from tests.conversion.test_convert import DELAYED, TOKENS, Model, loss_of, recipe
+from tests.support.convert_models import DELAYED, TOKENS, Model, loss_of, recipe
 from tests.support.small import small, steps
 
 JOBS = {
