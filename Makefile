@@ -15,16 +15,18 @@ endif
 train: $(VENV)/.installed
 	$(BIN)/python -m fp8cfg $(ARGS)
 
-# Bytecode is written, whatever the environment says: else each worker and each process of a test compiles every module again.
+# Bytecode is written, whatever the environment says: else each worker and each process of a test compiles every module again. A file's
+# tests are one worker's, which makes what they share once.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.tested-with
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(TESTS)
+	$(PYTEST) -m "not slow" $(TESTS)
 
 # The same with every example of the property tests, and then what it leaves out (tests/slow.toml, and tests marked slow).
 test-all: export PYTHONDONTWRITEBYTECODE =
 test-all: export FP8CFG_ALL_EXAMPLES = 1
 test-all: test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(TESTS)
+	$(PYTEST) -m slow $(TESTS)
 
 # Launches, copies and waits of the GPU path on a machine without a GPU (tools/fake_gpu/README.md); not part of the gate. It makes an
 # environment of its own, 2.1 GB, unless FAKE_GPU_PYTHON has torch's build for CUDA 13.

@@ -17,6 +17,8 @@ import hypothesis
 import pytest
 
 SLOW = Path(__file__).with_name("slow.toml")
+LONG = ("tests/training/", "tests/parallel/")
+"""Folders whose files take longest: they go first, so that no worker ends with one of them while the others have nothing left."""
 FEWER = 5
 """One of so many of a property's examples is drawn where FP8CFG_ALL_EXAMPLES is not set."""
 
@@ -49,6 +51,7 @@ def pytest_collection() -> Iterator[object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     _mark_slow(config, items)
     if not os.environ.get("FP8CFG_ALL_EXAMPLES"):
         _draw_fewer(items)
