@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def now(self) -> int:
         """Bytes that are alive now."""
-        return self._now + sum(storage.nbytes() for storage in self._resized)
+        return self._now + sum(map(torch.UntypedStorage.nbytes, self._resized))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(t) for t in types):

@@ -25,7 +25,7 @@ from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.train_step import train_step
 from tests.support import rank_runs, sharded_checkpoints
-from tests.support.ranks import launch, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.small import PACKED, small
 from tests.support.traced import trace_model
 
@@ -46,7 +46,7 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
     "bf16": (f"precision=bf16 {SP}", 1e-3, 0.05),
     "delayed": (f"precision=bf16_fp8 {SP}", 2e-3, 0.05),
     "delayed fsdp": (f"precision=bf16_fp8 {SP} storage.shard=fsdp", 2e-3, 0.05),
-    "compiled": (f"precision=bf16_fp8 {SP} trainer.compile=on model.num_layers=1", 2e-3, 0.05),
+    "compiled": (f"precision=bf16_fp8 {SP} trainer.compile=on model.num_layers=1 fp8.include=['*mlp*']", 2e-3, 0.05),
     "current": (f"{CURRENT} {SP}", 2e-3, 0.05),
     "mxfp8": (f"{MXFP8} {SP}", 2e-3, 0.05),
     # In float32 nothing is rounded before it is summed: what is left is the order of sums, and now and then a value at the edge between
@@ -373,12 +373,3 @@ def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> N
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.build(recipe)
     assert e.value.problems == [f"{TENSOR}=2: so many ranks share each matrix, and 1 rank is no multiple of it; start 2, or write 1"]
-
-
-@pytest.mark.slow
-def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> None:
-    done = launch(4, "recipe=llama_8b", "precision=bf16_fp8", f"{TENSOR}=2", SP, "trainer.strategy.context_parallel_size=1",
-                  "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "runs here on 4 ranks = tensor 2 x data 2, " in done.stdout and "activations" in done.stdout
-    assert "resume: step 3 from step-00000002 gave " in done.stdout

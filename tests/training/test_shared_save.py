@@ -271,6 +271,8 @@ def test_a_rank_that_is_killed_leaves_the_newest_whole_checkpoint(point: str, tm
     assert done.returncode == 0, done.stderr[-2000:]
     assert run_model.load(tmp_path / "run", print).step == 2
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
+    if point != "renamed":  # what is damaged is looked at once
+        return
     file = next((tmp_path / "run" / "checkpoints" / "step-00000002" / "model").glob("rank-00001-*"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
