@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
+from fp8cfg.config.fsdp_sharding import ZERO
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import Columns, as_held, foreign_others, fp8_weights, gathered, others, resolved
 from fp8cfg.models.config import TransformerConfig
@@ -52,7 +53,7 @@ def prepared_model(
     """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
     originals become the optimizer's masters, so that no second copy is made. One on the meta device gets memory on `device`, and
     its weights by `fill`: under `fsdp2` no more than this rank's shards. Under `adapters` all of that is frozen, without
-    masters; weights of linear layers are filled in the compute dtype then.
+    masters; weights of linear layers are filled in the compute dtype then, and under zero1 and zero2 `fsdp2` splits adapters alone.
 
     Where storage leaves embeddings and norms in float32, that goes for our Transformer, which multiplies them with activations of
     another dtype. Of a model that is not ours nothing tells which parameters can be: all but the weights of linear layers get the
@@ -64,7 +65,7 @@ def prepared_model(
     from fp8cfg.numerics import Region, seed_rounding
 
     region = Region()
-    if fsdp2:
+    if fsdp2 and not (adapters and precision.storage.shard in ZERO):
         assert isinstance(model, Transformer) and fill, "builder.lower refuses others"
         return _fully_sharded(model, precision, plan, choice, region, seed, device, fill, adapters)
     if adapters:
@@ -89,14 +90,20 @@ def prepared_model(
         adapters.attach(model, seed)
         originals = _trained(model)
         columns |= dict.fromkeys(originals, others(precision))
-    stored_weights.cast_parameters(model, precision, columns)
+    exact = {name: {**columns[name], "weight": "fp32", "weight_grad": "fp32"} for name in originals} if fsdp2 else {}  # of shards
+    stored_weights.cast_parameters(model, precision, {**columns, **exact})
     if mixed and others(precision)["weight"] != precision.compute:
         stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
     linear_stand_ins.attach(model, shells)
+    if fsdp2:
+        from fp8cfg.training.distributed import fsdp
+
+        assert isinstance(model, Transformer)
+        fsdp.shard(model, precision, device, stored_weights.DTYPES[others(precision)["weight_grad"]])
     narrow = {name for name, p in _trained(model).items() if p.dtype != torch.float32}
     masters = {n: t for n, t in originals.items() if n in narrow}
     return PreparedModel(model, masters, region, next(model.parameters()).device, columns, shard=precision.storage.shard,
-                         tensor_parallel=model.tensor_parallel if isinstance(model, Transformer) else None)
+                         fsdp2=fsdp2, tensor_parallel=model.tensor_parallel if isinstance(model, Transformer) else None)
 
 
 def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,9 +1,10 @@
 """FSDP2 sharding: which recipes have their state split over data-parallel ranks by torch's FSDP2, as float32 shards.
 
 `storage.shard=fsdp` always; zero1 and zero2 where masters are float32, gradients are added up and sent in plain dtypes, and each
-weight can be gathered as the unsharded run stores it. Moments may be of any codec, encoded by shard. Masters of fewer bits, and
-weights in another codec than products read, are those of whole tensors, each of which has one owner
-(training/distributed/zero.py).
+trained weight can be gathered as the unsharded run stores it. Moments may be of any codec, encoded by shard. Masters of fewer
+bits, and weights in another codec than products read, are those of whole tensors, each of which has one owner
+(training/distributed/zero.py). Under zero1 and zero2 weights that are frozen beside adapters are whole on each rank, as Megatron's
+distributed optimizer leaves them.
 """
 
 from __future__ import annotations
@@ -32,17 +33,14 @@ ZERO = ("zero1", "zero2")
 
 
 def by_fsdp2(recipe: Recipe, ranks: int, backend: str) -> bool:
-    """Whether FSDP2 keeps the parameters of the recipe's Transformer over `ranks` that share them, where `backend` multiplies.
-    Adapters are few."""
+    """Whether FSDP2 keeps the parameters of the recipe's Transformer over `ranks` that share them, where `backend` multiplies."""
     shard = sharding(recipe.precision, ranks)
     if shard not in ZERO or ranks == 1:
         return shard == "fsdp"
-    if recipe.lora.enabled:
-        return False
-    return _gathered_as_stored(recipe.precision, backend)
+    return _gathered_as_stored(recipe.precision, backend, recipe.lora.enabled)
 
 
-def _gathered_as_stored(p: Precision, backend: str) -> bool:
+def _gathered_as_stored(p: Precision, backend: str, adapters: bool) -> bool:
     if level(p) or not capabilities(backend).fully_shards:
         return False
     linear, rest = resolved(p), others(p)
@@ -50,6 +48,8 @@ def _gathered_as_stored(p: Precision, backend: str) -> bool:
         return False
     if not (_summed_plainly(linear) and _summed_plainly(rest)) or rest["weight"] != p.compute:
         return False
+    if adapters:  # which are no weights of linear layers
+        return True
     if fp8_weights(p):
         return capabilities(backend).fp8_gather == "params" or not against_gathered_params(p.fp8, backend)
     return linear["weight"] == p.compute

@@ -65,7 +65,7 @@ def _replica_rules(recipe: Recipe, world: int) -> Iterator[str]:
     s, key, p = recipe.trainer.strategy, "trainer.strategy.data_parallel_replicate_size", recipe.precision
     groups, backends = s.data_parallel_replicate_size, ordered() if p.backend == "auto" else [p.backend]
     if sharding(p, 2) == "none":
-        instead = "" if level(p) else f"storage.shard={'fsdp' if recipe.lora.enabled else 'zero1'}, or "
+        instead = "" if level(p) else "storage.shard=zero1, or "
         why = {"none": f"; write {instead}1", "auto": ", which is none here; write 1"}[p.storage.shard]
         yield from idle(s, ("data_parallel_replicate_size",), f" with storage.shard={p.storage.shard}{why}", "storage.shard")
     elif groups > 1 and not any(by_fsdp2(recipe, 2, backend) for backend in backends):

@@ -120,9 +120,9 @@ class Adapters:
                 given = self.first(full) if self.first else (
                     _drawn(one.lora_A.shape, seed, f"{full}.lora_A"), torch.zeros(one.lora_B.shape))
                 for own, whole in zip((one.lora_A, one.lora_B), given, strict=True):
-                    part, (row, _) = local_part(own)
+                    part, (row, column) = local_part(own)
                     if not part.is_meta:
-                        part.copy_(whole[row: row + len(part)])
+                        part.copy_(whole[row: row + part.shape[0], column: column + part.shape[1]])
 
 
 def _add(layer: nn.Module, args: Any, out: Tensor) -> Tensor:

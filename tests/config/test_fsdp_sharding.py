@@ -18,7 +18,7 @@ from tests.support.small import small
     ("precision=bf16 storage.comm=fp8", 2, "native", False), ("precision=bf16_fp8 opt_level=O2 storage.shard=zero1", 2, "native", False),
     ("precision=bf16_fp8_te_fused_adam storage.shard=zero1", 2, "native", True), ("precision=bf16_fp8_current_coat storage.shard=zero2", 2, "native", True),
     ("precision=bf16_precision_aware storage.shard=zero1", 2, "native", False), ("precision=bf16 storage.shard=zero1 storage.exp_avg=bf16 storage.rounding=stochastic", 2, "native", False),
-    ("precision=bf16 task=lora model.weights=.", 2, "native", False), ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2", 2, "native", True),
+    ("precision=bf16 task=lora model.weights=.", 2, "native", True), ("precision=bf16_fp8 storage.comm=fp8 task=lora model.weights=.", 2, "native", False), ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2", 2, "native", True),
 ])  # fmt: skip
 def test_what_is_gathered_as_it_is_stored(words: str, ranks: int, backend: str, sharded: bool) -> None:
     assert by_fsdp2(small(*words.split()), ranks, backend) is sharded

@@ -1,4 +1,4 @@
-"""Adapters on two ranks: ZeRO and a split base have the losses of the unsharded run, context parallelism trains them, and the first rank's save holds all."""
+"""Adapters on two ranks: FSDP2's shards and owners have the losses of the unsharded run, context parallelism trains them, and saves hold all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg.job import Job
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state
@@ -20,37 +21,44 @@ from tests.support import sharded_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
-WORDS = ("lora.enabled=true", "precision=bf16_fp8", "optim.lr=0.01", "trainer.micro_batch_size=4")
+WORDS = ("lora.enabled=true", "precision=bf16_fp8", "optim.lr=0.01", "trainer.micro_batch_size=4", "trainer.gradient_clip_val=0")
+ROWS = {"delayed": (), "float32": ("precision=fp32",), "MX": ("precision=bf16_mxfp8", "fp8.params=true"), "low-bit moments": ("precision=bf16", "storage.exp_avg=fp8"),
+        "fewer rows than ranks": ("precision=bf16", "lora.rank=1")}
+OWNERS = ("storage.comm=fp8",)
+RESUMED = {"none": "none", "fsdp": "fsdp", "zero1": "none", "zero2": "zero1"}
+"""What each run is saved under after two steps, and goes on with; zero2 has one microbatch, and so the sums of zero1."""
+MEASURED = ("precision=bf16_fp8 storage.shard=fsdp", "precision=bf16 storage.shard=fsdp", "precision=bf16_fp8 storage.shard=zero1", "precision=bf16 storage.shard=zero2")
 
 
-FSDP = {"delayed": (), "float32": ("precision=fp32",), "MX": ("precision=bf16_mxfp8", "fp8.params=true"), "low-bit moments": ("precision=bf16", "storage.exp_avg=fp8")}
-MEASURED = ("precision=bf16_fp8", "precision=bf16")
-
-
-def run(world: World, folder: Path | None = None, *words: str) -> dict[str, Any]:
-    job = fp8cfg.build(small(*WORDS, *words))
+def run(world: World, folder: Path | None, shard: str, *words: str, then: str = "") -> dict[str, Any]:
+    """Four steps, saved half-way to go on as `then`; and what this rank has of adapters before that."""
+    job = fp8cfg.build(small(*WORDS, *words, f"storage.shard={shard}"))
     batches, _ = run_data(job.recipe)
-    losses = [train_step(job, batches, step, world).loss for step in range(2)]
+    losses, fsdp2 = [train_step(job, batches, step, world).loss for step in range(2)], job.prepared.fsdp2
+    kept = sum(t.numel() for t in trained(job).values())
     if folder:
         sharded_checkpoints.saved(job, world, folder, 2)
-        job = fp8cfg.build(job.recipe)
+        job = fp8cfg.build(small(*WORDS, *words, f"storage.shard={then}"))
         job_state.restore(job, *checkpoint.load(folder / "step-00000002"), batches)
     losses += [train_step(job, batches, step, world).loss for step in range(2, 4)]
-    return {"losses": losses, "owned": len(job.prepared.masters), **{n: local(p).detach() for n, p in job.model.named_parameters() if p.requires_grad}}
+    return {"losses": losses, "fsdp2": fsdp2, "kept": kept, "owned": len(job.prepared.masters), "trained": trained(job)}
+
+
+def trained(job: Job) -> dict[str, torch.Tensor]:
+    return {name: local(p).detach() for name, p in job.model.named_parameters() if p.requires_grad}
 
 
 def on_two(folder: Path, world: World) -> dict[str, Any]:
-    split = {}
-    for row, words in FSDP.items():
-        saved = folder / row
-        saved.mkdir(exist_ok=True)
-        split[row] = {"fsdp": run(world, saved, *words, "storage.shard=fsdp"), "none": run(world, None, *words, "storage.shard=none")["losses"]}
+    found: dict[str, Any] = {}
+    for row, words in ROWS.items():
+        for shard, then in RESUMED.items():
+            found[f"{row} {shard}"] = run(world, None if shard == "none" else folder / f"{row} {shard}", shard, *words, then=then)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")  # torchrun's, for the plan
-        recipes = {words: fp8cfg.compose(["recipe=llama_tiny", "data=tiny", "trainer.micro_batch_size=4", "storage.shard=fsdp", "lora.enabled=true", words]) for words in MEASURED}
-        memory = {words: memory_measurement.measure(recipe) for words, recipe in recipes.items()}
-    return {"none": run(world, None, "storage.shard=none"), "zero1": run(world, folder), "split": split, "memory": memory,
-            "context": run(world, None, "trainer.strategy.context_parallel_size=2", "trainer.devices=2", "trainer.micro_batch_size=8")}
+        recipes = {words: fp8cfg.compose(["recipe=llama_tiny", "data=tiny", "trainer.micro_batch_size=4", "lora.enabled=true", *words.split()]) for words in MEASURED}
+        found["memory"] = {words: memory_measurement.measure(recipe) for words, recipe in recipes.items()}
+    owners = {shard: run(world, None if shard == "none" else folder / "owners", shard, *OWNERS, then=shard) for shard in ("none", "zero1")}
+    return found | {"owners": owners, "context": run(world, None, "zero1", "trainer.strategy.context_parallel_size=2", "trainer.devices=2", "trainer.micro_batch_size=8")}
 
 
 @pytest.fixture(scope="module")
@@ -61,31 +69,37 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_zero_and_context(two: list[dict[str, Any]]) -> None:
-    """Under ZeRO-1 the run is saved and resumed half-way."""
-    first, second = two
+def test_owners_and_context(two: list[dict[str, Any]]) -> None:
+    """Where gradients of weights would be sent in FP8 adapters have owners; the run is saved and resumed half-way."""
+    first, second = (rank["owners"] for rank in two)
     assert first["none"]["losses"] == first["zero1"]["losses"] == second["zero1"]["losses"]
-    for name in first["none"].keys() - {"owned", "losses"}:
-        assert torch.equal(first["none"][name], first["zero1"][name]) and torch.equal(first["zero1"][name], second["zero1"][name]), name
+    for name, whole in first["none"]["trained"].items():
+        assert torch.equal(whole, first["zero1"]["trained"][name]) and torch.equal(whole, second["zero1"]["trained"][name]), name
     assert first["zero1"]["owned"] + second["zero1"]["owned"] == first["none"]["owned"] == 28 and second["zero1"]["owned"] < 28
-    assert all(abs(a - b) < 0.01 for a, b in zip(first["context"]["losses"], first["none"]["losses"], strict=True))
+    whole = two[0]["delayed none"]
+    assert all(abs(a - b) < 0.01 for a, b in zip(two[0]["context"]["losses"], whole["losses"], strict=True))
+    assert two[0]["context"]["fsdp2"] and 2 * two[0]["context"]["kept"] == whole["kept"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", FSDP)
-def test_fsdp_splits_the_base_and_the_adapters(row: str, two: list[dict[str, Any]]) -> None:
-    """The losses of the run that is not split, saved and resumed half-way; each rank has half of the adapters' elements."""
-    whole = two[0]["none"]
-    for found in (rank["split"][row] for rank in two):
-        assert found["fsdp"]["losses"] == pytest.approx(found["none"], rel=1e-6)
-        assert sum(t.numel() for name, t in found["fsdp"].items() if ".lora." in name) * 2 == sum(t.numel() for name, t in whole.items() if ".lora." in name)
+@pytest.mark.parametrize("shard", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("row", ROWS)
+def test_fsdp2_splits_adapters(row: str, shard: str, two: list[dict[str, Any]]) -> None:
+    """The losses of the run that is not split, resumed half-way with another layout: under zero1 and zero2, whose base is whole,
+    bit for bit; each rank has half of the adapters' elements."""
+    whole = two[0][f"{row} none"]
+    for found in (rank[f"{row} {shard}"] for rank in two):
+        assert found["fsdp2"] and 2 * found["kept"] == whole["kept"]
+        assert found["losses"] == (pytest.approx(whole["losses"], rel=1e-6) if shard == "fsdp" else whole["losses"])
+        if shard == "zero1":  # which went on as none
+            assert all(torch.equal(t, found["trained"][name]) for name, t in whole["trained"].items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", MEASURED)
 def test_the_plan_of_a_split_base_is_what_is_measured(words: str, two: list[dict[str, Any]]) -> None:
     for found in (dict(rank["memory"][words]) for rank in two):
-        for kind in ("weights", "gradients", "moments", "FP8 state"):
+        for kind in {"weights", "gradients", "moments", "FP8 state"} & {*found}:
             planned, here = found[kind]
             assert here == pytest.approx(planned, rel=0.01, abs=1 << 12), kind
         assert all(0.95 * here <= planned <= 1.1 * here for planned, here in (found["peak"], found["after forward"]))

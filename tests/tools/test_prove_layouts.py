@@ -54,6 +54,7 @@ MORE = {
     f"llama_8b --ranks 8 --precision bf16_fp8 --places last --sent --accumulate 3 model.num_layers=2 storage.shard=fsdp {REPLICAS}": ("TP1 PP1 CP2 DP4 fsdp", ["last 7"]),
     "olmo2_13b --precision bf16 --places first --sent --accumulate 2 model.num_layers=2 storage.shard=zero2": ("TP2 PP1 CP1 DP4 zero2", ["first 0"]),
     "llama_8b --ranks 8 --precision bf16_fp8 --places last --sent task=lora model.num_layers=3 lora.targets=[layers.1.*.up_proj] storage.shard=zero2": ("TP1 PP1 CP2 DP4 zero2", ["last 7"]),
+    "llama_8b --ranks 1024 --precision bf16_fp8 --places last --sent task=lora model.num_layers=1": ("TP1 PP1 CP2 DP512 zero1", ["last 1023"]),  # fewer rows of A than ranks
     "llama_8b --ranks 8 --precision bf16_fp8 --places last --sent --accumulate 2 task=lora model.num_layers=2 storage.shard=fsdp": ("TP1 PP1 CP2 DP4 fsdp", ["last 7"]),
     "llama_8b --ranks 1024 --precision bf16_fp8 --places last --sent fp8.scaling=mxfp8 fp8.format=e4m3 fp8.params=true model.num_layers=1 model.ffn_hidden_size=14368": ("TP1 PP1 CP2 DP512 zero1", ["last 1023"]),  # rows that are cut unevenly
     f"llama_8b --ranks 8 --precision bf16 --places last --sent --accumulate 2 model.num_layers=1 storage.comm=bf16 storage.weight_grad=fp32 storage.shard=zero2 {REPLICAS}": ("TP1 PP1 CP2 DP4 zero2", ["last 7"]),
@@ -89,7 +90,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", MORE)
 def test_ranks_of_more_cells(cell: str, more: dict[str, Ended]) -> None:
-    """The largest; a pipeline, FSDP2, HSDP and ZeRO-2 with more microbatches; adapters and low-bit state on owners."""
+    """The largest; a pipeline, FSDP2, HSDP and ZeRO-2 with more microbatches; adapters; low-bit state on owners."""
     proved(cell, *MORE[cell], more[cell])
 
 

@@ -10,8 +10,6 @@ from multiprocessing import get_context
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fp8cfg import graph_nodes  # noqa: F401 - with Fiddle, loaded before processes are forked
 from fp8cfg.config.recipe import Recipe
@@ -23,6 +21,7 @@ from fp8cfg.report.memory.layout import Part, stage_parts
 from fp8cfg.report.memory.peak import linears_of, persistent
 from fp8cfg.report.plan_report import Plan
 from fp8cfg.run_plan import planned
+from fp8cfg.training.distributed.fsdp import gathered_weights
 from fp8cfg.training.memory_measurement import gradients, stored
 from tools.layout_proof.cells import Cell
 from tools.layout_proof.collective_counter import CollectiveCounter, Sent
@@ -101,14 +100,7 @@ def planned_sent(recipe: Recipe, part: Part, backend: str, rank: int) -> dict[Ke
 
 def gathered_bytes(model: nn.Module) -> int:
     """Bytes of all weights as FSDP2 gathers them; of those in FP8 with the scales of tiles, and the other matrix where there is one."""
-    total = 0
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-            own = [p for p in module.parameters() if not isinstance(p, DTensor)]  # of the root layers have theirs split
-            total += sum(t.nbytes for p in own for t in getattr(p, "stored", (p,)) if t is not None and t.dim())
-            module.reshard()
-    return total
+    return sum(t.nbytes for p in gathered_weights(model) for t in getattr(p, "stored", (p,)) if t is not None and t.dim())
 
 
 def _chosen(kinds: dict[str, Any]) -> dict[str, int]:

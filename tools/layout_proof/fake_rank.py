@@ -9,7 +9,7 @@ meta device does not have, is left out, and nothing of a recipe's own Transforme
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -21,7 +21,7 @@ import torch.distributed._tools.fake_collectives  # shapes of collectives on the
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
 
 from fp8cfg import builder
 from fp8cfg.backends import first_pass
@@ -30,7 +30,7 @@ from fp8cfg.job import Job
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import codecs, quantize
 from fp8cfg.report import machine
-from fp8cfg.training.distributed import allreduce_steps, shards
+from fp8cfg.training.distributed import allreduce_steps, fsdp, shards
 from fp8cfg.training.distributed.world import SENT, current
 from fp8cfg.training.train_step import run_step
 from tools.layout_proof.shape_cache import ShapeCache
@@ -93,7 +93,7 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
 
         for target, name, instead in (
                 (Transformer, "to_empty", without_memory), (builder, "first_weights", lambda *_: lambda model: None),
-                (machine, "free_memory", lambda device: MUCH), (first_pass, "check", lambda model: False),
+                (fsdp, "fsdp_mesh", _with_numbers(fsdp.fsdp_mesh)), (machine, "free_memory", lambda device: MUCH), (first_pass, "check", lambda model: False),
                 (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
                 (import_module("torch.optim.adam"), "_device_dtype_check_for_fused", lambda *_: None),
                 *((torch, name, instead) for name, instead in no_autocast.items()),
@@ -104,6 +104,15 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
         dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=ranks)
         modes.callback(dist.destroy_process_group)
         yield
+
+
+def _with_numbers(made: Callable[..., Any]) -> Callable[..., Any]:
+    """`made`, as without the modes above: adapters are split once the model has its memory."""
+    def real(*args: Any) -> Any:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return made(*args)
+
+    return real
 
 
 def stepped(recipe: Recipe, counter: TorchDispatchMode | None = None) -> Job:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
@@ -12,7 +11,7 @@ from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, sa
 from fp8cfg.report.communication.fp8_shards import amaxes_of_cut_tiles, gathered_bytes
 from fp8cfg.report.memory.layout import Part, local_shapes
 from fp8cfg.report.memory.operands import CODEC
-from fp8cfg.report.memory.shards import shard_rows, trained_shapes
+from fp8cfg.report.memory.shards import shard_elements, trained_shapes
 from fp8cfg.scalings import SCALINGS
 
 
@@ -20,7 +19,7 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     """FSDP2: weights are gathered a layer at a time, embedding, last norm and output layer together, and gradients summed so: under
     zero1 once a step, under zero2 and fsdp in each backward pass; under fsdp layers are gathered in each pass, twice, and what is
     in no layer in each forward pass, in stages once a step. Groups of ranks (HSDP) sum their parts once a step, of fewer bits than
-    float32 as often as they are added up. Weights beside adapters are gathered and have no gradients."""
+    float32 as often as they are added up. Weights beside adapters have no gradients, and are gathered under fsdp alone."""
     axis, apart = same_parameters(part), Axis("replicate", part.groups)
     p, shard = recipe.precision, sharding(recipe.precision, part.shards)
     weight, sent, sums = CODEC[p.compute], CODEC[resolved(p)["comm"]], 1 if shard == "zero1" else passes
@@ -30,12 +29,12 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     rest = passes if recipe.trainer.strategy.pipeline_model_parallel_size == 1 else 1
     held = gathered(p, backend) == "fp8" if shard == "fsdp" else fp8_weights(p)
     trained = trained_shapes(recipe, part)
-    shapes = {**local_shapes(recipe, part), **trained}
+    shapes = {**local_shapes(recipe, part), **trained} if shard == "fsdp" else trained
     in_fp8 = {name: shape for linear in linears if held and linear.fp8 and (shape := shapes.get(name := f"{linear.name}.weight"))}
     groups: dict[str, list[tuple[int, float]]] = {}  # elements of a shard that are trained, and bytes that it is gathered in
     for name, shape in shapes.items():
         layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
-        n = shard_rows(shape[0], part.shards) * prod(shape[1:])
+        n = shard_elements(recipe, name, shape, part.shards)
         groups.setdefault(layer, []).append(
             (n if name in trained else 0, gathered_bytes(p.fp8, shape, part.shards) if name in in_fp8 else n * weight))
     for layer, shards in groups.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
@@ -10,6 +11,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import against_fp8_gather, fp8_weights, gathered, resolved, sharding
 from fp8cfg.report.memory.layout import Part, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
+from fp8cfg.report.memory.shards import trained_shapes
 from fp8cfg.report.tables import wrapped
 
 
@@ -29,11 +31,15 @@ def gathered_bytes(
     return int(root * 2 * compute + max(last, max(layer * (ahead * weight + compute + sent), root * sent) - head))
 
 
-def reduced_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int, each: float) -> int:
+def reduced_bytes(recipe: Recipe, part: Part, each: float) -> int:
     """Under zero1 and zero2, of gradients of `each` bytes an element that are summed as they come: those of embedding, last norm
     and output layer, and at the end what is sent of them; before that those of one layer, as they are and as they are sent."""
-    root = _root(recipe, part, linears, parameters)
-    layer, sent = (parameters - root) // len(part.layers), CODEC[resolved(recipe.precision)["comm"]]
+    groups: dict[str, int] = {}
+    for name, shape in trained_shapes(recipe, part).items():
+        group = name.split(".")[1] if name.startswith("layers.") else ""
+        groups[group] = groups.get(group, 0) + prod(shape)
+    root = groups.pop("", 0)
+    layer, sent = max(groups.values(), default=0), CODEC[resolved(recipe.precision)["comm"]]
     sent += each if sent < each else 0  # a copy of what FSDP2 would send
     return int(root * each + max(layer * (each + sent), root * sent))
 
@@ -45,6 +51,8 @@ def gather_line(recipe: Recipe, ranks: int, backend: str) -> str:
     if not by_fsdp2(recipe, ranks, backend):
         return ""
     if sharding(p, ranks) != "fsdp":
+        if recipe.lora.enabled:
+            return "frozen weights are whole on each rank; adapters are gathered once a step"
         if not fp8_weights(p):
             return ""
         two = ", two matrices of each: dgrad reads other scales" if held_beside(recipe) >= 1 else ""

@@ -77,15 +77,13 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
     live = asdict(activations(recipe, device, part, linears, added, backend))
     kinds["FP8 copies"] += live.pop("copies")
-    head = live.pop("head")
-    total = parameters(recipe, part, linears).total
+    head, counts = live.pop("head"), parameters(recipe, part, linears)
     if fsdp:
         if gathers_params(recipe.precision, backend):
             kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
-        own = total - parameters(recipe, part, linears).adapters
-        kinds["gathered"] = gathered_bytes(recipe, part, linears, own, backend, head)
+        kinds["gathered"] = gathered_bytes(recipe, part, linears, counts.total - counts.adapters, backend, head)
     elif shards:
-        kinds["accumulation"] = reduced_bytes(recipe, part, linears, total, gradient_bytes(recipe))
+        kinds["accumulation"] = reduced_bytes(recipe, part, gradient_bytes(recipe))
         if microbatches(recipe, part) > 1 and sharding(recipe.precision, part.shards) == "zero1":
             kinds["accumulation"] = max(kinds["accumulation"], before_step(recipe, part, linears) - kinds["gradients"])
     elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
@@ -93,7 +91,7 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     kinds |= {"activations": live.pop("kept"), **live}
     step = step_bytes(recipe, part, linears, device, backend)
     kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
-    if not shards:
+    if not shards or (counts.adapters and not fsdp):
         kinds["to start"] = max(0, starting(recipe, part, linears) - sum(kinds.values()))
     return kinds
 
@@ -140,7 +138,8 @@ def persistent(
         kinds["weights"] += int(frozen) // part.shards
     state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if SCALINGS[recipe.fp8.scaling].history else 0
     beside = int(counts.linear * held_beside(recipe)) if fp8_weights(recipe.precision) else 0
-    together = by_fsdp2(recipe, part.shards, backend or multiplying(recipe))  # gathered, and let go after the step
+    # Gathered, and let go after the step.
+    together = by_fsdp2(recipe, part.shards, backend or multiplying(recipe)) and not counts.adapters
     kinds["weights"] += beside * together
     return {**kinds, "FP8 copies": state + beside * (not together)}
 

@@ -6,13 +6,14 @@ divides evenly, so that the bytes are those of a rank: by default of the one tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
+from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import Columns, columns_of, sharding
+from fp8cfg.config.storage import Columns, columns_of, low_bit, sharding
 from fp8cfg.layer_plan import adapted
 from fp8cfg.report import chart
 from fp8cfg.report.memory.layout import Part, local_shapes
@@ -38,7 +39,7 @@ def state_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
         split = SPLIT["fsdp" if shard == "fsdp" else "zero2"]
         wide = {} if shard == "fsdp" else {"master_weight": "fp32", "weight_grad": "fp32"}
         columns = {name: {**one, **wide} for name, one in columns.items()}
-        own = {name: shard_rows(shape[0], part.shards, rank or 0) * prod(shape[1:]) for name, shape in shapes.items()}
+        own = {name: shard_elements(recipe, name, shape, part.shards, rank or 0) for name, shape in shapes.items()}
     elif split:
         owner, loads = owner_of(recipe, part, linears)
         rank = max(loads, key=lambda one: loads[one]) if rank is None else rank
@@ -76,6 +77,20 @@ def parameter_columns(recipe: Recipe, linears: list[PlannedLinear], names: Itera
     p, runs = recipe.precision, {f"{linear.name}.weight": linear.fp8 for linear in linears}
     kinds = {fp8: columns_of(p, fp8 is not None, bool(fp8)) for fp8 in (None, False, True)}
     return {name: kinds[runs.get(name)] for name in names}
+
+
+def by_columns(precision: Precision, name: str, shape: Sequence[int], ranks: int) -> bool:
+    """Whether FSDP2 splits the parameter `name` by its columns: an adapter's A [rank, in] of fewer rows than `ranks`, of which most
+    would have none, and all would send padding. FSDP2 takes columns that `ranks` divide alone (torch 2.13), and low-bit moments are
+    those of rows (optim/low_bit/shards.py)."""
+    return name.endswith(".lora_A") and shape[0] < ranks and shape[1] % ranks == 0 and not low_bit(precision)
+
+
+def shard_elements(recipe: Recipe, name: str, shape: Sequence[int], ranks: int, rank: int = 0) -> int:
+    """The elements of the parameter `name` that FSDP2 leaves on `rank`; rank 0 has as many as it gives with its padding."""
+    if by_columns(recipe.precision, name, shape, ranks):
+        return prod(shape) // ranks
+    return shard_rows(shape[0], ranks, rank) * prod(shape[1:])
 
 
 def shard_rows(rows: int, ranks: int, rank: int = 0) -> int:

@@ -69,6 +69,6 @@ def _narrow(job: Job) -> dict[str, str]:
     """The names of sharded parameters that the unsharded run stores in fewer bits, each with the optimizer's name of it."""
     if not (job.prepared.fsdp2 and job.prepared.shard in ZERO):
         return {}
-    first = {p: name for name, p in job.model.named_parameters()}
+    first = {p: name for name, p in job.model.named_parameters() if p.requires_grad}
     return {name: first[p] for name, p in job.model.named_parameters(remove_duplicate=False)
-            if job.prepared.columns[first[p]]["weight"] != "fp32"}
+            if p in first and job.prepared.columns[first[p]]["weight"] != "fp32"}

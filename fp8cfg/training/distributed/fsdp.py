@@ -12,6 +12,8 @@ each (HSDP) sum their shards' gradients in the last microbatch; in each in such 
 Gathered are weights as a rank alone stores them, under fsdp in the codec of storage.gather. Gradients are summed in storage.comm,
 a layer at a time while those before it still go back; embedding, last norm and output layer are one group, the last. What is not
 summed in each microbatch is added up in storage.weight_grad first, which takes the gradients of the whole model.
+
+Beside adapters fsdp splits frozen weights too; zero1 and zero2 leave them whole on each rank, and split the adapters.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.stored_weights import DTYPES
@@ -38,6 +40,7 @@ from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import gathered, resolved
 from fp8cfg.numerics.stored_form import in_stored_form
 from fp8cfg.parallel.mesh import fsdp_mesh
+from fp8cfg.report.memory.shards import by_columns
 from fp8cfg.training.distributed.collectives import Message
 from fp8cfg.training.distributed.world import SENT, World, current
 
@@ -98,9 +101,10 @@ def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: 
 
 
 def shard(model: Transformer, precision: Precision, device: str, gradient: torch.dtype) -> None:
-    """Split `model`, in place, over all ranks, which compute on `device`: each layer by itself, then the rest. The gradients of
-    gathered weights are in `gradient`. With tensor parallelism over those ranks that have the same part of it, in groups over those
-    of one, which sum gradients with the others. One rank alone gets a process group of its own, to compute what several do."""
+    """Split `model`, in place, over all ranks, which compute on `device`: each layer by itself, then the rest; under zero1 and
+    zero2 what is trained of it. The gradients of gathered weights are in `gradient`. With tensor parallelism over those ranks that
+    have the same part of it, in groups over those of one, which sum gradients with the others. One rank alone gets a process group
+    of its own, to compute what several do."""
     if not dist.is_initialized():
         current()  # which raises where torchrun has started several
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -110,8 +114,12 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
     worlds = [World(mesh.get_local_rank(axis), mesh.size(axis)) for axis in range(mesh.ndim)]
     # Activations have the compute dtype already, and rotary tables are to stay in float32.
     policy = MixedPrecisionPolicy(DTYPES[precision.compute], DTYPES[resolved(precision)["comm"]], cast_forward_inputs=False)
+    zero = precision.storage.shard in ZERO
+    whole = {p for p in model.parameters() if zero and not p.requires_grad}
+    by_column = {p for name, p in model.named_parameters() if by_columns(precision, name, p.shape, worlds[-1].size)}
     for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=None if precision.storage.shard == "fsdp" else False)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False if zero else None, ignored_params=whole,
+                    shard_placement_fn=lambda p: Shard(int(p in by_column)))
         if gradient != policy.param_dtype:
             module.register_forward_pre_hook(partial(_widen_gradients, gradient))
         assert isinstance(module, FSDPModule)
@@ -126,7 +134,7 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
             module.set_all_reduce_hook(partial(_count_sum, groups))
         # In the place of torch's bare AssertionError.
         type(module).__deepcopy__ = partialmethod(_refuse_copy, precision.storage.shard)  # type: ignore[attr-defined]
-    if precision.storage.shard in ZERO:  # under fsdp shards are what its users expect
+    if zero:  # under fsdp shards are what its users expect
         model.register_state_dict_pre_hook(partial(_refuse_shards, precision.storage.shard))  # type: ignore[no-untyped-call]
 
 
@@ -222,14 +230,15 @@ def drop(model: nn.Module) -> None:
 
 
 def gathered_weights(model: nn.Module) -> list[Tensor]:
-    """The tensors that weights are gathered in: one for each, in every pass."""
-    found: list[Tensor] = []
+    """The tensors that weights are gathered in: one for each, in every pass; and weights that are whole."""
+    found: dict[Tensor, None] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-            found += [p for p in module.parameters() if not isinstance(p, DTensor)]  # of the root layers have theirs split
+            # Of the root layers have theirs split.
+            found |= dict.fromkeys(p for p in module.parameters() if not isinstance(p, DTensor))
             module.reshard()
-    return found
+    return [*found]
 
 
 def holders(model: nn.Module) -> World:
