@@ -344,7 +344,7 @@ RANKED = {
     "gradients in scaled fp16": "precision=bf16 storage.weight_grad=fp16_scaled",
     "O3, tied": f"{FP8} opt_level=O3 fp8.output_layer=true model.share_embeddings_and_output_weights=true",
     # What FSDP2 does not gather as a rank alone stores it (tests/training/test_zero_shards.py has the rest).
-    "fp32": "precision=bf16 storage.weight=fp32", "FP8 weights": "precision=bf16_mxfp8 storage.master_weight=fp16_scaled", "fp16": f"precision=fp16 storage.weight=fp32 {SCALE}",
+    "fp32": "precision=bf16 storage.weight=fp32", "FP8 weights": "precision=bf16_mxfp8 storage.master_weight=fp16_scaled", "FP8 weights outside of FP8": "precision=bf16 storage.weight=fp8", "fp16": f"precision=fp16 storage.weight=fp32 {SCALE}",
     "momentum": "precision=bf16 storage.weight=fp32 optim.name=sgd optim.momentum=0.9 optim.lr=0.1 trainer.gradient_clip_val=0.5",
 }
 SHARDS = ("none", "zero1", "zero2")

@@ -30,8 +30,8 @@ def summed_on_owners(recipe: Recipe, part: Part, linears: list[PlannedLinear], r
 
 
 def handed_round(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> Iterator[Collective]:
-    """Weights from their owners to all, as they are stored, in messages as long as the longest of a rank; then the amaxes of FP8
-    weights, which owners recorded."""
+    """Weights from their owners to all, as they are stored, in messages as long as the longest of a rank; the scales of those in a
+    codec; then the amaxes of FP8 weights, which owners recorded."""
     axis, (owner, _) = same_parameters(part), owner_of(recipe, part, linears)
     shapes = trained_shapes(recipe, part)
     columns = parameter_columns(recipe, linears, shapes)
@@ -39,8 +39,10 @@ def handed_round(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> It
     fp8 = {name for p in linears if held and p.fp8 and (name := f"{p.name}.weight") in shapes}
     stored = {name: int(prod(shape) * CODEC[columns[name]["weight"]] + (_beside(recipe, shape) if name in fp8 else 0))
               for name, shape in shapes.items()}
-    loads = _loads(stored, owner)
-    yield from axis.all_gather_in("weights", max(loads.values()), _rounds(loads, axis.ranks))
+    scales = {name: NUMBER for name in shapes if name not in fp8 and columns[name]["weight"] in SCALED}  # one for all of a weight
+    for what, loads in (("weights", _loads(stored, owner)), ("scales", _loads(scales, owner))):
+        if loads:
+            yield from axis.all_gather_in(what, max(loads.values()), _rounds(loads, axis.ranks))
     if fp8 and SCALINGS[recipe.fp8.scaling].history:
         yield from axis.all_reduce("amaxes", NUMBER * len(fp8))
 

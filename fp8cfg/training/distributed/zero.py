@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fp8cfg.backends import stored_weights
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.precision import Precision
 from fp8cfg.numerics import FP8Linear, fp8_linears
@@ -22,13 +23,13 @@ from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
 from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.numerics.weight_access import plain
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
-from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.report.memory.owners import owners
 from fp8cfg.training.distributed.quantized_allreduce import gather_from_owners
 from fp8cfg.training.distributed.world import World, sharing
 
 if TYPE_CHECKING:
     from fp8cfg.numerics.codecs import Codec
+    from fp8cfg.optim.low_bit.training import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
     Optimizer = MixedPrecisionOptimizer | LowBitTraining
@@ -69,10 +70,12 @@ def columns_of(prepared: PreparedModel, precision: Precision, name: str) -> Colu
 def attach(optimizer: Optimizer, model: nn.Module, owner: Mapping[str, int], shard: str, world: World) -> None:
     """Hook ZeRO into `optimizer`: each step ends by gathering all weights from their owners, and its norm is the global one."""
     layers = {layer.parameter: layer for layer in fp8_linears(model) if layer.parameter.requires_grad}
+    held = stored_weights.held(model)
 
     @torch.no_grad()
     def hand_round() -> None:
-        entries = [(entry, owner[name]) for p, name in optimizer.names.items() for entry in _written(p, optimizer, layers.get(p))]
+        entries = [(entry, owner[name]) for p, name in optimizer.names.items()
+                   for entry in ([held[p].in_codec] if p in held else _written(p, layers.get(p)))]
         gather_from_owners([entry for entry, _ in entries], [rank for _, rank in entries], world, world.traffic)
         histories = [layer.fp8_amax_history for layer in layers.values() if layer.fp8_params and layer.fp8_amax_history is not None]
         if histories:  # the amax of a weight, which its owner recorded as it wrote it
@@ -85,10 +88,8 @@ def attach(optimizer: Optimizer, model: nn.Module, owner: Mapping[str, int], sha
         optimizer.sum_norms = world.sum
 
 
-def _written(p: nn.Parameter, optimizer: Optimizer, layer: FP8Linear | None) -> list[Stored]:
-    """The tensors that a step writes for `p`."""
-    if isinstance(optimizer, LowBitTraining) and p in optimizer.held:
-        return [optimizer.held[p]()]
+def _written(p: nn.Parameter, layer: FP8Linear | None) -> list[Stored]:
+    """The tensors that a step writes for `p`, which no codec with a scale holds: data alone."""
     if layer is None or not layer.fp8_params:
         return [(p.detach(),)]
     beside = (getattr(layer, name) for name in WEIGHT_BUFFERS)
