@@ -33,7 +33,6 @@ class PreparedModel:
     sums: Any = None  # distributed.overlapped_sums.OverlappedSums, where backward passes start sums
     tensor_parallel: Any = None
     pipeline: Any = None
-    midstep: bool = False  # a step has begun, and not ended
     same_samples: Any = None  # the process group of ranks that share layers and samples, where fp8.tp_only_amax_red asks for it
 
     @property

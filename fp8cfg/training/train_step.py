@@ -24,7 +24,7 @@ from fp8cfg.optim.schedule import set_lr
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.pipeline import PipelineRank
 from fp8cfg.training.device_copy import on_device
-from fp8cfg.training.distributed.gradient_sync import overlapped_sums, stores_early, sum_gradients, summed_in_backward
+from fp8cfg.training.distributed.gradient_sync import drop_sums, overlapped_sums, stores_early, sum_gradients, summed_in_backward
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.model_traffic import count_pass
 
@@ -69,17 +69,21 @@ def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
 
 def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, float | Either, bool]:
     """The mean loss of an optimizer step, on the device, the learning rate, or both that it may have, and what the optimizer's step
-    returned."""
+    returned. After an error in its midst the job takes another step, or one of a loop of one's own, as if it had not begun."""
+    try:
+        return _step(job, batches, step, world)
+    except BaseException:
+        job.summed = False
+        drop_sums(job.prepared)
+        raise
+
+
+def _step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, float | Either, bool]:
     count = microbatches(job, world)
     strategy = job.recipe.trainer.strategy
     whole = 1 if batches.samples.masked else count * _shares(strategy, world)  # a mean of equal parts is divided once, at its end
     total = torch.zeros((), device=job.device)
     job.optimizer.zero_grad()
-    if job.prepared.midstep and job.prepared.fsdp2:
-        from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
-
-        fsdp.drop(job.model)
-    job.prepared.midstep = True
     with weights_kept(job.model, quantizes_once(job.recipe, job.prepared.shard, count)):
         for loss, parts in (_passes if job.prepared.pipeline is None else _pipelined)(job, batches, step, world):
             total += loss * (whole / parts)
@@ -89,7 +93,6 @@ def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tenso
     lr = either(job.optimizer, lambda _, steps: job.schedule.lr_at(steps))
     set_lr(job.optimizer, lr)
     stepped = job.optimizer.step()
-    job.prepared.midstep = False
     set_lr(job.optimizer, lr_after(lr, made=True))
     mean = world.sum(total / (whole * strategy.tensor_model_parallel_size))  # so many ranks have the same loss
     return mean, lr, stepped

@@ -57,20 +57,43 @@ def tiny(words: str) -> Recipe:
 
 
 def broken_off(shard: str, world: World) -> list[list[float]]:
-    """Two steps after errors in the first: before all passes, in the midst of the first, and in the second microbatch."""
+    """Two steps after errors in the first: before all passes, in the midst of the first, and in the second microbatch; and one of a
+    loop written by hand after another in the second microbatch, and after the last one, beside those of a job without errors."""
     job = job_of("precision=fp32", f"storage.shard={shard}", "trainer.micro_batch_size=2")
     for module, passes in ((job.model, 0), (job.model.final_layernorm, 0), (job.model.final_layernorm, 1)):
-        left = iter(range(passes))
+        breaks_off(job, world, module, passes)
+    losses, unbroken = run(job, world, 0, 2), job_of("precision=fp32", f"storage.shard={shard}", "trainer.micro_batch_size=2")
+    breaks_off(job, world, job.model.final_layernorm, 1)
+    run(unbroken, world, 0, 2)
+    losses += [by_hand(job, world), by_hand(unbroken, world)]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):  # when all passes are done
+        patch.setattr("fp8cfg.training.train_step.sum_gradients", lambda *_: 1 // 0)
+        run(job, world, 0, 1)
+    return [*losses, by_hand(job, world), by_hand(unbroken, world)]
 
-        def breaks(module: torch.nn.Module, args: Any, left: Any = left) -> None:
-            if next(left, None) is None:
-                raise ZeroDivisionError
 
-        handle = module.register_forward_pre_hook(breaks, prepend=True)
-        with pytest.raises(ZeroDivisionError):
-            run(job, world, 0, 1)
-        handle.remove()
-    return run(job, world, 0, 2)
+def breaks_off(job: Job, world: World, module: torch.nn.Module, passes: int) -> None:
+    """A step that ends with an error after so many `passes` through `module`."""
+    left = iter(range(passes))
+
+    def breaks(module: torch.nn.Module, args: Any) -> None:
+        if next(left, None) is None:
+            raise ZeroDivisionError
+
+    handle = module.register_forward_pre_hook(breaks, prepend=True)
+    with pytest.raises(ZeroDivisionError):
+        run(job, world, 0, 1)
+    handle.remove()
+
+
+def by_hand(job: Job, world: World) -> list[float]:
+    """The loss on this rank and the gradient norm of a step of one microbatch."""
+    job.optimizer.zero_grad()
+    loss = job.model(*run_data(job.recipe)[0].batch(0, world.rank, world.size, 0, 2))
+    job.backward(loss, world.size)
+    job.sum_gradients()
+    job.optimizer.step()
+    return [loss.item(), job.optimizer.grad_norm]
 
 
 def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
@@ -172,7 +195,8 @@ def test_a_rank_keeps_half_of_masters_moments_and_gradients(row: str, two: tuple
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_step_drops_what_one_before_it_left_that_was_broken_off(shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
     for found in two[1]:
-        assert found[f"broken off {shard}"] == found[f"fp32 {shard}"]["losses"][:2]
+        *losses, second, unbroken, last, whole = found[f"broken off {shard}"]
+        assert losses == found[f"fp32 {shard}"]["losses"][:2] and [second, last] == [unbroken, whole]
 
 
 @pytest.mark.slow

@@ -216,8 +216,9 @@ def let_go(model: nn.Module) -> None:
             module.reshard()
 
 
-def drop(model: nn.Module) -> None:
-    """Drop what a step that was broken off has gathered and added up."""
+def drop(model: nn.Module, shard: str) -> None:
+    """Drop what a step that was broken off has gathered and added up; the next backward pass sums, as in a loop of one's own."""
+    microbatch(model, shard, last=True)
     assert isinstance(model, FSDPModule)
     if model._get_fsdp_state()._is_root is None:
         return  # before the first forward pass, which makes what is reset

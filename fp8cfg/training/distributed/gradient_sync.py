@@ -102,6 +102,16 @@ def overlapped_sums(prepared: PreparedModel, optimizer: Optimizer) -> Overlapped
     return made
 
 
+def drop_sums(prepared: PreparedModel) -> None:
+    """Forget what a step that was broken off has summed, and what FSDP2 has gathered and added up in it."""
+    if prepared.sums is not None:
+        prepared.sums.summed = False
+    if prepared.fsdp2:
+        from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
+
+        fsdp.drop(prepared.model, prepared.shard)
+
+
 def sum_norms(optimizer: MixedPrecisionOptimizer, prepared: PreparedModel) -> None:
     """Let the gradient norm of `optimizer` be that of all parts of matrices that are split, once of what every rank has, and of all
     stages of a pipeline."""
