@@ -48,12 +48,12 @@ def optimizer(
             groups, _inner(optim),
             masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
             loss_scaler=loss_scaler, clip_grad=clip_grad, owned=owned)
-        gradient_sync.sum_norms(built, prepared)
         if prepared.fsdp2:
             from fp8cfg.training.distributed import fsdp
 
             built.sharded = precision.storage.shard != "fsdp"
             built.on_written.append(partial(fsdp.let_go, model))  # weights that a loop of one's own has gathered meanwhile
+    gradient_sync.sum_norms(built, prepared)
     able = backend_registry.capabilities(choice.backend)
     skips = not precision.fp8.enabled or able.skips_on_device
     # Under a loss scale a run goes on after a skipped step. Transformer Engine moves delayed scales in it too, and weights that are
@@ -84,17 +84,16 @@ def _low_bit(
     from fp8cfg.optim.low_bit.shards import columns_of_shard
     from fp8cfg.optim.low_bit.training import LowBitTrainingAdam, LowBitTrainingAdamW
     from fp8cfg.training.distributed import zero
+    from fp8cfg.training.distributed.state_parts import attach, tensor_parts
 
     model = prepared.model
-    named = dict(model.named_parameters())
+    named, parts = dict(model.named_parameters()), tensor_parts(prepared)
     held = {p: partial(getattr, layer, "in_codec") for p, layer in stored_weights.held(model).items()}
     writers = {p: write for p, write in writers.items() if p not in held}  # a step stores those itself
     split: dict[Any, dict[str, Any]] = {}
     for number, group in enumerate(groups):
         for name, p in group["params"]:
-            columns = zero.columns_of(prepared, precision, name)
-            if prepared.fsdp2:
-                columns = columns_of_shard(columns, p)
+            columns = columns_of_shard(zero.columns_of(prepared, precision, name), p, parts.get(p))
             if p in writers:
                 columns = columns._replace(weight=codec("fp32"))  # what the writer is given
             split.setdefault((number, columns), {**group, "params": [], "columns": columns})["params"].append((name, p))
@@ -104,23 +103,9 @@ def _low_bit(
         owned=zero.owned(prepared, precision), seed=seed,
         originals={named[name]: t for name, t in prepared.masters.items()}, loss_scaler=loss_scaler, clip_grad=clip_grad,
         adds_stored=precision.storage.accumulate == "stored")
-    if prepared.fsdp2:
-        _of_shards(built, prepared, precision)
+    attach(built, prepared, precision, parts)
     prepared.masters.clear()
     return built
-
-
-def _of_shards(built: LowBitTraining, prepared: PreparedModel, precision: Precision) -> None:
-    """Let the low-bit Adam `built` step shards: norms and scales of whole tensors are over the ranks that have these."""
-    from fp8cfg.training.distributed import fsdp, zero
-
-    world = fsdp.holders(prepared.model)
-    built.sum_norms = lambda norms: world.sum(norms.square()).sqrt()
-    built.largest = world.largest
-    built.whole = {zero.columns_of(prepared, precision, name) for name in built.names.values()}
-    built.masters_of = {name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"}
-    built.sharded = precision.storage.shard != "fsdp"
-    built.on_written.append(partial(fsdp.let_go, prepared.model))
 
 
 def _inner(optim: Optim) -> Any:

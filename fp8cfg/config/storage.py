@@ -138,6 +138,14 @@ def float32_masters(precision: Precision) -> bool:
     return precision.storage.rounding == "nearest" and exact(resolved(precision)) and exact(others(precision))
 
 
+def moments_alone(precision: Precision) -> bool:
+    """Whether what is of fewer bits than float32, if anything is, is moments, which any part of a tensor has by itself: masters are
+    float32, and weights are stored as products read them, or cast from their masters."""
+    held = {"fp32", precision.compute, *(("fp8",) if fp8_weights(precision) else ())}
+    return float32_masters(precision) and all(columns["weight"] in held and columns["weight_grad"] not in SCALED
+                                              for columns in (resolved(precision), others(precision)))
+
+
 def sharding(precision: Precision, ranks: int) -> str:
     """storage.shard over `ranks` that hold the same parameters, with auto resolved."""
     if precision.storage.shard != "auto":
@@ -205,11 +213,22 @@ def against_gathered_params(fp8: FP8, backend: str) -> list[str]:
     return lines
 
 
+_WIDE = {"weight": "auto", "master_weight": "auto", "weight_grad": "auto", "rounding": "nearest"}
+"""Storage keys that leave moments alone in fewer bits than float32."""
+
+
+def _widened(precision: Precision, but: str) -> Precision:
+    """A copy of `precision` with those keys, `but` for one."""
+    wide = {key: value for key, value in _WIDE.items() if key != but}
+    return precision.model_copy(update={"storage": precision.storage.model_copy(update=wide)})
+
+
 def low_bit_refused(precision: Precision, ranks: int, key: str, what: str) -> Iterator[str]:
-    """Why state in fewer bits is not had over so many ranks under `key`, a layout that splits `what`."""
+    """Why state in fewer bits, but for moments, is not had over so many ranks under `key`, a layout that splits `what`."""
     if level(precision):
         yield f"opt_level={level(precision)}: low-bit state is that of whole {what}, and {key} splits them; write opt_level=null"
-    elif low_bit(as_sharded(precision, ranks)):
-        yield (f"storage: state in other codecs than float32 masters and moments is that of whole {what}, and {key} splits them; "
-               "write storage.master_weight=auto storage.exp_avg=auto storage.exp_avg_sq=auto storage.weight_grad=auto "
-               "storage.weight=auto")
+    elif low_bit(own := as_sharded(precision, ranks)) and not moments_alone(own):
+        keys = [key for key in _WIDE if not moments_alone(_widened(own, but=key))] or ["weight_grad"]
+        words = " ".join(f"storage.{key}={_WIDE[key]}" for key in keys)
+        yield (f"storage: state in fewer bits, but for moments over float32 masters, is that of whole {what}, and {key} splits "
+               f"them; write {words}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -28,6 +29,10 @@ class TensorShard:
         """The whole tensor of the parts of all ranks, in their order."""
         chunks = [part.chunk(self.pieces, self.dim) for part in parts]
         return torch.cat([of_rank[piece] for piece in range(self.pieces) for of_rank in chunks], self.dim)
+
+    def run(self, shape: Sequence[int]) -> int:
+        """How many elements of a part of that `shape` stand one behind the other in the whole too."""
+        return prod(shape[self.dim:]) // self.pieces
 
     def boxes(self, length: int) -> Iterator[tuple[int, int, int]]:
         """For each piece where it begins and ends in a part that is `length` long, and where it begins in the whole."""

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from fp8cfg.numerics import range_expansion as expand
 from fp8cfg.numerics.exact_float32 import largest, pow2_scale, square_root
 from fp8cfg.numerics.formats import E4M3, Format, cast, widen
-from fp8cfg.numerics.stochastic_rounding import round_stochastic, uniform
+from fp8cfg.numerics.stochastic_rounding import Start, round_stochastic, uniform
 
 Stored = tuple[Tensor, ...]
 Rounding = Literal["nearest", "stochastic"]
@@ -45,6 +45,8 @@ CHUNK = 1 << 16
 """Elements that eager code widens to float32 at a time: what fits a CPU's cache."""
 GPU_CHUNK = 1 << 22
 """The same on a GPU, where each piece costs launches: 16 MiB a tensor."""
+BLOCK = 128
+"""Elements that share a scale in the codecs with blocks."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Codec:
         return (data, *stored[1:])
 
     def write(
-        self, x: Tensor, part: Stored, scale_inv: Tensor | None, key: Tensor | None = None, lane: int = 0, start: int = 0,
+        self, x: Tensor, part: Stored, scale_inv: Tensor | None, key: Tensor | None = None, lane: int = 0, start: Start = 0,
         skip: Tensor | None = None,
     ) -> None:
         """Quantize float32 `x` into a part, from element `start` on, of a stored tensor. A scale of the whole tensor is given,
@@ -146,7 +148,7 @@ class Codec:
         rows = self._rows(square_root(x) if self.root else x)
         return expand.scales(rows) if self.expand else self.scale_inv(rows.abs().amax(-1))
 
-    def _quantize(self, x: Tensor, scale_inv: Tensor | None, key: Tensor | None, lane: int = 0, start: int = 0) -> Tensor:
+    def _quantize(self, x: Tensor, scale_inv: Tensor | None, key: Tensor | None, lane: int = 0, start: Start = 0) -> Tensor:
         if self.expand:
             v = self._rows(x)
             assert scale_inv is not None, "blocks have scales"
@@ -162,7 +164,7 @@ class Codec:
         data = cast(v, fmt) if fmt.dtype.itemsize == 1 else v.to(fmt.dtype)
         return self._from_rows(data, x) if self.block else data
 
-    def _uniform(self, v: Tensor, key: Tensor | None, lane: int, start: int) -> Tensor | None:
+    def _uniform(self, v: Tensor, key: Tensor | None, lane: int, start: Start) -> Tensor | None:
         if self.rounding == "nearest":
             return None
         if key is None:
@@ -195,8 +197,8 @@ def spans(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 NAMES = {
     "fp32": Codec(FP32), "bf16": Codec(BF16), "fp16": Codec(FP16), "fp16_scaled": Codec(FP16, "pow2"),
-    "fp8": Codec(E4M3, "exact"), "fp8_pow2": Codec(E4M3, "pow2"), "fp8_block": Codec(E4M3, "exact", block=128),
-    "fp8_expand": Codec(E4M3, "exact", block=128, expand=True),
+    "fp8": Codec(E4M3, "exact"), "fp8_pow2": Codec(E4M3, "pow2"), "fp8_block": Codec(E4M3, "exact", block=BLOCK),
+    "fp8_expand": Codec(E4M3, "exact", block=BLOCK, expand=True),
 }  # fmt: skip
 """The codecs by the names that the storage keys take."""
 

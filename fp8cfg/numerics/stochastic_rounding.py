@@ -23,14 +23,41 @@ def random_key(seed: int, *words: int | str) -> Tensor:
     return torch.tensor(struct.unpack("<2i", digest), dtype=torch.int32)
 
 
-def uniform(key: Tensor, lane: int, start: int, count: int) -> Tensor:
+class Strided(NamedTuple):
+    """Element number `start` of a part of a tensor that is split: of every `ranks` runs of `run` elements the part has that of
+    `rank`, as of a matrix that is split by columns."""
+
+    start: int
+    run: int
+    rank: int
+    ranks: int
+
+
+Start = int | Strided
+"""Where elements begin: in the whole tensor, or in a part of it."""
+
+
+def moved(start: Start, by: int) -> Start:
+    """`by` elements further."""
+    return start._replace(start=start.start + by) if isinstance(start, Strided) else start + by
+
+
+def elements(start: Start, count: int, device: torch.device) -> Tensor:
+    """The numbers, int32 [count], that elements from `start` on have in the whole tensor."""
+    if not isinstance(start, Strided):
+        return torch.arange(start, start + count, dtype=torch.int32, device=device)
+    own = elements(start.start, count, device)
+    return own + (own // start.run * (start.ranks - 1) + start.rank) * start.run
+
+
+def uniform(key: Tensor, lane: int, start: Start, count: int) -> Tensor:
     """`count` float32 numbers in [0, 1), multiples of 2^-24, for the elements from `start` on; lanes are separate streams. Keys
     [n, 2] give [n, count].
 
     The index goes through the two multiply-xorshift rounds of lowbias32 (C. Wellons, "Hash function prospector", 2018), with
     half of the key mixed in before each.
     """
-    x = torch.arange(start, start + count, dtype=torch.int32, device=key.device)
+    x = elements(start, count, key.device)
     x = _shift_xor(x ^ (key[..., :1] + _int32(lane * 0x9E3779B9)), 16) * 0x7FEB352D
     x = _shift_xor(x + key[..., 1:], 15) * _int32(0x846CA68B)
     return ((_shift_xor(x, 16) >> 8) & 0xFFFFFF).float() * 2.0**-24

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,9 +47,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
     Of the parameters that are not `owned`, by name, no master and no moment is kept, and a step leaves them to the rank that owns
     them; `on_written` is then there to hand weights round. Norms are of the gradients of all, or, where this rank has those of its
-    own alone, `sum_norms` adds them up over the ranks, 0 standing for the others. Of parameters that are `split`, of which other
-    ranks have other parts, `sum_split` adds up the squares over those ranks; `sum_stages` does over ranks with other layers,
-    where those that are `uncounted` here count.
+    own alone, `sum_norms` adds them up over the ranks, 0 standing for the others.
     """
 
     def __init__(
@@ -87,8 +86,6 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self.on_skip: list[Callable[[], None]] = []
         self.on_written: list[Callable[[], None]] = []
         self.sum_norms: Callable[[Tensor], Tensor] | None = None
-        self.sum_split: Callable[[Tensor], Tensor] = lambda squares: squares
-        self.uncounted: Collection[Tensor] = ()
         self.counts = dict.fromkeys(self.names, 0)
         self._elsewhere: set[nn.Parameter] = set()
         self._written = WriteGuard(self.names, "their masters were made", self._narrow)
@@ -215,21 +212,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             master.grad = every.get(p)
         if self.loss_scaler is not None and every:
             unscale(every.values(), taken(self, lambda scaler, _: 1.0 / scaler.scale if scaler else 1.0))
-        return self._norm(every)
-
-    def _norm(self, every: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        """The norm of all gradients together."""
-        if self.sum_stages is None:
-            return self._norm_here(every, list(self.names))
-        here = self._norm_here(every, [p for p in self.names if not any(p is other for other in self.uncounted)])
-        return self.sum_stages(here.double().square()).sqrt().float()
-
-    def _norm_here(self, every: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]) -> Tensor:
-        """The norm of the gradients of `params`, of all parts of those that are split."""
-        if not self.split:
-            return self._norm_of(every, params)
-        split, whole = ([p for p in params if (p in self.split) == part] for part in (True, False))
-        return (self.sum_split(self._norm_of(every, split).square()) + self._norm_of(every, whole).square()).sqrt()
+        return self.norm_over_ranks(partial(self._norm_of, every))
 
     def _norm_of(self, every: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]) -> Tensor:
         """The norm of the gradients of `params`."""

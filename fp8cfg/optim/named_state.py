@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8cfg.optim.deferred_step import DeferredSteps
 
@@ -37,17 +37,36 @@ class NamedOptimizer(torch.optim.Optimizer):
     alone, and the model's `state_dict` has none.
     """
 
+    names: dict[nn.Parameter, str]
     fp8_state: FP8State | None = None
     _owned: Container[str] | None = None
     sharded: bool = False
     """Whether FSDP2 has split every parameter, and with it the state, over data-parallel ranks."""
     split: Collection[Any] = ()
     """Parameters of which other ranks have other parts."""
+    sum_split: Callable[[Tensor], Tensor] | None = None
+    """Adds up a number over the ranks that have these parts."""
     can_defer: bool = False
     """Whether the device can decide whether a step is skipped."""
     deferred: DeferredSteps | None = None
     sum_stages: Callable[[Tensor], Tensor] | None = None
     """Adds up a number over the ranks that have other layers of the model, where there are some."""
+    uncounted: Collection[Tensor] = ()
+    """Parameters that one of those ranks has too, and counts."""
+
+    def norm_over_ranks(self, norm_of: Callable[[Sequence[nn.Parameter]], Tensor]) -> Tensor:
+        """The norm of the gradients of the whole model, from `norm_of`, that of some parameters as far as this rank has them."""
+        if self.sum_stages is None:
+            return self._norm_of_parts(norm_of, list(self.names))
+        here = self._norm_of_parts(norm_of, [p for p in self.names if not any(p is other for other in self.uncounted)])
+        return self.sum_stages(here.double().square()).sqrt().float()
+
+    def _norm_of_parts(self, norm_of: Callable[[Sequence[nn.Parameter]], Tensor], params: Sequence[nn.Parameter]) -> Tensor:
+        """The norm of the gradients of `params`, of all parts of those that are split."""
+        if self.sum_split is None:
+            return norm_of(params)
+        split, whole = ([p for p in params if (p in self.split) == part] for part in (True, False))
+        return (self.sum_split(norm_of(split).square()) + norm_of(whole).square()).sqrt()
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:

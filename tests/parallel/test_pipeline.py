@@ -49,6 +49,7 @@ BITS = {  # name -> words of runs whose losses are those of one rank, bit for bi
     "zero1": f"precision=bf16_fp8 {EXACT} storage.shard=zero1",
     "torchao": f"{CURRENT} {EXACT} backend=torchao fp8.params=false fp8.output_layer=false",
     "compiled": f"precision=bf16_fp8 {EXACT} {TWO_CHUNKS} trainer.compile=on fp8.include=['*mlp*']",
+    "moments": f"precision=bf16_fp8_te_fused_adam {EXACT}", "moments in blocks": f"precision=bf16_fp8_current_coat {EXACT} {TWO_CHUNKS}",
     "gpt": f"precision=bf16_fp8 {EXACT} model.position_embedding_type=learned_absolute model.max_position_embeddings=32 "
            "model.normalization=LayerNorm model.activation=gelu model.add_bias_linear=true model.sliding_window=9 "
            "model.window_attn_skip_freq=2",
@@ -386,6 +387,8 @@ KEY = "pipeline_model_parallel_size=2"
     (f"model.num_layers=4 trainer.global_batch_size=24 {TWO_CHUNKS}",
      f"{PIPELINE}=2: a step has 3 microbatches on each rank, and interleaved stages take a multiple of 2; write trainer.micro_batch_size=6"),
     ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: low-bit state is that of whole models, and {KEY} splits them; write opt_level=null"),
+    ("precision=bf16_fp8 storage.weight_grad=fp8", "storage: state in fewer bits, but for moments over float32 masters, is that of whole models, "
+     f"and {KEY} splits them; write storage.weight_grad=auto"),
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
      f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has all layers; write 0"),
     ("task=lora", f"{PIPELINE}=2: splits the model, and adapters stand beside a whole one (lora.enabled=True); write 1"),

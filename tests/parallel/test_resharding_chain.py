@@ -20,7 +20,8 @@ from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
-WORDS = ("precision=bf16_fp8", "fp8.params=false", "storage.weight=fp32", "fp8.amax_history_len=4")
+WORDS = ("precision=bf16_fp8", "fp8.params=false", "storage.weight=fp32", "fp8.amax_history_len=4",
+         "storage.exp_avg=fp8", "storage.exp_avg_sq=fp16_scaled")
 STRATEGY = "trainer.strategy."
 TP, PP = f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}pipeline_model_parallel_size=2"
 CHAIN = ((2, f"{TP} trainer.micro_batch_size=8"), (4, f"{TP} {STRATEGY}sequence_parallel=true trainer.micro_batch_size=4"),

@@ -21,6 +21,7 @@ from fp8cfg.models.transformer import Transformer
 from fp8cfg.parallel import tensor_collectives
 from fp8cfg.parallel.tensor import finish_layers, partial_gradients, split_model, tensor_rank
 from fp8cfg.training import memory_measurement
+from fp8cfg.training.checkpoint import checkpoint
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.train_step import train_step
@@ -34,6 +35,7 @@ EXACT = "precision=fp32 trainer.gradient_clip_val=0"
 CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
 MXFP8 = "precision=bf16_mxfp8"
 CLIPPED = "precision=fp32 trainer.gradient_clip_val=0.1"
+BLOCKS = "storage.exp_avg=fp8_expand storage.exp_avg_sq=fp8_block"
 SP = "trainer.strategy.sequence_parallel=true"
 RUNS = {  # name -> words, the largest relative difference of a loss of eight steps from that of one rank, and of a gradient norm
     "fp32": (f"{EXACT} {SP}", 1e-6, 1e-5),
@@ -53,11 +55,14 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
     # two FP8 numbers that falls to the other side.
     "current exact": (f"{CURRENT} {SP} precision.compute=fp32", 1e-4, 1e-3),
     "mxfp8 exact": (f"{MXFP8} {SP} precision.compute=fp32 fp8.params=false", 1e-5, 1e-3),
+    "moments": (f"{CLIPPED} {SP} model.num_layers=1 storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled", 1e-6, 1e-5),
+    "moments in blocks": (f"{EXACT} {SP} model.num_layers=1 {BLOCKS} model.hidden_size=256 model.ffn_hidden_size=256", 1e-5, 1e-4),
+    "moments in cut blocks": (f"{EXACT} {SP} model.num_layers=1 {BLOCKS}", 1e-4, 1e-3),  # two matrices have them in float32, on one rank none
 }
 SAME = {"whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zero2": "clipped", "delayed fsdp": "delayed"}
 """Runs that on one rank are another one."""
 QUICK, SLOW = ("packed", "delayed"), ("fp32", "whole sequences", "clipped", "recomputed", "fsdp", "bf16", "compiled", "current", "mxfp8",
-                                     "current exact", "mxfp8 exact")
+                                     "current exact", "mxfp8 exact", "moments", "moments in blocks", "moments in cut blocks")
 FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp")
 
 
@@ -151,7 +156,9 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         trained(job, world, 0, 4)
         saved(job, world, folder / name)
         found[f"{name} resumed"] = trained(loaded(job_of(RUNS[name][0], 2, 2), folder / name), world, 4)
-        found[f"{name} from one"] = trained(loaded(job_of(RUNS[name][0], 2, 2), folder / f"one {name}"), world, 4)
+        job = loaded(job_of(RUNS[name][0], 2, 2), folder / f"one {name}")
+        found[f"{name} as loaded"] = sharded_checkpoints.whole(job, world)["optimizer"]
+        found[f"{name} from one"] = trained(job, world, 4)
     found["state dict"], found["summary"] = refusal(job), str(job)
     found["memory"] = {words: memory_measurement.measure(job_of(words, 2, 2).recipe) for words in MEASURED}
     found["sent"] = {words: sent(words, world) for words in TRAFFIC}
@@ -165,7 +172,7 @@ def refusal(job: Job) -> str:
     return str(e.value)
 
 
-RESUMED = ("clipped", "delayed", "current", "mxfp8")
+RESUMED = ("clipped", "delayed", "current", "mxfp8", "moments", "moments in blocks", "moments in cut blocks")
 TRAFFIC = ("precision=bf16", f"precision=bf16 {SP}", f"precision=bf16 {SP} model.recompute_granularity=full",
            "precision=bf16 model.recompute_granularity=full")
 
@@ -301,6 +308,18 @@ def test_runs_resume_on_other_layouts(name: str, folder: Path, two: list[dict[st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_parts_are_those_of_the_whole_bit_for_bit(name: str, folder: Path, two: list[dict[str, Any]]) -> None:
+    """Codes and scales of the optimizer's state among them; a block that a cut goes through has decoded ones."""
+    (tensors, _), found = checkpoint.load(folder / f"one {name}" / "step-00000004"), two[0][f"{name} as loaded"]
+    decoded = {n for n, t in tensors["optimizer"].items() if n in found and t.dtype != found[n].dtype}
+    assert {n.rpartition(".")[2] for n in decoded} == ({"exp_avg", "exp_avg_sq"} if "cut" in name else set())
+    assert {n for n in tensors["optimizer"] if n.removesuffix(".scale_inv") not in decoded} == found.keys() - decoded
+    for n, t in found.items():
+        assert n in decoded or torch.equal(t.flatten().view(torch.uint8), tensors["optimizer"][n].flatten().view(torch.uint8)), n
+
+
+@pytest.mark.slow
 def test_what_is_no_whole_state_is_refused_and_counts_are_those_of_the_whole(two: list[dict[str, Any]]) -> None:
     assert "that of this rank's parts of matrices (tensor_model_parallel_size)" in two[0]["state dict"]
     assert two[0]["summary"].partition(" parameters")[0] == str(job_of(RUNS[RESUMED[-1]][0], 1, 1)).partition(" parameters")[0]
@@ -343,6 +362,8 @@ KEY = "tensor_model_parallel_size=2"
     (f"model.seq_length=31 {SP}",
      "trainer.strategy.sequence_parallel=True: splits model.seq_length=31 over 2 ranks; write model.seq_length=32"),
     ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: low-bit state is that of whole matrices, and {KEY} splits them; write opt_level=null"),
+    ("precision=bf16_precision_aware", "storage: state in fewer bits, but for moments over float32 masters, is that of whole matrices, "
+     f"and {KEY} splits them; write storage.master_weight=auto"),
     ("precision=bf16_fp8 fp8.dot_product_attention=true",
      f"fp8.dot_product_attention=True: attention in FP8 takes all heads, and {KEY} splits them; write false"),
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",

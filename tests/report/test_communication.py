@@ -27,6 +27,7 @@ TP = f"{STRATEGY}tensor_model_parallel_size=2"
 LAYOUTS = {
     "TP2": f"precision=bf16_fp8_current {TP} {STRATEGY}sequence_parallel=true",
     "TP2 of bf16 weights": f"precision=bf16_fp8_current fp8.params=false model.recompute_granularity=full {TP}",
+    "TP2 of low-bit moments": f"precision=bf16_fp8_te_fused_adam {TP}",
     "CP2": f"precision=bf16_fp8 {STRATEGY}context_parallel_size=2",
     "PP2": f"precision=bf16_fp8 {STRATEGY}pipeline_model_parallel_size=2 model.share_embeddings_and_output_weights=true",
     "FSDP2": "precision=bf16_fp8 storage.shard=fsdp",

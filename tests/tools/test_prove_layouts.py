@@ -48,6 +48,8 @@ CELLS = {
     "olmo2_7b --precision bf16_fp8 --places first,last model.num_layers=2 storage.shard=fsdp": ("TP2 PP1 CP1 DP4 fsdp", ["first 0", "last 7"]),
     f"olmo2_13b --precision bf16 --places last --sent --accumulate 2 model.num_layers=2 storage.shard=fsdp {REPLICAS}": ("TP2 PP1 CP1 DP4 fsdp", ["last 7"])}
 WRONG = "gpt3_125m --precision bf16 --places first model.num_layers=1"
+CUT = "model.num_layers=1 trainer.strategy.tensor_model_parallel_size=4 storage.exp_avg=fp8_expand storage.exp_avg_sq=fp8_block"
+"""Cuts that go through some blocks of moments, 192 columns and biases of 576 elements among them."""
 MORE = {
     "llama_405b --ranks 16384 --precision bf16 --places first,last model.num_layers=16": ("TP8 PP8 CP4 DP64 zero1", ["first 0", "last 16383"]),
     "llama_70b --ranks 1024 --precision bf16_fp8 --places last --sent --accumulate 2 model.num_layers=8 trainer.strategy.virtual_pipeline_model_parallel_size=2": ("TP4 PP4 CP2 DP32 zero1", ["last 1023"]),
@@ -58,6 +60,9 @@ MORE = {
     "llama_8b --ranks 8 --precision bf16_fp8 --places last --sent --accumulate 2 task=lora model.num_layers=2 storage.shard=fsdp": ("TP1 PP1 CP2 DP4 fsdp", ["last 7"]),
     "llama_8b --ranks 1024 --precision bf16_fp8 --places last --sent fp8.scaling=mxfp8 fp8.format=e4m3 fp8.params=true model.num_layers=1 model.ffn_hidden_size=14368": ("TP1 PP1 CP2 DP512 zero1", ["last 1023"]),  # rows that are cut unevenly
     f"llama_8b --ranks 8 --precision bf16 --places last --sent --accumulate 2 model.num_layers=1 storage.comm=bf16 storage.weight_grad=fp32 storage.shard=zero2 {REPLICAS}": ("TP1 PP1 CP2 DP4 zero2", ["last 7"]),
+    "llama_70b --ranks 1024 --precision bf16_fp8 --places first,last --sent model.num_layers=4 trainer.strategy.virtual_pipeline_model_parallel_size=null storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled": ("TP4 PP4 CP2 DP32 zero1", ["first 0", "last 1023"]),
+    f"gpt3_125m --precision bf16_fp8 --places last --sent {CUT} storage.shard=none": ("TP4 PP1 CP1 DP2 none", ["last 7"]),
+    f"gpt3_125m --precision bf16 --places last --sent {CUT} storage.shard=fsdp": ("TP4 PP1 CP1 DP2 fsdp", ["last 7"]),
     "gpt3_125m --precision bf16_fp8 --places first,last --sent model.num_layers=2 opt_level=O3 storage.exp_avg=fp8_block storage.shard=zero1": ("TP1 PP1 CP1 DP8 zero1", ["first 0", "last 7"])}
 
 

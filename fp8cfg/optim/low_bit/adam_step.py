@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from fp8cfg.numerics.codecs import Stored, write
 from fp8cfg.numerics.exact_float32 import largest, square_root
-from fp8cfg.numerics.stochastic_rounding import key_of_draw
+from fp8cfg.numerics.stochastic_rounding import Start, key_of_draw
 from fp8cfg.optim.low_bit.columns import Columns
 
 ROW = 4096
@@ -122,7 +122,7 @@ def scales_of_all(columns: Columns, decoupled: bool, amaxes: Tensor) -> Tensor:
 
 def store_step(
     columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales, skip: Tensor | None,
-    start: int = 0, last: bool = True,
+    start: Start = 0, last: bool = True,
 ) -> None:  # fmt: skip
     """Write the result of the step, unless `skip`, a bool [], is true; `start` is the first element of this piece in its tensor.
     The scales of whole tensors are written with the last piece, since the old ones are needed until then.
@@ -146,7 +146,7 @@ def store_step(
 
 def store_whole(
     columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales, skip: Tensor | None,
-    first: int = 0,
+    first: Start = 0,
 ) -> None:
     """`store_step` of a tensor in one piece, whose own key is `key`, but for the scales of the whole tensor; of a shard that begins
     with element `first` of the whole."""

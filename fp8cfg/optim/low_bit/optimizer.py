@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Stored
 from fp8cfg.numerics.host_copy import sent
-from fp8cfg.numerics.stochastic_rounding import random_key
+from fp8cfg.numerics.stochastic_rounding import Strided, random_key
 from fp8cfg.optim.deferred_step import lr_after
 from fp8cfg.optim.low_bit.adam_step import check_hyperparameters, hyper
 from fp8cfg.optim.low_bit.columns import Columns
@@ -42,9 +42,9 @@ class LowBitOptimizer(NamedOptimizer):
     owns them. A step reads gradients times `grad_factor`. `seed` is that of stochastic rounding. `compiled` runs torch.compile on
     the step: the same bits on a CPU.
 
-    Parameters may be float32 shards that FSDP2 splits, their own masters (shards.py). `largest` is then the elementwise maximum
-    over the ranks that have the shards, for scales of whole tensors; `masters_of` names those whose master is the parameter, and
-    `whole` are the columns of tensors that are not split.
+    Parameters may be float32 shards that FSDP2 splits, their own masters, or `parts` of tensors, by their places in these, or both
+    (shards.py). `largest` is then the elementwise maximum over the ranks that have the others, for scales of whole tensors;
+    `masters_of` names those whose master is the parameter, and `whole` are the columns of tensors that are not split.
     """
 
     decoupled: ClassVar[bool]
@@ -76,6 +76,7 @@ class LowBitOptimizer(NamedOptimizer):
         self._owned = owned
         self.largest: Callable[[Tensor], Tensor] | None = None
         self.masters_of: Collection[str] = ()
+        self.parts: Mapping[nn.Parameter, Strided] = {}
         self.whole: Collection[Columns] = ()
         self._originals = originals or {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "columns": columns})
@@ -154,7 +155,8 @@ class LowBitOptimizer(NamedOptimizer):
                     slot = slot_of(local(p.detach()), state, grad, self._held(p), p in self.writers)
                     before = state["step"] - int(deferred is not None and deferred.waits_for(p))
                     factors = factors_of(state["step"], before, p.device)
-                    works.append(Work(slot, factors, self._step_key(p) if random else None, skip, first_element(p)))
+                    key, first = self._step_key(p) if random else None, first_element(p, self.parts.get(p))
+                    works.append(Work(slot, factors, key, skip, first))
         return works
 
     def _factors(self, group: dict[str, Any], step: int, if_skipped: int, device: torch.device) -> Tensor:
@@ -224,7 +226,8 @@ class LowBitOptimizer(NamedOptimizer):
         elsewhere = {f"{name}." for p, name in self.names.items() if not self.owns(p)}
         tensors = {k: t for k, t in tensors.items() if k in mine or not any(k.startswith(prefix) for prefix in elsewhere)}
         if "state" in json:
-            tensors, json = recoded(self.names, {*self.columns.values(), *self.whole}, tensors, json, self._entries(), self._key)
+            columns = {*self.columns.values(), *self.whole}
+            tensors, json = recoded(self.names, columns, tensors, json, self._entries(), self._key, self.parts)
         check_state(tensors, mine, json, self.state_json())
         restore(self.names, self.state, self.columns, tensors, json["state"])
         self.seed = int(json["seed"])

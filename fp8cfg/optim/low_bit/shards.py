@@ -1,17 +1,20 @@
-"""Shards of parameters: a rank's part of a tensor that FSDP2 splits by rows, whose state is encoded as those elements of the whole.
+"""Shards of parameters: a rank's part of a tensor that FSDP2 splits by rows, or tensor parallelism by rows or columns, whose state
+is encoded as those elements of the whole.
 
-Blocks that share a scale are of flat elements. Where each shard is whole blocks they are those of the unsharded tensor, and so are
-the numbers of stochastic rounding, which go by the place of an element; a scale of a whole tensor is of the largest amax over the
-shards. Where a cut goes through blocks (a norm's vector over many ranks, uneven rows) moments stay in float32.
+Blocks that share a scale are of flat elements. Where each part is whole blocks they are those of the whole tensor, and so are the
+numbers of stochastic rounding, which go by the place of an element; a scale of a whole tensor is of the largest amax over the
+parts. Where a cut goes through blocks (a norm's vector over many ranks, uneven rows, narrow columns) moments stay in float32.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Size, Tensor
 
 from fp8cfg.numerics.codecs import Codec
+from fp8cfg.numerics.stochastic_rounding import Start, Strided, elements
 from fp8cfg.optim.low_bit.columns import Columns
 
 FLOAT32 = Columns()
@@ -25,13 +28,15 @@ def local(t: Tensor) -> Tensor:
     return inner
 
 
-def first_element(p: Tensor) -> int:
-    """The place, flat, of the first element of this rank's part in the whole of `p`."""
-    if not hasattr(p, "placements"):
-        return 0
-    _, ranks, rank = _split(p)
-    rows = p.shape[0]
-    return min(rank * -(-rows // ranks), rows) * (p.numel() // max(1, rows))
+def first_element(p: Tensor, part: Strided | None) -> Start:
+    """The place, flat, of the first element of this rank's shard in the whole of `p`, which is a `part` of a tensor where tensor
+    parallelism splits that."""
+    first = 0
+    if hasattr(p, "placements"):
+        _, ranks, rank = _split(p)
+        rows = p.shape[0]
+        first = min(rank * -(-rows // ranks), rows) * (p.numel() // max(1, rows))
+    return first if part is None else part._replace(start=first)
 
 
 def fits(shape: Size | tuple[int, ...], ranks: int, block: int) -> bool:
@@ -42,13 +47,16 @@ def fits(shape: Size | tuple[int, ...], ranks: int, block: int) -> bool:
     return shape[0] % ranks == 0 and (shape[0] // ranks * columns) % block == 0
 
 
-def columns_of_shard(columns: Columns, p: Tensor) -> Columns:
-    """`columns` for the state of a shard of `p`, which is its own master: moments in blocks are float32 where shards would cut
-    these."""
-    columns = columns._replace(weight=FLOAT32.weight, master=None, grad=None)
-    _, ranks, _ = _split(p)
-    kept = {m: FLOAT32.exp_avg for m in ("exp_avg", "exp_avg_sq")
-            if (block := getattr(columns, m).block) and not fits(p.shape, ranks, block)}
+def columns_of_shard(columns: Columns, p: Tensor, part: Strided | None) -> Columns:
+    """`columns` for the state of this rank's shard of `p`, a `part` of a tensor where tensor parallelism splits that: moments in
+    blocks are float32 where cuts would go through these. A shard of FSDP2 is its own master."""
+    if by_rows := hasattr(p, "placements"):
+        columns = columns._replace(weight=FLOAT32.weight, master=None, grad=None)
+
+    def cut(block: int) -> bool:
+        return bool(part and part.run % block) or (by_rows and not fits(p.shape, _split(p)[1], block))
+
+    kept = {m: FLOAT32.exp_avg for m in ("exp_avg", "exp_avg_sq") if (block := getattr(columns, m).block) and cut(block)}
     return columns._replace(**kept)
 
 
@@ -64,13 +72,10 @@ def of_shards(part: Tensor, p: Tensor, data: bool) -> Tensor:
     return DTensor.from_local(part, mesh, p.placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def decoded_part(codec: Codec, data: Tensor, scales: Tensor, first: int) -> Tensor:
+def decoded_part(codec: Codec, data: Tensor, scales: Tensor, first: Start) -> Tensor:
     """The float32 values of `data`, elements from `first` on of a tensor whose blocks have `scales`."""
-    before, flat = first % codec.block, data.reshape(-1)
-    padded = flat.new_zeros(before + flat.numel())
-    padded[before:] = flat
-    here = scales[first // codec.block: -(-(first + flat.numel()) // codec.block)]
-    return codec.decode((padded, here))[before:].view(data.shape) if flat.numel() else data.float()
+    of_each = scales[elements(first, data.numel(), data.device) // codec.block]
+    return replace(codec, block=1).decode((data.reshape(-1), of_each)).view(data.shape)
 
 
 def _split(p: Any) -> tuple[Any, int, int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fp8cfg.numerics.stochastic_rounding import Strided
 from fp8cfg.optim.inner_state import Names, check_names, check_tensors
 from fp8cfg.optim.low_bit.columns import Columns
 from fp8cfg.optim.low_bit.shards import decoded_part, first_element, local, of_shards
@@ -33,11 +34,11 @@ def collect_json(names: Names, state: State) -> dict[str, Any]:
 
 def recoded(
     names: Names, columns: Collection[Columns], tensors: Mapping[str, Tensor], json: Mapping[str, Any],
-    mine: Mapping[str, Any], key: Callable[[nn.Parameter, str], Tensor],
+    mine: Mapping[str, Any], key: Callable[[nn.Parameter, str], Tensor], parts: Mapping[nn.Parameter, Strided],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Saved state with the moments of a parameter in this layout's codec, where one layout has them in blocks and the other in
-    float32, since its shards would cut these; `columns` are those of tensors here, of whole ones too, and `mine` is this
-    optimizer's own JSON. Other differences are left."""
+    float32, since its shards would cut these; `columns` are those of tensors here, of whole ones too, `mine` is this optimizer's
+    own JSON, and `parts` are parameters that are parts of tensors. Other differences are left."""
     tensors, entries = dict(tensors), {name: {**entry, "codecs": {**entry["codecs"]}} for name, entry in json["state"].items()}
     for column in ("exp_avg", "exp_avg_sq"):
         codecs = {str(codec): codec for each in columns if (codec := getattr(each, column)).block}
@@ -47,11 +48,12 @@ def recoded(
             there, here = entries[name]["codecs"].get(column), mine[name]["codecs"][column]
             data, scales = f"{name}.{column}", f"{name}.{column}.scale_inv"
             if there in codecs and here == "fp32":
+                first = first_element(p, parts.get(p))
                 tensors[data] = of_shards(
-                    decoded_part(codecs[there], local(tensors[data]), tensors.pop(scales), first_element(p)), p, data=True)
+                    decoded_part(codecs[there], local(tensors[data]), tensors.pop(scales), first), p, data=True)
             elif there == "fp32" and here in codecs:
                 made = codecs[here].encode(local(tensors[data]).float(), key(p, column))
-                tensors[data], tensors[scales] = (of_shards(t, p, data=first) for t, first in zip(made, (True, False), strict=True))
+                tensors[data], tensors[scales] = (of_shards(t, p, data=t is made[0]) for t in made)
             else:
                 continue
             entries[name]["codecs"][column] = here

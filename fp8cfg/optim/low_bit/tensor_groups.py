@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fp8cfg.numerics.codecs import spans
 from fp8cfg.numerics.fused_quantize import TRITON
+from fp8cfg.numerics.stochastic_rounding import Start, moved
 from fp8cfg.optim.low_bit.adam_step import (
     Scales,
     Slot,
@@ -53,7 +54,7 @@ class Work(NamedTuple):
     hyper: Tensor
     key: Tensor | None = None
     skip: Tensor | None = None
-    first: int = 0
+    first: Start = 0
 
 
 def compiles(device: torch.device) -> bool:
@@ -121,7 +122,7 @@ def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Ten
         scales = scales_from(columns, _amaxes_in_pieces(columns, decoupled, work) if of_whole is None else of_whole)
     key = key_of_step(key, hyper)
     for a, b in [*spans(count, device)] or [(0, 0)]:
-        store_step(columns, decoupled, _part(columns, slot, a, b), hyper, key, scales, skip, first + a, b == count)
+        store_step(columns, decoupled, _part(columns, slot, a, b), hyper, key, scales, skip, moved(first, a), b == count)
 
 
 def _step_compiled(columns: Columns, decoupled: bool, works: Sequence[tuple[Work, Tensor | None]]) -> None:

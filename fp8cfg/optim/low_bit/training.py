@@ -10,7 +10,8 @@ is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,8 +105,9 @@ class LowBitTraining(LowBitOptimizer):
         found = [(p, grad) for p in self.columns if (grad := self.gradients.of(p)) is not None]
         here = [(p, grad) for p, grad in found if grad]
         known = dict(zip((p for p, _ in here), norms([self.columns[p].read for p, _ in here], [g for _, g in here]), strict=True))
-        each = [known[p] if p in known else torch.zeros((), device=p.device) for p, _ in found]
-        total, factor = self._total(each), taken(self, lambda scaler, _: 1.0 / scaler.scale if scaler else 1.0, torch.float64)
+        each = {p: known[p] if p in known else torch.zeros((), device=p.device) for p, _ in found}
+        total = self.norm_over_ranks(partial(self._norm_of, each))
+        factor = taken(self, lambda scaler, _: 1.0 / scaler.scale if scaler else 1.0, torch.float64)
         if self.deferred is not None:
             norm = (total.double() * factor).float()
             self.grad_factor = _clipping(norm.double(), self.clip_grad) * factor
@@ -118,11 +120,13 @@ class LowBitTraining(LowBitOptimizer):
             self.loss_scaler.update(found_inf=not finite)
         return finite
 
-    def _total(self, norms: list[Tensor]) -> Tensor:
+    def _norm_of(self, each: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]) -> Tensor:
+        """The norm of the gradients of `params`, of those that have one, from `each`."""
+        norms = [each[p] for p in params if p in each]
         if not norms:
             return torch.zeros((), device=next(iter(self.columns)).device)
-        each = torch.stack(norms)
-        total: Tensor = torch.linalg.vector_norm(self.sum_norms(each) if self.sum_norms else each)
+        stacked = torch.stack(norms)
+        total: Tensor = torch.linalg.vector_norm(self.sum_norms(stacked) if self.sum_norms else stacked)
         return total
 
 

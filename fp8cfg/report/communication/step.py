@@ -27,6 +27,7 @@ def of_step(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -
     return together([
         *state.data_axis(recipe, part, linears, backend, count, rank), *gradients.shared_gradients(recipe, part, backend, rank),
         *(one.times(count) for one in in_passes), *_numbers(recipe, part, linears, backend),
+        *_amaxes(recipe, part, linears, backend, rank),
         *_written(recipe, part, linears, backend, rank)])
 
 
@@ -36,10 +37,6 @@ def _numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: 
     if shard == "zero2" or by_fsdp2(recipe, part.shards, backend):  # a norm of each parameter, or of its part
         for each in _kinds(recipe, part) if part.tensor > 1 else (len(_counted(recipe, part)),):
             yield from same_parameters(part).all_reduce("losses and norms", NUMBER * each)
-    moments = resolved(recipe.precision)
-    if by_fsdp2(recipe, part.shards, backend) and {moments["exp_avg"], moments["exp_avg_sq"]} & {*SCALED} - {*BLOCKS}:
-        each = 3 * len(trained_shapes(recipe, part))  # of weight and moments, for scales of whole tensors
-        yield from same_parameters(part).all_reduce("amaxes", NUMBER * each)
     yield from Axis("tensor", part.tensor).all_reduce("losses and norms", NUMBER)
     yield from Axis("pipeline", stages).all_reduce("losses and norms", 2 * NUMBER)
     fp8 = recipe.fp8
@@ -50,6 +47,22 @@ def _numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: 
         weights = sum(any(linear.gemms[:2]) for linear in linears if linear.fp8)
         yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER, weights)
     yield from _over(recipe, part, data=True, stages=stages).all_reduce("losses and norms", NUMBER)
+
+
+def _amaxes(
+    recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, rank: int | None
+) -> Iterator[Collective]:
+    """The amaxes of weight and moments of each parameter that this rank steps, for scales of whole tensors, where others have parts
+    of it."""
+    moments, sharded = resolved(recipe.precision), by_fsdp2(recipe, part.shards, backend)
+    if not {moments["exp_avg"], moments["exp_avg_sq"]} & {*SCALED} - {*BLOCKS}:
+        return
+    owner = {} if sharded or sharding(recipe.precision, part.shards) == "none" else owner_of(recipe, part, linears)[0]
+    stepped = Counter(owner.get(name, 0) for name in trained_shapes(recipe, part))
+    each = 3 * NUMBER * (stepped[rank] if owner and rank is not None else max(stepped.values()))
+    yield from Axis("tensor", part.tensor).all_reduce("amaxes", each)
+    if sharded:
+        yield from same_parameters(part).all_reduce("amaxes", each)
 
 
 def _written(

@@ -14,9 +14,9 @@ from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import Columns, columns_of, low_bit, sharding
-from fp8cfg.layer_plan import adapted
+from fp8cfg.layer_plan import adapted, transformer_config
 from fp8cfg.report import chart
-from fp8cfg.report.memory.layout import Part, local_shapes
+from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.operands import CODEC, CODEC_BLOCK, stored_bytes
 from fp8cfg.report.memory.owners import owners
 
@@ -45,14 +45,14 @@ def state_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
         rank = max(loads, key=lambda one: loads[one]) if rank is None else rank
         own = {name: count for name, count in whole.items() if owner[name] == rank}
     plain = {**moments, **{k: "fp32" for k in KINDS["moments"] if moments[k] in BLOCKS}}
+    uncut = {name: (not by_rows or whole_blocks(shape, part.shards)) and blocks_of_columns(recipe, part, name, shape)
+             for name, shape in shapes.items()}
     found = {}
     for kind in KINDS if "weights" in split else [kind for kind in KINDS if kind != "weights"]:
         found[kind] = 0
         for name, count in (own if kind in split else whole).items():
-            if kind != "moments":
-                codecs = columns[name]
-            else:  # FSDP2 leaves moments in float32 where shards are no whole blocks
-                codecs = plain if by_rows and not whole_blocks(shapes[name], part.shards) else moments
+            # Moments are float32 where parts are no whole blocks.
+            codecs = columns[name] if kind != "moments" else moments if uncut[name] else plain
             found[kind] += sum(stored_bytes(codecs[k], count) for k in KINDS[kind])
     return found
 
@@ -61,6 +61,14 @@ def whole_blocks(shape: tuple[int, ...], ranks: int) -> bool:
     """Whether each shard of a tensor of `shape` is whole blocks of a storage codec, and as many as the others
     (optim/low_bit/shards.py)."""
     return shape[0] % ranks == 0 and (shape[0] // ranks * prod(shape[1:])) % CODEC_BLOCK == 0
+
+
+def blocks_of_columns(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether tensor parallelism leaves whole blocks in each run of a rank's part of the parameter `name`, of that `shape`."""
+    if part.tensor == 1 or (split := split_dimension(recipe, name)) is None:
+        return True
+    gated = name.split(".")[-2] == "linear_fc1" and transformer_config(recipe).fc1_size > recipe.model.ffn_hidden_size
+    return prod(shape[split:]) // (2 if gated else 1) % CODEC_BLOCK == 0
 
 
 def trained_shapes(recipe: Recipe, part: Part) -> dict[str, tuple[int, ...]]:

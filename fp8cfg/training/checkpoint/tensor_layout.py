@@ -18,7 +18,8 @@ from torch import Tensor
 from fp8cfg.job import Job
 from fp8cfg.models.tensor_shard import TensorShard
 from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
-from fp8cfg.optim.low_bit.shards import fits, local
+from fp8cfg.optim.low_bit.shards import local
+from fp8cfg.training.checkpoint import block_scales
 from fp8cfg.training.checkpoint.tensor_box import Offsets, TensorBox
 from fp8cfg.training.distributed.world import World, sharing
 
@@ -47,13 +48,15 @@ class TensorLayout:
         self.tensor: TensorRank | None = job.prepared.tensor_parallel
         self.shards: Mapping[str, TensorShard] = model.shards if self.tensor else {}
         self.sharing: World = sharing(job.prepared)
-        named = model.named_parameters(remove_duplicate=False) if job.prepared.fsdp2 else ()
-        self.split: dict[str, DTensor] = {name: p for name, p in named if hasattr(p, "placements")}
+        self.params: Mapping[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self.split: dict[str, DTensor] = {name: p for name, p in self.params.items() if hasattr(p, "placements")}
 
     def boxes(self, name: str, t: Tensor, alone: bool = False) -> Iterator[TensorBox]:
         """The boxes of a tensor that this rank keeps; `alone` where it alone has it. Where matrices are split all ranks call it, in
         the same order."""
         shard, split = self._shard_of(name, t.dim()), hasattr(t, "placements")
+        if shard is not None and shard.dim == 1 and name.endswith(block_scales.SUFFIX):
+            t, shard = self._joined(name, t, shard), None
         local = self.local(self._history(name, t))
         shape = tuple(t.shape)
         whole = _wider(shape, shard)
@@ -69,39 +72,48 @@ class TensorLayout:
     def part(self, name: str, whole: Offsets, read: Callable[[Offsets, Offsets], Tensor]) -> Tensor:
         """What this rank keeps of a tensor whose whole has the shape `whole`, of which `read` gives the part that begins somewhere
         and has some size."""
-        shard, like = self._shard_of(name, len(whole)), self._parameter_of(name, whole)
+        shard, like = self._shard_of(name, len(whole)), self._parameter_of(name)
+        if whole and name.endswith(block_scales.SUFFIX) and (p := self.params.get(block_scales.parameter(name))) is not None:
+            shard, like = block_scales.split(p, shard)
+            if shard is not None and shard.dim == 1:
+                shape, (start, size) = (whole[0] // shard.ranks, *whole[1:]), _piece(like, whole)
+                part = block_scales.own(read(start, size), local(p).shape[0], shard)
+                return part if like is None else distributed(part, like, shape)
         shape = _narrower(whole, shard)
-        local = shape if like is None else _local_shape(like, shape)[0]
-        places = list(self._places(shape, local, like, shard))
-        if len(places) == 1 and places[0].size == local:
-            part = read(places[0].whole, local)
+        size = _piece(like, shape)[1]
+        places = list(self._places(shape, size, like, shard))
+        if len(places) == 1 and places[0].size == size:
+            part = read(places[0].whole, size)
         else:
-            part = read((0,) * len(local), (0, *local[1:])).new_empty(local)
+            part = read((0,) * len(size), (0, *size[1:])).new_empty(size)
             for place in places:
                 part[slices(place.here, place.size)] = read(place.whole, place.size)
         return part if like is None else distributed(part, like, shape)
 
-    def _parameter_of(self, name: str, whole: Offsets) -> DTensor | None:
-        """The parameter that FSDP2 split as it splits the tensor `name`, of the shape `whole`, if it splits it."""
-        owner, _, last = name.rpartition(".")
-        if last != "scale_inv":
-            return self.split.get(name, self.split.get(owner))
-        like: Any = self.split.get(owner.rpartition(".")[0])
-        if like is None or not whole or like.numel() % whole[0]:
-            return None
-        return like if fits(like.shape, like.device_mesh.size(like.device_mesh.ndim - 1), like.numel() // whole[0]) else None
+    def _joined(self, name: str, t: Tensor, shard: TensorShard) -> Tensor:
+        """The scales `t` of blocks of some columns, with those of the others."""
+        assert self.tensor is not None, "or nothing were split"
+        rows = local(self.params[block_scales.parameter(name)]).shape[0]
+        part = block_scales.joined(local(t), rows, self.tensor.process_group)
+        return distributed(part, t, (t.shape[0] * shard.ranks, *t.shape[1:])) if hasattr(t, "placements") else part
+
+    def _parameter_of(self, name: str) -> DTensor | None:
+        """The parameter that FSDP2 split as it splits the tensor `name`, if it splits it; not of scales."""
+        return self.split.get(name, self.split.get(name.rpartition(".")[0]))
 
     def _shard_of(self, name: str, dims: int) -> TensorShard | None:
-        """Of which part of the whole a tensor is: a parameter, what the optimizer has of one, or the scales of a float8 weight that
-        has more than one; None for what every rank has."""
+        """Of which part of the whole a tensor is: a parameter, what the optimizer has of one, or the scales of a float8 weight, or
+        of moments, that have more than one; None for what every rank has."""
         owner, _, last = name.rpartition(".")
+        if name.endswith(block_scales.SUFFIX):
+            return self.shards.get(block_scales.parameter(name)) if dims else None
         if last in WEIGHT_BUFFERS:
             return self.shards.get(f"{owner}.weight") if dims == 2 else None
         return self.shards.get(name, self.shards.get(owner))
 
     def _places(self, shape: Offsets, local: Offsets, like: Any, shard: TensorShard | None) -> Iterator[Place]:
         """Of a tensor of `shape` the places of its part of the shape `local`, split as `like` is, in the whole of `shard`."""
-        first = (0,) * len(shape) if like is None else _local_shape(like, shape)[1]
+        first = _piece(like, shape)[0]
         ranges = [[(0, size, start)] for size, start in zip(local, first, strict=True)]  # here, size, in the tensor of `shape`
         if shard is not None:
             start, size = first[shard.dim], local[shard.dim]
@@ -145,12 +157,14 @@ def _narrower(whole: Offsets, shard: TensorShard | None) -> Offsets:
     return whole if shard is None else tuple(n // shard.ranks if dim == shard.dim else n for dim, n in enumerate(whole))
 
 
-def _local_shape(like: Any, shape: Offsets) -> tuple[Offsets, Offsets]:
-    """Shape and place of the part that this rank has of a tensor of `shape`, split as `like` is."""
+def _piece(like: Any, shape: Offsets) -> tuple[Offsets, Offsets]:
+    """Place and shape of the part that this rank has of a tensor of `shape`, split as `like` is, if that is not None."""
+    if like is None:
+        return (0,) * len(shape), shape
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     local, offset = compute_local_shape_and_global_offset(shape, like.device_mesh, like.placements)
-    return tuple(local), tuple(offset)
+    return tuple(offset), tuple(local)
 
 
 def distributed(local: Tensor, like: Any, shape: Offsets) -> Tensor:

@@ -112,13 +112,13 @@ def drop_sums(prepared: PreparedModel) -> None:
         fsdp.drop(prepared.model, prepared.shard)
 
 
-def sum_norms(optimizer: MixedPrecisionOptimizer, prepared: PreparedModel) -> None:
+def sum_norms(optimizer: Optimizer, prepared: PreparedModel) -> None:
     """Let the gradient norm of `optimizer` be that of all parts of matrices that are split, once of what every rank has, and of all
     stages of a pipeline."""
     if prepared.tensor_parallel is not None:
         names: Container[str] = prepared.model.shards  # type: ignore[assignment]
         optimizer.split = {p for p, name in optimizer.names.items() if name in names}
-        optimizer.sum_split = _tensor_world(prepared).sum
+        optimizer.sum_split = tensor_world(prepared).sum
     if prepared.pipeline is not None:
         optimizer.uncounted = pipeline.counted_elsewhere(prepared.model, prepared.pipeline)  # type: ignore[arg-type]
         optimizer.sum_stages = stages(prepared).sum
@@ -130,14 +130,15 @@ def _sum_shares(prepared: PreparedModel) -> None:
     for all, in float32, which they are few enough for."""
     gradients = [local(p.grad) for p in partial_gradients(prepared.model) if p.grad is not None]
     if gradients:
-        world, flat = _tensor_world(prepared), torch.cat([g.detach().flatten().float() for g in gradients])
+        world, flat = tensor_world(prepared), torch.cat([g.detach().flatten().float() for g in gradients])
         world.traffic.count(Message("sum", flat, "gradients"), world.rank, world.size)
         world.sum(flat)
         for gradient, total in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
 
 
-def _tensor_world(prepared: PreparedModel) -> World:
+def tensor_world(prepared: PreparedModel) -> World:
+    """The ranks that share matrices with this one."""
     here: TensorRank = prepared.tensor_parallel
     return World(here.rank, here.size, group=here.process_group)
 

@@ -1,0 +1,96 @@
+"""Low-bit Adam on parts of tensors, as tensor-parallel ranks have them: the codes and scales of the whole tensor, and none in blocks that a cut goes through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8cfg.models.tensor_shard import TensorShard
+from fp8cfg.numerics.codecs import BLOCK
+from fp8cfg.numerics.stochastic_rounding import Strided, elements, random_key, uniform
+from fp8cfg.optim.low_bit.columns import named_columns
+from fp8cfg.optim.low_bit.shards import FLOAT32, columns_of_shard, decoded_part
+from fp8cfg.optim.low_bit.tensor_groups import compiled_code
+from fp8cfg.training.checkpoint.block_scales import own
+from tests.support.low_bit import bits, build, normal
+
+SHAPE = (12, 3 * BLOCK)
+CUTS = {"rows": TensorShard(1, 2), "pieces": TensorShard(2, 3, 0, 2), "columns": TensorShard(1, 3, 1)}
+MOMENTS = {"tensor": ("fp8", "fp16_scaled"), "blocks": ("fp8_expand", "fp8_block")}
+
+
+def strided(shard: TensorShard, part: Tensor) -> Strided:
+    return Strided(0, shard.run(part.shape), shard.rank, shard.ranks)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_part_has_the_bits_of_the_whole(moments: str, cut: str) -> None:
+    shard, columns = CUTS[cut], named_columns("bf16", "fp32", "fp32", *MOMENTS[moments])
+    whole = nn.Parameter(normal(*SHAPE, scale=0.02).bfloat16())
+    part = nn.Parameter(shard.part(whole.detach()).clone())
+    every, mine = build(columns, {"p0": whole}, seed=5), build(columns, {"p0": part}, seed=5)
+    amaxes: list[Tensor] = []
+
+    def recorded(found: Tensor) -> Tensor:
+        amaxes.append(found)
+        return found
+
+    every.largest, mine.largest, mine.parts = recorded, lambda here: torch.maximum(here, amaxes.pop()), {part: strided(shard, part)}
+    for step in range(3):
+        whole.grad = normal(*SHAPE, seed=10 + step, scale=1e-3).bfloat16()
+        part.grad = shard.part(whole.grad).clone()
+        every.step()
+        mine.step()
+    assert torch.equal(shard.part(whole.detach()), part.detach())
+    for name, t in mine.state_tensors().items():
+        theirs = every.state_tensors()[name]
+        if not name.endswith("scale_inv"):
+            wanted = shard.part(theirs.view(torch.uint8) if t.itemsize == 1 else theirs)
+        elif not t.dim():
+            wanted = theirs
+        else:
+            wanted = own(theirs, SHAPE[0], shard) if cut == "columns" else TensorShard(shard.rank, shard.ranks, 0, shard.pieces).part(theirs)
+        assert torch.equal(bits(t), bits(wanted)), name
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_elements_of_a_part_are_numbered_as_in_the_whole(cut: str) -> None:
+    shard, numbers = CUTS[cut], torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.int32).view(SHAPE)
+    part = shard.part(numbers)
+    place = strided(shard, part)
+    assert torch.equal(elements(place, part.numel(), part.device), part.flatten())
+    assert torch.equal(elements(place._replace(start=40), 7, part.device), part.flatten()[40:47])
+
+
+@pytest.mark.parametrize(("shard", "shape", "kept"), [
+    (TensorShard(1, 2), (2, 2 * BLOCK), True), (TensorShard(1, 4), (4, BLOCK // 2), False), (TensorShard(1, 2, 1), (2, 2 * BLOCK), True),
+    (TensorShard(1, 4, 1), (2, 2 * BLOCK), False), (TensorShard(1, 2, 0, 2), (4, BLOCK // 2), False), (TensorShard(1, 2, 0, 2), (4, BLOCK), True)])
+def test_moments_of_cut_blocks_are_float32_and_decode_from_those_of_the_whole(shard: TensorShard, shape: tuple[int, int], kept: bool) -> None:
+    columns = named_columns("bf16", "fp32", "fp32", "fp8_expand", "fp8_block")
+    values = normal(*shape).abs()
+    part = shard.part(values)
+    place = strided(shard, part)
+    found = columns_of_shard(columns, part, place)
+    assert (found == columns) == kept and (found.exp_avg == found.exp_avg_sq == FLOAT32.exp_avg) == (not kept)
+    assert (found.weight, found.master) == (columns.weight, columns.master)
+    for codec in (columns.exp_avg, columns.exp_avg_sq):
+        data, scales = codec.encode(values, random_key(1, "draw"))
+        here = shard.part(data.view(torch.uint8)).view(data.dtype)
+        assert torch.equal(decoded_part(codec, here, scales, place), shard.part(codec.decode((data, scales))))
+
+
+@pytest.mark.slow
+def test_compiled_code_takes_places_of_any_part() -> None:
+    """With no graph for each."""
+    torch._dynamo.reset()
+    key, run = random_key(1, "draw"), compiled_code(uniform)
+    for size, rank, ranks in ((96, 3, 4), (160, 5, 8)):
+        place = Strided(0, size, rank, ranks)
+        assert torch.equal(run(key, 2, place, 4 * size), uniform(key, 2, place, 4 * size))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for size, rank, ranks in ((224, 2, 4), (288, 6, 7), (96, 9, 12)):
+        place = Strided(0, size, rank, ranks)
+        assert torch.equal(run(key, 2, place, 4 * size), uniform(key, 2, place, 4 * size))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
