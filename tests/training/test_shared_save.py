@@ -23,9 +23,10 @@ from fp8cfg.models.tensor_shard import TensorShard
 from fp8cfg.training import run_model
 from fp8cfg.training.checkpoint import box_file, checkpoint, job_state, saved_tensors, step_folders
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError
+from fp8cfg.training.checkpoint.host_copies import HostCopies
 from fp8cfg.training.checkpoint.load_by_layer import load_by_layer
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify
-from fp8cfg.training.checkpoint.tensor_box import TensorBox, on_host, to_write
+from fp8cfg.training.checkpoint.tensor_box import TensorBox, to_write
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.run_files import RunFiles
@@ -245,9 +246,24 @@ def test_copies_are_written_once_and_shared_out() -> None:
     made = [[TensorBox(f"{n}", (n,), (0,), torch.zeros(n), copy, 3) for n in (8, 5, 4, 3, 1)] for copy in range(3)]
     kept = [[box.name for box in to_write({"g": boxes})["g"]] for boxes in made]
     assert sorted(name for names in kept for name in names) == ["1", "3", "4", "5", "8"] and all(kept)
-    host = on_host({"g": made[0]})["g"]
-    made[0][0].tensor.fill_(1)
-    assert not host[0].tensor.any()
+
+
+def test_copies_in_the_host_s_memory_are_those_of_one_save_and_take_no_more_for_the_next() -> None:
+    said, tied = list[str](), torch.arange(6.0)
+    tensors = [tied, tied, torch.arange(12).view(3, 4).t(), torch.ones(5, dtype=torch.bool), torch.tensor(2.5), torch.zeros(0, 3), torch.randn(3).to(torch.float8_e4m3fn)]
+    groups = {"g": [TensorBox(f"{n}", tuple(t.shape), (0,) * t.dim(), t) for n, t in enumerate(tensors)], "none": []}
+    want = [t.clone() for t in tensors]
+    copies = HostCopies(said.append)
+    for _ in range(2):
+        found = copies.of(groups)
+        copies.wait()
+        tied.fill_(9)  # a step
+        for box, t in zip(found["g"], want, strict=True):
+            assert box.tensor.dtype == t.dtype and box.tensor.is_contiguous() and torch.equal(box.tensor.float(), t.float())
+        assert found["g"][0].tensor is found["g"][1].tensor and found["none"] == [] == said
+        starts = [box.tensor.data_ptr() for box in found["g"] if box.tensor.numel()]
+        tied.copy_(want[0])
+    assert starts == [box.tensor.data_ptr() for box in copies.of({"g": groups["g"][:6]})["g"] if box.tensor.numel()] + starts[-1:]
 
 
 def test_boxes_of_gate_and_up_are_apart() -> None:

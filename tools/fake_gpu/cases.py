@@ -1,4 +1,4 @@
-"""Cases that the fake GPU counts: one linear layer, an 8B-shaped Transformer layer, a training step, an optimizer step.
+"""Cases that the fake GPU counts: one linear layer, an 8B-shaped Transformer layer, a training step, an optimizer step, a save.
 
 Each is a function that makes the case and returns what to do once, in parts by name; the counts are those of a third time.
 """
@@ -19,6 +19,8 @@ from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, fp8_linears,
 from fp8cfg.optim.groups import param_groups
 from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.low_bit.training import LowBitTrainingAdamW
+from fp8cfg.training.checkpoint import job_tensors
+from fp8cfg.training.checkpoint.host_copies import HostCopies
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.step_sequence import StepSequence, may_launch_ahead
@@ -98,6 +100,13 @@ def step(*words: str, compile: bool = False) -> Parts:
     batches, _ = run_data(job.recipe)
     steps = StepSequence(job, batches, World(), None, lambda done: None, may_launch_ahead(job)).__enter__()
     return {"step": lambda: steps.take(job.optimizer.steps, settled=False)}
+
+
+def host_copies() -> Parts:
+    """Copies of what a save beside steps writes, of llama_tiny."""
+    job = fp8cfg.build(fp8cfg.compose([*STEP, "precision=bf16_fp8"]))
+    copies, groups = HostCopies(print), job_tensors.boxes(job, World())
+    return {"copies": lambda: copies.of(groups)}
 
 
 def optimizer(name: str, parameters: int, compile: bool = False) -> Parts:

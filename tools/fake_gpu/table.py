@@ -87,6 +87,7 @@ def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[],
     found["step bf16_fp8 BF16 weights 4 microbatches eager"] = partial(cases.step, "precision=bf16_fp8", *accumulating)
     found["step bf16_fp8 BF16 weights full eager"] = partial(cases.step, "precision=bf16_fp8", held, "model.recompute_granularity=full")
     found["fused AdamW 4 eager"] = partial(cases.optimizer, "fused", 4)
+    found["save bf16_fp8 eager"] = cases.host_copies
     return found
 
 

@@ -20,8 +20,8 @@ from fp8cfg.job import Job
 from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, shared_save
 from fp8cfg.training.checkpoint.background import BackgroundWrite, Written
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, OldCheckpointStays
+from fp8cfg.training.checkpoint.host_copies import HostCopies
 from fp8cfg.training.checkpoint.shared_save import Share
-from fp8cfg.training.checkpoint.tensor_box import on_host
 from fp8cfg.training.distributed.stalled_ranks import APART
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.run_files import RunFiles
@@ -46,6 +46,7 @@ class Saver:
         self._saved_at = self._steps_saved = -1
         self._root: RunFiles | None = None
         self._running: BackgroundWrite | None = None
+        self._copies = HostCopies(say)
         # The thread that writes beside steps has a group of its own, on the CPU: collectives of one group have one order.
         self._apart = job.recipe.checkpoint.async_save and self._saves
         self._writers = replace(world, limits=None, group=_group(job)) if self._apart and world.size > 1 else world
@@ -77,7 +78,7 @@ class Saver:
         if problem := self._ready(share, done):
             self._settled(Written(done, steps, problem=problem), last)
         elif self._apart and not last:
-            share = replace(share, boxes=on_host(share.boxes))
+            share = replace(share, boxes=self._copies.of(share.boxes))
             self._running = BackgroundWrite(partial(self._write, Written(done, steps), share, keep, self._writers))
         else:
             self._settled(self._write(Written(done, steps), share, keep, self.world), last)
@@ -132,6 +133,7 @@ class Saver:
 
     def _write(self, of: Written, share: Share, keep: int | None, world: World) -> Written:
         """`of`, with how its save ended."""
+        self._copies.wait()
         try:
             if world.size > 1:
                 return replace(of, folder=shared_save.save(self._root, of.done, share, keep, world))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -48,15 +48,3 @@ def to_write(groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
             if owner == copy:
                 kept[group].append(box)
     return kept
-
-
-def on_host(groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
-    """The same boxes with copies of their tensors in the memory of the host, which later steps do not change."""
-    copies: dict[int, Tensor] = {}
-
-    def copied(t: Tensor) -> Tensor:
-        if id(t) not in copies:
-            copies[id(t)] = t.detach().to("cpu", copy=True).contiguous()
-        return copies[id(t)]
-
-    return {group: [replace(box, tensor=copied(box.tensor)) for box in boxes] for group, boxes in groups.items()}

@@ -73,12 +73,22 @@ cudaError_t cudaHostAlloc(void **found, size_t bytes, unsigned flags) {
     return 0;
 }
 
-cudaError_t cudaFreeHost(void *start) {
+cudaError_t cudaHostRegister(void *start, size_t bytes, unsigned flags) {
+    if (pins < 1 << 14) pinned[pins].start = start, pinned[pins++].size = bytes;
+    return 0;
+}
+
+cudaError_t cudaHostUnregister(void *start) {
     for (int i = 0; i < pins; i++)
         if (pinned[i].start == start) {
             pinned[i] = pinned[--pins];
             break;
         }
+    return 0;
+}
+
+cudaError_t cudaFreeHost(void *start) {
+    cudaHostUnregister(start);
     free(start);
     return 0;
 }
