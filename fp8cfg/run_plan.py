@@ -9,6 +9,7 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report import graph, plan_report
 from fp8cfg.report.gpus import GPU, GPUS, named
+from fp8cfg.report.memory.nearest_fit import Line
 from fp8cfg.report.plan_report import Plan
 
 MOST = 9_999_999
@@ -40,10 +41,11 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
     return planned(recipe.model_copy(deep=True), gpus, found)
 
 
-def planned(recipe: Recipe, ranks: int | None, gpu: GPU | None) -> Plan:
-    """Plan of a checked `recipe`, with what will be built."""
+def planned(recipe: Recipe, ranks: int | None, gpu: GPU | None, whole_line: Line = " ".join) -> Plan:
+    """Plan of a checked `recipe`, with what will be built. `whole_line` makes a command line of the words that a refusal offers;
+    without it they stand alone."""
     recipe = smoke.cut(recipe, ranks or recipe.trainer.num_nodes * recipe.trainer.devices)
-    found = plan_report.make(recipe, ranks or recipe.trainer.num_nodes * recipe.trainer.devices, gpu)
+    found = plan_report.make(recipe, ranks or recipe.trainer.num_nodes * recipe.trainer.devices, gpu, whole_line)
     if found.choice is None:
         return found
     return replace(found, built=graph.built(recipe, *builder.planned(recipe, found.hardware, choice=found.choice)))

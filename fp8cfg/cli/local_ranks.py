@@ -30,9 +30,11 @@ def count(recipe: Recipe, gpus: int) -> int:
 
     t = recipe.trainer
     smoke, replica = t.smoke, 1 if t.smoke else t.strategy.size
-    if gpus == 0 or t.accelerator == "cpu" or (not smoke and refused(recipe, replica)):
+    if gpus == 0 or t.accelerator == "cpu":
         return 1
     if t.num_nodes > 1 and not smoke:
+        if refused(recipe, t.num_nodes * t.devices):
+            return 1
         raise ConfigError(f"trainer.num_nodes={t.num_nodes}: this process would train alone; start it on each node with torchrun")
     most = min(gpus, t.devices)
     if smoke:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli.argv import Arguments, command_line, recipe_file, split, wrong_words
+from fp8cfg.cli.argv import command_line, recipe_file, split, wrong_words
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.report.gpus import GPUS, named
 
@@ -37,7 +38,8 @@ Exit code: 0 where training runs as the recipe stands; 2 where it does not,
 because of the hardware, its memory or a layout that this version plans and does
 not train: after the plan, with the line that runs there at the least cost, and
 one that changes nothing of what the first does, such as opt_level=O2 where that
-recomputes.
+recomputes. Where the GPUs are no whole replicas of the layout there is no plan,
+and the lines change layout and memory together.
 """
 _OUTPUTS = ("--json", "--tree", "--dot", "--code")
 
@@ -57,6 +59,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
 
     from fp8cfg.cli.composed import composed
+    from fp8cfg.report.memory.nearest_fit import SMOKE, offering
     from fp8cfg.run_plan import machines, planned, refuse_hardware
 
     try:
@@ -67,30 +70,25 @@ def run(argv: list[str]) -> int:
         nodes, devices = machines(ranks)
         recipe = composed([*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"], folder, file)
     refuse_hardware(recipe, name, "--gpu ")
-    plan = planned(recipe, ranks, gpu)
+    world = ranks or recipe.trainer.num_nodes * recipe.trainer.devices
+
+    def whole_line(words: Sequence[str]) -> str:
+        """The line that runs the recipe there with `words`."""
+        own = world == recipe.trainer.num_nodes * recipe.trainer.devices or tuple(words) == (SMOKE,)
+        nodes, devices = machines(world)
+        return command_line(arguments, [*words, *([] if own else [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"])])
+
+    plan = planned(recipe, world, gpu, whole_line)
     print(_shown(plan, *arguments.flags))
     refuse_if(plan.refusals)
     if not {"--tree", "--dot", "--code"} & arguments.flags:  # a graph, which export and tools of Fiddle take, runs nothing
-        refuse_if(_problems(plan, arguments))
+        refuse_if(offering(plan.problems, "there", [whole_line(words) for words in (plan.write, plan.alternative) if words])
+                  if plan.problems else [])
     if "--measure" in arguments.flags:
         from fp8cfg.training.memory_measurement import measured_table
 
         print(f"\n{measured_table(recipe)}")
     return 0
-
-
-def _problems(plan: Plan, arguments: Arguments) -> list[str]:
-    """Why the recipe does not run there as it stands, the last line with what does."""
-    if not plan.problems:
-        return []
-    from fp8cfg.report.memory.nearest_fit import SMOKE
-    from fp8cfg.run_plan import machines
-
-    t, (nodes, devices) = plan.recipe.trainer, machines(plan.world)
-    own = plan.world == t.num_nodes * t.devices or tuple(plan.write) == (SMOKE,)
-    meant = [] if own else [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
-    offered = [command_line(arguments, [*words, *meant]) for words in (plan.write, plan.alternative) if words]
-    return [*plan.problems[:-1], f"{plan.problems[-1]}; runs there: {' · '.join(offered)}"]
 
 
 def _shown(plan: Plan, output: str = "") -> str:

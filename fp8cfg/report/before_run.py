@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
 from math import prod
 
 from fp8cfg import __version__
@@ -16,10 +16,10 @@ from fp8cfg.config.storage import as_sharded, resolved
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report.coverage import planned
-from fp8cfg.report.machine import free_memory
+from fp8cfg.report.machine import free_memory, gpus
 from fp8cfg.report.memory import layout
 from fp8cfg.report.memory.fsdp_gather import gather_line
-from fp8cfg.report.memory.nearest_fit import SMOKE, alternatives, too_large
+from fp8cfg.report.memory.nearest_fit import SMOKE, Line, alternatives, offering, too_large
 from fp8cfg.report.memory.peak import memory_table
 from fp8cfg.report.plan_text import passed_over
 from fp8cfg.report.tables import amount, wrapped
@@ -84,23 +84,34 @@ def refuse_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
     refuse_if(layout.refused(recipe, ranks, given))
 
 
-def refuse(recipe: Recipe, hardware: Hardware, whole_line: Callable[[Sequence[str]], str]) -> None:
+def refuse(recipe: Recipe, hardware: Hardware, whole_line: Line) -> None:
     """Raise ConfigError, before anything is made, for a recipe without data, and for one whose layout or memory the ranks here do
     not have. Its line ends with one that runs here, which `whole_line` makes of the words that change."""
     refuse_if(list(missing_data(recipe)))
-    free = free_memory(hardware.device)
+    free, ranks = free_memory(hardware.device), _ranks(recipe, hardware.device)
 
     def backend(other: Recipe) -> str:
-        precision = as_sharded(other.precision, layout.shards(other, layout.ranks()))
+        precision = as_sharded(other.precision, layout.shards(other, ranks))
         return choose(precision, hardware, statistics=other.log.fp8_stats_every_n_steps, adapters=other.lora.enabled,
                       strategy=other.trainer.strategy).backend
 
-    large = too_large(recipe, hardware.device, free, backend(recipe))
-    problems = layout.refused(recipe, layout.ranks()) or ([large] if large else [])
+    problems = layout.refused(recipe, layout.ranks())
     if problems:
-        found = alternatives(recipe, hardware.device, free, layout.ranks(), backend)
-        offered = [whole_line(w) for w in [fit.words for fit in found] + ([] if recipe.trainer.smoke else [(SMOKE,)])]
-        raise ConfigError([*problems[:-1], "; ".join([problems[-1], *(["runs here: " + " · ".join(offered)] if offered else [])])])
+        problems = layout.refused(recipe, ranks) or problems
+    elif line := too_large(recipe, hardware.device, free, backend(recipe)):
+        problems = [line]
+    if problems:
+        found = [fit.words for fit in alternatives(recipe, hardware.device, free, ranks, backend)]
+        found += [] if recipe.trainer.smoke else [(SMOKE,)]
+        raise ConfigError(offering(problems, "here", [whole_line(words) for words in found]))
+
+
+def _ranks(recipe: Recipe, device: str) -> int:
+    """The ranks of this run; outside of a launcher, those that a line for this machine starts on its GPUs."""
+    if device != "cuda" or {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        return layout.ranks()
+    t = recipe.trainer
+    return next(n for n in range(min(gpus(), t.devices), 0, -1) if t.global_batch_size % n == 0)
 
 
 def _scaled_down(recipe: Recipe) -> str:

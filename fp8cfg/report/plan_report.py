@@ -17,7 +17,7 @@ from fp8cfg.report.communication.step import of_step
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU
 from fp8cfg.report.memory.layout import Part, parts, refused, shards, whole
-from fp8cfg.report.memory.nearest_fit import SMOKE, alternatives
+from fp8cfg.report.memory.nearest_fit import SMOKE, Line, alternatives, offering
 from fp8cfg.report.memory.peak import linears_of, memory, multiplying, parameters
 from fp8cfg.report.tables import size
 
@@ -141,21 +141,27 @@ class Plan:
         return plan_text.text(self)
 
 
-def make(recipe: Recipe, world: int, gpu: GPU | None) -> Plan:
+def make(recipe: Recipe, world: int, gpu: GPU | None, whole_line: Line = " ".join) -> Plan:
     """The plan of `recipe`, on a GPU with a CUDA that is new enough for whatever the GPU can do. Raises ConfigError for layer
-    patterns that match nothing and a world that does not divide."""
+    patterns that match nothing, and for a world that is no whole number of replicas or over which the batch does not divide, with
+    what runs there, which `whole_line` makes of the words that change."""
     hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
-    choice, refusals, layout = None, list[str](), parts(recipe, world)
+    choice, refusals, memory_of_each = None, list[str](), gpu.memory if gpu else UNBOUNDED
     try:
-        choice = _chosen(recipe, hardware, layout[0].shards)
+        choice = _chosen(recipe, hardware, shards(recipe, world))
     except ConfigError as e:
         refusals = e.problems
+    try:
+        layout = parts(recipe, world)
+    except ConfigError as e:  # there are no ranks of which to say more
+        found = _write(recipe, world, hardware, memory_of_each) if choice else []
+        raise ConfigError([*refusals, *offering(e.problems, "there", [whole_line(words) for words in found])]) from None
     backend = choice.backend if choice else None
     ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend),
                   of_step(recipe, part, backend or multiplying(recipe)) if world > 1 else ()) for part in layout]
     coverage = planned(recipe, plan(recipe, backend))
     problems = refused(recipe, world) or _too_large(recipe, ranks, gpu) if choice else []
-    write, *more = _write(recipe, world, hardware, gpu.memory if gpu else UNBOUNDED) if problems else [()]
+    write, *more = _write(recipe, world, hardware, memory_of_each) if problems else [()]
     return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, write, *more)
 
 

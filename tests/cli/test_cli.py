@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from functools import partial
@@ -58,6 +59,18 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does() -> None:
     assert "pipeline_model_parallel_size=8: so many ranks share the layers, and 1 rank is no multiple of it; start 8, or write 1" in line
     assert line.endswith("; runs here: fp8cfg recipe=llama_405b precision=bf16_fp8 trainer.accelerator=cpu trainer.smoke=true")
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_layout_for_more_ranks_is_refused_with_a_line_that_trains_as_printed(tmp_path: Path) -> None:
+    words = [*SMALL, "precision=bf16_fp8", "trainer.devices=4", "trainer.micro_batch_size=2", "trainer.strategy.context_parallel_size=2",
+             f"log.dir={tmp_path}"]
+    refused = fp8cfg(*words)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and not [*tmp_path.iterdir()]
+    line, smoke = refused.stderr.removesuffix("\n").partition("; runs here: ")[2].split(" · ")
+    verb, *offered = shlex.split(line)
+    assert verb == "fp8cfg" and set(offered) - set(words) == {"trainer.strategy.context_parallel_size=1"} and smoke.endswith(" trainer.smoke=true")
+    done = fp8cfg(*offered)
+    assert done.returncode == 0 and "done: 6 steps" in done.stdout, done.stderr
 
 
 def test_the_main_job_end_to_end(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def composed(*words: str) -> Recipe:
     ((*CONTEXT, "trainer.strategy.pipeline_model_parallel_size=2"), 7, 4),
     ((*CONTEXT, "trainer.strategy.pipeline_model_parallel_size=2", "storage.shard=fsdp"), 8, 8),
     ((*DATA_PARALLEL, "trainer.strategy.pipeline_model_parallel_size=2", "trainer.global_batch_size=4"), 8, 4),
+    ((*DATA_PARALLEL, "trainer.strategy.data_parallel_replicate_size=2"), 8, 8), ((*DATA_PARALLEL, "lora.enabled=true", "trainer.strategy.tensor_model_parallel_size=2"), 8, 1),
     (("recipe=llama_8b", "trainer.smoke=true"), 7, 7), (("recipe=llama_405b", "trainer.smoke=true"), 4, 4),
 ])
 def test_as_many_ranks_as_gpus_and_whole_batches(words: tuple[str, ...], gpus: int, ranks: int) -> None:

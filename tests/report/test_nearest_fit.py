@@ -8,9 +8,13 @@ import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
+from fp8cfg.backends.backend_choice import BLOCK_CUDA, Hardware
+from fp8cfg.cli import local_ranks
 from fp8cfg.config.recipe_registry import recipes
-from fp8cfg.report.memory.nearest_fit import cheapest
+from fp8cfg.report import before_run
+from fp8cfg.report.memory.nearest_fit import SMOKE, cheapest
 from fp8cfg.report.memory.peak import memory
+from fp8cfg.run_plan import machines
 from tests.support.small import small
 
 
@@ -49,6 +53,74 @@ def test_a_fit_of_another_kind_is_offered_beside_the_cheapest(capsys: pytest.Cap
     assert len(spare) == len(lines) == 2 and "opt_level=O2" in lines[1]
     plan = fp8cfg.plan(fp8cfg.compose(words), "h200")
     assert (plan.write, plan.alternative) == (("model.recompute_granularity=full",), ("fp8.params=false", "opt_level=O2"))
+
+
+@pytest.mark.parametrize(("words", "gpu", "gpus", "offered"), [
+    ("recipe=llama_8b precision=bf16_fp8", "h200", 1, ["model.recompute_granularity=full trainer.strategy.context_parallel_size=1",
+                                                       "fp8.params=false opt_level=O2 trainer.strategy.context_parallel_size=1"]),
+    ("recipe=llama_8b precision=bf16_fp8", "h100", 1,
+     ["model.recompute_granularity=full fp8.params=false opt_level=O2 trainer.strategy.context_parallel_size=1"]),
+    ("recipe=llama_8b precision=bf16_fp8", "rtx4090", 1, ["trainer.smoke=true"]),
+    ("recipe=llama_70b precision=bf16_fp8", "h200", 16, ["trainer.strategy.context_parallel_size=1"]),
+    ("recipe=llama_70b precision=bf16_fp8", "b200", 8,
+     ["model.recompute_granularity=full trainer.strategy.pipeline_model_parallel_size=2 trainer.strategy.context_parallel_size=1",
+      "storage.shard=zero2 trainer.strategy.pipeline_model_parallel_size=1 trainer.strategy.virtual_pipeline_model_parallel_size=null"]),
+    ("recipe=llama_405b precision=bf16_fp8", "h200", 64,
+     ["model.recompute_granularity=full trainer.strategy.context_parallel_size=1",
+      "storage.shard=fsdp trainer.strategy.pipeline_model_parallel_size=1 trainer.strategy.virtual_pipeline_model_parallel_size=null"]),
+    ("recipe=llama_70b precision=bf16_fp8", "h200", 2, ["trainer.smoke=true"]),
+    ("recipe=llama_8b precision=bf16_fp8", "h100", 7, ["trainer.smoke=true"]),
+    ("recipe=llama_8b precision=bf16_fp8 lora.enabled=true", "rtx4090", 1,
+     ["model.recompute_granularity=full trainer.strategy.context_parallel_size=1"]),
+])
+def test_fewer_gpus_than_a_replica_are_offered_a_layout_and_memory_together(words: str, gpu: str, gpus: int, offered: list[str],
+                                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    """Each offered line is accepted there, and fits, as it is printed."""
+    there = ["--gpu", gpu, "--gpus", str(gpus)]
+    assert main(["plan", *words.split(), *there]) == 2
+    out, err = capsys.readouterr()
+    size = fp8cfg.compose(words.split()).trainer.strategy.size
+    assert out == "" and err.startswith(f"error: {gpus} GPU{'s' * (gpus > 1)}: not a multiple of tensor x pipeline x context parallel = {size}; ")
+    lines = err.removesuffix("\n").partition("; runs there: ")[2].split(" · ")
+    nodes, devices = machines(gpus)
+    meant = f" trainer.num_nodes={nodes} trainer.devices={devices}"
+    assert lines == [f"fp8cfg {words} {more}{meant * (more != SMOKE)}" for more in offered]
+    for line in lines:
+        assert main(["plan", *shlex.split(line)[1:], *there]) == 0
+        assert f"\nfits {gpu}, " in capsys.readouterr().out
+    with pytest.raises(fp8cfg.ConfigError, match=f"; runs there: {' · '.join(offered)}$"):
+        fp8cfg.plan(fp8cfg.compose(words.split()), gpu, gpus)
+
+
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+def test_a_layout_that_gains_ranks_keeps_its_own_sharding(way: str) -> None:
+    """storage.shard=auto is none over one rank that shares state and zero1 over two, and no word for either is needed."""
+    words = ["recipe=llama_tiny", "lora.enabled=true", f"trainer.strategy.{way}_model_parallel_size=2", "trainer.devices=2"]
+    plan = fp8cfg.plan(fp8cfg.compose(words), "h100")
+    assert plan.write == (f"trainer.strategy.{way}_model_parallel_size=1", "trainer.micro_batch_size=8")
+
+
+def refused_here(words: list[str], gpus: int, gib: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines that a start on a machine with so many free H100s offers."""
+    monkeypatch.setattr(before_run, "gpus", lambda: gpus)
+    monkeypatch.setattr(before_run, "free_memory", lambda device: gib << 30)
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        before_run.refuse(fp8cfg.compose(words), Hardware("cuda", (9, 0), BLOCK_CUDA), lambda more: " ".join([*words, *more]))
+    return e.value.problems[-1].partition("; runs here: ")[2].split(" · ")
+
+
+def test_a_start_on_fewer_gpus_than_a_replica_offers_what_runs_on_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["recipe=llama_8b", "precision=bf16_fp8"]
+    one = refused_here(words, 1, 139, monkeypatch)
+    assert [line.split()[2:] for line in one] == [["model.recompute_granularity=full", "trainer.strategy.context_parallel_size=1"],
+                                                  ["fp8.params=false", "opt_level=O2", "trainer.strategy.context_parallel_size=1"], [SMOKE]]
+    eight = [*words, "trainer.strategy.tensor_model_parallel_size=8", "trainer.strategy.context_parallel_size=1"]
+    for gpus, ranks in ((4, 4), (3, 2)):  # 512 sequences are no multiple of 3
+        line, *_ = refused_here(eight, gpus, 79, monkeypatch)
+        recipe = fp8cfg.compose(line.split())
+        assert line.endswith(f"trainer.strategy.tensor_model_parallel_size={ranks}") and local_ranks.count(recipe, gpus) == ranks
+        plan = fp8cfg.plan(recipe, "h100", ranks)
+        assert not plan.problems
 
 
 def test_a_plan_without_problems_ends_with_0_and_offers_nothing() -> None:

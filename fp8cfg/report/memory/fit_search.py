@@ -1,0 +1,221 @@
+"""Search for a fit: the cheapest changes with which a recipe runs in a given memory on a given number of ranks.
+
+The model and the global batch stay. The parallel layout, storage.shard, MS-AMP's levels, recomputation and the microbatch are
+tried, the cheapest combination first; what contradicts a change gives way as it does to a word of the command line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from typing import Any, NamedTuple, get_args
+
+from fp8cfg.composition.authors import Author
+from fp8cfg.composition.flatten import assigned, flat, typed
+from fp8cfg.composition.giving_way import settled
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.key_names import full, short
+from fp8cfg.config.model import Model
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import sharding
+from fp8cfg.config.training_nodes import Strategy
+from fp8cfg.layer_plan import plan
+from fp8cfg.report.memory.layout import refused
+from fp8cfg.report.memory.peak import linears_of, memory, persistent, widest
+
+RECOMPUTE = {"none": 0.0, "selective": 0.05, "full": 0.33}
+"""Cost of model.recompute_granularity in steps: full repeats the forward pass, a third of the products; selective, of attention
+alone, takes some per cent (arXiv 2205.05198, section 5)."""
+SHARD = {"none": 0.0, "zero1": 0.02, "zero2": 0.03, "fsdp": 0.1}
+"""Cost of storage.shard: ZeRO sends what an all-reduce does, FSDP half as much again (arXiv 1910.02054, section 7)."""
+STAGED = 0.3
+"""Cost of storage.shard=fsdp in pipeline stages beyond that: weights are gathered twice for each of many microbatches. It goes
+after full recomputation, which sends no more."""
+LAYOUT = 0.5
+"""Cost of giving up a layout that runs, which is never changed for the user: it is offered after all that keeps it."""
+LEVEL = {None: 0.0, "O1": 1.0, "O2": 1.1, "O3": 1.2}
+"""A level changes the numbers, and goes after everything that does not; so does giving one up."""
+HALVED = 0.02
+"""Cost of halving the microbatch, whose products are smaller then."""
+
+Backend = Callable[[Recipe], str | None]
+"""Who multiplies a recipe; raises ConfigError where nobody does."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`recipe` fits, with `spare` bytes left on each rank. `words` change the recipe that was asked about into it."""
+
+    recipe: Recipe
+    words: tuple[str, ...]
+    spare: int
+
+
+class Way(NamedTuple):
+    """One combination to try. `layout` is an index of the search's layouts; `shard` None leaves storage.shard as the recipe has it,
+    and is a codec to write otherwise."""
+
+    layout: int
+    shard: str | None
+    level: str | None
+    recompute: str
+    micro: int
+
+
+@dataclass
+class Search:
+    """The fits of `recipe` on `world` ranks, each with `free` bytes of `device` ("cpu" or "cuda")."""
+
+    recipe: Recipe
+    device: str
+    free: int
+    world: int
+    backend: Backend
+
+    def fits(self) -> Iterator[Fit]:
+        """The cheapest fit of the whole model, and then the cheapest that changes nothing of what the first changes beyond the
+        layout that the ranks ask for."""
+        level = self.recipe.precision.opt_level
+        kept = Way(0, None, level, self._recompute[0], next(iter(self._micro(0)), 0))
+        own, taken = self._shard(0, level), set[int]()  # taken: places of what the first changes
+        for way in sorted(self._ways(), key=self._cost):
+            stays = way._replace(shard=None) if way.shard == own else way
+            changes = {i for i, (new, old) in enumerate(zip(stays, kept, strict=True)) if new != old}
+            if not changes & taken and (found := self._fit(way)):
+                yield found
+                if taken or not changes:
+                    return
+                taken = changes
+
+    def _ways(self) -> Iterator[Way]:
+        """Every combination, of the recipe's own sharding and level and those that store less, but for those that do not fit at
+        their leanest."""
+        own = self.recipe.precision.opt_level
+        for layout in range(len(self._layouts)):
+            for level in (o for o in LEVEL if o is None or LEVEL[o] >= LEVEL[own]):
+                stronger = [s for s in SHARD if SHARD[s] > SHARD[self._shard(layout, level)] and self._sharers(layout) > 1]
+                for shard in (None, *stronger):
+                    micro = self._micro(layout)
+                    if micro and self._fit(Way(layout, shard, level, self._recompute[-1], micro[-1])):
+                        yield from (Way(layout, shard, level, r, m) for r in self._recompute for m in micro)
+
+    def _cost(self, way: Way) -> float:
+        shard = way.shard or self._shard(way.layout, way.level)
+        staged = shard == "fsdp" and self._layouts[way.layout].pipeline_model_parallel_size > 1
+        leveled = abs(LEVEL[way.level] - LEVEL[self.recipe.precision.opt_level])
+        halved = self._micro(way.layout).index(way.micro)
+        return LAYOUT * way.layout + SHARD[shard] + STAGED * staged + leveled + RECOMPUTE[way.recompute] + HALVED * halved
+
+    @cached_property
+    def _layouts(self) -> list[Strategy]:
+        """Layouts that run on these ranks: the recipe's own, or as much of it as they have; without a pipeline; without split
+        matrices too; of whole replicas on each rank."""
+        own = self.recipe.trainer.strategy
+        tensor, stages, context = own.tensor_model_parallel_size, own.pipeline_model_parallel_size, own.context_parallel_size
+        found = [own] if self.world % own.size == 0 else []
+        for tp, pp, cp in ((tensor, stages, context), (tensor, 1, context), (1, 1, context), (1, 1, 1)):
+            tp = gcd(tp, self.world)
+            pp = gcd(pp, self.world // tp)
+            layout = Strategy(tensor_model_parallel_size=tp, sequence_parallel=own.sequence_parallel and tp > 1,
+                              context_parallel_size=gcd(cp, self.world // (tp * pp)), pipeline_model_parallel_size=pp)
+            if pp > 1:
+                layout = layout.model_copy(update={"virtual_pipeline_model_parallel_size": own.virtual_pipeline_model_parallel_size,
+                                                   "pipeline_schedule": own.pipeline_schedule})
+            found += [layout] if layout not in found else []
+        return found
+
+    @cached_property
+    def _recompute(self) -> list[str]:
+        """What recomputes no less than the recipe does."""
+        own = self.recipe.model.recompute_granularity
+        offered = get_args(Model.model_fields["recompute_granularity"].annotation)
+        return [name for name in sorted(offered, key=lambda name: RECOMPUTE[name]) if RECOMPUTE[name] >= RECOMPUTE[own]]
+
+    def _micro(self, layout: int) -> list[int]:
+        """Microbatches, halved from that of the recipe on, that divide the global batch over the data-parallel ranks."""
+        t, found = self.recipe.trainer, list[int]()
+        size = t.micro_batch_size
+        while size:
+            found += [size] if t.global_batch_size % (size * self.world // self._layouts[layout].size) == 0 else []
+            size //= 2
+        return found
+
+    def _sharers(self, layout: int) -> int:
+        """Ranks over which storage.shard splits state under a layout."""
+        return self.world // self._layouts[layout].size * self._layouts[layout].context_parallel_size
+
+    def _shard(self, layout: int, level: str | None) -> str:
+        """The recipe's storage.shard under a layout and a level, with auto resolved."""
+        return sharding(self.recipe.precision.model_copy(update={"opt_level": level}), self._sharers(layout))
+
+    def _fit(self, way: Way) -> Fit | None:
+        layout = self._layouts[way.layout]
+        found = self.changed({"storage.shard": way.shard or self.recipe.storage.shard, "opt_level": way.level,
+                              "model.recompute_granularity": way.recompute, "trainer.micro_batch_size": way.micro, **_keys(layout)})
+        if found is None or found.precision.opt_level != way.level or refused(found, self.world):
+            return None
+        left = self.spare(found)
+        return None if left is None or left < 0 else Fit(found, words(self.recipe, found), left)
+
+    def changed(self, values: Mapping[str, Any]) -> Recipe | None:
+        """The recipe with `values`, to which others have given way; None where it is refused."""
+        own = flat(self.recipe)
+        new = {full(key): value for key, value in values.items() if own[full(key)] != value}
+        try:
+            found = settled(assigned(self.recipe, new), dict.fromkeys(new, Author.USER))
+        except ConfigError:
+            return None
+        return None if found.problems else found.recipe
+
+    def spare(self, recipe: Recipe) -> int | None:
+        """Bytes that `recipe` leaves on each rank, or that its lasting state alone leaves, where that is too much; None where
+        nobody multiplies it, or a pattern of layers matches nothing."""
+        try:
+            part = widest(recipe, self.device, self.world)
+            if (left := self.free - sum(persistent(recipe, part, linears_of(recipe, part)).values())) < 0:
+                return left
+            backend = self.backend(recipe)
+        except ConfigError:
+            return None
+        return self.free - sum(memory(recipe, self.device, part, backend).values())
+
+    def fewer_layers(self) -> Fit | None:
+        """The recipe at its leanest with as many layers as fit; None where there is no such number."""
+        layout = self._layouts[0]
+        lean = self.changed({"trainer.micro_batch_size": (self._micro(0) or [1])[-1],
+                             "model.recompute_granularity": self._recompute[-1], **_keys(layout)})
+        each = layout.pipeline_model_parallel_size * layout.chunks  # of as many layers a stage can be made
+        least, most = 0, self.recipe.model.num_layers // each  # fits with `least` of them, does not with `most`: halve the rest
+        while lean and most - least > 1:
+            middle = (least + most) // 2
+            some = self._of_layers(lean, middle * each)
+            least, most = (middle, most) if some and (self.spare(some) or -1) >= 0 else (least, middle)
+        found = self._of_layers(lean, least * each) if lean and least else None
+        return Fit(found, words(self.recipe, found), self.spare(found) or 0) if found else None
+
+    def _of_layers(self, lean: Recipe, layers: int) -> Recipe | None:
+        some = lean.model_copy(deep=True)
+        some.model.num_layers = layers
+        try:
+            some.check()
+            plan(some)
+        except ConfigError:
+            return None
+        return some
+
+
+def words(before: Recipe, after: Recipe) -> tuple[str, ...]:
+    """The words that make `before` into `after`, a key each, the model's first."""
+    old = flat(before)
+    return tuple(f"{short(key)}={_word(value)}" for key, value in flat(after).items() if old[key] != value)
+
+
+def _keys(layout: Strategy) -> dict[str, Any]:
+    return {key: typed(key, value) for key, value in flat(layout, "trainer.strategy").items()}
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(list(value) if isinstance(value, tuple) else value)
