@@ -148,7 +148,8 @@ def whole_master(p: Any) -> Tensor:
 @torch.no_grad()
 def refresh_shards(layers: Iterable[Any]) -> None:
     """New scales of all weights of `layers`, FP8Linears, that are gathered in FP8, from their amaxes over all shards: one
-    all-reduce for all. Every rank calls it after a step, once `update_scales` has moved delayed scales, and after a load."""
+    all-reduce for all. Every rank calls it after a step that has written them, once `update_scales` has moved delayed scales, and
+    after a load."""
     those = [layer for layer in layers if layer.sharded]
     if not those:
         return

@@ -11,6 +11,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.job import Job
+from fp8cfg.numerics import fp8_linears
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state
@@ -34,14 +35,17 @@ def run(world: World, folder: Path | None, shard: str, *words: str, then: str = 
     """Four steps, saved half-way to go on as `then`; and what this rank has of adapters before that."""
     job = fp8cfg.build(small(*WORDS, *words, f"storage.shard={shard}"))
     batches, _ = run_data(job.recipe)
-    losses, fsdp2 = [train_step(job, batches, step, world).loss for step in range(2)], job.prepared.fsdp2
+    losses, fsdp2 = [train_step(job, batches, 0, world).loss], job.prepared.fsdp2
+    quantized = [layer.shard_quantized for layer in fp8_linears(job.model) if layer.sharded]
+    losses.append(train_step(job, batches, 1, world).loss)
+    stays = [layer.shard_quantized is before for layer, before in zip((layer for layer in fp8_linears(job.model) if layer.sharded), quantized, strict=True)]
     kept = sum(t.numel() for t in trained(job).values())
     if folder:
         sharded_checkpoints.saved(job, world, folder, 2)
         job = fp8cfg.build(small(*WORDS, *words, f"storage.shard={then}"))
         job_state.restore(job, *checkpoint.load(folder / "step-00000002"), batches)
     losses += [train_step(job, batches, step, world).loss for step in range(2, 4)]
-    return {"losses": losses, "fsdp2": fsdp2, "kept": kept, "owned": len(job.prepared.masters), "trained": trained(job)}
+    return {"losses": losses, "fsdp2": fsdp2, "stays": stays, "kept": kept, "owned": len(job.prepared.masters), "trained": trained(job)}
 
 
 def trained(job: Job) -> dict[str, torch.Tensor]:
@@ -91,6 +95,7 @@ def test_fsdp2_splits_adapters(row: str, shard: str, two: list[dict[str, Any]]) 
     for found in (rank[f"{row} {shard}"] for rank in two):
         assert found["fsdp2"] and 2 * found["kept"] == whole["kept"]
         assert found["losses"] == (pytest.approx(whole["losses"], rel=1e-6) if shard == "fsdp" else whole["losses"])
+        assert found["stays"] == [True] * (8 if (row, shard) == ("delayed", "fsdp") else 0), "frozen weights are quantized once"
         if shard == "zero1":  # which went on as none
             assert all(torch.equal(t, found["trained"][name]) for name, t in whole["trained"].items())
 

@@ -122,7 +122,7 @@ def after_step(
 ) -> None:
     say_scales_anew(fp8_layers(model))
     update_scales(fp8_layers(model), group=group, step=step, skip=skip, late=late)
-    refresh_shards(fp8_linears(model))
+    refresh_shards(layer for layer in fp8_linears(model) if layer.parameter.requires_grad)  # a frozen weight stays as it is
 
 
 def after_skip(model: nn.Module) -> None:

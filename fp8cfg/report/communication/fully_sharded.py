@@ -43,7 +43,8 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
         yield from axis.all_gather("weights", weights, (2 * passes if layer else rest) if shard == "fsdp" else 1)
         yield from axis.reduce_scatter("gradients", part_bytes, sums * bool(part_bytes))
         yield from apart.all_reduce("gradients", int(sum(n for n, _ in shards) * in_groups), over_groups * bool(part_bytes))
-    numbers = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards) for shape in in_fp8.values())
+    written = [shape for name, shape in in_fp8.items() if name in trained]  # in each step
+    numbers = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards) for shape in written)
     yield from axis.all_reduce("amaxes", NUMBER * numbers, bool(numbers))
-    whole = len(in_fp8) if p.fp8.granularity == "tensor" and not SCALINGS[p.fp8.scaling].block else 0
+    whole = len(written) if p.fp8.granularity == "tensor" and not SCALINGS[p.fp8.scaling].block else 0
     yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * whole, bool(whole))
