@@ -162,12 +162,13 @@ def _sum(module: FSDPModule, last: bool, each: bool, recurse: bool = True) -> No
 
 class FullyShardedStages:
     """The shards of a pipeline rank's parameters: embedding, last norm and output layer are gathered before the passes of a step,
-    for no pass goes through the whole model, and summed in the rank's last one, under zero2 and fsdp in each. Layers are gathered
-    and summed as without a pipeline."""
+    for no pass goes through the whole model, and summed in the last one of their chunk, under zero2 and fsdp in each: later passes
+    bring them no gradients, and FSDP2 then sums nothing (torch 2.13). Layers are gathered and summed as without a pipeline."""
 
     def __init__(self, model: nn.Module, shard: str, chunks: Sequence[Sequence[nn.Module]]) -> None:
         assert isinstance(model, FSDPModule)
         self.model, self.each = model, shard != "zero1"
+        self.outer = chunks[-1 if model.output_layer is not None else 0]
         model.set_reshard_after_backward(False, recurse=shard in ZERO)
         for layers in chunks:
             for before, layer in pairwise((model, *layers)):
@@ -186,11 +187,11 @@ class FullyShardedStages:
 
     def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
         """Whether the next backward pass sums gradients: of all microbatches under zero2 and fsdp, else in the last of `layers`,
-        and of what is in none in the last of the rank."""
+        those of embedding and output layer too where these are in the same chunk."""
         for layer in layers:
             assert isinstance(layer, FSDPModule)
             _sum(layer, last, self.each)
-        _sum(self.model, first and last, self.each, recurse=False)
+        _sum(self.model, last and layers[0] is self.outer[0], self.each, recurse=False)
         self.model.set_is_last_backward((first and last) or self.each)  # which ends with nothing on its way
 
     def end(self) -> None:
