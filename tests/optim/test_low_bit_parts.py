@@ -94,3 +94,18 @@ def test_compiled_code_takes_places_of_any_part() -> None:
         place = Strided(0, size, rank, ranks)
         assert torch.equal(run(key, 2, place, 4 * size), uniform(key, 2, place, 4 * size))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_parts_has_the_bits_of_an_eager_one() -> None:
+    found = []
+    for compiled in (False, True):
+        params = {f"p{i}": nn.Parameter(normal(4, width, seed=i).bfloat16()) for i, width in enumerate((BLOCK, 3 * BLOCK))}
+        optimizer = build(named_columns("bf16", "fp32", "fp32", "fp8_block", "fp8_block"), params, seed=5, compiled=compiled)
+        optimizer.parts = {p: Strided(0, p.shape[1], 2, 4) for p in params.values()}
+        for step in range(2):
+            for p in params.values():
+                p.grad = normal(*p.shape, seed=step, scale=1e-3).bfloat16()
+            optimizer.step()
+        found.append({name: bits(t).clone() for name, t in optimizer.state_tensors().items()})
+    assert found[0].keys() == found[1].keys() and all(torch.equal(t, found[1][name]) for name, t in found[0].items())

@@ -59,6 +59,7 @@ NEAR = {  # name -> words, the largest relative difference of a loss, and of a n
     "clipped": (f"{CLIPPED} {TWO_CHUNKS}", 1e-6, 1e-6),  # the norm is a sum over stages
     "tied": (f"{CLIPPED} {TIED}", 1e-6, 1e-6),  # so is the gradient of the embedding
     "tied delayed": (f"precision=bf16_fp8 {TIED}", 2e-3, 0.05),
+    "fsdp compiled": (f"precision=bf16_fp8 {TWO_CHUNKS} storage.shard=fsdp trainer.compile=on", 2e-3, 0.05),
 }
 QUICK = ("delayed", "delayed interleaved", "tied")
 SLOW = tuple(name for name in (*BITS, *NEAR) if name not in QUICK)
