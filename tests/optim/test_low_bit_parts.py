@@ -12,7 +12,7 @@ from fp8cfg.numerics.stochastic_rounding import Strided, elements, random_key, u
 from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.low_bit.shards import FLOAT32, columns_of_shard, decoded_part
 from fp8cfg.optim.low_bit.tensor_groups import compiled_code
-from fp8cfg.training.checkpoint.block_scales import own
+from fp8cfg.training.checkpoint import block_scales
 from tests.support.low_bit import bits, build, normal
 
 SHAPE = (12, 3 * BLOCK)
@@ -51,7 +51,7 @@ def test_a_part_has_the_bits_of_the_whole(moments: str, cut: str) -> None:
         elif not t.dim():
             wanted = theirs
         else:
-            wanted = own(theirs, SHAPE[0], shard) if cut == "columns" else TensorShard(shard.rank, shard.ranks, 0, shard.pieces).part(theirs)
+            wanted = block_scales.own(theirs, SHAPE[0], shard) if cut == "columns" else TensorShard(shard.rank, shard.ranks, 0, shard.pieces).part(theirs)
         assert torch.equal(bits(t), bits(wanted)), name
 
 
@@ -79,6 +79,14 @@ def test_moments_of_cut_blocks_are_float32_and_decode_from_those_of_the_whole(sh
         data, scales = codec.encode(values, random_key(1, "draw"))
         here = shard.part(data.view(torch.uint8)).view(data.dtype)
         assert torch.equal(decoded_part(codec, here, scales, place), shard.part(codec.decode((data, scales))))
+
+
+@pytest.mark.parametrize(("shape", "shard", "split"), [
+    ((BLOCK,), TensorShard(1, 2), True), ((96,), TensorShard(1, 2), False), ((4, BLOCK), TensorShard(1, 2, 1), True), ((4, 96), TensorShard(1, 4, 1), False)])
+def test_scales_of_cut_blocks_are_read_whole(shape: tuple[int, ...], shard: TensorShard, split: bool) -> None:
+    """Of 192 elements too, two blocks of 128 and 64, of which each of two ranks has 96."""
+    assert block_scales.split(torch.empty(shape), shard) == (shard if split else None, None)
+    assert block_scales.split(torch.empty(shape), None) == (None, None)
 
 
 @pytest.mark.slow
