@@ -1,8 +1,13 @@
-"""What holds for all tests: one thread, the quick and the slow ones, compiled code that is kept on disk, a clean process after each."""
+"""What holds for all tests: one thread, the quick and the slow ones, compiled code that is kept on disk, a clean process after each.
+
+It imports pytest alone: tests/gpu and tests/fake_gpu run on machines that have fp8cfg's dependencies and pytest (tools/report_gpu.py).
+"""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -12,8 +17,6 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # results do not depend on the machine's cores
 
-import absl.logging
-import hypothesis
 import pytest
 
 SLOW = Path(__file__).with_name("slow.toml")
@@ -35,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "inductor"))
     # Before a sweep Hydra closes every logging handler, and absl's (Fiddle's) closes what was sys.stderr when it was imported:
     # pytest's own file, were it imported in a test.
-    absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
+    if importlib.util.find_spec("absl"):
+        importlib.import_module("absl.logging").get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 @pytest.hookimpl(wrapper=True)
@@ -84,6 +88,9 @@ def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _draw_fewer(items: list[pytest.Item]) -> None:
+    hypothesis = sys.modules.get("hypothesis")  # which tests of properties have imported
+    if hypothesis is None:
+        return
     for test in {getattr(item, "obj", None): None for item in items}:
         given = getattr(test, "_hypothesis_internal_use_settings", None)
         if given is not None and given.max_examples > FEWER:

@@ -10,16 +10,19 @@
     tests    tests/gpu and those of tests/fake_gpu that hold on a real one, where pytest is installed
 
 The stages run in this order, each within its share of --minutes; what one leaves goes to those after it. Every line is appended to
---out and flushed as it comes, so that a run that is killed loses none. Needs fp8cfg's dependencies, and no network. Exits with 1 where
+--out and flushed as it comes, so that a run that is killed loses none. Needs fp8cfg's dependencies, pytest for the last stage, and no
+network. Exits with 1 where
 a row failed or was stopped. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing; it runs no tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -64,28 +67,40 @@ def tests(args: argparse.Namespace, minutes: float, results: Results) -> None:
     command = [sys.executable, "-u", "-m", "pytest", "-v", "-p", "no:cacheprovider", "--color=no", "--tb=short", *TESTS]
     root = Path(__file__).parents[1]
     several = {"TORCHINDUCTOR_COMPILE_THREADS": str(min(16, os.cpu_count() or 1))}  # one, where nothing is said (tests/conftest.py)
-    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**several, **os.environ, "PYTHONPATH": str(root)})
-    stopped, last = follow(process, time.monotonic() + 60 * minutes, results)
-    failed = stopped or process.wait() != 0
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+                               env={**several, **os.environ, "PYTHONPATH": str(root)})
+    try:
+        stopped, last = follow(process, time.monotonic() + 60 * minutes, results)
+    finally:
+        end(process)
+    failed = stopped or process.returncode != 0
     results.row("tests", Row([f"stopped: after {minutes:.1f} minutes at {last}" if stopped else f"{'failed: ' * failed}{last}"], failed, stopped))
 
 
 def follow(process: subprocess.Popen[bytes], until: float, results: Results) -> tuple[bool, str]:
-    """Says the lines of `process` until it ends, or ends it at the time `until`; whether it did that, and the last line."""
+    """Says the lines of `process`, the leader of a session of its own, until it ends, or ends it at the time `until`; whether it did
+    that, and the last line."""
     assert process.stdout
     held, last = b"", ""
     while (left := until - time.monotonic()) > 0:
         if not select.select([process.stdout], [], [], left)[0]:
             break
         if not (read := os.read(process.stdout.fileno(), 1 << 16)):
+            process.wait()
             return False, last
         *lines, held = (held + read).split(b"\n")
         for line in lines:
             results.say(text := line.decode(errors="replace"))
             last = text.strip("= ") or last
-    process.kill()
-    process.wait()
+    end(process)
     return True, held.decode(errors="replace") or last
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of the session that `process` leads: ranks and compilers that tests started would go on without it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 STAGES: dict[str, Callable[[argparse.Namespace, float, Results], None]] = {"probe": probe, "check": check, "bench": bench, "tests": tests}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import runpy
+import select
 import subprocess
 import sys
 import time
@@ -53,14 +55,33 @@ def test_a_part_appends_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [line for line in lines if line.startswith("row of")] == ["row of probe", "row of tests"]
 
 
+THERE = {"pytest", "torch", "triton", "numpy", "fp8cfg", "tools", "tests"}
+"""What is installed where the tests of a GPU run: fp8cfg's dependencies and pytest."""
+
+
+def test_the_tests_of_a_gpu_ask_for_pytest_alone() -> None:
+    root, tool = TOOL.parents[1], runpy.run_path(str(TOOL))
+    files = [root / "tests/conftest.py", *(path for name in tool["TESTS"] for path in ([root / name] if name.endswith(".py") else (root / name).glob("*.py")))]
+    seen = set[Path]()
+    while files:
+        seen.add(file := files.pop())
+        for node in ast.parse(file.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.partition(".")[0] in THERE | sys.stdlib_module_names, f"{file.name} imports {name}"
+                path = root / f"{name.replace('.', '/')}.py"
+                files += [path] if name.startswith("tests.") and path not in seen else []
+    assert {path.name for path in seen} >= {"conftest.py", "test_gpu.py", "test_te.py", "small.py", "test_kernel_code.py"}
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_process_is_followed_and_stopped(slow: bool) -> None:
     follow, said = runpy.run_path(str(TOOL))["follow"], io.StringIO()
-    script = f"echo first; echo '=== last words ==='; {'sleep 600' * slow}"
-    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE)
+    script = f"echo first; echo '=== last words ==='; {'sleep 600 & sleep 600' * slow}"
+    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
     began = time.monotonic()
     assert follow(process, began + (1 if slow else 60), Results(stream=said)) == (slow, "last words")
     assert said.getvalue() == "first\n=== last words ===\n" and time.monotonic() - began < 30
-    process.wait()
-    assert process.stdout
+    assert process.returncode is not None and process.stdout
+    assert select.select([process.stdout], [], [], 10)[0] and process.stdout.read() == b"", "a child that lived would hold the pipe open"
     process.stdout.close()
