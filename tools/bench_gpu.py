@@ -25,137 +25,28 @@ Exits with 1 where one failed or was stopped. `--no-proof` is for the fake GPU (
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.metadata
 import multiprocessing
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import fp8cfg
-from fp8cfg.training.compiled_gradients import compare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, ModelCase, ModuleCase, Runner, error, unsupported
-from tools.gpu_rows.estimate import OF_PEAK, device_called
-from tools.gpu_rows.proof import draw_weights_on, without_proof, without_weights
+from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, unsupported
+from tools.gpu_rows.bench_measurement import PROBE, start
 from tools.gpu_rows.results import Results
-from tools.gpu_rows.shapes import GOALS, SHAPES, WORDS
-from tools.gpu_rows.worker import Make, Row, Worker, failure
+from tools.gpu_rows.shapes import GOALS, WORDS
+from tools.gpu_rows.worker import Row, Worker
 
-PROBE = "probe"
 BASE = CONTENDERS[0]
 Taken = dict[tuple[str, str], tuple[float, ...]]
 """Milliseconds of compiled rows by case and scaling, of BF16 and of native: measured, and estimated or 0."""
-
-
-def timed(step: Callable[[], object], device: str) -> float:
-    """Seconds of one pass: between events on a GPU, of this process's processor time on a CPU."""
-    if device == "cpu":
-        began = time.process_time()
-        step()
-        return time.process_time() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    step()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def measure(case: ModuleCase | ModelCase, contender: Contender, base: Runner | None, device: str) -> tuple[Runner, list[str]]:
-    """Builds and times `contender` in turns with `base`; the cells of its row."""
-    held = torch.cuda.memory_allocated() if device == "cuda" else 0
-    runner = warmed(case, contender)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    runner.step()
-    peak = f"{(torch.cuda.max_memory_allocated() - held) / 2**30:.1f}" if device == "cuda" else "-"
-    wrong = error(runner.found(), case.want)
-    times: list[list[float]] = [[], []]
-    until = time.monotonic() + 4
-    while len(times[0]) < 5 or (len(times[0]) < 25 and time.monotonic() < until):
-        for taken, r in zip(times, (runner, base or runner), strict=True):
-            taken.append(timed(r.step, device))
-    took, other = map(statistics.median, times)
-    rates = f"{case.flops / took / 1e12:.3g}", f"{case.tokens / took:,.0f}"
-    planned = f"{runner.planned / 2**30:.1f}" if runner.planned else "-"
-    return runner, [f"{took * 1e3:.2f}", estimated(case, contender, device), *rates, peak, planned, f"{other / took:.2f}", f"{wrong:.1e}"]
-
-
-def estimated(case: ModuleCase | ModelCase, contender: Contender, device: str) -> str:
-    """The cell of estimated milliseconds."""
-    found = device_called(torch.cuda.get_device_name()) if device == "cuda" else None
-    scaling = {"tensorwise": "current"}.get(contender.scaling, contender.scaling)
-    return f"{case.estimate(found, scaling) * 1e3:.2f}" if found and scaling in OF_PEAK else "-"
-
-
-def warmed(case: ModuleCase | ModelCase, contender: Contender) -> Runner:
-    runner = case.runner(contender)
-    for _ in range(3):
-        runner.step()
-    return runner
-
-
-def start(args: argparse.Namespace, name: str) -> Make:
-    """Begins the process of a case; what stands in every ratio of it is made with its first row."""
-    prepare(args)
-    if name == PROBE:
-        return lambda scaling: Row([probe(args, scaling)])
-    case = CASES[name](args, SHAPES[args.small][name])
-    collect(args.device)  # the float32 run, which refers to itself
-    bases: list[Runner] = []
-
-    def make(contender: Any) -> Row:
-        for one in CONTENDERS[:2] if contender.backend != "torch" and not bases else ():
-            try:
-                bases[:] = [warmed(case, one)]
-                break
-            except Exception as e:  # its own row says it
-                print(failure(e), file=sys.stderr)
-        runner, cells = measure(case, contender, bases[0] if bases else None, args.device)
-        if not bases:
-            bases.append(runner)
-        del runner
-        collect(args.device)
-        return Row(cells)
-
-    return make
-
-
-def collect(device: str) -> None:
-    """Give back the memory of what nothing refers to, to other processes too."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def prepare(args: argparse.Namespace) -> None:
-    torch.manual_seed(0)
-    torch._dynamo.config.recompile_limit = 64  # many configurations of one class in one process
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    if args.no_proof:
-        without_proof()
-        without_weights()
-    else:
-        draw_weights_on(args.device)
-
-
-def probe(args: argparse.Namespace, scaling: str) -> str:
-    """How far compiled gradients are from eager ones. Raises NotFP8Error, which says so, where these are wrong."""
-    job = fp8cfg.build(fp8cfg.compose([*SHAPES[True]["1b"], *WORDS[scaling], "trainer.devices=1", f"trainer.accelerator={args.device}"]))
-    job.compiler = lambda: partial(torch.compile, fullgraph=True, dynamic=False, backend=args.compiler)  # type: ignore[method-assign]
-    apart = compare(job) or 0.0
-    return "compiled, and not compared with eager code" if args.no_proof else f"compiled gradients are the eager ones, {apart:.2%} apart at most"
 
 
 def line(case: str, contender: object, cells: list[str]) -> str:

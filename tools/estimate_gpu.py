@@ -16,7 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fp8cfg
-from fp8cfg.report.tables import table, wrapped
+from fp8cfg.layer_plan import plan
+from fp8cfg.report.tables import size, table, wrapped
 from tools.gpu_rows import estimate
 from tools.gpu_rows.estimate import OF_BANDWIDTH, OF_PEAK, OF_PEAK_ATTENTION, Device
 from tools.gpu_rows.shapes import GOALS, SHAPES, WORDS
@@ -49,12 +50,21 @@ def parts(device: Device, scaling: str) -> str:
     return f"llama_8b step, {scaling}: " + ", ".join(f"{what} {seconds * 1e3:.0f} ms" for what, seconds in found.items())
 
 
+def transposes(device: Device) -> str:
+    """What it takes to transpose weights that are held in FP8 in each backward pass of the 8B step, and to keep the transposes."""
+    recipe = fp8cfg.compose([*WHOLE, *ONE, *WORDS["delayed"]])
+    passes, whole = recipe.trainer.global_batch_size, sum(estimate.step(device, "delayed", recipe).values())
+    taken = passes * estimate.transposes(device, recipe)
+    kept = sum(p.in_features * p.out_features for p in plan(recipe) if p.fp8)
+    return f"fp8.params: transposes of weights in {passes} backward passes {taken * 1e3:.0f} ms, {taken / whole:.1%} of the step; kept they take {size(kept)}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", choices=list(estimate.BANDWIDTH), default="h200")
     args = parser.parse_args()
     device, blackwell = Device.of(args.gpu), args.gpu.startswith("b")
-    scalings = ["bf16", "delayed", "current", "mxfp8" if blackwell else "block"]
+    scalings = ["bf16", "delayed", "current", "row", *(["mxfp8", "nvfp4"] if blackwell else ["block"])]
     print(f"{args.gpu}: {device.bf16 / 1e12:g} and {device.fp8 / 1e12:g} TFLOP/s in BF16 and FP8, {device.bandwidth / 1e12:g} TB/s. Nothing is measured.")
     print(f"assumed: {', '.join(f'{s} products {OF_PEAK[s]:.0%}' for s in scalings)} of the peak, attention {OF_PEAK_ATTENTION:.0%}, "
           f"bandwidth {OF_BANDWIDTH:.0%}")
@@ -62,7 +72,7 @@ def main() -> int:
     print(wrapped("goals: the project's own (tools/gpu_rows/shapes.py), set for an H200 before anything was measured on one"
                   if goals else f"no goals: there are goals for an H200 alone, none for {args.gpu}"))
     print(table(["estimated", "scaling", "ms", "x BF16", "goal"], speeds(device, scalings, goals), right=(2, 3, 4)))
-    print("\n".join(parts(device, scaling) for scaling in ("bf16", "delayed")))
+    print("\n".join([*(parts(device, scaling) for scaling in ("bf16", "delayed")), transposes(device)]))
     return 0
 
 

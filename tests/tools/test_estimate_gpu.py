@@ -10,6 +10,7 @@ import pytest
 
 import fp8cfg
 from tools.gpu_rows import estimate
+from tools.gpu_rows.bench_cases import SCALINGS
 from tools.gpu_rows.estimate import BANDWIDTH, Device, device_called
 from tools.gpu_rows.shapes import GOALS
 
@@ -22,6 +23,17 @@ def test_a_linear_layer_by_hand() -> None:
     assert estimate.linear(H200, "delayed", t, k, n) == pytest.approx(seconds)
     assert estimate.linear(H200, "bf16", t, k, n) == pytest.approx(6 * t * k * n / (0.7 * 989e12))
     assert estimate.linear(H200, "bf16", 1, k, n) == pytest.approx(3 * 2 * (k * n + k + n) / (0.85 * 4.8e12)), "one token moves the weight"
+
+
+def test_row_scaling_and_four_bits_by_hand() -> None:
+    t, k, n, b200 = 15872, 4096, 16384, Device.of("b200")
+    elements = t * k + k * n + t * n
+    assert estimate.linear(H200, "row", t, k, n) == pytest.approx(6 * t * k * n / (0.7 * 1979e12) + 8 * elements / (0.85 * 4.8e12))
+    for scaling in ("delayed", "nvfp4"):  # too few tokens for the peak: the weight's bytes
+        wide = {"delayed": 1, "nvfp4": 0.5}[scaling]
+        assert b200.product(scaling, 1, n, k) == pytest.approx((wide * (k + k * n) + 2 * n) / (0.85 * 7.7e12))
+    assert b200.product("nvfp4", t, n, k) == pytest.approx(2 * t * k * n / (0.7 * 9e15))
+    assert set(estimate.OF_PEAK) == set(estimate.QUANTIZED) == {"bf16", *SCALINGS}
 
 
 def test_a_step_is_the_sum_of_its_passes() -> None:
@@ -62,5 +74,6 @@ def test_the_table_says_what_it_assumes_and_each_goal(gpu: str, monkeypatch: pyt
     assert ended.value.code == 0 and "Nothing is measured." in out and "assumed: bf16 products 70%" in out
     rows = [line.split() for line in out.splitlines() if line.startswith(("linear 15872", "llama_8b step, 8 x"))]
     goals = {("linear" if row[0] == "linear" else "8b whole", row[6]): float(row[9]) for row in rows if len(row) > 9}
-    assert len(rows) == 8 and goals == (GOALS if gpu == "h200" else {})
+    assert len(rows) == {"h200": 10, "b200": 12}[gpu] and goals == (GOALS if gpu == "h200" else {})
     assert ("there are goals for an H200 alone" in out) == (gpu == "b200")
+    assert "transposes of weights in 8 backward passes" in out and out.endswith("; kept they take 6.5 GiB\n")

@@ -17,15 +17,21 @@ from fp8cfg.report.gpus import GPU, named
 
 BANDWIDTH = {"h100": 3.35e12, "h100-pcie": 2.0e12, "h200": 4.8e12, "b200": 7.7e12}
 """Bytes a second of the GPUs' memory, as their datasheets say; HGX B200's an eighth of the eight."""
+FP4 = {"b200": 9e15}
+"""FLOPs a second of dense products in NVFP4, as its datasheet says; HGX B200's an eighth of the eight."""
 OF_BANDWIDTH = 0.85
 """Share of the bandwidth that a large elementwise kernel reaches."""
-OF_PEAK = {"bf16": 0.7, "delayed": 0.7, "current": 0.7, "block": 0.6, "mxfp8": 0.7}
+OF_PEAK = {"bf16": 0.7, "delayed": 0.7, "current": 0.7, "row": 0.7, "block": 0.6, "mxfp8": 0.7, "nvfp4": 0.7}
 """Share of the dense peak that a large product reaches; with scales of 128 less, whose partial sums are promoted to float32."""
 OF_PEAK_ATTENTION = 0.5
 """Share of the BF16 peak that flash attention reaches, forward and backward together."""
-QUANTIZED = {"bf16": 0.0, "delayed": 2 + 2, "current": 2 + 2 + 2, "block": 2 + 2 + 2 * 4 / 128, "mxfp8": 2 + 2 + 2 * 9 / 32}
+QUANTIZED = {"bf16": 0.0, "delayed": 2 + 2, "current": 2 + 2 + 2, "row": 2 + 2 + 2 + 2, "block": 2 + 2 + 2 * 4 / 128, "mxfp8": 2 + 2 + 2 * 9 / 32,
+             "nvfp4": 2 * (2 + 2 + 1 / 2 + 9 / 16) + 2 * 2 / 3}
 """Bytes moved per BF16 element to have it quantized for both directions: read, and written row-major and transposed; read once more
-for the amax of the moment. MXFP8's scales are written in float32, and read to be put in order."""
+for the amax of the moment. Scales of rows are made out of the cache, those of columns read all once for the amax and once for the
+cast. MXFP8's scales are written in float32, and read to be put in
+order. NVFP4 has no kernel for both directions: for each of them the element is read for the amax of the tensor and to be quantized,
+half a byte is written, and the scales as MXFP8's are; a Hadamard transform writes and reads the operands of wgrad, two of six."""
 LOGIT, PARAMETER = 54, 35
 """Bytes moved per logit by the loss in chunks (models/cross_entropy.py), and per parameter by a step of AdamW over float32 masters:
 master and two moments read and written, gradient read twice, weight written."""
@@ -38,12 +44,13 @@ class Device:
     bf16: float
     fp8: float
     bandwidth: float
+    fp4: float = 0.0
 
     @classmethod
     def of(cls, name: str) -> Device:
         """The GPU of that name in fp8cfg's table. Raises KeyError where its bandwidth is not known."""
         gpu: GPU = named(name)
-        return cls(gpu.bf16 * 1e12, (gpu.fp8 or 0) * 1e12, BANDWIDTH[gpu.name])
+        return cls(gpu.bf16 * 1e12, (gpu.fp8 or 0) * 1e12, BANDWIDTH[gpu.name], FP4.get(gpu.name, 0.0))
 
     def moved(self, count: float) -> float:
         """Seconds in which so many bytes are read or written."""
@@ -51,7 +58,7 @@ class Device:
 
     def product(self, scaling: str, m: int, n: int, k: int) -> float:
         """Seconds of [m, k] @ [k, n] with an output in BF16."""
-        peak, element = (self.bf16, 2) if scaling == "bf16" else (self.fp8, 1)
+        peak, element = {"bf16": (self.bf16, 2.0), "nvfp4": (self.fp4, 0.5)}.get(scaling, (self.fp8, 1.0))
         return max(2.0 * m * n * k / (peak * OF_PEAK[scaling]), self.moved(element * (m * k + k * n) + 2 * m * n))
 
 
@@ -80,6 +87,12 @@ def layers(device: Device, scaling: str, recipe: Recipe, output_layer: bool = Tr
         found["recomputed products"] = attention / 3 + sum(
             device.product(scaling if p.fp8 else "bf16", tokens, p.out_features, p.in_features) for p in inside)
     return found | ({"loss": device.moved(LOGIT * tokens * m.vocab_size)} if output_layer else {})
+
+
+def transposes(device: Device, recipe: Recipe) -> float:
+    """Seconds in which a GPU that multiplies matrices along their rows alone, as Hopper does, transposes the weights that `recipe` holds
+    in FP8, for the dgrads of one microbatch."""
+    return device.moved(2.0 * sum(p.in_features * p.out_features for p in plan(recipe) if p.fp8))
 
 
 def step(device: Device, scaling: str, recipe: Recipe) -> dict[str, float]:
