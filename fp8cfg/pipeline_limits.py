@@ -21,8 +21,9 @@ def limits(recipe: Recipe, ranks: int) -> list[str]:
 
 def of_precision(recipe: Recipe, ranks: int) -> list[str]:
     """Those lines that are about what is stored and logged, whatever the sizes."""
-    key = f"pipeline_model_parallel_size={recipe.trainer.strategy.pipeline_model_parallel_size}"
-    lines = [*low_bit_refused(recipe.precision, ranks, key, "models")]
+    s = recipe.trainer.strategy
+    key, alike = f"pipeline_model_parallel_size={s.pipeline_model_parallel_size}", max(1, ranks // s.size) * s.context_parallel_size
+    lines = [*low_bit_refused(recipe.precision, alike, key, "models", uncut=True)]
     if every := recipe.log.fp8_stats_every_n_steps:
         lines.append(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has all layers; write 0")
     return lines

@@ -35,8 +35,9 @@ def _sizes(recipe: Recipe, tensor: int) -> Iterator[str]:
 
 
 def _state(recipe: Recipe, ranks: int) -> Iterator[str]:
-    p, key = recipe.precision, f"tensor_model_parallel_size={recipe.trainer.strategy.tensor_model_parallel_size}"
-    yield from low_bit_refused(p, ranks, key, "matrices")
+    s = recipe.trainer.strategy
+    key, alike = f"tensor_model_parallel_size={s.tensor_model_parallel_size}", max(1, ranks // s.size) * s.context_parallel_size
+    yield from low_bit_refused(recipe.precision, alike, key, "matrices")
 
 
 def _fp8(recipe: Recipe, tensor: int) -> Iterator[str]:

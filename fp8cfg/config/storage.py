@@ -223,11 +223,20 @@ def _widened(precision: Precision, but: str) -> Precision:
     return precision.model_copy(update={"storage": precision.storage.model_copy(update=wide)})
 
 
-def low_bit_refused(precision: Precision, ranks: int, key: str, what: str) -> Iterator[str]:
-    """Why state in fewer bits, but for moments, is not had over so many ranks under `key`, a layout that splits `what`."""
+def low_bit_refused(precision: Precision, ranks: int, key: str, what: str, uncut: bool = False) -> Iterator[str]:
+    """Why state in fewer bits, but for moments, is not had over so many ranks with the same parameters under `key`, a layout that
+    splits `what`. One that leaves tensors `uncut` has it where no rank owns it for others and gradients are of plain dtypes."""
     if level(precision):
         yield f"opt_level={level(precision)}: low-bit state is that of whole {what}, and {key} splits them; write opt_level=null"
-    elif low_bit(own := as_sharded(precision, ranks)) and not moments_alone(own):
+        return
+    own = as_sharded(precision, ranks)
+    plain = uncut and not {*SCALED} & {columns[k] for columns in (resolved(own), others(own)) for k in ("weight_grad", "comm")}
+    if not low_bit(own) or moments_alone(own) or (plain and (ranks == 1 or own.storage.shard == "none")):
+        return
+    if plain:
+        yield (f"storage.shard={own.storage.shard}: whole tensors of state in fewer bits than float32 have owners, and {key} has "
+               "none; write storage.shard=none")
+    else:
         keys = [key for key in _WIDE if not moments_alone(_widened(own, but=key))] or ["weight_grad"]
         words = " ".join(f"storage.{key}={_WIDE[key]}" for key in keys)
         yield (f"storage: state in fewer bits, but for moments over float32 masters, is that of whole {what}, and {key} splits "

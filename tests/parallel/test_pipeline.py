@@ -49,7 +49,7 @@ BITS = {  # name -> words of runs whose losses are those of one rank, bit for bi
     "zero1": f"precision=bf16_fp8 {EXACT} storage.shard=zero1",
     "torchao": f"{CURRENT} {EXACT} backend=torchao fp8.params=false fp8.output_layer=false",
     "compiled": f"precision=bf16_fp8 {EXACT} {TWO_CHUNKS} trainer.compile=on fp8.include=['*mlp*']",
-    "moments": f"precision=bf16_fp8_te_fused_adam {EXACT}", "moments in blocks": f"precision=bf16_fp8_current_coat {EXACT} {TWO_CHUNKS}",
+    "masters": f"precision=bf16_precision_aware {EXACT}", "moments": f"precision=bf16_fp8_te_fused_adam {EXACT}", "moments in blocks": f"precision=bf16_fp8_current_coat {EXACT} {TWO_CHUNKS}",
     "gpt": f"precision=bf16_fp8 {EXACT} model.position_embedding_type=learned_absolute model.max_position_embeddings=32 "
            "model.normalization=LayerNorm model.activation=gelu model.add_bias_linear=true model.sliding_window=9 "
            "model.window_attn_skip_freq=2",
@@ -397,6 +397,13 @@ KEY = "pipeline_model_parallel_size=2"
 def test_what_stages_do_not_have_is_refused(words: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert line in refused(small("trainer.devices=2", f"{PIPELINE}=2", *words.split()), 2)
+
+
+def test_owners_of_whole_tensors_are_not_had_in_stages() -> None:
+    words = ("precision=bf16_precision_aware", "storage.shard=zero1", "trainer.micro_batch_size=2", f"{PIPELINE}=2")
+    assert refused(small("trainer.devices=4", *words), 4) == [
+        f"storage.shard=zero1: whole tensors of state in fewer bits than float32 have owners, and {KEY} has none; write storage.shard=none"]
+    assert refused(small("trainer.devices=2", *words), 2) == []
 
 
 @pytest.mark.parametrize(("words", "line"), [

@@ -62,6 +62,7 @@ MORE = {
     "llama_8b --ranks 1024 --precision bf16_fp8 --places last --sent fp8.scaling=mxfp8 fp8.format=e4m3 fp8.params=true model.num_layers=1 model.ffn_hidden_size=14368": ("TP1 PP1 CP2 DP512 zero1", ["last 1023"]),  # rows that are cut unevenly
     f"llama_8b --ranks 8 --precision bf16 --places last --sent --accumulate 2 model.num_layers=1 storage.comm=bf16 storage.weight_grad=fp32 storage.shard=zero2 {REPLICAS}": ("TP1 PP1 CP2 DP4 zero2", ["last 7"]),
     "llama_70b --ranks 1024 --precision bf16_fp8 --places first,last --sent model.num_layers=4 trainer.strategy.virtual_pipeline_model_parallel_size=null storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled": ("TP4 PP4 CP2 DP32 zero1", ["first 0", "last 1023"]),
+    "gpt3_125m --precision bf16 --places first,last --sent model.num_layers=2 trainer.strategy.pipeline_model_parallel_size=2 storage.master_weight=fp16_scaled storage.exp_avg=fp8": ("TP1 PP2 CP1 DP4 none", ["first 0", "last 7"]),
     f"gpt3_125m --precision bf16_fp8 --places last --sent {CUT} storage.shard=none": ("TP4 PP1 CP1 DP2 none", ["last 7"]),
     f"gpt3_125m --precision bf16 --places last --sent {CUT} storage.shard=fsdp": ("TP4 PP1 CP1 DP2 fsdp", ["last 7"]),
     "gpt3_125m --precision bf16_fp8 --places first,last --sent model.num_layers=2 opt_level=O3 storage.exp_avg=fp8_block storage.shard=zero1": ("TP1 PP1 CP1 DP8 zero1", ["first 0", "last 7"])}
