@@ -48,7 +48,7 @@ def weights_ready(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
     def forward(*args: Any, **kwargs: Any) -> Any:
         dtype = next((t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.float32)
         for linear in fp8_linears(module):
-            linear.fill(dtype)
+            linear.quantize_kept(dtype)
         return compiled(*args, **kwargs)
 
     return forward

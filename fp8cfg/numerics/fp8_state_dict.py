@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics.formats import BY_DTYPE
-from fp8cfg.numerics.fp8_weights import Stored, dequantize
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored, dequantize
 from fp8cfg.numerics.stored_form import ANEW
 from fp8cfg.numerics.weight_access import plain
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from fp8cfg.numerics.attention import FP8Attention
     from fp8cfg.numerics.linear import FP8Linear
 
-WEIGHT_BUFFERS = ("fp8_weight_scale_inv", "fp8_weight_dgrad", "fp8_weight_dgrad_scale_inv", "fp8_weight_global_scale_inv")
-"""Beside a float8 weight, in the order of the fields of `Stored`."""
 ROUNDING_COUNT = "fp8_rounding_count"
 """How many backward passes have drawn numbers to round a gradient by."""
 BUFFERS = ("fp8_scale", "fp8_amax_history", *WEIGHT_BUFFERS)

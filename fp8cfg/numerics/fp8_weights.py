@@ -33,6 +33,10 @@ class Stored(NamedTuple):
     global_scale_inv: Tensor | None = None
 
 
+WEIGHT_BUFFERS = ("fp8_weight_scale_inv", "fp8_weight_dgrad", "fp8_weight_dgrad_scale_inv", "fp8_weight_global_scale_inv")
+"""A layer's buffers beside its float8 weight, in the order of the fields of `Stored`."""
+
+
 def store(master: Tensor, scaling: Scaling, scale: Tensor | None = None) -> Stored:
     """Quantizes `master` [out, in]; `scale` is the scalar scale where one scale serves the whole tensor."""
     fmt = scaling.forward

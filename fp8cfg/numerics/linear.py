@@ -19,24 +19,21 @@ from torch import Tensor, nn
 from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.autocast_region import Region
 from fp8cfg.numerics.codecs import Codec
-from fp8cfg.numerics.codecs import Stored as InCodec
-from fp8cfg.numerics.fp8_state_dict import BUFFERS, ROUNDING_COUNT, WEIGHT_BUFFERS, prepare_load
-from fp8cfg.numerics.fp8_weights import Stored, store
-from fp8cfg.numerics.fused_quantize import store_recorded
+from fp8cfg.numerics.fp8_state_dict import BUFFERS, ROUNDING_COUNT, prepare_load
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored
 from fp8cfg.numerics.gathered_weight import GatheredWeight, shard_parameter
 from fp8cfg.numerics.linear_function import LinearFunction, Plan, Products, State
-from fp8cfg.numerics.low_bit_weight import SCALE_INV, NarrowWeight
 from fp8cfg.numerics.pass_records import PassRecords
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, Scaling
+from fp8cfg.numerics.quantized_weight import QuantizedWeight
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, Scaling
 from fp8cfg.numerics.shard_scales import ShardPlace, ShardScales, quantized_shard
 from fp8cfg.numerics.stochastic_rounding import Random, random_key
-from fp8cfg.numerics.weight_access import decode, decoded, plain
 from fp8cfg.numerics.weight_workspace import NOTHING, WeightWorkspace
 
 ROUNDING_KEY = "fp8_rounding_key"
 
 
-class FP8Linear(PassRecords, WeightWorkspace, NarrowWeight, nn.Linear):  # type: ignore[override]  # `weight` is a property
+class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # type: ignore[override]  # `weight` is a property
     """An nn.Linear whose three GEMMs (fprop, dgrad, wgrad) run in FP8 while its region is active, and in high precision otherwise.
     Its weight may be stored in fewer bits, by `codec`, than the GEMMs read it in.
 
@@ -44,14 +41,9 @@ class FP8Linear(PassRecords, WeightWorkspace, NarrowWeight, nn.Linear):  # type:
     are left out of `gemms_ran`."""
 
     kept = (*BUFFERS, ROUNDING_COUNT)
-    scaling: Scaling
     region: Region
     high_precision: Products
-    product: Literal["emulate", "scaled_mm"]
-    codec: Codec | None
-    fp8_scale: Tensor | None
     range_used: Tensor | None = None
-    fp8_weight_scale_inv: Tensor | None
     sharded = gathered_once = False
     amax_group: AmaxGroup | None = None
     scales_set = False
@@ -116,17 +108,6 @@ class FP8Linear(PassRecords, WeightWorkspace, NarrowWeight, nn.Linear):  # type:
         new._prepare_gradient()
         return new
 
-    def hold(self, codec: Codec, read_as: torch.dtype) -> None:
-        """Hold the weight in `codec` from now on, for one in `read_as`: a new Parameter, unless it is in that dtype and needs no
-        scale."""
-        self.codec, self.read_as, old = codec, read_as, self.parameter
-        if codec.scaling != "none" or old.dtype != codec.format.dtype:
-            data, *scale_inv = codec.encode(old.detach().float())
-            for buffer in scale_inv:
-                self.register_buffer(SCALE_INV, buffer, persistent=False)
-            self._store(data, old.requires_grad)
-        self._prepare_gradient()
-
     def shard_in_fp8(self) -> None:
         """Let FSDP2, which is to split the weight, gather it in FP8."""
         self._parameters["weight"], self.sharded = shard_parameter(self.parameter), True
@@ -144,7 +125,7 @@ class FP8Linear(PassRecords, WeightWorkspace, NarrowWeight, nn.Linear):  # type:
         return {"fp8_scale": first(3, device=device), "fp8_amax_history": history}
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, state, plan = self._how(x.dtype, device := x.device.type)
+        weight, state, plan = self.pass_inputs(x.dtype, device := x.device.type)
         bias = self.bias if self.adds_bias else None
         with torch.autocast(device, enabled=False):
             kept = self.kept_weight(weight, plan, state, x.requires_grad) if state.stored is None else None
@@ -152,15 +133,15 @@ class FP8Linear(PassRecords, WeightWorkspace, NarrowWeight, nn.Linear):  # type:
             y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, bias, *state, *of_weight, plan)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
 
-    def fill(self, dtype: torch.dtype) -> None:
+    def quantize_kept(self, dtype: torch.dtype) -> None:
         """Quantize the weight that is kept, for compiled code that is to read it, where inputs are of `dtype` or autocast's."""
         if self.keeps_weight and torch.is_grad_enabled():
-            weight, state, plan = self._how(dtype, device := self.parameter.device.type)
+            weight, state, plan = self.pass_inputs(dtype, device := self.parameter.device.type)
             with torch.autocast(device, enabled=False):
                 if state.stored is None:
                     self.kept_weight(weight, plan, state, dgrad=True)
 
-    def _how(self, dtype: torch.dtype, device: str) -> tuple[Tensor, State, Plan]:
+    def pass_inputs(self, dtype: torch.dtype, device: str) -> tuple[Tensor, State, Plan]:
         """The weight, or what receives its gradient, the buffers of a pass over inputs of `dtype` on `device`, and its plan."""
         out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
         exact = self.scaling.layout.exact_in_bfloat16(self.scaling.power_2_scales)
@@ -193,63 +174,10 @@ class FP8Linear(PassRecords, WeightWorkspace, NarrowWeight, nn.Linear):  # type:
         key, count = getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)
         return None if key is None else Random(key, count, lane)
 
-    @torch.no_grad()
-    def set_weight(self, master: Tensor) -> None:
-        """Quantizes `master` [out, in], float32, into the float8 weight: under delayed scaling with the scale of this moment,
-        recording the amax. Call it after `update_scales`; then steps equal those of a layer that quantizes its
-        high-precision weight in each forward pass, bit for bit. A weight in a codec is encoded. Raises TypeError where it is
-        neither."""
-        if self.codec:
-            self.codec.store(master, self.in_codec)
-            return
-        if not self.fp8_params:
-            raise TypeError("set_weight writes float8 weights; this layer has a high-precision one: assign to it")
-        for target, new in zip(self._held_tensors(), self._stored(master), strict=True):
-            if target is not None and new is not None:
-                target.copy_(new)
-
-    def _stored(self, master: Tensor) -> Stored:
-        if self.scaling.tile(WEIGHT, 1) is not None:
-            return store(master, self.scaling)
-        state = self.fp8_scale, self.fp8_amax_history
-        return store_recorded(master, self.scaling, *state, self.product == "scaled_mm", self.parts)
-
     @property
     def parts(self) -> AmaxGroup | None:
         """The amax group, where scales are made of amaxes in each pass: under delayed scaling until all have been set."""
         return None if self.scales_set else self.amax_group
-
-    @property
-    def fp8_params(self) -> bool:
-        """Whether the weight is stored in float8 only, in the form in which products read it."""
-        return self.codec is None and self.fp8_weight_scale_inv is not None
-
-    @property
-    def held(self) -> bool:
-        """Whether the weight is stored in float8 or in a codec, and has to be decoded before it is multiplied."""
-        return self.codec is not None or self.fp8_params
-
-    @property
-    def in_codec(self) -> InCodec:
-        """The tensors that store a weight in a codec."""
-        scale_inv = self.fp8_weight_scale_inv
-        data = plain(self.parameter)
-        return (data,) if scale_inv is None else (data, scale_inv)
-
-    def _held_tensors(self) -> list[Tensor | None]:
-        """The fields of `Stored`; a weight in a codec has the first two at most."""
-        return [plain(self.parameter), *(getattr(self, name) for name in WEIGHT_BUFFERS)]
-
-    def decoded_weight(self) -> Tensor:
-        receiver, data = self.receiver_and_stored()
-        return decode(receiver, (data, *self._held_tensors()[1:]), self.codec, self.read_as)
-
-    def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
-        """The dequantized weight [out, in] in `dtype`."""
-        return decoded(self._held_tensors(), self.codec, dtype) if self.held else self.parameter.to(dtype)
-
-    def float32_weight(self) -> Tensor:
-        return self.dequantized_weight(torch.float32)
 
     def extra_repr(self) -> str:
         formats = f"{self.scaling.forward.name}/{self.scaling.backward.name}"

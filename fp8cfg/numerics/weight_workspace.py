@@ -6,7 +6,7 @@ workspace is under `is_first_microbatch` (pytorch/module/base.py, get_weight_wor
 
 It is there inside of `weights_kept` alone, which holds the passes of one step: neither a step nor an evaluation nor code between
 steps ever reads it, and scales do not move in it. A weight that is another one, or was written to (torch's count of writes), is
-quantized again. In compiled code, which cannot count, it is made before the code runs (`fill`).
+quantized again. In compiled code, which cannot count, it is made before the code runs (`FP8Linear.quantize_kept`).
 """
 
 from __future__ import annotations

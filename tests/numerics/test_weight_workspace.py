@@ -143,14 +143,14 @@ def test_a_run_has_the_bits_of_one_that_quantizes_in_each_pass(
 
 @pytest.mark.slow
 def test_compiled_code_reads_the_weights_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, fill, filled = [], FP8Linear.fill, []
+    found, fill, filled = [], FP8Linear.quantize_kept, []
 
     def watched(self: FP8Linear, dtype: torch.dtype) -> None:
         before = self.quantized_weight
         fill(self, dtype)
         filled.append(self.quantized_weight is not before)
 
-    monkeypatch.setattr(FP8Linear, "fill", watched)
+    monkeypatch.setattr(FP8Linear, "quantize_kept", watched)
     for on in (True, False):
         if not on:
             monkeypatch.setattr(train_step, "weights_kept", lambda *_: nullcontext())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8cfg.config import hub
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.numerics.stored_form import stored_state_dict
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.config.fsdp_sharding import ZERO
 from fp8cfg.job import Job
-from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
-from fp8cfg.numerics.fp8_weights import Stored
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored
 from fp8cfg.numerics.shard_scales import split_fields, stored_bytes
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training.checkpoint.tensor_layout import distributed

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8cfg.job import Job
 from fp8cfg.models.tensor_shard import TensorShard
-from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training.checkpoint import block_scales
 from fp8cfg.training.checkpoint.tensor_box import Offsets, TensorBox

@@ -19,7 +19,7 @@ from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.precision import Precision
 from fp8cfg.numerics import FP8Linear, fp8_linears
 from fp8cfg.numerics.codecs import Stored, codec
-from fp8cfg.numerics.fp8_state_dict import WEIGHT_BUFFERS
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.numerics.weight_access import plain
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
