@@ -67,8 +67,12 @@ MODELS = {
                   "model.num_attention_heads=8", "model.num_query_groups=2", "model.vocab_size=512", "model.seq_length=64",
                   "trainer.global_batch_size=1", "trainer.micro_batch_size=1"]},
 }
-FOLLOWS = 0.05
-"""Share of BF16's last loss within which a row's must be: a wrong scale or layout trains worse than that, or not at all."""
+FOLLOWS = 0.1
+"""Share of BF16's last loss within which a row's must be. On a CPU, over 20 steps, native rows end within 0.3 % of it in the small model
+and 1.6 % in llama_tiny, which is fp8.first_step=te, as TE's delayed scaling starts: under scale 1 the gradients of the first steps are
+flushed to zero, more of them with more tokens, and such a row is some steps behind, of 1.3 % each at that point of the small model. An
+output a tenth as large or one column aside ends 20 % and 23 % above it, input gradients eight times as large 39 %. Weight gradients that
+are wrong (3 %) are not found by losses, but by `bits` and tests/gpu."""
 TRAINER = ["data=tiny", "trainer.devices=1", "optim.warmup_steps=0", "optim.constant_steps=0"]
 
 
