@@ -12,9 +12,12 @@ arXiv:2509.25149; pytorch/custom_recipes/reference_nvfp4.py of Transformer Engin
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fp8cfg.numerics.block_scaling import first_level
 from fp8cfg.numerics.formats import E2M1
@@ -38,10 +41,20 @@ MATRIX = _matrix()
 
 
 def _matrix_on(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """MATRIX on `device`, without a copy that the host waits for: compiled code pins no memory."""
-    if device.type == "cuda" and torch.compiler.is_compiling():
+    """MATRIX on `device`, without a copy that the host waits for: compiled code pins no memory, and keeps none of another call."""
+    if device.type != "cuda":
+        return MATRIX.to(device, dtype)
+    if torch.compiler.is_compiling():
         return matrix_made_on(device).to(dtype)
-    return sent(MATRIX.to(dtype), device)
+    apart = _get_current_dispatch_mode_stack()  # whose tensors may be fake, or whose operations counted
+    return sent(MATRIX.to(dtype), device) if apart else _copied(device, dtype)
+
+
+@functools.cache
+def _copied(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """MATRIX on `device`, copied once a process."""
+    with torch.inference_mode(False):
+        return sent(MATRIX.to(dtype), device)
 
 
 def matrix_made_on(device: torch.device) -> Tensor:

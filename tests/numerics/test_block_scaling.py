@@ -10,8 +10,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from fp8cfg.numerics import E2M1, E4M3, E5M2, GRAD_OUTPUT, INPUT, WEIGHT, Format, Scaling
+from fp8cfg.numerics import E2M1, E4M3, E5M2, GRAD_OUTPUT, INPUT, WEIGHT, Format, Scaling, nvfp4
 from fp8cfg.numerics.block_scaling import first_level, spread, tile_scales, tiled, untiled
 from fp8cfg.numerics.fp8_weights import pack, unpack
 from fp8cfg.numerics.nvfp4 import MATRIX, hadamard, matrix_made_on
@@ -217,3 +218,17 @@ def test_steps_round_as_the_cast_does(values: list[float]) -> None:
     x = torch.tensor(values, dtype=torch.float32)
     for fmt in (E4M3, E5M2):
         same(round_in_steps(x, fmt), cast(x, fmt).float())
+
+
+def test_the_transform_is_copied_to_a_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not where a mode of torch's sees operations, as in selective checkpoints and FakeTensorMode."""
+    sent, gpu = list[torch.dtype](), torch.device("cuda", 0)
+    monkeypatch.setattr(nvfp4, "sent", lambda t, device: sent.append(t.dtype) or t)
+    nvfp4._copied.cache_clear()
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32):
+        assert torch.equal(nvfp4._matrix_on(gpu, dtype), MATRIX.to(dtype))
+    assert sent == [torch.bfloat16, torch.float32]
+    with FlopCounterMode(display=False):
+        nvfp4._matrix_on(gpu, torch.bfloat16)
+    assert len(sent) == 3
+    nvfp4._copied.cache_clear()
