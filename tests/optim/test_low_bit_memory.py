@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8cfg.numerics import codecs
 from fp8cfg.optim.low_bit import gradients, tensor_groups
 from fp8cfg.optim.low_bit.adam_step import ROW
+from fp8cfg.optim.low_bit.compiled_code import compiled_code, launch_groups
 from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
 from tests.support.low_bit import ROWS, bits, build, equal, everything, normal, parameters, train
 
@@ -50,19 +51,22 @@ def test_pieces_make_no_difference(row: str, monkeypatch: pytest.MonkeyPatch) ->
     ("O2", LowBitAdamW, "inductor"), ("O3", LowBitAdam, "aot_eager"), ("bf16 stochastic", LowBitAdamW, "inductor"),
     ("block moments", LowBitAdamW, "inductor"), ("expanded moments", LowBitAdamW, "inductor")])
 def test_compiled_bits_are_the_eager_ones(row: str, cls: type[LowBitOptimizer], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph a kernel: neither another length nor another step compiles again. O2 has copies in bf16. Inductor's code for every
-    codec is in tests/numerics/test_codecs.py."""
+    """One graph a kernel: neither another length nor another step compiles again. O2 has copies in bf16; under O3 three tensors of
+    other sizes are taken together, and the fourth alone. Inductor's code for every codec is in tests/numerics/test_codecs.py."""
     compiles, found = torch.compile, []
+    if several := row == "O3":
+        monkeypatch.setattr(tensor_groups, "together", lambda device: 3)
     if backend != "inductor":
         monkeypatch.setattr(torch, "compile", lambda run, options, **more: compiles(run, backend=backend, **more))
     for compiled in (False, True):
         p = parameters(ROWS[row], (16, 128), (16, 128), (24, 128), (5, 77), (3,), (), dtype=torch.bfloat16 if row == "O2" else None)
         optimizer = build(ROWS[row], p, cls, compiled=compiled)
-        tensor_groups.compiled_code.cache_clear()
+        compiled_code.cache_clear()
         torch._dynamo.utils.counters.clear()
         train(optimizer, p, range(4))
         kernels = (3 if ROWS[row].per_tensor else 1) if compiled else 0
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == tensor_groups.compiled_code.cache_info().currsize == kernels
+        assert compiled_code.cache_info().currsize == kernels
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == kernels + 2 * (several and compiled)
         found.append(everything(optimizer, p))
     assert equal(*found)
 
@@ -71,22 +75,23 @@ def test_compiled_bits_are_the_eager_ones(row: str, cls: type[LowBitOptimizer], 
 def test_gradients_are_stored_and_their_norms_taken_as_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but for the compiler. The last tensor is taken in pieces."""
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    monkeypatch.setattr(gradients, "together", lambda device: 2)
     monkeypatch.setattr(gradients, "compiles", lambda device: True)
-    tensor_groups.compiled_code.cache_clear()
+    compiled_code.cache_clear()
     codec = codecs.codec(name)
     values = [normal(*shape, seed=i) for i, shape in enumerate([(64, 128), (5, 256), (3, 4096), (3,)])]
     stored = [gradients._encoded(codec, x.bfloat16(), None) for x in values]
     assert all(torch.equal(bits(a), bits(b)) for x, s in zip(values, stored, strict=True) for a, b in zip(s, codec.encode(x.bfloat16().float()), strict=True))
-    assert [gradients._rows(codec, each) is None for each in stored] == [False] * 3 + [True]
+    assert [gradients._in_one(codec, each) for each in stored] == [True] * 3 + [False]
     found = gradients.norms([codec] * 4, stored)
     torch.testing.assert_close(found, [codec.decode(each).norm() for each in stored], rtol=1e-6, atol=0)
-    tensor_groups.compiled_code.cache_clear()
+    compiled_code.cache_clear()
 
 
 def test_scales_of_whole_tensors_are_made_for_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of amaxes of rows, where these divide a tensor; a value that is not finite shows in each of them. A skipped step writes none."""
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
-    tensor_groups.compiled_code.cache_clear()
+    compiled_code.cache_clear()
     found = []
     for compiled in (False, True):
         p = parameters(ROWS["O3"], (64, 128), (16, 128), (3, 4096))
@@ -99,8 +104,13 @@ def test_scales_of_whole_tensors_are_made_for_all_together(monkeypatch: pytest.M
         p["p1"].grad = torch.full((16, 128), torch.nan)
         optimizer.step()
         found.append(everything(optimizer, p))
-    tensor_groups.compiled_code.cache_clear()
+    compiled_code.cache_clear()
     assert equal(*found)
+
+
+def test_launches_take_tensors_of_one_kind() -> None:
+    assert list(launch_groups("aabacaabc", 4)) == [[0, 1, 3, 5], [6], [2, 7], [4, 8]]
+    assert list(launch_groups([], 4)) == []
 
 
 class LiveBytes(TorchDispatchMode):
@@ -150,7 +160,7 @@ def test_a_step_makes_no_copy_of_a_group(row: str) -> None:
 def test_compiled_code_makes_no_float32_copy(row: str) -> None:
     from torch._inductor.utils import fresh_cache, run_and_get_code
 
-    tensor_groups.compiled_code.cache_clear()
+    compiled_code.cache_clear()
     p = parameters(ROWS[row], (256, 128))
     optimizer = build(ROWS[row], p, compiled=True)
     p["p0"].grad = normal(256, 128)

@@ -7,14 +7,14 @@ All of it is float32, and w' is made from m' and v' as they are before rounding.
 operations. Adam instead of AdamW adds decay x w to g, for the stored moments too.
 
 A scale for a whole tensor needs the amax of what is about to be stored. The values are computed twice, by `find_amaxes` and by
-`store_step`, so that they are never kept in float32. Compiled code takes the amaxes of rows, one launch a tensor; what follows from
-them is done for all tensors at once, and their scales are written when all are stored.
+`store_step`, so that they are never kept in float32. Compiled code takes the amaxes of rows; what follows from them is done for all
+tensors at once, and their scales are written when all are stored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,6 +151,20 @@ def store_whole(
     """`store_step` of a tensor in one piece, whose own key is `key`, but for the scales of the whole tensor; of a shard that begins
     with element `first` of the whole."""
     store_step(columns, decoupled, slot, hyper, key_of_step(key, hyper), new, skip, first, last=False)
+
+
+def find_row_amaxes_of_several(columns: Columns, decoupled: bool, slots: Sequence[Slot], hyper: Tensor) -> list[list[Tensor]]:
+    """`find_row_amaxes` of each slot."""
+    return [find_row_amaxes(columns, decoupled, slot, hyper) for slot in slots]
+
+
+def store_several(
+    columns: Columns, decoupled: bool, slots: Sequence[Slot], hyper: Tensor, keys: Sequence[Tensor | None], new: Sequence[Scales],
+    skip: Tensor | None, firsts: Sequence[Start] | None = None,
+) -> None:
+    """`store_whole` of each slot."""
+    for slot, key, scales, first in zip(slots, keys, new, firsts or [0] * len(slots), strict=True):
+        store_whole(columns, decoupled, slot, hyper, key, scales, skip, first)
 
 
 def _rescaled(stored: Stored, scale_inv: Tensor | None) -> Stored:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Codec, Stored, spans
 from fp8cfg.optim.low_bit.adam_step import ROW
+from fp8cfg.optim.low_bit.compiled_code import REDUCED, compiled_code, compiles, in_one_piece, launch_groups, together
 from fp8cfg.optim.low_bit.shards import local
-from fp8cfg.optim.low_bit.tensor_groups import compiled_code, compiles, in_one_piece
 
 
 class StoredGradients:
@@ -95,30 +95,30 @@ def _flat(data: Tensor, codec: Codec) -> Tensor:
 
 def norms(codecs: Sequence[Codec], stored: Sequence[Stored]) -> list[Tensor]:
     """The 2-norms of stored tensors, float32 []. On a GPU they are taken together, in few launches: of those with scales the norms
-    of rows first, by compiled code, one launch a tensor."""
+    of rows first, by compiled code."""
     pairs = list(zip(codecs, stored, strict=True))
-    rows = {i: t for i, (codec, each) in enumerate(pairs) if (t := _rows(codec, each)) is not None}
+    rows = {i: each[0] for i, (codec, each) in enumerate(pairs) if codec.scaling == "none" and each[0].is_cuda and each[0].numel()}
+    scaled = [i for i, (codec, each) in enumerate(pairs) if _in_one(codec, each)]
+    kinds = [(codecs[i], stored[i][0].dtype, stored[i][0].numel() % ROW == 0) for i in scaled]
+    for group in launch_groups(kinds, together(stored[0][0].device) if stored else 1):
+        codec, places = codecs[scaled[group[0]]], [scaled[i] for i in group]
+        flat = [(_flat(stored[i][0], codec), *stored[i][1:]) for i in places]
+        rows |= zip(places, compiled_code(row_norms, codec, more=REDUCED)(flat), strict=True)
     found = torch._foreach_norm([*rows.values()], 2, torch.float32) if rows else ()
     made = dict(zip(rows, found, strict=True))
     return [made[i] if i in made else norm(codec, t) for i, (codec, t) in enumerate(pairs)]
 
 
-def _rows(codec: Codec, stored: Stored) -> Tensor | None:
-    """A tensor that has the norm of a stored one; None where that is taken in pieces."""
-    data, block = stored[0], codec.block or 1
-    if codec.scaling == "none":
-        return data if data.is_cuda and data.numel() else None
-    if not compiles(data.device) or not in_one_piece(data.numel(), block):
-        return None
-    rows: Tensor = compiled_code(row_norms, codec)((_flat(data, codec), *stored[1:]))
-    return rows
+def _in_one(codec: Codec, stored: Stored) -> bool:
+    """Whether compiled code takes the norms of rows of a stored tensor."""
+    data = stored[0]
+    return codec.scaling != "none" and compiles(data.device) and in_one_piece(data.numel(), codec.block or 1)
 
 
-def row_norms(codec: Codec, stored: Stored) -> Tensor:
-    """The 2-norms, float32 [rows], of rows of ROW elements of a stored tensor, where these divide it, else of the whole."""
-    x = codec.decode(stored)
-    found: Tensor = torch.linalg.vector_norm(x.reshape(-1, ROW) if x.numel() % ROW == 0 else x.reshape(1, -1), dim=1)
-    return found
+def row_norms(codec: Codec, stored: Sequence[Stored]) -> list[Tensor]:
+    """The 2-norms, float32 [rows], of rows of ROW elements of each stored tensor, where these divide it, else of the whole."""
+    values = [codec.decode(each) for each in stored]
+    return [torch.linalg.vector_norm(x.reshape(-1, ROW) if x.numel() % ROW == 0 else x.reshape(1, -1), dim=1) for x in values]
 
 
 def norm(codec: Codec, stored: Stored) -> Tensor:

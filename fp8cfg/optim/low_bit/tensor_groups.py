@@ -1,15 +1,14 @@
 """Adam over many tensors without a whole one in float32: eagerly in pieces, or each tensor in compiled code.
 
-Compiled code takes a tensor at a time, as torchao's low-bit optimizers do (torchao/optim/adam.py); on a GPU always, as theirs, for
-eager code launches some eighty kernels a piece there.
+Compiled code takes a tensor at a time, as torchao's low-bit optimizers do (torchao/optim/adam.py), or several; on a GPU always, as
+theirs, for eager code launches some eighty kernels a piece there.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -18,31 +17,21 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics.codecs import spans
-from fp8cfg.numerics.fused_quantize import TRITON
 from fp8cfg.numerics.stochastic_rounding import Start, moved
 from fp8cfg.optim.low_bit.adam_step import (
+    ROW,
     Scales,
     Slot,
     find_amaxes,
-    find_row_amaxes,
+    find_row_amaxes_of_several,
     key_of_step,
     scales_from,
     scales_of_all,
+    store_several,
     store_step,
-    store_whole,
 )
 from fp8cfg.optim.low_bit.columns import Columns
-
-LEAST_COMPILED = 64
-"""Elements below which a tensor is left to eager code: torch.compile takes sizes of 0 and 1 for constants, and a size that is also
-that of `hyper` or of a key for the same one, and would compile for each anew."""
-OPTIONS: dict[str, Any] = {
-    "emulate_precision_casts": True,  # round where the code says so
-    **dict.fromkeys(("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1 << 20),
-}
-"""Inductor's options. Large thresholds: compute again rather than keep a float32 copy of a tensor."""
-
-_CONSTANTS: dict[str, tuple[Any, ...]] = {}
+from fp8cfg.optim.low_bit.compiled_code import REDUCED, STORED, compiled_code, compiles, in_one_piece, launch_groups, together
 
 
 class Work(NamedTuple):
@@ -55,16 +44,6 @@ class Work(NamedTuple):
     key: Tensor | None = None
     skip: Tensor | None = None
     first: Start = 0
-
-
-def compiles(device: torch.device) -> bool:
-    """Whether steps on `device` are compiled, whoever asks."""
-    return TRITON and device.type == "cuda"
-
-
-def in_one_piece(count: int, block: int) -> bool:
-    """Whether compiled code takes a tensor of `count` elements, so many of which share a scale."""
-    return count >= LEAST_COMPILED and count % block == 0
 
 
 @torch.no_grad()
@@ -126,11 +105,15 @@ def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Ten
 
 
 def _step_compiled(columns: Columns, decoupled: bool, works: Sequence[tuple[Work, Tensor | None]]) -> None:
+    works = sorted(works, key=lambda each: each[0].slot.source[0].numel())  # Inductor takes the first ones' sizes for typical
     slots = [_in_blocks(work.slot, columns.block) for work, _ in works]
-    scales = _scales(columns, decoupled, slots, works) if columns.per_tensor and works else [Scales()] * len(works)
-    for slot, (work, _), new in zip(slots, works, scales, strict=True):
-        at = (work.first,) if work.first else ()
-        compiled_code(store_whole, columns, decoupled)(slot, work.hyper, work.key, new, work.skip, *at)
+    groups = _groups(columns, [work for work, _ in works])
+    scales = _scales(columns, decoupled, slots, works, groups) if columns.per_tensor and works else [Scales()] * len(works)
+    for group in groups:
+        store = compiled_code(store_several, columns, decoupled, more=STORED)
+        of = [works[i][0] for i in group]
+        firsts = ([work.first for work in of],) if of[0].first else ()
+        store([slots[i] for i in group], of[0].hyper, [work.key for work in of], [scales[i] for i in group], of[0].skip, *firsts)
     pairs = [(stored[1], scale) for slot, new in zip(slots, scales, strict=True)
              for stored, scale in zip((slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq), new, strict=True)
              if stored is not None and scale is not None]  # fmt: skip
@@ -140,33 +123,35 @@ def _step_compiled(columns: Columns, decoupled: bool, works: Sequence[tuple[Work
         torch._foreach_copy_(old, made if skip is None else list(torch.where(skip, torch.stack(old), torch.stack(made)).unbind()))
 
 
-def _scales(columns: Columns, decoupled: bool, slots: Sequence[Slot], works: Sequence[tuple[Work, Tensor | None]]) -> list[Scales]:
-    """The new scales of each tensor, for all together, of amaxes that are known, or of those of its rows, in one launch."""
-    find, named = compiled_code(find_row_amaxes, columns, decoupled), (*Scales._fields,)
+def _groups(columns: Columns, works: Sequence[Work]) -> list[list[int]]:
+    """Places in `works` of what one launch takes: of one set of factors, of the same dtypes, of whole rows or not. Tensors without
+    a scale for the whole need one launch each alone, and are compiled sooner so."""
+    most = together(works[0].hyper.device) if works and columns.per_tensor else 1
+    kinds = [(id(work.hyper), type(work.first), bool(work.first), work.slot.source[0].numel() % ROW == 0, *_dtypes(work.slot))
+             for work in works]  # fmt: skip
+    return list(launch_groups(kinds, most))
+
+
+def _dtypes(slot: Slot) -> list[Hashable]:
+    return [x.dtype if isinstance(x, Tensor) else None if x is None else tuple(t.dtype for t in x) for x in slot]
+
+
+def _scales(
+    columns: Columns, decoupled: bool, slots: Sequence[Slot], works: Sequence[tuple[Work, Tensor | None]], groups: list[list[int]]
+) -> list[Scales]:
+    """The new scales of each tensor, for all together, of amaxes that are known, or of those of its rows."""
+    find, named = compiled_code(find_row_amaxes_of_several, columns, decoupled, more=REDUCED), (*Scales._fields,)
     if known := [of_whole for _, of_whole in works if of_whole is not None]:
         every = torch.stack(known)
         amaxes = torch.stack([every[:, i] for i, wanted in enumerate(columns.amaxes) if wanted], 1)
     else:
-        rows = [row for slot, (work, _) in zip(slots, works, strict=True) for row in find(slot, work.hyper)]
+        found = {i: rows for group in groups
+                 for i, rows in zip(group, find([slots[i] for i in group], works[group[0]][0].hyper), strict=True)}  # fmt: skip
+        rows = [row for i in range(len(works)) for row in found[i]]
         amaxes = torch.stack(torch._foreach_norm(rows, math.inf)).view(len(works), -1)
-    found = compiled_code(scales_of_all, columns, decoupled)(amaxes)
+    made = compiled_code(scales_of_all, columns, decoupled)(amaxes)
     there = [name for name, codec in zip(named, columns.written, strict=True) if codec is not None and codec.per_tensor]
-    return [Scales(**{name: each[named.index(name), 0] for name in there}) for each in found.unbind()]
-
-
-@functools.cache
-def compiled_code(function: Callable[..., Any], *constants: Any) -> Callable[..., Any]:
-    """`function`, whose first arguments are `constants`, such as columns of codecs, compiled; it takes the other arguments."""
-    name = f"{function.__name__}_{len(_CONSTANTS)}"
-    _CONSTANTS[name] = constants
-
-    def run(*args: Any) -> Any:
-        return function(*_CONSTANTS[name], *args)  # Dynamo takes the numbers in a global for constants, not those in a closure
-
-    # Dynamo counts recompilations by code object and stops at eight, and these would all share one. Seen with torch 2.13, whose
-    # isolate_recompiles ends it once no older torch is supported.
-    run.__code__ = run.__code__.replace(co_name=name)
-    return torch.compile(run, fullgraph=True, dynamic=True, options=OPTIONS)
+    return [Scales(**{name: each[named.index(name), 0] for name in there}) for each in made.unbind()]
 
 
 def _part(c: Columns, slot: Slot, start: int, stop: int) -> Slot:
