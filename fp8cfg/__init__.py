@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers and editors the same names as in _HOMES; 
     from fp8cfg.composition import from_yaml as from_yaml
     from fp8cfg.composition import to_yaml as to_yaml
     from fp8cfg.composition.structured_config import structured_config as structured_config
+    from fp8cfg.config.data import Data as Data
     from fp8cfg.config.errors import ConfigError as ConfigError
     from fp8cfg.config.errors import NotFP8Error as NotFP8Error
     from fp8cfg.config.fp8 import FP8 as FP8
@@ -37,7 +38,6 @@ if TYPE_CHECKING:  # for type checkers and editors the same names as in _HOMES; 
     from fp8cfg.config.recipe import Recipe as Recipe
     from fp8cfg.config.recipe_registry import recipe as recipe
     from fp8cfg.config.training_nodes import Checkpoint as Checkpoint
-    from fp8cfg.config.training_nodes import Data as Data
     from fp8cfg.config.training_nodes import Log as Log
     from fp8cfg.config.training_nodes import Optim as Optim
     from fp8cfg.config.training_nodes import Strategy as Strategy
@@ -98,6 +98,7 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
         "fp8cfg.builder": "build lower",
         "fp8cfg.composition": "compose from_yaml to_yaml",
         "fp8cfg.composition.structured_config": "structured_config",
+        "fp8cfg.config.data": "Data",
         "fp8cfg.config.errors": "ConfigError NotFP8Error",
         "fp8cfg.config.fp8": "FP8 OverrideLinearPrecision",
         "fp8cfg.config.lora": "LoRA",
@@ -105,7 +106,7 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
         "fp8cfg.config.precision": "Precision Storage",
         "fp8cfg.config.recipe": "Recipe",
         "fp8cfg.config.recipe_registry": "recipe",
-        "fp8cfg.config.training_nodes": "Checkpoint Data Log Optim Strategy Timeout Trainer",
+        "fp8cfg.config.training_nodes": "Checkpoint Log Optim Strategy Timeout Trainer",
         "fp8cfg.conversion.autowrap": "apply_fp8_autowrap contextual_fp8_autocast",
         "fp8cfg.conversion.averaging": "Average averaged",
         "fp8cfg.conversion.convert": "convert_back convert_model has_fp8_layers has_transformer_engine_layers",

@@ -8,11 +8,12 @@ and llama3_70b's.
 from __future__ import annotations
 
 from fp8cfg.config import hugging_face
+from fp8cfg.config.data import Data
 from fp8cfg.config.model import Model, RopeScaling
 from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.recipe_registry import recipe
-from fp8cfg.config.training_nodes import Checkpoint, Data, Log, Optim, Trainer
+from fp8cfg.config.training_nodes import Checkpoint, Log, Optim, Trainer
 from fp8cfg.recipes.pretraining import size
 
 LLAMA2 = Model(vocab_size=32000, seq_length=4096)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.config import foreign_names, presets, recipe_registry
+from fp8cfg.config.data import Data
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import CONF, NAME, read_yaml
 from fp8cfg.config.key_names import PLUGIN
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.training_nodes import Data
 
 LEAVES: dict[str, tuple[type[Node], str]] = {"precision": (Precision, PLUGIN), "data": (Data, "data")}
 """Groups whose choices are one node: the node's class, and its home in the recipe."""

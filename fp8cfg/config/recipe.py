@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from fp8cfg.config import recipe_text
+from fp8cfg.config.data import Data
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.key_names import ALIASES, short
 from fp8cfg.config.lora import LoRA
 from fp8cfg.config.model import Model
 from fp8cfg.config.node import Node, as_declared
 from fp8cfg.config.precision import Backend, OptLevel, Precision, Storage
-from fp8cfg.config.training_nodes import Checkpoint, Data, Log, Optim, Trainer
+from fp8cfg.config.training_nodes import Checkpoint, Log, Optim, Trainer
 from fp8cfg.config.validation_errors import walk
 
 

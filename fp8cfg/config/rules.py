@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+from fp8cfg.config.data import SHIPPED
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.refusal import WRITTEN, Refusal, holds, idle
 from fp8cfg.config.rules_lora import lora_rules
 from fp8cfg.config.rules_precision import precision_rules
 from fp8cfg.config.rules_strategy import batches, multiple, strategy_rules
-from fp8cfg.config.training_nodes import SHIPPED
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fp8cfg.config.data import SHIPPED
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.files import CONF, read_yaml
-from fp8cfg.config.training_nodes import SHIPPED
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe

@@ -26,6 +26,11 @@ FIELDS = {1: ("data", "scale_inv"), 0: ("dgrad", "dgrad_scale_inv")}
 FLOAT32 = 4
 
 
+def first_row(rows: int, ranks: int, rank: int) -> int:
+    """The row of a whole tensor that the shard of `rank` begins with, as FSDP2 cuts so many rows over `ranks`."""
+    return min(rank * -(-rows // ranks), rows)
+
+
 class ShardPlace(NamedTuple):
     """A shard of a weight of `rows` rows: that of number `rank` of `ranks`, which have as many rows each, but for the last ones."""
 
@@ -36,7 +41,7 @@ class ShardPlace(NamedTuple):
     @property
     def first(self) -> int:
         """The row of the weight that the shard begins with."""
-        return min(self.rank * -(-self.rows // self.ranks), self.rows)
+        return first_row(self.rows, self.ranks, self.rank)
 
     def cuts(self, tile: Tile) -> bool:
         """Whether ranks have parts of one tile, or unlike numbers of rows: FSDP2 then takes nothing but tensors of the padded

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fp8cfg.config.data import SHIPPED
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.hub import tokenizer_path
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.training_nodes import SHIPPED
 from fp8cfg.data import IGNORED, DataError, Samples
 from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer
 from fp8cfg.training.data import all_samples, run_data

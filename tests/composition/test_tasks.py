@@ -11,10 +11,10 @@ import yaml
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.composition.provenance import trace
+from fp8cfg.config.data import Data
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.files import CONF
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.training_nodes import Data
 from fp8cfg.recipes import llama_8b, llama_tiny, qwen3_8b
 from fp8cfg.training.data import run_data
 

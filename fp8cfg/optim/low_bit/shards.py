@@ -14,6 +14,7 @@ from typing import Any
 from torch import Size, Tensor
 
 from fp8cfg.numerics.codecs import Codec
+from fp8cfg.numerics.shard_scales import first_row
 from fp8cfg.numerics.stochastic_rounding import Start, Strided, elements
 from fp8cfg.optim.low_bit.columns import Columns
 
@@ -34,8 +35,7 @@ def first_element(p: Tensor, part: Strided | None) -> Start:
     first = 0
     if hasattr(p, "placements"):
         _, ranks, rank = _split(p)
-        rows = p.shape[0]
-        first = min(rank * -(-rows // ranks), rows) * (p.numel() // max(1, rows))
+        first = first_row(p.shape[0], ranks, rank) * (p.numel() // max(1, p.shape[0]))
     return first if part is None else part._replace(start=first)
 
 
