@@ -112,6 +112,14 @@ def fresh_dynamo() -> Iterator[None]:
         sys.modules["torch"]._dynamo.reset()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_accelerator_state_left() -> Iterator[None]:
+    """The first Accelerator of a process says what every later one may be; those of the next file are their own."""
+    yield
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
     """A job whose weights are split has a process group, of one rank in a test; the next test is to find none."""
