@@ -46,6 +46,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import attention_plan
 from fp8cfg.report.memory import context_attention
 from fp8cfg.report.memory.cross_entropy import logit_bytes
+from fp8cfg.report.memory.fsdp_gather import LayerSums
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.linears import LinearBytes
 from fp8cfg.report.memory.selective import dropped
@@ -64,10 +65,11 @@ class Activations:
 
 
 def activations(
-    recipe: Recipe, device: str, part: Part, linears: Sequence[PlannedLinear], grads: float, backend: str
+    recipe: Recipe, device: str, part: Part, linears: Sequence[PlannedLinear], grads: float, backend: str,
+    sums: LayerSums | None = None,
 ) -> Activations:
     """The bytes for `part`, whose linear layers are `linears` and multiplied by `backend`, on `device` ("cpu" or "cuda"); a
-    gradient has `grads` bytes."""
+    gradient has `grads` bytes, and where those of a layer are summed while all are there, that takes `sums`."""
     model = LinearBytes(recipe, device, part, grads, backend)
     attends = {int(p.name.split(".")[1]) for p in attention_plan(recipe) if p.fp8_share}
     kinds: dict[Hashable, _Layer] = {}  # of layers that are alike one is looked at
@@ -87,6 +89,11 @@ def activations(
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
     kept_weights = sum(map(model.workspace, linears if part.output else linears[:4 * len(layers)]))
     moments = [*_of_layers(model, layers, final, recompute)]
+    if sums:
+        residual = model.c * model.d * model.tokens
+        back = residual if recompute else layers[-1].kept * model.tokens + layers[-1].copies  # what the last layer gives back
+        after = [max(moments) - back + sums.after] if len(layers) > 1 else []
+        moments += [residual - final - back + sums.summing, *after]
     if part.embedding and not recipe.lora.enabled:
         moments.append(model.v * recipe.model.hidden_size * (model.c + grads) - kept - final - copies)
     widest = max(logits, *(head.moments() if head else []), *moments)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import against_fp8_gather, fp8_weights, gathered, resolved, sharding
-from fp8cfg.report.memory.layout import Part, vectors
+from fp8cfg.report.memory.layout import Part, local_shapes, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.memory.shards import trained_shapes
 from fp8cfg.report.tables import wrapped
@@ -42,6 +43,31 @@ def reduced_bytes(recipe: Recipe, part: Part, each: float) -> int:
     layer, sent = max(groups.values(), default=0), CODEC[resolved(recipe.precision)["comm"]]
     sent += each if sent < each else 0  # a copy of what FSDP2 would send
     return int(root * each + max(layer * (each + sent), root * sent))
+
+
+class LayerSums(NamedTuple):
+    """Bytes more than the gradients of all layers and gathered weights, once a layer is back and lets its weights go: at most while
+    its gradients are summed, and then while the next one goes back."""
+
+    summing: float
+    after: float
+
+
+def layer_sums(recipe: Recipe, device: str, part: Part, linears: Sequence[PlannedLinear], each: float) -> LayerSums:
+    """Under zero1, of gradients of `each` bytes an element: they are copied to be sent, and freed but for the last parameter's,
+    which torch 2.13 lets go after the sum (foreach_reduce); the copy is kept until the next layer's. gloo copies it once more."""
+    p, layer = recipe.precision, part.layers[-1:]
+    shapes, comm = [*local_shapes(recipe, part, layer).values()], CODEC[resolved(p)["comm"]]
+    count = sum(map(prod, shapes))
+    share, copy = count / part.shards, max(comm, each) * count
+    sent = comm * count if comm < each else 0  # in fewer bits, beside the copy (training/distributed/fsdp.py)
+    cast = 4 * share if max(comm, each) < 4 else 0  # shards are float32
+    summed = share * (max(comm, each) + (comm if sent else 0)) + cast
+    inside = comm * count if device == "cpu" else 0
+    held = {f"{q.name}.weight": CODEC["fp8"] + held_beside(recipe) for q in linears if fp8_weights(p) and q.fp8}
+    weights = sum(prod(shape) * held.get(name, CODEC[p.compute]) for name, shape in local_shapes(recipe, part, layer).items())
+    freed = each * (count - prod(shapes[-1]))
+    return LayerSums(max(copy, copy - freed + sent + summed + inside) - weights, copy - each * count + 4 * share - weights)
 
 
 def gather_line(recipe: Recipe, ranks: int, backend: str) -> str:

@@ -31,7 +31,7 @@ from fp8cfg.models.lora_shapes import adapter_parameters
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.memory.activations import activations
-from fp8cfg.report.memory.fsdp_gather import gathered_bytes, reduced_bytes
+from fp8cfg.report.memory.fsdp_gather import gathered_bytes, layer_sums, reduced_bytes
 from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, parts_that_differ, ranks, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.memory.shards import state_bytes
@@ -72,10 +72,13 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     part = part or widest(recipe, device, ranks(), backend)
     linears = linears_of(recipe, part)
     kinds = persistent(recipe, part, linears, backend)
-    shards = by_fsdp2(recipe, part.shards, backend)
-    fsdp = sharding(recipe.precision, part.shards) == "fsdp"  # which adds up gradients in parts alone
+    shards, split = by_fsdp2(recipe, part.shards, backend), sharding(recipe.precision, part.shards)
+    fsdp = split == "fsdp"  # which adds up gradients in parts alone
     added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
-    live = asdict(activations(recipe, device, part, linears, added, backend))
+    adds_up = shards and split == "zero1" and microbatches(recipe, part) > 1  # the gradients of all layers
+    alone = recipe.trainer.strategy.pipeline_model_parallel_size == 1 and not recipe.lora.enabled
+    sums = layer_sums(recipe, device, part, linears, added) if adds_up and alone else None
+    live = asdict(activations(recipe, device, part, linears, added, backend, sums))
     kinds["FP8 copies"] += live.pop("copies")
     head, counts = live.pop("head"), parameters(recipe, part, linears)
     if fsdp:
@@ -84,7 +87,7 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
         kinds["gathered"] = gathered_bytes(recipe, part, linears, counts.total - counts.adapters, backend, head)
     elif shards:
         kinds["accumulation"] = reduced_bytes(recipe, part, gradient_bytes(recipe))
-        if microbatches(recipe, part) > 1 and sharding(recipe.precision, part.shards) == "zero1":
+        if adds_up:
             kinds["accumulation"] = max(kinds["accumulation"], before_step(recipe, part, linears) - kinds["gradients"])
     elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
