@@ -100,7 +100,7 @@ def _run(small: Recipe, ranks: int, pipeline: Strategy, accumulates: bool) -> No
     sequence = own.sequence_parallel and tensor > 1
     staged = {name: getattr(pipeline, name) for name in ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")}
     t.strategy = Strategy(tensor_model_parallel_size=tensor, sequence_parallel=sequence, context_parallel_size=context, **staged)
-    if tensor_limits.limits(small, ranks):
+    if small.lora.enabled or tensor_limits.limits(small, ranks):
         context = gcd(own.context_parallel_size, ranks // stages)
         t.strategy = Strategy(context_parallel_size=context, **staged)
     if (data := ranks // t.strategy.size) % 4 == 0 and own.data_parallel_replicate_size > 1:

@@ -34,12 +34,13 @@ sizes, and what will be built.
                        Python that makes it again
   --config-dir FOLDER  recipes and presets of your own
 
-Exit code: 0 where training runs as the recipe stands; 2 where it does not,
-because of the hardware, its memory or a layout that this version plans and does
-not train: after the plan, with the line that runs there at the least cost, and
-one that changes nothing of what the first does, such as opt_level=O2 where that
-recomputes. Where the GPUs are no whole replicas of the layout there is no plan,
-and the lines change layout and memory together.
+Exit code: 0 where training runs as the recipe stands; 2 where it does not. For
+want of memory, or for a layout that this version plans and does not train, the
+line that runs there at the least cost follows the plan, and one that changes
+nothing of what the first does, such as opt_level=O2 where that recomputes.
+Where the GPUs are no whole replicas of the layout, or do not divide the global
+batch, there is no plan, and the lines change layout and memory together. For a
+GPU that cannot do what the recipe asks for there is no line.
 """
 _OUTPUTS = ("--json", "--tree", "--dot", "--code")
 
@@ -62,21 +63,27 @@ def run(argv: list[str]) -> int:
     from fp8cfg.report.memory.nearest_fit import SMOKE, offering
     from fp8cfg.run_plan import machines, planned, refuse_hardware
 
+    beside: list[str] = []
     try:
         recipe = composed(arguments.words, folder, file)
     except ConfigError:  # a layout for more GPUs than the recipe has, which --gpus may name
         if ranks is None:
             raise
         nodes, devices = machines(ranks)
-        recipe = composed([*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"], folder, file)
+        beside = [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
+        recipe = composed([*arguments.words, *beside], folder, file)
+        beside.append(f"trainer.global_batch_size={recipe.trainer.global_batch_size}")  # which may have given way
     refuse_hardware(recipe, name, "--gpu ")
     world = ranks or recipe.trainer.num_nodes * recipe.trainer.devices
 
     def whole_line(words: Sequence[str]) -> str:
         """The line that runs the recipe there with `words`."""
-        own = world == recipe.trainer.num_nodes * recipe.trainer.devices or tuple(words) == (SMOKE,)
+        if tuple(words) == (SMOKE,) or (world == recipe.trainer.num_nodes * recipe.trainer.devices and not beside):
+            return command_line(arguments, words)
         nodes, devices = machines(world)
-        return command_line(arguments, [*words, *([] if own else [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"])])
+        given = {word.partition("=")[0] for word in words}
+        machine = beside or [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
+        return command_line(arguments, [*words, *(word for word in machine if word.partition("=")[0] not in given)])
 
     plan = planned(recipe, world, gpu, whole_line)
     print(_shown(plan, *arguments.flags))

@@ -101,17 +101,23 @@ def refuse(recipe: Recipe, hardware: Hardware, whole_line: Line) -> None:
     elif line := too_large(recipe, hardware.device, free, backend(recipe)):
         problems = [line]
     if problems:
-        found = [fit.words for fit in alternatives(recipe, hardware.device, free, ranks, backend)]
+        alone = ("trainer.num_nodes=1",) if recipe.trainer.num_nodes > 1 and _starts_here(hardware.device) else ()
+        found = [(*fit.words, *alone) for fit in alternatives(recipe, hardware.device, free, ranks, backend)]
         found += [] if recipe.trainer.smoke else [(SMOKE,)]
         raise ConfigError(offering(problems, "here", [whole_line(words) for words in found]))
 
 
 def _ranks(recipe: Recipe, device: str) -> int:
     """The ranks of this run; outside of a launcher, those that a line for this machine starts on its GPUs."""
-    if device != "cuda" or {"RANK", "WORLD_SIZE"} & os.environ.keys():
+    if not _starts_here(device):
         return layout.ranks()
     t = recipe.trainer
     return next(n for n in range(min(gpus(), t.devices), 0, -1) if t.global_batch_size % n == 0)
+
+
+def _starts_here(device: str) -> bool:
+    """Whether a line for this machine starts ranks on its GPUs: outside of a launcher."""
+    return device == "cuda" and not {"RANK", "WORLD_SIZE"} & os.environ.keys()
 
 
 def _scaled_down(recipe: Recipe) -> str:

@@ -12,7 +12,7 @@ from fp8cfg.backends.backend_choice import BLOCK_CUDA, Hardware
 from fp8cfg.cli import local_ranks
 from fp8cfg.config.recipe_registry import recipes
 from fp8cfg.report import before_run
-from fp8cfg.report.memory.nearest_fit import SMOKE, cheapest
+from fp8cfg.report.memory.nearest_fit import SMOKE, alternatives
 from fp8cfg.report.memory.peak import memory
 from fp8cfg.run_plan import machines
 from tests.support.small import small
@@ -121,6 +121,9 @@ def test_a_start_on_fewer_gpus_than_a_replica_offers_what_runs_on_all_of_them(mo
         assert line.endswith(f"trainer.strategy.tensor_model_parallel_size={ranks}") and local_ranks.count(recipe, gpus) == ranks
         plan = fp8cfg.plan(recipe, "h100", ranks)
         assert not plan.problems
+    line, *_ = refused_here(["recipe=llama_70b", "precision=bf16_fp8", "task=lora"], 8, 139, monkeypatch)  # of four nodes
+    recipe = fp8cfg.compose(line.split())
+    assert recipe.trainer.num_nodes == 1 and local_ranks.count(recipe, 8) == 8 and not fp8cfg.plan(recipe, "h200", 8).problems
 
 
 def test_a_plan_without_problems_ends_with_0_and_offers_nothing() -> None:
@@ -152,16 +155,16 @@ def test_levels_change_numbers_and_go_last() -> None:
     recipe = small("precision=bf16_fp8", "model.hidden_size=512", "trainer.micro_batch_size=1", "trainer.global_batch_size=1",
                    "model.recompute_granularity=full")
     need = sum(memory(recipe, "cpu").values())
-    fit = cheapest(recipe, "cpu", need - 1, 1, lambda _: "native")
-    assert fit and [word for word in fit.words if word.startswith("opt_level=")] and fit.spare >= 0
-    assert cheapest(recipe, "cpu", need, 1, lambda _: "native").words == ()  # type: ignore[union-attr]
+    fit = alternatives(recipe, "cpu", need - 1, 1, lambda _: "native")[0]
+    assert [word for word in fit.words if word.startswith("opt_level=")] and fit.spare >= 0
+    assert alternatives(recipe, "cpu", need, 1, lambda _: "native")[0].words == ()
 
 
 def test_nothing_is_offered_where_nothing_fits() -> None:
-    assert cheapest(small("precision=bf16"), "cpu", 1 << 10, 8, lambda _: "native") is None
+    assert alternatives(small("precision=bf16"), "cpu", 1 << 10, 8, lambda _: "native") == []
 
 
 def test_micro_batches_divide_the_global_batch_over_the_ranks() -> None:
     recipe = small("precision=bf16", "trainer.global_batch_size=12", "trainer.micro_batch_size=12")
-    fit = cheapest(recipe, "cpu", 1 << 40, 4, lambda _: "native")
-    assert fit and "trainer.micro_batch_size=3" in fit.words
+    fit = alternatives(recipe, "cpu", 1 << 40, 4, lambda _: "native")[0]
+    assert "trainer.micro_batch_size=3" in fit.words

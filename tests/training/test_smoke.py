@@ -73,6 +73,10 @@ def test_a_layout_that_a_precision_does_not_have_is_cut_too(preset: str) -> None
     assert small.trainer.strategy.tensor_model_parallel_size == (1 if whole else 2)
 
 
+def test_adapters_stand_beside_whole_matrices() -> None:
+    assert not refused(cut("recipe=llama_405b", "task=lora", ranks=4), 4)
+
+
 @pytest.mark.parametrize(("words", "key", "new"), [
     (["fp8.high_precision_at_start=4", "fp8.high_precision_at_end=4"], "num_layers", 5),
     (["fp8.exclude=['layers.17.*','*.linear_fc2']"], "exclude", ("*.linear_fc2",)),

@@ -1,7 +1,8 @@
 """Search for a fit: the cheapest changes with which a recipe runs in a given memory on a given number of ranks.
 
-The model and the global batch stay. The parallel layout, storage.shard, MS-AMP's levels, recomputation and the microbatch are
-tried, the cheapest combination first; what contradicts a change gives way as it does to a word of the command line.
+The model stays, and the global batch as it was composed. The parallel layout, storage.shard, MS-AMP's levels, recomputation and
+the microbatch are tried, the cheapest combination first; what contradicts a change gives way as it does to a word of the command
+line.
 """
 
 from __future__ import annotations

@@ -20,15 +20,10 @@ Line = Callable[[Sequence[str]], str]
 """A whole command line of the words that change a recipe, or these words alone."""
 
 
-def cheapest(recipe: Recipe, device: str, free: int, world: int, backend: Backend) -> Fit | None:
-    """The changes at the least cost with which `recipe` runs on `world` ranks, each with `free` bytes of `device`
-    ("cpu" or "cuda"); None where it does not, whatever is changed."""
-    return next(Search(recipe, device, free, world, backend).fits(), None)
-
-
 def alternatives(recipe: Recipe, device: str, free: int, world: int, backend: Backend) -> list[Fit]:
-    """The cheapest fit, as `cheapest` has it, and the cheapest of another kind, which changes nothing of what the first changes,
-    such as a level where the first recomputes. One or none where there are no more."""
+    """The changes at the least cost with which `recipe` runs on `world` ranks, each with `free` bytes of `device` ("cpu" or
+    "cuda"), and the cheapest of another kind, which changes nothing of what the first changes, such as a level where the first
+    recomputes. One or none where there are no more."""
     return list(Search(recipe, device, free, world, backend).fits())
 
 
