@@ -134,6 +134,8 @@ def main() -> None:
         workers = {side: Worker(root, args.threads) for side, root in trees.items()}
         try:
             ready = made_ready(args, workers, began + 40 * args.minutes)
+            if not ready:
+                raise fp8cfg.ConfigError(f"--only {' '.join(args.only)}: one of the trees takes none of them")
             times = rounds(args, workers, ready, began + 60 * args.minutes)
             print(beside(times) if args.against else alone(times))
             if args.profile in ready:

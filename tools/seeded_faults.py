@@ -107,7 +107,8 @@ def measure(folder: Path, tests: list[str], quick: bool, workers: int) -> None:
     (folder / "coveragerc").write_text(RC.format(folder=folder), encoding="utf-8")
     env = environment(quick, folder / "start", ROOT) | {
         "COVERAGE_TESTS_FOLDER": str(folder), "COVERAGE_TEST": "", "COVERAGE_PROCESS_START": str(folder / "coveragerc")}
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.coverage_contexts", "-n", str(workers), "--dist", "worksteal", *tests]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.coverage_contexts", "-n", str(workers), "--dist", "loadfile",
+               "--no-loadscope-reorder", *tests]
     done = subprocess.run([*command, *(["-m", "not slow"] if quick else [])], cwd=ROOT, env=env)
     if done.returncode not in (0, 1):
         raise Mistake(f"pytest ended with exit code {done.returncode}")
