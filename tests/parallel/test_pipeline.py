@@ -48,7 +48,7 @@ BITS = {  # name -> words of runs whose losses are those of one rank, bit for bi
     "documents": f"precision=bf16_fp8 {EXACT} data.reset_attention_mask=true data.reset_position_ids=true",
     "zero1": f"precision=bf16_fp8 {EXACT} storage.shard=zero1",
     "torchao": f"{CURRENT} {EXACT} backend=torchao fp8.params=false fp8.output_layer=false",
-    "compiled": f"precision=bf16_fp8 {EXACT} {TWO_CHUNKS} trainer.compile=on fp8.include=['*mlp*']",
+    "compiled": f"precision=bf16_fp8 {EXACT} {TWO_CHUNKS} trainer.compile=on fp8.include=['layers.0.*','layers.3.*']",
     "masters": f"precision=bf16_precision_aware {EXACT}", "moments": f"precision=bf16_fp8_te_fused_adam {EXACT}", "moments in blocks": f"precision=bf16_fp8_current_coat {EXACT} {TWO_CHUNKS}",
     "gpt": f"precision=bf16_fp8 {EXACT} model.position_embedding_type=learned_absolute model.max_position_embeddings=32 "
            "model.normalization=LayerNorm model.activation=gelu model.add_bias_linear=true model.sliding_window=9 "
