@@ -70,7 +70,8 @@ def _replica_rules(recipe: Recipe, world: int) -> Iterator[str]:
         yield from idle(s, ("data_parallel_replicate_size",), f" with storage.shard={p.storage.shard}{why}", "storage.shard")
     elif groups > 1 and not any(by_fsdp2(recipe, 2, backend) for backend in backends):
         yield Refusal(f"{key}={groups}: groups have the shards of FSDP2, and here whole tensors have owners; write 1", [(key, 1)],
-                      ["storage.shard", "backend", "opt_level", "lora.enabled"])
+                      ["storage.shard", "backend", "opt_level", "storage.weight", "storage.master_weight", "storage.weight_grad",
+                       "storage.comm", "storage.rounding"])
     elif groups > 1 and world % s.size == 0:
         data, context = world // s.size, s.context_parallel_size
         if data % groups:

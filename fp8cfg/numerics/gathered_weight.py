@@ -178,6 +178,8 @@ def _set_scales(layers: list[Any], amaxes: Tensor) -> None:
         amaxes = layers[0].amax_group.amax(amaxes, WEIGHT)
     for layer, amax in zip(layers, amaxes, strict=True):
         state = layer.fp8_scale, layer.fp8_amax_history
+        if layer.fp8_scale is not None and not layer.parameter.requires_grad:  # quantized once: by its first scale after a load too
+            state = torch.full_like(layer.fp8_scale, layer.scaling.first_step == "te"), layer.fp8_amax_history
         layer.shard_scales = ShardScales(scale_now(amax, WEIGHT, layer.scaling, *state, record=True).clone())
 
 

@@ -42,11 +42,11 @@ def moved(start: Start, by: int) -> Start:
     return start._replace(start=start.start + by) if isinstance(start, Strided) else start + by
 
 
-def elements(start: Start, count: int, device: torch.device) -> Tensor:
-    """The numbers, int32 [count], that elements from `start` on have in the whole tensor."""
+def elements(start: Start, count: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """The numbers, `dtype` [count], that elements from `start` on have in the whole tensor."""
     if not isinstance(start, Strided):
-        return torch.arange(start, start + count, dtype=torch.int32, device=device)
-    own = elements(start.start, count, device)
+        return torch.arange(start, start + count, dtype=dtype, device=device)
+    own = elements(start.start, count, device, dtype)
     return own + (own // start.run * (start.ranks - 1) + start.rank) * start.run
 
 

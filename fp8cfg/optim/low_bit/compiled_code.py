@@ -61,7 +61,20 @@ def launch_groups(kinds: Sequence[Hashable], most: int) -> Iterator[list[int]]:
 @functools.cache
 def compiled_code(function: Callable[..., Any], *constants: Any, more: Options = ()) -> Callable[..., Any]:
     """`function`, whose first arguments are `constants`, such as columns of codecs, compiled; it takes the other arguments. With
-    `more` options it takes lists of several tensors, and is compiled for each length of these."""
+    `more` options the first of these is a list of several tensors, and each length has code of its own."""
+    if not more:
+        return _compiled(function, constants, ())
+    of_length = functools.cache(lambda length: _compiled(function, constants, more))
+
+    def run_of_any_sizes(several: Sequence[Any], *args: Any) -> Any:
+        # What is of one size now may be of several the next time.
+        with shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            return of_length(len(several))(several, *args)
+
+    return run_of_any_sizes
+
+
+def _compiled(function: Callable[..., Any], constants: tuple[Any, ...], more: Options) -> Callable[..., Any]:
     name = f"{function.__name__}_{len(_CONSTANTS)}"
     _CONSTANTS[name] = constants
 
@@ -71,11 +84,4 @@ def compiled_code(function: Callable[..., Any], *constants: Any, more: Options =
     # Dynamo counts recompilations by code object and stops at eight, and these would all share one. Seen with torch 2.13, whose
     # isolate_recompiles ends it once no older torch is supported.
     run.__code__ = run.__code__.replace(co_name=name)
-    code = torch.compile(run, fullgraph=True, dynamic=True, options=OPTIONS | dict(more))
-
-    def run_of_any_sizes(*args: Any) -> Any:
-        # What is of one size now may be of several the next time.
-        with shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-            return code(*args)
-
-    return run_of_any_sizes if more else code
+    return torch.compile(run, fullgraph=True, dynamic=True, options=OPTIONS | dict(more))

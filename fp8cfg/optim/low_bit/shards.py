@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Size, Tensor
 
 from fp8cfg.numerics.codecs import Codec
@@ -74,7 +75,7 @@ def of_shards(part: Tensor, p: Tensor, data: bool) -> Tensor:
 
 def decoded_part(codec: Codec, data: Tensor, scales: Tensor, first: Start) -> Tensor:
     """The float32 values of `data`, elements from `first` on of a tensor whose blocks have `scales`."""
-    of_each = scales[elements(first, data.numel(), data.device) // codec.block]
+    of_each = scales[elements(first, data.numel(), data.device, torch.int64) // codec.block]
     return replace(codec, block=1).decode((data.reshape(-1), of_each)).view(data.shape)
 
 

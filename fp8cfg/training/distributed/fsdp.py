@@ -167,9 +167,8 @@ class FullyShardedStages:
 
     def __init__(self, model: nn.Module, shard: str, chunks: Sequence[Sequence[nn.Module]]) -> None:
         assert isinstance(model, FSDPModule)
-        self.model, self.each = model, shard != "zero1"
+        self.model, self.each, self.shard = model, shard != "zero1", shard
         self.outer = chunks[-1 if model.output_layer is not None else 0]
-        model.set_reshard_after_backward(False, recurse=shard in ZERO)
         for layers in chunks:
             for before, layer in pairwise((model, *layers)):
                 assert isinstance(layer, FSDPModule) and isinstance(before, FSDPModule)
@@ -180,6 +179,7 @@ class FullyShardedStages:
 
     def begin(self) -> None:
         """Gather what no layer gathers."""
+        self.model.set_reshard_after_backward(False, recurse=self.shard in ZERO)  # `drop` says otherwise
         self.model.unshard()
         for hook in self.model._forward_pre_hooks.values():
             if isinstance(hook, partial) and hook.func is _widen_gradients:

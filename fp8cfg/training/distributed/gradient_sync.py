@@ -90,10 +90,12 @@ def summed_in_backward(prepared: PreparedModel, optimizer: Optimizer) -> Abstrac
 def overlapped_sums(prepared: PreparedModel, optimizer: Optimizer) -> OverlappedSums | None:
     """What sums gradients in backward passes, made once; None where they are summed otherwise, or not at all."""
     world = World() if prepared.fsdp2 else sharing(prepared)
+    if world.size == 1:
+        return None
     named = {name: p for name, p in prepared.model.named_parameters() if p.requires_grad}
     comms = {name: prepared.columns[name]["comm"] for name in named}
     whole = prepared.shard in ("none", "zero1") and not isinstance(optimizer, LowBitTraining) and not {*comms.values()} & {*SCALED}
-    if world.size == 1 or not whole:
+    if not whole:
         return None
     if prepared.sums is None:
         trained = [(p, DTYPES[comms[name]]) for name, p in named.items()]
@@ -105,6 +107,7 @@ def overlapped_sums(prepared: PreparedModel, optimizer: Optimizer) -> Overlapped
 def drop_sums(prepared: PreparedModel) -> None:
     """Forget what a step that was broken off has summed, and what FSDP2 has gathered and added up in it."""
     if prepared.sums is not None:
+        prepared.sums.begin()
         prepared.sums.summed = False
     if prepared.fsdp2:
         from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
