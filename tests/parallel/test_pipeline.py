@@ -168,6 +168,7 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "4"
     found = {name: trained(job_of(words_of(name), 2, 4), world, 0, 4) for name in FOUR}
     found["sums"] = {name: sums(words_of(name), world) for name in ("data none", "data fsdp")}
+    found["broken off"] = broken_off(words_of("data"), world)
     words = f"{words_of('tied')} trainer.strategy.tensor_model_parallel_size=2"
     found["sharded"] = {shard: sharded(f"precision=bf16 storage.shard={shard}", world) for shard in SUMS}
     found["tied from two"] = trained(loaded(job_of(words, 2, 4), folder / "tied"), world, 3)
@@ -211,6 +212,17 @@ def say_back(layer: torch.nn.Module, events: Events, name: str) -> None:
             args[0].register_hook(lambda gradient: events.found.append((name, 0)))
 
     layer.register_forward_pre_hook(enters)
+
+
+def broken_off(words: str, world: World) -> list[float]:
+    """The losses of two steps, with an error on all ranks before the passes of the second."""
+    job = job_of(words, 2, 4)
+    losses = [train_step(job, run_data(job.recipe)[0], 0, world).loss]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fp8cfg.training.train_step._pipelined", None)
+        with pytest.raises(TypeError):
+            train_step(job, run_data(job.recipe)[0], 1, world)
+    return [*losses, train_step(job, run_data(job.recipe)[0], 1, world).loss]
 
 
 def sharded(words: str, world: World) -> dict[str, Any]:
@@ -360,6 +372,11 @@ def test_stages_send_what_is_planned(name: str, four: list[dict[str, Any]]) -> N
 @pytest.mark.parametrize("name", FOUR)
 def test_two_times_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]]) -> None:
     same_run(name, four)
+
+
+@pytest.mark.slow
+def test_a_step_goes_as_if_one_that_was_broken_off_had_not_begun(four: list[dict[str, Any]]) -> None:
+    assert [rank["broken off"] for rank in four] == [rank["data"]["losses"][:2] for rank in four]
 
 
 @pytest.mark.slow
