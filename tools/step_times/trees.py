@@ -11,9 +11,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import fp8cfg
-
-ROOT = Path(fp8cfg.__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 
 
