@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.autocast_region import Region
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.fp8_state_dict import BUFFERS, ROUNDING_COUNT, prepare_load
@@ -45,8 +44,6 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
     high_precision: Products
     range_used: Tensor | None = None
     sharded = gathered_once = False
-    amax_group: AmaxGroup | None = None
-    scales_set = False
     adds_bias = True
     shard_place: ShardPlace
     shard_scales: ShardScales
@@ -173,11 +170,6 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         gradients are rounded to nearest."""
         key, count = getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)
         return None if key is None else Random(key, count, lane)
-
-    @property
-    def parts(self) -> AmaxGroup | None:
-        """The amax group, where scales are made of amaxes in each pass: under delayed scaling until all have been set."""
-        return None if self.scales_set else self.amax_group
 
     def extra_repr(self) -> str:
         formats = f"{self.scaling.forward.name}/{self.scaling.backward.name}"

@@ -28,10 +28,13 @@ class QuantizedWeight(NarrowWeight):
     fp8_amax_history: Tensor | None
     fp8_weight_scale_inv: Tensor | None
 
+    amax_group: AmaxGroup | None = None
+    scales_set = False
+
     @property
     def parts(self) -> AmaxGroup | None:
-        """The amax group whose amaxes make scales."""
-        raise NotImplementedError
+        """The amax group, where scales are made of amaxes in each pass: under delayed scaling until all have been set."""
+        return None if self.scales_set else self.amax_group
 
     def hold(self, codec: Codec, read_as: torch.dtype) -> None:
         """Hold the weight in `codec` from now on, for one in `read_as`: a new Parameter, unless it is in that dtype and needs no
