@@ -46,7 +46,7 @@ from fp8cfg.training.train_step import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.gpu_rows.proof import draw_weights_on, without_proof, without_weights
+from tools.gpu_rows import proof
 from tools.gpu_rows.results import Results
 from tools.gpu_rows.worker import Make, Row, Worker
 
@@ -168,13 +168,7 @@ def refused(args: argparse.Namespace, model: str, row: str) -> str:
 
 def start(args: argparse.Namespace, model: str) -> Make:
     """Begins the process of a row."""
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    if args.no_proof:
-        without_proof()
-        without_weights()
-    else:
-        draw_weights_on(args.device)
+    proof.start(args.device, args.no_proof)
     return lambda row: Row((bits if model == "bits" else train)(args, model, row))
 
 

@@ -14,14 +14,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.numerics import FP8Linear, fp8_linears
-from tests.support.convert_models import (
-    BACKENDS,
-    DELAYED,
-    TOKENS,
-    Model,
-    loss_of,
-    recipe,
-)
+from tests.support.convert_models import BACKENDS, DELAYED, TOKENS, Model, loss_of, recipe
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

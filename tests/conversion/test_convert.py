@@ -13,17 +13,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.numerics import FP8Linear, fp8_linears
-from tests.support.convert_models import (
-    BACKENDS,
-    FP8,
-    REASONS,
-    TOKENS,
-    Block,
-    Doubled,
-    Model,
-    loss_of,
-    recipe,
-)
+from tests.support.convert_models import BACKENDS, FP8, REASONS, TOKENS, Block, Doubled, Model, loss_of, recipe
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,9 +16,9 @@ import torch
 
 import fp8cfg
 from fp8cfg.training.compiled_gradients import compare
+from tools.gpu_rows import proof
 from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, ModelCase, ModuleCase, Runner, error
 from tools.gpu_rows.estimate import OF_PEAK, device_called
-from tools.gpu_rows.proof import draw_weights_on, without_proof, without_weights
 from tools.gpu_rows.shapes import SHAPES, WORDS
 from tools.gpu_rows.worker import Make, Row, failure
 
@@ -109,13 +109,7 @@ def collect(device: str) -> None:
 def prepare(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64  # many configurations of one class in one process
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    if args.no_proof:
-        without_proof()
-        without_weights()
-    else:
-        draw_weights_on(args.device)
+    proof.start(args.device, args.no_proof)
 
 
 def probe(args: argparse.Namespace, scaling: str) -> str:

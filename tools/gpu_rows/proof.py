@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from fp8cfg import job
 from fp8cfg.backends import first_pass
 from fp8cfg.models.transformer import Transformer
@@ -35,3 +37,14 @@ def without_weights() -> None:
     """From here on the weights of a Transformer are what their memory held. Each block of them would be copied into memory that
     the fake GPU takes from the machine, ten gigabytes for a model."""
     Transformer.init_weights = lambda model, seed, device="cpu": None  # type: ignore[method-assign]
+
+
+def start(device: str, no_proof: bool) -> None:
+    """Begin a process of rows on `device`: one thread on a CPU; without proof nothing is drawn either."""
+    if device == "cpu":
+        torch.set_num_threads(1)
+    if no_proof:
+        without_proof()
+        without_weights()
+    else:
+        draw_weights_on(device)
