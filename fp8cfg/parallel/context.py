@@ -15,14 +15,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8cfg.models.attention import expect_queries
 from fp8cfg.models.config import TransformerConfig
-
-_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd  # until torch 2.13
+from fp8cfg.parallel.tensor_collectives import gather
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class ContextRank:
 
     def whole(self, parts: Tensor) -> Tensor:
         """The whole sequences of all ranks' parts, [..., T / size, C] -> [..., T, C]. Gradients are summed over the ranks."""
-        every = _all_gather(parts.contiguous().unsqueeze(0), 0, self.group).unflatten(-2, (2, -1))  # [ranks, ..., 2, tokens, C]
+        every = torch.unflatten(gather(parts.unsqueeze(0), self.group, 0), -2, (2, -1))  # [ranks, ..., 2, tokens, C]
         early, late = every.select(-3, 0), every.select(-3, 1)
         return torch.cat([*early.unbind(), *reversed(late.unbind())], dim=-2)
 

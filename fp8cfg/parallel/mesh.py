@@ -13,6 +13,7 @@ gradients, scales and state go over both together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,23 @@ def batch_share(strategy: Strategy, rank: int, ranks: int) -> tuple[int, int]:
     that split a model replica."""
     sizes, place = axis_sizes(strategy, ranks), coordinates(strategy, rank, ranks)
     return place["dp_replicate"] * sizes["dp_shard"] + place["dp_shard"], sizes["dp_replicate"] * sizes["dp_shard"]
+
+
+def group_axes(strategy: Strategy, members: Sequence[int], ranks: int) -> str:
+    """The axes along which the `members` of a process group differ: tp, or dp_shard x cp; "all ranks" of several axes."""
+    if len(members) == ranks and sum(n > 1 for n in axis_sizes(strategy, ranks).values()) > 1:
+        return "all ranks"
+    places = [coordinates(strategy, member, ranks) for member in members]
+    return " x ".join(axis for axis in AXES if len({place[axis] for place in places}) > 1) or "this rank alone"
+
+
+def neighbours(strategy: Strategy, rank: int, ranks: int) -> list[int]:
+    """The ranks that `rank` sends to: those with another stage, another part of matrices or other tokens, with all else alike."""
+    def differs(mine: dict[str, int], other: dict[str, int]) -> int:
+        return sum(any(mine[axis] != other[axis] for axis in axes) for axes in (AXES[:1], AXES[1:4], AXES[4:]))
+
+    here = coordinates(strategy, rank, ranks)
+    return [other for other in range(ranks) if differs(here, coordinates(strategy, other, ranks)) == 1]
 
 
 def device_mesh(strategy: Strategy, device: str) -> DeviceMesh:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.models.stages import stage_chunks
 from fp8cfg.models.transformer import Transformer
+from fp8cfg.parallel.point_to_point import wait_for
 
 EMBEDDING = "embedding.weight"
 
@@ -116,8 +117,7 @@ def sum_tied(model: Transformer, here: PipelineRank) -> Tensor | None:
     theirs, peer = torch.empty_like(mine), 0 if here.last else here.size - 1
     group = here.process_group
     ops = [dist.P2POp(op, t, group=group, group_peer=peer) for op, t in ((dist.isend, mine), (dist.irecv, theirs))]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
+    wait_for(dist.batch_isend_irecv(ops), group)
     mine.copy_(mine + theirs)  # commutes: the same bits on both
     return mine
 

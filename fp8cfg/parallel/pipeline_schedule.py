@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics.host_copy import sent
 from fp8cfg.parallel.pipeline import PipelineRank
+from fp8cfg.parallel.point_to_point import limited, wait_for
 
 SENDING = 2
 """Sends that a stage of several on a rank has under way at once."""
@@ -128,7 +129,7 @@ class _InterleavedStage(_Stage):
     def finish(self, but: int = 0) -> None:
         """Wait for all sends, but for the last ones."""
         while len(self._sending) > but:
-            self._sending.pop(0).wait()
+            wait_for([self._sending.pop(0)], self.group)
 
 
 class Pipeline:
@@ -193,7 +194,8 @@ class Pipeline:
         if self._sync is not None:
             self._sync.begin()
         last = {"targets": targets, "target": weights} if self.here.last else {}
-        run(*inputs, **last, **dict(zip(("documents",), documents, strict=False)), return_outputs=False)
+        with limited(self.here.process_group):
+            run(*inputs, **last, **dict(zip(("documents",), documents, strict=False)), return_outputs=False)
         for stage in self._interleaved:
             stage.finish()
         return self._losses

@@ -12,12 +12,13 @@ All are in the dtype of the tensor, as Megatron's are: the shares of a sum in bf
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
+
+from fp8cfg.numerics.waited_collective import waited
 
 SEQUENCE = 1
 """The dimension of tokens in [B, T, C]."""
@@ -25,20 +26,17 @@ _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all
 _reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
 
 
-_wait: Callable[[Any], Tensor] = collectives.wait_tensor
-
-
 def summed(t: Tensor, group: Any) -> Tensor:
     """The sum over the ranks; a new tensor, without a gradient."""
-    return _wait(collectives.all_reduce(t.contiguous(), "sum", group))
+    return waited(collectives.all_reduce, t.contiguous(), "sum", group=group)
 
 
 def _gathered(t: Tensor, dim: int, group: Any) -> Tensor:
-    return _wait(_all_gather(t.contiguous(), dim, group))
+    return waited(_all_gather, t.contiguous(), dim, group=group)
 
 
 def _scattered(t: Tensor, dim: int, group: Any) -> Tensor:
-    return _wait(_reduce_scatter(t.contiguous(), "sum", dim, group))
+    return waited(_reduce_scatter, t.contiguous(), "sum", dim, group=group)
 
 
 class _Enter(torch.autograd.Function):
@@ -75,13 +73,13 @@ class _Total(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return _gathered(x, SEQUENCE, group)
+    def forward(ctx: Any, x: Tensor, dim: int, group: str) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gathered(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _scattered(g, SEQUENCE, ctx.group), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(g, ctx.dim, ctx.group), None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -121,9 +119,10 @@ def total(x: Tensor, group: str) -> Tensor:
     return _Total.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def gather(x: Tensor, group: str) -> Tensor:
-    """Whole sequences of the ranks' parts, [B, T / ranks, C] -> [B, T, C]; gradients are summed to the ranks they belong to."""
-    return _Gather.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
+def gather(x: Tensor, group: str, dim: int = SEQUENCE) -> Tensor:
+    """The ranks' parts one behind the other along `dim`, by default whole sequences, [B, T / ranks, C] -> [B, T, C]; gradients are
+    summed to the ranks they belong to."""
+    return _Gather.apply(x, dim, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def scatter(x: Tensor, group: str) -> Tensor:

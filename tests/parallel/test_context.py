@@ -17,7 +17,7 @@ from fp8cfg.job import Job
 from fp8cfg.models import TransformerConfig, attention
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.parallel.context import ContextRank, split_sequences
-from fp8cfg.parallel.mesh import AXES, batch_share, coordinates, device_mesh
+from fp8cfg.parallel.mesh import AXES, batch_share, coordinates, device_mesh, group_axes, neighbours
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
@@ -43,12 +43,13 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
     "fp8 zero1": (f"{FP8} storage.shard=zero1", 2e-3),
     "current": ("precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0", 2e-3),
     "mxfp8": ("precision=bf16_mxfp8", 2e-3),
+    "level": (f"{FP8} opt_level=O3 storage.shard=zero2", 2e-3),  # as two data-parallel ranks: 1.6e-4, and 1.2e-4
 }
 SAME = {"zero1": "fp32", "fsdp": "fp32", "recomputed": "fp32", "fp8 zero1": "fp8"}
 """Runs that on one rank are another one."""
-TWO, MORE, FOUR = ("fp32", "fp8"), ("masked", "fsdp", "recomputed", "current", "mxfp8"), ("fp32", "zero1", "fp8 zero1")
+TWO, MORE, FOUR = ("fp32", "fp8"), ("masked", "fsdp", "recomputed", "current", "mxfp8", "level"), ("fp32", "zero1", "fp8 zero1")
 """Runs on two ranks, more of them in `make test-all`, and those on four, there too."""
-NORMS = {"fp8": 0.1, "current": 0.1, "mxfp8": 0.1}
+NORMS = {"fp8": 0.1, "current": 0.1, "mxfp8": 0.1, "level": 0.1}
 
 
 def job_of(words: str, context: int, ranks: int) -> Job:
@@ -244,6 +245,16 @@ def test_chunks_of_a_sequence_are_dealt_out_evenly() -> None:
     assert [rank.chunks for rank in ranks] == [(0, 5), (1, 4), (2, 3)]
     assert ranks[1].part(torch.arange(12)).tolist() == [2, 3, 8, 9]
     assert sorted(c for rank in ranks for c in rank.chunks) == list(range(6))
+
+
+def test_the_axes_of_a_process_group_are_those_along_which_its_ranks_differ() -> None:
+    layout = Strategy(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=2)
+    groups = {"tp": [4, 5], "cp": [1, 3], "dp_shard": [8, 12], "pp": [3, 19], "dp_shard x cp": [0, 2, 4, 6, 8, 10, 12, 14],
+              "cp x tp": [0, 1, 2, 3], "all ranks": range(32)}
+    assert {axes: group_axes(layout, list(members), 32) for axes, members in groups.items()} == {axes: axes for axes in groups}
+    assert group_axes(Strategy(context_parallel_size=2), [0, 1], 2) == "cp" and group_axes(Strategy(), [0, 1], 2) == "dp_shard"
+    assert group_axes(Strategy(data_parallel_replicate_size=2), [1, 3], 4) == "dp_replicate"
+    assert neighbours(layout, 0, 32) == [1, *range(2, 16, 2), 16]
 
 
 def test_ranks_of_a_replica_are_neighbours_and_read_one_share() -> None:

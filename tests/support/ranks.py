@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,17 +44,34 @@ def on_ranks(ranks: int, work: Callable[[World], Any], folder: Path) -> list[Any
 def launch(ranks: int, *argv: str, script: Path | None = None, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
     """`fp8cfg`, or `script`, with `argv`, on one or more ranks with the environment that torchrun gives them, and `environ`. The exit code is that
     of the first rank that failed, or minus the signal that ended it."""
-    with TemporaryDirectory() as folder:
-        running = _start(_command, ranks, script, argv, cwd, {**ranks_environment(ranks), **environ}, folder).processes
-        end = time.monotonic() + LIMIT
-        for process in running:
-            process.join(max(0.0, end - time.monotonic()))
-        late = [process for process in running if process.is_alive()]
-        for process in late:
-            process.kill()
-        out, err = ("".join(Path(folder, f"{rank}.{name}").read_text() for rank in range(ranks)) for name in ("out", "err"))
+    with running(ranks, *argv, script=script, cwd=cwd, **environ) as (processes, said):
+        late = ended(processes)
+        out, err = ("".join(Path(said, f"{rank}.{name}").read_text() for rank in range(ranks)) for name in ("out", "err"))
         assert not late, f"{len(late)} of {ranks} ranks had not ended after {LIMIT:.0f} s\n{out}{err}"
-        return subprocess.CompletedProcess(argv, next((p.exitcode for p in running if p.exitcode), 0), out, err)
+        return subprocess.CompletedProcess(argv, next((p.exitcode for p in processes if p.exitcode), 0), out, err)
+
+
+@contextmanager
+def running(
+    ranks: int, *argv: str, script: Path | None = None, cwd: Path = ROOT, **environ: str
+) -> Iterator[tuple[list[BaseProcess], Path]]:
+    """The processes of `launch`, and a folder with RANK.out and RANK.err; those that have not ended are killed."""
+    with TemporaryDirectory() as folder:
+        started = _start(_command, ranks, script, argv, cwd, {**ranks_environment(ranks), **environ}, folder).processes
+        try:
+            yield started, Path(folder)
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+
+
+def ended(processes: Iterable[BaseProcess], limit: float = LIMIT) -> list[BaseProcess]:
+    """Wait until all have ended; those that had not within so many seconds."""
+    end = time.monotonic() + limit
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    return [process for process in processes if process.is_alive()]
 
 
 def torchrun(ranks: int, *argv: str) -> subprocess.CompletedProcess[str]:

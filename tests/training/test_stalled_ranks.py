@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -9,17 +10,163 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.testing._internal.distributed.fake_pg  # the backend "fake"
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from fp8cfg.config.errors import RankStalled
-from fp8cfg.config.training_nodes import Timeout
-from fp8cfg.training.distributed import stalled_ranks
-from tests.support.ranks import ROOT, ranks_environment
+from fp8cfg.config.training_nodes import Strategy, Timeout
+from fp8cfg.numerics import waited_collective
+from fp8cfg.parallel.point_to_point import wait_for
+from fp8cfg.training.distributed import blocked_call, heartbeat, stalled_ranks
+from tests.support.ranks import ROOT, ended, ranks_environment, running
 from tests.training.test_log_folder import SAVES, steps
+
+
+@pytest.fixture
+def two() -> Iterator[dist.TCPStore]:
+    """The store of a process group of which this process is the first of two ranks, and the other one is none."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    dist.init_process_group("fake", store=store, rank=0, world_size=2)
+    try:
+        yield store
+    finally:
+        dist.destroy_process_group()
+
+
+def all_reduce(t: torch.Tensor, group: Any) -> torch.Tensor:
+    """One that fails where it is waited for."""
+    return t
+
+
+def failed(call: Callable[[], Any]) -> RuntimeError:
+    with pytest.raises(RuntimeError) as e:
+        call()
+    return e.value
+
+
+def test_collective_that_an_error_comes_from(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_tensor(*_: Any) -> NoReturn:
+        raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
+
+    class Rank:
+        group = dist.group.WORLD
+
+        def gathers(self) -> None:
+            wait_tensor()
+
+    monkeypatch.setattr(waited_collective, "_wait", wait_tensor)
+    world = dist.group.WORLD
+    assert world is not None
+    t = torch.ones(2)
+    work = SimpleNamespace(wait=wait_tensor)
+    for where, name in {
+        lambda: waited_collective.waited(all_reduce, t, group=world.group_name): "all_reduce",
+        lambda: wait_for([work], world): "batch_isend_irecv",  # type: ignore[list-item]
+        lambda: waited_collective.wait(work, dist.all_to_all_single, None): "all_to_all_single",  # type: ignore[arg-type]
+        Rank().gathers: "a collective",
+    }.items():
+        assert (str(found := blocked_call.raised_in(failed(where))), found.group) == (name, world)
+    with pytest.raises(ValueError, match="complex") as e:
+        dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX)
+    assert blocked_call.raised_in(e.value) == ("all_reduce", world)
+    assert blocked_call.raised_in(failed(lambda: wait_tensor())) == (None, None)
+
+
+def test_collective_of_a_distributed_tensor(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is waited for in an operator of its result."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    norm = torch.linalg.vector_norm(DTensor.from_local(torch.ones(2), mesh["tp"], [Shard(0)], run_check=False))
+
+    plain = funcol.AsyncCollectiveTensor.trigger_wait
+
+    def trigger_wait(t: Any) -> NoReturn:
+        plain(t)
+        raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
+
+    monkeypatch.setattr(funcol.AsyncCollectiveTensor, "trigger_wait", trigger_wait)
+    monkeypatch.setattr(funcol.AsyncCollectiveTensor, "wait", trigger_wait)
+    assert blocked_call.raised_in(failed(norm.full_tensor)) == ("all_reduce", mesh.get_group("tp"))
+    part = DTensor.from_local(torch.ones(2), mesh["tp"], [Shard(0)], run_check=False)
+    assert blocked_call.raised_in(failed(part.full_tensor)).group == mesh.get_group("tp")
+
+
+def test_error_that_another_one_was_raised_from() -> None:
+    def stage(why: str) -> None:
+        try:
+            raise RuntimeError(why)
+        except RuntimeError as e:
+            raise RuntimeError("[Stage 1] failed to run forward") from e
+
+    for why in ("Timed out waiting 3000ms for send operation to complete", "Connection closed by peer", "Connection reset by peer"):
+        assert str(stalled_ranks.broken(failed(lambda why=why: stage(why)))) == why  # type: ignore[misc]
+    assert stalled_ranks.broken(failed(lambda: stage("a matrix of 3 rows"))) is None
+
+
+def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that never came, of one that another rank has named, and where the store is silent itself."""
+    late, closed = RuntimeError("Timed out waiting 400ms"), RuntimeError("Connection closed by peer")
+    watch = stalled_ranks.StallWatch(Timeout(start=0.4, step=0.4), Strategy())
+    try:
+        assert watch.diagnosis(RuntimeError("a matrix of 3 rows")) is None
+        assert str(watch.diagnosis(late)) == ("step 1: a collective was not done in 0.4 s (trainer.timeout.start): "
+                                              "rank 1 is silent: stopped, or gone with the machine")
+        _until(lambda: bool(watch.beats.heard), "no beat")
+        store = watch.beats._reads
+        assert watch.beats._found(store) == "rank 1 is silent: stopped, or gone with the machine"
+        store.set(heartbeat._FOUND, "rank 3 is silent")
+        assert str(watch.diagnosis(closed)) == ("step 1: a collective was broken off by a rank that had waited 0.4 s (trainer.timeout.start): "
+                                                "rank 3 is silent")
+        store.delete_key(heartbeat._WAITED)
+        monkeypatch.setattr(heartbeat, "_UNSAID", 0.1)
+        assert watch.diagnosis(closed) is None  # another rank has ended for a reason of its own
+        watch.close()
+        watch.beats._thread.join()
+        monkeypatch.setattr(watch.beats, "_told", lambda: threading.Event().wait(10))
+        monkeypatch.setattr(heartbeat.Heartbeat, "patience", 0.1)
+        assert watch.beats.others() == "rank 1 is silent: stopped, or gone with the machine"  # heard by the heartbeat
+        watch.beats.heard.clear()
+        assert watch.beats.others() == "rank 0, which holds the store, is silent: stopped, or gone with the machine"
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        assert watch.beats.others() == "the launcher's agent, which holds the store, is silent: stopped, or gone with the machine"
+    finally:
+        watch.close()
+
+
+def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
+    two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once of a step that takes so long, and not where all beat."""
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(stalled_ranks.distributed_c10d, "_set_pg_timeout", lambda *_: None)
+    watch = stalled_ranks.StallWatch(Timeout(start=60, step=0.8), Strategy())
+    try:
+        other, count = watch.beats._reads.clone(), itertools.count()
+
+        def lasts(seconds: float, beats: bool) -> str:
+            watch.waits("step", 7)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                if beats:
+                    other.set(heartbeat._key(1), f"{next(count)} somewhere")
+                time.sleep(0.02)
+            return capsys.readouterr().err
+
+        assert lasts(1.2, beats=True) == ""
+        assert re.fullmatch(r"rank 0: warning: step 7: test_stalled_ranks\.py:\d+, after 0 s of 0\.8 \(trainer\.timeout\.step\): "
+                            r"rank 1 is silent: stopped, or gone with the machine\n", lasts(1.2, beats=False))
+        assert lasts(0.1, beats=False) == ""
+    finally:
+        watch.close()
 
 
 def test_where_a_thread_is() -> None:
@@ -33,10 +180,10 @@ def test_where_a_thread_is() -> None:
     thread.start()
     ready.wait()
     assert thread.ident is not None
-    assert re.match(r"fp8cfg/tests/training/test_stalled_ranks\.py:\d+, wait$|threading\.py:\d+$", stalled_ranks._where(sys._current_frames()[thread.ident]))
+    assert re.match(r"threading\.py:\d+$", blocked_call.doing(sys._current_frames()[thread.ident]))
     go_on.set()
     thread.join()
-    assert stalled_ranks._where(None) == "no Python" and stalled_ranks._ranks([3]) == "rank 3" and stalled_ranks._ranks(list(range(20))).endswith("15 and 4 more")
+    assert blocked_call.doing(None) == "no Python" and heartbeat._ranks([3]) == "rank 3" and heartbeat._ranks(list(range(20))).endswith("15 and 4 more")
 
 
 def test_not_all_ranks_come() -> None:
@@ -51,25 +198,33 @@ def _until(done: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
+LAYOUTS = {  # which ranks stand still, and how the others wait, some of them for those that wait themselves
+    "stages of tensor-parallel ranks, the first of the second": (
+        2, dict.fromkeys((0, 1, 3), r"(batch_isend_irecv over pp|all_reduce over (pp|tp|all ranks))"),
+        ["trainer.strategy.pipeline_model_parallel_size=2", "model.num_layers=2", "trainer.global_batch_size=4",
+         "trainer.strategy.tensor_model_parallel_size=2", "model.num_query_groups=2"]),
+    "data-parallel ranks, the first": (0, {1: r"(all_reduce|all_gather\w+|reduce_scatter\w+) over dp_shard"}, ["trainer.micro_batch_size=1"]),
+}
+
+
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
-    """By the others, which end; it is then killed as a launcher does."""
-    words = [*SAVES, "trainer.micro_batch_size=1", f"log.folder={tmp_path}/run", "trainer.max_steps=100000", "trainer.timeout.start=90", "trainer.timeout.step=3", "checkpoint.every_n_steps=0"]
-    environ = {**ranks_environment(2), "OMP_NUM_THREADS": "1"}
-    first, second = (subprocess.Popen([sys.executable, "-m", "fp8cfg", *words], cwd=ROOT, env={**environ, "RANK": rank, "LOCAL_RANK": rank},
-                                      stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for rank in "01")
-    try:
-        _until(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(steps(tmp_path / "run")) > 2, "no third step")
-        second.send_signal(signal.SIGSTOP)
-        _, said = first.communicate(timeout=60)
-    finally:
-        for rank in (first, second):
-            rank.kill()
-            rank.communicate()
-    line = said.strip().splitlines()[-1]
-    assert re.fullmatch(r"error: step \d+: \w+ over all ranks was not done in 3 s \(trainer\.timeout\.step\): rank 1 is silent: "
-                        "stopped, or gone with the machine", line), said
-    assert first.returncode == 1
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_that_stands_still_is_named(name: str, tmp_path: Path) -> None:
+    """By the others, which end and say in which collective they waited; it is then killed as a launcher does."""
+    stopped, waits, layout = LAYOUTS[name]
+    run, size = tmp_path / "run", len(waits) + 1
+    words = [*SAVES, *layout, f"trainer.devices={size}", f"log.folder={run}", "trainer.max_steps=100000", "trainer.timeout.start=90",
+             "trainer.timeout.step=2", "checkpoint.every_n_steps=0"]
+    with running(size, *words, TORCHELASTIC_USE_AGENT_STORE="False") as (ranks, said):
+        _until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 2, "no third step")
+        os.kill(ranks[stopped].pid or 0, signal.SIGSTOP)
+        assert not ended([ranks[rank] for rank in waits], 60)
+        lines = {rank: Path(said, f"{rank}.err").read_text().strip().splitlines()[-1] for rank in waits}
+        assert {ranks[rank].exitcode for rank in waits} == {1}
+    holds = ", which holds the store," if stopped == 0 else ""
+    for rank, collective in waits.items():
+        assert re.fullmatch(rf"{f'rank {rank}: ' if rank else ''}error: step \d+: {collective} was (not done in|broken off by a rank that had waited) "
+                            rf"2 s \(trainer\.timeout\.step\): rank {stopped}{holds} is silent: stopped, or gone with the machine", lines[rank])
 
 
 @pytest.mark.slow
@@ -77,10 +232,10 @@ def test_a_launcher_that_starts_ranks_again_goes_on(tmp_path: Path) -> None:
     """torchrun --max-restarts, after a rank was killed: one run folder, and no step twice."""
     words = [*SAVES, "trainer.micro_batch_size=1", f"log.folder={tmp_path}/run", "log.resume=auto", "trainer.max_steps=40"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "fp8cfg", *words]
-    running = subprocess.Popen(command, cwd=ROOT, env=ranks_environment(1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    _until(lambda: running.poll() is not None or ((tmp_path / "run/metrics.jsonl").exists() and len(steps(tmp_path / "run")) > 2), "no third step")
+    launcher = subprocess.Popen(command, cwd=ROOT, env=ranks_environment(1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    _until(lambda: launcher.poll() is not None or ((tmp_path / "run/metrics.jsonl").exists() and len(steps(tmp_path / "run")) > 2), "no third step")
     rank = subprocess.run(["pgrep", "-f", f"^[^ ]*python[^ ]* -u -m fp8cfg .*{tmp_path}"], capture_output=True, text=True, check=True).stdout.split()[-1]
     os.kill(int(rank), signal.SIGKILL)
-    out, _ = running.communicate(timeout=200)
-    assert running.returncode == 0 and f"resuming {tmp_path}/run from step-" in out, out
+    out, _ = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0 and f"resuming {tmp_path}/run from step-" in out, out
     assert steps(tmp_path / "run") == list(range(1, 41))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8cfg.numerics.waited_collective import wait
 from fp8cfg.training.distributed.collectives import Message
 from fp8cfg.training.distributed.world import World
 
@@ -76,7 +77,7 @@ class OverlappedSums:
             self._start(bucket)
         for others, work in self._started:
             if work is not None:
-                work.wait()
+                wait(work, dist.all_reduce, self.world.group)
             for gradient, part in others:
                 gradient.copy_(part)
         self._started, self.summed = [], True

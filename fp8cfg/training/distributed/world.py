@@ -21,10 +21,10 @@ from torch.distributed.rendezvous import rendezvous
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.errors import ConfigError, RankLost
 from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.training_nodes import Strategy, Timeout
+from fp8cfg.config.training_nodes import Strategy, Trainer
 from fp8cfg.report.memory.layout import ranks
 from fp8cfg.training.distributed.collectives import Traffic, all_gather
-from fp8cfg.training.distributed.stalled_ranks import Phase, StallWatch, all_started
+from fp8cfg.training.distributed.stalled_ranks import Phase, StallWatch, all_started, broken
 
 SENT = Traffic()
 """What this process has sent of gradients and weights."""
@@ -113,9 +113,9 @@ class World:
 
 
 @contextmanager
-def world(device: str, timeout: Timeout | None = None) -> Iterator[World]:
-    """The world that torchrun's environment describes (RANK, WORLD_SIZE): gloo for cpu, nccl for cuda. Raises RankLost where
-    another rank has ended, and RankStalled where one did not come in time."""
+def world(device: str, trainer: Trainer) -> Iterator[World]:
+    """The world that torchrun's environment describes (RANK, WORLD_SIZE): gloo for cpu, nccl for cuda, with the limits of
+    `trainer`. Raises RankLost where another rank has ended, and RankStalled where one did not come in time."""
     if ranks() == 1:
         try:
             yield World()
@@ -125,15 +125,15 @@ def world(device: str, timeout: Timeout | None = None) -> Iterator[World]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    with all_started(timeout := timeout or Timeout()):
-        _start_group("nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout.start))
-    watch = StallWatch(timeout)
+    with all_started(trainer.timeout):
+        _start_group("nccl" if device == "cuda" else "gloo", timedelta(seconds=trainer.timeout.start))
+    watch = StallWatch(trainer.timeout, trainer.strategy)
     try:
         yield replace(current(), limits=watch)
     except RuntimeError as e:
-        if watch.stalled(e):
-            raise watch.diagnosis(e) from None
-        if "onnection" in str(e):  # gloo's and nccl's words where a peer has gone
+        if stalled := watch.diagnosis(e):
+            raise stalled from None
+        if broken(e):
             raise RankLost("another rank has ended; it says why") from None
         raise
     else:
