@@ -97,8 +97,8 @@ class Scaling(Part):
 
 class Linear(Part, scaling=Scaling):
     """Linear layers that are converted to FP8: which, and which of their products."""
-    keys = _keys("fp8", "params", "include", "exclude", "high_precision_at_start", "high_precision_at_end", "output_layer") \
-        | _keys("fp8.override_linear_precision")
+    keys = _keys("fp8", "params", "keep_transpose_cache", "include", "exclude", "high_precision_at_start", "high_precision_at_end",
+                 "output_layer") | _keys("fp8.override_linear_precision")
     tags = dict.fromkeys(["output_layer"], FP8Layers)
 
 

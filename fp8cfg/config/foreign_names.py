@@ -13,6 +13,7 @@ _BELONGS = {
     "fp8_amax_history_len": "fp8.amax_history_len", "amax_history_length": "fp8.amax_history_len",
     "fp8_amax_compute_algo": "fp8.amax_compute_algo", "amax_compute_algorithm": "fp8.amax_compute_algo",
     "fp8_params": "fp8.params", "fp8_param": "fp8.params", "fp8_param_gather": "fp8.params",
+    "keep_fp8_transpose_cache": "fp8.keep_transpose_cache", "keep_fp8_weight_transpose_cache": "fp8.keep_transpose_cache",
     "fp8_recipe": "fp8.scaling", "fp8_wgrad": "fp8.override_linear_precision.wgrad",
     "fp8_dot_product_attention": "fp8.dot_product_attention", "fp8_dpa": "fp8.dot_product_attention",
     "fp8_multi_head_attention": "fp8.multi_head_attention", "fp8_mha": "fp8.multi_head_attention",

@@ -69,6 +69,9 @@ class FP8(Node):
     params: bool = False
     """Hold the weights of FP8 layers in FP8 alone, with fp32 masters in the optimizer. Default false (TE); NeMo's presets
     set it (fp8_param_gather)."""
+    keep_transpose_cache: bool = False
+    """fp8.params: keep the transpose of each weight, which dgrad wants, from the first microbatch of a step of fit to its last, for
+    a byte a parameter; otherwise each backward pass makes it. Default false (Megatron keep_fp8_transpose_cache)."""
     override_linear_precision: OverrideLinearPrecision = Field(default_factory=OverrideLinearPrecision)
     """GEMMs kept in high precision in every layer."""
     high_precision_at_start: int = Field(default=0, ge=0)

@@ -62,6 +62,32 @@ def _fp8_on(recipe: Recipe) -> Iterator[str]:
         yield Refusal("fp8.override_linear_precision: fprop, dgrad and wgrad all true leave nothing in FP8; write "
                       "fp8.enabled=false", [(key, False) for key in keys], keys)
     yield from _attention(f)
+    yield from _transposes(recipe.precision)
+
+
+def _transposes(p: Precision) -> Iterator[str]:
+    """Where transposes of weights are kept whatever the key says, false is refused too."""
+    f, codec, kept = p.fp8, resolved(p)["weight"], "fp8.override_linear_precision.dgrad"
+    if p.backend != "auto" and not capabilities(p.backend).weight_workspace:
+        yield from idle(f, ("keep_transpose_cache",), f", backend={p.backend} decides itself what it keeps of a weight; drop it or "
+                        "write backend=native", "backend")
+    elif p.storage.shard == "fsdp":
+        yield from _no_transpose(f, "storage.shard=fsdp lets weights go after each pass; drop it or write storage.shard=zero2",
+                                 "storage.shard")
+    elif codec == p.compute:
+        yield from idle(f, ("keep_transpose_cache",), f", fp8.params={f.params} keeps both matrices of a weight; drop it or write "
+                        "fp8.params=true", "fp8.params", "storage.weight", "backend")
+    elif not fp8_weights(p):
+        yield from _no_transpose(f, f"weights are stored in {codec}; drop it or write storage.weight=fp8", "storage.weight",
+                                 "opt_level", "backend")
+    elif f.override_linear_precision.dgrad:
+        yield from _no_transpose(f, f"{kept}=True reads no transpose; drop one of the two", kept)
+
+
+def _no_transpose(f: FP8, why: str, *to: str) -> Iterator[Refusal]:
+    if f.keep_transpose_cache:
+        key = f.key("keep_transpose_cache")
+        yield Refusal(f"{key}=True: has no effect, {why}", [(key, False)], to)
 
 
 def _attention(f: FP8) -> Iterator[str]:
@@ -158,7 +184,8 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
     if p.storage.rounding != "nearest" and (not rounded or (fp8_weights(p) and master == "fp32")):
         why = "FP8 layers round their weights themselves" if rounded else "weights are float32"
         yield Refusal(f"storage.rounding={p.storage.rounding}: has no effect, {why}; drop it", [("storage.rounding", "nearest")],
-                      ["precision.compute", "fp8.enabled", "fp8.params", "storage.weight", "storage.master_weight"])
+                      ["precision.compute", "fp8.enabled", "fp8.params", "storage.weight", "storage.master_weight",
+                       "storage.shard"])
 
 
 def _sgd(p: Precision) -> Iterator[str]:

@@ -26,8 +26,8 @@ the sources of the other scalings.
 from __future__ import annotations
 
 from fp8cfg.numerics.autocast_region import Region
-from fp8cfg.numerics.delayed_overflow import Overflow, overflow
 from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast, round_to_grid
+from fp8cfg.numerics.fp8_overflow import Overflow, overflow
 from fp8cfg.numerics.fp8_state_dict import high_precision_state_dict
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Ran, decode
 from fp8cfg.numerics.linear import FP8Linear, fp8_linears, seed_rounding

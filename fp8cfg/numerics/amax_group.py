@@ -6,11 +6,12 @@ over its parts: with a scale of its own on each rank the products of the parts w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
+
+from fp8cfg.numerics.waited_collective import waited
 
 
 class AmaxGroup(NamedTuple):
@@ -24,10 +25,12 @@ class AmaxGroup(NamedTuple):
         """The amax of a tensor of `role` from that of this rank's `part`. All ranks call it at the same points."""
         return largest(part, self.group) if role in self.roles else part
 
-
-_wait: Callable[[Any], Tensor] = collectives.wait_tensor
+    def without(self, roles: tuple[int, ...]) -> AmaxGroup | None:
+        """The group for tensors of other roles, if there are any."""
+        left = tuple(role for role in self.roles if role not in roles)
+        return AmaxGroup(left, self.group) if left else None
 
 
 def largest(t: Tensor, group: Any) -> Tensor:
     """The elementwise maximum over the ranks of the process group of that name; a new tensor, without a gradient."""
-    return _wait(collectives.all_reduce(t.detach(), "max", group))
+    return waited(collectives.all_reduce, t.detach(), "max", group=group)

@@ -31,8 +31,18 @@ from fp8cfg.numerics.autocast_region import Region
 from fp8cfg.numerics.fp8_state_dict import complete_delayed
 from fp8cfg.numerics.gemm import encode
 from fp8cfg.numerics.gemm_operand import Operand, in_dtype
+from fp8cfg.numerics.pass_records import AMAX, amax_record
 from fp8cfg.numerics.quantize import quantize
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, Scaling, amax_of, floor_to_power_of_2, scale_from_amax, scale_now
+from fp8cfg.numerics.scaling import (
+    GRAD_OUTPUT,
+    INPUT,
+    Scaling,
+    amax_of,
+    floor_to_power_of_2,
+    record_amax,
+    scale_from_amax,
+    scale_now,
+)
 from fp8cfg.numerics.stored_form import in_stored_form, persistent
 
 QKV, S, OUT, DOUT, DP, DQKV = range(6)  # columns of the scales and the amax history
@@ -44,10 +54,10 @@ PRODUCTS = ("p", "o", "ds", "dv", "dq", "dk")
 
 
 class State(NamedTuple):
-    """The buffers that the products read and write; `scales` and `history` under delayed scaling."""
+    """The buffers that the products read and write; `scales` under delayed scaling, `history` the amax record."""
 
     scales: Tensor | None
-    history: Tensor | None
+    history: Tensor
     ran: Tensor
 
 
@@ -65,8 +75,11 @@ class Plan(NamedTuple):
         """The scale that all `tensors`, which share one column of the state, are quantized with."""
         role = ROLES[column]
         t = tensors[0] if len(tensors) == 1 else torch.stack([amax_of(t) for t in tensors])
-        if state.scales is None or state.history is None:
-            scale = scale_from_amax(amax_of(t), self.scaling.format_of(role))
+        if state.scales is None:
+            amax = amax_of(t)
+            if self.record:
+                record_amax(state.history[0, column], amax)
+            scale = scale_from_amax(amax, self.scaling.format_of(role))
             return floor_to_power_of_2(scale) if self.scaling.power_2_scales and column not in (S, DP) else scale
         first = column - role  # scale_now finds `role` in what it is given
         return scale_now(t, role, self.scaling, state.scales[first:], state.history[:, first:], self.record)
@@ -141,6 +154,7 @@ class FP8Attention(nn.Module):
     gemms_ran: Tensor
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
+    fp8_amax: Tensor | None
     range_used: Tensor | None = None
 
     def __init__(
@@ -160,6 +174,7 @@ class FP8Attention(nn.Module):
         state = self.fresh_state() if scaling.layout.history else {}
         for name in STATE:
             self.register_buffer(name, state.get(name), persistent=False)
+        self.register_buffer(AMAX, None if state else torch.zeros(1, len(ROLES), device=device), persistent=False)
 
     def fresh_state(self) -> dict[str, Tensor]:
         """Scales and amax history before the first pass: a scale of 0 stands for "not set yet"."""
@@ -184,7 +199,7 @@ class FP8Attention(nn.Module):
         window = self.window if self.window is not None and self.window < q.shape[-2] else None
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         plan = Plan(self.scaling, carrier, out, torch.is_grad_enabled(), scale, window)
-        state = State(self.fp8_scale, self.fp8_amax_history, self.gemms_ran)
+        state = State(self.fp8_scale, amax_record(self), self.gemms_ran)
         groups = k.shape[1]
         grouped = q.reshape(len(q), groups, q.shape[1] // groups, *q.shape[2:]), k.unsqueeze(2), v.unsqueeze(2)
         with torch.autocast(device, enabled=False):

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8cfg.numerics.formats import E2M1, E4M3, Format, cast
-from fp8cfg.numerics.scaling import FLT_MAX, Scaling, floor_to_power_of_2, scale_from_amax
+from fp8cfg.numerics.scaling import FLT_MAX, Scaling, floor_to_power_of_2, record_amax, scale_from_amax
 
 Tile = tuple[int, int]
 
@@ -78,10 +78,17 @@ def tile_amax(v: Tensor, keep_nan: bool) -> Tensor:
     return a.nan_to_num(nan=0.0, posinf=torch.inf).amax((1, 3), keepdim=True)
 
 
-def tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype = torch.float32) -> Scales:
+def tile_scales(
+    v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype = torch.float32,
+    seen: list[Tensor] | None = None,
+) -> Scales:
     """The scales of the tiles of `v` [A, r, B, c] under `scaling`, [A, 1, B, 1]. `whole` is the first level of nvfp4, `dtype`
-    what `v` was before it was float32: block scales go no higher than its largest number."""
-    return Scales(*(_written_out(s) for s in _tile_scales(v, fmt, scaling, whole, dtype)))
+    what `v` was before it was float32: block scales go no higher than its largest number. The largest amax of all tiles, [], is
+    added to `seen`."""
+    amax = tile_amax(v, keep_nan=scaling.layout.scale != "float32")
+    if seen is not None and amax.numel():
+        seen.append(amax.amax())
+    return Scales(*(_written_out(s) for s in scales_of_amaxes(amax, fmt, scaling, whole, dtype)))
 
 
 def _written_out(scales: Tensor) -> Tensor:
@@ -91,10 +98,6 @@ def _written_out(scales: Tensor) -> Tensor:
         return scales
     a, _, b, _ = scales.shape  # strides written out: those of `scales` upset the compiler under autocast
     return scales.contiguous().as_strided((a, 1, b, 1), (b, b, 1, 1))
-
-
-def _tile_scales(v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype) -> Scales:
-    return scales_of_amaxes(tile_amax(v, keep_nan=scaling.layout.scale != "float32"), fmt, scaling, whole, dtype)
 
 
 def scales_of_amaxes(
@@ -135,9 +138,13 @@ def e8m0_bytes(decode: Tensor) -> Tensor:
     return (decode.view(torch.int32) >> 23).to(torch.uint8)
 
 
-def first_level(t: Tensor) -> Tensor:
-    """nvfp4's scale of a whole tensor, a float32 scalar: it brings the largest E4M3 scale of a tile to 448."""
-    return first_level_of(t.detach().abs().amax().float() if t.numel() else torch.zeros((), device=t.device))
+def first_level(t: Tensor, record: Tensor | None = None) -> Tensor:
+    """nvfp4's scale of a whole tensor, a float32 scalar: it brings the largest E4M3 scale of a tile to 448. The amax is folded into
+    the running maximum `record`, [], if there is one."""
+    amax = t.detach().abs().amax().float() if t.numel() else torch.zeros((), device=t.device)
+    if record is not None:
+        record_amax(record, amax)
+    return first_level_of(amax)
 
 
 def first_level_of(amax: Tensor) -> Tensor:

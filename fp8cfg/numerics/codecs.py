@@ -86,6 +86,8 @@ class Codec:
     def zeros(self, shape: torch.Size, device: torch.device) -> Stored:
         """A stored tensor of zeros, with scale 1."""
         data = torch.zeros(shape, dtype=self.format.dtype, device=device)
+        if self.expand:
+            expand.send_tables(data.device)
         if self.scaling == "none":
             return (data,)
         scales = (math.ceil(data.numel() / self.block), *((2,) if self.expand else ())) if self.block else ()

@@ -37,8 +37,9 @@ WEIGHT_BUFFERS = ("fp8_weight_scale_inv", "fp8_weight_dgrad", "fp8_weight_dgrad_
 """A layer's buffers beside its float8 weight, in the order of the fields of `Stored`."""
 
 
-def store(master: Tensor, scaling: Scaling, scale: Tensor | None = None) -> Stored:
-    """Quantizes `master` [out, in]; `scale` is the scalar scale where one scale serves the whole tensor."""
+def store(master: Tensor, scaling: Scaling, scale: Tensor | None = None, record: Tensor | None = None) -> Stored:
+    """Quantizes `master` [out, in]; `scale` is the scalar scale where one scale serves the whole tensor. Where there are more the
+    amax is folded into the running maximum `record`, [], if there is one."""
     fmt = scaling.forward
     if scale is not None:
         return Stored(cast(master.float() * scale, fmt), scale.reciprocal())
@@ -47,7 +48,7 @@ def store(master: Tensor, scaling: Scaling, scale: Tensor | None = None) -> Stor
     def along(axis: int) -> tuple[Tensor, Tensor]:
         tile = scaling.tile(WEIGHT, axis)
         assert tile is not None, "one scale for the tensor is given"
-        q = quantize_tiles(master, tile, fmt, scaling, fmt.dtype, whole)
+        q = quantize_tiles(master, tile, fmt, scaling, fmt.dtype, whole, record=record)
         assert q.scale_inv is not None
         return q.data, pack(q.scale_inv, scaling)
 
@@ -94,7 +95,9 @@ _SIZES = sorted({1, *(scaling.block for scaling in SCALINGS.values() if scaling.
 
 def unpack(scale_inv: Tensor) -> Tensor:
     """The inverse of `pack`."""
-    if scale_inv.dtype == torch.uint8:
+    if scale_inv.dtype == torch.uint8 and not torch.compiler.is_compiling():
+        return scale_inv.view(torch.float8_e8m0fnu).float()
+    if scale_inv.dtype == torch.uint8:  # operations that a compiler makes part of another kernel
         powers = torch.where(scale_inv == 0, 2.0**-127, (scale_inv.int() << 23).view(torch.float32))
         return torch.where(scale_inv == 255, torch.nan, powers)
     return scale_inv.float()

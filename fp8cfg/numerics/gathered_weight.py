@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fp8cfg.numerics.fp8_weights import Stored, dequantize
-from fp8cfg.numerics.scaling import WEIGHT, scale_now
+from fp8cfg.numerics.pass_records import amax_record
+from fp8cfg.numerics.scaling import WEIGHT, record_amax, scales_of
 from fp8cfg.numerics.shard_scales import ShardPlace, ShardScales, amax_shapes, shard_amaxes, shard_scales, split_fields
 
 _aten = torch.ops.aten
@@ -69,6 +70,8 @@ class WeightShard(Tensor):
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         stored: Stored = module.quantized_shard(self._tensor)
         split = split_fields(module.scaling, module.shard_place)
+        if mesh.size() == 1:  # torch takes nothing but the first from one rank, which has the whole of the others. Seen with 2.13
+            split = dict([*split.items()][:1])
         sent = {name: getattr(stored, name) for name in split}
         return tuple(_padded(t, -(-split[name] // mesh.size())) for name, t in sent.items()), (stored, split)
 
@@ -158,7 +161,8 @@ def refresh_shards(layers: Iterable[Any]) -> None:
     for layer in those:
         layer.shard_place = ShardPlace(layer.out_features, mesh.size(axis), mesh.get_local_rank(axis))
         layer.shard_scales, layer.shard_quantized = ShardScales(), None
-    found = [shard_amaxes(layer.parameter.to_local()._tensor, layer.scaling, layer.shard_place) for layer in those]
+    shards = [layer.parameter.to_local()._tensor for layer in those]
+    found = shard_amaxes(shards, those[0].scaling, [layer.shard_place for layer in those])
     if not any(found):
         return
     flat = torch.cat([amax.flatten() for each in found for amax in each])
@@ -168,19 +172,24 @@ def refresh_shards(layers: Iterable[Any]) -> None:
         return
     left = iter(torch.split(flat, [amax.numel() for each in found for amax in each]))
     for layer in those:
-        shapes = amax_shapes(layer.scaling, layer.shard_place, layer.in_features)
-        layer.shard_scales = shard_scales([next(left).view(shape) for shape in shapes], layer.scaling, layer.shard_place)
+        amaxes = [next(left).view(shape) for shape in amax_shapes(layer.scaling, layer.shard_place, layer.in_features)]
+        layer.shard_scales = shard_scales(amaxes, layer.scaling, layer.shard_place)
+        for amax in amaxes:
+            record_amax(amax_record(layer)[0, WEIGHT], amax.amax())
 
 
 def _set_scales(layers: list[Any], amaxes: Tensor) -> None:
-    """The one scale of each of these weights, of those amaxes."""
+    """The one scale of each of these weights, of the amaxes [layers], which are recorded; in few launches for all."""
+    scaling, there = layers[0].scaling, None
     if layers[0].amax_group:  # tensor parallelism splits all of them
         amaxes = layers[0].amax_group.amax(amaxes, WEIGHT)
-    for layer, amax in zip(layers, amaxes, strict=True):
-        state = layer.fp8_scale, layer.fp8_amax_history
-        if layer.fp8_scale is not None and not layer.parameter.requires_grad:  # quantized once: by its first scale after a load too
-            state = torch.full_like(layer.fp8_scale, layer.scaling.first_step == "te"), layer.fp8_amax_history
-        layer.shard_scales = ShardScales(scale_now(amax, WEIGHT, layer.scaling, *state, record=True).clone())
+    torch._foreach_maximum_([amax_record(layer)[0, WEIGHT] for layer in layers], list(amaxes.unbind()))
+    if scaling.layout.history:
+        # A frozen weight is quantized once: by its first scale after a load too.
+        first = amaxes.new_full((), scaling.first_step == "te")
+        there = torch.stack([layer.fp8_scale[WEIGHT] if layer.parameter.requires_grad else first for layer in layers])
+    for layer, scale in zip(layers, scales_of(amaxes, WEIGHT, scaling, there).unbind(), strict=True):
+        layer.shard_scales = ShardScales(scale)
 
 
 def shard_parameter(weight: nn.Parameter) -> nn.Parameter:

@@ -22,7 +22,7 @@ from fp8cfg.numerics.fp8_state_dict import BUFFERS, ROUNDING_COUNT, prepare_load
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored
 from fp8cfg.numerics.gathered_weight import GatheredWeight, shard_parameter
 from fp8cfg.numerics.linear_function import LinearFunction, Plan, Products, State
-from fp8cfg.numerics.pass_records import PassRecords
+from fp8cfg.numerics.pass_records import PassRecords, amax_record
 from fp8cfg.numerics.quantized_weight import QuantizedWeight
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, Scaling
 from fp8cfg.numerics.shard_scales import ShardPlace, ShardScales, quantized_shard
@@ -111,7 +111,8 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
 
     def quantized_shard(self, shard: Tensor) -> Stored:
         """This rank's rows of the weight in float8, made once a step; kept unless they are gathered once a step too."""
-        made = self.shard_quantized or quantized_shard(shard, self.scaling, self.shard_place, self.shard_scales)
+        made = self.shard_quantized or quantized_shard(
+            shard, self.scaling, self.shard_place, self.shard_scales, amax_record(self))
         self.shard_quantized = None if self.gathered_once else made
         return made
 
@@ -125,7 +126,7 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         weight, state, plan = self.pass_inputs(x.dtype, device := x.device.type)
         bias = self.bias if self.adds_bias else None
         with torch.autocast(device, enabled=False):
-            kept = self.kept_weight(weight, plan, state, x.requires_grad) if state.stored is None else None
+            kept = self.kept_weight(weight, plan, state, x.requires_grad)
             of_weight, plan = (kept.tensors, plan._replace(kept=kept.kinds)) if kept else (NOTHING, plan)
             y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, bias, *state, *of_weight, plan)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], self.out_features)
@@ -135,8 +136,7 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         if self.keeps_weight and torch.is_grad_enabled():
             weight, state, plan = self.pass_inputs(dtype, device := self.parameter.device.type)
             with torch.autocast(device, enabled=False):
-                if state.stored is None:
-                    self.kept_weight(weight, plan, state, dgrad=True)
+                self.kept_weight(weight, plan, state, dgrad=True)
 
     def pass_inputs(self, dtype: torch.dtype, device: str) -> tuple[Tensor, State, Plan]:
         """The weight, or what receives its gradient, the buffers of a pass over inputs of `dtype` on `device`, and its plan."""
@@ -155,7 +155,7 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         trains = learns and self.training
         plan = Plan(self.scaling, high_precision, product, out, weight_grad, learns, self.codec, trains, self.parts)
         rounding = [getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)]
-        records = self.fp8_amax_history, self.fp8_backward_amax, *rounding, self.ran_forward, self.ran_backward
+        records = amax_record(self), self.fp8_backward_amax, *rounding, self.ran_forward, self.ran_backward
         return weight, State._make([stored, *beside, self.fp8_scale, *records]), plan
 
     def seed_rounding(self, seed: int, *words: int | str) -> None:
@@ -179,7 +179,7 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         master = prepare_load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self.scales_set = False
+        self.forget_scales_set()
         if master is not None:
             self.set_weight(master)
 

@@ -38,8 +38,8 @@ CONTRACTED = {
 
 class State(NamedTuple):
     """The buffers that the products of a layer read and write: the fields of `Stored` where the weight is float8, the first two
-    where it is in a codec, `scales` and `history` under delayed scaling, `rounding_*` where gradients are rounded stochastically.
-    What the backward pass writes is apart.
+    where it is in a codec, `scales` under delayed scaling, `history` the amax record, `rounding_*` where gradients are rounded
+    stochastically. What the backward pass writes is apart.
     """
 
     stored: Tensor | None
@@ -48,8 +48,8 @@ class State(NamedTuple):
     stored_dgrad_scale_inv: Tensor | None
     stored_global_scale_inv: Tensor | None
     scales: Tensor | None
-    history: Tensor | None
-    backward_history: Tensor | None
+    history: Tensor
+    backward_history: Tensor
     rounding_key: Tensor | None
     rounding_count: Tensor | None
     ran: Tensor
@@ -109,16 +109,18 @@ class Plan(NamedTuple):
         if high_precision:
             return Operand(t.to(self.out))
         fmt, tile = self.scaling.format_of(role), self.scaling.tile(role, axis)
-        if tile is None and fuses(t, self.scaling, self.carrier, self.parts):
-            return quantize_fused(t, role, self.scaling, state.scales, state.history, self.record, both)
+        seen = state.history if self.record and (axis == 1 or not both) else None  # once, where it is quantized along both
+        if tile is None and fuses(t, self.scaling, self.carrier):
+            return quantize_fused(t, role, self.scaling, state.scales, state.history, self.record, both, self.parts)
         if tile is None:
             scale = scale_now(t, role, self.scaling, state.scales, state.history, self.record, self.parts)
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
-        if self.scaling.layout.two_levels:
-            return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random)
         if fuses_tiles(t, tile, self.scaling, self.carrier):
-            return quantize_tiles_fused(t, role, self.scaling, axis, both)
-        return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype)
+            return quantize_tiles_fused(t, role, self.scaling, axis, both, seen)
+        record = None if seen is None else seen[0, role]
+        if self.scaling.layout.two_levels:
+            return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random, record)
+        return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype, record=record)
 
     def weights(self, w: Tensor, state: State, kept: Sequence[Tensor | None], slots: Sequence[int]) -> dict[int, Operand]:
         """The weight in each product of `slots`: what is `kept` of it (weight_workspace.py), and what is left to be made."""
@@ -151,9 +153,9 @@ class LinearFunction(torch.autograd.Function):
         ws = plan.weights(w, state, kept_weight, [FPROP] + [DGRAD] * needs_dx)
         ran = state.ran if plan.trains or not plan.high_precision[FPROP] else None
         y = gemm(xs[FPROP], ws[FPROP], plan.out, ran, FPROP, bias)
-        # A weight that is held in fewer bits is at hand in the backward pass too, so nothing wider is kept of it. The buffers
+        # A weight that is held in fewer bits is at hand in the backward pass too, so nothing else is saved of it. The buffers
         # travel as attributes and not as saved tensors: a second forward pass may change them before the first backward pass.
-        reads_again = state.stored is not None and (plan.codec is None or plan.high_precision[DGRAD])
+        reads_again = plan.kept[1] is None and state.stored is not None and (plan.codec is None or plan.high_precision[DGRAD])
         kept = xs.get(WGRAD), None if reads_again else ws.get(DGRAD)
         ctx.save_for_backward(*(t for operand in kept for t in (operand.tensors if operand else (None,) * 3)), state.stored)
         ctx.kinds = [operand and (operand.fmt, operand.tile) for operand in kept]

@@ -67,19 +67,21 @@ def matrix_made_on(device: torch.device) -> Tensor:
 
 
 def quantize_nvfp4(
-    t: Tensor, role: int, axis: int, scaling: Scaling, carrier: torch.dtype | None, random: tuple[Tensor, Tensor] | None = None
+    t: Tensor, role: int, axis: int, scaling: Scaling, carrier: torch.dtype | None, random: tuple[Tensor, Tensor] | None = None,
+    record: Tensor | None = None,
 ) -> Operand:
     """The matrix `t` [R, C] for a product over its dimension `axis`, in the orientation of `t`; R completed to a multiple of 16
     by zeros where the transform is applied. `random`, the key and the count of a layer's draws, is what a gradient is rounded by.
-    Without a carrier the data are a byte each, and hardware multiplies them (microscaled_mm.py)."""
+    Without a carrier the data are a byte each, and hardware multiplies them (microscaled_mm.py). The amax is folded into the
+    running maximum `record`, [], if there is one."""
     carrier = carrier or E2M1.dtype
     draw = Random(*random, lane=axis) if random and scaling.rounds_at_random(role) else None
     if not scaling.transforms(role, axis):
         tile = scaling.tile(role, axis)
         assert tile is not None
-        return quantize_tiles(t, tile, scaling.format_of(role), scaling, carrier, first_level(t), draw)
+        return quantize_tiles(t, tile, scaling.format_of(role), scaling, carrier, first_level(t, record), draw)
     mixed = hadamard(t.t())
-    return quantize_tiles(mixed, (1, 16), scaling.format_of(role), scaling, carrier, first_level(mixed), draw).t()
+    return quantize_tiles(mixed, (1, 16), scaling.format_of(role), scaling, carrier, first_level(mixed, record), draw).t()
 
 
 def hadamard(t: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
 from fp8cfg.numerics.linear import FP8Linear
 from fp8cfg.numerics.linear_function import CONTRACTED
 from fp8cfg.numerics.nvfp4 import hadamard
-from fp8cfg.numerics.pass_records import BACKWARD_AMAX, RAN
+from fp8cfg.numerics.pass_records import AMAX, BACKWARD_AMAX, RAN
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, amax_of, scale_now
 from fp8cfg.numerics.stochastic_rounding import Random
 
@@ -83,7 +83,7 @@ def collect(
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Context manager that restores everything that a forward and a backward pass change."""
     buffers = [(name.rpartition(".")[2], buffer) for name, buffer in model.named_buffers()]
-    changing = [b for leaf, b in buffers if leaf in (*RAN, BACKWARD_AMAX, "gemms_ran", ROUNDING_COUNT)]
+    changing = [b for leaf, b in buffers if leaf in (*RAN, AMAX, BACKWARD_AMAX, "gemms_ran", ROUNDING_COUNT)]
     changing += [b[0] for leaf, b in buffers if leaf == "fp8_amax_history"]
     parameters = list(model.parameters())
     before = [t.clone() for t in changing]

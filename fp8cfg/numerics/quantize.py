@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8cfg.numerics.block_scaling import Scales, Tile, sizes, tile_scales, tiled, untiled
 from fp8cfg.numerics.formats import E2M1, Format, cast, round_in_steps, round_to_grid, widen
 from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.scaling import Scaling
+from fp8cfg.numerics.scaling import Scaling, record_amax
 from fp8cfg.numerics.stochastic_rounding import Random
 
 Part = Callable[[Tensor, Scales | None, int], tuple[Tensor, Tensor]]
@@ -41,25 +41,30 @@ def quantize_tiles(
     carrier: torch.dtype,
     whole: Tensor | None = None,
     random: Random | None = None,
+    record: Tensor | None = None,
 ) -> Operand:
     """Quantizes the matrix `t` [R, C] with a scale for each tile. `whole` is nvfp4's scale of the whole tensor. Scales of a
     carried operand that vary along the contracted dimension are multiplied into its data. With `random` the format rounds
-    stochastically, by numbers that depend on the place of an element in `t` alone, not on strides or chunks."""
+    stochastically, by numbers that depend on the place of an element in `t` alone, not on strides or chunks. The largest amax of
+    all tiles is folded into the running maximum `record`, [], if there is one."""
     fold = carrier != fmt.dtype and scaling.layout.block > 0
+    seen: list[Tensor] | None = None if record is None else []
 
     def part(t: Tensor, scales: Scales | None = None, row: int = 0) -> tuple[Tensor, Tensor]:
         v = tiled(t, tile).float()
-        encode, decode = scales or tile_scales(v, fmt, scaling, whole, t.dtype)
+        encode, decode = scales or tile_scales(v, fmt, scaling, whole, t.dtype, seen)
         uniform = random.uniform(row * v.shape[2] * v.shape[3], v.numel()).view(v.shape) if random else None
         q = _rounded(v * encode, fmt, carrier, uniform)
         q = (q * decode.to(q.dtype) if fold else q).to(carrier)
         return untiled(q, t.shape), decode[:, 0, :, 0]
 
     if _in_chunks(t):
-        columns = tile_scales(tiled(t, tile).float(), fmt, scaling, whole) if tile[0] == 0 else None
+        columns = tile_scales(tiled(t, tile).float(), fmt, scaling, whole, seen=seen) if tile[0] == 0 else None
         data, decode = _by_chunks(t, tile, carrier, part, columns)
     else:
         data, decode = part(t)
+    if record is not None and seen:
+        record_amax(record, seen[0] if len(seen) == 1 else torch.stack(seen).amax())
     if not fold:
         return Operand(data, decode, fmt, tile, whole_inv=None if whole is None else whole.reciprocal())
     return Operand(data, None if whole is None else whole.reciprocal(), fmt, tile)

@@ -3,7 +3,7 @@ master, and read back."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,10 +11,12 @@ from torch import Tensor
 from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.codecs import Stored as InCodec
-from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored, store
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored
 from fp8cfg.numerics.fused_quantize import store_recorded
+from fp8cfg.numerics.host_copy import HostCopy
 from fp8cfg.numerics.low_bit_weight import SCALE_INV, NarrowWeight
-from fp8cfg.numerics.scaling import WEIGHT, Scaling
+from fp8cfg.numerics.pass_records import amax_record
+from fp8cfg.numerics.scaling import Scaling
 from fp8cfg.numerics.weight_access import decode, decoded, plain
 
 
@@ -26,15 +28,30 @@ class QuantizedWeight(NarrowWeight):
     codec: Codec | None
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
+    fp8_amax: Tensor | None
     fp8_weight_scale_inv: Tensor | None
 
     amax_group: AmaxGroup | None = None
-    scales_set = False
+    scales_set: tuple[int, ...] = ()
+    """The roles whose delayed scales are known to be set."""
+    scales_read: HostCopy | None = None
+    """The scales on their way to the host, where those of more roles may be set by now."""
 
     @property
     def parts(self) -> AmaxGroup | None:
-        """The amax group, where scales are made of amaxes in each pass: under delayed scaling until all have been set."""
-        return None if self.scales_set else self.amax_group
+        """The amax group of the tensors whose scales are made of their amaxes in each pass: under delayed scaling until they are
+        known to be set."""
+        return self.amax_group and self.amax_group.without(self.scales_set)
+
+    def note_set(self, roles: tuple[int, ...]) -> None:
+        """The delayed scales of these roles are set, of others they may not be."""
+        if roles != self.scales_set:  # nothing that compiled code is guarded by is written for nothing
+            self.scales_set = roles
+
+    def forget_scales_set(self) -> None:
+        """Delayed scales are other ones from now on, which may not be set."""
+        self.scales_read = None
+        self.note_set(())
 
     def hold(self, codec: Codec, read_as: torch.dtype) -> None:
         """Hold the weight in `codec` from now on, for one in `read_as`: a new Parameter, unless it is in that dtype and needs no
@@ -63,10 +80,7 @@ class QuantizedWeight(NarrowWeight):
                 target.copy_(new)
 
     def _stored(self, master: Tensor) -> Stored:
-        if self.scaling.tile(WEIGHT, 1) is not None:
-            return store(master, self.scaling)
-        state = self.fp8_scale, self.fp8_amax_history
-        return store_recorded(master, self.scaling, *state, self.product == "scaled_mm", self.parts)
+        return store_recorded(master, self.scaling, self.fp8_scale, amax_record(self), self.parts)
 
     @property
     def fp8_params(self) -> bool:
@@ -88,6 +102,9 @@ class QuantizedWeight(NarrowWeight):
     def _held_tensors(self) -> list[Tensor | None]:
         """The fields of `Stored`; a weight in a codec has the first two at most."""
         return [plain(self.parameter), *(getattr(self, name) for name in WEIGHT_BUFFERS)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "scales_read"}
 
     def decoded_weight(self) -> Tensor:
         receiver, data = self.receiver_and_stored()

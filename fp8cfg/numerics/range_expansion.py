@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics.formats import E4M3
+from fp8cfg.numerics.host_copy import sent
 
 STEPS = 16
 """k is a multiple of 1 / STEPS."""
@@ -42,7 +43,25 @@ def _tables() -> tuple[Tensor, Tensor, Tensor]:
     return (codes**roots).float(), _below(meets), _below((E4M3.max**2 / 2) ** roots[LEAST:, 0].flip(0))
 
 
-_VALUES, _MEETS, _RANGES = _tables()
+_TABLES = _tables()
+_ON_GPU: dict[int | None, tuple[Tensor, Tensor, Tensor]] = {}
+"""The tables on each GPU, sent once: compiled code would send them anew for each tensor, and wait each time."""
+
+
+def send_tables(device: torch.device) -> None:
+    """Send the tables to `device`, if it is a GPU that has none yet: before code that uses them there is compiled."""
+    if device.type == "cuda" and device.index not in _ON_GPU:
+        values, meets, ranges = _TABLES
+        _ON_GPU[device.index] = sent(values, device), sent(meets, device), sent(ranges, device)
+
+
+def _on(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    if device.type == "cuda":
+        if not torch.compiler.is_compiling():
+            send_tables(device)
+        return _ON_GPU[device.index]
+    values, meets, ranges = _TABLES
+    return values.to(device), meets.to(device), ranges.to(device)
 
 
 def scales(rows: Tensor) -> Tensor:
@@ -50,7 +69,7 @@ def scales(rows: Tensor) -> Tensor:
     something in the row is not finite."""
     x = rows.abs()
     largest, smallest = x.amax(-1), torch.where(x == 0, math.inf, x).amin(-1)
-    narrower = torch.searchsorted(_RANGES.to(x.device), largest / smallest)
+    narrower = torch.searchsorted(_on(x.device)[2], largest / smallest)
     k = (MOST - narrower).clamp(min=LEAST).float() / STEPS
     return torch.stack([torch.where(largest < math.inf, largest.clamp(min=2.0**-126), math.nan), k], -1)
 
@@ -59,11 +78,11 @@ def encode(rows: Tensor, scales: Tensor, u: Tensor | None = None) -> Tensor:
     """The codes, E4M3 [blocks, block], of float32 `rows`: nearest among the powers, as COAT has it, or with the random numbers `u`
     stochastic among the values themselves. What is not 0 does not become 0."""
     x = (rows.abs() / scales[:, :1]).contiguous()
-    k = _steps(scales)
+    k, (tables, meets, _) = _steps(scales), _on(x.device)
     if u is None:
-        code = torch.searchsorted(_MEETS.to(x.device)[k], x)
+        code = torch.searchsorted(meets[k], x)
     else:
-        values = _VALUES.to(x.device)[k]
+        values = tables[k]
         code = (torch.searchsorted(values, x, right=True) - 1).clamp(0, 125)
         lower, upper = values.gather(1, code), values.gather(1, code + 1)
         code = code + (u < (x - lower) / (upper - lower))
@@ -74,7 +93,7 @@ def encode(rows: Tensor, scales: Tensor, u: Tensor | None = None) -> Tensor:
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """The float32 values of `codes`, the bytes [blocks, block] that `encode` returned."""
     code = codes.long()
-    values = _VALUES.to(codes.device).view(-1)[_steps(scales)[:, None] * 127 + (code & 127)]
+    values = _on(codes.device)[0].view(-1)[_steps(scales)[:, None] * 127 + (code & 127)]
     return torch.where(code > 127, -values, values) * scales[:, :1]
 
 

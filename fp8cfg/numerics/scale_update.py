@@ -11,12 +11,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8cfg.numerics.attention import ROLES, FP8Attention
+from fp8cfg.numerics.host_copy import HostCopy
 from fp8cfg.numerics.linear import FP8Linear
-from fp8cfg.numerics.pass_records import fold_backward, forget_backward
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, range_used, roll
+from fp8cfg.numerics.linear_function import CONTRACTED
+from fp8cfg.numerics.pass_records import amax_record, fold_backward, forget_backward
+from fp8cfg.numerics.scaling import FLT_MAX, GRAD_OUTPUT, INPUT, WEIGHT, Scaling, range_used, roll
 
 FP8Layer = FP8Linear | FP8Attention
 
@@ -31,18 +34,22 @@ def update_scales(
     layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = None, step: int | None = None, skip: Tensor | None = None,
     late: Tensor | None = None,
 ) -> None:
-    """Reduces the amaxes of this step over `group`, rolls the histories and sets the scales of all delayed `layers`.
+    """Reduces the amaxes of this step over `group`, rolls the histories and sets the scales of all delayed `layers`; of the
+    others it notes which tensors were infinite.
 
     One all-reduce (MAX) for all layers together; all ranks must name the same layers in the same order. `group` None reduces
     nothing. `step` counts optimizer steps from 1; with an interval of k scales move at steps k, 2k, ..., except one that was
     never set, which is set as soon as its amax is known. Where `skip`, a bool [] on their device, is true, the layers are left as
     `discard_amax` leaves them: nobody waits to know. Where `late`, likewise, is true, this is step number `step` - 1. Raises
     ValueError where an interval above 1 lacks `step`."""
-    delayed = [layer for layer in layers if layer.scaling.layout.history]
-    if not delayed:
-        return
-    kinds, linears = [(layer.scaling, _roles(layer)) for layer in delayed], _linears(delayed)
+    layers = list(layers)
+    delayed, linears = [layer for layer in layers if layer.scaling.layout.history], _linears(layers)
     fold_backward(linears)
+    _take_infinite([layer for layer in layers if not layer.scaling.layout.history and _quantizes(layer)])
+    if not delayed:
+        forget_backward(linears)
+        return
+    kinds = [(layer.scaling, _roles(layer)) for layer in delayed]
     now = torch.cat([_state(layer)[1][0] for layer in delayed])
     if group is not None:
         dist.all_reduce(now, dist.ReduceOp.MAX, group=group)
@@ -54,9 +61,50 @@ def update_scales(
         for i, row in zip(those, used.unbind(), strict=True):
             delayed[i].range_used = row
     forget_backward(linears)
-    for layer in linears:
-        if layer.amax_group and not layer.scales_set:
-            layer.scales_set = bool((_state(layer)[0] != 0).all())  # alike on all ranks that share amaxes
+    _learn_what_is_set([layer for layer in _linears(delayed) if layer.amax_group])
+
+
+def _learn_what_is_set(layers: list[FP8Linear]) -> None:
+    """Note the scales of `layers`, whose amaxes ranks share, that are set by now: on a GPU by the update before, so that nobody
+    waits for this one. Those ranks have the same scales and learn it in the same step."""
+    for layer in layers:
+        _note_set(layer)
+    if not (left := [layer for layer in layers if _may_be_unset(layer)]):
+        return
+    copies = HostCopy.of(torch.stack([_state(layer)[0] for layer in left])).unbind()
+    for layer, copy in zip(left, copies, strict=True):
+        layer.scales_read = copy
+        if copy.at_hand:
+            _note_set(layer)
+
+
+def _note_set(layer: FP8Linear) -> None:
+    if layer.scales_read is not None:
+        scales, layer.scales_read = layer.scales_read.read(), None
+        layer.note_set(tuple(role for role, scale in enumerate(scales) if scale != 0))
+
+
+def _may_be_unset(layer: FP8Linear) -> bool:
+    """Whether a shared scale is not known to be set, of a tensor that is quantized; one that is not never has any."""
+    quantized = {role for (role, product) in CONTRACTED if not layer.high_precision[product]}
+    quantized |= {WEIGHT} if _holds_weight(layer) else set()
+    return layer.parts is not None and not quantized.isdisjoint(layer.parts.roles)
+
+
+def _quantizes(layer: FP8Layer) -> bool:
+    """Whether it is no layer whose weight alone is held in fewer bits."""
+    return not (isinstance(layer, FP8Linear) and all(layer.high_precision))
+
+
+def _take_infinite(layers: list[FP8Layer]) -> None:
+    """What tensors used of the range of scales that are their own: infinity of infinite ones, else 0. The records begin anew."""
+    if not layers:
+        return
+    records = [amax_record(layer) for layer in layers]
+    used = F.threshold(torch.cat([record[0] for record in records]), FLT_MAX, 0.0)
+    for layer, row in zip(layers, torch.split(used, [record.shape[1] for record in records]), strict=True):
+        layer.range_used = row
+    torch._foreach_zero_(records)
 
 
 def _linears(layers: Iterable[FP8Layer]) -> list[FP8Linear]:
@@ -115,7 +163,7 @@ def _update(
         skip, kept = skipped
         new = torch.where(skip, old, new)
         history = torch.where(skip, torch.cat([torch.where(kept > 0, before[0], 0)[None], before[1:]]), history)
-    torch._foreach_copy_(histories, list(history.unbind(1)))
+    torch._foreach_copy_(histories, list(history.transpose(0, 1).contiguous().unbind()))  # one launch, of dense tensors alone
     torch._foreach_copy_(scales, list(new.unbind()))
     return range_used(now, old, reach)
 
@@ -129,8 +177,7 @@ def discard_amax(layers: Iterable[FP8Layer]) -> None:
     forget_backward(_linears(layers))
     for layer in layers:
         layer.range_used = None
-        if layer.fp8_amax_history is not None:
-            layer.fp8_amax_history[0, [INPUT, GRAD_OUTPUT] if _holds_weight(layer) else slice(None)] = 0
+        amax_record(layer)[0, [INPUT, GRAD_OUTPUT] if _holds_weight(layer) else slice(None)] = 0
 
 
 @torch.no_grad()
@@ -140,6 +187,6 @@ def reset_state(layers: Iterable[FP8Layer]) -> None:
     for layer in layers:
         state = layer.fresh_state() if layer.scaling.layout.history else {}
         if isinstance(layer, FP8Linear):
-            layer.scales_set = False
+            layer.forget_scales_set()
         for name, buffer in layer.named_buffers():
             buffer.copy_(state.get(name, torch.zeros_like(buffer)))

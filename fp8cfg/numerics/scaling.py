@@ -154,13 +154,12 @@ def range_used(amax_now: Tensor, scale: Tensor, reach: Tensor) -> Tensor:
     return torch.where(amax_now == torch.inf, amax_now, amax_now * scale / reach)
 
 
-def record_amax(history: Tensor, role: int, amax: Tensor) -> None:
-    """Fold `amax`, [], into the running maximum `history[0, role]`: one launch, and no copy where none is traced."""
-    row = history[0, role]
+def record_amax(record: Tensor, amax: Tensor) -> None:
+    """Fold `amax`, [], into the running maximum `record`, []: one launch, and no copy where none is traced. NaN is left out."""
     if torch.compiler.is_compiling():
-        row.copy_(torch.maximum(row, amax))
+        record.copy_(torch.fmax(record, amax))
     else:
-        torch.maximum(row, amax, out=row)
+        torch.fmax(record, amax, out=record)
 
 
 def scale_now(
@@ -169,21 +168,30 @@ def scale_now(
 ) -> Tensor:
     """The float32 scalar scale to quantize `t` with in this pass.
 
-    Under delayed scaling that is `scales[role]`, and `record` folds the amax of `t` into the running maximum
-    `history[0, role]`; a scale of 0 was never set. Under current scaling there is no state: `scales` [3] and `history`
-    [length, 3] are None. Where `t` is one of the `parts` of a tensor, a scale of its amax is that of the whole; amaxes that
-    are recorded are those of the part, for `update_scales` reduces them."""
-    fmt = scaling.format_of(role)
-    if scales is None or history is None:
+    Under delayed scaling that is `scales[role]`; a scale of 0 was never set. Under current scaling `scales`, [3], is None. `record`
+    folds the amax of `t` into the running maximum `history[0, role]` of `history` [length, 3], if there is one. Where `t`
+    is one of the `parts` of a tensor, a scale of its amax is that of the whole; amaxes that are recorded are those of the part, for
+    `update_scales` reduces them."""
+    if scales is None:
         amax = amax_of(t)
-        scale = scale_from_amax(amax if parts is None else parts.amax(amax, role), fmt)
-        return floor_to_power_of_2(scale) if scaling.power_2_scales else scale
+        if record and history is not None:
+            record_amax(history[0, role], amax)
+        return scales_of(amax if parts is None else parts.amax(amax, role), role, scaling)
     if not record and scaling.first_step == "te":
         return scales[role]
     amax = amax_of(t)
-    if record:
-        record_amax(history, role, amax)
+    if record and history is not None:
+        record_amax(history[0, role], amax)
     if scaling.first_step == "te":
         return scales[role]
-    whole = amax if parts is None else parts.amax(amax, role)
-    return torch.where(scales[role] == 0, scale_from_amax(whole, fmt, scaling.margin), scales[role])
+    return scales_of(amax if parts is None else parts.amax(amax, role), role, scaling, scales[role])
+
+
+def scales_of(amaxes: Tensor, role: int, scaling: Scaling, there: Tensor | None = None) -> Tensor:
+    """The scales of tensors of one `role` with these amaxes, float32 of any shape: under delayed scaling those that are `there`,
+    where they are not 0, else those of this moment."""
+    fmt = scaling.format_of(role)
+    if there is not None:
+        return torch.where(there == 0, scale_from_amax(amaxes, fmt, scaling.margin), there)
+    scale = scale_from_amax(amaxes, fmt)
+    return floor_to_power_of_2(scale) if scaling.power_2_scales else scale

@@ -7,7 +7,7 @@ ranks have the scales, made of the largest amaxes over the shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fp8cfg.numerics.block_scaling import Scales, Tile, first_level_of, scales_of_amaxes, sizes, tile_amax, tiled
 from fp8cfg.numerics.fp8_weights import Stored, pack
+from fp8cfg.numerics.fused_quantize import amaxes_of, store_scaled, store_tiles_fused
 from fp8cfg.numerics.quantize import quantize_tiles, rounded
-from fp8cfg.numerics.scaling import WEIGHT, Scaling, amax_of
+from fp8cfg.numerics.scaling import WEIGHT, Scaling
 from fp8cfg.scalings import SCALE_BYTES
 
 FIELDS = {1: ("data", "scale_inv"), 0: ("dgrad", "dgrad_scale_inv")}
@@ -82,10 +83,13 @@ def amax_shapes(scaling: Scaling, place: ShardPlace, columns: int) -> list[tuple
     return [*([()] if one else []), *(_grid((place.rows, columns), tile) for tile in grids)]
 
 
-def shard_amaxes(shard: Tensor, scaling: Scaling, place: ShardPlace) -> list[Tensor]:
-    """Of the shard [rows, in] the amaxes whose maximum over the shards scales are made of; 0 where it has nothing."""
-    found = [amax_of(shard)] if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels else []
-    return found + [_amaxes(shard, tile, scaling, place) for _, tile in _tiles(scaling) if place.cuts(tile)]
+def shard_amaxes(shards: Sequence[Tensor], scaling: Scaling, places: Sequence[ShardPlace]) -> list[list[Tensor]]:
+    """Of each shard [rows, in], each of a weight of its own, the amaxes whose maximum over the shards of that weight scales are
+    made of; 0 where it has nothing."""
+    one = scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels
+    wholes = [[amax] for amax in amaxes_of(shards).unbind()] if one else [[] for _ in shards]
+    return [whole + [_amaxes(shard, tile, scaling, place) for _, tile in _tiles(scaling) if place.cuts(tile)]
+            for whole, shard, place in zip(wholes, shards, places, strict=True)]
 
 
 def shard_scales(amaxes: list[Tensor], scaling: Scaling, place: ShardPlace) -> ShardScales:
@@ -96,17 +100,25 @@ def shard_scales(amaxes: list[Tensor], scaling: Scaling, place: ShardPlace) -> S
         axis: scales_of_amaxes(next(left), scaling.forward, scaling, whole) for axis, tile in _tiles(scaling) if place.cuts(tile)})
 
 
-def quantized_shard(shard: Tensor, scaling: Scaling, place: ShardPlace, known: ShardScales) -> Stored:
-    """The shard [rows, in] in float8, with the scales of its tiles, and of those that are cut with all of the weight's."""
+def quantized_shard(
+    shard: Tensor, scaling: Scaling, place: ShardPlace, known: ShardScales, history: Tensor | None = None
+) -> Stored:
+    """The shard [rows, in] in float8, with the scales of its tiles, and of those that are cut with all of the weight's. An infinite
+    amax of the others goes into row 0 of `history`, if it is given."""
     fmt = scaling.forward
     if known.scale is not None:
-        return Stored(rounded(shard.float() * known.scale, fmt), known.scale.reciprocal())
+        return store_scaled(shard, scaling, known.scale)
+    made = store_tiles_fused(shard, scaling, [axis for axis, _ in _tiles(scaling) if axis not in known.tiles], history)
     fields: dict[str, Tensor] = {}
     for axis, tile in _tiles(scaling):
+        if axis in made:
+            fields |= dict(zip(FIELDS[axis], made[axis], strict=True))
+            continue
         if (cut := known.tiles.get(axis)) is not None:
             data, decode = rounded(shard.float() * _of_rows(cut.encode, shard, tile, place), fmt), cut.decode
         elif len(shard):
-            q = quantize_tiles(shard, tile, fmt, scaling, fmt.dtype, known.whole)
+            record = None if history is None else history[0, WEIGHT]
+            q = quantize_tiles(shard, tile, fmt, scaling, fmt.dtype, known.whole, record=record)
             assert q.scale_inv is not None
             data, decode = q.data, q.scale_inv
         else:

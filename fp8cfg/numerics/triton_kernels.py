@@ -1,11 +1,9 @@
 """Triton kernels of quantization: casts with their transposes, amaxes and scales in one read of a tensor.
 
-    largest_parts   the amaxes of parts of a tensor; returns at once where a delayed scale is set, for nobody reads them then
-    cast            scale, saturate and round to FP8, row-major and, where asked, transposed; folds the amax into a running maximum
+    amaxes_of_parts   the amaxes of parts of a tensor; `cast` needs none where a delayed scale is set, and it returns at once
+    cast              scale, saturate and round to FP8, row-major and, if asked, transposed; folds the amax into a running maximum
 
-    cast_blocks     the same with a scale for 128 elements along either dimension, or for 128x128; for 32 with powers of two (MX)
-
-A scale for a row is made by triton_row_kernel.py.
+Scales of blocks are made by triton_block_kernel.py, those of rows by triton_row_kernel.py.
 
 Delayed scaling reads a tensor once, current scaling and a scale that was never set twice. The scale is made in the kernel, so that
 no launch stands between. The formulas are those of scaling.py, formats.py and block_scaling.py, division and reciprocal rounded to
@@ -25,12 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 PARTS = 1024
-"""Programs of `largest_parts`, and numbers that each program of `cast` reads where it makes a scale."""
+"""Programs of `amaxes_of_parts`, and numbers that each program of `cast` reads where it makes a scale."""
 BLOCK = 4096
 ROWS, COLUMNS = 64, 64
 """The tile of `cast`."""
-WIDTH = 128
-"""Rows and columns of the tile of `cast_blocks`, and elements that share a scale under block scaling."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -60,10 +56,24 @@ def _scale_of(amax, target, highest, POWER_2: tl.constexpr):  # type: ignore[no-
     return scale
 
 
+@triton.jit
+def _note_infinite(seen, amax):  # type: ignore[no-untyped-def]
+    """Infinity into `seen`, the bits of a float32 number, where that is the `amax`; other programs write nothing."""
+    tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == float("inf"))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _saturated(v, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
     v = tl.where(v > LARGEST, LARGEST, v)
     return tl.where(v < -LARGEST, -LARGEST, v)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_across(to, q, at, inside, at_t, inside_t, TRANSPOSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if TRANSPOSE:
+        tl.store(to + at_t, tl.trans(q), mask=inside_t)
+    else:
+        tl.store(to + at, q, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -85,9 +95,12 @@ def _cast(  # type: ignore[no-untyped-def]
     at = row[:, None].to(tl.int64) * columns + column[None, :]
     v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
     if RECORD:  # float32 numbers that are not negative are in the order of their bits
-        a = tl.abs(v)
-        seen = tl.max(tl.max(tl.where(a >= 0, a, 0.0), 1), 0)
-        tl.atomic_max(history + ROLE, seen.to(tl.int32, bitcast=True))
+        if DELAYED:
+            a = tl.abs(v)
+            seen = tl.max(tl.max(tl.where(a >= 0, a, 0.0), 1), 0)
+            tl.atomic_max(history + ROLE, seen.to(tl.int32, bitcast=True))
+        elif program == 0:
+            tl.atomic_max(history + ROLE, amax.to(tl.int32, bitcast=True))
     q = _saturated(v * scale, LARGEST).to(data.dtype.element_ty)
     tl.store(data + at, q, mask=inside)
     if TRANSPOSE:
@@ -97,130 +110,34 @@ def _cast(  # type: ignore[no-untyped-def]
         tl.store(scale_inv, tl.div_rn(1.0, scale))
 
 
+def part_count(t: Tensor) -> int:
+    """Into how many parts `amaxes_of_parts` divides `t`."""
+    count: int = min(PARTS, triton.cdiv(t.numel(), BLOCK))
+    return count
+
+
+def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0) -> Any:
+    """The amaxes of parts of contiguous `t`, any shape but an empty one, NaN skipped, in the first elements of `parts`,
+    float32; under delayed scaling none where `scales[role]` is not 0. Returns the compiled kernel."""
+    of, delayed = parts if scales is None else scales, scales is not None
+    return _largest_parts[(part_count(t),)](t, of, parts, t.numel(), role, delayed, BLOCK, num_warps=8)
+
+
 def cast(
     t: Tensor, scales: Tensor | None, history: Tensor | None, role: int, target: float, largest: float, power_2: bool, data: Tensor,
-    transposed: Tensor | None, scale_inv: Tensor,
+    transposed: Tensor | None, scale_inv: Tensor, amaxes: Tensor | None = None,
 ) -> Any:
     """Quantize the contiguous matrix `t` into `data`, `transposed` and `scale_inv`. `scales` and `history` are those of delayed
     scaling, None under current scaling; `history` also where no amax is recorded. `target` is what the amax is brought to,
-    `largest` the format's maximum. `data` in float32 receives the scaled values. Returns the compiled kernel."""
-    (rows, columns), count = t.shape, min(PARTS, triton.cdiv(t.numel(), BLOCK))
-    parts = torch.empty(PARTS, dtype=torch.float32, device=t.device)
-    delayed, of = scales is not None, parts if scales is None else scales
-    _largest_parts[(count,)](t, of, parts, t.numel(), role, delayed, BLOCK, num_warps=8)
-    seen = (parts if history is None else history[0]).view(torch.int32)
+    `largest` the format's maximum. `amaxes`, PARTS at most, are those of parts, where they are known; none is read where a delayed
+    scale is set. `data` in float32 receives the scaled values. Returns the compiled kernel."""
+    (rows, columns), parts, count = t.shape, amaxes, 0 if amaxes is None else amaxes.numel()
+    if parts is None:
+        parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), part_count(t)
+        amaxes_of_parts(t, parts, scales, role)
+    of, seen = parts if scales is None else scales, (parts if history is None else history[0]).view(torch.int32)
     other = data if transposed is None else transposed
     tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
     return _cast[(tiles,)](
-        t, of, seen, parts, data, other, scale_inv, rows, columns, count, target, largest, role, delayed, history is not None,
-        power_2, transposed is not None, PARTS, ROWS, COLUMNS, num_warps=4)
-
-
-@triton.jit
-def _e8m0(amax, broken, reciprocal):  # type: ignore[no-untyped-def]
-    """The scale that elements are multiplied by and its inverse: powers of two, NaN where a block is `broken`."""
-    v = amax * reciprocal
-    bits = v.to(tl.int32, bitcast=True)
-    byte, mantissa = bits >> 23, bits & 0x7FFFFF
-    byte += ((mantissa > 0) & (byte < 254) & ((byte > 0) | (mantissa > 0x400000))).to(tl.int32)
-    byte = tl.where(v == float("inf"), 254, byte)
-    least = (byte * 0 + 0x400000).to(tl.float32, bitcast=True)  # 2^-127, which Triton takes for a float64 where it is written out
-    encode = tl.where(byte == 254, least, ((254 - byte) << 23).to(tl.float32, bitcast=True))
-    encode = tl.where(byte == 0, 1.0, encode)
-    decode = tl.where(byte == 0, least, (byte << 23).to(tl.float32, bitcast=True))
-    return tl.where(broken > 0, float("nan"), encode), tl.where(broken > 0, float("nan"), decode)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _square(a, WIDTH: tl.constexpr, MX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest of each block of MX x MX."""
-    parts: tl.constexpr = WIDTH // MX
-    return tl.max(tl.max(tl.reshape(a, [parts, MX, parts, MX]), 3), 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _cast_blocks(  # type: ignore[no-untyped-def]
-    t, data, scale_inv, data_t, scale_inv_t, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
-    SQUARE: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr, WIDTH: tl.constexpr, MX: tl.constexpr,
-):  # fmt: skip
-    down, across = tl.cdiv(rows, WIDTH), tl.cdiv(columns, WIDTH)
-    i, j = tl.program_id(0) // across, tl.program_id(0) % across
-    row, column = i * WIDTH + tl.arange(0, WIDTH), j * WIDTH + tl.arange(0, WIDTH)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    at = row[:, None].to(tl.int64) * columns + column[None, :]
-    v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
-    a = tl.abs(v)
-    a = tl.where(a >= 0, a, 0.0)
-    inside_t = (column < columns)[:, None] & (row < rows)[None, :]
-    at_t = column[:, None].to(tl.int64) * rows + row[None, :]
-    if MX:  # `highest` is the reciprocal of the format's maximum; `v` with its blocks of MX apart, along either dimension
-        parts: tl.constexpr = WIDTH // MX
-        odd = (v != v).to(tl.int32)
-        part = tl.arange(0, parts)
-        down, across = tl.cdiv(rows, MX), tl.cdiv(columns, MX)
-        if SQUARE:
-            amax, broken = (_square(a, WIDTH, MX), _square(odd, WIDTH, MX))
-            scale, inverse = _e8m0(amax, broken, highest)
-            q = tl.reshape(v, [parts, MX, parts, MX]) * scale[:, None, :, None]
-            q = _saturated(tl.reshape(q, [WIDTH, WIDTH]), LARGEST).to(data.dtype.element_ty)
-            block, block_t = i * parts + part, j * parts + part
-            blocks = (block < down)[:, None] & (block_t < across)[None, :]
-            if ALONG:
-                tl.store(data + at, q, mask=inside)
-                tl.store(scale_inv + block[:, None] * across + block_t[None, :], inverse, mask=blocks)
-            if ACROSS:
-                tl.store(data_t + at_t, tl.trans(q), mask=inside_t)
-                tl.store(scale_inv_t + block_t[None, :] * down + block[:, None], inverse, mask=blocks)
-        else:
-            if ALONG:
-                amax, broken = tl.max(tl.reshape(a, [WIDTH, parts, MX]), 2), tl.max(tl.reshape(odd, [WIDTH, parts, MX]), 2)
-                scale, inverse = _e8m0(amax, broken, highest)
-                q = tl.reshape(tl.reshape(v, [WIDTH, parts, MX]) * scale[:, :, None], [WIDTH, WIDTH])
-                tl.store(data + at, _saturated(q, LARGEST).to(data.dtype.element_ty), mask=inside)
-                block = j * parts + part
-                blocks = (row < rows)[:, None] & (block < across)[None, :]
-                tl.store(scale_inv + row[:, None].to(tl.int64) * across + block[None, :], inverse, mask=blocks)
-            if ACROSS:
-                amax, broken = tl.max(tl.reshape(a, [parts, MX, WIDTH]), 1), tl.max(tl.reshape(odd, [parts, MX, WIDTH]), 1)
-                scale, inverse = _e8m0(amax, broken, highest)
-                q = tl.reshape(tl.reshape(v, [parts, MX, WIDTH]) * scale[:, None, :], [WIDTH, WIDTH])
-                tl.store(data_t + at_t, tl.trans(_saturated(q, LARGEST).to(data_t.dtype.element_ty)), mask=inside_t)
-                block = i * parts + part
-                blocks = (block < down)[:, None] & (column < columns)[None, :]
-                tl.store(scale_inv_t + column[None, :].to(tl.int64) * down + block[:, None], inverse, mask=blocks)
-    elif SQUARE:
-        scale = _scale_of(tl.max(tl.max(a, 1), 0), target, highest, POWER_2)
-        q = _saturated(v * scale, LARGEST).to(data.dtype.element_ty)
-        if ALONG:
-            tl.store(data + at, q, mask=inside)
-            tl.store(scale_inv + i * across + j, tl.div_rn(1.0, scale))
-        if ACROSS:
-            tl.store(data_t + at_t, tl.trans(q), mask=inside_t)
-            tl.store(scale_inv_t + j * down + i, tl.div_rn(1.0, scale))
-    else:
-        if ALONG:
-            scale = _scale_of(tl.max(a, 1), target, highest, POWER_2)
-            q = _saturated(v * scale[:, None], LARGEST).to(data.dtype.element_ty)
-            tl.store(data + at, q, mask=inside)
-            tl.store(scale_inv + row * across + j, tl.div_rn(1.0, scale), mask=row < rows)
-        if ACROSS:
-            scale = _scale_of(tl.max(a, 0), target, highest, POWER_2)
-            q = _saturated(v * scale[None, :], LARGEST).to(data_t.dtype.element_ty)
-            tl.store(data_t + at_t, tl.trans(q), mask=inside_t)
-            tl.store(scale_inv_t + column * down + i, tl.div_rn(1.0, scale), mask=column < columns)
-
-
-def cast_blocks(
-    t: Tensor, highest: float, largest: float, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None,
-    data_t: Tensor | None, scale_inv_t: Tensor | None, mx: int = 0,
-) -> Any:
-    """Quantize the contiguous matrix `t` [R, C] with a scale for 1x128 elements, or 128x128 where it is `square`: into `data` and
-    `scale_inv`, and its transpose into `data_t` and `scale_inv_t`; either pair may be None, of a square the second. `highest` is
-    the scale where that would be infinite, `largest` the format's maximum. With `mx` scales are for so many elements, powers of
-    two as MX has them, of `largest` alone. `data` in float32 receives the scaled values. Returns the compiled kernel."""
-    (rows, columns), along, across = t.shape, data is not None, data_t is not None
-    targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
-    tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
-    return _cast_blocks[(tiles,)](
-        t, *targets, rows, columns, largest, 1.0 / largest if mx else highest, largest, power_2, square, along, across, WIDTH, mx,
-        num_warps=8)
+        t, of, seen, parts, data, other, scale_inv, rows, columns, count, target, largest, role, scales is not None,
+        history is not None, power_2, transposed is not None, PARTS, ROWS, COLUMNS, num_warps=4)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8cfg.numerics.triton_kernels import _saturated, _scale_of
+from fp8cfg.numerics.triton_kernels import _note_infinite, _saturated, _scale_of, _store_across
 
 FLT_MAX = 3.4028234663852886e38
 STRIP, LONG = 16, 256
@@ -23,8 +24,8 @@ STRIP_T, LONG_T = 32, 128
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _strip_of_rows(  # type: ignore[no-untyped-def]
-    t, data, scale_inv, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr, STRIP: tl.constexpr,
-    LONG: tl.constexpr,
+    t, data, scale_inv, seen, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
+    RECORD: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     row = first + tl.arange(0, STRIP)
     at = row[:, None].to(tl.int64) * columns
@@ -36,7 +37,10 @@ def _strip_of_rows(  # type: ignore[no-untyped-def]
         a = tl.abs(tl.load(t + at + column[None, :], mask=inside, other=0.0).to(tl.float32))
         largest = tl.where(a > largest, a, largest)  # no NaN is greater
         start += LONG
-    scale = _scale_of(tl.max(largest, 1), target, highest, POWER_2)
+    amax = tl.max(largest, 1)
+    if RECORD:
+        _note_infinite(seen, tl.max(amax, 0))
+    scale = _scale_of(amax, target, highest, POWER_2)
     start = first * 0
     while start < columns:
         column = start + tl.arange(0, LONG)
@@ -49,8 +53,8 @@ def _strip_of_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _strip_of_columns(  # type: ignore[no-untyped-def]
-    t, data_t, scale_inv_t, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
-    STRIP: tl.constexpr, LONG: tl.constexpr,
+    t, data_t, scale_inv_t, seen, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
+    RECORD: tl.constexpr, TRANSPOSE: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     column = first + tl.arange(0, STRIP)
     largest = tl.zeros([LONG, STRIP], tl.float32)
@@ -61,42 +65,52 @@ def _strip_of_columns(  # type: ignore[no-untyped-def]
         a = tl.abs(tl.load(t + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0).to(tl.float32))
         largest = tl.where(a > largest, a, largest)
         start += LONG
-    scale = _scale_of(tl.max(largest, 0), target, highest, POWER_2)
+    amax = tl.max(largest, 0)
+    if RECORD:
+        _note_infinite(seen, tl.max(amax, 0))
+    scale = _scale_of(amax, target, highest, POWER_2)
     start = first * 0
     while start < rows:
         row = start + tl.arange(0, LONG)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
-        v = tl.load(t + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        q = tl.trans(_saturated(v * scale[None, :], LARGEST).to(data_t.dtype.element_ty))
+        at = row[:, None].to(tl.int64) * columns + column[None, :]
+        v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
+        q = _saturated(v * scale[None, :], LARGEST).to(data_t.dtype.element_ty)
         inside_t = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(data_t + column[:, None].to(tl.int64) * rows + row[None, :], q, mask=inside_t)
+        _store_across(data_t, q, at, inside, column[:, None].to(tl.int64) * rows + row[None, :], inside_t, TRANSPOSE)
         start += LONG
     tl.store(scale_inv_t + column, tl.div_rn(1.0, scale), mask=column < columns)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast_rows(  # type: ignore[no-untyped-def]
-    t, data, scale_inv, data_t, scale_inv_t, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
-    ALONG: tl.constexpr, ACROSS: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr, STRIP_T: tl.constexpr, LONG_T: tl.constexpr,
+    t, data, scale_inv, data_t, scale_inv_t, seen, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
+    ALONG: tl.constexpr, ACROSS: tl.constexpr, RECORD: tl.constexpr, TRANSPOSE: tl.constexpr, STRIP: tl.constexpr,
+    LONG: tl.constexpr, STRIP_T: tl.constexpr, LONG_T: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     along = tl.cdiv(rows, STRIP) if ALONG else 0
     if program < along:
-        _strip_of_rows(t, data, scale_inv, program * STRIP, rows, columns, target, highest, LARGEST, POWER_2, STRIP, LONG)
+        first = program * STRIP
+        _strip_of_rows(t, data, scale_inv, seen, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD, STRIP, LONG)
     elif ACROSS:
         first = (program - along) * STRIP_T
-        _strip_of_columns(t, data_t, scale_inv_t, first, rows, columns, target, highest, LARGEST, POWER_2, STRIP_T, LONG_T)
+        _strip_of_columns(
+            t, data_t, scale_inv_t, seen, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD and not ALONG, TRANSPOSE,
+            STRIP_T, LONG_T)
 
 
 def cast_rows(
     t: Tensor, largest: float, power_2: bool, data: Tensor | None, scale_inv: Tensor | None, data_t: Tensor | None,
-    scale_inv_t: Tensor | None,
+    scale_inv_t: Tensor | None, transpose: bool = True, seen: Tensor | None = None,
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] with a scale for each row into `data` and `scale_inv` [R, 1], and with one for each
-    column, transposed, into `data_t` [C, R] and `scale_inv_t` [C, 1]; either pair may be None. `largest` is the format's maximum.
-    `data` in float32 receives the scaled values. Returns the compiled kernel."""
+    column, transposed, into `data_t` [C, R] and `scale_inv_t` [C, 1]; without `transpose` they are [R, C] and [1, C]. Either pair
+    may be None. `largest` is the format's maximum. `seen`, float32 [], becomes infinite where `t` has an infinite element. `data`
+    in float32 receives the scaled values. Returns the compiled kernel."""
     (rows, columns), along, across = t.shape, data is not None, data_t is not None
     targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
     programs = along * triton.cdiv(rows, STRIP) + across * triton.cdiv(columns, STRIP_T)
     return _cast_rows[(programs,)](
-        t, *targets, rows, columns, largest, FLT_MAX, largest, power_2, along, across, STRIP, LONG, STRIP_T, LONG_T, num_warps=4)
+        t, *targets, (t if seen is None else seen.view(torch.int32)), rows, columns, largest, FLT_MAX, largest, power_2, along,
+        across, seen is not None, transpose, STRIP, LONG, STRIP_T, LONG_T, num_warps=4)

@@ -2,7 +2,8 @@
 
 Microbatches of a step, and passes that are computed again, read the same weight under the same scale: what the first one made of it
 is what each of them would make, and the amax that it recorded is theirs. So it is made once, as Transformer Engine's weight
-workspace is under `is_first_microbatch` (pytorch/module/base.py, get_weight_workspace).
+workspace is under `is_first_microbatch` (pytorch/module/base.py, get_weight_workspace). Of a weight that is stored or gathered in
+float8 the transpose alone is kept, which dgrad reads, where `keeps_transpose` says so.
 
 It is there inside of `weights_kept` alone, which holds the passes of one step: neither a step nor an evaluation nor code between
 steps ever reads it, and scales do not move in it. A weight that is another one, or was written to (torch's count of writes), is
@@ -69,7 +70,7 @@ class Source(NamedTuple):
 class WeightWorkspace(nn.Module):
     """Base class of a linear layer that can keep its quantized weight."""
 
-    keeps_weight = False
+    keeps_weight = keeps_transpose = False
     quantized_weight: Quantized | None = None
     _quantized_of: Source | None = None
 
@@ -79,21 +80,27 @@ class WeightWorkspace(nn.Module):
 
     def kept_weight(self, w: Tensor, plan: Plan, state: State, dgrad: bool) -> Quantized | None:
         """The weight `w` as products of a pass read it, where one is kept; made where there is none yet, and this pass records
-        amaxes. `dgrad` says whether its backward pass multiplies by the weight."""
+        amaxes. `dgrad` says whether its backward pass multiplies by the weight. Nothing is kept of a weight in a codec."""
+        stored = state.stored
+        if stored is not None and (plan.codec is not None or not self.keeps_transpose):
+            return None
         if torch.compiler.is_compiling():
             of = self._quantized_of if self.keeps_weight else None
             there = of is not None and of.carrier == plan.carrier and of.high_precision == plan.high_precision
             return self.quantized_weight if there else None
         if not self.keeps_weight:
             return None
-        source = Source(w, w._version, w.data_ptr(), plan.carrier, plan.high_precision, dgrad)
+        read = w if stored is None else stored
+        source = Source(read, read._version, read.data_ptr(), plan.carrier, plan.high_precision, dgrad)
         if self._quantized_of is not None and self._quantized_of.serves(source):
             return self.quantized_weight
-        slots = [slot for slot, wanted in ((FPROP, True), (DGRAD, dgrad)) if wanted and not plan.high_precision[slot]]
+        slots = [slot for slot, wanted in ((FPROP, stored is None), (DGRAD, dgrad)) if wanted and not plan.high_precision[slot]]
         if not slots or not plan.record or _counted_off():
             return None
         with torch.no_grad():
             made = plan.operands(WEIGHT, slots, lambda *how: plan.weight(w.detach(), state, *how))
+            if stored is not None:  # read by stride until now
+                made = {slot: operand._replace(data=operand.data.contiguous()) for slot, operand in made.items()}
         self.quantized_weight, self._quantized_of = Quantized(made.get(FPROP), _aliased(made.get(DGRAD))), source
         return self.quantized_weight
 

@@ -28,13 +28,3 @@ def on_device(batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, 
     for t in copied:
         t.record_stream(main)  # or its memory would be given out again while that stream still reads it
     return copied
-
-
-def to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy of `values` in the host's memory, and the event after which it is there; None where it is there already."""
-    if values.device.type != "cuda":
-        return values.cpu(), None
-    copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record(torch.cuda.current_stream(values.device))
-    return copied, done

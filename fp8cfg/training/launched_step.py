@@ -16,11 +16,11 @@ from torch import Tensor
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
 from fp8cfg.numerics import Overflow
-from fp8cfg.numerics.delayed_overflow import RangesUsed, overflow_of, ranges_used
+from fp8cfg.numerics.fp8_overflow import RangesUsed, overflow_of, ranges_used
+from fp8cfg.numerics.host_copy import HostCopy
 from fp8cfg.optim.deferred_step import DeferredSteps, Either, lr_after
-from fp8cfg.training.device_copy import to_host
-from fp8cfg.training.distributed.world import World, stages
-from fp8cfg.training.overflow_watch import counts_over_stages, of_counts
+from fp8cfg.training.distributed.world import World, same_layers, stages
+from fp8cfg.training.overflow_watch import counts_over_stages, of_counts, over_ranks
 from fp8cfg.training.train_step import Step, run_step
 
 
@@ -41,25 +41,23 @@ class LaunchedStep:
     done: int
     lr: float | Either
     traffic: tuple[int, str]
-    _numbers: Tensor
-    _there: torch.cuda.Event | None
+    _numbers: HostCopy
     _names: list[str] | None
     _stages: World
 
     def settle(self, deferred: DeferredSteps) -> Seen:
         """Wait until it is done, and settle it in the optimizer. Steps are settled in the order in which they were launched."""
-        if self._there is not None and not self._there.query():  # type: ignore[no-untyped-call]
-            self._there.synchronize()
-        loss, norm, stop = self._numbers[:3].tolist()
+        numbers = self._numbers.read()
+        loss, norm, stop = numbers[:3].tolist()
         lr = lr_after(self.lr, deferred.made)
         stepped = deferred.settle(norm)
-        return Seen(Step(loss, lr, norm, stepped), self._overflow() if stepped else None, stop > 0)
+        return Seen(Step(loss, lr, norm, stepped), self._overflow(numbers) if stepped else None, stop > 0)
 
-    def _overflow(self) -> Overflow | None:
+    def _overflow(self, numbers: Tensor) -> Overflow | None:
         """That of all stages of a pipeline."""
         staged = self._stages.size > 1
-        own = overflow_of(None if self._names is None else RangesUsed(self._numbers[6 if staged else 3:], self._names))
-        return of_counts(self._numbers[3:6], own, self._stages) if staged else own
+        own = overflow_of(None if self._names is None else RangesUsed(numbers[6 if staged else 3:], self._names))
+        return of_counts(numbers[3:6], own, self._stages) if staged else own
 
 
 def launch_step(
@@ -67,10 +65,9 @@ def launch_step(
 ) -> LaunchedStep:
     """Launch optimizer step number `step`, the first being 0. `stop` gives this rank's wish."""
     mean, lr, _ = run_step(job, batches, step, world)
-    used = ranges_used(job.model)
+    used = over_ranks(ranges_used(job.model), same_layers(job.prepared))
     asked = world.largest(torch.full_like(mean, float(stop())))
     counts = [counts_over_stages(used, mean, here)] if (here := stages(job.prepared)).size > 1 else []
     numbers = torch.cat([torch.stack([mean, deferred.norm, asked]), *counts, *([used.ratios] if used else [])])
-    copied, there = to_host(numbers)
     sent = sum(world.traffic.bytes.values()), str(world.traffic)
-    return LaunchedStep(step + 1, lr, sent, copied, there, used and used.names, here)
+    return LaunchedStep(step + 1, lr, sent, HostCopy.of(numbers), used and used.names, here)

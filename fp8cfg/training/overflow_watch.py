@@ -1,4 +1,4 @@
-"""Overflow in a run: counts of clipped and infinite FP8 tensors in metrics.jsonl, and a line where delayed scaling loses values."""
+"""Overflow in a run: counts of clipped and infinite FP8 tensors in metrics.jsonl, and a line where FP8 loses values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics import Overflow
-from fp8cfg.numerics.delayed_overflow import RangesUsed
+from fp8cfg.numerics.fp8_overflow import RangesUsed
 from fp8cfg.report.tables import wrapped
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.metrics import Value
@@ -19,19 +19,19 @@ SAID = 2.0
 
 
 class OverflowWatch:
-    """What delayed scaling clipped, step by step. `say` gets one line for the first step in which a tensor's largest value was cut
+    """What FP8 tensors did not hold, step by step. `say` gets one line for the first step in which a tensor's largest value was cut
     to half of it or less, and one for the first in which an infinite value became a finite one."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._left = say, {"clipped", "infinite"}
 
     def values(self, found: Overflow | None, done: int) -> dict[str, Value]:
-        """`fp8_clipped` and `fp8_infinite`, numbers of tensors, as metrics.jsonl has them of step `done`; empty without delayed
-        scaling."""
+        """`fp8_clipped` and `fp8_infinite`, numbers of tensors, as metrics.jsonl has them of step `done`; empty without FP8 layers
+        of the native backend."""
         if found is None:
             return {}
         if found.infinite:
-            self._once("infinite", f"step {done}: {found.tensor} had infinite values, which FP8 has as its largest finite one "
+            self._once("infinite", f"step {done}: {found.tensor} had infinite values, which became finite ones in FP8 "
                        f"({found.infinite} tensors)")
         elif found.largest >= SAID:
             self._once("clipped", _clipped(found, done))
@@ -41,6 +41,11 @@ class OverflowWatch:
         if kind in self._left:
             self._left.remove(kind)
             self._say(wrapped(f"warning: {line}; metrics.jsonl counts them in each step"))
+
+
+def over_ranks(used: RangesUsed | None, ranks: World) -> RangesUsed | None:
+    """The largest that the tensors of a layer used over `ranks`, which have the same layers and all call it."""
+    return used and used._replace(ratios=ranks.largest(used.ratios))
 
 
 def over_stages(found: Overflow | None, stages: World) -> Overflow | None:
@@ -57,7 +62,7 @@ def over_stages(found: Overflow | None, stages: World) -> Overflow | None:
 
 def counts_over_stages(used: RangesUsed | None, like: Tensor, stages: World) -> Tensor:
     """How many tensors of all stages of a pipeline were clipped, how many had infinite values, and the largest ratio, [3], of the
-    dtype of `like` and on its device; the last is below 0 where no layer has delayed scaling. It waits for nothing."""
+    dtype of `like` and on its device; the last is below 0 where there is no FP8 layer. It waits for nothing."""
     here = torch.cat([like.new_zeros(2), like.new_full((1,), -1.0)]) if used is None else _counted(used.ratios).to(like.dtype)
     return torch.cat([stages.sum(here[:2].clone()), stages.largest(here[2:].clone())])
 

@@ -39,7 +39,7 @@ CURRENT, DELAYED = {"scaling": "current"}, {"scaling": "delayed"}
 
 @pytest.mark.parametrize(("fp8", "hardware", "backend", "product"), [
     (CURRENT, HOPPER, "te", "scaled_mm"), (DELAYED, HOPPER, "te", "scaled_mm"), (DELAYED | {"first_step": "in_time"}, HOPPER, "native", "scaled_mm"),
-    (CURRENT | {"granularity": "row"}, HOPPER, "torchao", "scaled_mm"), (CURRENT | {"emulate": True}, HOPPER, "native", "emulate"),
+    (DELAYED | {"params": True, "keep_transpose_cache": True}, HOPPER, "native", "scaled_mm"), (CURRENT | {"granularity": "row"}, HOPPER, "torchao", "scaled_mm"), (CURRENT | {"emulate": True}, HOPPER, "native", "emulate"),
     (CURRENT, CPU, "native", "emulate"), (DELAYED, CPU, "native", "emulate"), ({"scaling": "mxfp8", "format": "e4m3"}, BLACKWELL, "te", "scaled_mm"),
 ])
 def test_auto_takes_the_first_that_can(fp8: dict[str, object], hardware: Hardware, backend: str, product: str) -> None:

@@ -76,6 +76,13 @@ def test_e8m0_bytes(amax: float, byte: int) -> None:
         assert scales.encode.item() == 2.0 ** (127 - byte)
 
 
+@pytest.mark.parametrize("compiling", [False, True])
+def test_every_e8m0_byte_is_read(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    values = unpack(torch.arange(256, dtype=torch.uint8))
+    assert values[:255].tolist() == [2.0 ** (byte - 127) for byte in range(255)] and values[255].isnan()
+
+
 # --- NVFP4 against Transformer Engine's reference
 
 

@@ -39,7 +39,7 @@ def test_shards_are_the_rows_of_the_whole_weight(name: str, rows: int, columns: 
     size = -(-rows // ranks)
     shards = [weight[min(r * size, rows):min((r + 1) * size, rows)] for r in range(ranks)]
     places = [ShardPlace(rows, ranks, r) for r in range(ranks)]
-    found = [shard_amaxes(shard, scaling, place) for shard, place in zip(shards, places, strict=True)]
+    found = shard_amaxes(shards, scaling, places)
     assert all([tuple(a.shape) for a in each] == amax_shapes(scaling, places[0], columns) for each in found)
     amaxes = [torch.stack(each).amax(0) for each in zip(*found, strict=True)]
     known = ShardScales(scale) if scale is not None else shard_scales(amaxes, scaling, places[0])

@@ -34,7 +34,7 @@ NAMES = {
     "bf16_with_fp8_block_deepseek_v3_mixed", "bf16_with_fp8_current_coat_mixed", "fp16_amp", "bf16_with_fp8_amp",
 }
 ROOT = Path(fp8cfg.__file__).parent
-TRITON = {"fp8cfg.numerics.triton_kernels", "fp8cfg.numerics.triton_row_kernel"}
+TRITON = {f"fp8cfg.numerics.triton_{name}" for name in ("kernels", "block_kernel", "row_kernel")}
 """Modules whose code is Triton's, which torch's CUDA builds bring: imported by functions that run on a GPU."""
 ALL_MODULES = f"""
 import importlib, importlib.util, pkgutil, sys, warnings

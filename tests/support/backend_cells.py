@@ -19,6 +19,7 @@ CPU, H200, B200 = Hardware("cpu"), Hardware("cuda", (9, 0), (12, 9)), Hardware("
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 CURRENT, PLAIN = ("precision=bf16_fp8_current", EVERYWHERE), "fp8.params=false"
 MXFP8, FSDP = ("precision=bf16_mxfp8", PLAIN), "storage.shard=fsdp"
+CACHE = "fp8.keep_transpose_cache=true"
 PRESET = {"delayed": ("precision=bf16_fp8",), "current": CURRENT, "block": ("precision=bf16_fp8_block",), "mxfp8": ("precision=bf16_mxfp8",),
           "nvfp4": ("precision=bf16_nvfp4",)}
 BASE = {"native": PRESET["delayed"], "te": PRESET["delayed"], "torchao": (*CURRENT, PLAIN),
@@ -80,7 +81,7 @@ WHERE = {
     "fp8.granularity": "layer.scaling.granularity", "fp8.use_power_2_scales": "layer.scaling.power_2_scales",
     "fp8.enable_2d_quantization": "layer.scaling.tile of the weight",
     "fp8.random_hadamard_transform": "layer.scaling.hadamard", "fp8.stochastic_rounding": "layer.scaling.stochastic", "fp8.first_step": "values of layer.fp8_scale",
-    "fp8.params": "layer.parameter.dtype", **{f"fp8.override_linear_precision.{g}": "layer.high_precision" for g in ("fprop", "dgrad", "wgrad")},
+    "fp8.params": "layer.parameter.dtype", "fp8.keep_transpose_cache": "layer.keeps_transpose", **{f"fp8.override_linear_precision.{g}": "layer.high_precision" for g in ("fprop", "dgrad", "wgrad")},
     **dict.fromkeys(("fp8.high_precision_at_start", "fp8.high_precision_at_end", "fp8.include", "fp8.exclude", "fp8.output_layer"),
                     "which layers are FP8Linear"),
     "fp8.dot_product_attention": "class of core_attention",
@@ -133,6 +134,7 @@ def torchao() -> list[Cell]:
         *(Refused("torchao", f"fp8.{k}", (*PRESET["nvfp4"], PLAIN, f"fp8.{k}=false"), "fp8.scaling=nvfp4: torchao has")
           for k in ("random_hadamard_transform", "stochastic_rounding")),
         Refused("torchao", "fp8.params", (*CURRENT, "fp8.params=true"), "fp8.params=True: torchao does not multiply weights that are held"),
+        Refused("torchao", "fp8.keep_transpose_cache", (*base, CACHE), "fp8.keep_transpose_cache=True: has no effect, backend=torchao decides"),
         *(applied(f"fp8.override_linear_precision.{g}", (f"fp8.override_linear_precision.{g}=true",), f"scaling_type of layer.config.{cast}", "DISABLED",
                   lambda b, cast=cast: getattr(b.layer.config, cast).scaling_type.name) for g, cast in casts.items()),
         Applied("torchao", "fp8.override_linear_precision.wgrad", (*MXFP8, "fp8.override_linear_precision.wgrad=true"), "layer.wgrad_with_hp", True),
@@ -196,7 +198,8 @@ def storage(backend: str) -> list[Applied]:
 
 def te() -> list[Cell]:
     weights = (*PRESET["current"], PLAIN, "precision.compute=fp32")
-    return [Refused("te", key, (*weights, word), f"{word}: Transformer Engine's FP8 weights would pass for float32 ones", H200)
+    return [Refused("te", "fp8.keep_transpose_cache", (*PRESET["delayed"], CACHE), "fp8.keep_transpose_cache=True: has no effect, backend=te decides", H200)] + [
+        Refused("te", key, (*weights, word), f"{word}: Transformer Engine's FP8 weights would pass for float32 ones", H200)
             for key, word in (("storage.weight", "storage.weight=fp8"), ("opt_level", "opt_level=O3"))] + [
         Refused("te", "storage.shard", (*PRESET["current"], PLAIN, FSDP), "storage.shard=fsdp: not in this version with Transformer Engine's layers", H200),
         Refused("te", "storage.gather", (*PRESET["current"], PLAIN, FSDP, "storage.gather=fp8"), "storage.gather=fp8: backend=te gathers weights in bf16", H200)]
@@ -223,6 +226,7 @@ def msamp() -> list[Cell]:
         *(Refused("msamp", "fp8.scaling", (*PRESET[s],), f"fp8.scaling={s}: MS-AMP has delayed scaling alone", H200) for s in PRESET if s != "delayed"),
         applied("fp8.format", "", "qtype of layer.scaling_metas['ograd']", "kFloat8E5M2", lambda b: b.layer.scaling_metas["ograd"].qtype.name),
         applied("fp8.amax_history_len", "", "window of layer.scaling_metas['input']", 16, lambda b: b.layer.scaling_metas["input"].window_size),
+        Refused("msamp", "fp8.keep_transpose_cache", (*base, CACHE), "fp8.keep_transpose_cache=True: has no effect, backend=msamp decides", H200),
         Refused("msamp", "fp8.params", (*base, "fp8.params=true"), "fp8.params=True: has no effect, opt_level=O2 stores weights in fp16_scaled", H200),
         *(Refused("msamp", f"fp8.{k}", (*base, f"fp8.{k}={v}"), f"fp8.{k}={v}: MS-AMP", H200) for k, v in delayed.items()),
         *(Refused("msamp", key, tuple(words), f"fp8.scaling={scaling}: MS-AMP has delayed", H200) for key, (scaling, *words) in other.items()),

@@ -101,7 +101,8 @@ REFUSED = [
     Refused("precision.compute", NVFP4, "Hadamard transform takes bf16", "fp16"),
     Refused("fp8.params", {"params": True}, "which get no master copy", "fp32"),
 ]
-ELSEWHERE = {"fp8.min_coverage": "training/train_step.py, from observed()", "fp8.use_autocast_during_eval": "autocast(enabled=...)"}
+ELSEWHERE = {"fp8.min_coverage": "training/train_step.py, from observed()", "fp8.use_autocast_during_eval": "autocast(enabled=...)",
+             "fp8.keep_transpose_cache": "refused, config/rules_precision.py: Transformer Engine keeps transposes"}
 
 
 def node(given: dict[str, Any]) -> FP8:

@@ -296,6 +296,23 @@ def test_a_step_is_skipped_on_all_ranks(two: tuple[Path, list[dict[str, Any]]]) 
 # On one rank, in this process.
 
 
+def test_one_rank_reads_the_weights_that_it_would_gather() -> None:
+    words = f"precision=bf16_fp8_block fp8.format=e4m3 fp8.params=true {EVERYWHERE} trainer.micro_batch_size=8"
+    alone, whole = (run(job_of(words, shard, NOT_CLIPPED), World(), 0, 2) for shard in (FSDP, WHOLE))
+    assert alone[0][0] == whole[0][0] and alone[1][0] == pytest.approx(whole[1][0], rel=1e-4)  # gradients of what is gathered are bfloat16
+
+
+def test_a_step_that_was_broken_off_is_refused_where_torch_cannot_drop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")  # as before torch 2.13
+    job = job_of("precision=bf16", FSDP)
+    run(job, World(), 0, 1)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("fp8cfg.training.train_step.sum_gradients", lambda *_: 1 // 0)
+        run(job, World(), 1, 2)
+    with pytest.raises(RuntimeError, match=r"before torch 2.13 FSDP2 does not drop what it left: build another job"):
+        run(job, World(), 1, 2)
+
+
 def test_one_rank_alone_has_a_group_of_its_own() -> None:
     job, whole = (job_of("precision=bf16 trainer.micro_batch_size=8", shard, NOT_CLIPPED) for shard in (FSDP, ""))
     assert dist.get_world_size() == 1 and not memory_measurement.stored(job)["masters"] and memory_measurement.stored(whole)["masters"]

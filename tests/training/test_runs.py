@@ -8,9 +8,13 @@ from typing import Any
 
 import fiddle as fdl
 import pytest
+import torch
 
 import fp8cfg
 from fp8cfg.__main__ import main
+from fp8cfg.numerics.fp8_overflow import Overflow, RangesUsed, overflow_of
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.overflow_watch import over_ranks
 from fp8cfg.training.run_folder import RunFolder, RunFolderError
 from tests.support.small import small, small_words
 
@@ -161,6 +165,30 @@ def test_what_delayed_scaling_clips_is_counted_and_said_once(tmp_path: Path) -> 
     assert counts == [(0, 0), (0, 0), (3, 0), (0, 0)], "input, weight and grad_output of the layer, until its scales move again"
     (line,) = [" ".join(s.split()) for s in said if "clipped" in s]
     assert line.startswith("warning: step 3: layers.1.mlp.linear_fc1 ") and "times what its delayed scale holds" in line
+
+
+def test_infinite_values_are_counted_and_said_once_without_delayed_scaling(tmp_path: Path) -> None:
+    job, said, passes = fp8cfg.build(small("precision=bf16_fp8_current", "trainer.max_steps=4")), list[str](), iter(range(9))
+
+    def spoil(layer: Any, inputs: tuple[Any, ...]) -> None:
+        if next(passes) in (1, 2):
+            inputs[0].data[0, 0, 0] = float("inf")
+
+    job.model.get_submodule("layers.1.mlp.linear_fc1").register_forward_pre_hook(spoil)
+    fp8cfg.fit(job, tmp_path / "run", say=said.append)
+    counts = [(row["fp8_clipped"], row["fp8_infinite"]) for row in rows(tmp_path / "run") if "loss" in row]
+    assert counts == [(0, 0), (0, 1), (0, 1), (0, 0)], "one pass a step"
+    (line,) = [" ".join(s.split()) for s in said if "infinite values" in s]
+    assert line.startswith("warning: step 2: layers.1.mlp.linear_fc1 input had infinite values, which became finite ones in FP8 (1 tensors)")
+
+
+def test_infinite_values_of_any_rank_are_counted() -> None:
+    class Others(World):
+        def largest(self, value: torch.Tensor) -> torch.Tensor:
+            return torch.maximum(value, torch.tensor([0.0, torch.inf, 3.0]))
+
+    found = overflow_of(over_ranks(RangesUsed(torch.tensor([2.0, 0.0, 0.5]), ["a input", "a weight", "a grad_output"]), Others()))
+    assert found == Overflow(2, 1, torch.inf, "a weight") and over_ranks(None, Others()) is None
 
 
 @pytest.mark.parametrize(("words", "line"), [

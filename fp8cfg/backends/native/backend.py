@@ -55,6 +55,7 @@ def convert(
         layer = FP8Linear.from_linear(
             linear, scaling, region, high_precision=(high[0], high[1], high[2]), product=product,  # type: ignore[arg-type]
             fp8_params=fp8.params and linear.weight not in shared, read_as=compute if fp8.params else None)
+        layer.keeps_transpose = fp8.keep_transpose_cache
         replaced(model, planned.name, layer)
         if fp8_gather and linear.weight not in shared:
             layer.shard_in_fp8()

@@ -148,6 +148,8 @@ _DTYPE = Unsaid("follows from precision.compute",
 UNSAID = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype", "autocast_enabled"), _DTYPE),
     "reuse_grad_buf_for_mxfp8_param_ag": Unsaid("a buffer of Megatron's distributed optimizer", (True, False)),
+    "keep_fp8_transpose_cache": Unsaid("of Megatron-FSDP, which gathers weights for each pass; backend=native has "
+                                       "fp8.keep_transpose_cache where they stay", (False,)),
     **dict.fromkeys(("fp8_quantizer_factory", "fp4_quantizer_factory"), Unsaid("a recipe cannot name code to run", OFF)),
 }
 WHY = {
@@ -156,6 +158,7 @@ WHY = {
     "fp8.high_precision_at_start": "Megatron refuses first_last_layers_bf16 under delayed scaling",
     "fp8.high_precision_at_end": "Megatron refuses first_last_layers_bf16 under delayed scaling",
     "backend": "Megatron multiplies with Transformer Engine",
+    "fp8.keep_transpose_cache": "Transformer Engine keeps them, but for those that Megatron-FSDP gathers",
 }
 DOUBTS = {"fp8.override_linear_precision.wgrad": "Transformer Engine 2 knows it no more and drops it without a word"}
 """What they say and Transformer Engine does not carry out."""

@@ -1,8 +1,9 @@
-"""Overflow of delayed scaling: tensors with values beyond the largest that their scale brings into FP8's range, which are clipped.
+"""Overflow of FP8 tensors: values beyond what a delayed scale brings into FP8's range, and infinite ones of any scaling.
 
 A delayed scale is that of past amaxes: a tensor that grows between two steps does not fit, and its largest values become the
-format's largest, infinite ones too, without a sign in the loss. The step's amax and scale tell, and both are there when scales
-move: no tensor is read once more, nothing waits.
+format's largest. Under the other scalings finite values always fit. An infinite value becomes a finite one under all but MXFP8,
+without a sign in the loss; NaN stays NaN. The step's amax and scale tell, and both are there when scales move: no tensor is read
+once more, nothing waits.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ class Overflow(NamedTuple):
 
 
 class RangesUsed(NamedTuple):
-    """Amaxes of a step as multiples of what fitted, float32 [tensors], on the device, and whose they are: to be looked at later."""
+    """Amaxes of a step as multiples of what fitted, float32 [tensors], on the device, and whose they are: to be looked at later. Of
+    finite tensors whose scale was their own it is 0."""
 
     ratios: Tensor
     names: list[str]
 
 
 def ranges_used(model: nn.Module) -> RangesUsed | None:
-    """Those of the last step that moved scales; None where no layer of `model` has delayed scaling, or none has moved its scales
-    yet. It waits for nothing."""
+    """Those of the last call of `update_scales`; None where `model` has no FP8 layer of ours, or there was none yet. It waits for
+    nothing."""
     layers = [(name, m, m.range_used) for name, m in model.named_modules() if isinstance(m, FP8Layer) and m.range_used is not None]
     if not layers:
         return None
@@ -49,10 +51,10 @@ def ranges_used(model: nn.Module) -> RangesUsed | None:
 
 
 def overflow_of(used: RangesUsed | None) -> Overflow | None:
-    """What did not fit, of ratios that the host has."""
+    """What did not fit. Where the ratios are on an accelerator it waits for that, once."""
     if used is None:
         return None
-    found, names = used
+    found, names = used.ratios.cpu(), used.names
     infinite = found.isinf()
     if not (beyond := infinite | (found > 1)).any():
         return Overflow(0, 0, 0.0, "")
@@ -61,7 +63,6 @@ def overflow_of(used: RangesUsed | None) -> Overflow | None:
 
 
 def overflow(model: nn.Module) -> Overflow | None:
-    """What did not fit in the last step that moved scales; None where no layer of `model` has delayed scaling, or none has moved
-    its scales yet. On an accelerator it waits for the device, once."""
-    used = ranges_used(model)
-    return overflow_of(used and used._replace(ratios=used.ratios.cpu()))
+    """What did not fit in the step that ended with the last call of `update_scales`; None where `model` has no FP8 layer of ours,
+    or there was none yet. It waits as `overflow_of` does."""
+    return overflow_of(ranges_used(model))
