@@ -12,6 +12,7 @@ from torch import nn
 
 from fp8cfg.numerics.codecs import NAMES, Codec, codec
 from fp8cfg.numerics.formats import E4M3
+from fp8cfg.optim.low_bit import gradients
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
 from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
 from tests.support.low_bit import BETAS, ROWS, bits, build, equal, everything, normal, parameters, train
@@ -177,6 +178,38 @@ def test_gradients_add_up_in_their_codec_where_storage_accumulate_is_stored() ->
     assert not torch.equal(want, fp8.decode(fp8.encode(parts.sum(0))))
     with pytest.raises(RuntimeError, match="stored before a backward pass"), optimizer.storing():
         (p * 1.0).sum().backward()
+
+
+def test_gradients_wait_for_those_that_are_stored_in_the_same_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, here of 2: the bits of those that are stored alone. A large one does not wait, and none after the pass."""
+    monkeypatch.setattr(gradients, "together", lambda device: 2)
+    monkeypatch.setattr(gradients, "WAITING", 100)
+    params = {name: nn.Parameter(normal(n, seed=n)) for name, n in (("a", 64), ("b", 32), ("c", 8), ("d", 128))}
+    optimizer = LowBitAdamW([*params.items()], columns=named_columns(weight_grad="fp8"))
+    there: dict[str, str] = {}
+    for name, p in params.items():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: there.update({name: "".join(optimizer.names[q] for q in optimizer.stored_grads)}))
+
+    def backward() -> None:
+        total = torch.zeros(())
+        for p in params.values():
+            total = (total + p.square().sum()).sin()  # gradients come in the reverse order
+        total.backward()
+
+    with optimizer.storing():
+        backward()
+        assert params["a"].grad is not None
+        optimizer.zero_grad()  # drops what waits
+    assert not optimizer.stored_grads and all(p.grad is None for p in params.values())
+    there.clear()
+    with optimizer.storing():
+        backward()
+        assert params["a"].grad is not None
+    assert [*there.items()] == [("d", ""), ("c", "d"), ("b", "d"), ("a", "dcb")] and all(p.grad is None for p in params.values())
+    stored = dict(optimizer.stored_grads)
+    backward()
+    for p in params.values():
+        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(stored[p], codec("fp8").encode(p.grad), strict=True))
 
 
 def test_moments_in_blocks_and_in_float32_go_on_in_the_other() -> None:

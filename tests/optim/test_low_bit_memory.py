@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8cfg.numerics import codecs
@@ -80,7 +81,13 @@ def test_gradients_are_stored_and_their_norms_taken_as_in_pieces(name: str, monk
     compiled_code.cache_clear()
     codec = codecs.codec(name)
     values = [normal(*shape, seed=i) for i, shape in enumerate([(64, 128), (5, 256), (3, 4096), (3,)])]
-    stored = [gradients._encoded(codec, x.bfloat16(), None) for x in values]
+    params = {nn.Parameter(x.bfloat16()): f"p{i}" for i, x in enumerate(values)}
+    of = gradients.StoredGradients(params, lambda p, what: pytest.fail("nearest"))
+    of.codecs.update(dict.fromkeys(params, codec))
+    for p in params:
+        p.grad = p.detach().clone()
+    of.store_all()
+    stored = [of.stored[p] for p in params]
     assert all(torch.equal(bits(a), bits(b)) for x, s in zip(values, stored, strict=True) for a, b in zip(s, codec.encode(x.bfloat16().float()), strict=True))
     assert [gradients._in_one(codec, each) for each in stored] == [True] * 3 + [False]
     found = gradients.norms([codec] * 4, stored)

@@ -1,8 +1,12 @@
-"""Stored gradients: quantized in a codec, apart from `.grad`, from the backward pass until a step has read them."""
+"""Stored gradients: quantized in a codec, apart from `.grad`, from the backward pass until a step has read them.
+
+A gradient with a scale of the whole tensor takes three launches on a GPU, its amax, the scale and the values, and so do several
+together: as they come in a backward pass, small ones wait for the next ones there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +16,9 @@ from fp8cfg.numerics.codecs import Codec, Stored, spans
 from fp8cfg.optim.low_bit.adam_step import ROW
 from fp8cfg.optim.low_bit.compiled_code import REDUCED, compiled_code, compiles, in_one_piece, launch_groups, together
 from fp8cfg.optim.low_bit.shards import local
+
+WAITING = 1 << 26
+"""Elements of gradients that wait at most: 256 MiB in float32. What is larger takes longer than its launches."""
 
 
 class StoredGradients:
@@ -33,37 +40,58 @@ class StoredGradients:
     def store_all(self) -> None:
         """Move each `.grad` that has a codec into `stored`. Raises RuntimeError where there already is one: gradients are summed
         first, and rounded once."""
-        for p in self.codecs:
-            if p.grad is not None:
-                self.store(p)
+        self.store([p for p in self.codecs if p.grad is not None])
 
     @torch.no_grad()
-    def store(self, p: nn.Parameter, add: bool = False) -> None:
-        """Move the `.grad` of `p` into `stored`; with `add`, add it to the gradient stored there."""
-        assert p.grad is not None, "asked by the caller"
-        codec = self.codecs[p]
-        if self.spent:
+    def store(self, params: Sequence[nn.Parameter], add: Container[nn.Parameter] = ()) -> None:
+        """Move the `.grad` of each of `params` into `stored`; those of `add` are added to the gradient stored there."""
+        if self.spent and params:
             self.clear()
-        if p in self.stored and not add:
-            raise RuntimeError(f"the gradient of {self._names[p]} was stored before a backward pass; zero_grad comes first")
-        if p in self.stored:
-            p.grad += codec.decode(self.stored[p])
-        key = self._key(p, "grad") if codec.rounding == "stochastic" else None
-        self.stored[p], p.grad = _encoded(codec, p.grad, key), None
+        for group in launch_groups([self._kind(p) for p in params], together(params[0].device) if params else 1):
+            self._store_group([params[i] for i in group], add)
+
+    def _kind(self, p: nn.Parameter) -> Hashable:
+        """What gradients that are stored together have in common. Without a scale of the whole tensor one launch stores each."""
+        codec = self.codecs[p]
+        return codec if codec.per_tensor else p, p.grad is not None and p.grad.dtype, in_one_piece(p.numel(), codec.block or 1)
+
+    def _store_group(self, params: Sequence[nn.Parameter], add: Container[nn.Parameter]) -> None:
+        codec, values, keys = self.codecs[params[0]], list[Tensor](), list[Tensor | None]()
+        for p in params:
+            assert p.grad is not None, "asked by the caller"
+            if p in self.stored and p not in add:
+                raise RuntimeError(f"the gradient of {self._names[p]} was stored before a backward pass; zero_grad comes first")
+            if p in self.stored:
+                p.grad += codec.decode(self.stored[p])
+            values.append(p.grad)
+            keys.append(self._key(p, "grad") if codec.rounding == "stochastic" else None)
+        for p, stored in zip(params, _encoded(codec, values, keys), strict=True):
+            self.stored[p], p.grad = stored, None
 
     @contextmanager
     def storing(self, add: bool) -> Iterator[None]:
-        """Context manager for backward passes: gradients are stored as soon as they are complete; `add` as for `store`."""
+        """Context manager for backward passes: gradients are stored soon after they are complete, and at its end; with `add` each
+        at once, added to the gradient stored there."""
         here: set[nn.Parameter] = set()  # reentrant checkpointing of a shared layer brings a gradient in parts
+        waiting: dict[nn.Parameter, None] = {}
 
-        def store(p: Tensor) -> None:
+        def arrived(p: Tensor) -> None:
             assert isinstance(p, nn.Parameter), "hooks are those of parameters"
-            self.store(p, add or p in here)
-            here.add(p)
+            waiting[p] = None
+            full = len(waiting) >= together(p.device) or sum(each.numel() for each in waiting) > WAITING
+            if full or add or not self.codecs[p].per_tensor:
+                store()
 
-        handles = [p.register_post_accumulate_grad_hook(store) for p in self.codecs]  # type: ignore[no-untyped-call]
+        def store() -> None:
+            # A step, or zero_grad, inside of the context has stored or dropped what waited.
+            self.store([p for p in waiting if p.grad is not None], self.codecs if add else here)
+            here.update(waiting)
+            waiting.clear()
+
+        handles = [p.register_post_accumulate_grad_hook(arrived) for p in self.codecs]  # type: ignore[no-untyped-call]
         try:
             yield
+            store()
         finally:
             for handle in handles:
                 handle.remove()
@@ -74,18 +102,20 @@ class StoredGradients:
         self.stored.clear()
 
 
-def _encoded(codec: Codec, x: Tensor, key: Tensor | None) -> Stored:
-    """`x`, of any float dtype, in `codec`: on a GPU by compiled code, else a piece at a time."""
-    if compiles(x.device) and in_one_piece(x.numel(), codec.block or 1):
-        data, *scale_inv = compiled_code(_encode, codec)(_flat(x.contiguous(), codec), key)
-        return data.view(x.shape), *scale_inv
-    stored = codec.zeros(x.shape, x.device)
-    codec.store(x, stored, key)
-    return stored
+def _encoded(codec: Codec, values: Sequence[Tensor], keys: Sequence[Tensor | None]) -> list[Stored]:
+    """`values`, of one float dtype, in `codec`: on a GPU together, by compiled code, else each a piece at a time."""
+    if all(compiles(x.device) and in_one_piece(x.numel(), codec.block or 1) for x in values):
+        encode = compiled_code(_encode, codec, more=REDUCED if codec.per_tensor else ())
+        made = encode([_flat(x.contiguous(), codec) for x in values], keys)
+        return [(data.view(x.shape), *scale_inv) for x, (data, *scale_inv) in zip(values, made, strict=True)]
+    found = [codec.zeros(x.shape, x.device) for x in values]
+    for x, stored, key in zip(values, found, keys, strict=True):
+        codec.store(x, stored, key)
+    return found
 
 
-def _encode(codec: Codec, x: Tensor, key: Tensor | None) -> Stored:
-    return codec.encode(x.float(), key)
+def _encode(codec: Codec, values: Sequence[Tensor], keys: Sequence[Tensor | None]) -> list[Stored]:
+    return [codec.encode(x.float(), key) for x, key in zip(values, keys, strict=True)]
 
 
 def _flat(data: Tensor, codec: Codec) -> Tensor:

@@ -20,7 +20,7 @@ from fp8cfg.optim.low_bit.gradients import StoredGradients
 from fp8cfg.optim.low_bit.shards import FLOAT32, first_element, local
 from fp8cfg.optim.low_bit.state import STORED, check_parameter, fresh_state, slot_of
 from fp8cfg.optim.low_bit.state_dict import check_state, collect_json, collect_tensors, recoded, restore
-from fp8cfg.optim.low_bit.tensor_groups import Work, adam_step, amaxes_of_step
+from fp8cfg.optim.low_bit.tensor_groups import Work, adam_step, amaxes_of_steps
 from fp8cfg.optim.mixed_precision import Named, named_parameters
 from fp8cfg.optim.named_state import NamedOptimizer
 from fp8cfg.optim.write_guard import WriteGuard
@@ -133,8 +133,8 @@ class LowBitOptimizer(NamedOptimizer):
             for columns, works in each:
                 adam_step(columns, self.decoupled, works, self.compiled)
             return
-        known = [amaxes_of_step(c, self.decoupled, work, self.compiled) for c, works in each if c.per_tensor for work in works]
-        left = iter(self.largest(torch.stack(known)).unbind() if known else ())
+        known = [amaxes_of_steps(c, self.decoupled, works, self.compiled) for c, works in each if c.per_tensor and works]
+        left = iter(self.largest(torch.cat(known)).unbind() if known else ())
         for columns, works in each:
             adam_step(columns, self.decoupled, works, self.compiled, [next(left) if columns.per_tensor else None for _ in works])
 
@@ -190,8 +190,8 @@ class LowBitOptimizer(NamedOptimizer):
 
     def storing(self, add: bool = False) -> AbstractContextManager[None]:
         """Context manager for the last backward pass before a step: gradients with a codec are stored as soon as they are
-        complete, so that they are never all present at full width. With `add` for every backward pass: each gradient is added to
-        the stored one, and the sum is rounded again.
+        complete, on a GPU a few together, so that they are never all present at full width. With `add` for every backward pass:
+        each gradient is added to the stored one, and the sum is rounded again.
         """
         return self.gradients.storing(add)
 

@@ -52,7 +52,7 @@ def adam_step(
 ) -> None:
     """Step every tensor of `works`, in place. Compiled code gives the same bits on a CPU; on a GPU a compiler contracts products
     and sums, which changes the last bit of a float32 before it is rounded. `amaxes` are those of whole tensors of which works are
-    shards, as `amaxes_of_step` found them in each."""
+    shards, as `amaxes_of_steps` found them in each."""
     with _dtypes_may_mix():
         in_one = list[tuple[Work, Tensor | None]]()
         for work, of_whole in zip(works, amaxes):  # noqa: B905  # of works alone there is an end
@@ -64,13 +64,20 @@ def adam_step(
 
 
 @torch.no_grad()
-def amaxes_of_step(columns: Columns, decoupled: bool, work: Work, compiled: bool = False) -> Tensor:
-    """The amaxes [3] of weight and moments that a step is about to store, of columns with a scale for the whole tensor."""
+def amaxes_of_steps(columns: Columns, decoupled: bool, works: Sequence[Work], compiled: bool = False) -> Tensor:
+    """The amaxes [works, 3] of weight and moments that steps are about to store; 0 for a column without a scale for the whole
+    tensor."""
     with _dtypes_may_mix():
-        if _in_one(columns, work, compiled):
-            found: Tensor = compiled_code(find_amaxes, columns, decoupled)(_in_blocks(work.slot, columns.block), work.hyper)
-            return found
-        return _amaxes_in_pieces(columns, decoupled, work)
+        in_one = [work for work in works if _in_one(columns, work, compiled)]
+        left = iter(_amaxes_compiled(columns, decoupled, in_one).unbind() if in_one else ())
+        each = [next(left) if _in_one(columns, work, compiled) else _amaxes_in_pieces(columns, decoupled, work) for work in works]
+        return torch.stack(each)
+
+
+def _amaxes_compiled(columns: Columns, decoupled: bool, works: Sequence[Work]) -> Tensor:
+    slots = [_in_blocks(work.slot, columns.block) for work in works]
+    found = iter(_wanted_amaxes(columns, decoupled, slots, works, _groups(columns, works)).unbind(1))
+    return torch.stack([next(found) if wanted else works[0].hyper.new_zeros(len(works)) for wanted in columns.amaxes], 1)
 
 
 def _amaxes_in_pieces(columns: Columns, decoupled: bool, work: Work) -> Tensor:
@@ -105,7 +112,6 @@ def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Ten
 
 
 def _step_compiled(columns: Columns, decoupled: bool, works: Sequence[tuple[Work, Tensor | None]]) -> None:
-    works = sorted(works, key=lambda each: each[0].slot.source[0].numel())  # Inductor takes the first ones' sizes for typical
     slots = [_in_blocks(work.slot, columns.block) for work, _ in works]
     groups = _groups(columns, [work for work, _ in works])
     scales = _scales(columns, decoupled, slots, works, groups) if columns.per_tensor and works else [Scales()] * len(works)
@@ -127,9 +133,11 @@ def _groups(columns: Columns, works: Sequence[Work]) -> list[list[int]]:
     """Places in `works` of what one launch takes: of one set of factors, of the same dtypes, of whole rows or not. Tensors without
     a scale for the whole need one launch each alone, and are compiled sooner so."""
     most = together(works[0].hyper.device) if works and columns.per_tensor else 1
-    kinds = [(id(work.hyper), type(work.first), bool(work.first), work.slot.source[0].numel() % ROW == 0, *_dtypes(work.slot))
-             for work in works]  # fmt: skip
-    return list(launch_groups(kinds, most))
+    sizes = [work.slot.source[0].numel() for work in works]
+    order = sorted(range(len(works)), key=sizes.__getitem__)  # Inductor takes the first ones' sizes for typical
+    kinds = [(id(work.hyper), type(work.first), bool(work.first), size % ROW == 0, *_dtypes(work.slot))
+             for work, size in ((works[i], sizes[i]) for i in order)]  # fmt: skip
+    return [[order[place] for place in group] for group in launch_groups(kinds, most)]
 
 
 def _dtypes(slot: Slot) -> list[Hashable]:
@@ -139,19 +147,27 @@ def _dtypes(slot: Slot) -> list[Hashable]:
 def _scales(
     columns: Columns, decoupled: bool, slots: Sequence[Slot], works: Sequence[tuple[Work, Tensor | None]], groups: list[list[int]]
 ) -> list[Scales]:
-    """The new scales of each tensor, for all together, of amaxes that are known, or of those of its rows."""
-    find, named = compiled_code(find_row_amaxes_of_several, columns, decoupled, more=REDUCED), (*Scales._fields,)
+    """The new scales of each tensor, for all together, of amaxes that are known, or of those that are found."""
+    named = (*Scales._fields,)
     if known := [of_whole for _, of_whole in works if of_whole is not None]:
         every = torch.stack(known)
         amaxes = torch.stack([every[:, i] for i, wanted in enumerate(columns.amaxes) if wanted], 1)
     else:
-        found = {i: rows for group in groups
-                 for i, rows in zip(group, find([slots[i] for i in group], works[group[0]][0].hyper), strict=True)}  # fmt: skip
-        rows = [row for i in range(len(works)) for row in found[i]]
-        amaxes = torch.stack(torch._foreach_norm(rows, math.inf)).view(len(works), -1)
+        amaxes = _wanted_amaxes(columns, decoupled, slots, [work for work, _ in works], groups)
     made = compiled_code(scales_of_all, columns, decoupled)(amaxes)
     there = [name for name, codec in zip(named, columns.written, strict=True) if codec is not None and codec.per_tensor]
     return [Scales(**{name: each[named.index(name), 0] for name in there}) for each in made.unbind()]
+
+
+def _wanted_amaxes(
+    columns: Columns, decoupled: bool, slots: Sequence[Slot], works: Sequence[Work], groups: list[list[int]]
+) -> Tensor:
+    """The amaxes [works, amaxes] that are wanted, of those of rows."""
+    find = compiled_code(find_row_amaxes_of_several, columns, decoupled, more=REDUCED)
+    found = {i: rows for group in groups
+             for i, rows in zip(group, find([slots[i] for i in group], works[group[0]].hyper), strict=True)}  # fmt: skip
+    rows = [row for i in range(len(works)) for row in found[i]]
+    return torch.stack(torch._foreach_norm(rows, math.inf)).view(len(works), -1)
 
 
 def _part(c: Columns, slot: Slot, start: int, stop: int) -> Slot:
