@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.refusal import LayoutRefusal
 from fp8cfg.config.storage import low_bit_refused
 
 
@@ -25,7 +26,8 @@ def of_precision(recipe: Recipe, ranks: int) -> list[str]:
     key, alike = f"pipeline_model_parallel_size={s.pipeline_model_parallel_size}", max(1, ranks // s.size) * s.context_parallel_size
     lines = [*low_bit_refused(recipe.precision, alike, key, "models", uncut=True)]
     if every := recipe.log.fp8_stats_every_n_steps:
-        lines.append(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has all layers; write 0")
+        lines.append(LayoutRefusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has all layers; "
+                                   "write 0", {"log.fp8_stats_every_n_steps": 0}))
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fp8cfg import builder, smoke
@@ -41,11 +42,15 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
     return planned(recipe.model_copy(deep=True), gpus, found)
 
 
-def planned(recipe: Recipe, ranks: int | None, gpu: GPU | None, whole_line: Line = " ".join) -> Plan:
+def planned(
+    recipe: Recipe, ranks: int | None, gpu: GPU | None, whole_line: Line = " ".join, problems: Sequence[str] = ()
+) -> Plan:
     """Plan of a checked `recipe`, with what will be built. `whole_line` makes a command line of the words that a refusal offers;
-    without it they stand alone."""
-    recipe = smoke.cut(recipe, ranks or recipe.trainer.num_nodes * recipe.trainer.devices)
-    found = plan_report.make(recipe, ranks or recipe.trainer.num_nodes * recipe.trainer.devices, gpu, whole_line)
+    without it they stand alone. Of a recipe whose layout its own rules refuse, with these `problems`, there is no plan: raises
+    ConfigError with what runs there."""
+    world = ranks or recipe.trainer.num_nodes * recipe.trainer.devices
+    recipe = recipe if problems else smoke.cut(recipe, world)
+    found = plan_report.make(recipe, world, gpu, whole_line, problems)
     if found.choice is None:
         return found
     return replace(found, built=graph.built(recipe, *builder.planned(recipe, found.hardware, choice=found.choice)))

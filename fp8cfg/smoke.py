@@ -84,7 +84,7 @@ def _stages(small: Recipe, ranks: int) -> Strategy:
     """The pipeline of the recipe as far as that many ranks have it beside two that share matrices, of two ranks and two chunks at
     most."""
     own = small.trainer.strategy
-    stages = gcd(own.pipeline_model_parallel_size, max(1, ranks // min(2, own.tensor_model_parallel_size)), 2)
+    stages = gcd(own.pipeline_model_parallel_size, ranks // gcd(ranks, own.tensor_model_parallel_size, 2), 2)
     if stages == 1 or pipeline_limits.of_precision(small, ranks) or small.lora.enabled:
         return Strategy()
     return Strategy(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=2 if own.chunks > 1 else None)

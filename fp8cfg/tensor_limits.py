@@ -10,6 +10,7 @@ from math import gcd
 
 from fp8cfg.backends.backend_choice import ALIGNMENT
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.refusal import LayoutRefusal
 from fp8cfg.config.storage import low_bit_refused
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.scalings import SCALINGS
@@ -46,15 +47,20 @@ def _fp8(recipe: Recipe, tensor: int) -> Iterator[str]:
         return
     scaling = SCALINGS[f.scaling]
     if f.dot_product_attention:
-        yield f"fp8.dot_product_attention=True: attention in FP8 takes all heads, and {key} splits them; write false"
+        yield LayoutRefusal(f"fp8.dot_product_attention=True: attention in FP8 takes all heads, and {key} splits them; write false",
+                            {"fp8.dot_product_attention": False})
     if every := recipe.log.fp8_stats_every_n_steps:
-        yield f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has whole matrices; write 0"
+        yield LayoutRefusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has whole matrices; "
+                            "write 0", {"log.fp8_stats_every_n_steps": 0})
     if not f.reduce_amax:
-        yield f"fp8.reduce_amax=False: parts of a matrix share one scale under {key}; write true"
+        yield LayoutRefusal(f"fp8.reduce_amax=False: parts of a matrix share one scale under {key}; write true",
+                            {"fp8.reduce_amax": True})
     if scaling.two_levels:
-        yield f"fp8.scaling={f.scaling}: has a scale of whole matrices too, and {key} splits them; write fp8.scaling=mxfp8"
+        yield LayoutRefusal(f"fp8.scaling={f.scaling}: has a scale of whole matrices too, and {key} splits them; write "
+                            "fp8.scaling=mxfp8", {"fp8.scaling": "mxfp8"})
     if f.granularity == "row":
-        yield f"fp8.granularity=row: a scale is that of a whole row, and {key} splits rows; write fp8.granularity=tensor"
+        yield LayoutRefusal(f"fp8.granularity=row: a scale is that of a whole row, and {key} splits rows; write "
+                            "fp8.granularity=tensor", {"fp8.granularity": "tensor"})
     block = max(scaling.block, ALIGNMENT)
     config = transformer_config(recipe)
     widths = {"linear_qkv": (config.num_query_groups // tensor) * (config.heads_per_group + 2) * config.head_dim,

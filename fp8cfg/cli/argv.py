@@ -94,15 +94,16 @@ def wrong_words(arguments: Arguments) -> list[str]:
     return []
 
 
-def command_line(arguments: Arguments, changes: Sequence[str], verb: str = "") -> str:
-    """The line that runs `arguments` with the words `changes`, which stand in the place of those for the same keys."""
+def command_line(arguments: Arguments, changes: Sequence[str], *verb: str) -> str:
+    """The line that runs `arguments` with the words `changes`, which stand in the place of those for the same keys, by `verb` and
+    its options, or training."""
     from fp8cfg.composition.override_words import parsed
     from fp8cfg.config.key_names import full
 
     new = {full(parsed(word)[0]) for word in changes}
     kept = [word for word in arguments.words if is_hydra(word) or full(parsed(word)[0]) not in new]
     folder = [f"--config-dir={name}" for name in arguments.options.get("--config-dir", [])]
-    return shlex.join(["fp8cfg", *([verb] if verb else []), *arguments.plain, *kept, *changes, *folder])
+    return shlex.join(["fp8cfg", *verb, *arguments.plain, *kept, *changes, *folder])
 
 
 def is_hydra(word: str) -> bool:

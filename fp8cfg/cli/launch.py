@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fp8cfg.config.errors import ConfigError, printable
+from fp8cfg.config.errors import ConfigError, printable, refuse_if
 
 if TYPE_CHECKING:
     from fp8cfg.cli.argv import Arguments
+    from fp8cfg.composition.giving_way import Settled
     from fp8cfg.execution.executor import TorchrunExecutor
     from fp8cfg.execution.slurm import SlurmExecutor
 
@@ -32,16 +33,36 @@ def run(argv: list[str]) -> int:
     """Train the recipe of `argv` through the executor that it names. Returns the exit code."""
     from fp8cfg.cli import WORDS
     from fp8cfg.cli.argv import recipe_file, split
-    from fp8cfg.cli.composed import composed
+    from fp8cfg.cli.composed import say, settled
     from fp8cfg.execution import runs
+    from fp8cfg.execution.executor import TorchrunExecutor
 
     arguments = split(argv, ("--config-dir", "--local", "--slurm"), ("--wait",))
     file = recipe_file(arguments.plain, WORDS)
     executor = _executor(arguments)
-    done = runs.run(composed(arguments.words, arguments.one("--config-dir"), file), executor)
+    found = settled(arguments.words, arguments.one("--config-dir"), file)
+    local = isinstance(executor, TorchrunExecutor) and found.recipe.trainer.num_nodes == 1
+    refuse_if([] if local and found.layout_alone else found.problems)
+    say(found.notes)
+    if isinstance(executor, TorchrunExecutor) and local:
+        _refuse(found, executor.ranks or 1, arguments)
+    done = runs.run(found.recipe, executor)
     if done.exit_code is None:
         print(f"run folder: {printable(str(done.folder))}")
     return done.exit_code or 0
+
+
+def _refuse(found: Settled, ranks: int, arguments: Arguments) -> None:
+    """Raise ConfigError, before there is a run folder, where `ranks` of this machine do not have the layout or the memory, with the
+    line that runs here. Each rank refuses what is not free on its own GPU."""
+    from fp8cfg import smoke
+    from fp8cfg.cli.argv import command_line
+    from fp8cfg.report import before_run
+    from fp8cfg.report.machine import find_hardware
+
+    recipe = smoke.cut(found.recipe, ranks)
+    before_run.refuse(recipe, find_hardware(recipe.trainer.accelerator),
+                      lambda changes: command_line(arguments, changes, "launch", "--local", str(ranks)), found.problems, ranks)
 
 
 def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:

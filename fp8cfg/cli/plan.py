@@ -38,9 +38,10 @@ Exit code: 0 where training runs as the recipe stands; 2 where it does not. For
 want of memory, or for a layout that this version plans and does not train, the
 line that runs there at the least cost follows the plan, and one that changes
 nothing of what the first does, such as opt_level=O2 where that recomputes.
-Where the GPUs are no whole replicas of the layout, or do not divide the global
-batch, there is no plan, and the lines change layout and memory together. For a
-GPU that cannot do what the recipe asks for there is no line.
+Where the GPUs are no whole replicas of the layout, or it does not divide the
+model or the global batch, there is no plan, and the lines change layout and
+memory together. For a GPU that cannot do what the recipe asks for there is no
+line.
 """
 _OUTPUTS = ("--json", "--tree", "--dot", "--code")
 
@@ -59,20 +60,20 @@ def run(argv: list[str]) -> int:
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
 
-    from fp8cfg.cli.composed import composed
+    from fp8cfg.cli.composed import say, settled
     from fp8cfg.report.memory.nearest_fit import SMOKE, offering
     from fp8cfg.run_plan import machines, planned, refuse_hardware
 
     beside: list[str] = []
-    try:
-        recipe = composed(arguments.words, folder, file)
-    except ConfigError:  # a layout for more GPUs than the recipe has, which --gpus may name
-        if ranks is None:
-            raise
+    found = settled(arguments.words, folder, file)
+    if found.problems and ranks is not None:  # a layout for more GPUs than the recipe has, which --gpus may name
         nodes, devices = machines(ranks)
         beside = [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
-        recipe = composed([*arguments.words, *beside], folder, file)
-        beside.append(f"trainer.global_batch_size={recipe.trainer.global_batch_size}")  # which may have given way
+        found = settled([*arguments.words, *beside], folder, file)
+        beside.append(f"trainer.global_batch_size={found.recipe.trainer.global_batch_size}")  # which may have given way
+    refuse_if([] if found.layout_alone else found.problems)
+    say(found.notes)
+    recipe = found.recipe
     refuse_hardware(recipe, name, "--gpu ")
     world = ranks or recipe.trainer.num_nodes * recipe.trainer.devices
 
@@ -85,7 +86,7 @@ def run(argv: list[str]) -> int:
         machine = beside or [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
         return command_line(arguments, [*words, *(word for word in machine if word.partition("=")[0] not in given)])
 
-    plan = planned(recipe, world, gpu, whole_line)
+    plan = planned(recipe, world, gpu, whole_line, found.problems)
     print(_shown(plan, *arguments.flags))
     refuse_if(plan.refusals)
     if not {"--tree", "--dot", "--code"} & arguments.flags:  # a graph, which export and tools of Fiddle take, runs nothing

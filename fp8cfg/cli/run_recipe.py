@@ -40,7 +40,7 @@ def launch(
         from fp8cfg.builder import build
         from fp8cfg.training.distributed.world import world
 
-        with world(hardware.device, recipe.trainer.timeout) as ranks:
+        with world(hardware.device, recipe.trainer) as ranks:
             _train(build(recipe), folder() if ranks.first else None, start_from, ranks, say)
     return 0
 

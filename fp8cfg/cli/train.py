@@ -66,13 +66,20 @@ def run(argv: list[str]) -> int:
     ours = [word for word in arguments.words if not is_hydra(word)]
     found = settled(ours, arguments.one("--config-dir"), file)
     exactly = hydra_flags.run_dir(arguments, file, found.changes)
-    refuse_if([*found.problems, *_two_folders(found.recipe, exactly)])
+    two = _two_folders(found.recipe, exactly)
+    refuse_if([*found.problems, *two] if two or not found.layout_alone else [])
     say(found.notes)
     recipe = found.recipe
+    if found.problems:
+        from fp8cfg.report import before_run
+        from fp8cfg.report.machine import find_hardware
+
+        before_run.refuse(recipe, find_hardware(recipe.trainer.accelerator), lambda changes: command_line(arguments, changes),
+                          found.problems)
     if not local_ranks.launched():
         from fp8cfg.report.machine import gpus
 
-        ranks = _ranks(recipe, gpus(), argv)
+        ranks = _ranks(recipe, gpus(), argv, command_line(arguments, ["trainer.smoke=true"]))
         if ranks > 1:
             return local_ranks.start(ranks, argv)
     recipe, log = sized(recipe), recipe.log
@@ -96,15 +103,15 @@ def _two_folders(recipe: Recipe, exactly: Path | None) -> list[str]:
     return [f"hydra.run.dir={exactly}: log.folder={said} is the run folder; drop one"] if said and exactly else []
 
 
-def _ranks(recipe: Recipe, gpus: int, argv: list[str]) -> int:
+def _ranks(recipe: Recipe, gpus: int, argv: list[str], smoke: str) -> int:
     """The ranks to start here, with a line where they are not one on each GPU that the recipe is meant for. Raises ConfigError,
-    with the line of each node, for a recipe of several."""
+    with the line of each node and the line `smoke` that runs here, for a recipe of several."""
     from fp8cfg.report.memory.layout import refused
 
     try:
         ranks = local_ranks.count(recipe, gpus)
     except ConfigError as e:
-        raise ConfigError(f"{e}: {local_ranks.node_line(recipe, argv)}") from None
+        raise ConfigError(f"{e}: {local_ranks.node_line(recipe, argv)}; runs here: {smoke}") from None
     t = recipe.trainer
     if gpus and ranks != (meant := min(gpus, t.devices)) and not refused(recipe, ranks):
         split = f" {t.strategy.size} to a replica," if t.strategy.size > 1 else ""

@@ -25,7 +25,7 @@ from fp8cfg.config.hardware import Hardware
 from fp8cfg.config.key_names import full, short
 from fp8cfg.config.node import as_declared
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.refusal import Refusal, holds
+from fp8cfg.config.refusal import LayoutRefusal, Refusal, holds
 from fp8cfg.config.storage import as_held
 from fp8cfg.config.tasks import FINE_TUNING
 
@@ -71,6 +71,11 @@ class Settled:
     problems: tuple[str, ...] = ()
     written: frozenset[str] = frozenset()
     remarks: tuple[str, ...] = ()
+
+    @property
+    def layout_alone(self) -> bool:
+        """Whether its parallel layout is all that refuses it, where other words may be searched for."""
+        return bool(self.problems) and all(isinstance(line, LayoutRefusal) for line in self.problems)
 
     @property
     def notes(self) -> list[str]:

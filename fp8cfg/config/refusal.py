@@ -6,7 +6,7 @@ composition, which knows who wrote what, lets them (composition/giving_way.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Self
 
@@ -31,6 +31,21 @@ class Refusal(str):
     def __new__(cls, line: str, gives: Sequence[tuple[str, Any]], to: Sequence[str], tacit: bool = False) -> Self:
         new = super().__new__(cls, line)
         new.gives, new.to, new.tacit = gives, to, tacit
+        return new
+
+
+class LayoutRefusal(str):
+    """A line that refuses a parallel layout, which is never changed for the user.
+
+    `write` has values of other keys, by their short names, with all of which the layout stays and is not refused; nothing where
+    the layout itself has to change.
+    """
+
+    write: Mapping[str, Any]
+
+    def __new__(cls, line: str, write: Mapping[str, Any] | None = None) -> Self:
+        new = super().__new__(cls, line)
+        new.write = write or {}
         return new
 
 

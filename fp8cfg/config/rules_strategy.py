@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.config.backend_capabilities import ordered
 from fp8cfg.config.fsdp_sharding import by_fsdp2
-from fp8cfg.config.refusal import Refusal, idle
+from fp8cfg.config.refusal import LayoutRefusal, Refusal, idle
 from fp8cfg.config.storage import level, sharding
 from fp8cfg.config.training_nodes import Strategy
 
@@ -17,33 +17,48 @@ if TYPE_CHECKING:
 
 
 def strategy_rules(recipe: Recipe) -> Iterator[str]:
+    """What the layout breaks; of that what a smoke run, which cuts it to the ranks and sizes there are, does not have."""
+    return (line for line in _strategy_rules(recipe) if not (recipe.trainer.smoke and isinstance(line, LayoutRefusal)))
+
+
+def _strategy_rules(recipe: Recipe) -> Iterator[str]:
     t, s, m = recipe.trainer, recipe.trainer.strategy, recipe.model
     world = t.num_nodes * t.devices
     if world % s.size:
-        yield (f"trainer.strategy: tensor x pipeline x context parallel = {s.size} GPUs does not divide trainer.num_nodes x "
-               f"trainer.devices = {world}; nearest is trainer.num_nodes={s.size // gcd(s.size, t.devices)}{s.smaller(world)}")
+        yield LayoutRefusal(f"trainer.strategy: tensor x pipeline x context parallel = {s.size} GPUs does not divide "
+                            f"trainer.num_nodes x trainer.devices = {world}; nearest is trainer.num_nodes="
+                            f"{s.size // gcd(s.size, t.devices)}{s.smaller(world)}")
     elif t.global_batch_size % (t.micro_batch_size * (world // s.size)) and not t.global_batch_size % t.micro_batch_size:
         parallel = world // s.size
         yield batches(recipe, parallel,
                        f"trainer.micro_batch_size x data-parallel size = {t.micro_batch_size * parallel}")
     tp, pp, cp = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
     if m.num_attention_heads % tp:
-        yield f"trainer.strategy.tensor_model_parallel_size={tp}: must divide model.num_attention_heads={m.num_attention_heads}"
+        sizes = gcd(m.num_query_groups, m.ffn_hidden_size, m.vocab_size)
+        yield LayoutRefusal(f"trainer.strategy.tensor_model_parallel_size={tp}: must divide model.num_attention_heads="
+                            f"{m.num_attention_heads}; nearest is {_dividing(sizes, tp, world, s.size // tp)}")
     if m.num_layers % pp and s.virtual_pipeline_model_parallel_size is None:
-        yield f"trainer.strategy.pipeline_model_parallel_size={pp}: must divide model.num_layers={m.num_layers}"
+        yield LayoutRefusal(f"trainer.strategy.pipeline_model_parallel_size={pp}: must divide model.num_layers={m.num_layers}; "
+                            f"nearest is {_dividing(m.num_layers, pp, world, s.size // pp)}")
     if s.virtual_pipeline_model_parallel_size is not None and pp == 1:
         yield ("trainer.strategy.virtual_pipeline_model_parallel_size: has no effect while pipeline_model_parallel_size=1; "
                "write null")
     if m.num_layers < pp * s.chunks:
-        yield (f"trainer.strategy.pipeline_model_parallel_size={pp}: model.num_layers={m.num_layers} are too few for "
-               f"{pp * s.chunks} chunks of layers; nearest is {max(1, m.num_layers // s.chunks)}")
+        yield LayoutRefusal(f"trainer.strategy.pipeline_model_parallel_size={pp}: model.num_layers={m.num_layers} are too few for "
+                            f"{pp * s.chunks} chunks of layers; nearest is {max(1, m.num_layers // s.chunks)}")
     yield from _schedule_rules(s)
     yield from _replica_rules(recipe, world)
     if s.sequence_parallel and tp == 1:
-        yield Refusal("trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1",
+        yield Refusal("trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1; write false",
                       [("trainer.strategy.sequence_parallel", False)], ["trainer.strategy.tensor_model_parallel_size"])
     if cp > 1:
         yield from _context_rules(recipe, cp)
+
+
+def _dividing(whole: int, size: int, world: int, rest: int) -> int:
+    """The divisor of `whole` that is nearest to `size`, of those that leave `world` ranks whole replicas, of `rest` others each."""
+    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+    return min([n for n in divisors if world % (n * rest) == 0] or divisors, key=lambda n: abs(n - size))
 
 
 def _schedule_rules(s: Strategy) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.config.backend_capabilities import capabilities, gathering
 from fp8cfg.config.fp8 import FP8, per_row, power_2_scales, weights_2d
+from fp8cfg.config.refusal import LayoutRefusal
 from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
@@ -234,10 +235,11 @@ def low_bit_refused(precision: Precision, ranks: int, key: str, what: str, uncut
     if not low_bit(own) or moments_alone(own) or (plain and (ranks == 1 or own.storage.shard == "none")):
         return
     if plain:
-        yield (f"storage.shard={own.storage.shard}: whole tensors of state in fewer bits than float32 have owners, and {key} has "
-               "none; write storage.shard=none")
+        yield LayoutRefusal(f"storage.shard={own.storage.shard}: whole tensors of state in fewer bits than float32 have owners, "
+                            f"and {key} has none; write storage.shard=none", {"storage.shard": "none"})
     else:
         keys = [key for key in _WIDE if not moments_alone(_widened(own, but=key))] or ["weight_grad"]
-        words = " ".join(f"storage.{key}={_WIDE[key]}" for key in keys)
-        yield (f"storage: state in fewer bits, but for moments over float32 masters, is that of whole {what}, and {key} splits "
-               f"them; write {words}")
+        write = {f"storage.{key}": _WIDE[key] for key in keys}
+        words = " ".join(f"{key}={value}" for key, value in write.items())
+        yield LayoutRefusal(f"storage: state in fewer bits, but for moments over float32 masters, is that of whole {what}, and "
+                            f"{key} splits them; write {words}", write)

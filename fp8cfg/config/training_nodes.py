@@ -79,7 +79,7 @@ class Strategy(Node):
         if any(part in name for part in ("zerobubble", "zb", "dualpipe")):
             raise ConfigError(f"trainer.strategy.pipeline_schedule={value}: zero-bubble schedules take the gradients of weights "
                               "apart from those of inputs, and FP8 layers make both of one quantized gradient; write "
-                              "interleaved_1f1b")
+                              "auto")
         return {"interleaved1f1b": "interleaved_1f1b"}.get(name, value)  # torchtitan's Interleaved1F1B
 
     @property

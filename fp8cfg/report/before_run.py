@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from math import prod
 
 from fp8cfg import __version__
@@ -84,24 +85,28 @@ def refuse_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
     refuse_if(layout.refused(recipe, ranks, given))
 
 
-def refuse(recipe: Recipe, hardware: Hardware, whole_line: Line) -> None:
-    """Raise ConfigError, before anything is made, for a recipe without data, and for one whose layout or memory the ranks here do
-    not have. Its line ends with one that runs here, which `whole_line` makes of the words that change."""
+def refuse(
+    recipe: Recipe, hardware: Hardware, whole_line: Line, problems_of_layout: Sequence[str] = (), ranks: int | None = None
+) -> None:
+    """Raise ConfigError, before anything is made, for a recipe without data, for one with `problems_of_layout`, and for one whose
+    layout or memory the ranks here, or `ranks` that are to be started here, do not have. Its line ends with one that runs here,
+    which `whole_line` makes of the words that change."""
     refuse_if(list(missing_data(recipe)))
-    free, ranks = free_memory(hardware.device), _ranks(recipe, hardware.device)
+    free, started = free_memory(hardware.device, ranks), ranks or layout.ranks()
+    ranks = ranks or _ranks(recipe, hardware.device)
 
     def backend(other: Recipe) -> str:
         precision = as_sharded(other.precision, layout.shards(other, ranks))
         return choose(precision, hardware, statistics=other.log.fp8_stats_every_n_steps, adapters=other.lora.enabled,
                       strategy=other.trainer.strategy).backend
 
-    problems = layout.refused(recipe, layout.ranks())
-    if problems:
+    problems = list(problems_of_layout) or layout.refused(recipe, started) or layout.uneven_batch(recipe, started)
+    if not problems:
+        problems = [line] if (line := too_large(recipe, hardware.device, free, backend(recipe), started)) else []
+    elif not problems_of_layout:
         problems = layout.refused(recipe, ranks) or problems
-    elif line := too_large(recipe, hardware.device, free, backend(recipe)):
-        problems = [line]
     if problems:
-        alone = ("trainer.num_nodes=1",) if recipe.trainer.num_nodes > 1 and _starts_here(hardware.device) else ()
+        alone = ("trainer.num_nodes=1",) if recipe.trainer.num_nodes > 1 and not _launched() else ()
         found = [(*fit.words, *alone) for fit in alternatives(recipe, hardware.device, free, ranks, backend)]
         found += [] if recipe.trainer.smoke else [(SMOKE,)]
         raise ConfigError(offering(problems, "here", [whole_line(words) for words in found]))
@@ -117,14 +122,18 @@ def _ranks(recipe: Recipe, device: str) -> int:
 
 def _starts_here(device: str) -> bool:
     """Whether a line for this machine starts ranks on its GPUs: outside of a launcher."""
-    return device == "cuda" and not {"RANK", "WORLD_SIZE"} & os.environ.keys()
+    return device == "cuda" and not _launched()
+
+
+def _launched() -> bool:
+    return bool({"RANK", "WORLD_SIZE"} & os.environ.keys())
 
 
 def _scaled_down(recipe: Recipe) -> str:
     """The line that says how a layout for other machines is run here, or an empty one."""
     t, here = recipe.trainer, layout.ranks()
     meant, s = t.num_nodes * t.devices, t.strategy
-    if layout.refused(recipe, here):
+    if layout.refused(recipe, here) or layout.uneven_batch(recipe, here):
         return (f"meant for {meant} GPUs (tensor {s.tensor_model_parallel_size}, pipeline {s.pipeline_model_parallel_size}, "
                 f"context {s.context_parallel_size})")
     if meant == here and s.size == 1:

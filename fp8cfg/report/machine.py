@@ -30,13 +30,14 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def free_memory(device: str) -> int:
-    """Bytes that a run on `device` could take now, on this rank: free on the GPU, or on the machine within its limits."""
+def free_memory(device: str, ranks: int | None = None) -> int:
+    """Bytes that a run on `device` could take now, on this rank: free on the GPU, or on the machine within its limits. On each of
+    so many `ranks` that are to be started here it is all of a GPU, on which this process makes no context."""
     if device == "cuda":
         import torch
 
-        return int(torch.cuda.mem_get_info()[0])
-    share = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return torch.cuda.get_device_properties(0).total_memory if ranks else int(torch.cuda.mem_get_info()[0])
+    share = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min([_available(), *_cgroup()]) // share
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8cfg.backends.backend_choice import BLOCK_CUDA, Choice, Hardware, choose
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import as_sharded, sharding
 from fp8cfg.layer_plan import plan
@@ -141,10 +141,12 @@ class Plan:
         return plan_text.text(self)
 
 
-def make(recipe: Recipe, world: int, gpu: GPU | None, whole_line: Line = " ".join) -> Plan:
+def make(
+    recipe: Recipe, world: int, gpu: GPU | None, whole_line: Line = " ".join, problems_of_layout: Sequence[str] = ()
+) -> Plan:
     """The plan of `recipe`, on a GPU with a CUDA that is new enough for whatever the GPU can do. Raises ConfigError for layer
-    patterns that match nothing, and for a world that is no whole number of replicas or over which the batch does not divide, with
-    what runs there, which `whole_line` makes of the words that change."""
+    patterns that match nothing; and for `problems_of_layout`, and a world that is no whole number of replicas or over which the
+    batch does not divide, with what runs there, which `whole_line` makes of the words that change."""
     hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
     choice, refusals, memory_of_each = None, list[str](), gpu.memory if gpu else UNBOUNDED
     try:
@@ -152,6 +154,7 @@ def make(recipe: Recipe, world: int, gpu: GPU | None, whole_line: Line = " ".joi
     except ConfigError as e:
         refusals = e.problems
     try:
+        refuse_if(problems_of_layout)
         layout = parts(recipe, world)
     except ConfigError as e:  # there are no ranks of which to say more
         found = _write(recipe, world, hardware, memory_of_each) if choice else []

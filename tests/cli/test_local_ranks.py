@@ -33,23 +33,25 @@ def test_as_many_ranks_as_gpus_and_whole_batches(words: tuple[str, ...], gpus: i
 
 
 def test_fewer_ranks_than_gpus_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train._ranks(composed(*DATA_PARALLEL), 7, []) == 4
+    assert train._ranks(composed(*DATA_PARALLEL), 7, [], "") == 4
     assert capsys.readouterr().err == (
         "note: 4 of 7 GPUs are used, over which trainer.global_batch_size=512 divides in microbatches of 1\n")
-    assert train._ranks(composed(*CONTEXT), 3, []) == 2
+    assert train._ranks(composed(*CONTEXT), 3, [], "") == 2
     assert capsys.readouterr().err == (
         "note: 2 of 3 GPUs are used, 2 to a replica, over which trainer.global_batch_size=512 divides in microbatches of 1\n")
-    assert train._ranks(composed(*DATA_PARALLEL), 8, []) == 8 and capsys.readouterr().err == ""
+    assert train._ranks(composed(*DATA_PARALLEL), 8, [], "") == 8 and capsys.readouterr().err == ""
 
 
-def test_of_several_nodes_the_line_of_each_is_printed() -> None:
+@pytest.mark.parametrize("gpus", [8, 0])
+def test_of_several_nodes_the_line_of_each_is_printed(gpus: int) -> None:
+    """On a login node without GPUs too."""
     argv = [*DATA_PARALLEL, "trainer.num_nodes=2", "name=two nodes".replace(" ", "_")]
     with pytest.raises(fp8cfg.ConfigError) as e:
-        train._ranks(composed(*argv), 8, argv)
+        train._ranks(composed(*argv), gpus, argv, "fp8cfg trainer.smoke=true")
     line, = e.value.problems
     assert line.startswith("trainer.num_nodes=2: this process would train alone; start it on each node with torchrun: torchrun --nnodes 2 "
                            "--nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint ")
-    assert line.endswith(f" --rdzv-id two_nodes -m fp8cfg {' '.join(argv)}")
+    assert line.endswith(f" --rdzv-id two_nodes -m fp8cfg {' '.join(argv)}; runs here: fp8cfg trainer.smoke=true")
 
 
 def test_a_launcher_is_seen_by_its_variables() -> None:

@@ -67,6 +67,7 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("precision=fp8", "precision=fp8: no such precision preset; did you mean 'bf16_fp8'?"),
     ("precision=16-mixed", "precision=16-mixed: no such precision preset; did you mean 'fp16'?"),
     ("optimization_level=O2", "optimization_level: no such key; it belongs to opt_level"),
+    ("ddp.keep_fp8_transpose_cache=true", "ddp.keep_fp8_transpose_cache: no such key; it belongs to fp8.keep_transpose_cache"),
     # types, bounds, and keys that would do nothing
     ("fp8.margin=abc", "fp8.margin=abc: expected an integer, got str"),
     ("fp8.margin=99", "fp8.margin=99: must be at most 16"),

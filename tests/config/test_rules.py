@@ -72,6 +72,10 @@ CASES = [
     ("fp16", {"precision__loss_scale": 1024.0, "precision__hysteresis": 3}, "precision.loss_scale=1024 is constant"),
     ("bf16_fp8", {"fp8__multi_head_attention": True}, "needs fp8.dot_product_attention=true"),
     ("bf16_fp8_block", {"fp8__dot_product_attention": True}, "block scaling has no FP8 attention"),
+    ("bf16_fp8", {"fp8__keep_transpose_cache": True, "fp8__params": False}, "fp8.keep_transpose_cache=True: has no effect, fp8.params=False keeps both matrices"),
+    ("bf16_fp8", {"fp8__keep_transpose_cache": True, "storage__shard": "fsdp"}, "has no effect, storage.shard=fsdp lets weights go after each pass"),
+    ("bf16_fp8", {"fp8__keep_transpose_cache": True, "precision__opt_level": "O1", "fp8__params": False}, "has no effect, weights are stored in fp16_scaled"),
+    ("bf16_fp8", {"fp8__keep_transpose_cache": True, "fp8__override_linear_precision__dgrad": True}, "dgrad=True reads no transpose; drop one of the two"),
     ("bf16_fp8", {"storage__weight": "bf16"}, "contradicts fp8.params=true"),
     ("bf16_fp8", {"storage__master_weight": "none"}, "storage.weight=fp8 needs masters"),
     ("bf16", {"storage__comm": "none"}, "only storage.master_weight can be none"),
@@ -95,7 +99,11 @@ CASES = [
      "trainer.num_nodes=2, or trainer.strategy.tensor_model_parallel_size=1"),
     ("bf16", {"trainer__strategy__context_parallel_size": 4, "trainer__devices": 6},
      "nearest is trainer.num_nodes=2, or trainer.strategy.context_parallel_size=2"),
-    ("bf16", {"trainer__strategy__sequence_parallel": True}, "has no effect while tensor_model_parallel_size=1"),
+    ("bf16", {"trainer__strategy__sequence_parallel": True}, "has no effect while tensor_model_parallel_size=1; write false"),
+    ("bf16", {"trainer__strategy__tensor_model_parallel_size": 3, "trainer__devices": 6, "trainer__micro_batch_size": 1},
+     "must divide model.num_attention_heads=4; nearest is 2"),
+    ("bf16", {"trainer__strategy__pipeline_model_parallel_size": 3, "trainer__devices": 6, "trainer__micro_batch_size": 1},
+     "must divide model.num_layers=4; nearest is 2"),
     ("bf16", {"trainer__strategy__virtual_pipeline_model_parallel_size": 2}, "has no effect while pipeline_model_parallel_size=1"),
 ]
 

@@ -39,7 +39,7 @@ def test_owners_of_whole_tensors_are_not_had_in_stages() -> None:
 
 @pytest.mark.parametrize(("words", "line"), [
     (["ZBVZeroBubble"], "trainer.strategy.pipeline_schedule=ZBVZeroBubble: zero-bubble schedules take the gradients of weights apart from those of "
-                        "inputs, and FP8 layers make both of one quantized gradient; write interleaved_1f1b"),
+                        "inputs, and FP8 layers make both of one quantized gradient; write auto"),
     (["interleaved_1f1b"], "trainer.strategy.pipeline_schedule=interleaved_1f1b: is of several chunks on each GPU; write "
                            "trainer.strategy.virtual_pipeline_model_parallel_size=2"),
     (["1f1b", TWO_CHUNKS, "model.num_layers=4"], "trainer.strategy.pipeline_schedule=1f1b: is of one chunk on each GPU, and "

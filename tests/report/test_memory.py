@@ -35,6 +35,19 @@ def test_planned_bytes_are_the_measured_ones(precision: str, recompute: str) -> 
     assert found["peak"][1] > found["after forward"][1] > 0
 
 
+@pytest.mark.parametrize("words", ["precision=bf16_fp8 model.recompute_granularity=full", "precision=bf16_fp8_block fp8.params=true", "precision=bf16_mxfp8 fp8.params=true"])
+def test_a_transpose_that_is_kept_takes_what_is_planned(words: str) -> None:
+    plain, kept = (measure(tiny(*words.split(), f"fp8.keep_transpose_cache={on}")) for on in ("false", "true"))
+    for kind in ("after forward", "peak"):
+        planned, here = (kept[kind][i] - plain[kind][i] for i in (0, 1))
+        assert planned == pytest.approx(here, rel=1e-4) and kept[kind][0] == pytest.approx(kept[kind][1], rel=0.01), kind
+    recipe = tiny(*words.split())
+    weights = sum(p.in_features * p.out_features for p in linears_of(recipe, whole(recipe)) if p.fp8)
+    assert kept["after forward"][0] - plain["after forward"][0] == 2 * weights, "bf16 carries values of FP8 that is emulated"
+    once = memory_table(tiny(*words.split(), "fp8.keep_transpose_cache=true", "trainer.micro_batch_size=16"), "cuda")
+    assert "transposes" not in once, "of one microbatch a step none is read again"
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_fp8 fp8.output_layer=true"])
 def test_the_loss_has_float32_logits_of_a_chunk_alone(precision: str) -> None:
     recipe = small(*f"precision={precision}".split(), "model.vocab_size=40000")

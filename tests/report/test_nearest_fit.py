@@ -26,6 +26,12 @@ from tests.support.small import small
     ("recipe=llama_70b precision=bf16 model.recompute_granularity=none", "h100", 32, ["model.recompute_granularity=selective"]),
     ("recipe=qwen25_72b precision=bf16_fp8 trainer.strategy.sequence_parallel=false", "h100", 32, ["trainer.micro_batch_size=1"]),
     ("recipe=llama_70b precision=bf16_fp8 opt_level=O2", "h200", 32, ["opt_level=null"]),
+    ("recipe=llama_8b precision=bf16_fp8 fp8.keep_transpose_cache=true model.recompute_granularity=full trainer.strategy.context_parallel_size=1", "h200", 1, ["fp8.keep_transpose_cache=false"]),
+    ("recipe=olmo2_32b precision=bf16_adamw_fp8", "h200", 16, ["storage.master_weight=auto", "storage.rounding=nearest"]),
+    ("recipe=gemma2_9b precision=bf16_precision_aware", "h100", 8, ["storage.master_weight=auto"]),
+    ("recipe=llama_70b precision=bf16_nvfp4", "b200", 64, ["fp8.scaling=mxfp8"]),
+    ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.tensor_model_parallel_size=16 trainer.num_nodes=4", "h100", 32,
+     ["trainer.strategy.tensor_model_parallel_size=8"]),
 ])
 def test_what_is_offered_fits_and_each_word_is_needed(words: str, gpu: str, gpus: int, write: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words.split(), "--gpu", gpu, "--gpus", str(gpus)]) == 2
@@ -68,6 +74,16 @@ def test_a_fit_of_another_kind_is_offered_beside_the_cheapest(capsys: pytest.Cap
     ("recipe=llama_405b precision=bf16_fp8", "h200", 64,
      ["model.recompute_granularity=full trainer.strategy.context_parallel_size=1",
       "storage.shard=fsdp trainer.strategy.pipeline_model_parallel_size=1 trainer.strategy.virtual_pipeline_model_parallel_size=null"]),
+    ("recipe=olmo2_32b precision=bf16_adamw_fp8", "h200", 4,
+     ["storage.master_weight=auto storage.rounding=nearest trainer.strategy.tensor_model_parallel_size=4 "
+      "trainer.strategy.pipeline_model_parallel_size=1",
+      "model.recompute_granularity=selective storage.weight_grad=auto storage.rounding=nearest storage.shard=fsdp "
+      "trainer.strategy.tensor_model_parallel_size=1 trainer.strategy.pipeline_model_parallel_size=1"]),
+    ("recipe=llama_70b precision=bf16_fp8", "h200", 8,  # moments in fewer bits where nothing else fits
+     ["model.recompute_granularity=full storage.exp_avg=bf16 storage.exp_avg_sq=bf16 trainer.strategy.pipeline_model_parallel_size=2 "
+      "trainer.strategy.context_parallel_size=1",
+      "storage.exp_avg=bf16 storage.exp_avg_sq=bf16 storage.shard=fsdp trainer.strategy.pipeline_model_parallel_size=1 "
+      "trainer.strategy.virtual_pipeline_model_parallel_size=null"]),
     ("recipe=llama_70b precision=bf16_fp8", "h200", 2, ["trainer.smoke=true"]),
     ("recipe=llama_8b precision=bf16_fp8", "h100", 7, ["trainer.smoke=true"]),
     ("recipe=llama_8b precision=bf16_fp8 lora.enabled=true", "rtx4090", 1,
@@ -103,7 +119,7 @@ def test_a_layout_that_gains_ranks_keeps_its_own_sharding(way: str) -> None:
 def refused_here(words: list[str], gpus: int, gib: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The lines that a start on a machine with so many free H100s offers."""
     monkeypatch.setattr(before_run, "gpus", lambda: gpus)
-    monkeypatch.setattr(before_run, "free_memory", lambda device: gib << 30)
+    monkeypatch.setattr(before_run, "free_memory", lambda device, ranks: gib << 30)
     with pytest.raises(fp8cfg.ConfigError) as e:
         before_run.refuse(fp8cfg.compose(words), Hardware("cuda", (9, 0), BLOCK_CUDA), lambda more: " ".join([*words, *more]))
     return e.value.problems[-1].partition("; runs here: ")[2].split(" · ")

@@ -1,15 +1,15 @@
 """Search for a fit: the cheapest changes with which a recipe runs in a given memory on a given number of ranks.
 
-The model stays, and the global batch as it was composed. The parallel layout, storage.shard, MS-AMP's levels, recomputation and
-the microbatch are tried, the cheapest combination first; what contradicts a change gives way as it does to a word of the command
-line.
+The model stays, and the global batch as it was composed. The parallel layout, what its refusals say to write, storage.shard,
+MS-AMP's levels, recomputation, kept transposes and the microbatch are tried, the cheapest combination first, and moments in fewer
+bits where none fits; what contradicts a change gives way as it does to a word of the command line.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
 from typing import Any, NamedTuple, get_args
@@ -21,7 +21,8 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.key_names import full, short
 from fp8cfg.config.model import Model
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import sharding
+from fp8cfg.config.refusal import LayoutRefusal
+from fp8cfg.config.storage import resolved, sharding
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.layer_plan import plan
 from fp8cfg.report.memory.layout import refused
@@ -37,10 +38,17 @@ STAGED = 0.3
 after full recomputation, which sends no more."""
 LAYOUT = 0.5
 """Cost of giving up a layout that runs, which is never changed for the user: it is offered after all that keeps it."""
+CURED = 0.25
+"""Cost of writing what the refusals of a layout say, such as float32 masters, which keeps the layout."""
 LEVEL = {None: 0.0, "O1": 1.0, "O2": 1.1, "O3": 1.2}
 """A level changes the numbers, and goes after everything that does not; so does giving one up."""
+CACHE, TRANSPOSED = "fp8.keep_transpose_cache", 0.01
+"""A key that is given up where it contradicts others or takes too much, and the cost of that: each backward pass reads and writes
+each weight once more (docs/concepts.md)."""
 HALVED = 0.02
 """Cost of halving the microbatch, whose products are smaller then."""
+MOMENTS = {"storage.exp_avg": "bf16", "storage.exp_avg_sq": "bf16"}
+"""Moments in fewer bits, which change the numbers on any layout: the last that is tried."""
 
 Backend = Callable[[Recipe], str | None]
 """Who multiplies a recipe; raises ConfigError where nobody does."""
@@ -57,30 +65,40 @@ class Fit:
 
 class Way(NamedTuple):
     """One combination to try. `layout` is an index of the search's layouts; `shard` None leaves storage.shard as the recipe has it,
-    and is a codec to write otherwise."""
+    and is a codec to write otherwise. Where it is `cured`, what the layout's refusals say is written."""
 
     layout: int
     shard: str | None
     level: str | None
     recompute: str
     micro: int
+    transposes: bool
+    cured: bool = False
 
 
 @dataclass
 class Search:
-    """The fits of `recipe` on `world` ranks, each with `free` bytes of `device` ("cpu" or "cuda")."""
+    """The fits of `recipe`, with the values `also`, on `world` ranks, each with `free` bytes of `device` ("cpu" or "cuda")."""
 
     recipe: Recipe
     device: str
     free: int
     world: int
     backend: Backend
+    also: Mapping[str, Any] = field(default_factory=dict)
 
     def fits(self) -> Iterator[Fit]:
         """The cheapest fit of the whole model, and then the cheapest that changes nothing of what the first changes beyond the
-        layout that the ranks ask for."""
+        layout that the ranks ask for. Where there is none, those with moments in fewer bits."""
+        found = list(self._cheapest())
+        columns = resolved(self.recipe.precision)
+        if not found and columns["exp_avg"] == columns["exp_avg_sq"] == "fp32":
+            found = list(replace(self, also=MOMENTS)._cheapest())
+        yield from found
+
+    def _cheapest(self) -> Iterator[Fit]:
         level = self.recipe.precision.opt_level
-        kept = Way(0, None, level, self._recompute[0], next(iter(self._micro(0)), 0))
+        kept = Way(0, None, level, self._recompute[0], next(iter(self._micro(0)), 0), self._transposes[0])
         own, taken = self._shard(0, level), set[int]()  # taken: places of what the first changes
         for way in sorted(self._ways(), key=self._cost):
             stays = way._replace(shard=None) if way.shard == own else way
@@ -93,29 +111,34 @@ class Search:
 
     def _ways(self) -> Iterator[Way]:
         """Every combination, of the recipe's own sharding and level and those that store less, but for those that do not fit at
-        their leanest."""
+        their leanest. A level, which has moments of its own, does not go with others."""
         own = self.recipe.precision.opt_level
+        levels = [own] if self.also else [o for o in LEVEL if o is None or LEVEL[o] >= LEVEL[own]]
         for layout in range(len(self._layouts)):
-            for level in (o for o in LEVEL if o is None or LEVEL[o] >= LEVEL[own]):
+            for level in levels:
                 stronger = [s for s in SHARD if SHARD[s] > SHARD[self._shard(layout, level)] and self._sharers(layout) > 1]
                 for shard in (None, *stronger):
                     micro = self._micro(layout)
-                    if micro and self._fit(Way(layout, shard, level, self._recompute[-1], micro[-1])):
-                        yield from (Way(layout, shard, level, r, m) for r in self._recompute for m in micro)
+                    for cured in (False, True) if self._cures[layout] and level == own else (False,):
+                        if micro and self._fit(Way(layout, shard, level, self._recompute[-1], micro[-1], False, cured)):
+                            yield from (Way(layout, shard, level, r, m, t, cured)
+                                        for r in self._recompute for m in micro for t in self._transposes)
 
     def _cost(self, way: Way) -> float:
         shard = way.shard or self._shard(way.layout, way.level)
         staged = shard == "fsdp" and self._layouts[way.layout].pipeline_model_parallel_size > 1
         leveled = abs(LEVEL[way.level] - LEVEL[self.recipe.precision.opt_level])
-        halved = self._micro(way.layout).index(way.micro)
-        return LAYOUT * way.layout + SHARD[shard] + STAGED * staged + leveled + RECOMPUTE[way.recompute] + HALVED * halved
+        halved, made = self._micro(way.layout).index(way.micro), way.transposes != self._transposes[0]
+        return (LAYOUT * way.layout + CURED * way.cured + SHARD[shard] + STAGED * staged + leveled + RECOMPUTE[way.recompute]
+                + HALVED * halved + TRANSPOSED * made)
 
     @cached_property
     def _layouts(self) -> list[Strategy]:
-        """Layouts that run on these ranks: the recipe's own, or as much of it as they have; without a pipeline; without split
-        matrices too; of whole replicas on each rank."""
-        own = self.recipe.trainer.strategy
+        """Layouts that run on these ranks: the recipe's own, or as much of it as they and the model's sizes have; without a
+        pipeline; without split matrices too; of whole replicas on each rank."""
+        own, m = self.recipe.trainer.strategy, self.recipe.model
         tensor, stages, context = own.tensor_model_parallel_size, own.pipeline_model_parallel_size, own.context_parallel_size
+        tensor = gcd(tensor, m.num_attention_heads, m.num_query_groups, m.ffn_hidden_size, m.vocab_size)
         found = [own] if self.world % own.size == 0 else []
         for tp, pp, cp in ((tensor, stages, context), (tensor, 1, context), (1, 1, context), (1, 1, 1)):
             tp = gcd(tp, self.world)
@@ -134,6 +157,19 @@ class Search:
         own = self.recipe.model.recompute_granularity
         offered = get_args(Model.model_fields["recompute_granularity"].annotation)
         return [name for name in sorted(offered, key=lambda name: RECOMPUTE[name]) if RECOMPUTE[name] >= RECOMPUTE[own]]
+
+    @cached_property
+    def _transposes(self) -> list[bool]:
+        """Whether transposes of weights are kept: as the recipe has it, and not."""
+        return [True, False] if self.recipe.fp8.keep_transpose_cache else [False]
+
+    @cached_property
+    def _cures(self) -> list[dict[str, Any]]:
+        """For each layout what the lines that refuse it say to write."""
+        found = [self.changed({"trainer.micro_batch_size": next(iter(self._micro(i)), 1), **self.also, **_keys(layout)})
+                 for i, layout in enumerate(self._layouts)]
+        lines = [refused(recipe, self.world) if recipe else [] for recipe in found]
+        return [{k: v for line in those if isinstance(line, LayoutRefusal) for k, v in line.write.items()} for those in lines]
 
     def _micro(self, layout: int) -> list[int]:
         """Microbatches, halved from that of the recipe on, that divide the global batch over the data-parallel ranks."""
@@ -154,9 +190,13 @@ class Search:
 
     def _fit(self, way: Way) -> Fit | None:
         layout = self._layouts[way.layout]
-        found = self.changed({"storage.shard": way.shard or self.recipe.storage.shard, "opt_level": way.level,
-                              "model.recompute_granularity": way.recompute, "trainer.micro_batch_size": way.micro, **_keys(layout)})
+        values = {"storage.shard": self.recipe.storage.shard, "opt_level": way.level, "trainer.micro_batch_size": way.micro,
+                  "model.recompute_granularity": way.recompute, CACHE: way.transposes, **_keys(layout), **self.also}
+        values |= (self._cures[way.layout] if way.cured else {}) | ({"storage.shard": way.shard} if way.shard else {})
+        found = self.changed(values)
         if found is None or found.precision.opt_level != way.level or refused(found, self.world):
+            return None
+        if found.trainer.global_batch_size != self.recipe.trainer.global_batch_size:
             return None
         left = self.spare(found)
         return None if left is None or left < 0 else Fit(found, words(self.recipe, found), left)
@@ -166,7 +206,7 @@ class Search:
         own = flat(self.recipe)
         new = {full(key): value for key, value in values.items() if own[full(key)] != value}
         try:
-            found = settled(assigned(self.recipe, new), dict.fromkeys(new, Author.USER))
+            found = settled(assigned(self.recipe, new), {key: Author.USER for key in new if key != full(CACHE)})
         except ConfigError:
             return None
         return None if found.problems else found.recipe
@@ -186,7 +226,7 @@ class Search:
     def fewer_layers(self) -> Fit | None:
         """The recipe at its leanest with as many layers as fit; None where there is no such number."""
         layout = self._layouts[0]
-        lean = self.changed({"trainer.micro_batch_size": (self._micro(0) or [1])[-1],
+        lean = self.changed({"trainer.micro_batch_size": (self._micro(0) or [1])[-1], CACHE: False,
                              "model.recompute_granularity": self._recompute[-1], **_keys(layout)})
         each = layout.pipeline_model_parallel_size * layout.chunks  # of as many layers a stage can be made
         least, most = 0, self.recipe.model.num_layers // each  # fits with `least` of them, does not with `most`: halve the rest

@@ -9,7 +9,7 @@ from math import gcd, prod
 
 from fp8cfg import pipeline_limits, tensor_limits
 from fp8cfg.config.backend_capabilities import capabilities
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import sharding
 from fp8cfg.config.weight_workspace import quantizes_once
@@ -122,18 +122,25 @@ def parts(recipe: Recipe, world: int) -> list[Part]:
 
     Raises ConfigError where `world` ranks are no whole number of replicas, or the batch does not divide over them.
     """
-    s, t = recipe.trainer.strategy, recipe.trainer
+    s = recipe.trainer.strategy
     many = f"{world} GPU{'s' * (world > 1)}"
     if world % s.size:
         near = max(1, round(world / s.size)) * s.size
         raise ConfigError(f"{many}: not a multiple of tensor x pipeline x context parallel = {s.size}; "
                           f"nearest is {near}{s.smaller(world)}")
-    per_step = t.micro_batch_size * (world // s.size)
-    if t.global_batch_size % per_step:
-        near = max(1, round(t.global_batch_size / per_step)) * per_step
-        raise ConfigError(f"{many}: trainer.global_batch_size={t.global_batch_size} is not a multiple of "
-                          f"trainer.micro_batch_size x data-parallel size = {per_step}; nearest is {near}")
+    refuse_if([f"{many}: {line}" for line in uneven_batch(recipe, world)])
     return parts_that_differ(recipe, world)
+
+
+def uneven_batch(recipe: Recipe, ranks: int) -> list[str]:
+    """The line that refuses a global batch which so many ranks, whole replicas, cannot share."""
+    s, t = recipe.trainer.strategy, recipe.trainer
+    per_step = t.micro_batch_size * (ranks // s.size)
+    if t.global_batch_size % per_step == 0:
+        return []
+    near = max(1, round(t.global_batch_size / per_step)) * per_step
+    return [f"trainer.global_batch_size={t.global_batch_size} is not a multiple of trainer.micro_batch_size x data-parallel size = "
+            f"{per_step}; nearest is {near}"]
 
 
 def microbatches(recipe: Recipe, part: Part) -> int:

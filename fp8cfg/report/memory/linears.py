@@ -112,12 +112,19 @@ class LinearBytes:
 
     def workspace(self, linear: PlannedLinear) -> float:
         """The quantized weight that is kept for all passes of a step: a matrix for each product that reads it, or one for both that
-        read it by stride, as emulated products do where scales allow."""
+        read it by stride, as emulated products do where scales allow; of one that is held in FP8 its transpose alone."""
         if self.held(linear) or not self.once:
-            return 0
+            return self.transpose(linear)
         each = sum(map(bool, linear.gemms[:2]))
         shared = emulated(self.recipe, self.device) and not row_scaled(self.recipe)
         return (min(each, 1) if shared else each) * self.e * self.elements(linear)
+
+    def transpose(self, linear: PlannedLinear) -> float:
+        """The transpose that is kept of a weight that is held in FP8, for dgrad."""
+        reads = linear.gemms[1] and "dgrad" not in linear.left_out
+        if not (self.held(linear) and self.once and self.recipe.fp8.keep_transpose_cache and reads):
+            return 0
+        return (decoded(self.recipe, self.device) or self.e) * self.elements(linear)
 
     def elements(self, linear: PlannedLinear) -> float:
         """The elements of the weight."""
@@ -141,7 +148,8 @@ class LinearBytes:
         out = self.grads if held else self.c
         if not made:
             return (out + (self.grads if self.grads > out else 0)) * self.elements(linear)
-        beside = decoded(self.recipe, self.device) * self.elements(linear) if held else 0
+        again = held and not self.transpose(linear)  # is decoded for dgrad, and stays beside the gradient
+        beside = decoded(self.recipe, self.device) * self.elements(linear) if again else 0
         if not linear.gemms[2]:
             return beside + (self.c + (out if held else 0)) * self.elements(linear)
         channels = linear.in_features + linear.out_features / self.tp

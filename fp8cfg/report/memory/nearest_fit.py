@@ -11,7 +11,7 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.memory.fit_search import Backend, Fit, Search
 from fp8cfg.report.memory.layout import ranks
-from fp8cfg.report.memory.peak import memory
+from fp8cfg.report.memory.peak import memory, widest
 from fp8cfg.report.tables import size
 
 SMOKE = "trainer.smoke=true"
@@ -38,9 +38,10 @@ def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | N
         raise ConfigError(f"{line}; nearest that fit: {' · '.join(nearest(recipe, device, free, lambda _: backend))}")
 
 
-def too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> str:
-    """Why `recipe` does not fit into `free` bytes of this machine; empty where it does."""
-    need = sum(memory(recipe, device, backend=backend).values())
+def too_large(recipe: Recipe, device: str, free: int, backend: str | None = None, started: int | None = None) -> str:
+    """Why `recipe` does not fit into `free` bytes of this machine on the ranks here, or on so many that are `started`; empty where
+    it does."""
+    need = sum(memory(recipe, device, widest(recipe, device, started or ranks(), backend), backend).values())
     return f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}" if need > free else ""
 
 

@@ -86,9 +86,8 @@ def product(recipe: Recipe, device: str, out: float, made: float, read: float) -
 
 def by_kernel(recipe: Recipe, device: str) -> bool:
     """Whether a kernel quantizes, in one read and without temporaries (numerics/fused_quantize.py): for products of the hardware,
-    of eight bits, with scales that are this rank's own, as they are under delayed scaling from the second step on."""
-    scaling, split = SCALINGS[recipe.fp8.scaling], recipe.trainer.strategy.tensor_model_parallel_size > 1
-    return device == "cuda" and not emulated(recipe, device) and not scaling.two_levels and (scaling.history or not split)
+    of eight bits."""
+    return device == "cuda" and not emulated(recipe, device) and not SCALINGS[recipe.fp8.scaling].two_levels
 
 
 def quantizing(recipe: Recipe, device: str, elements: float) -> float:

@@ -223,7 +223,9 @@ def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
     tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
     widens = gradient_bytes(recipe) < 4 and not low_bit(recipe.precision)
     shard = sharding(recipe.precision, part.shards)
-    passes = "for all passes of a step" if keeps_weights(recipe, part, backend) else "forward to backward"
+    kept = keeps_weights(recipe, part, backend)
+    state += ", transposes" if kept and recipe.fp8.keep_transpose_cache else ""
+    passes = "for all passes of a step" if kept else "forward to backward"
     other = {"weights": f"{recipe.precision.compute}, adapters fp32"} if recipe.lora.enabled and shard == "fsdp" else {}
     if shard in ("zero1", "zero2") and by_fsdp2(recipe, part.shards, backend):
         other = {"gradients": "fp32"}  # of shards

@@ -1,0 +1,70 @@
+"""Layouts that the rules of composition refuse: `plan`, a start and `launch --local` end with a whole line that is accepted."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+import fp8cfg
+from fp8cfg import smoke
+from fp8cfg.__main__ import main
+from fp8cfg.execution import runs
+from fp8cfg.report.memory.layout import refused
+
+TENSOR, PIPELINE = "trainer.strategy.tensor_model_parallel_size", "trainer.strategy.pipeline_model_parallel_size"
+
+
+def lines(err: str, where: str) -> list[list[str]]:
+    """The words of each line that runs `where`."""
+    return [shlex.split(line)[1:] for line in err.splitlines()[-1].partition(f"; runs {where}: ")[2].split(" · ")]
+
+
+@pytest.mark.parametrize(("words", "options", "more"), [
+    ("recipe=llama_8b trainer.devices=1", "--gpu h200", "trainer.strategy.context_parallel_size=1"),
+    (f"recipe=llama_8b {TENSOR}=16", "--gpu h200 --gpus 4", f"{TENSOR}=4 trainer.strategy.context_parallel_size=1"),
+    (f"recipe=llama_8b {TENSOR}=12 trainer.num_nodes=3 trainer.global_batch_size=516", "--gpu h200", f"{TENSOR}=4"),
+    (f"recipe=llama_8b {PIPELINE}=5 trainer.num_nodes=5 trainer.global_batch_size=520", "--gpu h200", f"{PIPELINE}=1"),
+    (f"recipe=llama_8b {TENSOR}=3 trainer.devices=6", "--gpu h200", "trainer.smoke=true"),
+])
+def test_plan_ends_with_a_line_that_runs_there(words: str, options: str, more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words.split(), *options.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: trainer.strategy")
+    for offered in lines(err, "there"):
+        assert main(["plan", *offered, *options.split()]) == 0
+    assert set(more.split()) <= set(lines(err, "there")[0])
+
+
+def test_a_start_ends_with_lines_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=llama_tiny", "precision=bf16_fp8", f"{TENSOR}=2", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]) == 2
+    offered = lines(capsys.readouterr().err, "here")
+    assert not list(tmp_path.iterdir())
+    assert [words[-1] for words in offered] == [f"{TENSOR}=1", "trainer.smoke=true"]
+    for words in offered:
+        assert refused(smoke.cut(fp8cfg.compose(words), 1), 1) == []
+
+
+def test_a_smoke_run_cuts_a_layout_that_the_gpus_do_not_have() -> None:
+    recipe = fp8cfg.compose(["recipe=llama_8b", "trainer.devices=1", f"{TENSOR}=6", "trainer.smoke=true"])
+    layouts = [smoke.cut(recipe, ranks).trainer.strategy for ranks in (1, 4)]
+    assert [(s.tensor_model_parallel_size, s.context_parallel_size) for s in layouts] == [(1, 1), (2, 2)]
+    with pytest.raises(fp8cfg.ConfigError, match="write false"):
+        fp8cfg.compose(["recipe=llama_8b", "trainer.strategy.sequence_parallel=true", "trainer.smoke=true"])
+
+
+@pytest.mark.parametrize("words", [
+    ["recipe=llama_405b", "precision=bf16_fp8", "trainer.num_nodes=1", f"{TENSOR}=8", f"{PIPELINE}=1",
+     "trainer.strategy.virtual_pipeline_model_parallel_size=null", "trainer.strategy.context_parallel_size=1"],
+    ["recipe=llama_tiny", f"{TENSOR}=2"], ["recipe=llama_tiny", f"{TENSOR}=4", "trainer.devices=4", "trainer.micro_batch_size=4"],
+], ids=["memory", "composition", "ranks"])
+def test_launch_refuses_before_there_is_a_folder(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "--local", "2", *words, "trainer.accelerator=cpu", f"log.dir={tmp_path}"]
+    assert main(words) == 2
+    offered = lines(capsys.readouterr().err, "here")
+    assert not list(tmp_path.iterdir()) and all(line[:3] == words[:3] for line in offered)
+    started: list[fp8cfg.Recipe] = []
+    monkeypatch.setattr(runs, "run", lambda recipe, executor: started.append(recipe) or fp8cfg.Execution(tmp_path, 0))
+    assert [main(line) for line in offered] == [0] * len(offered) == [0] * len(started)
