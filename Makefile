@@ -63,10 +63,10 @@ $(VENV)/.installed: constraints.txt pyproject.toml
 	touch $@
 
 # Oracles for tests: Transformer Engine's recipe classes and reference quantizers import on a CPU without its compiled part;
-# torchao trains on one.
+# torchao trains on one. Triton interprets our kernels there.
 $(VENV)/.tested-with: $(VENV)/.installed
 	@$(INSTALL) -c constraints.txt --editable '.[dev]'
-	@$(INSTALL) --no-deps transformer-engine==2.20.2 torchao==0.18.0
+	@$(INSTALL) --no-deps transformer-engine==2.20.2 torchao==0.18.0 triton==3.6.0
 	touch $@
 
 clean:

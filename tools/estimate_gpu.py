@@ -56,7 +56,15 @@ def transposes(device: Device) -> str:
     passes, whole = recipe.trainer.global_batch_size, sum(estimate.step(device, "delayed", recipe).values())
     taken = passes * estimate.transposes(device, recipe)
     kept = sum(p.in_features * p.out_features for p in plan(recipe) if p.fp8)
-    return f"fp8.params: transposes of weights in {passes} backward passes {taken * 1e3:.0f} ms, {taken / whole:.1%} of the step; kept they take {size(kept)}"
+    return f"fp8.params: transposes of weights in {passes} backward passes {taken * 1e3:.0f} ms, {taken / whole:.1%} of the step; kept (fp8.keep_transpose_cache) they take {size(kept)}"
+
+
+def whole_memory(gpu: str) -> str:
+    """What the 8B step needs, and where that is more than the GPU has, what trains there."""
+    found = fp8cfg.plan(fp8cfg.compose([*WHOLE, *ONE, *WORDS["delayed"]]), gpu)
+    fits = [" ".join(words) for words in (found.write, found.alternative) if words]
+    instead = f"; bench_gpu.py puts it together from layers, and what trains there is {' or '.join(fits)}" if fits else ""
+    return wrapped(f"llama_8b step: {size(found.widest.total)} on one GPU{instead}")
 
 
 def main() -> int:
@@ -72,7 +80,7 @@ def main() -> int:
     print(wrapped("goals: the project's own (tools/gpu_rows/shapes.py), set for an H200 before anything was measured on one"
                   if goals else f"no goals: there are goals for an H200 alone, none for {args.gpu}"))
     print(table(["estimated", "scaling", "ms", "x BF16", "goal"], speeds(device, scalings, goals), right=(2, 3, 4)))
-    print("\n".join([*(parts(device, scaling) for scaling in ("bf16", "delayed")), transposes(device)]))
+    print("\n".join([*(parts(device, scaling) for scaling in ("bf16", "delayed")), whole_memory(args.gpu), transposes(device)]))
     return 0
 
 

@@ -17,13 +17,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E4M3, E5M2, Format, Scaling
-from fp8cfg.numerics.block_scaling import Tile
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, scale_now
+from fp8cfg.numerics.block_scaling import Tile, e8m0_bytes
+from fp8cfg.numerics.fp8_weights import Stored, store
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, amax_of, scale_now
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, of infinities and NaN: the interpreter computes with it
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_under_the_interpreter() -> None:
     environ = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -64,14 +66,14 @@ def test_values_amaxes_scales_and_layouts(kind: str, role: int, shape: tuple[int
 
     scaling = SCALINGS[kind]
     fmt = scaling.format_of(role)
-    history_cases = ((0.0, True), (0.0, False), (3.0, True), (1e30, True), (1e30, False)) if scaling.layout.history else ((None, False),)
+    history_cases = ((0.0, True), (0.0, False), (3.0, True), (1e30, True), (1e30, False)) if scaling.layout.history else ((None, True), (None, False))
     for i, (name, t) in enumerate(contents(shape).items()):
         dtype = torch.float32 if name == "tiny" else (torch.float32, torch.bfloat16, torch.float16)[i % 3]
         for scale, record in history_cases:
             x, where = t.to(dtype), f"{name} {dtype} scale {scale} record {record}"
             scales = None if scale is None else torch.full((3,), scale if kind == "delayed" else scale or 1.0)
-            history = None if scale is None else torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
-            kept = None if history is None else history.clone()
+            history = torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
+            kept = history.clone()
             want = scale_now(x, role, scaling, scales, kept, record)
             data, transposed, scale_inv = torch.empty(shape), torch.empty(shape[::-1]), torch.empty(())
             target = fmt.max * 2.0**-scaling.margin if scales is not None else fmt.max
@@ -82,7 +84,31 @@ def test_values_amaxes_scales_and_layouts(kind: str, role: int, shape: tuple[int
             assert torch.equal(scale_inv, want.reciprocal()), where
             assert torch.equal(data.view(torch.int32)[~exact.isnan()], exact.view(torch.int32)[~exact.isnan()]), where
             assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(transposed.nan_to_num(7.0), data.t().nan_to_num(7.0)), where
-            assert history is None or torch.equal(history, kept), where
+            assert torch.equal(history, kept), where
+
+
+@interpreted
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_known_scale(shape: tuple[int, int]) -> None:
+    from fp8cfg.numerics import triton_kernels
+
+    scale = torch.tensor([3.7])
+    for name, t in contents(shape).items():
+        data, scale_inv, exact = torch.empty(shape), torch.empty(()), saturated(t * scale, E4M3)
+        triton_kernels.cast(t, scale, None, 0, E4M3.max, E4M3.max, False, data, None, scale_inv, amaxes=scale)
+        assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(data.nan_to_num(7.0), exact.nan_to_num(7.0)), name
+        assert torch.equal(scale_inv, scale.reciprocal()[0])
+
+
+@interpreted
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_amaxes_of_parts(shape: tuple[int, int]) -> None:
+    from fp8cfg.numerics import triton_kernels
+
+    for name, t in contents(shape).items():
+        parts = torch.zeros(triton_kernels.PARTS)
+        triton_kernels.amaxes_of_parts(t, parts)
+        assert torch.equal(parts.amax(), amax_of(t)) and not parts[triton_kernels.part_count(t):].any(), name
 
 
 @interpreted
@@ -119,7 +145,7 @@ def check_tiles(made: tuple[Tensor, ...], x: Tensor, tiles: tuple[Tile, Tile], s
 @pytest.mark.parametrize("shape", [(128, 256), (130, 140), (1, 300)], ids=str)
 def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
     """1x32, 32x1 and 32x32 tiles with E8M0 scales; among the contents blocks of zeros, of NaN, of infinities and of subnormal numbers."""
-    from fp8cfg.numerics import triton_kernels
+    from fp8cfg.numerics import triton_block_kernel
 
     scaling, (r, c) = Scaling("mxfp8", backward=E4M3, weights_2d=square), shape
     down, across = -(-r // 32), -(-c // 32)
@@ -127,8 +153,14 @@ def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
         x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
         sizes = ((down, across), (across, down)) if square else ((r, across), (c, down))
         made = torch.empty(r, c), torch.empty(sizes[0]), torch.empty(c, r), torch.empty(sizes[1])
-        triton_kernels.cast_blocks(x, 0.0, E4M3.max, False, square, *made, mx=32)
+        triton_block_kernel.cast_blocks(x, 0.0, E4M3.max, False, square, *made, mx=32, seen=(seen := torch.zeros(())))
+        assert seen == (torch.inf if name == "inf" else 0), name
         check_tiles(made, x, ((32, 32),) * 2 if square else ((1, 32), (32, 1)), scaling, E4M3, name)
+        packed = [e8m0_bytes(made[1]), e8m0_bytes(made[3] if square else made[3].t().contiguous())]
+        stored = torch.empty(r, c), torch.empty_like(packed[0]), *(() if square else (torch.empty(r, c), torch.empty_like(packed[1])))
+        triton_block_kernel.cast_blocks(x, 0.0, E4M3.max, False, square, *stored, *(None,) * (4 - len(stored)), mx=32, transpose=False)
+        for data, scales, want, bytes_ in zip(stored[::2], stored[1::2], (made[0], made[2].t()), packed, strict=False):
+            assert torch.equal(scales, bytes_) and torch.equal(data.nan_to_num(7.0), want.nan_to_num(7.0)), name
 
 
 @interpreted
@@ -142,12 +174,17 @@ def test_rows_and_columns(shape: tuple[int, int], power_2: bool) -> None:
         fmt = (E4M3, E5M2)[i % 2]
         x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
         made = torch.empty(r, c), torch.empty(r, 1), torch.empty(c, r), torch.empty(c, 1)
-        triton_row_kernel.cast_rows(x, fmt.max, power_2, *made)
+        triton_row_kernel.cast_rows(x, fmt.max, power_2, *made, seen=(seen := torch.zeros(())))
+        assert seen == (torch.inf if name == "inf" else 0), name
         check_tiles(made, x, ((1, 0), (0, 1)), scaling, fmt, name)
         alone = torch.empty(r, c), torch.empty(r, 1), torch.empty(c, r), torch.empty(c, 1)
         triton_row_kernel.cast_rows(x, fmt.max, power_2, *alone[:2], None, None)
-        triton_row_kernel.cast_rows(x, fmt.max, power_2, None, None, *alone[2:])
-        assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(made, alone, strict=True)), name
+        triton_row_kernel.cast_rows(x, fmt.max, power_2, None, None, *alone[2:], seen=seen.zero_())
+        assert seen == (torch.inf if name == "inf" else 0), name
+        stored = torch.empty(r, c), torch.empty(1, c)
+        triton_row_kernel.cast_rows(x, fmt.max, power_2, None, None, *stored, transpose=False)
+        pairs = [*zip(made, alone, strict=True), (made[2].t(), stored[0]), (made[3].t(), stored[1])]
+        assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs), name
 
 
 @interpreted
@@ -156,7 +193,7 @@ def test_rows_and_columns(shape: tuple[int, int], power_2: bool) -> None:
 @pytest.mark.parametrize("shape", [(128, 256), (130, 140), (1, 300)], ids=str)
 def test_blocks_along_both_dimensions(shape: tuple[int, int], square: bool, power_2: bool) -> None:
     """Values before their conversion, scales and layouts of 1x128, 128x1 and 128x128 tiles."""
-    from fp8cfg.numerics import triton_kernels
+    from fp8cfg.numerics import triton_block_kernel
 
     scaling, (r, c) = Scaling("block", power_2_scales=power_2, weights_2d=square), shape
     for i, (name, t) in enumerate(contents(shape).items()):
@@ -165,5 +202,91 @@ def test_blocks_along_both_dimensions(shape: tuple[int, int], square: bool, powe
         tiles = ((128, 128),) * 2 if square else ((1, 128), (128, 1))
         sizes = ((-(-r // 128), -(-c // 128)), (-(-c // 128), -(-r // 128))) if square else ((r, -(-c // 128)), (c, -(-r // 128)))
         made = torch.empty(r, c), torch.empty(sizes[0]), torch.empty(c, r), torch.empty(sizes[1])
-        triton_kernels.cast_blocks(x, torch.finfo(x.dtype).max, fmt.max, power_2, square, *made)
+        highest = torch.finfo(x.dtype).max
+        triton_block_kernel.cast_blocks(x, highest, fmt.max, power_2, square, *made, seen=(seen := torch.zeros(())))
+        assert seen == (torch.inf if name == "inf" else 0), name
         check_tiles(made, x, tiles, scaling, fmt, name)
+        if not square:
+            stored = torch.empty(r, c), torch.empty(-(-r // 128), c)
+            triton_block_kernel.cast_blocks(x, highest, fmt.max, power_2, square, None, None, *stored, transpose=False)
+            assert all(torch.equal(a.nan_to_num(7.0), b.t().nan_to_num(7.0)) for a, b in zip(stored, made[2:], strict=True)), name
+
+
+STORED = {
+    "delayed": Scaling(), "current": Scaling("current"), "rows": Scaling("current", granularity="row", power_2_scales=True),
+    "128x128": Scaling("block", power_2_scales=True, weights_2d=True), "1x128": Scaling("block", power_2_scales=True),
+    "MX": Scaling("mxfp8"), "MX 32x32": Scaling("mxfp8", weights_2d=True),
+}  # fmt: skip
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored by kernels, whatever the device."""
+    from fp8cfg.numerics import fused_quantize
+
+    monkeypatch.setattr(fused_quantize, "fuses_store", lambda t: True)
+    monkeypatch.setattr(fused_quantize, "fuses", lambda t, scaling, carrier: True)
+    monkeypatch.setattr(fused_quantize, "fuses_tiles", lambda t, tile, scaling, carrier: True)
+
+
+def exact(rows: int, columns: int) -> Tensor:
+    """Numbers that E4M3 holds, with an amax that scales by a power of two: nothing is left for the conversion to round."""
+    t = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)).clamp(-3.5, 3.5).to(E4M3.dtype).float()
+    t[1, 1] = 3.5
+    return t
+
+
+def same(made: Stored, want: Stored) -> bool:
+    return all(a is b is None or (a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous()
+               and torch.equal(a.view(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))) for a, b in zip(made, want, strict=True))  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("kind", STORED)
+def test_a_stored_weight_and_its_shards_are_those_of_plain_code(kind: str, on_cpu: None) -> None:
+    """Fields, layouts, dtypes and bits, with the amax that is recorded; shards of two ranks, of which no tile or all are cut."""
+    from fp8cfg.numerics import shard_scales as shards
+    from fp8cfg.numerics.fused_quantize import store_recorded
+
+    scaling, t = STORED[kind], exact(256, 192)
+    state = (torch.zeros(3), torch.zeros(4, 3)) if scaling.layout.history else (None, None)
+    scale = scale_now(t, WEIGHT, scaling, *state, record=False) if scaling.tile(WEIGHT, 1) is None else None
+    want = store(t, scaling, scale)
+    assert same(store_recorded(t, scaling, *state, None), want), kind
+    assert state[1] is None or state[1].tolist() == [[0, 3.5, 0], *[[0, 0, 0]] * 3]
+    for ranks in (2, 4):
+        pieces, places = t.chunk(ranks), [shards.ShardPlace(256, ranks, rank) for rank in range(ranks)]
+        found = [torch.stack(each).amax(0) for each in zip(*shards.shard_amaxes(pieces, scaling, places), strict=True)]
+        known = shards.shard_scales(found, scaling, places[0]) if scale is None else shards.ShardScales(scale)
+        made = [shards.quantized_shard(piece, scaling, place, known) for piece, place in zip(pieces, places, strict=True)]
+        split = shards.split_fields(scaling, places[0])
+        joined = Stored(*(
+            None if t is None else torch.cat([getattr(each, field) for each in made]) if field in split else t
+            for field, t in made[0]._asdict().items()))
+        assert same(joined, want), (kind, ranks)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["current", "delayed"])
+def test_parts_are_scaled_as_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two tensor-parallel ranks, with the larger amax at the other one; what is recorded is its own."""
+    from fp8cfg.numerics import amax_group, fused_quantize
+
+    scaling, t, asked = STORED[kind], exact(192, 160), []
+
+    def largest(amax: Tensor, group: str) -> Tensor:
+        asked.append((amax.item(), group))
+        return torch.maximum(amax, torch.tensor(7.0))
+
+    monkeypatch.setattr(amax_group, "largest", largest)
+    parts = amax_group.AmaxGroup((WEIGHT,), "two ranks")
+    for first in (0.0, 2.0) if scaling.layout.history else (None,):
+        state = (None, None) if first is None else (torch.full((3,), first), torch.zeros(4, 3))
+        made = fused_quantize.quantize_fused(t, WEIGHT, scaling, *state, record=True, both=True, parts=parts)
+        scale = torch.tensor(first or E4M3.max / 7.0)
+        assert made.scale_inv == 1 / scale and torch.equal(made.data.float(), t * scale)
+        assert made.other is not None and torch.equal(made.other.data.float(), made.data.t().float())
+        assert state[1] is None or state[1][0].tolist() == [0, 3.5, 0]
+        fused_quantize.quantize_fused(t, INPUT, scaling, *state, record=True, both=False, parts=parts)
+    read = [0.0 if first else 3.5 for first in ((0.0, 2.0) if scaling.layout.history else (0.0,))]
+    assert asked == [(amax, "two ranks") for amax in read], "of the role that is split; not read where its scale is set"

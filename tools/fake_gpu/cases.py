@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8cfg
@@ -16,6 +17,8 @@ from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, fp8_linears, seed_rounding, update_scales
+from fp8cfg.numerics.amax_group import AmaxGroup
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT
 from fp8cfg.optim.groups import param_groups
 from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.low_bit.training import LowBitTrainingAdamW
@@ -74,12 +77,27 @@ def passes(model: nn.Module, x: Tensor, dy: Tensor, *rest: Tensor) -> Parts:
     return {"forward": forward, "backward": lambda: outputs.pop().backward(dy), "update": lambda: update_scales(layers)}
 
 
-def linear(scaling: str, fp8_params: bool = False, compile: bool = False) -> Parts:
-    layer = converted(nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False, device="cuda", dtype=torch.bfloat16), scaling, fp8_params)
+def big_linear(scaling: str, fp8_params: bool) -> nn.Module:
+    return converted(nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False, device="cuda", dtype=torch.bfloat16), scaling, fp8_params)
+
+
+def linear(scaling: str, fp8_params: bool = False, compile: bool = False, shared: bool = False) -> Parts:
+    """`shared`: its weight and gradient are split over tensor-parallel ranks, of which there is one here."""
+    layer = big_linear(scaling, fp8_params)
+    if shared:
+        if not dist.is_initialized():
+            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        layer.amax_group = AmaxGroup((WEIGHT, GRAD_OUTPUT), dist.group.WORLD.group_name)
     if compile:
         compiled(layer)
     x, dy = (torch.zeros(TOKENS, n, device="cuda", dtype=torch.bfloat16) for n in (IN_FEATURES, OUT_FEATURES))
     return passes(layer, x, dy)
+
+
+def set_weight(scaling: str) -> Parts:
+    """What an optimizer does with a weight of fp8.params once it has stepped."""
+    layer, master = big_linear(scaling, True), torch.zeros(OUT_FEATURES, IN_FEATURES, device="cuda")
+    return {"set_weight": lambda: layer.set_weight(master)}
 
 
 def layer_8b(scaling: str, compile: bool = False) -> Parts:

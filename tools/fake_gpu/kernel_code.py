@@ -14,6 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+AMAXES = "amaxes_of_parts"
+"""The kernel that converts nothing."""
+
 
 class Resources(NamedTuple):
     """Of one thread: `registers`, and bytes `spilled` to memory; `shared` bytes of a block."""
@@ -47,13 +50,19 @@ def compiled() -> dict[str, Any]:
     """The kernels, compiled for the GPU that is there."""
     import torch
 
-    from fp8cfg.numerics import E4M3, E5M2, triton_kernels, triton_row_kernel
+    from fp8cfg.numerics import E4M3, E5M2, triton_block_kernel, triton_kernels, triton_row_kernel
 
     found: dict[str, Any] = {}
+    seen = torch.zeros((), device="cuda")
+    for delayed in (True, False):
+        for dtype in (torch.bfloat16, torch.float32):
+            t, parts = torch.zeros(256, 512, device="cuda", dtype=dtype), torch.empty(triton_kernels.PARTS, device="cuda")
+            name = f"{AMAXES} {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')}"
+            found[name] = triton_kernels.amaxes_of_parts(t, parts, torch.ones(3, device="cuda") if delayed else None)
     for delayed in (True, False):
         for fmt, dtype in ((E4M3, torch.bfloat16), (E4M3, torch.float32), (E5M2, torch.bfloat16)):
             t = torch.zeros(256, 512, device="cuda", dtype=dtype)
-            scales, history = (torch.ones(3, device="cuda"), torch.zeros(4, 3, device="cuda")) if delayed else (None, None)
+            scales, history = torch.ones(3, device="cuda") if delayed else None, torch.zeros(4, 3, device="cuda")
             data, transposed = torch.empty_like(t, dtype=fmt.dtype), torch.empty(512, 256, device="cuda", dtype=fmt.dtype)
             name = f"cast {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')} to {fmt.name}, transposed"
             found[name] = triton_kernels.cast(t, scales, history, 0, fmt.max, fmt.max, False, data, transposed, torch.empty((), device="cuda"))
@@ -63,16 +72,25 @@ def compiled() -> dict[str, Any]:
             data, transposed = torch.empty_like(t, dtype=E4M3.dtype), torch.empty(512, 256, device="cuda", dtype=E4M3.dtype)
             scales, other = (torch.empty(n, 4, device="cuda") for n in (256, 512))
             name = f"cast_blocks {'128x128' if square else '1x128 and 128x1'} {str(dtype).removeprefix('torch.')}"
-            found[name] = triton_kernels.cast_blocks(t, 1e38, E4M3.max, True, square, data, scales, transposed, other)
+            found[name] = triton_block_kernel.cast_blocks(t, 1e38, E4M3.max, True, square, data, scales, transposed, other, seen=seen)
     for dtype in (torch.bfloat16, torch.float32):
         t, kind = torch.zeros(256, 512, device="cuda", dtype=dtype), str(dtype).removeprefix("torch.")
         data, transposed = torch.empty_like(t, dtype=E4M3.dtype), torch.empty(512, 256, device="cuda", dtype=E4M3.dtype)
         for square in (False, True):
             scales, other = (torch.empty(s, device="cuda") for s in (((8, 16), (16, 8)) if square else ((256, 16), (512, 8))))
             name = f"cast_blocks MX {'32x32' if square else '1x32 and 32x1'} {kind}"
-            found[name] = triton_kernels.cast_blocks(t, 0.0, E4M3.max, False, square, data, scales, transposed, other, mx=32)
+            found[name] = triton_block_kernel.cast_blocks(
+                t, 0.0, E4M3.max, False, square, data, scales, transposed, other, mx=32, seen=seen)
         one, other = (torch.empty(n, 1, device="cuda") for n in (256, 512))
-        found[f"cast_rows rows and columns {kind}"] = triton_row_kernel.cast_rows(t, E4M3.max, True, data, one, transposed, other)
+        found[f"cast_rows rows and columns {kind}"] = triton_row_kernel.cast_rows(
+            t, E4M3.max, True, data, one, transposed, other, seen=seen)
+        # As a weight is stored: nothing is transposed, scales of MX are bytes.
+        again, across = torch.empty_like(data), torch.empty(1, 512, device="cuda")
+        scales, other = (torch.empty(s, device="cuda", dtype=torch.uint8) for s in ((256, 16), (8, 512)))
+        found[f"cast_blocks MX stored {kind}"] = triton_block_kernel.cast_blocks(
+            t, 0.0, E4M3.max, False, False, data, scales, again, other, mx=32, transpose=False, seen=seen)
+        found[f"cast_rows stored {kind}"] = triton_row_kernel.cast_rows(
+            t, E4M3.max, True, data, one, again, across, transpose=False, seen=seen)
     return found
 
 

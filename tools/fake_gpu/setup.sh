@@ -55,10 +55,11 @@ if [ "$stamp" != "$(cat "$folder/.made" 2>/dev/null)" ]; then
     echo "$stamp" >"$folder/.made"
 fi
 
+triton=$(sed -n "s/^__version__ = '\(.*\)'/\1/p" "$site/triton/__init__.py")
 cat >"$folder/env.sh" <<END
 # Sourced in the root of a checkout: \$FAKE_GPU_PYTHON runs Python on the fake GPU.
 export LD_LIBRARY_PATH=$folder/lib TRITON_LIBCUDA_PATH=$folder/lib PYTHONPATH=\$PWD
-export TORCHINDUCTOR_CACHE_DIR=$folder/inductor TRITON_CACHE_DIR=$folder/triton TORCHINDUCTOR_COMPILE_THREADS=1
+export TORCHINDUCTOR_CACHE_DIR=$folder/inductor TRITON_CACHE_DIR=$folder/triton-$triton TORCHINDUCTOR_COMPILE_THREADS=1
 export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
 export FAKE_GPU_PYTHON=$python
 END

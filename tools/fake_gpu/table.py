@@ -59,12 +59,17 @@ def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[],
         for how in ("eager", "compiled"):
             for scaling in cases.BLACKWELL:
                 found[f"linear {scaling} {how}"] = partial(cases.linear, scaling, False, how == "compiled")
+        for scaling in cases.BLACKWELL:
+            found[f"set_weight {scaling} eager"] = partial(cases.set_weight, scaling)
+        found["step bf16_mxfp8 eager"] = partial(cases.step, "precision=bf16_mxfp8")
         return found
     for how in (False, True):
         ran = "compiled" if how else "eager"
         for scaling in cases.SCALINGS:
             for held in (False, True) if scaling != "bf16" else (False,):
                 found[f"linear {scaling}{' FP8 weight' * held} {ran}"] = partial(cases.linear, scaling, held, how)
+        for scaling in [] if how else [name for name, made in cases.SCALINGS.items() if made]:
+            found[f"set_weight {scaling} eager"] = partial(cases.set_weight, scaling)
         for scaling in ("bf16", "delayed", "block"):
             found[f"8B layer {scaling} {ran}"] = partial(cases.layer_8b, scaling, how)
         for count in (1, 4):
@@ -75,16 +80,27 @@ def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[],
     found["step fsdp bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "storage.shard=fsdp")
     found["step fsdp fp16_fp8 eager"] = partial(cases.step, "precision=fp16_fp8", "storage.shard=fsdp")
     found["step fsdp SGD bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "storage.shard=fsdp", "optim.name=sgd")
+    moments = "storage.exp_avg=fp8", "storage.exp_avg_sq=fp16_scaled"
+    found["step fsdp moments bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "storage.shard=fsdp", *moments)
     found["step fp16_fp8 SGD interval eager"] = partial(cases.step, "precision=fp16_fp8", "fp8.interval=2", "optim.name=sgd")
+    found["linear current amax group eager"] = partial(cases.linear, "current", shared=True)  # once there are ranks
+    for name, words in {"block": ("bf16_fp8_block", "fp8.format=e4m3"), "row": ("bf16_fp8_current", "fp8.granularity=row")}.items():
+        precision, *keys = words
+        found[f"step {name} FP8 weights eager"] = partial(cases.step, f"precision={precision}", *keys, "fp8.params=true")
     for level in ("O1", "O2", "O3"):
         found[f"step {level} bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", f"opt_level={level}")
+    found["step bf16_fp8_current_coat eager"] = partial(cases.step, "precision=bf16_fp8_current_coat")
     selective = "model.recompute_granularity=selective"
     found["step bf16_fp8 compiled"] = partial(cases.step, "precision=bf16_fp8", compile=True)
     found["step bf16_fp8 selective compiled"] = partial(cases.step, "precision=bf16_fp8", selective, compile=True)
     found["step bf16_fp8 BF16 weights eager"] = partial(cases.step, "precision=bf16_fp8", "fp8.params=false")
-    held = "fp8.params=false"
-    accumulating = held, "trainer.global_batch_size=32", "trainer.micro_batch_size=8"
-    found["step bf16_fp8 BF16 weights 4 microbatches eager"] = partial(cases.step, "precision=bf16_fp8", *accumulating)
+    held, kept = "fp8.params=false", "fp8.keep_transpose_cache=true"
+    accumulating = "precision=bf16_fp8", "trainer.global_batch_size=32", "trainer.micro_batch_size=8"
+    found["step bf16_fp8 BF16 weights 4 microbatches eager"] = partial(cases.step, *accumulating, held)
+    for how in (False, True):
+        ran = f"4 microbatches {'compiled' if how else 'eager'}"
+        found[f"step bf16_fp8 {ran}"] = partial(cases.step, *accumulating, compile=how)
+        found[f"step bf16_fp8 transposes kept {ran}"] = partial(cases.step, *accumulating, kept, compile=how)
     found["step bf16_fp8 BF16 weights full eager"] = partial(cases.step, "precision=bf16_fp8", held, "model.recompute_granularity=full")
     found["fused AdamW 4 eager"] = partial(cases.optimizer, "fused", 4)
     found["save bf16_fp8 eager"] = cases.host_copies

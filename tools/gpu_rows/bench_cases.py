@@ -30,7 +30,7 @@ from fp8cfg.training.train_step import train_step
 from tools.gpu_rows import estimate
 from tools.gpu_rows.shapes import BLACKWELL, WORDS
 
-SCALINGS = {"delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row"),
+SCALINGS = {"delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row", power_2_scales=True),
             "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True),
             "mxfp8": Scaling("mxfp8", backward=E4M3), "nvfp4": Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True)}
 TRAINER = ["optim.lr=1e-30", "optim.warmup_steps=0", "trainer.devices=1", "trainer.gradient_clip_val=0"]  # weights stay as they are
