@@ -44,8 +44,10 @@ def _strategy_rules(recipe: Recipe) -> Iterator[str]:
         yield ("trainer.strategy.virtual_pipeline_model_parallel_size: has no effect while pipeline_model_parallel_size=1; "
                "write null")
     if m.num_layers < pp * s.chunks:
+        most = m.num_layers // pp
+        fewer = f"virtual_pipeline_model_parallel_size={most}" if most > 1 else max(1, m.num_layers // s.chunks)
         yield LayoutRefusal(f"trainer.strategy.pipeline_model_parallel_size={pp}: model.num_layers={m.num_layers} are too few for "
-                            f"{pp * s.chunks} chunks of layers; nearest is {max(1, m.num_layers // s.chunks)}")
+                            f"{pp * s.chunks} chunks of layers; nearest is {fewer}")
     yield from _schedule_rules(s)
     yield from _replica_rules(recipe, world)
     if s.sequence_parallel and tp == 1:
@@ -64,6 +66,8 @@ def _dividing(whole: int, size: int, world: int, rest: int) -> int:
 def _schedule_rules(s: Strategy) -> Iterator[str]:
     """Of the order of passes, which follows from the number of chunks."""
     key, chunks = "trainer.strategy.pipeline_schedule", "virtual_pipeline_model_parallel_size"
+    if s.pipeline_model_parallel_size == 1 and s.pipeline_schedule == "auto":
+        return
     if s.pipeline_model_parallel_size == 1:
         yield from idle(s, ("pipeline_schedule",), " while pipeline_model_parallel_size=1; write auto", s.key(chunks),
                         s.key("pipeline_model_parallel_size"))

@@ -20,7 +20,7 @@ from fp8cfg.report.coverage import planned
 from fp8cfg.report.machine import free_memory, gpus
 from fp8cfg.report.memory import layout
 from fp8cfg.report.memory.fsdp_gather import gather_line
-from fp8cfg.report.memory.nearest_fit import SMOKE, Line, alternatives, offering, too_large
+from fp8cfg.report.memory.nearest_fit import SMOKE, Line, alternatives, offering, smoke_runs, too_large
 from fp8cfg.report.memory.peak import memory_table
 from fp8cfg.report.plan_text import passed_over
 from fp8cfg.report.tables import amount, wrapped
@@ -108,7 +108,7 @@ def refuse(
     if problems:
         alone = ("trainer.num_nodes=1",) if recipe.trainer.num_nodes > 1 and not _launched() else ()
         found = [(*fit.words, *alone) for fit in alternatives(recipe, hardware.device, free, ranks, backend)]
-        found += [] if recipe.trainer.smoke else [(SMOKE,)]
+        found += [(SMOKE,)] if smoke_runs(recipe, ranks, backend) else []
         raise ConfigError(offering(problems, "here", [whole_line(words) for words in found]))
 
 

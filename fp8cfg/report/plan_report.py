@@ -17,7 +17,7 @@ from fp8cfg.report.communication.step import of_step
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU
 from fp8cfg.report.memory.layout import Part, parts, refused, shards, whole
-from fp8cfg.report.memory.nearest_fit import SMOKE, Line, alternatives, offering
+from fp8cfg.report.memory.nearest_fit import SMOKE, Line, alternatives, offering, smoke_runs
 from fp8cfg.report.memory.peak import linears_of, memory, multiplying, parameters
 from fp8cfg.report.tables import size
 
@@ -164,8 +164,9 @@ def make(
                   of_step(recipe, part, backend or multiplying(recipe)) if world > 1 else ()) for part in layout]
     coverage = planned(recipe, plan(recipe, backend))
     problems = refused(recipe, world) or _too_large(recipe, ranks, gpu) if choice else []
-    write, *more = _write(recipe, world, hardware, memory_of_each) if problems else [()]
-    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, write, *more)
+    offered = _write(recipe, world, hardware, memory_of_each) if problems else []
+    write, alternative, *_ = *offered, (), ()
+    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, write, alternative)
 
 
 def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
@@ -182,6 +183,9 @@ def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[s
 
 
 def _write(recipe: Recipe, world: int, hardware: Hardware, free: int) -> list[tuple[str, ...]]:
-    found = alternatives(recipe, hardware.device, free, world, lambda other: _chosen(other, hardware, shards(other, world)).backend)
-    return [fit.words for fit in found] or [(SMOKE,)]
+    def backend(other: Recipe) -> str:
+        return _chosen(other, hardware, shards(other, world)).backend
+
+    found = [fit.words for fit in alternatives(recipe, hardware.device, free, world, backend)]
+    return found or ([(SMOKE,)] if smoke_runs(recipe, world, backend) else [])
 

@@ -57,7 +57,7 @@ def test_a_smoke_run_cuts_a_layout_that_the_gpus_do_not_have() -> None:
 @pytest.mark.parametrize("words", [
     ["recipe=llama_405b", "precision=bf16_fp8", "trainer.num_nodes=1", f"{TENSOR}=8", f"{PIPELINE}=1",
      "trainer.strategy.virtual_pipeline_model_parallel_size=null", "trainer.strategy.context_parallel_size=1"],
-    ["recipe=llama_tiny", f"{TENSOR}=2"], ["recipe=llama_tiny", f"{TENSOR}=4", "trainer.devices=4", "trainer.micro_batch_size=4"],
+    ["recipe=llama_tiny", f"{TENSOR}=4"], ["recipe=llama_tiny", f"{TENSOR}=4", "trainer.devices=4", "trainer.micro_batch_size=4"],
 ], ids=["memory", "composition", "ranks"])
 def test_launch_refuses_before_there_is_a_folder(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,3 +68,27 @@ def test_launch_refuses_before_there_is_a_folder(words: list[str], tmp_path: Pat
     started: list[fp8cfg.Recipe] = []
     monkeypatch.setattr(runs, "run", lambda recipe, executor: started.append(recipe) or fp8cfg.Execution(tmp_path, 0))
     assert [main(line) for line in offered] == [0] * len(offered) == [0] * len(started)
+
+
+def test_launch_takes_a_layout_of_its_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[fp8cfg.Recipe] = []
+    monkeypatch.setattr(runs, "run", lambda recipe, executor: started.append(recipe) or fp8cfg.Execution(tmp_path, 0))
+    assert main(["launch", "--local", "2", "recipe=llama_tiny", f"{TENSOR}=2", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]) == 0
+    assert started[0].trainer.devices == 2
+
+
+def test_a_smoke_run_is_offered_where_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Transformer Engine has no CPU, and a smoke run is none that a smoke run cures."""
+    words = ["precision=bf16_fp8", f"{TENSOR}=2", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]
+    assert main(["recipe=llama_tiny", "backend=te", *words]) == 2 and "smoke" not in capsys.readouterr().err
+    assert main(["recipe=llama_tiny", *words]) == 2 and "smoke" in capsys.readouterr().err
+    assert main(["plan", "recipe=llama_405b", "trainer.smoke=true", "precision=bf16_fp8", "model.num_layers=1", "--gpus", "3"]) == 0
+
+
+def test_chunks_that_are_too_many_are_refused_with_as_many_as_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "recipe=llama_8b", "--gpu", "h200", f"{PIPELINE}=8", "trainer.strategy.context_parallel_size=1"]
+    chunks = "trainer.strategy.virtual_pipeline_model_parallel_size"
+    assert main([*words, f"{chunks}=6"]) == 2
+    assert "nearest is virtual_pipeline_model_parallel_size=4;" in capsys.readouterr().err
+    assert main([*words, f"{chunks}=4"]) == 0
+    assert main(["plan", "recipe=llama_tiny", "trainer.strategy.pipeline_schedule=auto"]) == 0, "what is no change has an effect"

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from fp8cfg import smoke
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.memory.fit_search import Backend, Fit, Search
-from fp8cfg.report.memory.layout import ranks
+from fp8cfg.report.memory.layout import ranks, refused
 from fp8cfg.report.memory.peak import memory, widest
 from fp8cfg.report.tables import size
 
@@ -25,6 +26,18 @@ def alternatives(recipe: Recipe, device: str, free: int, world: int, backend: Ba
     "cuda"), and the cheapest of another kind, which changes nothing of what the first changes, such as a level where the first
     recomputes. One or none where there are no more."""
     return list(Search(recipe, device, free, world, backend).fits())
+
+
+def smoke_runs(recipe: Recipe, world: int, backend: Backend) -> bool:
+    """Whether a smoke run of `recipe`, which is none itself, trains on `world` ranks: its backend may not, however small it is."""
+    if recipe.trainer.smoke:
+        return False
+    try:
+        small = smoke.cut(recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"smoke": True})}), world)
+        backend(small)
+    except ConfigError:
+        return False
+    return not refused(small, world)
 
 
 def offering(problems: Sequence[str], where: str, lines: Sequence[str]) -> list[str]:
@@ -52,4 +65,5 @@ def nearest(recipe: Recipe, device: str, free: int, backend: Backend) -> Iterato
     if not found and (fewer := search.fewer_layers()):
         found = [fewer]
     yield from [" ".join(fit.words) for fit in found]
-    yield SMOKE
+    if smoke_runs(recipe, ranks(), backend):
+        yield SMOKE
