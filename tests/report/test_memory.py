@@ -195,11 +195,14 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
 
 def test_the_plan_knows_the_optimizer_s_pieces() -> None:
     from fp8cfg.numerics import codecs
+    from fp8cfg.optim.low_bit import gradients
 
-    assert report.PIECES == {"cpu": codecs.CHUNK, "cuda": codecs.GPU_CHUNK}
+    assert report.PIECES == {"cpu": codecs.CHUNK, "cuda": codecs.GPU_CHUNK} and report.WAITING == gradients.WAITING
     recipe = small("precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", "opt_level=O2")
     part = whole(recipe)
     assert step_bytes(recipe, part, linears_of(recipe, part), "cpu") == 48 * codecs.CHUNK
+    alone = fp8cfg.compose(["recipe=llama_8b", "opt_level=O2", "trainer.strategy.context_parallel_size=1", "trainer.devices=1", "trainer.global_batch_size=1"])
+    assert memory(alone, "cuda", whole(alone))["accumulation"] == 4 * gradients.WAITING and "accumulation" not in memory(alone, "cpu", whole(alone))
 
 
 @pytest.mark.parametrize(("layers", "stages", "chunks", "sizes"), [

@@ -41,6 +41,8 @@ from fp8cfg.scalings import SCALINGS
 PIECES, WORKING = {"cpu": 65536, "cuda": 64 * 65536}, 12 * 4
 """Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK and GPU_CHUNK), and the bytes that one takes in
 float32."""
+WAITING = 1 << 26
+"""Elements of gradients that wait there in float32 until several are stored together (optim/low_bit/gradients.py)."""
 NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
 """Kinds that grow with tokens rather than with parameters."""
 
@@ -91,6 +93,8 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
             kinds["accumulation"] = max(kinds["accumulation"], before_step(recipe, part, linears) - kinds["gradients"])
     elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
+    elif device == "cuda" and chart.row(recipe)["weight_grad"] in SCALED and microbatches(recipe, part) == 1:
+        kinds["accumulation"] = 4 * min(WAITING, counts.linear)
     kinds |= {"activations": live.pop("kept"), **live}
     step = step_bytes(recipe, part, linears, device, backend)
     kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
