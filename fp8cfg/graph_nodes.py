@@ -227,6 +227,7 @@ def _below(part: type[Part], recipe: Recipe, idle: Collection[str]) -> dict[str,
 
 _ACTS: dict[str, Callable[[Recipe], bool]] = {
     "trainer.strategy.sequence_parallel": lambda r: r.trainer.strategy.tensor_model_parallel_size > 1,
+    "trainer.strategy.pipeline_schedule": lambda r: r.trainer.strategy.pipeline_model_parallel_size > 1,
     "trainer.strategy.data_parallel_replicate_size": lambda r: r.trainer.strategy.data_parallel_replicate_size > 1,
     full("fp8.multi_head_attention"): lambda r: r.fp8.dot_product_attention,
     "log.resume": lambda r: r.log.folder is not None,

@@ -4,8 +4,8 @@
     python tools/check_gpu.py                   # on a GPU, eight minutes
     python tools/check_gpu.py --small           # the same code on a CPU: small shapes, FP8 emulated, two minutes
 
-    bits    tensors quantized by Transformer Engine and by fp8cfg.numerics, under delayed, current and block scaling: how many
-            of their bytes and scales differ
+    bits    tensors quantized by Transformer Engine and by fp8cfg.numerics, under delayed, current, block and (on Blackwell) MX
+            scaling: how many of their bytes and scales differ
     tiny    optimizer steps of llama_tiny
     1b      of Llama 3.2 1B cut to four layers, four sequences of 2048
 
@@ -37,6 +37,7 @@ from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import against
 from fp8cfg.backends.te import decoder as te_decoder
 from fp8cfg.numerics import E4M3, E5M2, Scaling, amax_of, scale_from_amax
+from fp8cfg.numerics.block_scaling import e8m0_bytes
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.report.tables import wrapped
@@ -137,6 +138,12 @@ def bits(args: argparse.Namespace, _: str, scaling: str) -> list[str]:
                               (columns.data.t(), lines._columnwise_data), (columns.scale_inv, lines._columnwise_scale_inv[:, : x.shape[1]]),
                               (tiles.data, squares._rowwise_data), (tiles.scale_inv, squares._rowwise_scale_inv[:, : x.shape[1] // 128])]
                 continue
+            if scaling == "mxfp8":
+                theirs = te.MXFP8Quantizer(kind, rowwise=True, columnwise=True)(x)
+                rows, columns = (quantize_tiles(x, tile, fmt, Scaling("mxfp8"), fmt.dtype) for tile in ((1, 32), (32, 1)))
+                pairs += [(rows.data, theirs._rowwise_data), (e8m0_bytes(rows.scale_inv), theirs._rowwise_scale_inv),
+                          (columns.data, theirs._columnwise_data), (e8m0_bytes(columns.scale_inv), theirs._columnwise_scale_inv)]
+                continue
             scale = scale_from_amax(amax_of(x), fmt)
             if scaling == "delayed":
                 scale = scale * 1.5  # some saturate, as under a scale of the past
@@ -145,11 +152,11 @@ def bits(args: argparse.Namespace, _: str, scaling: str) -> list[str]:
                 theirs = te.Float8CurrentScalingQuantizer(kind, x.device)(x)
             ours = quantize(x, scale, fmt, fmt.dtype)
             pairs += [(ours.data, theirs._data), (ours.scale_inv.view(1), theirs._scale_inv.view(1))]
-    count = {eight: [0, 0] for eight in (True, False)}
+    count = {data: [0, 0] for data in (True, False)}
     for ours, theirs in pairs:
-        wrong = ours.contiguous().view(torch.uint8) != theirs.contiguous().view(torch.uint8)
-        count[ours.element_size() == 1][0] += int(wrong.sum())
-        count[ours.element_size() == 1][1] += wrong.numel()
+        wrong, data = ours.contiguous().view(torch.uint8) != theirs.contiguous().view(torch.uint8), ours.dtype.is_floating_point and ours.itemsize == 1
+        count[data][0] += int(wrong.sum())
+        count[data][1] += wrong.numel()
     text = f"{count[True][0]} of {count[True][1]} bytes of data and {count[False][0]} of {count[False][1]} bytes of scales differ"
     if count[True][0] or count[False][0]:
         raise ArithmeticError(text)
@@ -159,7 +166,10 @@ def bits(args: argparse.Namespace, _: str, scaling: str) -> list[str]:
 def refused(args: argparse.Namespace, model: str, row: str) -> str:
     """Why the row cannot run on this machine: what the backend's rules say; empty where it can."""
     if model == "bits":
-        return backend_registry.rules("te").unavailable() or ("Transformer Engine quantizes on a GPU alone" if args.device == "cpu" else "")
+        hardware = find_hardware(args.device)
+        lacks = "Transformer Engine quantizes on a GPU alone" if args.device == "cpu" else "MXFP8 is of compute capability 10 and above"
+        least = (10, 0) if row == "mxfp8" else (0, 0)
+        return backend_registry.rules("te").unavailable() or (lacks if (hardware.capability or (-1, 0)) < least else "")
     if row == "bf16":
         return ""
     found = recipe_of(args, model, row)
@@ -204,7 +214,7 @@ def run(args: argparse.Namespace, results: Results) -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "transformer-engine", "torchao") if version(name))
     results.say(wrapped(f"{where}; {versions}"))
     results.say(line("model", "", [*(f"@{step}" for step in shown_steps(args.steps)), "fp8", "ms", "GiB"]))
-    every = [("bits", s) for s in ("delayed", "current", "block")] + [(model, row) for model in MODELS[args.small] for row in ROWS]
+    every = [("bits", s) for s in ("delayed", "current", "block", "mxfp8")] + [(model, row) for model in MODELS[args.small] for row in ROWS]
     bf16: dict[str, float] = {}  # last losses, by model
     for model, row in every:
         if args.only and not any(word in (model, *row.split()) for word in args.only):

@@ -32,7 +32,7 @@ TRITON = importlib.util.find_spec("triton") is not None
 
 
 def fuses(t: Tensor, scaling: Scaling, carrier: torch.dtype | None) -> bool:
-    """Whether `quantize_fused` can quantize `t`: with a single scale, for a real product."""
+    """Whether `quantize_fused` can quantize `t`: with a single scale, into float8 and no wider `carrier`."""
     if not TRITON or not t.is_cuda or carrier is not None or t.dim() != 2 or t.numel() == 0:
         return False
     return scaling.layout.tile(1, scaling.granularity, square=False) is None
@@ -55,8 +55,8 @@ def quantize_fused(
 
 
 def fuses_tiles(t: Tensor, tile: Tile, scaling: Scaling, carrier: torch.dtype | None) -> bool:
-    """Whether `quantize_tiles_fused` can quantize `t`, for a real product: with a float32 scale for a row, 128 elements or their
-    square, or an E8M0 one for 32."""
+    """Whether `quantize_tiles_fused` can quantize `t`, into float8 and no wider `carrier`: with a float32 scale for a row, 128
+    elements or their square, or an E8M0 one for 32."""
     made = {"float32": 0 in tile or max(tile) == WIDTH, "e8m0": max(tile) == MX}.get(scaling.layout.scale, False)
     return TRITON and t.is_cuda and carrier is None and made and t.dim() == 2 and t.numel() > 0
 

@@ -33,8 +33,8 @@ NOTHING: tuple[None, ...] = (None,) * 6
 
 
 class Quantized(NamedTuple):
-    """A quantized weight as the operand of fprop and of dgrad; None for a product in high precision, and where no dgrad was asked
-    for."""
+    """A quantized weight as the operand of fprop and of dgrad; None for a product in high precision, for fprop of a weight that is
+    stored or gathered in float8, and where no dgrad was asked for."""
 
     fprop: Operand | None
     dgrad: Operand | None

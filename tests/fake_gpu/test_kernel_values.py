@@ -242,20 +242,21 @@ def same(made: Stored, want: Stored) -> bool:
 
 
 @interpreted
+@pytest.mark.parametrize("shape", [(256, 192), (200, 96), (80, 352)], ids=str)
 @pytest.mark.parametrize("kind", STORED)
-def test_a_stored_weight_and_its_shards_are_those_of_plain_code(kind: str, on_cpu: None) -> None:
+def test_a_stored_weight_and_its_shards_are_those_of_plain_code(kind: str, shape: tuple[int, int], on_cpu: None) -> None:
     """Fields, layouts, dtypes and bits, with the amax that is recorded; shards of two ranks, of which no tile or all are cut."""
     from fp8cfg.numerics import shard_scales as shards
     from fp8cfg.numerics.fused_quantize import store_recorded
 
-    scaling, t = STORED[kind], exact(256, 192)
+    scaling, t = STORED[kind], exact(*shape)
     state = (torch.zeros(3), torch.zeros(4, 3)) if scaling.layout.history else (None, None)
     scale = scale_now(t, WEIGHT, scaling, *state, record=False) if scaling.tile(WEIGHT, 1) is None else None
     want = store(t, scaling, scale)
     assert same(store_recorded(t, scaling, *state, None), want), kind
     assert state[1] is None or state[1].tolist() == [[0, 3.5, 0], *[[0, 0, 0]] * 3]
     for ranks in (2, 4):
-        pieces, places = t.chunk(ranks), [shards.ShardPlace(256, ranks, rank) for rank in range(ranks)]
+        pieces, places = t.chunk(ranks), [shards.ShardPlace(shape[0], ranks, rank) for rank in range(ranks)]
         found = [torch.stack(each).amax(0) for each in zip(*shards.shard_amaxes(pieces, scaling, places), strict=True)]
         known = shards.shard_scales(found, scaling, places[0]) if scale is None else shards.ShardScales(scale)
         made = [shards.quantized_shard(piece, scaling, place, known) for piece, place in zip(pieces, places, strict=True)]

@@ -60,6 +60,12 @@ def test_bits_are_those_of_the_stand_in(scaling: str) -> None:
     assert text.startswith("0 of ")
 
 
+def test_bits_of_mx_are_those_of_the_stand_in_but_for_scales_of_zeros() -> None:
+    tool = runpy.run_path(str(TOOL))
+    with te_standin.transformer_engine(), pytest.raises(ArithmeticError, match=r"^0 of \d+ bytes of data and \d+ of \d+ bytes of scales"):
+        tool["bits"](argparse.Namespace(device="cpu"), "bits", "mxfp8")
+
+
 def test_without_a_gpu_it_says_what_to_write(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tool = runpy.run_path(str(TOOL))
     monkeypatch.setattr(sys, "argv", ["check_gpu.py"])

@@ -66,6 +66,9 @@ def compiled() -> dict[str, Any]:
             data, transposed = torch.empty_like(t, dtype=fmt.dtype), torch.empty(512, 256, device="cuda", dtype=fmt.dtype)
             name = f"cast {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')} to {fmt.name}, transposed"
             found[name] = triton_kernels.cast(t, scales, history, 0, fmt.max, fmt.max, False, data, transposed, torch.empty((), device="cuda"))
+            if fmt is E4M3:  # with the amax of all tensor-parallel ranks
+                found[f"{name}, amax given"] = triton_kernels.cast(
+                    t, scales, history, 0, fmt.max, fmt.max, False, data, transposed, torch.empty((), device="cuda"), torch.ones(1, device="cuda"))
     for square in (False, True):
         for dtype in (torch.bfloat16, torch.float32):
             t = torch.zeros(256, 512, device="cuda", dtype=dtype)
@@ -73,6 +76,10 @@ def compiled() -> dict[str, Any]:
             scales, other = (torch.empty(n, 4, device="cuda") for n in (256, 512))
             name = f"cast_blocks {'128x128' if square else '1x128 and 128x1'} {str(dtype).removeprefix('torch.')}"
             found[name] = triton_block_kernel.cast_blocks(t, 1e38, E4M3.max, True, square, data, scales, transposed, other, seen=seen)
+            if not square:
+                across = torch.empty(2, 512, device="cuda")
+                found[f"cast_blocks 1x128 and 128x1 stored {str(dtype).removeprefix('torch.')}"] = triton_block_kernel.cast_blocks(
+                    t, 1e38, E4M3.max, True, False, data, scales, torch.empty_like(data), across, transpose=False, seen=seen)
     for dtype in (torch.bfloat16, torch.float32):
         t, kind = torch.zeros(256, 512, device="cuda", dtype=dtype), str(dtype).removeprefix("torch.")
         data, transposed = torch.empty_like(t, dtype=E4M3.dtype), torch.empty(512, 256, device="cuda", dtype=E4M3.dtype)

@@ -59,6 +59,8 @@ triton=$(sed -n "s/^__version__ = '\(.*\)'/\1/p" "$site/triton/__init__.py")
 cat >"$folder/env.sh" <<END
 # Sourced in the root of a checkout: \$FAKE_GPU_PYTHON runs Python on the fake GPU.
 export LD_LIBRARY_PATH=$folder/lib TRITON_LIBCUDA_PATH=$folder/lib PYTHONPATH=\$PWD
+# Else Inductor names torch's own once it compiles, and Triton caches PTX under a version that its own ptxas does not take.
+export TRITON_PTXAS_PATH=$nvidia/bin/ptxas
 export TORCHINDUCTOR_CACHE_DIR=$folder/inductor TRITON_CACHE_DIR=$folder/triton-$triton TORCHINDUCTOR_COMPILE_THREADS=1
 export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
 export FAKE_GPU_PYTHON=$python

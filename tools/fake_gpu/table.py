@@ -83,7 +83,8 @@ def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[],
     moments = "storage.exp_avg=fp8", "storage.exp_avg_sq=fp16_scaled"
     found["step fsdp moments bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "storage.shard=fsdp", *moments)
     found["step fp16_fp8 SGD interval eager"] = partial(cases.step, "precision=fp16_fp8", "fp8.interval=2", "optim.name=sgd")
-    found["linear current amax group eager"] = partial(cases.linear, "current", shared=True)  # once there are ranks
+    for how in ("eager", "compiled"):  # once there are ranks
+        found[f"linear current amax group {how}"] = partial(cases.linear, "current", compile=how == "compiled", shared=True)
     for name, words in {"block": ("bf16_fp8_block", "fp8.format=e4m3"), "row": ("bf16_fp8_current", "fp8.granularity=row")}.items():
         precision, *keys = words
         found[f"step {name} FP8 weights eager"] = partial(cases.step, f"precision={precision}", *keys, "fp8.params=true")

@@ -1,6 +1,6 @@
 """Training-loop interface of the low-bit optimizers: loss scale, clipping and skipped steps, on gradients of any codec.
 
-    backward   p.grad, or stored in its codec as soon as it is there; multiplied by the loss scale
+    backward   p.grad, or stored in its codec soon after it is there; multiplied by the loss scale
     step       unscale -> norm, finite? -> clip -> Adam on what is stored -> hooks -> weights in FP8 from their masters
 
 Gradients are unscaled and clipped as the step reads them, in float32. A stored one that holds an infinity or NaN has a scale that
