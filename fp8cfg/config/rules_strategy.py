@@ -37,15 +37,16 @@ def _strategy_rules(recipe: Recipe) -> Iterator[str]:
         sizes = gcd(m.num_query_groups, m.ffn_hidden_size, m.vocab_size)
         yield LayoutRefusal(f"trainer.strategy.tensor_model_parallel_size={tp}: must divide model.num_attention_heads="
                             f"{m.num_attention_heads}; nearest is {_dividing(sizes, tp, world, s.size // tp)}")
-    if m.num_layers % pp and s.virtual_pipeline_model_parallel_size is None:
-        yield LayoutRefusal(f"trainer.strategy.pipeline_model_parallel_size={pp}: must divide model.num_layers={m.num_layers}; "
-                            f"nearest is {_dividing(m.num_layers, pp, world, s.size // pp)}")
-    if s.virtual_pipeline_model_parallel_size is not None and pp == 1:
-        yield ("trainer.strategy.virtual_pipeline_model_parallel_size: has no effect while pipeline_model_parallel_size=1; "
-               "write null")
-    if m.num_layers < pp * s.chunks:
+    stages, virtual = _dividing(m.num_layers, pp, world, s.size // pp), "virtual_pipeline_model_parallel_size"
+    if s.virtual_pipeline_model_parallel_size is None:
+        if m.num_layers % pp:
+            yield LayoutRefusal(f"trainer.strategy.pipeline_model_parallel_size={pp}: must divide model.num_layers={m.num_layers}; "
+                                f"nearest is {stages}")
+    elif pp == 1:
+        yield f"trainer.strategy.{virtual}: has no effect while pipeline_model_parallel_size=1; write null"
+    elif m.num_layers < pp * s.chunks:
         most = m.num_layers // pp
-        fewer = f"virtual_pipeline_model_parallel_size={most}" if most > 1 else max(1, m.num_layers // s.chunks)
+        fewer = f"{virtual}={most}" if most > 1 else f"{virtual}=null" if stages == pp else f"{stages} with {virtual}=null"
         yield LayoutRefusal(f"trainer.strategy.pipeline_model_parallel_size={pp}: model.num_layers={m.num_layers} are too few for "
                             f"{pp * s.chunks} chunks of layers; nearest is {fewer}")
     yield from _schedule_rules(s)

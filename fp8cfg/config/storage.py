@@ -21,6 +21,8 @@ COLUMNS = ("weight", "master_weight", "weight_grad", "comm", "exp_avg", "exp_avg
 FP8_CODECS = ("fp8", "fp8_pow2", "fp8_block", "fp8_expand")
 SCALED = ("fp16_scaled", *FP8_CODECS)
 """Codecs with a scale of their own."""
+PER_TENSOR = ("fp16_scaled", "fp8", "fp8_pow2")
+"""Those with one for a whole tensor."""
 Columns = dict[str, str]
 
 

@@ -167,7 +167,7 @@ def store_tiles_fused(
     t: Tensor, scaling: Scaling, axes: Sequence[int], history: Tensor | None = None
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """The matrix `t` [R, C] and its inverse scales, as `Stored` has them, for products that contract each of its dimensions
-    `axes`, in one read; empty where there is no kernel that can. An infinite amax goes into `history`, if it is given."""
+    `axes`, in one launch; empty where there is no kernel that can. An infinite amax goes into `history`, if it is given."""
     fmt, tile = scaling.forward, scaling.tile(WEIGHT, 1)
     if not axes or tile is None or not fuses_store(t) or not fuses_tiles(t, tile, scaling, None):
         return {}

@@ -114,10 +114,9 @@ RUNS = {
     "precision=fp16_fp8 precision.loss_scale=1e30 trainer.micro_batch_size=4 fp8.output_layer=true": 9,
     "precision=bf16_fp8 opt_level=O3 trainer.micro_batch_size=4": 8,
     "precision=bf16_fp8 task=lora trainer.micro_batch_size=4": 7,
-    "precision=bf16_fp8 model.recompute_granularity=full": 0,
 }
-"""Words of a run, and how many transposes each of its steps makes: of one microbatch none is read twice,
-and of an input without a gradient, as the first layer's beside adapters, none at all."""
+"""Words of a run, and how many transposes each of its steps makes: of an input without a gradient, as the first layer's beside
+adapters, none at all."""
 
 
 def ran(words: str, keeps: bool, count: int = 2, compiled: bool = False) -> tuple[str, dict[str, Tensor]]:

@@ -45,7 +45,8 @@ def test_owners_of_whole_tensors_are_not_had_in_stages() -> None:
     (["1f1b", TWO_CHUNKS, "model.num_layers=4"], "trainer.strategy.pipeline_schedule=1f1b: is of one chunk on each GPU, and "
      "virtual_pipeline_model_parallel_size=2; write interleaved_1f1b, or virtual_pipeline_model_parallel_size=null"),
     ([f"{PIPELINE}=1", "1f1b"], "trainer.strategy.pipeline_schedule=1f1b: has no effect while pipeline_model_parallel_size=1; write auto"),
-    (["model.num_layers=2", TWO_CHUNKS, "auto"], f"{PIPELINE}=2: model.num_layers=2 are too few for 4 chunks of layers; nearest is 1"),
+    (["model.num_layers=2", TWO_CHUNKS, "auto"], f"{PIPELINE}=2: model.num_layers=2 are too few for 4 chunks of layers; nearest is virtual_pipeline_model_parallel_size=null"),
+    (["model.num_layers=3", TWO_CHUNKS, "auto"], f"{PIPELINE}=2: model.num_layers=3 are too few for 4 chunks of layers; nearest is 1 with virtual_pipeline_model_parallel_size=null"),
 ])
 def test_schedules_that_do_not_go_with_the_stages_are_refused(words: list[str], line: str) -> None:
     named = [w if "=" in w else f"trainer.strategy.pipeline_schedule={w}" for w in words]

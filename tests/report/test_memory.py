@@ -44,8 +44,6 @@ def test_a_transpose_that_is_kept_takes_what_is_planned(words: str) -> None:
     recipe = tiny(*words.split())
     weights = sum(p.in_features * p.out_features for p in linears_of(recipe, whole(recipe)) if p.fp8)
     assert kept["after forward"][0] - plain["after forward"][0] == 2 * weights, "bf16 carries values of FP8 that is emulated"
-    once = memory_table(tiny(*words.split(), "fp8.keep_transpose_cache=true", "trainer.micro_batch_size=16"), "cuda")
-    assert "transposes" not in once, "of one microbatch a step none is read again"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_fp8 fp8.output_layer=true"])
@@ -195,7 +193,7 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
 
 def test_the_plan_knows_the_optimizer_s_pieces() -> None:
     from fp8cfg.numerics import codecs
-    from fp8cfg.optim.low_bit import gradients
+    from fp8cfg.optim.low_bit import compiled_code, gradients
 
     assert report.PIECES == {"cpu": codecs.CHUNK, "cuda": codecs.GPU_CHUNK} and report.WAITING == gradients.WAITING
     recipe = small("precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", "opt_level=O2")
@@ -203,6 +201,10 @@ def test_the_plan_knows_the_optimizer_s_pieces() -> None:
     assert step_bytes(recipe, part, linears_of(recipe, part), "cpu") == 48 * codecs.CHUNK
     alone = fp8cfg.compose(["recipe=llama_8b", "opt_level=O2", "trainer.strategy.context_parallel_size=1", "trainer.devices=1", "trainer.global_batch_size=1"])
     assert memory(alone, "cuda", whole(alone))["accumulation"] == 4 * gradients.WAITING and "accumulation" not in memory(alone, "cpu", whole(alone))
+    few, at_once = small("opt_level=O2"), ("storage.weight_grad=fp8_block", "storage.accumulate=stored opt_level=O2")
+    largest = sorted((p.in_features * p.out_features for p in linears_of(few, whole(few))), reverse=True)
+    assert memory(few, "cuda", whole(few))["accumulation"] == 4 * sum(largest[:report.TOGETHER]) and report.TOGETHER == compiled_code.TOGETHER
+    assert not ["accumulation" for words in at_once if "accumulation" in memory(small(*words.split()), "cuda", whole(small(*words.split())))]
 
 
 @pytest.mark.parametrize(("layers", "stages", "chunks", "sizes"), [

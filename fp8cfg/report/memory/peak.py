@@ -16,6 +16,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import (
+    PER_TENSOR,
     SCALED,
     against_fp8_gather,
     fp8_layers_alone,
@@ -41,8 +42,8 @@ from fp8cfg.scalings import SCALINGS
 PIECES, WORKING = {"cpu": 65536, "cuda": 64 * 65536}, 12 * 4
 """Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK and GPU_CHUNK), and the bytes that one takes in
 float32."""
-WAITING = 1 << 26
-"""Elements of gradients that wait there in float32 until several are stored together (optim/low_bit/gradients.py)."""
+WAITING, TOGETHER = 1 << 26, 4
+"""Elements and tensors of gradients, at most, that wait there in float32 until they are stored together (optim/low_bit)."""
 NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
 """Kinds that grow with tokens rather than with parameters."""
 
@@ -93,8 +94,8 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
             kinds["accumulation"] = max(kinds["accumulation"], before_step(recipe, part, linears) - kinds["gradients"])
     elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
-    elif device == "cuda" and chart.row(recipe)["weight_grad"] in SCALED and microbatches(recipe, part) == 1:
-        kinds["accumulation"] = 4 * min(WAITING, counts.linear)
+    elif device == "cuda" and (wait := waiting(recipe, part, linears, backend)):
+        kinds["accumulation"] = wait
     kinds |= {"activations": live.pop("kept"), **live}
     step = step_bytes(recipe, part, linears, device, backend)
     kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
@@ -165,6 +166,15 @@ def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) ->
     added = summed or (part.shards > 1 and columns["comm"] != columns["weight_grad"])
     each = gradient_bytes(recipe) if added else CODEC[columns["weight_grad"]]
     return int(counts.linear * each + counts.other * CODEC[others(recipe.precision)["weight_grad"]])
+
+
+def waiting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], backend: str) -> int:
+    """Bytes of float32 gradients that wait on a GPU until several, each with one scale, are stored together."""
+    alone = backend_registry.capabilities(backend).own_state or recipe.storage.accumulate == "stored"
+    if alone or chart.row(recipe)["weight_grad"] not in PER_TENSOR or microbatches(recipe, part) > 1:
+        return 0
+    largest = sorted((p.in_features * p.out_features // part.tensor for p in linears), reverse=True)
+    return 4 * min(WAITING, sum(largest[:TOGETHER]))
 
 
 def parameters(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear] | None = None) -> Parameters:
