@@ -31,7 +31,6 @@ from tests.training.test_collectives_by_hand import Events
 from tools.layout_proof.collective_counter import CollectiveCounter
 from tools.layout_proof.comparison import planned_sent
 
-STEPS = 6
 TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
 EXACT = "trainer.gradient_clip_val=0"
 CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
@@ -84,20 +83,25 @@ def job_of(words: str, pipeline: int, ranks: int) -> Job:
     strategy = "trainer.strategy"
     chosen = [w for w in words.split() if pipeline > 1 or not w.startswith((strategy, "storage.shard"))]
     micro = 2 if ranks in (1, pipeline) or "tensor" in words or "context" in words else 1
-    job = fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={STEPS}",
+    job = fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={8 if 'fp32' in words else 6}",
                               "model.num_layers=4", f"trainer.strategy.pipeline_model_parallel_size={pipeline}"))
     if job.recipe.trainer.compile == "on":
         trace_model(job)
     return job
 
 
-def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
+def last_of(name: str) -> int | None:
+    """The step after the last of a run that ends before its recipe does: rounded sums of FP8 on four ranks part ways later."""
+    return 4 if name in FOUR and "fp32" not in words_of(name) else None
+
+
+def trained(job: Job, world: World, first: int = 0, last: int | None = None) -> dict[str, Any]:
     """Losses and norms of some steps with an evaluation in their midst, and the loss of one more; coverage and scales."""
     batches, held_out = run_data(job.recipe)
     steps, middle = list[Any](), []
-    for step in range(first, last):
+    for step in range(first, last or job.recipe.trainer.max_steps):
         steps.append(train_step(job, batches, step, world))
-        if step == STEPS // 2:
+        if step == 3:
             middle.append(evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked))
     found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps], "val": middle, "stepped": [s.stepped for s in steps]}
     return found | rank_runs.in_fp8(job)
@@ -165,7 +169,7 @@ def on_two(world: World) -> dict[str, Any]:
 
 def on_four(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "4"
-    found = {name: trained(job_of(words_of(name), 2, 4), world, 0, 4) for name in FOUR}
+    found = {name: trained(job_of(words_of(name), 2, 4), world, 0, last_of(name)) for name in FOUR}
     found["sums"] = {name: sums(words_of(name), world) for name in ("data none", "data fsdp")}
     found["broken off"] = broken_off(words_of("data"), world)
     words = f"{words_of('tied')} trainer.strategy.tensor_model_parallel_size=2"
@@ -239,7 +243,7 @@ MEASURED = ("precision=fp32", "precision=bf16", f"precision=bf16_fp8 model.recom
 
 @functools.cache
 def one(name: str) -> dict[str, Any]:
-    return trained(job_of(words_of(name), 1, 1), World(), 0, 4 if name in FOUR else STEPS)
+    return trained(job_of(words_of(name), 1, 1), World(), 0, last_of(name))
 
 
 @pytest.fixture(scope="module")
