@@ -33,7 +33,7 @@ def launch(
     hardware = machine.find_hardware(recipe.trainer.accelerator)
     say(before_run.body(recipe, hardware))
     before_run.refuse(recipe, hardware, whole_line)
-    for line in chart.remarks(recipe, layout.ranks()):
+    for line in chart.remarks(recipe, layout.shards(recipe, layout.ranks())):
         say(line, file=sys.stderr)
 
     with waiting_to_stop():

@@ -62,12 +62,11 @@ def _fp8_on(recipe: Recipe) -> Iterator[str]:
         yield Refusal("fp8.override_linear_precision: fprop, dgrad and wgrad all true leave nothing in FP8; write "
                       "fp8.enabled=false", [(key, False) for key in keys], keys)
     yield from _attention(f)
-    yield from _transposes(recipe)
+    yield from _transposes(recipe.precision)
 
 
-def _transposes(recipe: Recipe) -> Iterator[str]:
+def _transposes(p: Precision) -> Iterator[str]:
     """Where transposes of weights are kept whatever the key says, false is refused too."""
-    p, t = recipe.precision, recipe.trainer
     f, codec, kept = p.fp8, resolved(p)["weight"], "fp8.override_linear_precision.dgrad"
     if p.backend != "auto" and not capabilities(p.backend).weight_workspace:
         yield from idle(f, ("keep_transpose_cache",), f", backend={p.backend} decides itself what it keeps of a weight; drop it or "
@@ -83,10 +82,6 @@ def _transposes(recipe: Recipe) -> Iterator[str]:
                                  "opt_level", "backend")
     elif f.override_linear_precision.dgrad:
         yield from _no_transpose(f, f"{kept}=True reads no transpose; drop one of the two", kept)
-    elif t.global_batch_size == (whole := t.micro_batch_size * (t.num_nodes * t.devices // t.strategy.size)):
-        fewer = f"; drop it, or write trainer.micro_batch_size={t.micro_batch_size // 2}" if t.micro_batch_size % 2 == 0 else "; drop it"
-        yield from _no_transpose(f, f"one microbatch of {whole} samples makes the transpose once in a step{fewer}",
-                                 "trainer.micro_batch_size", "trainer.global_batch_size", "trainer.devices")
 
 
 def _no_transpose(f: FP8, why: str, *to: str) -> Iterator[Refusal]:

@@ -72,8 +72,8 @@ def text(recipe: Recipe, ranks: int = 1) -> str:
 
 
 def remarks(recipe: Recipe, ranks: int) -> list[str]:
-    """Warnings about settings that are allowed but may be unintended, on so many data-parallel ranks: a line each."""
-    p, o = recipe.precision, recipe.optim
+    """Warnings about settings that are allowed but may be unintended, where so many ranks share the same parameters: a line each."""
+    p, o, t = recipe.precision, recipe.optim, recipe.trainer
     found = [] if o.name == "sgd" else [*slow_averages(resolved(p), o.betas), *lost_averages(resolved(p))]
     if o.name != "sgd" and o.lr_decay_style != "constant":
         found += late_updates(resolved(p), p.storage.rounding, o.lr, o.end_lr, recipe.model.init_method_std)
@@ -83,6 +83,9 @@ def remarks(recipe: Recipe, ranks: int) -> list[str]:
         found.append("lora.enabled=True: masters, gradients and moments are of adapters alone")
     if p.storage.shard not in ("auto", "none") and ranks == 1:
         found.append(f"storage.shard={p.storage.shard}: splits state over data-parallel ranks; on one there is nothing to split")
+    data = ranks * t.strategy.data_parallel_replicate_size // t.strategy.context_parallel_size
+    if p.fp8.keep_transpose_cache and t.global_batch_size <= t.micro_batch_size * data:
+        found.append("fp8.keep_transpose_cache=True: keeps nothing, the one microbatch of a step reads each transpose once")
     return [f"note: {line}" for line in found]
 
 

@@ -166,7 +166,7 @@ ACTS: dict[str, tuple[list[str], Callable[[Job], Any], Any]] = {
     "fp8.stochastic_rounding": (["precision=bf16_nvfp4", WITHIN, "fp8.stochastic_rounding=false"], lambda j: layer(j).scaling.stochastic, False),
     "fp8.first_step": ([FP8, "fp8.first_step=te"], lambda j: layer(j).fp8_scale.tolist(), [1.0, 1.0, 1.0]),
     "fp8.params": ([FP8, "fp8.params=false"], lambda j: str(layer(j).parameter.dtype), "torch.bfloat16"),
-    "fp8.keep_transpose_cache": ([FP8, "fp8.keep_transpose_cache=true", "trainer.micro_batch_size=4"], lambda j: layer(j).keeps_transpose, True),
+    "fp8.keep_transpose_cache": ([FP8, "fp8.keep_transpose_cache=true"], lambda j: layer(j).keeps_transpose, True),
     "fp8.override_linear_precision.fprop": (
         [FP8, "fp8.override_linear_precision.fprop=true"], lambda j: layer(j).high_precision, (True, False, False)),
     "fp8.override_linear_precision.dgrad": (

@@ -72,7 +72,6 @@ CASES = [
     ("fp16", {"precision__loss_scale": 1024.0, "precision__hysteresis": 3}, "precision.loss_scale=1024 is constant"),
     ("bf16_fp8", {"fp8__multi_head_attention": True}, "needs fp8.dot_product_attention=true"),
     ("bf16_fp8_block", {"fp8__dot_product_attention": True}, "block scaling has no FP8 attention"),
-    ("bf16_fp8", {"fp8__keep_transpose_cache": True}, "has no effect, one microbatch of 16 samples makes the transpose once in a step; drop it, or write trainer.micro_batch_size=8"),
     ("bf16_fp8", {"fp8__keep_transpose_cache": True, "fp8__params": False}, "fp8.keep_transpose_cache=True: has no effect, fp8.params=False keeps both matrices"),
     ("bf16_fp8", {"fp8__keep_transpose_cache": True, "storage__shard": "fsdp"}, "has no effect, storage.shard=fsdp lets weights go after each pass"),
     ("bf16_fp8", {"fp8__keep_transpose_cache": True, "precision__opt_level": "O1", "fp8__params": False}, "has no effect, weights are stored in fp16_scaled"),

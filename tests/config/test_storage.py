@@ -165,5 +165,11 @@ def test_o3_on_one_rank_is_allowed_with_a_remark() -> None:
     assert chart.remarks(recipe, 2) == []
 
 
+def test_transposes_that_are_read_once_are_not_kept() -> None:
+    recipe = fp8cfg.compose(["precision=bf16_fp8", "fp8.keep_transpose_cache=true", "trainer.micro_batch_size=8"])
+    assert [bool(chart.remarks(recipe, ranks)) for ranks in (1, 2)] == [False, True]
+    assert chart.remarks(recipe, 2) == ["note: fp8.keep_transpose_cache=True: keeps nothing, the one microbatch of a step reads each transpose once"]
+
+
 def test_no_advice_that_is_refused() -> None:
     assert problems("precision=bf16 storage.weight_grad=fp8_expand storage.comm=fp8")[-1] == "storage.comm=fp8: gradients are stored in fp8_expand and sent as they are; write bf16 or fp32 to add them up before they are stored"
