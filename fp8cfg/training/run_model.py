@@ -58,6 +58,7 @@ def load(
     if not recipe.lora.enabled:
         recipe.model.weights = None  # they are those of the checkpoint
     recipe.trainer.strategy = Strategy()  # on one rank, whatever the run had
+    recipe.trainer.num_nodes = recipe.trainer.devices = 1
     if recipe.storage.shard != "none":
         recipe.storage.shard = "none"
     if change:

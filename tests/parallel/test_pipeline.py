@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg.__main__ import main
 from fp8cfg.job import Job
 from fp8cfg.report.communication import gradients
 from fp8cfg.report.memory.layout import stage_parts
@@ -430,7 +431,10 @@ def test_a_run_leaves_the_folder_of_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> None:
+    """They leave a run that one process reads, whose global batch is of fewer microbatches than the ranks."""
     done = launch(4, "recipe=llama_70b", "precision=bf16_fp8", "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "runs here on 4 ranks = tensor 2 x pipeline 2 x data 1, " in done.stdout and "stage outputs" in " ".join(done.stdout.split())
     assert "resume: step 3 from step-00000002 gave " in done.stdout
+    run, = tmp_path.iterdir()
+    assert [main(words) for words in (["export", "hf", str(run), str(tmp_path / "hf")], ["evaluate", str(run), "--samples", "2"])] == [0, 0]
