@@ -43,7 +43,8 @@ def run(argv: list[str]) -> int:
     found = settled(arguments.words, arguments.one("--config-dir"), file)
     if found.problems and isinstance(executor, TorchrunExecutor):  # a layout of as many ranks as --local starts
         found = settled([*arguments.words, f"trainer.devices={executor.ranks}"], arguments.one("--config-dir"), file)
-    local = isinstance(executor, TorchrunExecutor) and found.recipe.trainer.num_nodes == 1
+    t = found.recipe.trainer
+    local = isinstance(executor, TorchrunExecutor) and (t.smoke or t.num_nodes == 1)
     refuse_if([] if local and found.layout_alone else found.problems)
     say(found.notes)
     if isinstance(executor, TorchrunExecutor) and local:

@@ -35,11 +35,12 @@ class RunFailed(Fp8cfgError):
 @dataclass(frozen=True)
 class Command:
     """The words after `python -m fp8cfg` that run a recipe in `folder`, or go on with it there, on `nodes` machines with `ranks`
-    processes each."""
+    processes each; a `smoke` run (trainer.smoke) is cut to any others."""
 
     folder: Path
     ranks: int = 1
     nodes: int = 1
+    smoke: bool = False
 
     def words(self) -> list[str]:
         """As a list, for a process."""
@@ -72,7 +73,7 @@ class TorchrunExecutor:
             raise ConfigError(f"TorchrunExecutor: ranks={self.ranks}: must be at least 1")
 
     def execute(self, command: Command) -> int | None:
-        if command.nodes > 1:
+        if command.nodes > 1 and not command.smoke:
             raise ConfigError(f"trainer.num_nodes={command.nodes}: TorchrunExecutor has one machine; write 1, or use SlurmExecutor")
         return _process(["-m", "fp8cfg.execution.torchrun", str(self.ranks or command.ranks), *command.words()])
 

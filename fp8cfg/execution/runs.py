@@ -43,7 +43,7 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
     path.mkdir(parents=True, exist_ok=True)
     (path / REQUEST).write_text(to_yaml(recipe), encoding="utf-8")
     try:
-        code = chosen.execute(Command(path, ranks=t.devices, nodes=t.num_nodes))
+        code = chosen.execute(Command(path, ranks=t.devices, nodes=t.num_nodes, smoke=t.smoke))
     except ConfigError:  # nothing has started
         (path / REQUEST).unlink()
         with contextlib.suppress(OSError):

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 import fp8cfg
+from fp8cfg import smoke
 from fp8cfg.__main__ import main
 from fp8cfg.execution import runs
+from fp8cfg.report.memory.layout import refused
 
 
 @pytest.mark.parametrize(("options", "executor"), [
@@ -49,3 +51,14 @@ def test_the_exit_code_of_the_run_is_that_of_the_command(tmp_path: Path, monkeyp
     monkeypatch.setattr("fp8cfg.execution.executor._process", lambda argv: 3)
     assert main(["launch", "--local", "2", "trainer.micro_batch_size=8", f"log.dir={tmp_path}"]) == 3
     assert "the run ended with exit code 3" in capsys.readouterr().err
+
+
+def test_a_smoke_run_of_a_recipe_of_several_machines_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, whose ranks get the recipe that is asserted here."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr("fp8cfg.execution.executor._process", lambda argv: ran.append(argv) or 0)
+    assert main(["launch", "--local", "4", "recipe=qwen25_72b", "trainer.smoke=true", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]) == 0
+    (*torchrun, ranks, request, _, _), = ran
+    assert (torchrun, ranks) == (["-m", "fp8cfg.execution.torchrun"], "4")
+    small = smoke.cut(fp8cfg.from_yaml(Path(request)), 4)
+    assert small.trainer.strategy.size == 4 and refused(small, 4) == []
