@@ -201,6 +201,7 @@ def test_a_key_that_cannot_be_allowed_is_answered() -> None:
     with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margn: no such key; did you mean 'fp8\.margin'"):
         resume_rules.refuse_changes(small(FP8), small(FP8), ["fp8.margn"])
     resume_rules.refuse_changes(small(FP8), small(FP8, "fp8.margin=1"), ["trainer.plugins.fp8.margin"])
+    resume_rules.refuse_changes(small(FP8), small(FP8, "model.recompute_granularity=full"), [])
     with pytest.raises(fp8cfg.ConfigError, match="start a new run"):
         resume_rules.refuse_changes(small(FP8), small(FP8, "trainer.global_batch_size=16"), ["trainer.global_batch_size"])
 

@@ -20,7 +20,8 @@ FREE = (
     "data.path", "data.validation_path", "data.tokenizer", "storage.shard", "fp8.min_coverage", "fp8.use_autocast_during_eval",
     "model.recompute_granularity",
 )  # fmt: skip
-"""Keys that may differ on resume without being allowed: how long, where, how fast. Each change is printed."""
+"""Keys that may differ on resume without being allowed, though they be of a node that may not: how long, where, how fast. Each
+change is printed."""
 ORIGIN = ("model.path", "model.weights", "lora.weights")
 """Keys that say where the first weights came from: a resumed run has others, and does without."""
 FIXED = ("model.*", "lora.enabled", "lora.rank", "lora.alpha", "lora.targets", "precision.compute", "optim.name", "data.name",
@@ -45,15 +46,26 @@ def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
     old, new = _flat(saved), _flat(wanted)
     allow = [short(full(key)) for key in allow]
     lines = [foreign_names.unknown(a, short_keys()) for a in allow if not any(matches(k, [a]) for k in short_keys())]
-    fixed = (*FIXED, *(STATE if _kept(saved) != _kept(wanted) else ()))
+    state = STATE if _kept(saved) != _kept(wanted) else ()
+    fixed = (*FIXED, *state)
     for key in changes(saved, wanted):
-        if key in ORIGIN or (not matches(key, fixed) and (matches(key, FREE) or matches(key, allow))):
+        free = matches(key, FREE) and not matches(key, state)
+        if key in ORIGIN or free or (matches(key, allow) and not matches(key, fixed)):
             continue
         was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
         cure = _instead(saved, wanted, key) if matches(key, fixed) else f"resume it with --allow {key}"
         lines.append(f"{key}={now}: this run was started with {was}; {cure}")
     if lines:
         raise ConfigError(lines)
+
+
+def goes_on(saved: Recipe, wanted: Recipe, allow: list[str]) -> bool:
+    """Whether a run of `saved` goes on as `wanted`."""
+    try:
+        refuse_changes(saved, wanted, allow)
+    except ConfigError:
+        return False
+    return True
 
 
 def _instead(saved: Recipe, wanted: Recipe, key: str) -> str:
