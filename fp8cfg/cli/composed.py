@@ -24,7 +24,7 @@ def composed(words: Sequence[str], config_dir: str | None = None, file: Path | N
 
 
 def settled(
-    words: Sequence[str], config_dir: str | None, file: Path | None, base: Recipe | None = None, sweep: bool = False
+    words: Sequence[str], config_dir: str | None = None, file: Path | None = None, base: Recipe | None = None, sweep: bool = False
 ) -> Settled:
     """As `composed`, or as a job of a `sweep`, with what gave way, and nothing said or refused."""
     from fp8cfg.composition import giving_way

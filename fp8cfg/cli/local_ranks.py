@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,13 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.execution.torchrun import start as start
 
 if TYPE_CHECKING:
+    from fp8cfg.composition.giving_way import Settled
     from fp8cfg.config.recipe import Recipe
+    from fp8cfg.report.memory.fit_search import Takes
+    from fp8cfg.report.memory.nearest_fit import Line
 
+FIRST = "FIRST_NODE"
+"""Stands for the name of a node that this one does not know."""
 PORT = 29400
 """Of the rendezvous of several nodes; torchrun's own default."""
 
@@ -21,6 +27,29 @@ PORT = 29400
 def launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher has started this process: torchrun, or one that sets the same variables."""
     return "RANK" in environment or "WORLD_SIZE" in environment
+
+
+def started(found: Settled, argv: Sequence[str], whole_line: Line, takes: Takes | None = None) -> int | None:
+    """The exit code of `fp8cfg ARGV`, which trains `found`, on the ranks that are started here; None where this process is to
+    train: one of a launcher, or the only one. Raises ConfigError for a layout that `found` is refused for, and for several nodes,
+    with the line of each, with lines that run here: of a run that is gone on with those that it `takes`."""
+    from fp8cfg.report import before_run, machine
+
+    recipe = found.recipe
+    if found.problems:
+        before_run.refuse(recipe, machine.find_hardware(recipe.trainer.accelerator), whole_line, found.problems, takes=takes)
+    if launched():
+        return None
+    gpus = machine.gpus()
+    try:
+        ranks = count(recipe, gpus)
+    except ConfigError as e:
+        line = f"{e}: {node_line(recipe, argv, gpus)}"
+        if takes:
+            before_run.refuse(recipe, machine.find_hardware(recipe.trainer.accelerator), whole_line, [line], takes=takes)
+        raise ConfigError(f"{line}; runs here: {whole_line(['trainer.smoke=true'])}") from None
+    _say_idle(recipe, gpus, ranks)
+    return start(ranks, argv) if ranks > 1 else None
 
 
 def count(recipe: Recipe, gpus: int) -> int:
@@ -47,9 +76,22 @@ def count(recipe: Recipe, gpus: int) -> int:
                  and not refused(recipe, n)), 1)
 
 
-def node_line(recipe: Recipe, argv: Sequence[str]) -> str:
-    """The torchrun line of `fp8cfg ARGV`, one and the same on each of its nodes; this host is where they meet."""
+def _say_idle(recipe: Recipe, gpus: int, ranks: int) -> None:
+    """A line where `ranks` are not one on each of these GPUs that the recipe is meant for."""
+    from fp8cfg.report.memory.layout import refused
+
     t = recipe.trainer
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{socket.gethostname()}:{PORT}", "--rdzv-id", recipe.name]
+    if gpus and ranks != (meant := min(gpus, t.devices)) and not refused(recipe, ranks):
+        split = f" {t.strategy.size} to a replica," if t.strategy.size > 1 else ""
+        print(f"note: {ranks} of {meant} GPUs are used,{split} over which trainer.global_batch_size={t.global_batch_size} divides "
+              f"in microbatches of {t.micro_batch_size}", file=sys.stderr)
+
+
+def node_line(recipe: Recipe, argv: Sequence[str], gpus: int) -> str:
+    """The torchrun line of `fp8cfg ARGV`, one and the same on each of its nodes. They meet on this host, or, where it has no `gpus`
+    and so is none of them, on the first, whose name the reader has."""
+    t, host = recipe.trainer, socket.gethostname() if gpus else FIRST
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{PORT}", "--rdzv-id", recipe.name]
     ranks = ["--nnodes", str(t.num_nodes), "--nproc-per-node", str(t.devices)]
-    return shlex.join(["torchrun", *ranks, *meeting, "-m", "fp8cfg", *argv])
+    line = shlex.join(["torchrun", *ranks, *meeting, "-m", "fp8cfg", *argv])
+    return line if gpus else f"{line}; {FIRST} is the name of one of them, which the scripts of fp8cfg export slurm find"

@@ -8,12 +8,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fp8cfg.cli.argv import split
+from fp8cfg.cli import local_ranks
+from fp8cfg.cli.argv import command_line, split
 from fp8cfg.cli.run_json import read_object
-from fp8cfg.config.errors import ConfigError, printable
+from fp8cfg.config.errors import ConfigError, printable, refuse_if
 from fp8cfg.report.tables import wrapped
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.training.run_folder import RunFolder
 
@@ -23,7 +26,8 @@ MAX_METRICS = 1 << 30
 USAGE = """
 fp8cfg rerun RUN_FOLDER [key=value ...] [--config-dir FOLDER]
 
-Runs the recipe of a run folder again from its start, into a new run folder.
+Runs the recipe of a run folder again from its start, into a new run folder, on
+as many GPUs of this machine as training takes.
 Says first what has changed: code, versions, hardware, environment variables,
 data, and the keys given here; and at the end whether the losses equal those of
 the first run, bit for bit, or how far they are apart. Needs the folder's
@@ -33,8 +37,8 @@ recipe.yaml alone: what else is missing or damaged is named, and not compared.
 
 def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import composed
-    from fp8cfg.cli.run_recipe import launch
+    from fp8cfg.cli.composed import say, settled
+    from fp8cfg.cli.run_recipe import launch, sized
     from fp8cfg.composition import to_yaml
     from fp8cfg.training.run_folder import RECIPE, RunFolder
 
@@ -46,7 +50,16 @@ def run(argv: list[str]) -> int:
         RunFolder.open(first.path, lock=False)  # says what is missing
     before = first.read_recipe()
     before.log.folder, before.log.resume = None, "never"  # which the first run has
-    recipe = composed(arguments.words, arguments.one("--config-dir"), base=before)
+
+    def whole_line(changes: Sequence[str]) -> str:
+        return command_line(arguments, changes, "rerun")
+
+    found = settled(arguments.words, arguments.one("--config-dir"), base=before)
+    refuse_if([] if found.layout_alone else found.problems)
+    say(found.notes)
+    if (ended := local_ranks.started(found, ["rerun", *argv], whole_line)) is not None:
+        return ended
+    recipe = sized(found.recipe)
     missing = list[str]()
     then = _compared_or(lambda: _losses(first), "losses", missing)
     if os.environ.get("RANK", "0") == "0":
@@ -62,7 +75,7 @@ def run(argv: list[str]) -> int:
         made.append(RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe), exactly))
         return made[0]
 
-    code = launch(recipe, folder, None)
+    code = launch(recipe, folder, None, whole_line)
     if then and made:  # on the first rank
         print(*compared(then, _losses(made[0])), sep="\n")
     return code

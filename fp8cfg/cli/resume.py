@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fp8cfg.cli.argv import split
+from fp8cfg.cli import local_ranks
+from fp8cfg.cli.argv import command_line, split
 from fp8cfg.cli.run_recipe import go_on
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, refuse_if
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 USAGE = """
 fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...]
 
-Goes on with a run from its newest checkpoint that verifies. A change that would
-not continue the same run is refused unless allowed by its key (fp8 or 'fp8.*'
-for all of a node).
+Goes on with a run from its newest checkpoint that verifies, on as many GPUs of
+this machine as training takes. A change that would not continue the same run
+is refused unless allowed by its key (fp8 or 'fp8.*' for all of a node).
 """
 
 
 def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import composed
+    from fp8cfg.cli.composed import composed, settled
+    from fp8cfg.training import runs
+    from fp8cfg.training.checkpoint.resume_rules import goes_on, refuse_changes
+    from fp8cfg.training.run_folder import RunFolder
 
     arguments = split(argv, ("--config-dir", "--allow"))
     if len(arguments.plain) != 1:
         raise ConfigError("resume: needs one run folder, as in: fp8cfg resume runs/NAME")
-    return go_on(Path(arguments.plain[0]), lambda base: composed(arguments.words, arguments.one("--config-dir"), base=base),
-                 arguments.options.get("--allow", []))
+    path, folder, allow = Path(arguments.plain[0]), arguments.one("--config-dir"), arguments.options.get("--allow", [])
+
+    def whole_line(changes: Sequence[str]) -> str:
+        return command_line(arguments, changes, "resume", *(word for key in allow for word in ("--allow", key)))
+
+    before = runs.newest_recipe(RunFolder.open(path, lock=False))
+    found = settled(arguments.words, folder, base=before)
+    refuse_if([] if found.layout_alone else found.problems)
+    refuse_changes(before, found.recipe, allow)
+    found.recipe.trainer.smoke = False  # the checkpoint has the size and the layout to which it was cut
+    code = local_ranks.started(found, ["resume", *argv], whole_line, lambda other: goes_on(found.recipe, other, allow))
+    if code is not None:
+        return code
+    return go_on(path, lambda base: composed(arguments.words, folder, base=base), whole_line, allow)

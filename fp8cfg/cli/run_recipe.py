@@ -13,17 +13,20 @@ from fp8cfg.config.errors import printable
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.job import Job
+    from fp8cfg.report.memory.fit_search import Takes
+    from fp8cfg.report.memory.nearest_fit import Line
     from fp8cfg.training.distributed.world import World
     from fp8cfg.training.loop import Loaded
     from fp8cfg.training.run_folder import RunFolder
 
 
 def launch(
-    recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded | None,
-    whole_line: Callable[[Sequence[str]], str] = " ".join,
+    recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded | None, whole_line: Line = " ".join,
+    takes: Takes | None = None,
 ) -> int:
     """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given.
-    `whole_line` makes a command line of the words that a refusal offers; without it they stand alone."""
+    `whole_line` makes a command line of the words that a refusal offers, without it they stand alone; a run that is gone on with is
+    offered what it `takes`."""
     from fp8cfg.report import before_run, chart, machine
     from fp8cfg.report.memory import layout
     from fp8cfg.training.signals import waiting_to_stop
@@ -32,7 +35,7 @@ def launch(
     say(before_run.head(recipe))
     hardware = machine.find_hardware(recipe.trainer.accelerator)
     say(before_run.body(recipe, hardware))
-    before_run.refuse(recipe, hardware, whole_line)
+    before_run.refuse(recipe, hardware, whole_line, takes=takes)
     for line in chart.remarks(recipe, layout.shards(recipe, layout.ranks())):
         say(line, file=sys.stderr)
 
@@ -52,10 +55,12 @@ def is_run(path: Path) -> bool:
     return (path / RECIPE).exists()
 
 
-def go_on(path: Path, changed: Callable[[Recipe], Recipe], allow: Sequence[str] = ()) -> int:
+def go_on(path: Path, changed: Callable[[Recipe], Recipe], whole_line: Line, allow: Sequence[str] = ()) -> int:
     """Go on with the run folder at `path` from its newest checkpoint that verifies, with what `changed` makes of the checkpoint's
-    recipe. A change that would not continue the same run is refused unless `allow` has its key. Returns the exit code."""
+    recipe. A change that would not continue the same run is refused unless `allow` has its key. `whole_line` is as of `launch`.
+    Returns the exit code."""
     from fp8cfg.composition import to_yaml
+    from fp8cfg.training.checkpoint.resume_rules import goes_on
     from fp8cfg.training.run_folder import RunFolder
 
     first = os.environ.get("RANK", "0") == "0"
@@ -71,7 +76,7 @@ def go_on(path: Path, changed: Callable[[Recipe], Recipe], allow: Sequence[str] 
                 folder.write_recipe(to_yaml(recipe))  # what the folder says is what runs from here on
                 return folder
 
-            return launch(recipe, taken, loaded)
+            return launch(recipe, taken, loaded, whole_line, lambda other: goes_on(recipe, other, [*allow]))
 
         return runs.from_newest(folder, attempt, say)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,8 @@ from fp8cfg.cli.run_recipe import go_on, is_run, launch, sized
 from fp8cfg.config.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.training.run_folder import RunFolder
 
@@ -69,24 +70,17 @@ def run(argv: list[str]) -> int:
     two = _two_folders(found.recipe, exactly)
     refuse_if([*found.problems, *two] if two or not found.layout_alone else [])
     say(found.notes)
-    recipe = found.recipe
-    if found.problems:
-        from fp8cfg.report import before_run
-        from fp8cfg.report.machine import find_hardware
 
-        before_run.refuse(recipe, find_hardware(recipe.trainer.accelerator), lambda changes: command_line(arguments, changes),
-                          found.problems)
-    if not local_ranks.launched():
-        from fp8cfg.report.machine import gpus
+    def whole_line(changes: Sequence[str]) -> str:
+        return command_line(arguments, changes)
 
-        ranks = _ranks(recipe, gpus(), argv, command_line(arguments, ["trainer.smoke=true"]))
-        if ranks > 1:
-            return local_ranks.start(ranks, argv)
-    recipe, log = sized(recipe), recipe.log
+    if (code := local_ranks.started(found, argv, whole_line)) is not None:
+        return code
+    recipe, log = sized(found.recipe), found.recipe.log
     if log.folder:
         exactly = Path(log.folder)
         if log.resume == "auto" and is_run(exactly):
-            return go_on(exactly, lambda _: recipe)
+            return go_on(exactly, lambda _: recipe, whole_line)
     now = datetime.now()
 
     def folder() -> RunFolder:
@@ -94,27 +88,10 @@ def run(argv: list[str]) -> int:
 
         return RunFolder.create(Path(log.dir), recipe.name, now, to_yaml(recipe), exactly)
 
-    return launch(recipe, folder, None, lambda changes: command_line(arguments, changes))
+    return launch(recipe, folder, None, whole_line)
 
 
 def _two_folders(recipe: Recipe, exactly: Path | None) -> list[str]:
     """A line where hydra.run.dir names another folder than the recipe."""
     said = recipe.log.folder
     return [f"hydra.run.dir={exactly}: log.folder={said} is the run folder; drop one"] if said and exactly else []
-
-
-def _ranks(recipe: Recipe, gpus: int, argv: list[str], smoke: str) -> int:
-    """The ranks to start here, with a line where they are not one on each GPU that the recipe is meant for. Raises ConfigError,
-    with the line of each node and the line `smoke` that runs here, for a recipe of several."""
-    from fp8cfg.report.memory.layout import refused
-
-    try:
-        ranks = local_ranks.count(recipe, gpus)
-    except ConfigError as e:
-        raise ConfigError(f"{e}: {local_ranks.node_line(recipe, argv)}; runs here: {smoke}") from None
-    t = recipe.trainer
-    if gpus and ranks != (meant := min(gpus, t.devices)) and not refused(recipe, ranks):
-        split = f" {t.strategy.size} to a replica," if t.strategy.size > 1 else ""
-        print(f"note: {ranks} of {meant} GPUs are used,{split} over which trainer.global_batch_size={t.global_batch_size} divides "
-              f"in microbatches of {t.micro_batch_size}", file=sys.stderr)
-    return ranks

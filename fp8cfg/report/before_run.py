@@ -19,6 +19,7 @@ from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report.coverage import planned
 from fp8cfg.report.machine import free_memory, gpus
 from fp8cfg.report.memory import layout
+from fp8cfg.report.memory.fit_search import Takes
 from fp8cfg.report.memory.fsdp_gather import gather_line
 from fp8cfg.report.memory.nearest_fit import SMOKE, Line, alternatives, offering, smoke_runs, too_large
 from fp8cfg.report.memory.peak import memory_table
@@ -86,11 +87,13 @@ def refuse_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
 
 
 def refuse(
-    recipe: Recipe, hardware: Hardware, whole_line: Line, problems_of_layout: Sequence[str] = (), ranks: int | None = None
+    recipe: Recipe, hardware: Hardware, whole_line: Line, problems_of_layout: Sequence[str] = (), ranks: int | None = None,
+    takes: Takes | None = None,
 ) -> None:
     """Raise ConfigError, before anything is made, for a recipe without data, for one with `problems_of_layout`, and for one whose
     layout or memory the ranks here, or `ranks` that are to be started here, do not have. Its line ends with one that runs here,
-    which `whole_line` makes of the words that change."""
+    which `whole_line` makes of the words that change; where a run is gone on with, of those that it `takes`, and a smoke run is
+    none."""
     refuse_if(list(missing_data(recipe)))
     free, started = free_memory(hardware.device, ranks), ranks or layout.ranks()
     ranks = ranks or _ranks(recipe, hardware.device)
@@ -107,8 +110,8 @@ def refuse(
         problems = layout.refused(recipe, ranks) or problems
     if problems:
         alone = ("trainer.num_nodes=1",) if recipe.trainer.num_nodes > 1 and not _launched() else ()
-        found = [(*fit.words, *alone) for fit in alternatives(recipe, hardware.device, free, ranks, backend)]
-        found += [(SMOKE,)] if smoke_runs(recipe, ranks, backend) else []
+        found = [(*fit.words, *alone) for fit in alternatives(recipe, hardware.device, free, ranks, backend, takes)]
+        found += [(SMOKE,)] if takes is None and smoke_runs(recipe, ranks, backend) else []
         raise ConfigError(offering(problems, "here", [whole_line(words) for words in found]))
 
 

@@ -114,6 +114,20 @@ def from_newest(run: RunFolder, go_on: Callable[[str, Loaded | None], T], say: S
     return go_on("", None)
 
 
+def newest_recipe(run: RunFolder) -> Recipe:
+    """The recipe with which `run` would go on: of the newest checkpoint whose state verifies, whatever its tensors are, or else of
+    recipe.yaml."""
+    root = run.files.folder(CHECKPOINTS)
+    for _, name in step_folders.steps(root):
+        try:
+            loaded = checkpoint.load_named(root, name, ranks=2)  # one rank would take the sums of all tensors
+            saved_state.check(*loaded)
+            return Recipe(**loaded[1]["recipe"])
+        except DamagedCheckpoint:  # whoever goes on says so
+            continue
+    return run.read_recipe()
+
+
 def continued(
     run: RunFolder, name: str, loaded: Loaded | None, changed: Callable[[Recipe], Recipe], allow: Iterable[str], say: Say
 ) -> Recipe:

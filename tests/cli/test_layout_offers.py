@@ -1,4 +1,4 @@
-"""Layouts that the rules of composition refuse: `plan`, a start and `launch --local` end with a whole line that is accepted."""
+"""Layouts and memory that are refused: `plan`, a start, `resume` and `launch --local` end with a whole line that is accepted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import fp8cfg
 from fp8cfg import smoke
 from fp8cfg.__main__ import main
 from fp8cfg.execution import runs
+from fp8cfg.report import before_run, machine
 from fp8cfg.report.memory.layout import refused
+from fp8cfg.report.memory.peak import memory
+from tests.support.small import small_words
 
 TENSOR, PIPELINE = "trainer.strategy.tensor_model_parallel_size", "trainer.strategy.pipeline_model_parallel_size"
 
@@ -92,3 +95,21 @@ def test_chunks_that_are_too_many_are_refused_with_as_many_as_there_are(capsys: 
     assert "nearest is virtual_pipeline_model_parallel_size=4;" in capsys.readouterr().err
     assert main([*words, f"{chunks}=4"]) == 0
     assert main(["plan", "recipe=llama_tiny", "trainer.strategy.pipeline_schedule=auto"]) == 0, "what is no change has an effect"
+
+
+def test_what_memory_does_not_allow_trains_as_it_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a run that asks for more as it goes on is offered what its checkpoint goes on with, which a level or a smoke run is not."""
+    words = small_words("precision=bf16_fp8", "trainer.max_steps=2", f"log.dir={tmp_path}")
+    free = sum(memory(fp8cfg.compose(words), "cpu").values()) - 1
+    for module in (before_run, machine):
+        monkeypatch.setattr(module, "free_memory", lambda device, ranks=None: free)
+    assert main(words) == 2
+    first, second, smoke_run = lines(capsys.readouterr().err, "here")
+    assert not list(tmp_path.iterdir()) and "model.recompute_granularity=selective" in second and "trainer.smoke=true" in smoke_run
+    assert main(first) == 0 and "done: 2 steps" in capsys.readouterr().out
+    run, = tmp_path.iterdir()
+    assert main(["resume", str(run), "trainer.max_steps=3", "trainer.micro_batch_size=8"]) == 2
+    offered = lines(capsys.readouterr().err, "here")
+    resume = ["resume", str(run), "trainer.max_steps=3"]
+    assert offered == [[*resume, "trainer.micro_batch_size=4"], [*resume, "trainer.micro_batch_size=8", "model.recompute_granularity=selective"]]
+    assert main(offered[1]) == 0 and "done: 3 steps" in capsys.readouterr().out

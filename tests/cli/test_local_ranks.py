@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
+import socket
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 import fp8cfg
-from fp8cfg.cli import local_ranks, train
+from fp8cfg.__main__ import main
+from fp8cfg.cli import local_ranks
+from fp8cfg.composition.giving_way import Settled
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.report import machine
+from fp8cfg.training.run_folder import RunFolder
+from tests.support.small import small
 
 CONTEXT = ("recipe=llama_8b", "trainer.strategy.context_parallel_size=2")
 DATA_PARALLEL = ("recipe=llama_8b", "trainer.strategy.context_parallel_size=1")
@@ -16,6 +25,20 @@ DATA_PARALLEL = ("recipe=llama_8b", "trainer.strategy.context_parallel_size=1")
 
 def composed(*words: str) -> Recipe:
     return fp8cfg.compose([*words])
+
+
+Starts = Callable[[int], list[tuple[int, list[str]]]]
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
+    """Makes a machine of so many GPUs, and gives the ranks and words that it starts, which end with 7."""
+    def of(gpus: int) -> list[tuple[int, list[str]]]:
+        begun: list[tuple[int, list[str]]] = []
+        monkeypatch.setattr(machine, "gpus", lambda: gpus)
+        monkeypatch.setattr(local_ranks, "start", lambda ranks, argv: begun.append((ranks, [*argv])) or 7)
+        return begun
+    return of
 
 
 @pytest.mark.parametrize(("words", "gpus", "ranks"), [
@@ -32,26 +55,78 @@ def test_as_many_ranks_as_gpus_and_whole_batches(words: tuple[str, ...], gpus: i
     assert local_ranks.count(composed(*words), gpus) == ranks
 
 
-def test_fewer_ranks_than_gpus_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train._ranks(composed(*DATA_PARALLEL), 7, [], "") == 4
-    assert capsys.readouterr().err == (
-        "note: 4 of 7 GPUs are used, over which trainer.global_batch_size=512 divides in microbatches of 1\n")
-    assert train._ranks(composed(*CONTEXT), 3, [], "") == 2
-    assert capsys.readouterr().err == (
-        "note: 2 of 3 GPUs are used, 2 to a replica, over which trainer.global_batch_size=512 divides in microbatches of 1\n")
-    assert train._ranks(composed(*DATA_PARALLEL), 8, [], "") == 8 and capsys.readouterr().err == ""
+@pytest.mark.parametrize(("words", "gpus", "ranks", "said"), [
+    (DATA_PARALLEL, 7, 4, "note: 4 of 7 GPUs are used, over which trainer.global_batch_size=512 divides in microbatches of 1\n"),
+    (CONTEXT, 3, 2, "note: 2 of 3 GPUs are used, 2 to a replica, over which trainer.global_batch_size=512 divides in microbatches of 1\n"),
+    (DATA_PARALLEL, 8, 8, "")])
+def test_fewer_ranks_than_gpus_are_said(words: tuple[str, ...], gpus: int, ranks: int, said: str, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = starts(gpus)
+    assert main([*words]) == 7 and begun == [(ranks, [*words])]
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("gpus", [8, 0])
-def test_of_several_nodes_the_line_of_each_is_printed(gpus: int) -> None:
-    """On a login node without GPUs too."""
-    argv = [*DATA_PARALLEL, "trainer.num_nodes=2", "name=two nodes".replace(" ", "_")]
+def test_of_several_nodes_the_line_of_each_is_printed(gpus: int, starts: Starts) -> None:
+    """On a login node without GPUs too, which is none of them."""
+    argv = [*DATA_PARALLEL, "trainer.num_nodes=2", "name=two_nodes"]
+    starts(gpus)
     with pytest.raises(fp8cfg.ConfigError) as e:
-        train._ranks(composed(*argv), gpus, argv, "fp8cfg trainer.smoke=true")
+        local_ranks.started(Settled(composed(*argv)), argv, lambda changes: f"fp8cfg {' '.join(changes)}")
     line, = e.value.problems
     assert line.startswith("trainer.num_nodes=2: this process would train alone; start it on each node with torchrun: torchrun --nnodes 2 "
-                           "--nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint ")
-    assert line.endswith(f" --rdzv-id two_nodes -m fp8cfg {' '.join(argv)}; runs here: fp8cfg trainer.smoke=true")
+                           f"--nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint {socket.gethostname() if gpus else 'FIRST_NODE'}:29400 ")
+    first = "" if gpus else "; FIRST_NODE is the name of one of them, which the scripts of fp8cfg export slurm find"
+    assert line.endswith(f" --rdzv-id two_nodes -m fp8cfg {' '.join(argv)}{first}; runs here: fp8cfg trainer.smoke=true")
+
+
+TENSOR = "trainer.strategy.tensor_model_parallel_size"
+
+
+def run_of(folder: Path, *words: str) -> str:
+    """A run folder without a checkpoint."""
+    recipe = small("precision=bf16_fp8", f"log.dir={folder}", *words)
+    with RunFolder.create(folder, recipe.name, datetime.now(), fp8cfg.to_yaml(recipe)) as run:
+        return str(run.path)
+
+
+@pytest.mark.parametrize("verb", ["resume", "rerun"])
+def test_runs_that_go_on_and_are_repeated_start_ranks_too(verb: str, tmp_path: Path, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the words that were typed; a rank starts none."""
+    begun, run = starts(6), run_of(tmp_path, "trainer.devices=4", "trainer.micro_batch_size=2", f"{TENSOR}=2", "model.num_query_groups=2")
+    argv = [verb, run, "trainer.max_steps=5", *(["--allow", "fp8.margin"] if verb == "resume" else [])]
+    assert main(argv) == 7 and begun == [(4, argv)]
+    assert capsys.readouterr() == ("", "")
+    assert main([verb, run, "trainer.devices=2", "trainer.micro_batch_size=8"]) == 7 and begun[-1][0] == 2
+    assert main([verb, run, "trainer.seed=x"]) == 2 and len(begun) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "3")
+        assert main([verb, run]) == 2 and len(begun) == 2, "three ranks are no multiple of two"
+
+
+def test_a_smoke_run_goes_on_with_the_layout_that_it_has(tmp_path: Path, starts: Starts) -> None:
+    """It is cut to other ranks only where it starts anew."""
+    begun = starts(3)
+    run = run_of(tmp_path, "trainer.devices=4", "trainer.micro_batch_size=2", f"{TENSOR}=2", "model.num_query_groups=2", "trainer.smoke=true")
+    assert [main([verb, run]) for verb in ("resume", "rerun")] == [7, 7] and [ranks for ranks, _ in begun] == [2, 3]
+
+
+@pytest.mark.parametrize(("verb", "words", "more"), [
+    ("resume", "trainer.num_nodes=2", "trainer.num_nodes=1"), ("rerun", "trainer.num_nodes=2", "trainer.smoke=true"),
+    ("resume", "", f"trainer.devices=1 {TENSOR}=1"), ("rerun", "", f"trainer.devices=1 {TENSOR}=1"), ("resume", "--allow fp8.margin", f"trainer.devices=1 {TENSOR}=1"),
+])
+def test_what_they_do_not_have_here_is_refused_with_a_line_that_runs(verb: str, words: str, more: str, tmp_path: Path, starts: Starts,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    """A layout or several nodes. Of a run that goes on the line is no smoke run, which is another one."""
+    begun, run = starts(4), run_of(tmp_path, "trainer.devices=2", "trainer.micro_batch_size=4", f"{TENSOR}=2", "model.num_query_groups=2")
+    argv = [verb, run, *words.split(), *([] if "nodes" in words else ["trainer.devices=1"])]
+    assert main(argv) == 2 and not begun
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and ("torchrun --nnodes 2 " in err) == ("nodes" in words)
+    assert (f"-m fp8cfg {shlex.join(argv)}; runs here: " in err) == ("nodes" in words) and ("smoke" in err) == (verb == "rerun")
+    offered = shlex.split(err.rstrip().partition("; runs here: ")[2].partition(" · ")[0])
+    assert offered[:2] == ["fp8cfg", verb] and run in offered and set(more.split()) <= set(offered)
+    assert ("--allow" in offered) == ("--allow" in words)
+    assert main(offered[1:]) in (0, 7), "trains, or starts ranks that do"
 
 
 def test_a_launcher_is_seen_by_its_variables() -> None:

@@ -87,7 +87,7 @@ DAMAGED = [
 def test_what_is_missing_or_damaged_is_named_and_the_recipe_runs(file: str, text: str | None, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp8cfg.cli.run_recipe.launch", lambda recipe, folder, start: print("runs", recipe.name) or 0)
+    monkeypatch.setattr("fp8cfg.cli.run_recipe.launch", lambda recipe, *_: print("runs", recipe.name) or 0)
     monkeypatch.setattr("fp8cfg.training.data.run_data", lambda recipe: (SimpleNamespace(sha256="one"),))
     state = json.dumps({"data": {"corpus_sha256": "one"}})
     files = {"recipe.yaml": "recipe: llama_tiny\n", "environment.json": json.dumps(environment()), "metrics.jsonl": "", "checkpoints/step-00000001/state.json": state}

@@ -52,6 +52,8 @@ MOMENTS = {"storage.exp_avg": "bf16", "storage.exp_avg_sq": "bf16"}
 
 Backend = Callable[[Recipe], str | None]
 """Who multiplies a recipe; raises ConfigError where nobody does."""
+Takes = Callable[[Recipe], bool]
+"""Whether a run that is gone on with takes a recipe: its checkpoint has the state of some and not of others."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Search:
     world: int
     backend: Backend
     also: Mapping[str, Any] = field(default_factory=dict)
+    takes: Takes | None = None
 
     def fits(self) -> Iterator[Fit]:
         """The cheapest fit of the whole model, and then the cheapest that changes nothing of what the first changes beyond the
@@ -103,7 +106,7 @@ class Search:
         for way in sorted(self._ways(), key=self._cost):
             stays = way._replace(shard=None) if way.shard == own else way
             changes = {i for i, (new, old) in enumerate(zip(stays, kept, strict=True)) if new != old}
-            if not changes & taken and (found := self._fit(way)):
+            if not changes & taken and (found := self._fit(way)) and (self.takes is None or self.takes(found.recipe)):
                 yield found
                 if taken or not changes:
                     return

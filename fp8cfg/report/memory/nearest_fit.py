@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fp8cfg import smoke
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.report.memory.fit_search import Backend, Fit, Search
+from fp8cfg.report.memory.fit_search import Backend, Fit, Search, Takes
 from fp8cfg.report.memory.layout import ranks, refused
 from fp8cfg.report.memory.peak import memory, widest
 from fp8cfg.report.tables import size
@@ -21,11 +21,13 @@ Line = Callable[[Sequence[str]], str]
 """A whole command line of the words that change a recipe, or these words alone."""
 
 
-def alternatives(recipe: Recipe, device: str, free: int, world: int, backend: Backend) -> list[Fit]:
+def alternatives(
+    recipe: Recipe, device: str, free: int, world: int, backend: Backend, takes: Takes | None = None
+) -> list[Fit]:
     """The changes at the least cost with which `recipe` runs on `world` ranks, each with `free` bytes of `device` ("cpu" or
     "cuda"), and the cheapest of another kind, which changes nothing of what the first changes, such as a level where the first
-    recomputes. One or none where there are no more."""
-    return list(Search(recipe, device, free, world, backend).fits())
+    recomputes; only those that a run which is gone on with `takes`. One or none where there are no more."""
+    return list(Search(recipe, device, free, world, backend, takes=takes).fits())
 
 
 def smoke_runs(recipe: Recipe, world: int, backend: Backend) -> bool:
