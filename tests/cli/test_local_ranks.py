@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -16,8 +18,10 @@ from fp8cfg.cli import local_ranks
 from fp8cfg.composition.giving_way import Settled
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report import machine
+from fp8cfg.training import metrics
 from fp8cfg.training.run_folder import RunFolder
-from tests.support.small import small
+from tests.support.ranks import LIMIT, ROOT, ranks_environment
+from tests.support.small import small, small_words
 
 CONTEXT = ("recipe=llama_8b", "trainer.strategy.context_parallel_size=2")
 DATA_PARALLEL = ("recipe=llama_8b", "trainer.strategy.context_parallel_size=1")
@@ -142,3 +146,25 @@ def test_ranks_are_started_and_their_exit_code_is_that_of_the_command(words: lis
     assert local_ranks.start(2, ["recipe=llama_tiny", "precision=bf16_fp8", "trainer.micro_batch_size=8", *words]) == code
     runs = list(tmp_path.glob("runs/*/checkpoints/*"))
     assert sorted(p.name for p in runs) == (["step-00000002", "step-00000003"] if code == 0 else [])
+
+
+@pytest.mark.slow
+def test_the_line_of_several_nodes_trains_on_each_as_it_is_printed(tmp_path: Path, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two agents of torchrun on this host, which stands for the first node: one run of two ranks."""
+    starts(0)
+    assert main(small_words("trainer.num_nodes=2", "trainer.micro_batch_size=4", "trainer.max_steps=2", f"log.folder={tmp_path}/run")) == 2
+    torchrun, *words = shlex.split(capsys.readouterr().err.partition("with torchrun: ")[2].partition("; ")[0])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    words[words.index("FIRST_NODE:29400")] = f"localhost:{port}"
+    command = {"torchrun": [sys.executable, "-m", "torch.distributed.run"]}[torchrun]
+    environment = {**ranks_environment(1), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    nodes = [subprocess.Popen([*command, *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    try:
+        said = [node.communicate(timeout=LIMIT)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert [sum(text.count(line) for text in said) for line in ("done: 2 steps", "sent in a step by the first rank: ")] == [1, 1]
+    assert [m["step"] for m in metrics.read(tmp_path / "run" / "metrics.jsonl") if "loss" in m] == [1, 2]
