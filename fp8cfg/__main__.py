@@ -14,14 +14,15 @@ from typing import Any
 from fp8cfg.cli import VERBS, WORDS
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one verb; `train` where none is given. Returns the exit code."""
+def main(argv: list[str] | None = None, own_process: bool = False) -> int:
+    """Run one verb; `train` where none is given. Returns the exit code. In a process of its own a second signal ends it at once; in
+    one of others it is theirs."""
     from fp8cfg.config.errors import Fp8cfgError, RankLost
     from fp8cfg.config.out_of_memory import out_of_memory
 
     warnings.showwarning = _warned
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv), own_process)
         _flush()
         return code
     except Fp8cfgError as e:
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         return 5 if full else 2
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], own_process: bool) -> int:
     asked = set() if argv[:2] == ["completion", "--words"] else {"-h", "--help", "--version"} & set(argv)
     if argv[:1] == ["help"] or asked & {"-h", "--help"}:
         return _help(argv)
@@ -60,11 +61,12 @@ def _run(argv: list[str]) -> int:
     with ExitStack() as stack:
         if VERBS[verb].trains:  # what it prints is beside the point
             from fp8cfg.cli.output import patient_stdout
-            from fp8cfg.training.signals import waiting_to_stop
+            from fp8cfg.training import signals
 
+            signals.own_process = own_process
             stack.enter_context(patient_stdout())
             if verb != "sweep":  # whose runs do
-                stack.enter_context(waiting_to_stop())
+                stack.enter_context(signals.waiting_to_stop())
         return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
 
 
@@ -126,7 +128,7 @@ def entry() -> None:
     """The console script: `main`, and then the end of the process."""
     if sys.stdout is not None:  # a path may hold what the terminal, or no terminal, has a character for
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    code = main()
+    code = main(own_process=True)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo's threads may still want the interpreter's lock while it is torn down, which aborts a rank that is done. Seen with
         # torch 2.13; ends with the torch whose gloo threads are joined before.

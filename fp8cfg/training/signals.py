@@ -2,7 +2,8 @@
 
 SIGTERM (a scheduler), SIGINT (a person), SIGUSR1 (Slurm's warning before the limit) and SIGHUP (a terminal that closes; under
 nohup it is left alone) set a flag. The loop reads it before the first step, between steps and between the batches of an
-evaluation, writes a checkpoint and ends with exit code 75. A second signal does not wait: 128 + its number, at once.
+evaluation, writes a checkpoint and ends with exit code 75. A second signal does not wait: 128 + its number, at once, where the
+process is the command's own; in another one's, a launcher's or a notebook's, it does what that one does with it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+own_process = False
+"""Whether this process is that of the command, which a second signal may end: set by its entry alone."""
 
 
 class StopSignals:
@@ -54,13 +57,24 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._former = {}
 
-    def _receive(self, number: int, _: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            os._exit(128 + number)
+            if own_process:
+                os._exit(128 + number)
+            former = self._outermost(number)
+            if not callable(former):  # the default, or none of Python's: the process is left to whoever has it
+                raise KeyboardInterrupt
+            former(number, frame)
+            return
         self.received = signal.Signals(number)
         # os.write: print() in a handler may interrupt a print() and fail as reentrant.
         with suppress(OSError):  # the terminal may be what has gone
             os.write(2, f"{self.received.name}: stopping as soon as all is saved; once more to exit at once\n".encode())
+
+    def _outermost(self, number: int) -> Any:
+        """The handler of the process itself, below those of all that are entered."""
+        handler = self._former.get(signal.Signals(number))
+        return handler.__self__._outermost(number) if isinstance(getattr(handler, "__self__", None), StopSignals) else handler
 
 
 @contextmanager

@@ -6,10 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from fp8cfg.training.signals import SIGNALS, StopSignals
+from fp8cfg.__main__ import entry, main
+from fp8cfg.cli import train
+from fp8cfg.training import signals, step_sequence
+from fp8cfg.training.run_folder import RunFolder
+from fp8cfg.training.signals import SIGNALS, StopSignals, waiting_to_stop
+from tests.support.small import SMALL
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -59,7 +66,9 @@ def test_ranks_agree(others: bool, capfd: pytest.CaptureFixture[str]) -> None:
 
 CHILD = """
 import sys, time
+from fp8cfg.training import signals
 from fp8cfg.training.signals import StopSignals
+signals.own_process = sys.argv[1] != "theirs"
 with StopSignals() as stop:
     print("ready", flush=True)
     while not stop.stop_requested():
@@ -87,3 +96,57 @@ def test_in_a_process(first: signal.Signals, second: signal.Signals | None) -> N
             child.send_signal(second)
         assert child.stdout.read() == ""
         assert child.wait(30) == (75 if second is None else 128 + second)
+
+
+def test_in_a_process_of_others_the_end_is_theirs() -> None:
+    """What is to be done at its end is done, and it ends as a signal of the keyboard ends it."""
+    with subprocess.Popen([sys.executable, "-c", CHILD, "theirs"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+        assert child.stdout is not None
+        for line in ("ready\n", "asked\n"):
+            assert child.stdout.readline() == line
+            child.send_signal(signal.SIGTERM)
+        assert child.stdout.read() == "not at once\n" and child.wait(30) == -signal.SIGINT
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The signals that a handler of this process got; a rank of whatever launcher, which may not be left by os._exit."""
+    got: list[int] = []
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"left with {code}"))
+    before = signal.signal(signal.SIGUSR1, lambda number, _: got.append(number))
+    yield got
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_second_signal_goes_to_the_handler_that_was_there(theirs: list[int]) -> None:
+    with waiting_to_stop(), StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.stop_requested() and theirs == []
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert theirs == [signal.SIGUSR1]
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), number)
+
+
+def test_a_command_in_a_process_of_others_returns(theirs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit code, as after a key that interrupts; what it had open is closed."""
+    def interrupted(*_: object) -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(step_sequence, "train_step", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main([*SMALL, f"log.folder={tmp_path}/run"]) == 130 and signal.getsignal(signal.SIGTERM) is before
+    RunFolder.open(tmp_path / "run").close()
+
+
+def test_the_entry_of_the_command_has_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "run", lambda argv: 3 if signals.own_process else 4)
+    monkeypatch.setattr(sys, "argv", ["fp8cfg"])
+    monkeypatch.setattr(signals, "own_process", False)  # and put back
+    assert main([]) == 4
+    with pytest.raises(SystemExit) as e:
+        entry()
+    assert e.value.code == 3
