@@ -74,6 +74,8 @@ def test_files_with_their_bases(capsys: Out, tmp_path: Path, monkeypatch: pytest
     ("model.kv_channels", [], "null is 64, model.hidden_size=256 / model.num_attention_heads=4"),
     ("storage.weight", ["precision=bf16_fp8"], "auto is fp8 under this recipe"),
     ("storage.comm", ["precision=fp16"], "auto is fp16 under this recipe"),
+    ("storage.shard", ["trainer.devices=8", "trainer.micro_batch_size=2"], "auto is zero1 on 8 data-parallel ranks under this recipe"),
+    ("storage.shard", [], "auto is none on 1 data-parallel rank under this recipe"),
     ("precision.loss_scale", [], "no effect, loss scaling is for precision.compute=fp16 alone, not bf16"),
     ("precision.loss_scale", ["precision=fp16"], "takes effect"),
     ("opt_level", ["optim.name=sgd"], "other values are refused: needs optim.name=adamw or adam, not sgd (MS-AMP)"),
