@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -146,6 +147,11 @@ def test_ranks_are_started_and_their_exit_code_is_that_of_the_command(words: lis
     assert local_ranks.start(2, ["recipe=llama_tiny", "precision=bf16_fp8", "trainer.micro_batch_size=8", *words]) == code
     runs = list(tmp_path.glob("runs/*/checkpoints/*"))
     assert sorted(p.name for p in runs) == (["step-00000002", "step-00000003"] if code == 0 else [])
+    monkeypatch.setattr(machine, "gpus", lambda: 2)
+    for last in (path for path in runs if path.name == "step-00000003"):
+        shutil.rmtree(last)
+        assert main(["resume", str(last.parents[1])]) == 0
+        assert {path.name[:10] for path in (last / "model").iterdir()} == {"rank-00000", "rank-00001"}
 
 
 @pytest.mark.slow
