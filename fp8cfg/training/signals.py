@@ -74,7 +74,8 @@ class StopSignals:
     def _outermost(self, number: int) -> Any:
         """The handler of the process itself, below those of all that are entered."""
         handler = self._former.get(signal.Signals(number))
-        return handler.__self__._outermost(number) if isinstance(getattr(handler, "__self__", None), StopSignals) else handler
+        entered = getattr(handler, "__self__", None)
+        return entered._outermost(number) if isinstance(entered, StopSignals) else handler
 
 
 @contextmanager
