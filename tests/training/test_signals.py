@@ -73,10 +73,11 @@ with StopSignals() as stop:
     print("ready", flush=True)
     while not stop.stop_requested():
         time.sleep(0.01)
-    print("asked", flush=True)
     if sys.argv[1] == "obey":
+        print("asked", flush=True)
         sys.exit(75)
     try:
+        print("asked", flush=True)
         time.sleep(60)
     finally:
         print("not at once", flush=True)
