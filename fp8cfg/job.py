@@ -134,15 +134,16 @@ class Job:
 
         load_fp8_state_dict(self.model, state_dict)
 
-    def backward(self, loss: Tensor, parts: float = 1) -> None:
+    def backward(self, loss: Tensor, parts: float | Tensor = 1) -> None:
         """The backward pass of `loss`, which is one of `parts` shares of a step's mean loss, times the loss scale under fp16. Where
-        microbatches have unlike numbers of targets, `parts` is all targets of the step over those of `loss`. Shares are weighed
-        here and summed, over microbatches and ranks alike, so that FP8 sees gradients of one size however a batch is cut."""
-        from fp8cfg.optim.deferred_step import taken
+        microbatches have unlike numbers of targets, `parts` is all targets of the step over those of `loss`, a number or a float64
+        [] on the device. Shares are weighed here and summed, over microbatches and ranks alike, so that FP8 sees gradients of one
+        size however a batch is cut."""
+        from fp8cfg.optim.deferred_step import loss_factors
 
         self._scales = True
-        factor = taken(self.optimizer, lambda scaler, _: (scaler.scale if scaler else 1.0) / parts)
-        (loss * factor if isinstance(factor, float) else loss.float() * factor).backward()  # type: ignore[no-untyped-call]
+        factor, = loss_factors(self.optimizer, [parts])
+        (loss * factor if isinstance(factor, float) else loss.float() * factor).backward()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """`loss` itself, with its gradient to be multiplied by the loss scale under fp16, for a backward pass not our own:

@@ -72,13 +72,20 @@ def taken(
     return optimizer.deferred.choose([found.made], [found.skipped], dtype)[0]
 
 
-def taken_each(optimizer: Scaled, numbers: Sequence[Callable[[LossScaler | None, int], float]]) -> list[float] | Tensor:
-    """As `taken`, of several numbers: floats, or float32 [numbers] on the device."""
-    found = [either(optimizer, number) for number in numbers]
-    if not any(isinstance(one, Either) for one in found):
-        return [lr_after(one, made=True) for one in found]
+def loss_factors(optimizer: Scaled, parts: Sequence[float | Tensor]) -> list[float] | Tensor:
+    """What losses, of which each is one of so many `parts`, are multiplied by before their backward passes: the loss scale, or 1,
+    over these, floats or float32 [parts] on the device. `parts` are numbers, or all of them float64 [] on the device."""
+    if counted := [n for n in parts if isinstance(n, Tensor)]:
+        return (taken(optimizer, _loss_scale, torch.float64) / torch.stack(counted)).float()
+    numbers, scale = [n for n in parts if not isinstance(n, Tensor)], either(optimizer, _loss_scale)
+    if not isinstance(scale, Either):
+        return [scale / n for n in numbers]
     assert optimizer.deferred is not None, "or there is one number"
-    return optimizer.deferred.choose([lr_after(one, made=True) for one in found], [lr_after(one, made=False) for one in found])
+    return optimizer.deferred.choose([scale.made / n for n in numbers], [scale.skipped / n for n in numbers])
+
+
+def _loss_scale(scaler: LossScaler | None, _: int) -> float:
+    return scaler.scale if scaler else 1.0
 
 
 def lr_after(lr: float | Either, made: bool) -> float:
@@ -104,6 +111,7 @@ class DeferredSteps:
         self._waiting: deque[Launched] = deque()
         self.skip: Tensor | None = None
         self.before: Tensor | None = None
+        self._empty: Tensor | None = None
         self.made = True
         """Whether the step that was settled last was made."""
 
@@ -136,9 +144,16 @@ class DeferredSteps:
         None where the count is right."""
         return self.before if self._optimizer.loss_scaler is not None and len(self._waiting) == 2 else None
 
+    def begin(self, targets: Tensor) -> None:
+        """A step begins that has so many `targets`, [] on the device: without one it is skipped, and so are all behind it."""
+        empty = targets == 0
+        self._empty = empty if self._empty is None else self._empty | empty
+
     def decide(self, norm: Tensor, stepped: Iterable[nn.Parameter]) -> None:
         """Let the inner step see on the device whether `norm`, of the step that begins, is finite, and, where no loss scale lets
         the run go on, those before it."""
+        if self._empty is not None:
+            norm = norm.masked_fill(self._empty, torch.nan)
         skip, self.before = ~torch.isfinite(norm), self.skip
         self.skip = skip if self.skip is None or self._optimizer.loss_scaler else self.skip | skip
         self._waiting.append(Launched(norm, dict.fromkeys(stepped)))

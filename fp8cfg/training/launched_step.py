@@ -21,7 +21,7 @@ from fp8cfg.numerics.host_copy import HostCopy
 from fp8cfg.optim.deferred_step import DeferredSteps, Either, lr_after
 from fp8cfg.training.distributed.world import World, same_layers, stages
 from fp8cfg.training.overflow_watch import counts_over_stages, of_counts, over_ranks
-from fp8cfg.training.train_step import Step, run_step
+from fp8cfg.training.train_step import Step, refuse_without_targets, run_step
 
 
 @dataclass(frozen=True)
@@ -41,33 +41,39 @@ class LaunchedStep:
     done: int
     lr: float | Either
     traffic: tuple[int, str]
+    _job: Job
     _numbers: HostCopy
+    _own: int
     _names: list[str] | None
     _stages: World
 
     def settle(self, deferred: DeferredSteps) -> Seen:
-        """Wait until it is done, and settle it in the optimizer. Steps are settled in the order in which they were launched."""
+        """Wait until it is done, and settle it in the optimizer. Steps are settled in the order in which they were launched. Raises
+        ConfigError where it had no targets."""
         numbers = self._numbers.read()
-        loss, norm, stop = numbers[:3].tolist()
+        loss, norm, stop, *empty = numbers[:self._own].tolist()
         lr = lr_after(self.lr, deferred.made)
         stepped = deferred.settle(norm)
+        if any(empty):
+            refuse_without_targets(self._job, self.done - 1)
         return Seen(Step(loss, lr, norm, stepped), self._overflow(numbers) if stepped else None, stop > 0)
 
     def _overflow(self, numbers: Tensor) -> Overflow | None:
         """That of all stages of a pipeline."""
-        staged = self._stages.size > 1
-        own = overflow_of(None if self._names is None else RangesUsed(numbers[6 if staged else 3:], self._names))
-        return of_counts(numbers[3:6], own, self._stages) if staged else own
+        rest, staged = numbers[self._own:], self._stages.size > 1
+        own = overflow_of(None if self._names is None else RangesUsed(rest[3 if staged else 0:], self._names))
+        return of_counts(rest[:3], own, self._stages) if staged else own
 
 
 def launch_step(
     job: Job, batches: Batches, step: int, world: World, deferred: DeferredSteps, stop: Callable[[], bool]
 ) -> LaunchedStep:
     """Launch optimizer step number `step`, the first being 0. `stop` gives this rank's wish."""
-    mean, lr, _ = run_step(job, batches, step, world)
+    mean, lr, _, targets = run_step(job, batches, step, world)
     used = over_ranks(ranges_used(job.model), same_layers(job.prepared))
     asked = world.largest(torch.full_like(mean, float(stop())))
     counts = [counts_over_stages(used, mean, here)] if (here := stages(job.prepared)).size > 1 else []
-    numbers = torch.cat([torch.stack([mean, deferred.norm, asked]), *counts, *([used.ratios] if used else [])])
+    own = [mean, deferred.norm, asked, *([] if targets is None else [(targets == 0).to(mean.dtype)])]
+    numbers = torch.cat([torch.stack(own), *counts, *([used.ratios] if used else [])])
     sent = sum(world.traffic.bytes.values()), str(world.traffic)
-    return LaunchedStep(step + 1, lr, sent, HostCopy.of(numbers), used and used.names, here)
+    return LaunchedStep(step + 1, lr, sent, job, HostCopy.of(numbers), len(own), used and used.names, here)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from fp8cfg.config.weight_workspace import quantizes_once
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.job import Job
 from fp8cfg.numerics.weight_workspace import weights_kept
-from fp8cfg.optim.deferred_step import Either, either, lr_after, taken_each
+from fp8cfg.optim.deferred_step import Either, either, loss_factors, lr_after
 from fp8cfg.optim.schedule import set_lr
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.pipeline import PipelineRank
@@ -62,14 +62,25 @@ def microbatches(job: Job, world: World) -> int:
 
 def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     """Optimizer step number `step`, the first being 0."""
-    mean, lr, stepped = run_step(job, batches, step, world)
+    mean, lr, stepped, _ = run_step(job, batches, step, world)
     assert isinstance(lr, float), "no step waits"
     return Step(mean.item(), lr, job.optimizer.grad_norm, stepped)
 
 
-def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, float | Either, bool]:
-    """The mean loss of an optimizer step, on the device, the learning rate, or both that it may have, and what the optimizer's step
-    returned. After an error in its midst the job takes another step, or one of a loop of one's own, as if it had not begun."""
+class RunStep(NamedTuple):
+    """An optimizer step that was run: its mean loss, [] on the device, the learning rate, or both that it may have, and what the
+    optimizer's step returned. `targets` of all ranks, float64 [] on the device, are to be looked at later: where there are none the
+    step was skipped. None where it has some."""
+
+    mean: Tensor
+    lr: float | Either
+    stepped: bool
+    targets: Tensor | None
+
+
+def run_step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
+    """Run an optimizer step. After an error in its midst the job takes another step, or one of a loop of one's own, as if this one
+    had not begun."""
     try:
         return _step(job, batches, step, world)
     except BaseException:
@@ -78,15 +89,24 @@ def run_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tenso
         raise
 
 
-def _step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, float | Either, bool]:
+def refuse_without_targets(job: Job, step: int) -> None:
+    """Raises ConfigError for step number `step`, the first being 0."""
+    raise ConfigError(f"data={job.recipe.data.name}: no token of step {step + 1} has a loss")
+
+
+def _step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
     count = microbatches(job, world)
     strategy = job.recipe.trainer.strategy
     whole = 1 if batches.samples.masked else count * _shares(strategy, world)  # a mean of equal parts is divided once, at its end
+    every, targets = _microbatches(job, batches, step, world)
+    if targets is not None and job.optimizer.deferred is not None:
+        job.optimizer.deferred.begin(targets)
     total = torch.zeros((), device=job.device)
     job.optimizer.zero_grad()
     with weights_kept(job.model, quantizes_once(job.recipe, job.prepared.shard, count)):
-        for loss, parts in (_passes if job.prepared.pipeline is None else _pipelined)(job, batches, step, world):
-            total += loss * (whole / parts)
+        for loss, parts in (_passes if job.prepared.pipeline is None else _pipelined)(job, every, world):
+            share = whole / parts
+            total += loss * (share.float() if isinstance(share, Tensor) else share)
     sum_gradients(job.prepared, job.optimizer, world)
     job.summed = True
     # A skipped step does not move it (Megatron's training.py).
@@ -95,7 +115,7 @@ def _step(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, 
     stepped = job.optimizer.step()
     set_lr(job.optimizer, lr_after(lr, made=True))
     mean = world.sum(total / (whole * strategy.tensor_model_parallel_size))  # so many ranks have the same loss
-    return mean, lr, stepped
+    return RunStep(mean, lr, stepped, targets)
 
 
 def _shares(strategy: Strategy, world: World) -> int:
@@ -103,13 +123,16 @@ def _shares(strategy: Strategy, world: World) -> int:
     return world.size // (strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size)
 
 
-def _passes(job: Job, batches: Batches, step: int, world: World) -> Iterator[tuple[Tensor, float]]:
-    """Forward and backward passes over the microbatches of a step: the loss of each, and of how many parts of the step's loss it is
-    one."""
+Part = tuple[tuple[Tensor, ...], float | Tensor]
+"""A microbatch, as Batches gives it, and of how many parts of the step's loss its loss is one."""
+
+
+def _passes(job: Job, every: Iterable[Part], world: World) -> Iterator[tuple[Tensor, float | Tensor]]:
+    """Forward and backward passes over the microbatches of a step: the loss of each, and of how many parts it is one."""
     count, again = microbatches(job, world), job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
     if job.prepared.fsdp2:
         from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
-    for i, (batch, parts) in enumerate(_microbatches(job, batches, step, world)):
+    for i, (batch, parts) in enumerate(every):
         if job.prepared.fsdp2:
             fsdp.microbatch(job.model, job.prepared.shard, i + 1 == count)
         stores = not again and i + 1 == count and stores_early(job.prepared, world)
@@ -122,14 +145,13 @@ def _passes(job: Job, batches: Batches, step: int, world: World) -> Iterator[tup
         yield loss.detach(), parts
 
 
-def _pipelined(job: Job, batches: Batches, step: int, world: World) -> list[tuple[Tensor, float]]:
+def _pipelined(job: Job, every: Iterable[Part], world: World) -> list[tuple[Tensor, float | Tensor]]:
     """The same through the stages of a pipeline: what the last has of losses, nothing on the others."""
-    every, parts = zip(*_microbatches(job, batches, step, world), strict=True)
-    weights = taken_each(job.optimizer, [lambda scaler, _, n=n: (scaler.scale if scaler else 1.0) / n for n in parts])  # type: ignore[misc]
-    whole = on_device(tuple(torch.cat(part) for part in zip(*every, strict=True)), job.device)
+    batches, parts = zip(*every, strict=True)
+    whole = on_device(tuple(torch.cat(part) for part in zip(*batches, strict=True)), job.device)
     with job.autocast():
-        losses = pipeline(job, world).train(whole, weights)
-    for batch in every:
+        losses = pipeline(job, world).train(whole, loss_factors(job.optimizer, parts))
+    for batch in batches:
         count_pass(job.recipe, len(batch[0]), world)
     return list(zip(losses, parts, strict=False))
 
@@ -152,25 +174,28 @@ def pipeline(job: Job, world: World) -> Pipeline:
     return made
 
 
-def _microbatches(job: Job, batches: Batches, step: int, world: World) -> Iterator[tuple[tuple[Tensor, ...], float]]:
-    """This rank's microbatches, as Batches gives them, and of each the number of parts of the step's loss of which its loss is one.
+def _microbatches(job: Job, batches: Batches, step: int, world: World) -> tuple[Iterable[Part], Tensor | None]:
+    """This rank's microbatches, and the targets of all ranks where somebody has to look at them later.
 
-    That loss is the mean over all targets of the global batch of which one is taken. Where these are as many in each microbatch,
-    each is one of equal parts; else as large as its share of them, which all ranks count together before the first pass.
+    The step's loss is the mean over all targets of the global batch of which one is taken. Where these are as many in each
+    microbatch, each is one of equal parts; else as large as its share of them, which all ranks count together before the first
+    pass, on the device: nobody waits for the others. Raises ConfigError where there are none, if the host knows or may wait.
     """
     strategy, count = job.recipe.trainer.strategy, microbatches(job, world)
     share, shares = batch_share(strategy, world.rank, world.size), _shares(strategy, world)
     if not batches.samples.masked:
-        yield from ((batches.batch(step, *share, i, count), count * shares) for i in range(count))
-        return
+        return ((batches.batch(step, *share, i, count), count * shares) for i in range(count)), None
     passes = [batches.batch(step, *share, i, count) for i in range(count)]
     targets = [_targets(job, each[1]) for each in passes]
-    whole = float(sum(targets))
-    if world.size > 1:
-        whole = world.sum(torch.tensor(whole, dtype=torch.float64, device=job.device)).item() * shares / world.size
-    if not whole:
-        raise ConfigError(f"data={job.recipe.data.name}: no token of step {step + 1} has a loss")
-    yield from ((each, whole / n if n else math.inf) for each, n in zip(passes, targets, strict=True))
+    here = float(sum(targets))
+    if world.size == 1:
+        if not here:
+            refuse_without_targets(job, step)
+        return ((each, here / n if n else math.inf) for each, n in zip(passes, targets, strict=True)), None
+    whole = world.sum(torch.full((), here, dtype=torch.float64, device=job.device)) * shares / world.size
+    if job.optimizer.deferred is None and not whole:
+        refuse_without_targets(job, step)
+    return ((each, whole / n) for each, n in zip(passes, targets, strict=True)), whole
 
 
 def _targets(job: Job, targets: Tensor) -> int:

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg.config.errors import ConfigError
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.optim.deferred_step import DeferredSteps
-from fp8cfg.training import loop
+from fp8cfg.training import loop, train_step
 from fp8cfg.training.callback import Callback
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.step_sequence import may_launch_ahead
@@ -181,7 +182,23 @@ def _on_rank(world: World) -> dict[str, Any]:
         loop.train(job, world=world, say=lambda _: None)
         found[f"fsdp ahead {ahead}"] = (written[:], job.optimizer.steps, job.optimizer.grad_norm, job.loss_scaler.state())
         found[f"stages ahead {ahead}"] = _in_stages(world, words[1:])
+        found[f"masked ahead {ahead}"] = _masked(world, "precision=bf16_fp8", *words[1:])
+        found[f"masked stages ahead {ahead}"] = _masked(world, "precision=fp16_fp8", "precision.initial_loss_scale=1024", "precision.loss_scale_window=2",
+                                                        "trainer.strategy.pipeline_model_parallel_size=2", *words[1:])
     return found
+
+
+def _masked(world: World, *words: str) -> Any:
+    """What a run writes whose samples have unlike numbers of targets, and its fifth step none; and how it ends."""
+    lines, targets = [], train_step._targets
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.RunLogs, "write", lambda self, done, values: lines.append((values["loss"], values["grad_norm"])))
+        job = fp8cfg.build(small("data.eod_mask_loss=true", *words))
+        patch.setattr(train_step, "_targets", lambda job, given: 0 if job.optimizer.steps == 4 else targets(job, given))
+        with pytest.raises(ConfigError) as end:
+            loop.train(job, world=world, say=lambda _: None)
+    weights = sum(t.double().abs().sum() for t in stored_state_dict(job.model).values())
+    return lines, str(end.value), job.optimizer.steps, float(weights)
 
 
 def _in_stages(world: World, words: tuple[str, ...]) -> Any:
@@ -203,7 +220,8 @@ def _in_stages(world: World, words: tuple[str, ...]) -> Any:
 def test_on_two_ranks_all_stop_at_one_step_and_skip_one(tmp_path: Path) -> None:
     """The wish to stop goes with the step's numbers, and is known a step later; under FSDP2 gradients and norm are split over the ranks."""
     first, second = on_ranks(2, _on_rank, tmp_path)
-    assert {k: v for k, v in first.items() if "stages" not in k} == {k: v for k, v in second.items() if "stages" not in k}
+    same = [k for k in first if "stages" not in k and "masked" not in k]
+    assert [first[k] for k in same] == [second[k] for k in same]
     assert len(first["whole"]) == 6
     assert first["steps"] == 3 and first["stopped"] == first["whole"][:3]
     assert first["fsdp ahead True"] == first["fsdp ahead False"] and first["fsdp ahead True"][1] == 5
@@ -211,3 +229,7 @@ def test_on_two_ranks_all_stop_at_one_step_and_skip_one(tmp_path: Path) -> None:
     assert text == want[-1] and done == want[2] == 5
     assert [line["stepped"] for line in lines] == [True] * 3 + [False] + [True] * 2
     assert any(line.get("fp8_clipped") for line in lines) and any("was clipped" in text for text in said)
+    for name in ("masked", "masked stages"):
+        assert first[f"{name} ahead True"] == first[f"{name} ahead False"] and second[f"{name} ahead True"] == second[f"{name} ahead False"]
+        lines, message, done, _ = first[f"{name} ahead True"]
+        assert len(lines) == 4 and message == "data=tiny: no token of step 5 has a loss" and done == 4

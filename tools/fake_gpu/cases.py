@@ -22,6 +22,7 @@ from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT
 from fp8cfg.optim.groups import param_groups
 from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.low_bit.training import LowBitTrainingAdamW
+from fp8cfg.training import launched_step
 from fp8cfg.training.checkpoint import job_tensors
 from fp8cfg.training.checkpoint.host_copies import HostCopies
 from fp8cfg.training.data import run_data
@@ -85,13 +86,18 @@ def linear(scaling: str, fp8_params: bool = False, compile: bool = False, shared
     """`shared`: its weight and gradient are split over tensor-parallel ranks, of which there is one here."""
     layer = big_linear(scaling, fp8_params)
     if shared:
-        if not dist.is_initialized():
-            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        _start_group()
         layer.amax_group = AmaxGroup((WEIGHT, GRAD_OUTPUT), dist.group.WORLD.group_name)
     if compile:
         compiled(layer)
     x, dy = (torch.zeros(TOKENS, n, device="cuda", dtype=torch.bfloat16) for n in (IN_FEATURES, OUT_FEATURES))
     return passes(layer, x, dy)
+
+
+def _start_group() -> None:
+    """A process group of one rank, whose collectives are launched all the same."""
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def set_weight(scaling: str) -> Parts:
@@ -110,13 +116,17 @@ def layer_8b(scaling: str, compile: bool = False) -> Parts:
     return passes(layer, x, dy, *rotary_tables(config, torch.arange(config.seq_length, device="cuda")))
 
 
-def step(*words: str, compile: bool = False) -> Parts:
-    """A training step of llama_tiny under these words, as a run takes those that it does not print."""
+def step(*words: str, compile: bool = False, ranks: int = 1) -> Parts:
+    """A training step of llama_tiny under these words, as a run takes those that it does not print; of the first of several `ranks`,
+    whose group has one rank here."""
+    if ranks > 1:
+        _start_group()
     job = fp8cfg.build(fp8cfg.compose([*STEP, *words]))
     if compile:
         job.compile_model()
     batches, _ = run_data(job.recipe)
-    steps = StepSequence(job, batches, World(), None, lambda done: None, may_launch_ahead(job)).__enter__()
+    launched_step.refuse_without_targets = lambda *_: None  # counts of targets have no values here
+    steps = StepSequence(job, batches, World(0, ranks), None, lambda done: None, may_launch_ahead(job)).__enter__()
     return {"step": lambda: steps.take(job.optimizer.steps, settled=False)}
 
 

@@ -85,6 +85,8 @@ def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[],
     found["step fp16_fp8 SGD interval eager"] = partial(cases.step, "precision=fp16_fp8", "fp8.interval=2", "optim.name=sgd")
     for how in ("eager", "compiled"):  # once there are ranks
         found[f"linear current amax group {how}"] = partial(cases.linear, "current", compile=how == "compiled", shared=True)
+    masked = "precision=bf16_fp8", "trainer.micro_batch_size=8", "data.eod_mask_loss=true"
+    found["step 2 ranks masked bf16_fp8 eager"] = partial(cases.step, *masked, ranks=2)
     for name, words in {"block": ("bf16_fp8_block", "fp8.format=e4m3"), "row": ("bf16_fp8_current", "fp8.granularity=row")}.items():
         precision, *keys = words
         found[f"step {name} FP8 weights eager"] = partial(cases.step, f"precision={precision}", *keys, "fp8.params=true")
