@@ -10,7 +10,6 @@ from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import low_bit
 from fp8cfg.config.training_nodes import Optim
-from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
     from fp8cfg.optim import LossScaler
@@ -54,12 +53,7 @@ def optimizer(
             built.sharded = precision.storage.shard != "fsdp"
             built.on_written.append(partial(fsdp.let_go, model))  # weights that a loop of one's own has gathered meanwhile
     gradient_sync.sum_norms(built, prepared)
-    able = backend_registry.capabilities(choice.backend)
-    skips = not precision.fp8.enabled or able.skips_on_device
-    # Under a loss scale a run goes on after a skipped step. Transformer Engine moves delayed scales in it too, and weights that are
-    # written again would be others.
-    delayed = precision.fp8.enabled and SCALINGS[precision.fp8.scaling].history
-    built.can_defer = skips and (loss_scaler is None or not delayed or able.moves_scales)
+    built.can_defer = not precision.fp8.enabled or backend_registry.capabilities(choice.backend).skips_on_device
     if prepared.owner:
         zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
     if precision.fp8.enabled:

@@ -34,7 +34,7 @@ TOP = {  # room -> rooms that its modules may import at their top
     "training.distributed": {"backends", "config", "numerics", "optim", "parallel", "report"},
     "job": {"backends", "report"},
     "job_parts": {"backends", "config", "models"}, "job_weights": {"config", "layer_plan", "models"},
-    "job_optimizer": {"backends", "config", "scalings"},
+    "job_optimizer": {"backends", "config"},
     "conversion": {"backends", "composition", "config", "job", "numerics", "optim", "report", "scalings"},
     "smoke": {"composition", "config", "layer_plan", "models", "pipeline_limits", "tensor_limits"},
     "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},

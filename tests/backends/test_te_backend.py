@@ -56,25 +56,25 @@ def test_a_resumed_run_goes_on_to_the_same_bits(case: str, te: Any) -> None:
     assert any(name.endswith("fp8_scale") for name in tensors.get("fp8", {})) == ("delayed" in case)
 
 
-@pytest.mark.parametrize("case", ["delayed params", "current O2", "block params fp16"])
+@pytest.mark.parametrize("case", ["delayed params", "current O2", "block params fp16", "delayed params fp16", "delayed fp16"])
 def test_steps_launched_ahead_are_those_taken_one_at_a_time(case: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a step between is skipped, but for delayed scales, which Transformer Engine moves then too."""
-    assert not fp8cfg.build(small(*CASES["delayed params fp16"])).optimizer.can_defer
-    found = []
+    """Also where steps between are skipped: delayed scales, which Transformer Engine moves then too, change no weight."""
+    words, found = CASES[case] if case in CASES else [w.replace("params=true", "params=false") for w in CASES["delayed params fp16"]], []
     for ahead in (True, False):
         te.FP8GlobalStateManager.reset()
         monkeypatch.setattr(loop, "may_launch_ahead", lambda job, ahead=ahead: job.optimizer.can_defer and ahead)
-        job, seen = fp8cfg.build(small(*CASES[case], "trainer.val_check_interval=0", "checkpoint.every_n_steps=0")), [0]
+        job, seen = fp8cfg.build(small(*words, "trainer.val_check_interval=0", "checkpoint.every_n_steps=0")), [0]
         assert job.optimizer.can_defer
 
         def hook(gradient: torch.Tensor, seen: list[int] = seen) -> torch.Tensor:
             seen[0] += 1
-            return gradient * torch.inf if seen[0] == 4 and "fp16" in case else gradient
+            return gradient * torch.inf if seen[0] in (3, 4) and "fp16" in case else gradient
 
         job.model.final_layernorm.weight.register_hook(hook)
         result = loop.train(job, say=lambda _: None)
-        found.append((result.loss, job.optimizer.steps, job.optimizer.grad_norm, stored_state_dict(job.model)))
-    assert found[0][:3] == found[1][:3] and found[0][1] == (5 if "fp16" in case else 6)
+        state = stored_state_dict(job.model) | job.optimizer.state_tensors()
+        found.append((result.loss, job.optimizer.steps, job.optimizer.grad_norm, state))
+    assert found[0][:3] == found[1][:3] and found[0][1] == (4 if "fp16" in case else 6)
     assert all(torch.equal(t.float(), found[1][3][k].float()) for k, t in found[0][3].items() if isinstance(t, torch.Tensor))
 
 

@@ -82,6 +82,22 @@ def test_weights_held_in_fp8_are_natives_bit_for_bit(case: str, te: Any) -> None
         assert torch.equal(mine[name].reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8)), name
 
 
+def test_a_weight_of_a_skipped_step_stays_and_a_transpose_that_was_not_made_is_not_read(te: Any) -> None:
+    job = fp8cfg.build(small(*CASES["delayed params"]))
+    list(steps(job, 1))
+    layer = job.model.layers[0].mlp.linear_fc2
+    codes, master = layer.weight._data.clone(), job.optimizer.masters[layer.weight]
+    layer.weight._transpose, layer.weight._transpose_invalid = None, True
+    layer._columns()[1][0].scale.mul_(0.25)  # as Transformer Engine has moved it meanwhile
+    for skip, same in ((True, True), (False, False)):
+        backend().after_step(job.model, None, 2, torch.tensor(skip))
+        layer.set_weight(master)
+        layer.weight.update_usage(columnwise_usage=True)
+        assert torch.equal(layer.weight._data, codes) == same and torch.equal(layer.weight._transpose, layer.weight._data.t())
+    layer.set_weight(master * 2)
+    assert layer.skip is None and not torch.equal(layer.weight._data, codes)
+
+
 def test_weights_are_quantized_once_for_a_step(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     count = {"quantized": 0}
     base = sys.modules["transformer_engine.pytorch.module.base"]

@@ -58,6 +58,8 @@ def _name(quantizer: Any) -> str:
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
     x, out = tensor, output
+    if noop is not None and noop.item() == 1:
+        return _untouched(quantizer, out)
     if _name(quantizer) in ("Float8BlockQuantizer", "MXFP8Quantizer"):
         return _quantize_tiles(x.detach(), quantizer, out)
     if _name(quantizer) == "NVFP4Quantizer":
@@ -85,6 +87,17 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
         return out
     tensors = dict(data=data, fp8_scale_inv=scale_inv, fp8_dtype=quantizer.dtype, data_transpose=transpose, quantizer=quantizer)
     return _tensor("float8_tensor.Float8Tensor", x, quantizer, tensors)
+
+
+def _untouched(quantizer: Any, out: Any) -> Any:
+    """What a kernel that is told to do nothing leaves of `out`: a transpose that was not there has memory by then, with anything in
+    it, and is marked as made (quantizer.cpp, convert_and_update_tensor)."""
+    if _name(quantizer) == "Float8Quantizer":
+        wanted = quantizer.columnwise_usage
+        if wanted and out._transpose is None:
+            out._transpose = torch.full(out._data.shape[::-1], 0x7F, dtype=torch.uint8)
+        out._transpose, out._transpose_invalid = out._transpose if wanted else None, not wanted
+    return out
 
 
 def _tensor(name: str, x: Tensor, quantizer: Any, tensors: dict[str, Any]) -> Any:

@@ -156,9 +156,13 @@ def cache_weights(model: nn.Module, on: bool = True) -> None:
 
 def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int, skip: Tensor | None = None) -> None:
     """Mark cached weights as stale. Transformer Engine has moved its scales itself, over the group that `autocast` gave it, in a
-    step that is skipped too."""
-    say_scales_anew(_layers(model).values())
+    step that is skipped too: a weight that is held under a delayed scale would be another if it were written again."""
+    layers = _layers(model).values()
+    say_scales_anew(layers)
     after_skip(model)
+    flag = None if skip is None else skip.float().reshape(1)
+    for layer in layers:
+        layer.skip = flag if layer.recipe.delayed() and layer.fp8_params else None
 
 
 def after_skip(model: nn.Module) -> None:

@@ -36,11 +36,13 @@ class TELinear(StoredWeight):
     `place` is its engine and its number there; where that computes a whole MLP, or is part of a te.TransformerLayer, `forward` is
     not called. `obstacle` says what kept te.TransformerLayer from taking the decoder layer that it is in. `ran` holds the kinds of
     the operands of each product that ran, as `planning.Kinds` has them. A weight that is held quantized is one of Transformer
-    Engine's tensors, and `set_weight` writes to it."""
+    Engine's tensors, and `set_weight` writes to it: where `skip`, float32 [1] on its device, is 1 when it is called next, nothing.
+    """
 
     place: tuple[Engine, int]
     weight: nn.Parameter
     bias: nn.Parameter | None
+    skip: Tensor | None = None
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -70,7 +72,15 @@ class TELinear(StoredWeight):
         """Quantizes `master` [out, in], float32, into the weight. Raises TypeError where that is in high precision."""
         if not self.fp8_params:
             raise TypeError("set_weight writes quantized weights; this layer has a high-precision one: assign to it")
-        self.weight.quantize_(master)  # type: ignore[attr-defined]
+        weight: Any = self.weight
+        skip, self.skip = self.skip, None
+        if skip is None:
+            weight.quantize_(master)
+            return
+        stale = weight._transpose_invalid
+        weight.quantize_(master, noop_flag=skip)
+        if stale:  # a kernel that does nothing leaves it as it was, and it is marked as made (2.20, csrc/quantizer.cpp)
+            weight._transpose_invalid = True
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight [out, in] in `dtype`."""
