@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.attention import FP8Attention
 from fp8cfg.numerics.quantization_statistics import TENSORS
-from fp8cfg.numerics.scale_update import FP8Layer
 
 COLUMNS = {False: tuple(TENSORS.values()), True: ("qkv", "s", "o", "do", "dp", "dqkv")}
 """Names of a layer's tensors: of a linear one, and of attention."""
@@ -41,9 +40,10 @@ class RangesUsed(NamedTuple):
 
 
 def ranges_used(model: nn.Module) -> RangesUsed | None:
-    """Those of the last call of `update_scales`; None where `model` has no FP8 layer of ours, or there was none yet. It waits for
-    nothing."""
-    layers = [(name, m, m.range_used) for name, m in model.named_modules() if isinstance(m, FP8Layer) and m.range_used is not None]
+    """Those of the last step, of modules that have `range_used`: FP8 layers of ours since the last call of `update_scales`, and of
+    Transformer Engine under delayed scaling. None where `model` has none. It waits for nothing."""
+    every = ((name, m, vars(m).get("range_used")) for name, m in model.named_modules())
+    layers = [(name, m, used) for name, m, used in every if used is not None]
     if not layers:
         return None
     names = [f"{name} {column}" for name, m, _ in layers for column in COLUMNS[isinstance(m, FP8Attention)]]

@@ -26,8 +26,8 @@ class OverflowWatch:
         self._say, self._left = say, {"clipped", "infinite"}
 
     def values(self, found: Overflow | None, done: int) -> dict[str, Value]:
-        """`fp8_clipped` and `fp8_infinite`, numbers of tensors, as metrics.jsonl has them of step `done`; empty without FP8 layers
-        of the native backend."""
+        """`fp8_clipped` and `fp8_infinite`, numbers of tensors, as metrics.jsonl has them of step `done`; empty without layers
+        that tell: the native backend's, and Transformer Engine's under delayed scaling."""
         if found is None:
             return {}
         if found.infinite:

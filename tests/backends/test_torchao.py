@@ -101,6 +101,23 @@ def test_a_run_equals_a_loop_written_by_hand(name: str, device: str) -> None:
     assert losses == by_hand(words, lambda model: convert_to_float8_training(model, module_filter_fn=in_layers, config=on(device, config)))
 
 
+@pytest.mark.parametrize("words", [TORCHAO, ROW], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize("where", ["input", "weight", "gradient"])
+def test_an_infinite_value_becomes_nan_and_no_finite_one(where: str, words: tuple[str, ...]) -> None:
+    """So that loss or norm of gradients show it: nothing has to count."""
+    job = fp8cfg.build(small(*words))
+    layer = job.model.get_submodule("layers.0.mlp.linear_fc2")
+    x, dy = torch.randn(2, 32, 128, dtype=torch.bfloat16), torch.ones(2, 32, 64, dtype=torch.bfloat16)
+    {"input": x, "weight": layer.weight.data, "gradient": dy[0]}[where][..., 1, 3] = torch.inf
+    x.requires_grad_()
+    with job.autocast():
+        y = layer(x)
+        y.backward(dy)
+    row = [t[0, 1] for t in (y, x.grad)]
+    assert row[0].isnan().any() == (where != "gradient") and row[1].isnan().any() == (where != "input")
+    assert layer.weight.grad.isnan().any() == (where != "weight")
+
+
 def test_float32_weights_equal_it_too() -> None:
     words = (*TORCHAO, "precision.compute=fp32")
     config = on("cpu", Float8LinearConfig())

@@ -34,6 +34,7 @@ from fp8cfg.backends.te.decoder import TEDecoderLayer, described
 from fp8cfg.backends.te.engine import Engine, entered
 from fp8cfg.backends.te.environment import contradictions
 from fp8cfg.backends.te.layers import TEMLP, TELinear, TENorm
+from fp8cfg.backends.te.overflow import watch_ranges
 from fp8cfg.backends.te.recipe import recipe_of
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.fp8 import FP8
@@ -67,6 +68,7 @@ def convert(
     for name, module in list(model.named_modules()):
         if module not in kept and (norm := _norm(module, te)):
             replaced(model, name, TENorm(module, norm))
+    watch_ranges(_engines(model))
 
 
 def _norm(module: nn.Module, te: Any) -> Any | None:
@@ -159,7 +161,7 @@ def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int, ski
     step that is skipped too: a weight that is held under a delayed scale would be another if it were written again."""
     layers = _layers(model).values()
     say_scales_anew(layers)
-    after_skip(model)
+    _settle(model, made=True)
     flag = None if skip is None else skip.float().reshape(1)
     for layer in layers:
         layer.skip = flag if layer.recipe.delayed() and layer.fp8_params else None
@@ -167,8 +169,15 @@ def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int, ski
 
 def after_skip(model: nn.Module) -> None:
     """Mark cached weights as stale: they are unchanged, but Transformer Engine does not take amaxes back, and scales have moved."""
-    for engine in _engines(model):
+    _settle(model, made=False)
+
+
+def _settle(model: nn.Module, made: bool) -> None:
+    engines = _engines(model)
+    for engine in engines:
         engine.weights_moved = True
+    for watch in {engine.ranges for engine in engines if engine.ranges}:
+        watch.settle(made)
 
 
 def plain(layer: nn.Module) -> nn.Module | None:

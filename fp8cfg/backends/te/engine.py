@@ -22,7 +22,9 @@ Parameters = Mapping[str, tuple[nn.Module, str]]
 class Engine:
     """A Transformer Engine module of any class that computes with the Parameters of the model's layers.
 
-    `linears` are the layers whose products `module` multiplies, in its order."""
+    `linears` are the layers whose products `module` multiplies, in its order; `ranges` is the overflow.RangeWatch that has them."""
+
+    ranges: Any = None
 
     def __init__(self, module: Any, recipe: Any, linears: Sequence[TELinear], parameters: Parameters) -> None:
         self.module, self.recipe, self.linears, self.parameters = module, recipe, tuple(linears), dict(parameters)
@@ -64,13 +66,13 @@ class Engine:
         ran, trains = self.module.fp8, torch.is_grad_enabled() and self.module.training
         forward, backward = (self.module.quantizers[f"scaling_{side}"] for side in ("fwd", "bwd"))
         for n, linear in enumerate(self.linears):
-            weight = _kind(forward[3 * n + 1]) if ran else ""
+            weight = kind(forward[3 * n + 1]) if ran else ""
             count(linear, x)
             if ran or trains:
-                linear.ran["fprop"] = (_kind(forward[3 * n]), weight) if ran else HIGH_PRECISION
+                linear.ran["fprop"] = (kind(forward[3 * n]), weight) if ran else HIGH_PRECISION
             kinds: Kinds = HIGH_PRECISION
             if ran and getattr(self.recipe, "backward_override", None) is None:
-                kinds = _kind(backward[2 * n]), weight
+                kinds = kind(backward[2 * n]), weight
             if y.requires_grad:
                 products = {"dgrad": kinds} if x.requires_grad or n else {}
                 products |= {"wgrad": kinds} if linear.parameter.requires_grad else {}
@@ -97,7 +99,7 @@ def _note(ran: dict[str, Kinds], products: dict[str, Kinds], gradient: Tensor) -
     ran.update(products)
 
 
-def _kind(quantizer: Any) -> str:
+def kind(quantizer: Any) -> str:
     """The format that `quantizer` makes: DType.kFloat8E4M3 is e4m3."""
     return str(quantizer.dtype.name)[-4:].lower()
 

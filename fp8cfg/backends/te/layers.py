@@ -37,12 +37,14 @@ class TELinear(StoredWeight):
     not called. `obstacle` says what kept te.TransformerLayer from taking the decoder layer that it is in. `ran` holds the kinds of
     the operands of each product that ran, as `planning.Kinds` has them. A weight that is held quantized is one of Transformer
     Engine's tensors, and `set_weight` writes to it: where `skip`, float32 [1] on its device, is 1 when it is called next, nothing.
+    `range_used`, [3], is what input, weight and grad_output used of their delayed scales' range in the last step.
     """
 
     place: tuple[Engine, int]
     weight: nn.Parameter
     bias: nn.Parameter | None
     skip: Tensor | None = None
+    range_used: Tensor | None = None
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -117,6 +119,7 @@ class TELinear(StoredWeight):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.skip = self.range_used = None  # of steps of the layer that this is a copy of
         if self.fp8_params:
             refuse_averages(self)
 
