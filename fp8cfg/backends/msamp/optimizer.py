@@ -7,7 +7,6 @@ A gradient in FP8 is unscaled and clipped by its scale alone. Its bytes saturate
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -71,9 +70,10 @@ class MSAMPOptimizer(torch.optim.Optimizer):
         if self.loss_scaler is not None:
             for grad in grads:
                 grad.mul_(1.0 / self.loss_scaler.scale)
-        self.grad_norm = float(self._clip(list(self.names), self.clip_grad))
-        overflown = any(grad.has_inf_or_nan() for grad in grads if isinstance(grad, self._scaling))
-        finite = math.isfinite(self.grad_norm) and not overflown
+        norm = self._clip(list(self.names), self.clip_grad)
+        amaxes = [grad.meta.amax[0] for grad in grads if isinstance(grad, self._scaling)]
+        read = torch.stack([norm, *amaxes]).cpu()  # together: each by itself would wait for the device
+        self.grad_norm, finite = read[0].item(), bool(read.isfinite().all())
         if self.loss_scaler is not None:
             self.loss_scaler.update(found_inf=not finite)
         if finite:
