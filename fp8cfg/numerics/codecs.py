@@ -101,14 +101,14 @@ class Codec:
         return (self._quantize(x, scale_inv, key), scale_inv)
 
     def decode(self, stored: Stored) -> Tensor:
-        """The float32 values, in the shape of the data; the data itself under fp32."""
+        """The float32 values, in the shape of the data, scaled in place; the data itself under fp32."""
         data = stored[0]
         if self.expand:
             return self._from_rows(expand.decode(self._rows(data.view(torch.uint8)), stored[1]), data)
         v = widen(data, torch.float32) if data.dtype.itemsize == 1 else data.float()
         if self.scaling == "none":
             return v
-        v = self._from_rows(self._rows(v) * stored[1][:, None], v) if self.block else v * stored[1]
+        v = self._from_rows(self._rows(v).mul_(stored[1][:, None]), v) if self.block else v.mul_(stored[1])
         return v * v if self.root else v
 
     def store(self, x: Tensor, stored: Stored, key: Tensor | None = None) -> None:

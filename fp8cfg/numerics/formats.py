@@ -87,6 +87,10 @@ def round_in_steps(v: Tensor, fmt: Format, uniform: Tensor | None = None) -> Ten
     return _saturate(steps * step, fmt)  # 3 + 0.99999994 is 4 in float32
 
 
+PIECE = 1 << 18
+"""Elements of float8 that are looked up at a time."""
+
+
 @cache
 def _values(fp8: torch.dtype, dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(fp8).to(dtype)
@@ -94,7 +98,10 @@ def _values(fp8: torch.dtype, dtype: torch.dtype) -> Tensor:
 
 def widen(q: Tensor, dtype: torch.dtype) -> Tensor:
     """`q.to(dtype)` for a float8 `q`. Eager torch decodes E4M3 on CPU one element at a time; a look-up in the table of its
-    256 values is four times faster."""
+    256 values is four times faster, a piece at a time, for the places in it take as many bytes as float32."""
     if torch.compiler.is_compiling() or q.device.type != "cpu":
         return q.to(dtype)
-    return _values(q.dtype, dtype).index_select(0, q.view(torch.uint8).flatten().int()).view(q.shape)
+    table, wide = _values(q.dtype, dtype), torch.empty(q.shape, dtype=dtype)
+    for piece, into in zip(torch.split(q.reshape(-1).view(torch.uint8), PIECE), torch.split(wide.view(-1), PIECE), strict=True):
+        torch.index_select(table, 0, piece.int(), out=into)
+    return wide

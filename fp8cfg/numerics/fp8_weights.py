@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8cfg.numerics.block_scaling import Tile, e8m0_bytes, first_level, spread, tiled, untiled
+from fp8cfg.numerics.block_scaling import Tile, e8m0_bytes, first_level, tiled, untiled
 from fp8cfg.numerics.formats import cast, widen
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.quantize import quantize_tiles
@@ -73,14 +73,15 @@ def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | 
 
 
 def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [out, in] in `dtype`, rounded once."""
-    decode = unpack(stored.scale_inv)
-    if decode.dim() == 2:
-        decode = spread(decode, stored.data.shape, _tile(stored.data.shape, decode.shape))
+    """The dequantized weight [out, in] in `dtype`, rounded once; float32 values are scaled in place."""
+    decode, shape = unpack(stored.scale_inv), stored.data.shape
     if stored.global_scale_inv is not None:
         decode = decode * stored.global_scale_inv
     data = widen(stored.data, torch.float32) if stored.data.dtype.itemsize == 1 else stored.data.float()
-    return (data * decode).to(dtype)
+    if decode.dim() < 2:
+        return data.mul_(decode).to(dtype)
+    tiles = tiled(data.contiguous(), _tile(shape, decode.shape)).mul_(decode[:, None, :, None])
+    return untiled(tiles, shape).to(dtype).contiguous()
 
 
 def pack(decode: Tensor, scaling: Scaling) -> Tensor:
