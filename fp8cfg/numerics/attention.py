@@ -171,16 +171,14 @@ class FP8Attention(nn.Module):
         self.scale, self.window = getattr(plain, "scale", None), getattr(plain, "window", None)
         self._plain = (plain,)  # no module of this one: it has no state
         self.register_buffer("gemms_ran", torch.zeros(len(PRODUCTS), dtype=torch.int32, device=device), persistent=False)
-        state = self.fresh_state() if scaling.layout.history else {}
+        state = self.fresh_state()
         for name in STATE:
             self.register_buffer(name, state.get(name), persistent=False)
         self.register_buffer(AMAX, None if state else torch.zeros(1, len(ROLES), device=device), persistent=False)
 
     def fresh_state(self) -> dict[str, Tensor]:
-        """Scales and amax history before the first pass: a scale of 0 stands for "not set yet"."""
-        first, device = torch.ones if self.scaling.first_step == "te" else torch.zeros, self.gemms_ran.device
-        history = torch.zeros(self.scaling.amax_history_len, len(ROLES), device=device)
-        return {"fp8_scale": first(len(ROLES), device=device), "fp8_amax_history": history}
+        """See `Scaling.fresh_state`."""
+        return self.scaling.fresh_state(len(ROLES), self.gemms_ran.device)
 
     def clear_gemms_ran(self) -> None:
         """Forget which products ran."""

@@ -86,7 +86,7 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         new.scaling, new.region, new.high_precision, new.product = scaling, region, high_precision, product
         new.weight_grad_dtype, device, new.codec = linear.weight.dtype, linear.weight.device, None
         new.read_as = read_as or linear.weight.dtype
-        state = new.fresh_state() if scaling.layout.history else {}
+        state = new.fresh_state()
         for name in BUFFERS:
             new.register_buffer(name, state.get(name), persistent=False)
         for name in (ROUNDING_KEY, ROUNDING_COUNT):
@@ -117,10 +117,8 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         return made
 
     def fresh_state(self) -> dict[str, Tensor]:
-        """Scales and amax history before the first pass: a scale of 0 stands for "not set yet"."""
-        first, device = torch.ones if self.scaling.first_step == "te" else torch.zeros, self.parameter.device
-        history = torch.zeros(self.scaling.amax_history_len, 3, device=device)
-        return {"fp8_scale": first(3, device=device), "fp8_amax_history": history}
+        """See `Scaling.fresh_state`."""
+        return self.scaling.fresh_state(3, self.parameter.device)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, state, plan = self.pass_inputs(x.dtype, device := x.device.type)

@@ -185,7 +185,7 @@ def reset_state(layers: Iterable[FP8Layer]) -> None:
     """Scales, histories and counts of random draws as they are before the first pass, in place: for layers that were made on the
     meta device and got memory since, which holds whatever it held."""
     for layer in layers:
-        state = layer.fresh_state() if layer.scaling.layout.history else {}
+        state = layer.fresh_state()
         if isinstance(layer, FP8Linear):
             layer.forget_scales_set()
         for name, buffer in layer.named_buffers():

@@ -84,6 +84,15 @@ class Scaling:
         all. None is one scale for the matrix, whatever is contracted."""
         return self.layout.tile(axis, self.granularity, square=role == WEIGHT and self.weights_2d)
 
+    def fresh_state(self, roles: int = 3, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Scales [roles] and amax history of delayed scaling before the first pass: a scale of 0 stands for "not set yet".
+        Nothing of any other scaling."""
+        if not self.layout.history:
+            return {}
+        first = torch.ones if self.first_step == "te" else torch.zeros
+        history = torch.zeros(self.amax_history_len, roles, device=device)
+        return {"fp8_scale": first(roles, device=device), "fp8_amax_history": history}
+
     def transforms(self, role: int, axis: int) -> bool:
         """Whether a tensor of `role` goes through the Hadamard transform for a product that contracts its dimension `axis`."""
         return self.hadamard and role != WEIGHT and axis == 0 and "random_hadamard_transform" in self.layout.keys
