@@ -108,23 +108,18 @@ def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, layout:
     unexpected names, for shapes that are not the config's, and for a tied `lm_head` that differs from the embedding.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    ours = {}
-
-    def take(name: str, tensor: Tensor) -> None:
-        ours[name] = tensor
-
-    stream(shapes, state_dict.__getitem__, config, layout, take)
+    one = reader(shapes, state_dict.__getitem__, config, layout)
+    ours = {name: one(name) for name in parameter_shapes(config)}
     if config.tie_embeddings:
         ours["output_layer.weight"] = ours["embedding.weight"]
     return ours
 
 
-def stream(
-    given: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor], config: TransformerConfig, layout: Layout,
-    take: Callable[[str, Tensor], None],
-) -> None:
-    """Hand each parameter of `Transformer(config)` to `take`, one after another, made of what `read` gives for their names; `given`
-    has the shapes that there are. Raises ValueError as `from_hf` does."""
+def reader(
+    given: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor], config: TransformerConfig, layout: Layout
+) -> Callable[[str], Tensor]:
+    """What gives each parameter of `Transformer(config)` by name, made of what `read` gives for their names; `given` has the shapes
+    that there are. Raises ValueError as `from_hf` does."""
     parts, shapes = layout.parts(config), dict(given)
     head, embedding = f"{layout.names['output_layer'][0]}.weight", f"{layout.names['embedding'][0]}.weight"
     tied_head = config.tie_embeddings and shapes.pop(head, None) is not None
@@ -134,8 +129,7 @@ def stream(
     _check(shapes, {theirs: shape for named in parts.values() for theirs, shape in named.items()})
     if tied_head and not torch.equal(read(head), read(embedding)):
         raise ValueError(f"{head} differs from {embedding}, but tie_embeddings is true")
-    for name, named in parts.items():
-        take(name, layout.fuse(name, [read(theirs) for theirs in named], config))
+    return lambda name: layout.fuse(name, [read(theirs) for theirs in parts[name]], config)
 
 
 def to_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, layout: Layout = Layout(LLAMA)) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ A float8_e4m3fn weight has its scales beside it, in float32: `weight_scale_inv` 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fp8cfg.models import hf
 from fp8cfg.models.config import TransformerConfig
-from fp8cfg.models.hf import Layout, stream
+from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.models.tensor_shard import TensorShard
 from fp8cfg.models.weight_init import local_parts
 
@@ -126,17 +127,22 @@ def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) ->
     raise ValueError(f"scales {list(scale.shape)} fit no weight of {rows} x {columns}")
 
 
-@torch.no_grad()
-def load(model: torch.nn.Module, config: TransformerConfig, folder: Path, layout: Layout) -> None:
-    """Fill the parameters of `model`, a Transformer of `config`, or this rank's parts of them, from `folder`, one whole tensor
-    of ours at a time. Raises ValueError as Checkpoint and `stream` do."""
-    checkpoint, parameters = Checkpoint(folder), dict(model.named_parameters())
-    shards: Mapping[str, TensorShard] = getattr(model, "shards", {})
+def reader(config: TransformerConfig, folder: Path, layout: hf.Layout) -> Callable[[str], Tensor]:
+    """What reads each parameter of a Transformer of `config` by name from `folder`. It and its calls raise ValueError as Checkpoint
+    and `hf.reader` do."""
+    checkpoint = Checkpoint(folder)
+    return hf.reader(checkpoint.shapes, checkpoint.read, config, layout)
 
-    def take(name: str, tensor: Tensor) -> None:
+
+@torch.no_grad()
+def load(model: torch.nn.Module, config: TransformerConfig, folder: Path, layout: hf.Layout) -> None:
+    """Fill the parameters of `model`, a Transformer of `config`, or this rank's parts of them, from `folder`, one whole tensor
+    of ours at a time. Raises ValueError as `reader` does."""
+    one, parameters = reader(config, folder, layout), dict(model.named_parameters())
+    shards: Mapping[str, TensorShard] = getattr(model, "shards", {})
+    for name in parameter_shapes(config):
+        tensor = one(name)
         for part, first in local_parts(parameters[name], shards.get(name)):
             if part.numel():
                 part.copy_(tensor[tuple(slice(start, start + size) for start, size in zip(first, part.shape, strict=True))])
-
-    shapes: Mapping[str, tuple[int, ...]] = checkpoint.shapes
-    stream(shapes, checkpoint.read, config, layout, take)
+        del tensor  # before the next one is read

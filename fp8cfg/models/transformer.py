@@ -10,7 +10,6 @@ Build it without memory, then give it some:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -26,9 +25,7 @@ from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.norms import norm
 from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.models.tensor_shard import TensorShard
-from fp8cfg.models.weight_init import draw_normal, local_parts
-
-RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
+from fp8cfg.models.weight_init import fill_first, local_parts
 
 
 def positions_within(documents: Tensor) -> Tensor:
@@ -159,26 +156,14 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: str = "cpu") -> None:
-        """Fill every parameter, or this rank's part of it: norms so that they multiply by 1, biases with 0, weights from normal(0,
-        init_std), as Megatron.
-
-        Layers that write into the residual stream are scaled by 1 / sqrt(2 * num_layers), so that its variance does not grow with
-        depth. Values are drawn in float32 on `device` from the seed, the parameter's name and the place in it (weight_init.py): one
-        seed gives one model, whatever device and dtype the parameters have and however they are split over ranks.
-        """
+        """Fill every parameter, or this rank's part of it, as `weight_init.fill_first` says. Values are drawn in float32 on
+        `device` from the seed, the parameter's name and the place in it: one seed gives one model, whatever device and dtype
+        the parameters have and however they are split over ranks."""
         for name, parameter in self.named_parameters():
             shard = self.shards.get(name)
             columns = parameter.shape[-1] * (shard.ranks if shard and shard.dim == 1 else 1)
             for part, first in local_parts(parameter, shard):
-                if part.dim() == 1:
-                    part.fill_(0.0 if name.endswith(".bias") or self.config.layernorm_zero_centered_gamma else 1.0)
-                else:
-                    draw_normal(part, self._init_std(name), seed, name, columns, (first[0], first[1]), device)
-
-    def _init_std(self, name: str) -> float:
-        if name.endswith(RESIDUAL_OUTPUTS):
-            return self.config.init_std / math.sqrt(2 * self.config.num_layers)
-        return self.config.init_std
+                fill_first(part, name, self.config, seed, columns, first, device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Leaving the meta device makes new Parameters, one per module: a tied weight would come back as two.

@@ -11,16 +11,39 @@ Torch's generator on a CPU keeps 32 bits of a seed: among the hundred thousand b
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.tensor_shard import TensorShard
 
 BLOCK = 1 << 16
 """Elements of a block, at least one row. Seeding costs as much as drawing some hundred numbers."""
+RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+def fill_first(
+    out: Tensor, name: str, config: TransformerConfig, seed: int, columns: int | None = None, first: tuple[int, ...] = (0, 0),
+    device: str = "cpu",
+) -> None:
+    """Fill `out` with what the parameter `name` of a Transformer of `config` has from `first` on: norms so that they multiply by 1,
+    biases with 0, weights from normal(0, init_std), as Megatron; the other arguments are those of `draw_normal`.
+
+    Layers that write into the residual stream are scaled by 1 / sqrt(2 * num_layers), so that its variance does not grow with
+    depth."""
+    if out.dim() == 1:
+        out.fill_(0.0 if name.endswith(".bias") or config.layernorm_zero_centered_gamma else 1.0)
+    else:
+        draw_normal(out, init_std(config, name), seed, name, columns, (first[0], first[1]), device)
+
+
+def init_std(config: TransformerConfig, name: str) -> float:
+    """The standard deviation of the first values of a weight."""
+    return config.init_std / math.sqrt(2 * config.num_layers) if name.endswith(RESIDUAL_OUTPUTS) else config.init_std
 
 
 @torch.no_grad()

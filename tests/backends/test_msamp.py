@@ -20,6 +20,7 @@ from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.backends.msamp import rules as msamp_rules
 from fp8cfg.backends.protocol import BackendError
 from fp8cfg.config.precision import Precision
+from fp8cfg.models.weight_init import init_std
 from fp8cfg.numerics.stored_form import stored_state_dict
 from tests.support import msamp_standin
 from tests.support.small import small, steps
@@ -162,7 +163,7 @@ def test_a_job_trains_and_proves_it(anywhere: None) -> None:
 def drawn_by_one_generator(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
-        p.fill_(1.0) if p.dim() == 1 else p.copy_(torch.empty(p.shape).normal_(0.0, model._init_std(name), generator=generator))
+        p.fill_(1.0) if p.dim() == 1 else p.copy_(torch.empty(p.shape).normal_(0.0, init_std(model.config, name), generator=generator))
 
 
 @pytest.mark.parametrize(("words", "losses"), [
