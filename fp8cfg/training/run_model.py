@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -15,17 +14,14 @@ from fp8cfg.backends.autocast_context import autocast
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.builder import planned, prepared_model
-from fp8cfg.config.errors import ConfigError, printable
+from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.report.machine import find_hardware
-from fp8cfg.training.checkpoint import checkpoint, saved_state, step_folders
 from fp8cfg.training.checkpoint.frozen_weights import left_out, refuse_other
 from fp8cfg.training.checkpoint.load_by_layer import load_by_layer
-from fp8cfg.training.checkpoint.loaded import Tensors
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
-from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
+from fp8cfg.training.run_checkpoint import newest
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,7 @@ def load(
     """The model of the run folder `path`, after `step` steps, by default the newest. Checkpoints that do not verify are passed
     over, and said; `change` may edit the recipe: precision, not shape. Raises RunFolderError, NoUsableCheckpoint, and ConfigError
     for a precision that the weights do not fit, or a step of which there is no checkpoint."""
-    with RunFolder.open(path, lock=False) as folder:
-        tensors, state = _newest(folder, say, step)
+    tensors, state = newest(path, say, step)
     recipe = Recipe(**state["recipe"])
     recipe.model.path = recipe.lora.weights = None
     if not recipe.lora.enabled:
@@ -87,22 +82,3 @@ def in_precision(found: RunModel, name: str) -> RunModel:
     prepared = prepared_model(recipe, None, hardware.device, plans, choice)
     prepared.model.load_state_dict(found.model.state_dict())
     return replace(found, recipe=recipe, model=prepared.model.eval(), plan=plans, choice=choice)
-
-
-def _newest(folder: RunFolder, say: Callable[[str], None], step: int | None) -> tuple[Tensors, dict[str, Any]]:
-    root = folder.files.folder(CHECKPOINTS)
-    there = sorted({saved for saved, _ in step_folders.steps(root)})
-    if there and step is not None and step not in there:
-        raise ConfigError(f"{folder.path}: has no checkpoint of step {step}; there are {', '.join(map(str, there))}")
-    for saved, name in step_folders.steps(root):
-        if step is not None and saved != step:
-            continue
-        try:
-            loaded = checkpoint.load_named(root, name)
-            saved_state.check(*loaded)
-            return loaded
-        except DamagedCheckpoint as e:
-            say(step_folders.passed_over(printable(str(e))))
-    if step_folders.steps(root):
-        raise step_folders.none_usable(root)
-    raise ConfigError(f"{folder.path}: has no checkpoint yet")
