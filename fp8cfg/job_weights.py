@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 from fp8cfg.config import hub, hugging_face
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.hugging_face import Family
+from fp8cfg.config.hugging_face_folder import family_of_weights
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import adapted, transformer_config
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.lora_shapes import projections
+from fp8cfg.models.shapes import parameter_shapes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fp8cfg.models.hf import Layout
     from fp8cfg.models.lora import Adapters
     from fp8cfg.models.transformer import Transformer
@@ -28,10 +33,42 @@ def first_weights(
     hub, as `family` lays them out. What is returned raises ConfigError for a folder without weights of this model."""
     if weights is None or family is None:
         return partial(_drawn, seed)
+    return partial(_read, config, hub.local_folder(weights, "model.weights", hub.WEIGHTS), weights, hf_layout(family))
+
+
+def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
+    """What gives a parameter of the Transformer of `recipe` by name as `first_weights` would have it, whole, on the CPU: drawn in
+    float32, or read from model.weights in the dtype that it has there. Raises ConfigError as they do."""
+    import torch
+
+    from fp8cfg.models import hf_checkpoint, weight_init
+
+    config, seed, named = transformer_config(recipe), recipe.trainer.seed, recipe.model.weights
+
+    def drawn(name: str) -> Tensor:
+        out = torch.empty(parameter_shapes(config)[name])
+        weight_init.fill_first(out, name, config, seed)
+        return out
+
+    if named is None:
+        return drawn
+    family = family_of_weights(recipe.model)
+    folder = hub.local_folder(named, "model.weights", hub.WEIGHTS)
+    with _as_config_error(named):
+        one = hf_checkpoint.reader(config, folder, hf_layout(family))
+
+    def read(name: str) -> Tensor:
+        with _as_config_error(named):
+            return one(name)
+
+    return read
+
+
+def hf_layout(family: Family) -> Layout:
+    """How `family` lays out its weights at Hugging Face."""
     from fp8cfg.models import hf
 
-    layout = hf.Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
-    return partial(_read, config, hub.local_folder(weights, "model.weights", hub.WEIGHTS), weights, layout)
+    return hf.Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
 
 
 def _drawn(seed: int, model: Transformer) -> None:
@@ -41,10 +78,17 @@ def _drawn(seed: int, model: Transformer) -> None:
 def _read(config: TransformerConfig, folder: Path, named: str, layout: Layout, model: Transformer) -> None:
     from fp8cfg.models import hf_checkpoint
 
-    try:
+    with _as_config_error(named):
         hf_checkpoint.load(model, config, folder, layout)
+
+
+@contextmanager
+def _as_config_error(weights: str) -> Iterator[None]:
+    """Around the reading of model.weights, where `weights` is what the user wrote."""
+    try:
+        yield
     except ValueError as e:
-        raise ConfigError(f"model.weights={named}: {e}") from None
+        raise ConfigError(f"model.weights={weights}: {e}") from None
 
 
 def adapters(recipe: Recipe) -> Adapters | None:

@@ -40,8 +40,8 @@ TOP = {  # room -> rooms that its modules may import at their top
     "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},
     "builder": {"backends", "config", "job_optimizer", "job_parts", "job_weights", "job", "layer_plan", "optim", "smoke"},
     "run_plan": {"builder", "config", "report", "smoke"},
-    "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job", "layer_plan", "models", "numerics", "optim",
-                 "parallel", "report", "smoke", "training.distributed"},
+    "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job_weights", "job", "layer_plan", "models", "numerics",
+                 "optim", "parallel", "report", "smoke", "training.distributed"},
     "execution": {"composition", "config"},
     "cli": {"backends", "config", "execution", "report", "training"},
     "__main__": {"cli"},
@@ -66,7 +66,7 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
         "composition": "readers of a run folder that want no recipe from it load no YAML",
         "training.distributed": "FSDP2 is loaded where storage.shard=fsdp asks for it",
         "parallel": "so is torch's pipelining where there are stages"},
-    "cli": dict.fromkeys(("builder", "composition", "config", "data", "execution", "graph_nodes", "interop", "layer_plan", "models", "report", "run_plan", "smoke",
+    "cli": dict.fromkeys(("builder", "composition", "config", "data", "execution", "graph_nodes", "interop", "job_weights", "layer_plan", "models", "report", "run_plan", "smoke",
                           "training", "training.distributed"), "a verb loads what it needs when it runs: help and completion read its module without"),
     "__main__": {"cli": "what the verb at hand does not need is not loaded", "config": "as above: errors alone need it",
                  "training": "signals are heeded from the start of a verb that trains"},
@@ -195,5 +195,5 @@ def test_what_is_left_of_build_loads_no_torch() -> None:
     assert {*rooms} == {room(m) for m in names} and done.stdout == "None\n", f"{done.stdout}loads torch"
 
 
-LATE = {f"fp8cfg.models.{name}" for name in ("attention", "cross_entropy", "hf", "hf_checkpoint", "hf_export", "layers", "lora", "norms", "peft", "rotary", "sdpa_backend", "selective_recompute", "tensor_shard", "transformer",
+LATE = {f"fp8cfg.models.{name}" for name in ("attention", "cross_entropy", "hf", "hf_checkpoint", "hf_export", "layers", "lora", "norms", "peft", "rotary", "safetensors_file", "sdpa_backend", "selective_recompute", "tensor_shard", "transformer",
                                             "weight_init")}

@@ -44,7 +44,8 @@ hf writes the weights of the newest checkpoint of a run into the new folder OUT
 as transformers loads them: BF16, or FP8 with scales of 128x128 blocks, which
 vLLM reads too, or of whole weights. Embeddings, norms and output layer stay
 BF16, and of a run in FP8 the layers that did not run in it. --merge adds the
-adapters of a LoRA run to the weights that they stand beside.
+adapters of a LoRA run to the weights that they stand beside. A tensor is read
+and written at a time: no GPU, and memory of about two of the largest matrices.
 
 peft writes the adapters of a LoRA run as PEFT loads them.
 

@@ -10,10 +10,8 @@ from fp8cfg.cli.new_folder import new_folder, refuse_what_is_there
 from fp8cfg.config.errors import ConfigError, printable
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fp8cfg.config.hugging_face import Family
-    from fp8cfg.training.run_model import RunModel
+    from fp8cfg.training.run_weights import RunWeights
 
 
 def run(arguments: Arguments) -> int:
@@ -25,9 +23,9 @@ def run(arguments: Arguments) -> int:
         raise ConfigError(f"--fp8 {fp8}: not an option; write --fp8 block or --fp8 tensor, or leave it out for BF16")
     refuse_what_is_there(out)
     from fp8cfg.config import hugging_face
-    from fp8cfg.training import run_model
+    from fp8cfg.training.run_weights import RunWeights
 
-    found = run_model.load(Path(arguments.plain[1]), print)
+    found = RunWeights(Path(arguments.plain[1]), print)
     _refuse_unless_merged(found, arguments)
     family = hugging_face.of_model(found.recipe.model)
     with new_folder(out) as made:
@@ -37,7 +35,7 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def _refuse_unless_merged(found: RunModel, arguments: Arguments) -> None:
+def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
     """Raise ConfigError for adapters without --merge, which has no effect without them."""
     from fp8cfg.layer_plan import adapted
 
@@ -53,30 +51,13 @@ def _refuse_unless_merged(found: RunModel, arguments: Arguments) -> None:
                           f"fp8cfg export peft {named} OUT")
 
 
-def _write(found: RunModel, family: Family, out: Path, fp8: str | None) -> None:
+def _write(found: RunWeights, family: Family, out: Path, fp8: str | None) -> None:
+    from fp8cfg.job_weights import hf_layout
     from fp8cfg.layer_plan import transformer_config
-    from fp8cfg.models import hf, hf_export, lora
+    from fp8cfg.models import hf_export
 
-    planned = {p.name for p in found.plan if p.fp8} or {p.name for p in found.plan}
-    linears = {name: module for name, module in found.model.named_modules() if name in {p.name for p in found.plan}}
-    parameters = dict(found.model.named_parameters())
-    adapters = {name: adapter for name, _, adapter in lora.adapted(found.model)}
-
-    def read(name: str) -> Tensor:
-        module, _, leaf = name.rpartition(".")
-        layer, weight = linears.get(module), parameters[name].detach()
-        if leaf == "weight" and hasattr(layer, "dequantized_weight"):
-            import torch
-
-            weight = layer.dequantized_weight(torch.float32).detach()  # type: ignore[union-attr]
-        if leaf == "weight" and module in adapters:
-            weight = weight.float() + adapters[module].delta(weight)
-        return weight.cpu()
-
-    scales = {f"{name}.weight": scale.cpu() for name, layer in linears.items() if name not in adapters
-              if (scale := getattr(layer, "fp8_weight_scale_inv", None)) is not None and scale.numel() == 1}
-    layout = hf.Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
     if fp8 and family.conv1d:
         raise ConfigError(f"--fp8 {fp8}: {family.architecture} multiplies by Conv1D, for which there is no FP8 layout; write BF16")
-    hf_export.write(out, transformer_config(found.recipe), family.write(found.recipe.model), layout, read, fp8,
-                    planned - {"output_layer"}, scales)
+    planned = {p.name for p in found.plan if p.fp8} or {p.name for p in found.plan}
+    hf_export.write(out, transformer_config(found.recipe), family.write(found.recipe.model), hf_layout(family), found.read, fp8,
+                    planned - {"output_layer"})

@@ -8,85 +8,112 @@ are written without rounding, however the rows of the two layouts differ.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.hf import Layout
 from fp8cfg.models.hf_checkpoint import INDEX, WHOLE
+from fp8cfg.models.safetensors_file import Form, SafetensorsFile, nbytes
 
 BLOCK, LARGEST = 128, 448.0
 SHARD = 5 * 10**9
 """Bytes of a file, about."""
+Weight = tuple[Tensor, Tensor | None]
+"""A parameter, and the scale [] that multiplies it where it is held in E4M3 under one."""
 
 
 def write(
-    folder: Path, config: TransformerConfig, said: Mapping[str, Any], layout: Layout, read: Callable[[str], Tensor],
-    fp8: str | None = None, quantized: Collection[str] = (), scales: Mapping[str, Tensor] | None = None, shard: int = SHARD,
+    folder: Path, config: TransformerConfig, said: Mapping[str, Any], layout: Layout, read: Callable[[str], Weight],
+    fp8: str | None = None, quantized: Collection[str] = (), shard: int = SHARD,
 ) -> None:
-    """Write `folder`, which is empty: config.json, which is `said`, and the weights that `read` gives by our names, one at a time.
-    With `fp8` "block" or "tensor" those of the modules `quantized` in FP8, under the one of `scales` where it is known."""
-    kept = sorted({theirs.removesuffix(".weight") for name, named in layout.parts(config).items() for theirs in named
-                   if fp8 and ".linear_" in name and name.endswith(".weight") and name.removesuffix(".weight") not in quantized})
+    """Write `folder`, which is empty: config.json, which is `said`, and the weights that `read` gives by our names, each written
+    before the next is read. With `fp8` "block" or "tensor" those of the modules `quantized` in FP8."""
+    parts = layout.parts(config)
+    in_fp8 = {name for name in parts if fp8 and name.endswith(".weight") and name.removesuffix(".weight") in quantized}
+    kept = sorted({theirs.removesuffix(".weight") for name, named in parts.items() for theirs in named
+                   if fp8 and ".linear_" in name and name.endswith(".weight") and name not in in_fp8})
     quantization = {"quantization_config": {
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK] if fp8 == "block" else None,
         "modules_to_not_convert": ["lm_head", *kept]}} if fp8 else {}
-    shards, held = list[dict[str, Tensor]]([{}]), 0
-    where: dict[str, int] = {}
-    for name, named in layout.parts(config).items():
-        in_fp8 = bool(fp8) and name.endswith(".weight") and name.removesuffix(".weight") in quantized
-        for theirs, part in zip(named, layout.split(name, read(name), config, len(named)), strict=True):
-            tensors = {theirs: part.to(torch.bfloat16).contiguous().clone()}
-            if in_fp8:
-                codes, scale = _quantized(part.float(), fp8 == "block", (scales or {}).get(name))
-                tensors = {theirs: codes, f"{theirs}_scale_inv": scale}
-            size = sum(t.nbytes for t in tensors.values())
-            if held and held + size > shard:
-                _save(folder, len(shards), shards[-1])
-                shards[-1] = {}
-                shards.append({})
-                held = 0
-            shards[-1] |= tensors
-            where |= dict.fromkeys(tensors, len(shards))
-            held += size
-    _save(folder, len(shards), shards[-1])
-    _name_files(folder, where, len(shards))
+    files = _files(folder, [_forms(theirs, shape, fp8 if name in in_fp8 else None)
+                            for name, named in parts.items() for theirs, shape in named.items()], shard)
+    for name, named in parts.items():
+        for theirs, tensor in _tensors(name, list(named), config, layout, read, fp8 if name in in_fp8 else None):
+            files[theirs].write(theirs, tensor)
     text = json.dumps({**said, "dtype": "bfloat16", "torch_dtype": "bfloat16", **quantization}, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
+def _tensors(
+    name: str, named: Sequence[str], config: TransformerConfig, layout: Layout, read: Callable[[str], Weight], fp8: str | None
+) -> Iterator[tuple[str, Tensor]]:
+    """What is written of our parameter `name`, whose parts are `named`."""
+    weight, scale = read(name)
+    if weight.dim() > 1 and not fp8:  # a vector may be that of a norm, which is shifted in its own dtype
+        weight = weight.to(torch.bfloat16)
+    for theirs, part in zip(named, layout.split(name, weight, config, len(named)), strict=True):
+        if fp8:
+            codes, scale_inv = _quantized(part.float(), fp8 == "block", scale)
+            yield from ((theirs, codes), (f"{theirs}_scale_inv", scale_inv))
+        else:
+            yield theirs, part.to(torch.bfloat16)
+
+
+def _forms(theirs: str, shape: tuple[int, ...], fp8: str | None) -> dict[str, Form]:
+    """What is written of a part by their names."""
+    if not fp8:
+        return {theirs: (torch.bfloat16, shape)}
+    scales = tuple(-(-size // BLOCK) for size in shape) if fp8 == "block" else ()
+    return {theirs: (torch.float8_e4m3fn, shape), f"{theirs}_scale_inv": (torch.float32, scales)}
+
+
 def _quantized(weight: Tensor, blocks: bool, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes of `weight` [rows, columns], float32, and scales that multiply: [row blocks, column blocks], or one: `scale` if any."""
+    """Codes of `weight` [rows, columns], float32, and scales that multiply: [row blocks, column blocks], or one: `scale` if any. A
+    row of blocks at a time, for it takes several tensors of float32."""
+    bands = torch.split(weight, BLOCK)
     if not blocks:
-        amax = weight.abs().amax()
+        amax = torch.stack([band.abs().amax() for band in bands]).amax()
         whole = scale.reshape(()).float() if scale is not None else torch.where(amax > 0, amax / LARGEST, 1.0)
-        return (weight / whole).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), whole.clone()
+        return torch.cat([_codes(band / whole) for band in bands]), whole
+    made = [_in_blocks(band) for band in bands]
+    return torch.cat([codes for codes, _ in made]), torch.cat([scales for _, scales in made])
+
+
+def _in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     tiles = padded.reshape(-(-rows // BLOCK), BLOCK, -1, BLOCK)  # [row blocks, 128, column blocks, 128]
     amax = tiles.abs().amax((1, 3))
     power = torch.exp2(torch.ceil(torch.log2(amax / LARGEST)))
     found = torch.where(amax > 0, power, torch.ones_like(power))
-    codes = (tiles / found[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]
-    return codes.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).contiguous(), found
+    return _codes((tiles / found[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]), found
 
 
-def _save(folder: Path, number: int, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, folder / f"{number}.part", {"format": "pt"})
+def _codes(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
-def _name_files(folder: Path, where: Mapping[str, int], count: int) -> None:
-    if count == 1:
-        (folder / "1.part").rename(folder / WHOLE)
-        return
-    names = {n: f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)}
-    for number, name in names.items():
-        (folder / f"{number}.part").rename(folder / name)
-    size = sum((folder / name).stat().st_size for name in names.values())
-    index = {"metadata": {"total_size": size}, "weight_map": {tensor: names[n] for tensor, n in where.items()}}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+def _files(folder: Path, forms: Sequence[dict[str, Form]], shard: int) -> dict[str, SafetensorsFile]:
+    """The files of `forms` by the tensors in them, about `shard` bytes each, and the index where there are several. What is of one
+    part stands in one file."""
+    shards, held = list[dict[str, Form]]([{}]), 0
+    for tensors in forms:
+        size = sum(map(nbytes, tensors.values()))
+        if held and held + size > shard:
+            shards.append({})
+            held = 0
+        shards[-1] |= tensors
+        held += size
+    count = len(shards)
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [WHOLE]
+    files = [SafetensorsFile(folder / name, tensors) for name, tensors in zip(names, shards, strict=True)]
+    if count > 1:
+        index = {"metadata": {"total_size": sum(file.size for file in files)},
+                 "weight_map": {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return {tensor: file for file, tensors in zip(files, shards, strict=True) for tensor in tensors}

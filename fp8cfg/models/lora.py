@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,7 +37,7 @@ class LowRank(nn.Module):
 
     def delta(self) -> Tensor:
         """What it adds to the weight [out, in], float32."""
-        return self.scaling * (self.lora_B.detach().float() @ self.lora_A.detach().float())
+        return (self.lora_B.detach().float() @ self.lora_A.detach().float()).mul_(self.scaling)
 
     def extra_repr(self) -> str:
         return f"rank={len(self.lora_A)}, scaling={self.scaling:g}" + (f", dropout={self.dropout:g}" if self.dropout else "")
@@ -63,12 +61,13 @@ class Adapter(nn.ModuleDict):
                 for part, size in zip(parts, self.projections.values(), strict=True)]
         return torch.cat([part.view(*x.shape[:-1], self.groups, -1) for part in made], -1).flatten(-2)
 
-    def delta(self, like: Tensor) -> Tensor:
-        """What they add to the layer's weight [out, in], of which `like` has the columns and the device; float32."""
+    def merge_into(self, weight: Tensor) -> None:
+        """Add to the layer's `weight` [out, in], float32 and contiguous, in place, what they add to its product."""
         low: dict[str, Any] = dict(self.items())
-        found: list[Tensor] = [low[name].delta() if name in low else torch.zeros(size, like.shape[1], device=like.device)
-                 for name, size in self.projections.items()]
-        return torch.cat([part.view(self.groups, -1, part.shape[1]) for part in found], 1).flatten(0, 1)
+        sizes = {name: size // self.groups for name, size in self.projections.items()}
+        parts = weight.view(self.groups, -1, weight.shape[1]).split_with_sizes(list(sizes.values()), 1)
+        for (name, size), part in zip(sizes.items(), parts, strict=True):
+            part.add_(low[name].delta().view(self.groups, size, -1) if name in low else 0.0)
 
 
 @dataclass(frozen=True)
@@ -95,15 +94,19 @@ class Adapters:
             if id(linear.weight) not in shared:
                 linear.weight.data = linear.weight.data.to(dtype)
 
+    def of(self, module: str, device: torch.device | str) -> Adapter:
+        """The adapters of the layer `module`, one at least, without first weights."""
+        low = {p.name: LowRank(p, self.rank, self.alpha / self.rank, self.dropout, device)
+               for p in self.found if p.module == module}
+        sizes = {p.name: p.out_features for p in self.every if p.module == module}
+        return Adapter(low, sizes, self.groups if module.endswith("linear_qkv") else 1)
+
     @torch.no_grad()
     def attach(self, model: nn.Module, seed: int) -> None:
         """Put them beside the layers of `model`, float32, with first weights where the layers have memory (`fill`)."""
-        of_layer = {module: {p.name: p.out_features for p in parts} for module, parts in groupby(self.every, attrgetter("module"))}
-        for module, parts in groupby(self.found, attrgetter("module")):
+        for module in dict.fromkeys(p.module for p in self.found):
             layer = model.get_submodule(module)
-            device = next(layer.parameters()).device
-            low = {p.name: LowRank(p, self.rank, self.alpha / self.rank, self.dropout, device) for p in parts}
-            layer.lora = Adapter(low, of_layer[module], self.groups if module.endswith("linear_qkv") else 1)
+            layer.lora = self.of(module, next(layer.parameters()).device)
             layer.lora.train(layer.training)
             layer.register_forward_hook(_add)
         self.fill(model, seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ import torch
 from torch import nn
 
 import fp8cfg
+from fp8cfg.backends.te.state import as_native
+from fp8cfg.numerics.fp8_weights import dequantize
+from fp8cfg.numerics.scaling import Scaling
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.training.loop import train
+from fp8cfg.training.run_weights import RunWeights
 from tests.support.small import small, steps
 from tests.support.te_cases import CASES, backend
 from tests.support.te_small import converted, tokens
@@ -189,3 +194,30 @@ def test_weights_are_quantized_by_the_entry_point_that_is_there(entry: str, te: 
     model = converted(node({"scaling": "current", "params": True}))
     assert {type(layer.weight).__name__ for layer in backend()._layers(model).values()} == {"Float8Tensor"}
     assert {(g["enabled"], type(g["recipe"]).__name__) for g in given} == {(True, "Float8CurrentScaling")}
+
+
+@pytest.mark.parametrize("case", ["delayed params", "current O3", "block params", "mxfp8 params", "nvfp4 params"])
+def test_weights_of_a_run_are_read_without_its_library(case: str, te: Any, tmp_path: Path) -> None:
+    job = fp8cfg.build(small(*CASES[case], "trainer.max_steps=1", "trainer.val_check_interval=0", "optim.warmup_steps=0"))
+    fp8cfg.fit(job, folder=tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformer_engine", None)
+        found = RunWeights(tmp_path / "run", print)
+        weight, scale = found.read("layers.0.mlp.linear_fc1.weight")
+    want = job.model.layers[0].mlp.linear_fc1.dequantized_weight(torch.float32)
+    torch.testing.assert_close(weight, want, rtol=2e-7 if case == "nvfp4 params" else 0, atol=0)  # which multiplies in another order
+    assert (scale is None) == (case in ("block params", "mxfp8 params", "nvfp4 params"))
+
+
+@pytest.mark.parametrize(("square", "scales"), [(True, (2, 4)), (False, (2, 132))])
+def test_padded_scales_of_blocks_multiply_as_its_own_do(square: bool, scales: tuple[int, int], te: Any) -> None:
+    """Of a matrix of 130 x 200: one for each square, or for each 1x128, the rows last; either way up to a multiple of four."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+
+    codes, scale_inv = torch.randn(130, 200).to(torch.float8_e4m3fn), torch.rand(scales)
+    theirs = Float8BlockwiseQTensorStorage(
+        rowwise_data=codes.view(torch.uint8), rowwise_scale_inv=scale_inv, columnwise_data=None, columnwise_scale_inv=None,
+        fp8_dtype=tex.DType.kFloat8E4M3, quantizer=None, is_2D_scaled=square)
+    ours = as_native(codes, scale_inv, None, Scaling(kind="block", weights_2d=square))
+    assert torch.equal(dequantize(ours, torch.float32), theirs.dequantize(dtype=torch.float32))

@@ -84,7 +84,7 @@ def test_adapters_there_and_back(fp8: str, tmp_path: Path) -> None:
     held = {name: weight.float() for name, weight in found.model.state_dict().items() if ".lora." not in name}
     for name, layer, adapter in adapted(found.model):
         held[f"{name}.weight"] = layer.dequantized_weight(torch.float32)
-        held[f"{name}.weight"] += adapter.delta(held[f"{name}.weight"])
+        adapter.merge_into(held[f"{name}.weight"])
     for name, weight in to_hf(held, *found_of(run)).items():
         assert torch.equal(wide.get_parameter(name), weight.bfloat16().float()), name
         error = (narrow.get_parameter(name) - weight).abs().max()

@@ -85,7 +85,7 @@ def test_what_the_added_scaling_is_refused_with(copied: Path, words: str, line: 
     assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
 
 
-OF_THEIR_OWN = {"interop/accelerate/fp8_keys.py": 1, "interop/megatron/core_fields.py": 2, "models/hf_export.py": 2, "cli/export_hf.py": 1}
+OF_THEIR_OWN = {"interop/accelerate/fp8_keys.py": 1, "interop/megatron/core_fields.py": 2, "models/hf_export.py": 3, "cli/export_hf.py": 1}
 """Comparisons with a scaling's name: the switches that Accelerate and Megatron have for MXFP8 and NVFP4 alone, and the two layouts of
 scales (block, tensor) that a Hugging Face checkpoint can have, which are no scalings of a recipe."""
 

@@ -521,7 +521,7 @@ def test_a_rank_makes_its_parts_alone(words: str, tmp_path: Path) -> None:
     rank, wide = 4, "model.hidden_size=320 model.ffn_hidden_size=480 model.num_attention_heads=5 model.num_query_groups=5"
     if words == "weights":
         drawn, family = job_of("precision=fp32 trainer.seed=7", WHOLE, wide), of_model(small().model)
-        hf_export.write(tmp_path, transformer_config(drawn.recipe), family.write(drawn.recipe.model), hf.Layout(hf.LLAMA), drawn.model.state_dict().__getitem__)
+        hf_export.write(tmp_path, transformer_config(drawn.recipe), family.write(drawn.recipe.model), hf.Layout(hf.LLAMA), lambda name: (drawn.model.state_dict()[name], None))
         words = f"precision=bf16 model.weights={tmp_path}"
     plain = "precision=fp32" if "fp8" in words else f"{words} precision.compute=fp32"
     whole = dict(job_of(plain, WHOLE, wide).model.named_parameters())

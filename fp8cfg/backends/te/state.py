@@ -13,20 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8cfg.numerics.formats import E2M1, E4M3
 from fp8cfg.numerics.fp8_state_dict import fit_history
+from fp8cfg.numerics.fp8_weights import Stored
+from fp8cfg.numerics.scaling import WEIGHT, Scaling
 
 SCALE, HISTORY = "fp8_scale", "fp8_amax_history"
+ROWS_SCALE_INV, ROWS_AMAX = "fp8_weight_rowwise_scale_inv", "fp8_weight_rowwise_amax"
 _ROWS_AND_COLUMNS = {
-    "weight": "_rowwise_data", "fp8_weight_rowwise_scale_inv": "_rowwise_scale_inv",
+    "weight": "_rowwise_data", ROWS_SCALE_INV: "_rowwise_scale_inv",
     "fp8_weight_columnwise": "_columnwise_data", "fp8_weight_columnwise_scale_inv": "_columnwise_scale_inv",
 }
 _FIELDS = {
     "Float8Tensor": {"weight": "_data", "fp8_weight_scale_inv": "_scale_inv"},
     "Float8BlockwiseQTensor": _ROWS_AND_COLUMNS, "MXFP8Tensor": _ROWS_AND_COLUMNS,
     "NVFP4Tensor": _ROWS_AND_COLUMNS | {
-        "fp8_weight_rowwise_amax": "_amax_rowwise", "fp8_weight_columnwise_amax": "_amax_columnwise"},
+        ROWS_AMAX: "_amax_rowwise", "fp8_weight_columnwise_amax": "_amax_columnwise"},
 }
 """Classes of Transformer Engine's quantized tensors: our name -> the attribute that holds the bytes."""
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""The values of its sixteen codes."""
 
 
 Columns = Sequence[tuple[Any, int]]
@@ -103,6 +111,20 @@ def load_quantized(weight: Any, saved: Mapping[str, Tensor]) -> None:
         weight.quantize_(given.to(weight.device))
     else:
         raise ValueError(f"a weight {given.dtype} {list(given.shape)} with {sorted(saved)} is of another scaling")
+
+
+def as_native(codes: Tensor, scale_inv: Tensor, amax: Tensor | None, scaling: Scaling) -> Stored:
+    """The `weight` that `quantized_tensors` gave, with the scales of its rows and nvfp4's amax, as native stores it. Transformer
+    Engine pads scales, has those of 1x128 blocks transposed, and two E2M1 codes in a byte, the first in its low bits."""
+    if amax is not None:
+        pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+        codes, scale_inv = _E2M1.to(E4M3.dtype).view(torch.uint8)[pairs.int()].view(E4M3.dtype), scale_inv.view(E4M3.dtype)
+        amax = amax.reshape(()).float() / (E2M1.max * E4M3.max)
+    (rows, columns), tile = codes.shape, scaling.tile(WEIGHT, 1)
+    assert tile is not None, "one scale for the whole is stored as native stores it"
+    if scaling.layout.scale == "float32":
+        scale_inv, rows = scale_inv if tile[0] > 1 else scale_inv.T, -(-rows // tile[0])
+    return Stored(codes, scale_inv[:rows, : -(-columns // tile[1])], global_scale_inv=amax)
 
 
 def _base(weight: Tensor) -> str:

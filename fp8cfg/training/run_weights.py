@@ -1,0 +1,125 @@
+"""Weights of a run: those of its newest checkpoint as its model has them on one rank, read and decoded one at a time.
+
+No model is built: no more than one weight is in memory, none is drawn in vain, and no GPU is asked for. What a checkpoint has is
+what the run stores, but for float32 shards of FSDP2, which one rank stores as `storage.weight` says, and for the frozen weights
+beside adapters, which are those of model.weights, or drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8cfg.backends.native.backend import scaling_of
+from fp8cfg.backends.stored_weights import DTYPES
+from fp8cfg.backends.te.state import ROWS_AMAX, ROWS_SCALE_INV, as_native
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import as_held, columns_of, fp8_weights, others, resolved
+from fp8cfg.job_weights import adapters, first_weight
+from fp8cfg.layer_plan import plan, transformer_config
+from fp8cfg.models.lora import Adapter
+from fp8cfg.models.shapes import parameter_shapes
+from fp8cfg.numerics.codecs import Codec, codec
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
+from fp8cfg.numerics.fused_quantize import store_recorded
+from fp8cfg.numerics.weight_access import decoded
+from fp8cfg.training.checkpoint.frozen_weights import refuse_other
+from fp8cfg.training.run_checkpoint import newest
+
+SCALE_INV, *_, GLOBAL_SCALE_INV = WEIGHT_BUFFERS
+Stored = tuple[Tensor | None, ...]
+"""A weight and what multiplies it, the fields of `fp8_weights.Stored`; of a plain one itself alone."""
+
+
+class RunWeights:
+    """The weights of the run folder `path`: `recipe` is its recipe, not sharded, `plan` what its linear layers do, and `step` how
+    many steps it has done. Raises as `run_checkpoint.newest`, and ConfigError for weights of another model than the recipe's."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        tensors, state = newest(path, say)
+        self.recipe, self.step = Recipe(**state["recipe"]), int(state["step"])
+        self.recipe.storage.shard, self.recipe.lora.weights = "none", None
+        self.plan, self._path = plan(self.recipe), path
+        self._runs_fp8 = {p.name: p.fp8 for p in self.plan}
+        self._scaling = scaling_of(as_held(self.recipe.precision).fp8)
+        self._model: Any = tensors["model"]
+        self._fp8 = tensors.get("fp8", {})
+        self._adapters = adapters(self.recipe)
+        self._adapted = sorted({p.module for p in self._adapters.found}) if self._adapters else []
+        if self._adapters:
+            refuse_other(self.recipe, state.get("base"))
+        self._first = first_weight(self.recipe) if self._adapters else None
+        self._check()
+
+    def read(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """The parameter that the Transformer calls `name`, whole, on the CPU, with what its adapters add: in float32 where it is
+        decoded or something is added; and the scale [] that multiplies it, where it is held in E4M3 under one."""
+        module = name.removesuffix(".weight")
+        weight, *beside = self._saved(name) or self._narrowed(name)
+        assert weight is not None, "scales have codes"
+        scale = beside[0] if beside and weight.dtype == torch.float8_e4m3fn else None
+        if beside:
+            weight = decoded((weight, *beside), self._codec(), torch.float32)
+        if module not in self._adapted:
+            return weight, scale if scale is not None and scale.numel() == 1 else None
+        weight = weight.float()
+        self.adapter(module).merge_into(weight)
+        return weight, None
+
+    def adapter(self, module: str) -> Adapter:
+        """The adapters beside the layer `module`, which has some, in the dtype of the run."""
+        assert self._adapters, "it has some"
+        made, dtype = self._adapters.of(module, "meta"), DTYPES[others(self.recipe.precision)["weight"]]
+        made.load_state_dict({name: self._model[f"{module}.lora.{name}"].to(dtype) for name in made.state_dict()}, assign=True)
+        return made
+
+    def _saved(self, name: str) -> Stored:
+        """A weight that the checkpoint has with a scale; empty for any other."""
+        module = name.removesuffix(".weight")
+        scale_inv, whole, of_rows, amax = (
+            self._fp8.get(f"{module}.{buffer}") for buffer in (SCALE_INV, GLOBAL_SCALE_INV, ROWS_SCALE_INV, ROWS_AMAX))
+        if of_rows is not None:
+            return as_native(self._model[name], of_rows, amax, self._scaling)
+        return () if scale_inv is None else (self._model[name], scale_inv, None, None, whole)
+
+    def _narrowed(self, name: str) -> Stored:
+        """A weight that the checkpoint has without a scale, or not at all, as the run stores it."""
+        precision, module = self.recipe.precision, name.removesuffix(".weight")
+        linear, runs_fp8 = module in self._runs_fp8, self._runs_fp8.get(module, False)
+        column, scales = columns_of(precision, linear, runs_fp8)["weight"], self._scaling.fresh_state().get("fp8_scale")
+        if self._first:
+            weight = self._first(name)
+            weight = weight.to(DTYPES[precision.compute]) if linear else weight  # models.lora.Adapters.freeze
+        else:
+            weight, scales = self._model[name], self._fp8.get(f"{module}.fp8_scale", scales)
+        if column in DTYPES:
+            return (weight.to(DTYPES[column]),)
+        held, weight = self._codec(), weight.float()
+        return held.encode(weight) if held else store_recorded(weight, self._scaling, scales, None, None)
+
+    def _codec(self) -> Codec | None:
+        """That of weights with a scale; None where they are operands of FP8 products."""
+        return None if fp8_weights(self.recipe.precision) else codec(resolved(self.recipe.precision)["weight"])
+
+    def _check(self) -> None:
+        """Raise ConfigError where the checkpoint has other weights than the recipe's model."""
+        config = transformer_config(self.recipe)
+        wanted = {} if self._first else parameter_shapes(config)
+        for module in self._adapted:
+            of_layer = self._adapters.of(module, "meta").state_dict()  # type: ignore[union-attr]
+            wanted |= {f"{module}.lora.{name}": tuple(t.shape) for name, t in of_layer.items()}
+        tied = {"output_layer.weight"} if config.tie_embeddings else set[str]()
+        saved = {name: self._shape(name) for name in self._model if name not in tied}
+        if wrong := [name for name in {**wanted, **saved} if wanted.get(name) != saved.get(name)]:
+            raise ConfigError(f"{self._path}: has other weights than the Transformer of its recipe, {wrong[0]} among them; a model "
+                              "of your own is saved by its own library, after fp8cfg.convert_back(model)")
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self._model.shape(name)
+        two_in_a_byte = f"{name.removesuffix('.weight')}.{ROWS_AMAX}" in self._fp8
+        return (*shape[:-1], 2 * shape[-1]) if two_in_a_byte else shape
