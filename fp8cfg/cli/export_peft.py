@@ -19,9 +19,9 @@ def run(arguments: Arguments) -> int:
     from fp8cfg.layer_plan import transformer_config
     from fp8cfg.models import peft
     from fp8cfg.models.lora_shapes import projections
-    from fp8cfg.training import run_model
+    from fp8cfg.training.run_weights import RunWeights
 
-    found = run_model.load(Path(run_folder), print)
+    found = RunWeights(Path(run_folder), print)
     node = found.recipe.lora
     if not node.enabled:
         raise ConfigError(f"{run_folder}: has no adapters, all weights were trained; write: fp8cfg export hf {run_folder} OUT")
@@ -31,7 +31,8 @@ def run(arguments: Arguments) -> int:
         base, revision = hub.split(base)
     try:
         with new_folder(out) as made:
-            count = peft.write(made, found.model, every, family.names, node.rank, node.alpha, node.dropout, base, revision)
+            adapters = {module: found.adapter(module) for module in found.adapted}
+            count = peft.write(made, adapters, every, family.names, node.rank, node.alpha, node.dropout, base, revision)
     except ValueError as e:
         raise ConfigError(f"export peft: {e}") from None
     print(f"wrote {printable(str(out))}: {count} adapters of rank {node.rank}, of step {found.step}, for {family.architecture}")

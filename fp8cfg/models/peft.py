@@ -12,10 +12,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8cfg.models.hf_checkpoint import json_object
-from fp8cfg.models.lora import adapted
+from fp8cfg.models.lora import Adapter
 from fp8cfg.models.lora_shapes import Projection
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -38,13 +38,13 @@ def their_module(projection: Projection, names: Mapping[str, tuple[str, ...]]) -
 
 
 def write(
-    folder: Path, model: nn.Module, every: Sequence[Projection], names: Mapping[str, tuple[str, ...]], rank: int, alpha: float,
+    folder: Path, adapters: Mapping[str, Adapter], every: Sequence[Projection], names: Mapping[str, tuple[str, ...]], rank: int, alpha: float,
     dropout: float, base: str | None, revision: str | None = None,
 ) -> int:
-    """Write the adapters of `model`, whose projections are `every` one, into `folder`, which is there, in float32; `base` is the
-    folder or the id of the weights that they belong to, and `revision` the commit of an id. Returns how many there are. Raises
-    ValueError as `their_module` does."""
-    low = {(name, projection): one for name, _, adapter in adapted(model) for projection, one in adapter.items()}
+    """Write `adapters`, by layer, of a model whose projections are `every` one, into `folder`, which is there, in float32; `base`
+    is the folder or the id of the weights that they belong to, and `revision` the commit of an id. Returns how many there are.
+    Raises ValueError as `their_module` does."""
+    low = {(name, projection): one for name, adapter in adapters.items() for projection, one in adapter.items()}
     modules = {key: their_module(p, names) for p in every if (key := (p.module, p.name)) in low}
     tensors = {f"base_model.model.{modules[key]}.{part}.weight": matrix.detach().float().cpu().contiguous()
                for key, one in low.items() for part, matrix in one.named_parameters()}

@@ -37,8 +37,9 @@ Stored = tuple[Tensor | None, ...]
 
 
 class RunWeights:
-    """The weights of the run folder `path`: `recipe` is its recipe, not sharded, `plan` what its linear layers do, and `step` how
-    many steps it has done. Raises as `run_checkpoint.newest`, and ConfigError for weights of another model than the recipe's."""
+    """The weights of the run folder `path`: `recipe` is its recipe, not sharded, `plan` what its linear layers do, `adapted` those
+    that have adapters, and `step` how many steps it has done. Raises as `run_checkpoint.newest`, and ConfigError for weights of
+    another model than the recipe's."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         tensors, state = newest(path, say)
@@ -50,7 +51,7 @@ class RunWeights:
         self._model: Any = tensors["model"]
         self._fp8 = tensors.get("fp8", {})
         self._adapters = adapters(self.recipe)
-        self._adapted = sorted({p.module for p in self._adapters.found}) if self._adapters else []
+        self.adapted = sorted({p.module for p in self._adapters.found}) if self._adapters else []
         if self._adapters:
             refuse_other(self.recipe, state.get("base"))
         self._first = first_weight(self.recipe) if self._adapters else None
@@ -65,7 +66,7 @@ class RunWeights:
         scale = beside[0] if beside and weight.dtype == torch.float8_e4m3fn else None
         if beside:
             weight = decoded((weight, *beside), self._codec(), torch.float32)
-        if module not in self._adapted:
+        if module not in self.adapted:
             return weight, scale if scale is not None and scale.numel() == 1 else None
         weight = weight.float()
         self.adapter(module).merge_into(weight)
@@ -110,7 +111,7 @@ class RunWeights:
         """Raise ConfigError where the checkpoint has other weights than the recipe's model."""
         config = transformer_config(self.recipe)
         wanted = {} if self._first else parameter_shapes(config)
-        for module in self._adapted:
+        for module in self.adapted:
             of_layer = self._adapters.of(module, "meta").state_dict()  # type: ignore[union-attr]
             wanted |= {f"{module}.lora.{name}": tuple(t.shape) for name, t in of_layer.items()}
         tied = {"output_layer.weight"} if config.tie_embeddings else set[str]()

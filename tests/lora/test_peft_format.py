@@ -59,7 +59,8 @@ def with_numbers(base: Path, *words: str) -> fp8cfg.Job:
 def written(job: fp8cfg.Job, folder: Path, base: Path) -> Path:
     folder.mkdir()
     node = job.recipe.lora
-    peft.write(folder, job.model, projections(job.model.config), hugging_face.of_model(job.recipe.model).names, node.rank, node.alpha, node.dropout, str(base))
+    adapters = {name: adapter for name, _, adapter in adapted(job.model)}
+    peft.write(folder, adapters, projections(job.model.config), hugging_face.of_model(job.recipe.model).names, node.rank, node.alpha, node.dropout, str(base))
     return folder
 
 
