@@ -137,10 +137,10 @@ def planned(
 
 def prepared_model(
     recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice,
-    precision: Precision | None = None,
+    precision: Precision | None = None, fill: job_parts.Fill | None = None,
 ) -> PreparedModel:
     """The model of `recipe`, or the given `model`, with its layers as planned, on `device`; in `precision`, by default the
-    recipe's."""
+    recipe's, and with the weights that `fill` writes, by default the first ones."""
     precision = precision or recipe.precision
     seed = recipe.trainer.seed
     if model is not None:
@@ -148,7 +148,7 @@ def prepared_model(
     from fp8cfg.report.memory.layout import shards
 
     config, m = transformer_config(recipe), recipe.model
-    fill = first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
+    fill = fill or first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
     empty = job_parts.transformer(
         config, recompute=m.recompute_granularity, reset_attention_mask=recipe.data.reset_attention_mask,
         reset_position_ids=recipe.data.reset_position_ids)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from fp8cfg.backends import backend_registry
@@ -45,8 +46,8 @@ def load(
     path: Path, say: Callable[[str], None], change: Callable[[Recipe], None] | None = None, step: int | None = None
 ) -> RunModel:
     """The model of the run folder `path`, after `step` steps, by default the newest. Checkpoints that do not verify are passed
-    over, and said; `change` may edit the recipe: precision, not shape. Raises RunFolderError, NoUsableCheckpoint, and ConfigError
-    for a precision that the weights do not fit, or a step of which there is no checkpoint."""
+    over, and said; `change` may edit the recipe: precision and accelerator, not shape. Raises RunFolderError, NoUsableCheckpoint,
+    and ConfigError for a precision that the weights do not fit, or a step of which there is no checkpoint."""
     tensors, state = newest(path, say, step)
     recipe = Recipe(**state["recipe"])
     recipe.model.path = recipe.lora.weights = None
@@ -61,7 +62,8 @@ def load(
     hardware = find_hardware(recipe.trainer.accelerator)
     recipe.check()
     plans, choice = planned(recipe, hardware)
-    prepared = prepared_model(recipe, None, hardware.device, plans, choice)
+    fill = None if recipe.lora.enabled else _nothing  # beside adapters a checkpoint has no others
+    prepared = prepared_model(recipe, None, hardware.device, plans, choice, fill=fill)
     refuse_other(recipe, state.get("base"))
     try:
         load_by_layer(prepared.model, tensors, left_out(recipe, prepared.model))
@@ -79,6 +81,13 @@ def in_precision(found: RunModel, name: str) -> RunModel:
     recipe.check()
     hardware = find_hardware(recipe.trainer.accelerator)
     plans, choice = planned(recipe, hardware)
-    prepared = prepared_model(recipe, None, hardware.device, plans, choice)
+    prepared = prepared_model(recipe, None, hardware.device, plans, choice, fill=_nothing)
     prepared.model.load_state_dict(found.model.state_dict())
     return replace(found, recipe=recipe, model=prepared.model.eval(), plan=plans, choice=choice)
+
+
+@torch.no_grad()
+def _nothing(model: nn.Module) -> None:
+    """Zeros for weights that a load overwrites at once: what memory has by chance may be no number, and would be quantized."""
+    for p in model.parameters():
+        p.zero_()
