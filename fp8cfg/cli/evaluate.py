@@ -12,7 +12,7 @@ from fp8cfg.report.tables import table
 
 USAGE = """
 fp8cfg evaluate RUN_FOLDER [--data PATH] [--precision NAME,...] [--step N]
-                [--samples N]
+                [--samples N] [--accelerator NAME]
 
 The loss of a run's newest checkpoint, in nats a token: the mean over the part
 of its data that it holds out, or over all of --data, in each precision. Their
@@ -23,12 +23,13 @@ difference is what the precision costs. Nothing in the run folder changes.
                          default as trained
   --step N               the checkpoint of step N
   --samples N            of N samples, spread evenly; default all
+  --accelerator NAME     auto, cpu or cuda; default that of the run
 """
 
 
 def run(argv: list[str]) -> int:
     """Print the losses that `argv` ask for. Returns the exit code."""
-    arguments = split(argv, ("--data", "--precision", "--step", "--samples"))
+    arguments = split(argv, ("--data", "--precision", "--step", "--samples", "--accelerator"))
     if len(arguments.plain) != 1 or arguments.words:
         raise ConfigError("evaluate: needs one run folder, as in: fp8cfg evaluate runs/NAME --precision bf16,bf16_fp8")
     limit = whole(arguments, "--samples", 1)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from fp8cfg.cli.argv import Arguments
 from fp8cfg.config.errors import ConfigError, printable
 
 if TYPE_CHECKING:
+    from fp8cfg.config.recipe import Recipe
     from fp8cfg.training.run_model import RunModel
 
 
@@ -18,11 +19,22 @@ def loaded(arguments: Arguments) -> RunModel:
     """The model of the run folder that stands first among `arguments`, as it was trained."""
     from fp8cfg.training.run_folder import RunFolder
 
-    path = Path(arguments.plain[0])
+    path, change, step = Path(arguments.plain[0]), _on(arguments.one("--accelerator")), whole(arguments, "--step", 0)
     RunFolder.open(path, lock=False).close()  # before torch is loaded: a folder that is none is said first
     from fp8cfg.training import run_model
 
-    return run_model.load(path, _say, step=whole(arguments, "--step", 0))
+    return run_model.load(path, _say, change, step)
+
+
+def _on(accelerator: str | None) -> Callable[[Recipe], None] | None:
+    """What lets a recipe run on `accelerator`; None where it stays where it was. Raises ConfigError for a word that is none."""
+    if accelerator is None:
+        return None
+    from fp8cfg.config.training_nodes import Trainer
+
+    if accelerator not in (words := get_args(Trainer.model_fields["accelerator"].annotation)):
+        raise ConfigError(f"--accelerator {accelerator[:40]}: write {', '.join(words[:-1])} or {words[-1]}")
+    return lambda recipe: setattr(recipe.trainer, "accelerator", accelerator)
 
 
 def in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunModel]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 USAGE = """
 fp8cfg sample RUN_FOLDER PROMPT [--tokens N] [--temperature T] [--top-k K]
               [--seed S] [--precision NAME] [--step N] [--tokenizer PATH]
-              [--chat]
+              [--accelerator NAME] [--chat]
 
 Text that the newest checkpoint of a run writes after PROMPT, up to its end
 token. The run folder is read alone: FP8 scales are those that training left.
@@ -30,9 +30,10 @@ token. The run folder is read alone: FP8 scales are those that training left.
   --step N         the checkpoint of step N
   --tokenizer PATH tokenizer.json or its folder, where it has moved; of a run on
                    token files theirs, or bytes
+  --accelerator NAME  auto, cpu or cuda; default that of the run
   --chat           PROMPT is a user's message, written by the chat template
 """
-_OPTIONS = ("--tokens", "--temperature", "--top-k", "--seed", "--precision", "--step", "--tokenizer")
+_OPTIONS = ("--tokens", "--temperature", "--top-k", "--seed", "--precision", "--step", "--tokenizer", "--accelerator")
 
 
 def run(argv: list[str]) -> int:

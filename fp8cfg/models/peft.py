@@ -38,8 +38,8 @@ def their_module(projection: Projection, names: Mapping[str, tuple[str, ...]]) -
 
 
 def write(
-    folder: Path, adapters: Mapping[str, Adapter], every: Sequence[Projection], names: Mapping[str, tuple[str, ...]], rank: int, alpha: float,
-    dropout: float, base: str | None, revision: str | None = None,
+    folder: Path, adapters: Mapping[str, Adapter], every: Sequence[Projection], names: Mapping[str, tuple[str, ...]], rank: int,
+    alpha: float, dropout: float, base: str | None, revision: str | None = None,
 ) -> int:
     """Write `adapters`, by layer, of a model whose projections are `every` one, into `folder`, which is there, in float32; `base`
     is the folder or the id of the weights that they belong to, and `revision` the commit of an id. Returns how many there are.

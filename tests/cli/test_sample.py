@@ -12,9 +12,13 @@ import torch
 
 import fp8cfg
 from fp8cfg.__main__ import main
+from fp8cfg.models.transformer import Transformer
+from fp8cfg.report.machine import find_hardware
+from fp8cfg.training import run_model
 from fp8cfg.training.data import validation_batches
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.held_out import held_out, held_out_loss
+from fp8cfg.training.run_checkpoint import newest
 from fp8cfg.training.run_model import in_precision, load
 from fp8cfg.training.sampling import sample
 from fp8cfg.training.train_step import evaluate
@@ -87,6 +91,23 @@ def test_precisions_are_compared(run: Path, capsys: pytest.CaptureFixture[str], 
     assert first[1].startswith("bf16, FP8 delayed") and digest(run) == before
 
 
+def test_a_model_goes_where_the_word_says(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(run_model, "find_hardware", lambda accelerator: asked.append(accelerator) or find_hardware("cpu"))
+    for words, want in (((), "auto"), (("--accelerator", "cpu"), "cpu")):
+        out(capsys, "evaluate", str(run), "--samples", "1", "--precision", "bf16", *words)
+        out(capsys, "sample", str(run), "x", "--tokens", "1", *words)
+        assert {*asked} == {want}
+        asked.clear()
+
+
+def test_no_weights_are_drawn_for_a_model_that_is_loaded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Transformer, "init_weights", None)
+    found = load(run, print)
+    _, state = newest(run, print)
+    assert in_precision(found, "bf16").step == found.step == state["step"]
+
+
 @pytest.mark.parametrize(("argv", "says"), [
     (["sample", "nowhere", "x"], "nowhere is not a run folder: there is no nowhere"), (["sample", "RUN"], "sample: needs a run folder and a prompt"),
     (["sample", "RUN", "x", "--temperature", "nan"], "--temperature nan: needs a number of at least 0"), (["sample", "RUN", "x", "--tokens", "0"], "must be at least 1"),
@@ -95,6 +116,7 @@ def test_precisions_are_compared(run: Path, capsys: pytest.CaptureFixture[str], 
     (["sample", "RUN", "x", "--precision", "bf17"], "bf17"), (["sample", "RUN", "x", "--precision", "bf16,fp32"], "one at a time; fp8cfg evaluate compares several"),
     (["sample", "RUN", "x", "--tokenizer", "gone"], "data.tokenizer: gone: no such file or folder"), (["evaluate", "RUN", "--data", "gone"], "gone: no such file or folder"),
     (["evaluate"], "evaluate: needs one run folder"), (["evaluate", "RUN", "--samples", "x"], "--samples x: needs a whole number"), (["evaluate", "EMPTY"], "has no checkpoint yet"),
+    (["evaluate", "RUN", "--accelerator", "tpu"], "--accelerator tpu: write auto, cpu or cuda"), (["sample", "RUN", "x", "--accelerator", "gpu"], "--accelerator gpu: write auto"),
     (["data"], "data: writes token files"), (["data", "prepare", "OUT", "data=text"], "needs data.path"), (["data", "prepare", "OUT", "data=jsonl", "data.path=gone"], "gone: no such file"),
     (["data", "prepare", "OUT", "data=text", "data.mixture=[{path: a, weight: 1}]"], "prepare each data.path"), (["data", "prepare", "OUT", "data=chat", "data.path=x"], "no documents of text"),
 ])
