@@ -24,6 +24,7 @@ CHUNK = 1 << 26
 
 
 def nbytes(form: Form) -> int:
+    """Bytes of a tensor."""
     return form[0].itemsize * prod(form[1])
 
 

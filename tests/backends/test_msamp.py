@@ -22,6 +22,7 @@ from fp8cfg.backends.protocol import BackendError
 from fp8cfg.config.precision import Precision
 from fp8cfg.models.weight_init import init_std
 from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.training.run_weights import RunWeights
 from tests.support import msamp_standin
 from tests.support.small import small, steps
 
@@ -354,3 +355,9 @@ def test_back_to_linear_layers(anywhere: None) -> None:
     layer = back.get_submodule("layers.0.mlp.linear_fc1")
     assert type(layer) is nn.Linear and torch.equal(layer.weight.float(), weight)
 
+
+def test_weights_of_a_run_are_read_without_its_library(anywhere: None, tmp_path: Path) -> None:
+    job = fp8cfg.build(small(*WORDS, "trainer.max_steps=1", "trainer.val_check_interval=0", "optim.warmup_steps=0"))
+    fp8cfg.fit(job, folder=tmp_path / "run")
+    weight, scale = RunWeights(tmp_path / "run", print).read("layers.0.mlp.linear_fc1.weight")
+    assert torch.equal(weight, job.model.layers[0].mlp.linear_fc1.weight.float()) and scale is None
