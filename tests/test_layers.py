@@ -41,7 +41,7 @@ TOP = {  # room -> rooms that its modules may import at their top
     "builder": {"backends", "config", "job_optimizer", "job_parts", "job_weights", "job", "layer_plan", "optim", "smoke"},
     "run_plan": {"builder", "config", "report", "smoke"},
     "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job_weights", "job", "layer_plan", "models", "numerics",
-                 "optim", "parallel", "report", "smoke", "training.distributed"},
+                 "optim", "parallel", "report", "scalings", "smoke", "training.distributed"},
     "execution": {"composition", "config"},
     "cli": {"backends", "config", "execution", "report", "training"},
     "__main__": {"cli"},

@@ -87,7 +87,7 @@ def tile_scales(
     added to `seen`."""
     amax = tile_amax(v, keep_nan=scaling.layout.scale != "float32")
     if seen is not None and amax.numel():
-        seen.append(amax.amax())
+        seen.append(torch.where(amax >= 0, amax, 0).amax())  # but for tiles that have NaN
     return Scales(*(_written_out(s) for s in scales_of_amaxes(amax, fmt, scaling, whole, dtype)))
 
 

@@ -1,9 +1,9 @@
 """Overflow of FP8 tensors: values beyond what a delayed scale brings into FP8's range, and infinite ones of any scaling.
 
 A delayed scale is that of past amaxes: a tensor that grows between two steps does not fit, and its largest values become the
-format's largest. Under the other scalings finite values always fit. An infinite value becomes a finite one under all but MXFP8,
-without a sign in the loss; NaN stays NaN. The step's amax and scale tell, and both are there when scales move: no tensor is read
-once more, nothing waits.
+format's largest. Under the other scalings finite values always fit. An infinite value becomes a finite one, without a sign in the
+loss, but for MXFP8 and the Hadamard transform of NVFP4; NaN stays NaN. The step's amax and scale tell, and both are there when scales
+move: no tensor is read once more, nothing waits.
 """
 
 from __future__ import annotations

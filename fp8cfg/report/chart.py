@@ -72,7 +72,7 @@ def text(recipe: Recipe, ranks: int = 1) -> str:
 
 
 def remarks(recipe: Recipe, ranks: int) -> list[str]:
-    """Warnings about settings that are allowed but may be unintended, where so many ranks share the same parameters: a line each."""
+    """Warnings about settings that are allowed but may be unintended, where so many ranks have the same parameters: a line each."""
     p, o, t = recipe.precision, recipe.optim, recipe.trainer
     found = [] if o.name == "sgd" else [*slow_averages(resolved(p), o.betas), *lost_averages(resolved(p))]
     if o.name != "sgd" and o.lr_decay_style != "constant":

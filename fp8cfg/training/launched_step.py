@@ -19,8 +19,8 @@ from fp8cfg.numerics import Overflow
 from fp8cfg.numerics.fp8_overflow import RangesUsed, overflow_of, ranges_used
 from fp8cfg.numerics.host_copy import HostCopy
 from fp8cfg.optim.deferred_step import DeferredSteps, Either, lr_after
-from fp8cfg.training.distributed.world import World, same_layers, stages
-from fp8cfg.training.overflow_watch import counts_over_stages, of_counts, over_ranks
+from fp8cfg.training.distributed.world import World, stages
+from fp8cfg.training.overflow_watch import counts_over_stages, of_counts, over_ranks, with_own_amaxes
 from fp8cfg.training.train_step import Step, refuse_without_targets, run_step
 
 
@@ -70,7 +70,7 @@ def launch_step(
 ) -> LaunchedStep:
     """Launch optimizer step number `step`, the first being 0. `stop` gives this rank's wish."""
     mean, lr, _, targets = run_step(job, batches, step, world)
-    used = over_ranks(ranges_used(job.model), same_layers(job.prepared))
+    used = over_ranks(ranges_used(job.model), with_own_amaxes(job))
     asked = world.largest(torch.full_like(mean, float(stop())))
     counts = [counts_over_stages(used, mean, here)] if (here := stages(job.prepared)).size > 1 else []
     own = [mean, deferred.norm, asked, *([] if targets is None else [(targets == 0).to(mean.dtype)])]

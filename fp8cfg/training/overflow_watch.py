@@ -8,10 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fp8cfg.config.backend_capabilities import capabilities
+from fp8cfg.job import Job
 from fp8cfg.numerics import Overflow
 from fp8cfg.numerics.fp8_overflow import RangesUsed
 from fp8cfg.report.tables import wrapped
-from fp8cfg.training.distributed.world import World
+from fp8cfg.scalings import SCALINGS
+from fp8cfg.training.distributed.world import World, same_layers
 from fp8cfg.training.metrics import Value
 
 SAID = 2.0
@@ -31,8 +34,8 @@ class OverflowWatch:
         if found is None:
             return {}
         if found.infinite:
-            self._once("infinite", f"step {done}: {found.tensor} had infinite values, which became finite ones in FP8 "
-                       f"({found.infinite} tensors)")
+            self._once("infinite", f"step {done}: {found.tensor} had infinite values, which FP8 makes finite under most "
+                       f"scalings ({found.infinite} tensors)")
         elif found.largest >= SAID:
             self._once("clipped", _clipped(found, done))
         return {"fp8_clipped": found.clipped, "fp8_infinite": found.infinite}
@@ -46,6 +49,15 @@ class OverflowWatch:
 def over_ranks(used: RangesUsed | None, ranks: World) -> RangesUsed | None:
     """The largest that the tensors of a layer used over `ranks`, which have the same layers and all call it."""
     return used and used._replace(ratios=ranks.largest(used.ratios))
+
+
+def with_own_amaxes(job: Job) -> World:
+    """The ranks that have the same layers of `job`, where each knows its own amaxes alone; else this one. Delayed scales that all
+    of them moved together tell each the same."""
+    fp8 = job.recipe.fp8
+    together = SCALINGS[fp8.scaling].history and capabilities(job.choice.backend).moves_scales
+    shared = together and fp8.reduce_amax and not fp8.tp_only_amax_red
+    return World() if shared else same_layers(job.prepared)
 
 
 def over_stages(found: Overflow | None, stages: World) -> Overflow | None:

@@ -16,9 +16,9 @@ from fp8cfg.job import Job
 from fp8cfg.numerics import Overflow
 from fp8cfg.numerics.fp8_overflow import overflow_of, ranges_used
 from fp8cfg.optim.deferred_step import DeferredSteps
-from fp8cfg.training.distributed.world import World, same_layers, stages
+from fp8cfg.training.distributed.world import World, stages
 from fp8cfg.training.launched_step import LaunchedStep, launch_step
-from fp8cfg.training.overflow_watch import over_ranks, over_stages
+from fp8cfg.training.overflow_watch import over_ranks, over_stages, with_own_amaxes
 from fp8cfg.training.signals import StopSignals
 from fp8cfg.training.train_step import Step, train_step
 
@@ -61,7 +61,7 @@ class StepSequence:
             result = train_step(self._job, self._batches, step, self._world)
             seconds = time.perf_counter() - began
             sent = sum(self._world.traffic.bytes.values()), str(self._world.traffic)
-            used = over_ranks(ranges_used(self._job.model), same_layers(self._job.prepared))
+            used = over_ranks(ranges_used(self._job.model), with_own_amaxes(self._job))
             over = over_stages(overflow_of(used), stages(self._job.prepared))
             self._record(Done(step + 1, result, over, sent, seconds))
             return

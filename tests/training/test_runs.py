@@ -13,6 +13,7 @@ import torch
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.numerics.fp8_overflow import Overflow, RangesUsed, overflow_of
+from fp8cfg.training import overflow_watch
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.overflow_watch import over_ranks
 from fp8cfg.training.run_folder import RunFolder, RunFolderError
@@ -179,7 +180,7 @@ def test_infinite_values_are_counted_and_said_once_without_delayed_scaling(tmp_p
     counts = [(row["fp8_clipped"], row["fp8_infinite"]) for row in rows(tmp_path / "run") if "loss" in row]
     assert counts == [(0, 0), (0, 1), (0, 1), (0, 0)], "one pass a step"
     (line,) = [" ".join(s.split()) for s in said if "infinite values" in s]
-    assert line.startswith("warning: step 2: layers.1.mlp.linear_fc1 input had infinite values, which became finite ones in FP8 (1 tensors)")
+    assert line.startswith("warning: step 2: layers.1.mlp.linear_fc1 input had infinite values, which FP8 makes finite under most scalings (1 tensors)")
 
 
 def test_infinite_values_of_any_rank_are_counted() -> None:
@@ -189,6 +190,14 @@ def test_infinite_values_of_any_rank_are_counted() -> None:
 
     found = overflow_of(over_ranks(RangesUsed(torch.tensor([2.0, 0.0, 0.5]), ["a input", "a weight", "a grad_output"]), Others()))
     assert found == Overflow(2, 1, torch.inf, "a weight") and over_ranks(None, Others()) is None
+
+
+@pytest.mark.parametrize(("words", "asked"), [("", False), ("fp8.reduce_amax=false", True), ("precision=bf16_fp8_current", True)])
+def test_ranks_that_shared_their_amaxes_are_not_asked_again(words: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = World(0, 2)
+    monkeypatch.setattr(overflow_watch, "same_layers", lambda prepared: every)
+    job = fp8cfg.build(small("precision=bf16_fp8", *words.split()))
+    assert (overflow_watch.with_own_amaxes(job) is every) == asked
 
 
 @pytest.mark.parametrize(("words", "line"), [

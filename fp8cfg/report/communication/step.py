@@ -19,7 +19,8 @@ from fp8cfg.scalings import SCALINGS
 
 def of_step(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -> list[Collective]:
     """What a rank of `part`, number `rank` of those with the same parameters, by default one that sends most, sends in one
-    optimizer step where `backend` multiplies; not what it sends to start, to save or to evaluate."""
+    optimizer step where `backend` multiplies; not what it sends to start, to save or to evaluate, nor what a run asks beside its
+    steps: whether somebody wants to stop and, where amaxes are not shared, which tensors were infinite, a number each."""
     linears, count = linears_of(recipe, part), microbatches(recipe, part)
     samples = recipe.trainer.micro_batch_size
     kept = keeps_weights(recipe, part, backend)

@@ -121,7 +121,7 @@ class LinearBytes:
         return (min(each, 1) if shared else each) * self.e * self.elements(linear)
 
     def transpose(self, linear: PlannedLinear) -> float:
-        """The transpose that is kept of a weight that is held in FP8, for dgrad: of one scaled by squares with the scales at hand."""
+        """The transpose that is kept of a weight that is held in FP8, for dgrad: of squares with the scales at hand."""
         reads = linear.gemms[1] and "dgrad" not in linear.left_out
         if not (self.held(linear) and self.once and self.recipe.fp8.keep_transpose_cache and reads):
             return 0
