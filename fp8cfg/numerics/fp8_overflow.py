@@ -2,8 +2,8 @@
 
 A delayed scale is that of past amaxes: a tensor that grows between two steps does not fit, and its largest values become the
 format's largest. Under the other scalings finite values always fit. An infinite value becomes a finite one, without a sign in the
-loss, but for MXFP8 and the Hadamard transform of NVFP4; NaN stays NaN. The step's amax and scale tell, and both are there when scales
-move: no tensor is read once more, nothing waits.
+loss, but for MXFP8 and the Hadamard transform of NVFP4; NaN stays NaN. Amax and scale of the step tell, and both are there when
+scales move: no tensor is read once more, nothing waits.
 """
 
 from __future__ import annotations
