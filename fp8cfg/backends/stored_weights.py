@@ -83,10 +83,11 @@ def _decoded(layer: FP8Linear | HeldWeight, dtype: torch.dtype) -> nn.Parameter:
 
 
 def embed_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let embeddings that are stored in float32 output `dtype`, the dtype of all activations."""
+    """Let embeddings that are stored in float32 output `dtype`, the dtype of all activations, also where the outputs of
+    tensor-parallel ranks are then added up: all but one of these are 0."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            module.register_forward_hook(partial(_cast_output, dtype))
+            module.register_forward_hook(partial(_cast_output, dtype), prepend=True)
 
 
 def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, out: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fp8 import weights_2d
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import fp8_weights, gathers_params, others, sharding
+from fp8cfg.config.storage import fp8_weights, gathers_params, others, resolved, sharding
 from fp8cfg.layer_plan import adapted, transformer_config
 from fp8cfg.report.memory.layout import Part, keeps_weights
 from fp8cfg.report.memory.operands import CODEC, by_kernel, decoded, directions, emulated, operand, product, quantizing, row_scaled
@@ -49,6 +49,7 @@ class LinearBytes:
         materialized = device == "cuda" and self.c == 4 and m.num_query_groups < m.num_attention_heads
         self.softmax = m.num_attention_heads / tp * (4 * m.seq_length if materialized else 4)
         gathered = sharding(recipe.precision, part.shards) == "fsdp"  # by which adapters, too, are in the compute dtype
+        self.casts = resolved(recipe.precision)["weight"] == "fp32" != recipe.precision.compute and not gathered  # in each pass
         self.adapter = self.c if gathered else CODEC[others(recipe.precision)["weight"]]
         self.beside = Counter(projection.module for projection in adapted(recipe))
 
@@ -146,13 +147,15 @@ class LinearBytes:
         if "wgrad" in linear.left_out:
             return 0
         held = self.held(linear)
-        out = self.grads if held else self.c
+        out = self.grads if held or self.casts else self.c
         if not made:
             return (out + (self.grads if self.grads > out else 0)) * self.elements(linear)
         again = held and not self.transpose(linear)  # is decoded for dgrad, and stays beside the gradient
         beside = decoded(self.recipe, self.device) * self.elements(linear) if again else 0
+        if self.casts and not linear.gemms[1]:
+            beside = self.c * self.elements(linear)
         if not linear.gemms[2]:
-            return beside + (self.c + (out if held else 0)) * self.elements(linear)
+            return beside + (self.c + (out if held or self.casts else 0)) * self.elements(linear)
         channels = linear.in_features + linear.out_features / self.tp
         return beside + product(self.recipe, self.device, out, self.elements(linear), channels * self.tokens)
 
