@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
-from fp8cfg.config.fsdp_sharding import ZERO
+from fp8cfg.config.fsdp_sharding import ZERO, gathered_plain
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import Columns, as_held, foreign_others, fp8_weights, gathered, others, resolved
 from fp8cfg.models.config import TransformerConfig
@@ -135,6 +135,9 @@ def _fully_sharded(
             model, fp8, plan, region, choice.product, compute=stored_weights.DTYPES[precision.compute], fp8_gather=in_fp8)
         for layer in fp8_linears(model):
             layer.weight_grad_dtype, layer.gathered_once = gradient, whole
+    if gathered_plain(precision) != precision.compute:
+        stored_weights.hold(model, precision, plan, columns, region)
+        stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
     if adapters:
         adapters.attach(model, seed)
         columns |= dict.fromkeys(_trained(model), others(precision))

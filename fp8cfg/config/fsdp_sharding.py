@@ -2,9 +2,9 @@
 
 `storage.shard=fsdp` always; zero1 and zero2 where masters are float32, gradients are added up and sent in plain dtypes, and each
 trained weight can be gathered as the unsharded run stores it. Moments may be of any codec, encoded by shard. Masters of fewer
-bits, and weights in another codec than products read, are those of whole tensors, each of which has one owner
-(training/distributed/zero.py). Under zero1 and zero2 weights that are frozen beside adapters are whole on each rank, as Megatron's
-distributed optimizer leaves them.
+bits, and weights in a codec that is neither float32 nor what products read, are those of whole tensors, each of which has one
+owner (training/distributed/zero.py). Under zero1 and zero2 weights that are frozen beside adapters are whole on each rank, as
+Megatron's distributed optimizer leaves them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,19 @@ def _gathered_as_stored(p: Precision, backend: str, adapters: bool) -> bool:
     linear, rest = resolved(p), others(p)
     if low_bit(p) and not float32_masters(p):
         return False
-    if not (_summed_plainly(linear) and _summed_plainly(rest)) or rest["weight"] != p.compute:
+    if not (_summed_plainly(linear) and _summed_plainly(rest)):
         return False
     if adapters:  # which are no weights of linear layers
         return True
     if fp8_weights(p):
         return capabilities(backend).fp8_gather == "params" or not against_gathered_params(p.fp8, backend)
-    return linear["weight"] == p.compute
+    return linear["weight"] == rest["weight"]
+
+
+def gathered_plain(precision: Precision) -> str:
+    """The codec in which FSDP2 gathers what it does not gather in FP8: precision.compute, or float32 where zero1 and zero2 have
+    weights that the unsharded run casts in each pass."""
+    return precision.compute if precision.storage.shard == "fsdp" else others(precision)["weight"]
 
 
 def _summed_plainly(columns: Columns) -> bool:

@@ -26,7 +26,10 @@ class HeldWeight(NarrowWeight):
 
     @property
     def weight(self) -> Tensor:
-        """The weight [out, in] in the dtype of products, decoded anew and not to be written to."""
+        """The weight [out, in] in the dtype of products, decoded anew and not to be written to; while it is split by FSDP2, which
+        asks for it by this name, the Parameter."""
+        if hasattr(self.parameter, "placements"):
+            return self.parameter
         with torch.enable_grad():
             return as_read(self.decoded_weight(), self.parameter)
 

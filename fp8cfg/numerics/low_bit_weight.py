@@ -100,7 +100,8 @@ class NarrowWeight(StoredWeight):
         if not self.held:
             return
         weight = self.parameter
-        self._detached = plain(weight)  # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
+        if self._stands_in:  # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
+            self._detached = plain(weight)
         if not weight.requires_grad:
             return
         if weight.grad_dtype != self.weight_grad_dtype:

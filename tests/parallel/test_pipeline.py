@@ -69,6 +69,7 @@ FOUR = {  # name -> words of runs on four ranks, the axis beside the pipeline, l
     "data": (f"{CLIPPED} {TIED} storage.shard=zero1", 1e-6, 1e-5),
     "data zero2": (f"{CLIPPED} {TWO_CHUNKS} storage.shard=zero2", 1e-6, 1e-5),
     "data delayed": ("precision=bf16_fp8", 2e-3, 0.1),
+    "data float32 weights": (f"precision=bf16_fp8_amp {TIED} {TWO_CHUNKS}", 2e-3, 0.1),
     "data none": (f"{CLIPPED} {TIED} {TWO_CHUNKS} storage.shard=none", 1e-6, 1e-5),
     "data fsdp": (f"{CLIPPED} {TIED} storage.shard=fsdp", 1e-6, 1e-5),
     "data fsdp current": (f"{CURRENT} {TWO_CHUNKS} storage.shard=fsdp", 2e-3, 0.1),

@@ -55,7 +55,7 @@ MORE = {
     "llama_70b --ranks 1024 --precision bf16_fp8 --places last --sent --accumulate 2 model.num_layers=8 trainer.strategy.virtual_pipeline_model_parallel_size=2": ("TP4 PP4 CP2 DP32 zero1", ["last 1023"]),
     f"llama_70b --ranks 1024 --precision bf16 --places last --sent --accumulate 2 model.num_layers=8 trainer.strategy.virtual_pipeline_model_parallel_size=2 storage.shard=fsdp {REPLICAS}": ("TP4 PP4 CP2 DP32 fsdp", ["last 1023"]),
     f"llama_8b --ranks 8 --precision bf16_fp8 --places last --sent --accumulate 3 model.num_layers=2 storage.shard=fsdp {REPLICAS}": ("TP1 PP1 CP2 DP4 fsdp", ["last 7"]),
-    "olmo2_13b --precision bf16 --places first --sent --accumulate 2 model.num_layers=2 storage.shard=zero2": ("TP2 PP1 CP1 DP4 zero2", ["first 0"]),
+    "olmo2_13b --precision bf16 --places first --sent --accumulate 2 model.num_layers=2 storage.shard=zero2 storage.weight=fp32": ("TP2 PP1 CP1 DP4 zero2", ["first 0"]),
     "llama_8b --ranks 8 --precision bf16_fp8 --places last --sent task=lora model.num_layers=3 lora.targets=[layers.1.*.up_proj] storage.shard=zero2": ("TP1 PP1 CP2 DP4 zero2", ["last 7"]),
     "llama_8b --ranks 1024 --precision bf16_fp8 --places last --sent task=lora model.num_layers=1": ("TP1 PP1 CP2 DP512 zero1", ["last 1023"]),  # fewer rows of A than ranks
     "llama_8b --ranks 8 --precision bf16_fp8 --places last --sent --accumulate 2 task=lora model.num_layers=2 storage.shard=fsdp": ("TP1 PP1 CP2 DP4 fsdp", ["last 7"]),
@@ -63,6 +63,7 @@ MORE = {
     f"llama_8b --ranks 8 --precision bf16 --places last --sent --accumulate 2 model.num_layers=1 storage.comm=bf16 storage.weight_grad=fp32 storage.shard=zero2 {REPLICAS}": ("TP1 PP1 CP2 DP4 zero2", ["last 7"]),
     "llama_70b --ranks 1024 --precision bf16_fp8 --places first,last --sent model.num_layers=4 trainer.strategy.virtual_pipeline_model_parallel_size=null storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled": ("TP4 PP4 CP2 DP32 zero1", ["first 0", "last 1023"]),
     "gpt3_125m --precision bf16 --places first,last --sent model.num_layers=2 trainer.strategy.pipeline_model_parallel_size=2 storage.master_weight=fp16_scaled storage.exp_avg=fp8": ("TP1 PP2 CP1 DP4 none", ["first 0", "last 7"]),
+    "gpt3_125m --precision bf16_fp8 --places first,last --sent --accumulate 2 model.num_layers=2 trainer.strategy.pipeline_model_parallel_size=2 storage.weight=fp32": ("TP1 PP2 CP1 DP4 zero1", ["first 0", "last 7"]),
     f"gpt3_125m --precision bf16_fp8 --places last --sent {CUT} storage.shard=none": ("TP4 PP1 CP1 DP2 none", ["last 7"]),
     f"gpt3_125m --precision bf16 --places last --sent {CUT} storage.shard=fsdp": ("TP4 PP1 CP1 DP2 fsdp", ["last 7"]),
     "gpt3_125m --precision bf16_fp8 --places first,last --sent model.num_layers=2 opt_level=O3 storage.exp_avg=fp8_block storage.shard=zero1": ("TP1 PP1 CP1 DP8 zero1", ["first 0", "last 7"])}

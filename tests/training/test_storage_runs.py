@@ -344,12 +344,12 @@ RANKED = {
     "gradients in scaled fp16": "precision=bf16 storage.weight_grad=fp16_scaled",
     "O3, tied": f"{FP8} opt_level=O3 fp8.output_layer=true model.share_embeddings_and_output_weights=true",
     # What FSDP2 does not gather as a rank alone stores it (tests/training/test_zero_shards.py has the rest).
-    "fp32": "precision=bf16 storage.weight=fp32", "FP8 weights": "precision=bf16_mxfp8 storage.master_weight=fp16_scaled", "FP8 weights outside of FP8": "precision=bf16 storage.weight=fp8", "fp16": f"precision=fp16 storage.weight=fp32 {SCALE}",
-    "momentum": "precision=bf16 storage.weight=fp32 optim.name=sgd optim.momentum=0.9 optim.lr=0.1 trainer.gradient_clip_val=0.5",
+    "FP8 weights": "precision=bf16_mxfp8 storage.master_weight=fp16_scaled", "FP8 weights outside of FP8": "precision=bf16 storage.weight=fp8",
+    "momentum": "precision=bf16 storage.weight=fp8 optim.name=sgd optim.momentum=0.9 optim.lr=0.1 trainer.gradient_clip_val=0.5",
 }
 SHARDS = ("none", "zero1", "zero2")
 RESUMED = [("O2", "none", "zero2"), ("O2", "zero1", "zero1"), ("O3", "zero2", "zero2"), ("O3", "zero2", "none"), ("O3", "none", "zero1"), ("O3, tied", "zero1", "zero2"),
-           ("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "zero2"), ("momentum", "zero1", "zero2")]
+           ("FP8 weights outside of FP8", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "zero2"), ("momentum", "zero1", "zero2")]
 SENT = ("fp32", "bf16", "fp8")
 SPOILED = ("layers.0.mlp.linear_fc1.weight", "final_layernorm.weight")
 

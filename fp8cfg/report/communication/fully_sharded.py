@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.fsdp_sharding import gathered_plain
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights, gathered, resolved, sharding
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, same_parameters
@@ -22,7 +23,7 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     float32 as often as they are added up. Weights beside adapters have no gradients, and are gathered under fsdp alone."""
     axis, apart = same_parameters(part), Axis("replicate", part.groups)
     p, shard = recipe.precision, sharding(recipe.precision, part.shards)
-    weight, sent, sums = CODEC[p.compute], CODEC[resolved(p)["comm"]], 1 if shard == "zero1" else passes
+    weight, sent, sums = CODEC[gathered_plain(p)], CODEC[resolved(p)["comm"]], 1 if shard == "zero1" else passes
     # FSDP2 leaves sums in the dtype of gradients where precision.compute is what is sent (training/distributed/fsdp.py).
     in_groups = max(sent, CODEC[resolved(p)["weight_grad"]]) if shard != "fsdp" and resolved(p)["comm"] == p.compute else sent
     over_groups = 1 if in_groups == CODEC["fp32"] else sums

@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.config.fsdp_sharding import by_fsdp2
+from fp8cfg.config.fsdp_sharding import by_fsdp2, gathered_plain
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import against_fp8_gather, fp8_weights, gathered, resolved, sharding
 from fp8cfg.report.memory.layout import Part, local_shapes, vectors
@@ -65,7 +65,8 @@ def layer_sums(recipe: Recipe, device: str, part: Part, linears: Sequence[Planne
     summed = share * (max(comm, each) + (comm if sent else 0)) + cast
     inside = comm * count if device == "cpu" else 0
     held = {f"{q.name}.weight": CODEC["fp8"] + held_beside(recipe) for q in linears if fp8_weights(p) and q.fp8}
-    weights = sum(prod(shape) * held.get(name, CODEC[p.compute]) for name, shape in local_shapes(recipe, part, layer).items())
+    plain = CODEC[gathered_plain(p)]
+    weights = sum(prod(shape) * held.get(name, plain) for name, shape in local_shapes(recipe, part, layer).items())
     freed = each * (count - prod(shapes[-1]))
     return LayerSums(max(copy, copy - freed + sent + summed + inside) - weights, copy - each * count + 4 * share - weights)
 

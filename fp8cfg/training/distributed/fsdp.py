@@ -35,7 +35,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.fsdp_sharding import ZERO
+from fp8cfg.config.fsdp_sharding import ZERO, gathered_plain
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import gathered, resolved
 from fp8cfg.numerics.stored_form import in_stored_form
@@ -113,7 +113,7 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
     mesh = fsdp_mesh(device, model.stages, model.groups, here.size if here else 1)
     worlds = [World(mesh.get_local_rank(axis), mesh.size(axis)) for axis in range(mesh.ndim)]
     # Activations have the compute dtype already, and rotary tables are to stay in float32.
-    policy = MixedPrecisionPolicy(DTYPES[precision.compute], DTYPES[resolved(precision)["comm"]], cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(DTYPES[gathered_plain(precision)], DTYPES[resolved(precision)["comm"]], cast_forward_inputs=False)
     zero = precision.storage.shard in ZERO
     whole = {p for p in model.parameters() if zero and not p.requires_grad}
     by_column = {p for name, p in model.named_parameters() if by_columns(precision, name, p.shape, worlds[-1].size)}
