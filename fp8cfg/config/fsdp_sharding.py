@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.storage import (
     SCALED,
-    Columns,
     against_gathered_params,
     float32_masters,
     fp8_weights,
@@ -34,9 +33,11 @@ ZERO = ("zero1", "zero2")
 
 def by_fsdp2(recipe: Recipe, ranks: int, backend: str) -> bool:
     """Whether FSDP2 keeps the parameters of the recipe's Transformer over `ranks` that share them, where `backend` multiplies."""
-    shard = sharding(recipe.precision, ranks)
+    shard, groups = sharding(recipe.precision, ranks), recipe.trainer.strategy.data_parallel_replicate_size
     if shard not in ZERO or ranks == 1:
         return shard == "fsdp"
+    if groups > 1 and _sent_wider(recipe.precision):  # which groups would not be: they sum what is kept
+        return False
     return _gathered_as_stored(recipe.precision, backend, recipe.lora.enabled)
 
 
@@ -46,7 +47,7 @@ def _gathered_as_stored(p: Precision, backend: str, adapters: bool) -> bool:
     linear, rest = resolved(p), others(p)
     if low_bit(p) and not float32_masters(p):
         return False
-    if not (_summed_plainly(linear) and _summed_plainly(rest)):
+    if {columns[k] for columns in (linear, rest) for k in ("weight_grad", "comm")} & {*SCALED}:
         return False
     if adapters:  # which are no weights of linear layers
         return True
@@ -61,7 +62,6 @@ def gathered_plain(precision: Precision) -> str:
     return precision.compute if precision.storage.shard == "fsdp" else others(precision)["weight"]
 
 
-def _summed_plainly(columns: Columns) -> bool:
-    """Whether gradients are added up and sent in plain dtypes, and sent in none that is wider."""
-    added, sent = columns["weight_grad"], columns["comm"]
-    return not {added, sent} & {*SCALED} and added in (sent, "fp32")
+def _sent_wider(p: Precision) -> bool:
+    """Whether gradients are sent in a dtype that is not the one that they are added up in, nor narrower."""
+    return resolved(p)["weight_grad"] not in (resolved(p)["comm"], "fp32")

@@ -24,8 +24,7 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     axis, apart = same_parameters(part), Axis("replicate", part.groups)
     p, shard = recipe.precision, sharding(recipe.precision, part.shards)
     weight, sent, sums = CODEC[gathered_plain(p)], CODEC[resolved(p)["comm"]], 1 if shard == "zero1" else passes
-    # FSDP2 leaves sums in the dtype of gradients where precision.compute is what is sent (training/distributed/fsdp.py).
-    in_groups = max(sent, CODEC[resolved(p)["weight_grad"]]) if shard != "fsdp" and resolved(p)["comm"] == p.compute else sent
+    in_groups = sent if shard == "fsdp" else CODEC[resolved(p)["weight_grad"]]  # sums, as training/distributed/fsdp.py keeps them
     over_groups = 1 if in_groups == CODEC["fp32"] else sums
     rest = passes if recipe.trainer.strategy.pipeline_model_parallel_size == 1 else 1
     held = gathered(p, backend) == "fp8" if shard == "fsdp" else fp8_weights(p)

@@ -41,7 +41,7 @@ def reduced_bytes(recipe: Recipe, part: Part, each: float) -> int:
         groups[group] = groups.get(group, 0) + prod(shape)
     root = groups.pop("", 0)
     layer, sent = max(groups.values(), default=0), CODEC[resolved(recipe.precision)["comm"]]
-    sent += each if sent < each else 0  # a copy of what FSDP2 would send
+    sent += each if sent != each else 0  # a copy of what FSDP2 would send
     return int(root * each + max(layer * (each + sent), root * sent))
 
 
@@ -59,16 +59,15 @@ def layer_sums(recipe: Recipe, device: str, part: Part, linears: Sequence[Planne
     p, layer = recipe.precision, part.layers[-1:]
     shapes, comm = [*local_shapes(recipe, part, layer).values()], CODEC[resolved(p)["comm"]]
     count = sum(map(prod, shapes))
-    share, copy = count / part.shards, max(comm, each) * count
-    sent = comm * count if comm < each else 0  # in fewer bits, beside the copy (training/distributed/fsdp.py)
-    cast = 4 * share if max(comm, each) < 4 else 0  # shards are float32
-    summed = share * (max(comm, each) + (comm if sent else 0)) + cast
+    share, copy = count / part.shards, each * count
+    sent = comm * (count + share) if comm != each else 0  # beside copy and sum (training/distributed/fsdp.py)
+    cast = 4 * share if each < 4 else 0  # shards are float32
     inside = comm * count if device == "cpu" else 0
     held = {f"{q.name}.weight": CODEC["fp8"] + held_beside(recipe) for q in linears if fp8_weights(p) and q.fp8}
     plain = CODEC[gathered_plain(p)]
     weights = sum(prod(shape) * held.get(name, plain) for name, shape in local_shapes(recipe, part, layer).items())
     freed = each * (count - prod(shapes[-1]))
-    return LayerSums(max(copy, copy - freed + sent + summed + inside) - weights, copy - each * count + 4 * share - weights)
+    return LayerSums(max(copy, copy - freed + each * share + max(sent + inside, cast)) - weights, 4 * share - weights)
 
 
 def gather_line(recipe: Recipe, ranks: int, backend: str) -> str:

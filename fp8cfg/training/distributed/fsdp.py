@@ -7,11 +7,12 @@ every tensor and steps that.
     fsdp        before a layer runs, and again before it goes back              as each goes back
 
 In a loop of one's own zero1 does as zero2: nothing says there which microbatch is the last. Groups of ranks that have all state
-each (HSDP) sum their shards' gradients in the last microbatch; in each in such a loop, and where storage.comm is no float32.
+each (HSDP) sum their shards' gradients in the last microbatch; in each in such a loop, and where their sums are no float32.
 
 Gathered are weights as a rank alone stores them, under fsdp in the codec of storage.gather. Gradients are summed in storage.comm,
 a layer at a time while those before it still go back; embedding, last norm and output layer are one group, the last. What is not
-summed in each microbatch is added up in storage.weight_grad first, which takes the gradients of the whole model.
+summed in each microbatch is added up in storage.weight_grad first, which takes the gradients of the whole model; sums are rounded
+to that too, under fsdp to storage.comm.
 
 Beside adapters fsdp splits frozen weights too; zero1 and zero2 leave them whole on each rank, and split the adapters.
 """
@@ -69,20 +70,19 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP2's own, in `dtype` where gradients are wider, counted: on a ring a rank sends all parts but one. FSDP2 takes a
-    reduce_dtype that is param_dtype for none, and would send float32 gradients as they are (torch 2.13)."""
+    """FSDP2's own, in `dtype`, with the sum in that of gradients, counted: on a ring a rank sends all parts but one. FSDP2 would
+    add up microbatches in the dtype that it sends (torch 2.13)."""
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__()
         self.world, self.dtype = world, dtype
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
-        narrow = self.dtype.itemsize < input_tensor.dtype.itemsize
-        sent = input_tensor.to(self.dtype) if narrow else input_tensor
-        total = torch.empty_like(output_tensor, dtype=self.dtype) if narrow else output_tensor
+        sent = input_tensor.to(self.dtype)
+        total = output_tensor if sent is input_tensor else torch.empty_like(output_tensor, dtype=self.dtype)
         SENT.count(Message("exchange", sent, "gradients", (total.nbytes,) * self.world.size), self.world.rank, self.world.size)
         work = super().__call__(total, sent, *rest, **options)
-        if narrow:
+        if total is not output_tensor:
             output_tensor.copy_(total)
         return work
 
@@ -113,8 +113,9 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
     mesh = fsdp_mesh(device, model.stages, model.groups, here.size if here else 1)
     worlds = [World(mesh.get_local_rank(axis), mesh.size(axis)) for axis in range(mesh.ndim)]
     # Activations have the compute dtype already, and rotary tables are to stay in float32.
-    policy = MixedPrecisionPolicy(DTYPES[gathered_plain(precision)], DTYPES[resolved(precision)["comm"]], cast_forward_inputs=False)
-    zero = precision.storage.shard in ZERO
+    zero, comm = precision.storage.shard in ZERO, DTYPES[resolved(precision)["comm"]]
+    kept = gradient if zero else comm
+    policy = MixedPrecisionPolicy(DTYPES[gathered_plain(precision)], kept, cast_forward_inputs=False)
     whole = {p for p in model.parameters() if zero and not p.requires_grad}
     by_column = {p for name, p in model.named_parameters() if by_columns(precision, name, p.shape, worlds[-1].size)}
     for module in (*model.layers, model):
@@ -126,9 +127,8 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
         module.set_gradient_divide_factor(1.0)  # shares of the loss are weighed where it is (Job.backward)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_AllGather(worlds[-1]))
-        module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], DTYPES[resolved(precision)["comm"]]))
-        # Parts of a group are added up in the dtype of the message (torch 2.13), in which gradients stay where it is the weights'.
-        if (gradient if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype) == torch.float32:
+        module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], comm))
+        if kept == torch.float32:  # in which parts of a group are added up
             _ADDING_FLOAT32.add(module)
         for groups in worlds[:-1]:
             module.set_all_reduce_hook(partial(_count_sum, groups))
