@@ -16,7 +16,7 @@ from fp8cfg.training.checkpoint.checkpoint import CheckpointError
 from fp8cfg.training.checkpoint.manifest import verify
 from fp8cfg.training.checkpoint.step_folders import newest
 from fp8cfg.training.metrics import read
-from tests.support.ranks import launch
+from tests.support.ranks import ended, launch, running
 from tests.support.small import small, small_words
 
 WORDS = ("precision=bf16_fp8", "trainer.compile=off", "checkpoint.every_n_steps=1", "checkpoint.keep=9", "trainer.val_check_interval=0")
@@ -157,3 +157,46 @@ def test_two_ranks_write_beside_their_steps(tmp_path: Path) -> None:
         assert [f"{g} {k}" for g, named in want.items() if g != "rng" for k, t in named.items() if not torch.equal(t.float(), found[g][k].float())] == []
     done = launch(2, "resume", str(tmp_path / "true"), "trainer.max_steps=5")
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+ONE_DIES = """
+import os, sys
+from fp8cfg.__main__ import entry
+
+rank, point = sys.argv.pop(1), sys.argv.pop(1)
+if os.environ["RANK"] == rank:
+    os.environ["FP8CFG_FAILPOINT"] = point
+entry()
+"""
+"""`fp8cfg` on several ranks, of which one gets to a failpoint."""
+ON_TWO = (*KILLED, "trainer.micro_batch_size=4")
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    folder = tmp_path_factory.mktemp("two") / "run"
+    assert launch(2, *ON_TWO, f"log.folder={folder}").returncode == 0
+    return metrics(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "failpoint"), [(1, "shard:6"), (0, "manifest:2")])
+def test_one_of_two_ranks_is_killed_as_it_writes_beside_its_steps(
+    rank: int, failpoint: str, whole_of_two: list[dict[str, object]], tmp_path: Path,
+) -> None:
+    """In the second save, of which no rank then makes a checkpoint: the other rank ends and says why, and both go on from the first
+    one to the bits of a run that no one ended."""
+    folder, script = tmp_path / "run", tmp_path / "one_dies.py"
+    script.write_text(ONE_DIES)
+    with running(2, str(rank), failpoint, *ON_TWO, f"log.folder={folder}", script=script) as (processes, said):
+        assert not ended(processes)
+        codes = [process.exitcode for process in processes]
+        err = Path(said, f"{1 - rank}.err").read_text()
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1 and "another rank has ended" in err, (codes, err)
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir() if "tmp" not in p.name) == ["step-00000002"]
+    assert list((folder / "checkpoints").glob("step-00000004.tmp-*")), "the second was being written"
+    verify(folder / "checkpoints" / "step-00000002")
+    resumed = launch(2, "resume", str(folder))
+    assert resumed.returncode == 0 and "from step-00000002" in resumed.stdout, resumed.stderr[-2000:]
+    assert metrics(folder) == whole_of_two
+    assert not list((folder / "checkpoints").glob("*.tmp-*"))
