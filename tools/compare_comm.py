@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Sum gradients over ranks in different codecs, and print the error of the sum and the bytes that a rank sends.
 
-    python tools/compare_comm.py                     # 2, 4 and 8 ranks, simulated: seconds
+    python tools/compare_comm.py                     # 2, 4 and 8 ranks, threads of one process: seconds
     python tools/compare_comm.py --processes         # real processes over gloo, without the two emulated ways
     python tools/compare_comm.py --ranks 2 64 --elements 20000
 
@@ -16,19 +16,23 @@ import argparse
 import math
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from fp8cfg.numerics.codecs import codec
 from fp8cfg.numerics.exact_float32 import largest, pow2_scale
 from fp8cfg.numerics.formats import E4M3, cast, widen
 from fp8cfg.report.tables import table
-from fp8cfg.training.distributed.collectives import Traffic, simulate
-from fp8cfg.training.distributed.quantized_allreduce import gradient_codec, sum_over_ranks, sum_over_ranks_steps
+from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks
+from fp8cfg.training.distributed.traffic import Traffic
 from fp8cfg.training.distributed.world import World
+from tools.threaded_ranks import on_threads
 
 GRADIENTS = ("independent", "correlated", "heavy-tailed", "cancelling")
 CODECS = ("fp32", "bf16", "fp8", "fp8_pow2")
@@ -80,15 +84,25 @@ def error(found: list[Tensor], kind: str, ranks: int, elements: int) -> float:
     return math.sqrt(sum(((a.double() - b).norm() / b.norm()).item() ** 2 * part for a, b, part in zip(found, exact, PARTS, strict=True)))
 
 
-def simulated(ranks: int, elements: int) -> tuple[Errors, dict[str, float]]:
-    """Errors by way and gradients, and bytes that a rank sends for an element."""
-    errors, sent = {}, {"fp8 all-gather": ranks - 1.0, "fp8 ring": 2 * (ranks - 1) / ranks}
+def summed(elements: int, world: World) -> tuple[Errors, dict[str, float]]:
+    """Errors by way and gradients on the first rank, and bytes that a rank sends for an element."""
+    errors, sent = {}, {}
     for i, kind in enumerate(GRADIENTS):
         for name in CODECS:
-            every, traffic = [gradients(kind, rank, elements) for rank in range(ranks)], Traffic()
-            simulate([sum_over_ranks_steps(ts, gradient_codec(name), rank, ranks) for rank, ts in enumerate(every)], traffic)
-            errors[name, i] = error(every[0], kind, ranks, elements)
-            sent[name] = sum(traffic.bytes.values()) / sum(t.numel() for t in every[0])
+            world.traffic.clear()
+            mine = gradients(kind, world.rank, elements)
+            sum_over_ranks(mine, name, world)
+            if world.first:
+                errors[name, i] = error(mine, kind, world.size, elements)
+            sent[name] = sum(world.traffic.bytes.values()) / sum(t.numel() for t in mine)
+    return errors, sent
+
+
+def in_threads(ranks: int, elements: int) -> tuple[Errors, dict[str, float]]:
+    """The same, and the emulated ways."""
+    errors, sent = on_threads(ranks, partial(summed, elements))[0]
+    sent |= {"fp8 all-gather": ranks - 1.0, "fp8 ring": 2 * (ranks - 1) / ranks}
+    for i, kind in enumerate(GRADIENTS):
         every = [gradients(kind, rank, elements) for rank in range(ranks)]
         for name, found in zip(EMULATED, (all_gather(every), ring(every)), strict=True):
             errors[name, i] = error(found, kind, ranks, elements)
@@ -96,25 +110,18 @@ def simulated(ranks: int, elements: int) -> tuple[Errors, dict[str, float]]:
 
 
 def one_process(rank: int, ranks: int, elements: int, folder: str) -> None:
-    """The same by one of several processes; the first writes down what it finds."""
+    """The same by one of several processes, of which the first writes down what it finds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting{ranks}", rank=rank, world_size=ranks)
-    errors, sent = {}, {}
-    for i, kind in enumerate(GRADIENTS):
-        for name in CODECS:
-            mine, traffic = gradients(kind, rank, elements), Traffic()
-            sum_over_ranks(mine, name, World(rank, ranks), traffic)
-            if rank == 0:
-                errors[name, i] = error(mine, kind, ranks, elements)
-            sent[name] = sum(traffic.bytes.values()) / sum(t.numel() for t in mine)
+    found = summed(elements, World(rank, ranks, Traffic()))
     if rank == 0:
-        torch.save((errors, sent), Path(folder) / "found.pt")
+        torch.save(found, Path(folder) / "found.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 def in_processes(ranks: int, elements: int) -> tuple[Errors, dict[str, float]]:
-    """What `simulated` gives, but for the emulated ways, from processes."""
+    """What `summed` gives in processes."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(one_process, (ranks, elements, folder), nprocs=ranks)
         return torch.load(Path(folder) / "found.pt")
@@ -140,7 +147,7 @@ def main() -> None:
     if min(args.ranks) < 2 or any(count % 2 for count in args.ranks) or args.elements < 1:
         sys.exit("compare_comm: --ranks must be even, for gradients that cancel, and --elements positive")
     torch.set_num_threads(1)
-    measure = in_processes if args.processes else simulated
+    measure = in_processes if args.processes else in_threads
     print(report({count: measure(count, args.elements) for count in args.ranks}))
 
 

@@ -11,7 +11,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.parallel.mesh import coordinates
 from fp8cfg.report.communication.passes import of_pass
 from fp8cfg.report.memory.layout import stage_parts
-from fp8cfg.training.distributed.collectives import Kind
+from fp8cfg.training.distributed.traffic import Kind
 from fp8cfg.training.distributed.world import World
 
 

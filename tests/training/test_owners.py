@@ -16,7 +16,7 @@ from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
 from fp8cfg.report.memory.owners import owners
 from fp8cfg.training.distributed import quantized_allreduce
-from fp8cfg.training.distributed.collectives import Traffic
+from fp8cfg.training.distributed.traffic import Traffic
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.distributed.zero import sharded_bytes
 from tests.support.ranks import on_ranks
@@ -68,7 +68,7 @@ class Training:
     """Six parameters and their optimizer, of this rank's share where `owner_of` is given."""
 
     def __init__(self, world: World, owner_of: dict[str, int] | None) -> None:
-        self.world, self.owner_of, self.traffic = world, owner_of, Traffic()
+        self.world, self.owner_of = World(world.rank, world.size, Traffic()), owner_of
         self.params = dict(named())
         every = groups([*self.params.items()])
         self.columns = {group["params"][0][0]: group["columns"] for group in every}
@@ -88,7 +88,7 @@ class Training:
         """Weights from their owners, as stored; what others own is then written into the working copies."""
         if self.owner_of is None:
             return
-        quantized_allreduce.gather_from_owners([*self.weights.values()], [*self.owner_of.values()], self.world, self.traffic)
+        quantized_allreduce.gather_from_owners([*self.weights.values()], [*self.owner_of.values()], self.world)
         for name, p in self.params.items():
             if self.owner_of[name] != self.world.rank:
                 p.detach().copy_(self.columns[name].weight.decode(self.weights[name]))
@@ -100,11 +100,11 @@ class Training:
         narrow = {name: self.columns[name].grad.encode(grads.pop(name)) for name in ("up", "down")}
         if shard == "zero2":
             assert self.owner_of is not None
-            quantized_allreduce.sum_to_owners([*grads.values()], [self.owner_of[n] for n in grads], "fp32", self.world, self.traffic)
-            quantized_allreduce.sum_stored_to_owners([*narrow.values()], [self.owner_of[n] for n in narrow], NAMES["fp8"], self.world, self.traffic)
+            quantized_allreduce.sum_to_owners([*grads.values()], [self.owner_of[n] for n in grads], "fp32", self.world)
+            quantized_allreduce.sum_stored_to_owners([*narrow.values()], [self.owner_of[n] for n in narrow], NAMES["fp8"], self.world)
         else:
-            quantized_allreduce.sum_over_ranks([*grads.values()], "fp32", self.world, self.traffic)
-            quantized_allreduce.sum_stored([*narrow.values()], NAMES["fp8"], self.world, self.traffic)
+            quantized_allreduce.sum_over_ranks([*grads.values()], "fp32", self.world)
+            quantized_allreduce.sum_stored([*narrow.values()], NAMES["fp8"], self.world)
         for name, p in self.params.items():
             if self.optimizer.owns(p):
                 if name in narrow:
@@ -118,7 +118,7 @@ class Training:
     def result(self) -> dict[str, Any]:
         weights = {f"{name} weight {i}": t for name, entry in self.weights.items() for i, t in enumerate(entry)}
         params = {name: p.detach() for name, p in self.params.items()}
-        return {"weights": weights, "params": params, "state": self.optimizer.state_tensors(), "bytes": dict(self.traffic.bytes)}
+        return {"weights": weights, "params": params, "state": self.optimizer.state_tensors(), "bytes": dict(self.world.traffic.bytes)}
 
 
 def trained(world: World) -> dict[str, Any]:

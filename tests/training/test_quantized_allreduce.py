@@ -1,4 +1,4 @@
-"""What goes over the wire: the same bits from processes as from simulated ranks, errors, infinities, bytes."""
+"""What goes over the wire: the same bits from processes as from threads, errors, infinities, bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from fp8cfg.numerics.codecs import CHUNK, NAMES, Codec, Stored, codec
 from fp8cfg.training.distributed import quantized_allreduce, shards
-from fp8cfg.training.distributed.allreduce_steps import pieces, reduce_stored_to_owners_steps, two_hop_all_reduce_steps
-from fp8cfg.training.distributed.collectives import Traffic, simulate
-from fp8cfg.training.distributed.quantized_allreduce import gradient_codec, sum_over_ranks_steps, sum_to_owners_steps
+from fp8cfg.training.distributed.allreduce_steps import pieces
+from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks, sum_stored, sum_stored_to_owners, sum_to_owners
 from fp8cfg.training.distributed.shards import Segment, even_shares, owned_shares
+from fp8cfg.training.distributed.traffic import Traffic
 from fp8cfg.training.distributed.world import World
 from tests.support.ranks import on_ranks
+from tools.threaded_ranks import on_threads
 
 FP8 = ("fp8", "fp8_pow2")
 SMALL_MESSAGE = 1000  # elements: of the tensors below one is cut, others share a message
@@ -51,22 +52,35 @@ def stored_gradients(rank: int, c: Codec) -> list[Stored]:
     return found
 
 
-def simulated(ranks: int, name: str, to_owners: bool = False, traffic: Traffic | None = None) -> list[list[Tensor]]:
-    every, c = [gradients(rank) for rank in range(ranks)], gradient_codec(name)
-    if to_owners:
-        simulate([sum_to_owners_steps(ts, owner_of(ranks), c, rank, ranks) for rank, ts in enumerate(every)], traffic)
-    else:
-        simulate([sum_over_ranks_steps(ts, c, rank, ranks) for rank, ts in enumerate(every)], traffic)
+def threaded(ranks: int, name: str, to_owners: bool = False) -> list[list[Tensor]]:
+    every = [gradients(rank) for rank in range(ranks)]
+    summed(every, name, owner_of(ranks) if to_owners else None)
     return every
 
 
-def simulated_stored(ranks: int, name: str, to_owners: bool = False) -> list[list[Stored]]:
+def summed(every: list[list[Tensor]], name: str, owners: list[int] | None = None) -> Traffic:
+    """Sum the tensors of each rank, in place; what the first has sent."""
+    def work(world: World) -> Traffic:
+        if owners is None:
+            sum_over_ranks(every[world.rank], name, world)
+        else:
+            sum_to_owners(every[world.rank], owners, name, world)
+        return world.traffic
+
+    return on_threads(len(every), work)[0]
+
+
+def threaded_stored(ranks: int, name: str, to_owners: bool = False) -> list[list[Stored]]:
     c = codec(name)
     every = [stored_gradients(rank, c) for rank in range(ranks)]
-    if to_owners:
-        simulate([reduce_stored_to_owners_steps(s, owner_of(ranks), c, rank, ranks) for rank, s in enumerate(every)])
-    else:
-        simulate([two_hop_all_reduce_steps(s, c, rank, ranks) for rank, s in enumerate(every)])
+
+    def work(world: World) -> None:
+        if to_owners:
+            sum_stored_to_owners(every[world.rank], owner_of(ranks), c, world)
+        else:
+            sum_stored(every[world.rank], c, world)
+
+    on_threads(ranks, work)
     return every
 
 
@@ -94,21 +108,21 @@ def all_sums(world: World) -> dict[str, Any]:
     """Everything that quantized_allreduce.py does, on one of the processes."""
     shards.MESSAGE = SMALL_MESSAGE
     found: dict[str, Any] = {}
-    owners, traffic = owner_of(world.size), Traffic()
+    owners, world = owner_of(world.size), World(world.rank, world.size, Traffic())
     for name in quantized_allreduce.CODECS:
         found[name] = gradients(world.rank)
-        quantized_allreduce.sum_over_ranks(found[name], name, world, traffic)
+        quantized_allreduce.sum_over_ranks(found[name], name, world)
         found[f"{name} to owners"] = gradients(world.rank)
-        quantized_allreduce.sum_to_owners(found[f"{name} to owners"], owners, name, world, traffic)
+        quantized_allreduce.sum_to_owners(found[f"{name} to owners"], owners, name, world)
     for name in FP8:
         found[f"{name} stored"] = stored_gradients(world.rank, codec(name))
-        quantized_allreduce.sum_stored(found[f"{name} stored"], codec(name), world, traffic)
+        quantized_allreduce.sum_stored(found[f"{name} stored"], codec(name), world)
         found[f"{name} stored to owners"] = stored_gradients(world.rank, codec(name))
-        quantized_allreduce.sum_stored_to_owners(found[f"{name} stored to owners"], owners, codec(name), world, traffic)
+        quantized_allreduce.sum_stored_to_owners(found[f"{name} stored to owners"], owners, codec(name), world)
     for name in NAMES:
         found[f"{name} weights"] = [codec(name).encode(t.contiguous().float()) for t in gradients(world.rank)]
-        quantized_allreduce.gather_from_owners(found[f"{name} weights"], owners, world, traffic)
-    return {**found, "bytes": dict(traffic.bytes), "messages": dict(traffic.messages)}
+        quantized_allreduce.gather_from_owners(found[f"{name} weights"], owners, world)
+    return {**found, "bytes": dict(world.traffic.bytes), "messages": dict(world.traffic.messages)}
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -117,19 +131,19 @@ def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return on_ranks(request.param, all_sums, folder)
 
 
-def test_processes_give_the_bits_of_simulated_ranks(processes: list[dict[str, Any]]) -> None:
+def test_processes_give_the_bits_of_threads(processes: list[dict[str, Any]]) -> None:
     ranks = len(processes)
     for name in quantized_allreduce.CODECS:
         got, got_owned = ([found[key] for found in processes] for key in (name, f"{name} to owners"))
-        assert same(got_owned, simulated(ranks, name, to_owners=True))
+        assert same(got_owned, threaded(ranks, name, to_owners=True))
         if name in FP8 or ranks == 2:
-            assert same(got, simulated(ranks, name))
+            assert same(got, threaded(ranks, name))
         else:  # in which order more than two are added up is gloo's to say
-            for a, b in zip(got[0][FINITE], simulated(ranks, name)[0][FINITE], strict=True):
+            for a, b in zip(got[0][FINITE], threaded(ranks, name)[0][FINITE], strict=True):
                 assert error(a, b.double(), b.double().norm().clamp(min=1e-30)) < 0.01
     for name in FP8:
-        assert same([found[f"{name} stored"] for found in processes], simulated_stored(ranks, name))
-        assert same([found[f"{name} stored to owners"] for found in processes], simulated_stored(ranks, name, to_owners=True))
+        assert same([found[f"{name} stored"] for found in processes], threaded_stored(ranks, name))
+        assert same([found[f"{name} stored to owners"] for found in processes], threaded_stored(ranks, name, to_owners=True))
 
 
 def test_weights_come_from_their_owners_bit_for_bit(processes: list[dict[str, Any]]) -> None:
@@ -147,7 +161,7 @@ def test_all_ranks_count_alike(processes: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("name", quantized_allreduce.CODECS)
 def test_all_ranks_hold_the_sum(name: str, ranks: int) -> None:
-    every, owned = simulated(ranks, name), simulated(ranks, name, to_owners=True)
+    every, owned = threaded(ranks, name), threaded(ranks, name, to_owners=True)
     assert all(same(ts, every[0]) for ts in every)
     units = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-9}
     limit = units[name] * ranks if name in units else 2 * 2**-4  # rounded by each addition, or twice
@@ -165,22 +179,22 @@ def test_the_error_does_not_grow_with_the_ranks(name: str) -> None:
         for ranks in (2, 8, 32):
             every = [[draw(rank, torch.Generator().manual_seed(rank))] for rank in range(ranks)]
             want = torch.stack([ts[0].double() for ts in every]).sum(0)
-            simulate([sum_over_ranks_steps(ts, gradient_codec(name), rank, ranks) for rank, ts in enumerate(every)])
+            summed(every, name)
             errors.append(error(every[0][0], want))
         assert max(errors) < 1.15 * errors[0] < 0.05
 
 
 @pytest.mark.parametrize(("name", "to_owners"), [*itertools.product(FP8, (False, True))])
 def test_how_messages_are_cut_changes_no_bit(name: str, to_owners: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    want = simulated(3, name, to_owners)
-    for message in (7, 64, 1000):
+    want = threaded(3, name, to_owners)
+    for message in (29, 1000):
         monkeypatch.setattr(shards, "MESSAGE", message)
-        assert same(simulated(3, name, to_owners), want)
+        assert same(threaded(3, name, to_owners), want)
 
 
 @pytest.mark.parametrize("name", quantized_allreduce.CODECS)
 def test_an_infinity_on_one_rank_is_seen_by_all(name: str) -> None:
-    every, owned = simulated(4, name), simulated(4, name, to_owners=True)
+    every, owned = threaded(4, name), threaded(4, name, to_owners=True)
     for i, owner in [*enumerate(owner_of(4))][BROKEN]:
         for got in (*(ts[i] for ts in every), owned[owner][i]):
             assert not got.isfinite().all() and (name not in FP8 or got.isnan().all())
@@ -190,15 +204,15 @@ def test_an_infinity_on_one_rank_is_seen_by_all(name: str) -> None:
 @pytest.mark.parametrize("name", FP8)
 def test_a_sum_beyond_float32_is_not_finite(name: str) -> None:
     every = [[torch.full((10,), 3e38)] for _ in range(2)]
-    simulate([sum_over_ranks_steps(ts, gradient_codec(name), rank, 2) for rank, ts in enumerate(every)])
+    summed(every, name)
     assert all(ts[0].isnan().all() for ts in every)
 
 
 @pytest.mark.parametrize("name", FP8)
 def test_an_owner_stores_what_all_ranks_would(name: str) -> None:
-    every, owned = simulated_stored(3, name), simulated_stored(3, name, to_owners=True)
+    every, owned = threaded_stored(3, name), threaded_stored(3, name, to_owners=True)
     assert all(same(entries, every[0]) for entries in every)
-    sums = simulated(3, name, to_owners=True)
+    sums = threaded(3, name, to_owners=True)
     for i, owner in [*enumerate(owner_of(3))][FINITE]:
         assert same(owned[owner][i], every[0][i])
         if gradients(0)[i].dtype == torch.float32:
@@ -208,26 +222,26 @@ def test_an_owner_stores_what_all_ranks_would(name: str) -> None:
 
 @pytest.mark.parametrize("name", FP8)
 def test_storing_first_or_while_sending_is_the_same(name: str) -> None:
-    for t, entry in zip(simulated(3, name)[0], simulated_stored(3, name)[0], strict=True):
+    for t, entry in zip(threaded(3, name)[0], threaded_stored(3, name)[0], strict=True):
         assert same(t, codec(name).decode(entry).to(t.dtype))
 
 
 def test_one_rank_has_nothing_to_send() -> None:
-    tensors, entries, traffic = gradients(0), stored_gradients(0, codec("fp8")), Traffic()
-    quantized_allreduce.sum_over_ranks(tensors, "fp8", World(), traffic)
-    quantized_allreduce.sum_to_owners(tensors, [0] * len(tensors), "fp8", World(), traffic)
-    quantized_allreduce.sum_stored(entries, codec("fp8"), World(), traffic)
-    quantized_allreduce.sum_stored_to_owners(entries, [0] * len(tensors), codec("fp8"), World(), traffic)
-    quantized_allreduce.gather_from_owners(entries, [0] * len(tensors), World(), traffic)
-    assert same(tensors, gradients(0)) and same(entries, stored_gradients(0, codec("fp8"))) and str(traffic) == "nothing"
+    tensors, entries, world = gradients(0), stored_gradients(0, codec("fp8")), World(traffic=Traffic())
+    quantized_allreduce.sum_over_ranks(tensors, "fp8", world)
+    quantized_allreduce.sum_to_owners(tensors, [0] * len(tensors), "fp8", world)
+    quantized_allreduce.sum_stored(entries, codec("fp8"), world)
+    quantized_allreduce.sum_stored_to_owners(entries, [0] * len(tensors), codec("fp8"), world)
+    quantized_allreduce.gather_from_owners(entries, [0] * len(tensors), world)
+    assert same(tensors, gradients(0)) and same(entries, stored_gradients(0, codec("fp8"))) and str(world.traffic) == "nothing"
 
 
 @pytest.mark.parametrize("name", quantized_allreduce.CODECS)
 def test_no_tensors_and_empty_ones(name: str) -> None:
     for count in (0, 2):
         every = [[torch.empty(0)] * count for _ in range(2)]
-        simulate([sum_over_ranks_steps(ts, gradient_codec(name), rank, 2) for rank, ts in enumerate(every)])
-        simulate([sum_to_owners_steps(ts, [0] * count, gradient_codec(name), rank, 2) for rank, ts in enumerate(every)])
+        summed(every, name)
+        summed(every, name, [0] * count)
 
 
 @pytest.mark.parametrize(("name", "to_owners", "want", "scales"), [
@@ -236,15 +250,12 @@ def test_no_tensors_and_empty_ones(name: str) -> None:
     ("fp32", True, 4000, 0), ("bf16", True, 2000, 0), ("fp8", True, 1000, 3 * 4),
 ])
 def test_bytes_are_counted(name: str, to_owners: bool, want: float, scales: float) -> None:
-    every, traffic = [[torch.ones(1000)] for _ in range(4)], Traffic()
-    c = gradient_codec(name)
-    simulate([sum_to_owners_steps(ts, [1], c, r, 4) if to_owners else sum_over_ranks_steps(ts, c, r, 4) for r, ts in enumerate(every)], traffic)
+    traffic = summed([[torch.ones(1000)] for _ in range(4)], name, [1] if to_owners else None)
     assert traffic.bytes == {"gradients": want, **({"scales": scales} if scales else {})}
 
 
 def test_traffic_reads() -> None:
-    every, traffic = [[torch.ones(500), torch.ones(500)] for _ in range(4)], Traffic()
-    simulate([sum_over_ranks_steps(ts, gradient_codec("fp8"), rank, 4) for rank, ts in enumerate(every)], traffic)
+    traffic = summed([[torch.ones(500), torch.ones(500)] for _ in range(4)], "fp8")
     assert str(traffic) == "scales 36 B in 2 messages, gradients 1.5 KiB in 2 messages", "those of all tensors together"
     traffic.clear()
     assert str(traffic) == "nothing"
@@ -253,10 +264,10 @@ def test_traffic_reads() -> None:
 def test_codecs_that_are_refused() -> None:
     for name in ("fp8_block", "fp16_scaled", "int8"):
         with pytest.raises(ValueError, match=f"gradients are sent in fp32, bf16, fp16, fp8, fp8_pow2, not in '{name}'"):
-            quantized_allreduce.sum_over_ranks([], name, World(), Traffic())
+            quantized_allreduce.sum_over_ranks([], name, World())
     for name in ("fp8_block", "fp16_scaled", "bf16"):
         with pytest.raises(ValueError, match="FP8 with one scale a tensor is"):
-            quantized_allreduce.sum_stored([], codec(name), World(), Traffic())
+            quantized_allreduce.sum_stored([], codec(name), World())
 
 
 @pytest.mark.parametrize(("device", "count", "want"), [("cpu", 2 * CHUNK + 1, 3), ("meta", 2 * CHUNK + 1, 1), ("cpu", 0, 0), ("meta", 0, 0)])

@@ -1,6 +1,6 @@
 """Collectives of a training step: what they carry, over which axis of the layout, and the bytes that one rank sends in them.
 
-Bytes are those that leave a rank on a ring, as training counts them (training/distributed/collectives.py): of an all-reduce over N
+Bytes are those that leave a rank on a ring, as training counts them (training/distributed/traffic.py): of an all-reduce over N
 ranks 2 (N - 1) / N of the data, of an all-gather N - 1 times a rank's part, of a reduce-scatter all parts but one.
 """
 

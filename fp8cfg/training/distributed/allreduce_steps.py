@@ -1,4 +1,4 @@
-"""Steps of the quantized all-reduce and of the weight gather on one rank, as generators; quantized_allreduce.py has the algorithm.
+"""Steps of the quantized all-reduce and of the weight gather on one rank; quantized_allreduce.py has the algorithm.
 
 Stored tensors are worked on flat, and by shares. Sums are float32 and go in the order of the ranks, and a rank's own part is
 rounded like any other: who sums what changes no bit.
@@ -7,84 +7,83 @@ rounded like any other: who sums what changes no bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp8cfg.numerics.codecs import CHUNK, Codec, Stored
 from fp8cfg.numerics.exact_float32 import largest
-from fp8cfg.training.distributed.collectives import Kind, Message, Steps
+from fp8cfg.training.distributed.collectives import exchanged, gathered, reduced
 from fp8cfg.training.distributed.shards import Segment, Share, even_shares, length, owned_shares
+from fp8cfg.training.distributed.traffic import Kind
+
+if TYPE_CHECKING:
+    from fp8cfg.training.distributed.world import World
 
 Sums = list[tuple[list[Share], Tensor]]
 """The shares of a message, and the float32 sum of this rank's."""
 
 
-def all_reduce_steps(flats: Sequence[Tensor], dtype: torch.dtype) -> Steps:
+def all_reduce(flats: Sequence[Tensor], dtype: torch.dtype, world: World) -> None:
     """Sum flat tensors by an all-reduce in `dtype`, in place."""
     for (share,) in even_shares([flat.numel() for flat in flats], 1):
         sent = torch.cat([flats[tensor][start:stop].to(dtype) for tensor, start, stop in share])
-        back = yield Message("sum", sent, "gradients")
-        for (tensor, start, stop), part in pieces(share, back):
+        for (tensor, start, stop), part in pieces(share, reduced(sent, "gradients", world)):
             flats[tensor][start:stop].copy_(part)
 
 
-def two_hop_all_reduce_steps(stored: Sequence[Stored], c: Codec, rank: int, ranks: int) -> Steps:
+def two_hop_all_reduce(stored: Sequence[Stored], c: Codec, world: World) -> None:
     """Sum stored tensors that have a scale each, in place: codes and scales."""
     if not stored:
         return
     datas = [_flat(data) for data, *_ in stored]
-    sums = yield from _first_hop(stored, c, [*even_shares([data.numel() for data in datas], ranks)], rank)
-    amaxes = yield Message("max", _amaxes(sums, rank, stored), "scales")
-    scales = c.scale_inv(amaxes)
+    sums = _first_hop(stored, c, even_shares([data.numel() for data in datas], world.size), world)
+    scales = c.scale_inv(reduced(_amaxes(sums, world.rank, stored), "scales", world, largest=True))
     for shares, total in sums:
         sent = total.new_zeros(max(map(length, shares)), dtype=c.format.dtype)
-        for ((tensor, _, _), part), (_, codes) in zip(pieces(shares[rank], total), pieces(shares[rank], sent), strict=True):
+        own = shares[world.rank]
+        for ((tensor, _, _), part), (_, codes) in zip(pieces(own, total), pieces(own, sent), strict=True):
             c.write(part, (codes,), scales[tensor])
-        back = yield Message("gather", _bytes(sent), "gradients")
-        for share, row in zip(shares, back.view(c.format.dtype).view(ranks, -1), strict=True):
+        for share, row in zip(shares, gathered(_bytes(sent), "gradients", world).view(c.format.dtype), strict=True):
             for (tensor, start, stop), codes in pieces(share, row):
                 datas[tensor][start:stop].copy_(codes)
     for (_, scale_inv), scale in zip(stored, scales, strict=True):
         scale_inv.copy_(scale)
 
 
-def reduce_to_owners_steps(
-    stored: Sequence[Stored], owners: Sequence[int], c: Codec, rank: int, ranks: int, flats: Sequence[Tensor]
-) -> Steps:
+def reduce_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World, flats: Sequence[Tensor]) -> None:
     """Sum stored tensors into `flats`, those that this rank owns."""
-    shares_of = owned_shares([data.numel() for data, *_ in stored], owners, ranks)
-    for shares, total in (yield from _first_hop(stored, c, [*shares_of], rank)):
-        for (tensor, start, stop), part in pieces(shares[rank], total):
+    shares_of = owned_shares([data.numel() for data, *_ in stored], owners, world.size)
+    for shares, total in _first_hop(stored, c, shares_of, world):
+        for (tensor, start, stop), part in pieces(shares[world.rank], total):
             flats[tensor][start:stop].copy_(part)
 
 
-def reduce_stored_to_owners_steps(stored: Sequence[Stored], owners: Sequence[int], c: Codec, rank: int, ranks: int) -> Steps:
+def reduce_stored_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World) -> None:
     """Sum stored tensors that have a scale each, in place, those that this rank owns."""
     if not stored:
         return
-    shares_of = owned_shares([data.numel() for data, *_ in stored], owners, ranks)
-    sums = yield from _first_hop(stored, c, [*shares_of], rank)
-    scales = c.scale_inv(_amaxes(sums, rank, stored))
+    sums = _first_hop(stored, c, owned_shares([data.numel() for data, *_ in stored], owners, world.size), world)
+    scales = c.scale_inv(_amaxes(sums, world.rank, stored))
     for shares, total in sums:
-        for (tensor, start, stop), part in pieces(shares[rank], total):
+        for (tensor, start, stop), part in pieces(shares[world.rank], total):
             c.write(part, (_flat(stored[tensor][0])[start:stop],), scales[tensor])
     for (_, scale_inv), scale, owner in zip(stored, scales, owners, strict=True):
-        if owner == rank:
+        if owner == world.rank:
             scale_inv.copy_(scale)
 
 
-def all_gather_steps(tensors: Sequence[Tensor], owners: Sequence[int], rank: int, ranks: int, kind: Kind) -> Steps:
+def gather_owned(tensors: Sequence[Tensor], owners: Sequence[int], world: World, kind: Kind) -> None:
     """Copy tensors of any dtype from their owners to the other ranks."""
     flats = [_bytes(_flat(t)) for t in tensors]
-    for shares in owned_shares([flat.numel() for flat in flats], owners, ranks):
+    for shares in owned_shares([flat.numel() for flat in flats], owners, world.size):
         sent = flats[0].new_zeros(max(map(length, shares)))
-        for (tensor, start, stop), part in pieces(shares[rank], sent):
+        for (tensor, start, stop), part in pieces(shares[world.rank], sent):
             part.copy_(flats[tensor][start:stop])
-        back = yield Message("gather", sent, kind)
-        for owner, row in enumerate(back.view(ranks, -1)):
-            for (tensor, start, stop), part in pieces(shares[owner] if owner != rank else [], row):
+        for owner, row in enumerate(gathered(sent, kind, world)):
+            for (tensor, start, stop), part in pieces(shares[owner] if owner != world.rank else [], row):
                 flats[tensor][start:stop].copy_(part)
 
 
@@ -99,19 +98,17 @@ def pieces(share: Share, data: Tensor) -> Iterator[tuple[Segment, Tensor]]:
             at += stop - start
 
 
-def _first_hop(stored: Sequence[Stored], c: Codec, rounds: list[list[Share]], rank: int) -> Generator[Message, Tensor, Sums]:
+def _first_hop(stored: Sequence[Stored], c: Codec, rounds: Iterable[list[Share]], world: World) -> Sums:
     """Every rank gets its share of what all have, codes as they are, and adds up what they stand for."""
     scales = None
     if c.scaling != "none" and stored:
-        own = torch.stack([scale_inv for _, scale_inv in stored])
-        scales = (yield Message("gather", own, "scales")).view(-1, len(own))
+        scales = gathered(torch.stack([scale_inv for _, scale_inv in stored]), "scales", world)
     sums = []
     for shares in rounds:
         sent = torch.cat([_bytes(_flat(stored[tensor][0])[start:stop]) for share in shares for tensor, start, stop in share])
-        counts = tuple(length(share) * c.format.dtype.itemsize for share in shares)
-        back = yield Message("exchange", sent, "gradients", counts)
-        rows = back.view(c.format.dtype).view(len(shares), length(shares[rank]))
-        sums.append((shares, _added_up(c, shares[rank], scales, rows)))
+        counts = [length(share) * c.format.dtype.itemsize for share in shares]
+        rows = exchanged(sent, counts, "gradients", world).view(c.format.dtype).view(world.size, length(shares[world.rank]))
+        sums.append((shares, _added_up(c, shares[world.rank], scales, rows)))
     return sums
 
 

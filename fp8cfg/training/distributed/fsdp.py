@@ -42,7 +42,7 @@ from fp8cfg.config.storage import gathered, resolved
 from fp8cfg.numerics.stored_form import in_stored_form
 from fp8cfg.parallel.mesh import fsdp_mesh
 from fp8cfg.report.memory.shards import by_columns
-from fp8cfg.training.distributed.collectives import Message
+from fp8cfg.training.distributed.traffic import on_ring
 from fp8cfg.training.distributed.world import SENT, World, current
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class _AllGather(DefaultAllGather):
         self.world = world
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
-        SENT.count(Message("gather", input_tensor, "weights"), self.world.rank, self.world.size)
+        SENT.add("weights", (self.world.size - 1) * input_tensor.nbytes)
         return super().__call__(output_tensor, input_tensor, *rest, **options)
 
 
@@ -80,7 +80,7 @@ class _ReduceScatter(DefaultReduceScatter):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
         sent = input_tensor.to(self.dtype)
         total = output_tensor if sent is input_tensor else torch.empty_like(output_tensor, dtype=self.dtype)
-        SENT.count(Message("exchange", sent, "gradients", (total.nbytes,) * self.world.size), self.world.rank, self.world.size)
+        SENT.add("gradients", (self.world.size - 1) * total.nbytes)
         work = super().__call__(total, sent, *rest, **options)
         if total is not output_tensor:
             output_tensor.copy_(total)
@@ -89,7 +89,7 @@ class _ReduceScatter(DefaultReduceScatter):
 
 def _count_sum(world: World, part: Tensor) -> None:
     """Count the all-reduce of a `part` of gradients over groups that has just been."""
-    SENT.count(Message("sum", part, "gradients"), world.rank, world.size)
+    SENT.add("gradients", on_ring(part, world.size))
 
 
 def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: str, ranks: int) -> None:

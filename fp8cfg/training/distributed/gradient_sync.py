@@ -21,7 +21,7 @@ from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.parallel import pipeline
 from fp8cfg.parallel.tensor import TensorRank, partial_gradients
-from fp8cfg.training.distributed.collectives import Message
+from fp8cfg.training.distributed.collectives import reduced
 from fp8cfg.training.distributed.overlapped_sums import OverlappedSums
 from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks, sum_stored, sum_stored_to_owners, sum_to_owners
 from fp8cfg.training.distributed.world import World, sharing, stages
@@ -46,7 +46,7 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
     if prepared.pipeline is not None:
         sent = pipeline.sum_tied(prepared.model, prepared.pipeline)  # type: ignore[arg-type]
         if sent is not None:
-            world.traffic.count(Message("send", sent, "gradients"), 0, 2)
+            world.traffic.add("gradients", sent.nbytes)
     if prepared.mesh is not None:
         world = sharing(prepared)
     if world.size == 1 or prepared.fsdp2:
@@ -67,15 +67,15 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
     for comm, params in plain.items():
         gradients: list[Tensor] = [p.grad for p in params if p.grad is not None]
         if to_owners:
-            sum_to_owners(gradients, _owners(prepared, optimizer, params), comm, world, world.traffic)
+            sum_to_owners(gradients, _owners(prepared, optimizer, params), comm, world)
         else:
-            sum_over_ranks(gradients, comm, world, world.traffic)
+            sum_over_ranks(gradients, comm, world)
     for comm, params in stored.items():
         entries = [held[p] for p in params]
         if to_owners:
-            sum_stored_to_owners(entries, _owners(prepared, optimizer, params), codec(comm), world, world.traffic)
+            sum_stored_to_owners(entries, _owners(prepared, optimizer, params), codec(comm), world)
         else:
-            sum_stored(entries, codec(comm), world, world.traffic)
+            sum_stored(entries, codec(comm), world)
     if to_owners:
         _drop_others(optimizer, held)
 
@@ -133,9 +133,7 @@ def _sum_shares(prepared: PreparedModel) -> None:
     for all, in float32, which they are few enough for."""
     gradients = [local(p.grad) for p in partial_gradients(prepared.model) if p.grad is not None]
     if gradients:
-        world, flat = tensor_world(prepared), torch.cat([g.detach().flatten().float() for g in gradients])
-        world.traffic.count(Message("sum", flat, "gradients"), world.rank, world.size)
-        world.sum(flat)
+        flat = reduced(torch.cat([g.detach().flatten().float() for g in gradients]), "gradients", tensor_world(prepared))
         for gradient, total in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
 

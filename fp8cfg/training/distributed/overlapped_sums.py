@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8cfg.numerics.waited_collective import wait
-from fp8cfg.training.distributed.collectives import Message
+from fp8cfg.training.distributed.traffic import on_ring
 from fp8cfg.training.distributed.world import World
 
 FIRST, LATER = 1 << 20, 25 << 20
@@ -100,7 +100,7 @@ class OverlappedSums:
                 p.grad = part.view(p.shape)
             else:
                 others.append((gradient, part.view(p.shape)))
-        self.world.traffic.count(Message("sum", flat, "gradients"), self.world.rank, self.world.size)
+        self.world.traffic.add("gradients", on_ring(flat, self.world.size))
         self._started.append(Started(others, dist.all_reduce(flat, group=self.world.group, async_op=True)))
 
 

@@ -22,19 +22,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from fp8cfg.numerics.codecs import Codec, Stored, codec
 from fp8cfg.training.distributed.allreduce_steps import (
-    all_gather_steps,
-    all_reduce_steps,
+    all_reduce,
+    gather_owned,
     pieces,
-    reduce_stored_to_owners_steps,
-    reduce_to_owners_steps,
-    two_hop_all_reduce_steps,
+    reduce_stored_to_owners,
+    reduce_to_owners,
+    two_hop_all_reduce,
 )
-from fp8cfg.training.distributed.collectives import Kind, Steps, Traffic, run_collectives
 from fp8cfg.training.distributed.shards import Segment
+from fp8cfg.training.distributed.traffic import Kind
 
 if TYPE_CHECKING:
     from fp8cfg.training.distributed.world import World
@@ -43,50 +44,56 @@ CODECS = ("fp32", "bf16", "fp16", "fp8", "fp8_pow2")
 """What gradients can be sent in."""
 
 
-def gradient_codec(name: str) -> Codec:
-    """The codec of that name. Raises ValueError for one that gradients cannot be sent in."""
-    if name not in CODECS:
-        raise ValueError(f"gradients are sent in {', '.join(CODECS)}, not in {name!r}")
-    return codec(name)
-
-
-def sum_over_ranks(tensors: Sequence[Tensor], codec_name: str, world: World, traffic: Traffic) -> None:
+@torch.no_grad()
+def sum_over_ranks(tensors: Sequence[Tensor], codec_name: str, world: World) -> None:
     """Add up float32, bfloat16 or float16 tensors over the ranks, in place: fp32, bf16 and fp16 by a plain all-reduce in that
     dtype, fp8 and fp8_pow2 in two hops. Raises ValueError for other codecs."""
-    c = gradient_codec(codec_name)
-    if world.size > 1:
-        run_collectives(sum_over_ranks_steps(tensors, c, world.rank, world.size), world.rank, world.size, traffic, world.group)
+    c = _gradient_codec(codec_name)
+    if world.size == 1:
+        return
+    flats = [t.detach().reshape(-1) for t in tensors]
+    if c.scaling == "none":
+        all_reduce(flats, c.format.dtype, world)
+    else:
+        stored = [_stored(c, flat) for flat in flats]
+        two_hop_all_reduce(stored, c, world)
+        for flat, entry in zip(flats, stored, strict=True):
+            for (_, start, stop), part in pieces([Segment(0, 0, flat.numel())], flat):
+                part.copy_(c.decode(c.part(entry, start, stop)))
+    _put_back(tensors, flats)
 
 
-def sum_stored(stored: Sequence[Stored], c: Codec, world: World, traffic: Traffic) -> None:
+@torch.no_grad()
+def sum_stored(stored: Sequence[Stored], c: Codec, world: World) -> None:
     """Add up tensors stored under an FP8 codec with one scale a tensor over the ranks, in two hops and in place. Raises
     ValueError for other codecs."""
-    check_stored(c)
+    _check_stored(c)
     if world.size > 1:
-        run_collectives(two_hop_all_reduce_steps(stored, c, world.rank, world.size), world.rank, world.size, traffic, world.group)
+        two_hop_all_reduce(stored, c, world)
 
 
-def sum_to_owners(
-    tensors: Sequence[Tensor], owners: Sequence[int], codec_name: str, world: World, traffic: Traffic
-) -> None:
+@torch.no_grad()
+def sum_to_owners(tensors: Sequence[Tensor], owners: Sequence[int], codec_name: str, world: World) -> None:
     """Add up tensors over the ranks, each in place on the rank that `owners` names, in one hop for every codec; on the other
     ranks they keep what they held. Raises ValueError for codecs that gradients cannot be sent in."""
-    c = gradient_codec(codec_name)
+    c = _gradient_codec(codec_name)
     if world.size > 1:
-        steps = sum_to_owners_steps(tensors, owners, c, world.rank, world.size)
-        run_collectives(steps, world.rank, world.size, traffic, world.group)
+        flats = [t.detach().reshape(-1) for t in tensors]
+        reduce_to_owners([_stored(c, flat) for flat in flats], owners, c, world, flats)
+        _put_back(tensors, flats)
 
 
-def sum_stored_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World, traffic: Traffic) -> None:
+@torch.no_grad()
+def sum_stored_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World) -> None:
     """The same for tensors stored under an FP8 codec with one scale a tensor; an owner gets the bits that `sum_stored` gives to
     all ranks."""
-    check_stored(c)
+    _check_stored(c)
     if world.size > 1:
-        steps = reduce_stored_to_owners_steps(stored, owners, c, world.rank, world.size)
-        run_collectives(steps, world.rank, world.size, traffic, world.group)
+        reduce_stored_to_owners(stored, owners, c, world)
 
 
-def gather_from_owners(stored: Sequence[Stored], owners: Sequence[int], world: World, traffic: Traffic) -> None:
+@torch.no_grad()
+def gather_from_owners(stored: Sequence[Stored], owners: Sequence[int], world: World) -> None:
     """Copy stored tensors, data and scales, from the rank that owns each to all others, in place and bit for bit. Any codec and
     any dtype will do; `(p.detach(),)` is a parameter that is stored as it is. Data are contiguous."""
     if world.size == 1:
@@ -94,33 +101,16 @@ def gather_from_owners(stored: Sequence[Stored], owners: Sequence[int], world: W
     kinds: tuple[Kind, Kind] = ("weights", "scales")
     for part, kind in enumerate(kinds):
         chosen = [(entry[part], owner) for entry, owner in zip(stored, owners, strict=True) if len(entry) > part]
-        steps = all_gather_steps([t for t, _ in chosen], [owner for _, owner in chosen], world.rank, world.size, kind)
-        run_collectives(steps, world.rank, world.size, traffic, world.group)
+        gather_owned([t for t, _ in chosen], [owner for _, owner in chosen], world, kind)
 
 
-def sum_over_ranks_steps(tensors: Sequence[Tensor], c: Codec, rank: int, ranks: int) -> Steps:
-    """One rank's side of `sum_over_ranks`, which `collectives.simulate` can run too."""
-    flats = [t.detach().reshape(-1) for t in tensors]
-    if c.scaling == "none":
-        yield from all_reduce_steps(flats, c.format.dtype)
-    else:
-        stored = [_stored(c, flat) for flat in flats]
-        yield from two_hop_all_reduce_steps(stored, c, rank, ranks)
-        for flat, entry in zip(flats, stored, strict=True):
-            for (_, start, stop), part in pieces([Segment(0, 0, flat.numel())], flat):
-                part.copy_(c.decode(c.part(entry, start, stop)))
-    _put_back(tensors, flats)
+def _gradient_codec(name: str) -> Codec:
+    if name not in CODECS:
+        raise ValueError(f"gradients are sent in {', '.join(CODECS)}, not in {name!r}")
+    return codec(name)
 
 
-def sum_to_owners_steps(tensors: Sequence[Tensor], owners: Sequence[int], c: Codec, rank: int, ranks: int) -> Steps:
-    """One rank's side of `sum_to_owners`."""
-    flats = [t.detach().reshape(-1) for t in tensors]
-    yield from reduce_to_owners_steps([_stored(c, flat) for flat in flats], owners, c, rank, ranks, flats)
-    _put_back(tensors, flats)
-
-
-def check_stored(c: Codec) -> None:
-    """Raise ValueError for a codec whose stored tensors cannot be summed as they are."""
+def _check_stored(c: Codec) -> None:
     if not c.per_tensor or c.format.dtype.itemsize > 1:
         raise ValueError(f"tensors stored as {c} are not summed as they are; FP8 with one scale a tensor is")
 

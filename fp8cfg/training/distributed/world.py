@@ -23,8 +23,8 @@ from fp8cfg.config.errors import ConfigError, RankLost
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.training_nodes import Strategy, Trainer
 from fp8cfg.report.memory.layout import ranks
-from fp8cfg.training.distributed.collectives import Traffic, all_gather
 from fp8cfg.training.distributed.stalled_ranks import Phase, StallWatch, all_started, broken
+from fp8cfg.training.distributed.traffic import Traffic
 
 SENT = Traffic()
 """What this process has sent of gradients and weights."""
@@ -87,13 +87,10 @@ class World:
         if self.size == 1:
             return [value]
         data = self._bytes(value)
-        lengths = data.new_empty(self.size, dtype=torch.int64)
-        all_gather(lengths, lengths.new_tensor([data.numel()]), group=self.group)
-        longest = int(lengths.max())
-        found = data.new_empty(self.size * longest)
-        all_gather(found, torch.nn.functional.pad(data, (0, longest - data.numel())), group=self.group)
-        rows = zip(found.view(self.size, -1).cpu().numpy(), lengths.tolist(), strict=True)
-        return [row[:length].tobytes().decode() for row, length in rows]
+        lengths = torch.cat(self._every(torch.tensor([data.numel()], device=self.device)))
+        found = self._every(torch.nn.functional.pad(data, (0, int(lengths.max()) - data.numel())))
+        rows = zip(found, lengths.tolist(), strict=True)
+        return [row[:length].cpu().numpy().tobytes().decode() for row, length in rows]
 
     @property
     def device(self) -> torch.device:
@@ -107,6 +104,11 @@ class World:
         raised = torch.tensor(float(flag), device=self.device)
         dist.all_reduce(raised, dist.ReduceOp.MAX, group=self.group)
         return bool(raised.item())
+
+    def _every(self, value: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(found, value, group=self.group)
+        return found
 
     def _bytes(self, value: str) -> Tensor:
         return torch.frombuffer(bytearray(value.encode() or b" "), dtype=torch.uint8).to(self.device)

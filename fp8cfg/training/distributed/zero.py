@@ -76,7 +76,7 @@ def attach(optimizer: Optimizer, model: nn.Module, owner: Mapping[str, int], sha
     def hand_round() -> None:
         entries = [(entry, owner[name]) for p, name in optimizer.names.items()
                    for entry in ([held[p].in_codec] if p in held else _written(p, layers.get(p)))]
-        gather_from_owners([entry for entry, _ in entries], [rank for _, rank in entries], world, world.traffic)
+        gather_from_owners([entry for entry, _ in entries], [rank for _, rank in entries], world)
         histories = [layer.fp8_amax_history for layer in layers.values() if layer.fp8_params and layer.fp8_amax_history is not None]
         if histories:  # the amax of a weight, which its owner recorded as it wrote it
             amaxes = world.largest(torch.stack([history[0, WEIGHT] for history in histories]))
