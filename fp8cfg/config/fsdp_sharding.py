@@ -63,5 +63,5 @@ def gathered_plain(precision: Precision) -> str:
 
 
 def _sent_wider(p: Precision) -> bool:
-    """Whether gradients are sent in a dtype that is not the one that they are added up in, nor narrower."""
+    """Whether gradients are sent in another dtype than that of fewer bits than float32 in which they are added up."""
     return resolved(p)["weight_grad"] not in (resolved(p)["comm"], "fp32")

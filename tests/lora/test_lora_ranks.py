@@ -24,7 +24,7 @@ from tests.support.small import small
 
 WORDS = ("lora.enabled=true", "precision=bf16_fp8", "optim.lr=0.01", "trainer.micro_batch_size=4", "trainer.gradient_clip_val=0")
 ROWS = {"delayed": (), "first scales of 1": ("fp8.first_step=te",), "float32": ("precision=fp32",), "MX": ("precision=bf16_mxfp8", "fp8.params=true"), "low-bit moments": ("precision=bf16", "storage.exp_avg=fp8"),
-        "fewer rows than ranks": ("precision=bf16", "lora.rank=1")}
+        "fewer rows than ranks": ("precision=bf16", "lora.rank=1"), "float32 weights": ("precision=bf16_fp8_amp",)}
 OWNERS = ("storage.comm=fp8",)
 RESUMED = {"none": "none", "fsdp": "fsdp", "zero1": "none", "zero2": "zero1"}
 """What each run is saved under after two steps, and goes on with; zero2 has one microbatch, and so the sums of zero1."""
@@ -94,7 +94,8 @@ def test_fsdp2_splits_adapters(row: str, shard: str, two: list[dict[str, Any]]) 
     whole = two[0][f"{row} none"]
     for found in (rank[f"{row} {shard}"] for rank in two):
         assert found["fsdp2"] and 2 * found["kept"] == whole["kept"]
-        assert found["losses"] == (pytest.approx(whole["losses"], rel=1e-6) if shard == "fsdp" else whole["losses"])
+        near = 1e-3 if row == "float32 weights" else 1e-6  # fsdp gathers adapters in the compute dtype, which float32 weights do not go by
+        assert found["losses"] == (pytest.approx(whole["losses"], rel=near) if shard == "fsdp" else whole["losses"])
         assert found["stays"] == [True] * (8 if shard == "fsdp" and row in ("delayed", "first scales of 1") else 0), "frozen weights are quantized once"
         if shard == "zero1":  # which went on as none
             assert all(torch.equal(t, found["trained"][name]) for name, t in whole["trained"].items())
