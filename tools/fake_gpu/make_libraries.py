@@ -31,6 +31,8 @@ ANSWERS = {
     "cuptiGetResultString": '(int e, const char **s) { *s = "fake"; return 0; }',
     "cuptiGetVersion": "(unsigned *v) { *v = 130000; return 0; }",
     "ncclGetVersion": "(int *v) { *v = 22809; return 0; }",
+    "nvrtcGetCUBINSize": "(void *program, size_t *size) { *size = 1; return 0; }",
+    "nvrtcVersion": "(int *major, int *minor) { *major = 13, *minor = 0; return 0; }",
 }  # fmt: skip
 
 

@@ -47,6 +47,8 @@ fi
 site=$("$python" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0].rpartition("/")[0])')
 "$python" -c 'import sys; from torch.version import cuda; sys.exit(not (cuda or "").startswith("13."))' 2>/dev/null ||
     grep -q "^cuda.*'13\." "$site/torch/version.py" || fail "$python: its torch is not built for CUDA 13"
+# A backend of check_gpu.py and bench_gpu.py, whose rows are in Python and Triton alone.
+[ -n "${FAKE_GPU_PYTHON:-}" ] || [ -d "$site/torchao" ] || $pip --no-cache-dir --no-deps torchao==0.18.0
 nvidia=$site/triton/backends/nvidia
 stamp=$(cat "$here"/make_libraries.py "$here"/stubs/* "$site/torch/version.py" | cksum)
 if [ "$stamp" != "$(cat "$folder/.made" 2>/dev/null)" ]; then
@@ -62,7 +64,8 @@ export LD_LIBRARY_PATH=$folder/lib TRITON_LIBCUDA_PATH=$folder/lib PYTHONPATH=\$
 # Else Inductor names torch's own once it compiles, and Triton caches PTX under a version that its own ptxas does not take.
 export TRITON_PTXAS_PATH=$nvidia/bin/ptxas
 export TORCHINDUCTOR_CACHE_DIR=$folder/inductor TRITON_CACHE_DIR=$folder/triton-$triton TORCHINDUCTOR_COMPILE_THREADS=1
-export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
+# What torch compiles by NVRTC as it runs, such as exp2, is nothing here, and a real GPU would take it from the cache.
+export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 USE_PYTORCH_KERNEL_CACHE=0
 export FAKE_GPU_PYTHON=$python
 END
 . "$folder/env.sh"
