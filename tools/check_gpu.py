@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Every backend under every scaling that it has on this machine, beside BF16; and native's bits beside Transformer Engine's.
+"""Every backend under every scaling that it has on this machine, beside BF16; and the bytes that quantization writes.
 
     python tools/check_gpu.py                   # on a GPU, eight minutes
     python tools/check_gpu.py --small           # the same code on a CPU: small shapes, FP8 emulated, two minutes
 
-    bits    tensors quantized by Transformer Engine and by fp8cfg.numerics, under delayed, current, block and (on Blackwell) MX
-            scaling: how many of their bytes and scales differ
+    bits    how many bytes differ of tensors that are quantized under each scaling: "kernels" by fp8cfg's Triton kernels, data,
+            transposes, scales and amaxes, beside plain torch code on the CPU; "te" by Transformer Engine, beside those kernels
     tiny    optimizer steps of llama_tiny
     1b      of Llama 3.2 1B cut to four layers, four sequences of 2048
 
@@ -30,15 +30,10 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import fp8cfg
-from fp8cfg.backends import backend_registry
 from fp8cfg.backends.backend_choice import against
 from fp8cfg.backends.te import decoder as te_decoder
-from fp8cfg.numerics import E4M3, E5M2, Scaling, amax_of, scale_from_amax
-from fp8cfg.numerics.block_scaling import e8m0_bytes
-from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.report.tables import wrapped
 from fp8cfg.training.data import run_data
@@ -47,7 +42,7 @@ from fp8cfg.training.train_step import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.gpu_rows import proof
+from tools.gpu_rows import kernel_bits, proof, te_bits
 from tools.gpu_rows.results import Results
 from tools.gpu_rows.worker import Make, Row, Worker
 
@@ -59,6 +54,7 @@ MORE = {
 }
 SCALINGS = {"native": list(PRESETS), "te": [s for s in PRESETS if s != "row"], "torchao": ["current", "row", "mxfp8"], "msamp": ["delayed"]}
 ROWS = ["bf16", *(f"{backend} {scaling}" for backend, scalings in SCALINGS.items() for scaling in scalings), "te delayed parts", "te current parts"]
+BITS = [*(f"kernels {scaling}" for scaling in kernel_bits.SCALINGS), *(f"te {scaling}" for scaling in te_bits.SCALINGS)]
 MODELS = {
     False: {"tiny": ["recipe=llama_tiny"],
             "1b": ["recipe=llama_1b", "model.num_layers=4", "model.seq_length=2048", "trainer.global_batch_size=4", "trainer.micro_batch_size=4"]},
@@ -113,63 +109,17 @@ def shown_steps(steps: int) -> list[int]:
     return sorted({1, max(1, steps // 4), max(1, steps // 2), steps})
 
 
-def matrices(device: str) -> list[Tensor]:
-    """Like activations; over many magnitudes, with a block of zeros; and so small that some scales leave float32."""
-    g = torch.Generator(device).manual_seed(0)
-    x = torch.randn(512, 768, device=device, generator=g)
-    spread = x * torch.exp(4 * torch.randn(x.shape, device=device, generator=g))
-    spread[:128, :128] = 0
-    return [t.to(dtype) for t in (x, spread, spread * 1e-20) for dtype in (torch.bfloat16, torch.float32)]
-
-
-def bits(args: argparse.Namespace, _: str, scaling: str) -> list[str]:
-    """How many bytes of data and how many scales differ between Transformer Engine's quantizers and ours."""
-    import transformer_engine.pytorch as te
-
-    pairs: list[tuple[Tensor, Tensor]] = []  # ours, theirs
-    for x in matrices(args.device):
-        for fmt in (E4M3, E5M2):
-            kind = getattr(te.DType, f"kFloat8{fmt.name.upper()}")
-            if scaling == "block":
-                for pow2 in (True, False):
-                    lines, squares = (te.Float8BlockQuantizer(kind, rowwise=True, columnwise=True, force_pow_2_scales=pow2, block_scaling_dim=d)(x) for d in (1, 2))
-                    rows, columns, tiles = (quantize_tiles(x, tile, fmt, Scaling("block", power_2_scales=pow2), fmt.dtype) for tile in ((1, 128), (128, 1), (128, 128)))
-                    pairs += [(rows.data, lines._rowwise_data), (rows.scale_inv.t(), lines._rowwise_scale_inv[:, : len(x)]),
-                              (columns.data.t(), lines._columnwise_data), (columns.scale_inv, lines._columnwise_scale_inv[:, : x.shape[1]]),
-                              (tiles.data, squares._rowwise_data), (tiles.scale_inv, squares._rowwise_scale_inv[:, : x.shape[1] // 128])]
-                continue
-            if scaling == "mxfp8":
-                theirs = te.MXFP8Quantizer(kind, rowwise=True, columnwise=True)(x)
-                rows, columns = (quantize_tiles(x, tile, fmt, Scaling("mxfp8"), fmt.dtype) for tile in ((1, 32), (32, 1)))
-                pairs += [(rows.data, theirs._rowwise_data), (e8m0_bytes(rows.scale_inv), theirs._rowwise_scale_inv),
-                          (columns.data, theirs._columnwise_data), (e8m0_bytes(columns.scale_inv), theirs._columnwise_scale_inv)]
-                continue
-            scale = scale_from_amax(amax_of(x), fmt)
-            if scaling == "delayed":
-                scale = scale * 1.5  # some saturate, as under a scale of the past
-                theirs = te.Float8Quantizer(scale.view(1), torch.zeros(1, device=x.device), kind)(x)
-            else:
-                theirs = te.Float8CurrentScalingQuantizer(kind, x.device)(x)
-            ours = quantize(x, scale, fmt, fmt.dtype)
-            pairs += [(ours.data, theirs._data), (ours.scale_inv.view(1), theirs._scale_inv.view(1))]
-    count = {data: [0, 0] for data in (True, False)}
-    for ours, theirs in pairs:
-        wrong, data = ours.contiguous().view(torch.uint8) != theirs.contiguous().view(torch.uint8), ours.dtype.is_floating_point and ours.itemsize == 1
-        count[data][0] += int(wrong.sum())
-        count[data][1] += wrong.numel()
-    text = f"{count[True][0]} of {count[True][1]} bytes of data and {count[False][0]} of {count[False][1]} bytes of scales differ"
-    if count[True][0] or count[False][0]:
-        raise ArithmeticError(text)
-    return [text]
+def bits(args: argparse.Namespace, _: str, row: str) -> list[str]:
+    """How many bytes differ, in one cell."""
+    of, scaling = row.split()
+    counts = (te_bits.te_bits if of == "te" else kernel_bits.kernel_bits)(scaling, args.device)
+    return ["ran; the fake GPU's bytes are not compared" if args.no_proof else counts.verdict()]
 
 
 def refused(args: argparse.Namespace, model: str, row: str) -> str:
     """Why the row cannot run on this machine: what the backend's rules say; empty where it can."""
     if model == "bits":
-        hardware = find_hardware(args.device)
-        lacks = "Transformer Engine quantizes on a GPU alone" if args.device == "cpu" else "MXFP8 is of compute capability 10 and above"
-        least = (10, 0) if row == "mxfp8" else (0, 0)
-        return backend_registry.rules("te").unavailable() or (lacks if (hardware.capability or (-1, 0)) < least else "")
+        return refused(args, "tiny", row) if row.startswith("te ") else kernel_bits.refused(args.device)
     if row == "bf16":
         return ""
     found = recipe_of(args, model, row)
@@ -214,7 +164,7 @@ def run(args: argparse.Namespace, results: Results) -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "transformer-engine", "torchao") if version(name))
     results.say(wrapped(f"{where}; {versions}"))
     results.say(line("model", "", [*(f"@{step}" for step in shown_steps(args.steps)), "fp8", "ms", "GiB"]))
-    every = [("bits", s) for s in ("delayed", "current", "block", "mxfp8")] + [(model, row) for model in MODELS[args.small] for row in ROWS]
+    every = [("bits", row) for row in BITS] + [(model, row) for model in MODELS[args.small] for row in ROWS]
     bf16: dict[str, float] = {}  # last losses, by model
     for model, row in every:
         if args.only and not any(word in (model, *row.split()) for word in args.only):

@@ -5,7 +5,7 @@
     python tools/report_gpu.py --out gpu.txt --stages probe check --minutes 9     # a part; rows are appended
 
     probe    gradients of compiled layers beside eager ones (bench_gpu.py): where these are wrong, nothing compiled means anything
-    check    every backend under every scaling: losses side by side, share in FP8, Transformer Engine's bits (check_gpu.py)
+    check    every backend under every scaling: losses side by side, share in FP8, bytes of kernels and of TE (check_gpu.py)
     bench    speeds and memory beside BF16, goals, estimates and plans (bench_gpu.py)
     tests    tests/gpu and those of tests/fake_gpu that hold on a real one, where pytest is installed
 

@@ -1,10 +1,6 @@
-"""On a GPU: the same recipe, the same arithmetic through the hardware's products, Transformer Engine's bits, and no more memory
-than planned."""
+"""On a GPU: the same recipe, the same arithmetic through the hardware's products, and no more memory than planned."""
 
 from __future__ import annotations
-
-import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +8,8 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.backends.backend_choice import BLOCK_CUDA
-from fp8cfg.numerics import E4M3, E5M2, Format, FP8Linear, Region, Scaling, amax_of, decode, fp8_linears, scale_from_amax
+from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, decode, fp8_linears
 from fp8cfg.numerics.quantization_statistics import Statistics, collect
-from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.training.data import run_data
 from tests.support.small import small, steps, weight_bytes
 
@@ -109,56 +104,3 @@ def test_statistics_are_those_of_the_cpu_and_leave_no_trace(name: str) -> None:
     for layer in fp8_linears(job.model):
         assert not layer.gemms_ran.any()
         assert layer.fp8_amax_history is None or not (layer.fp8_amax_history[0, 0] or layer.fp8_backward_amax.any())
-
-
-def te() -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import transformer_engine.pytorch as found
-    except Exception as e:
-        pytest.skip(f"Transformer Engine does not load: {type(e).__name__}: {e}")
-    return found
-
-
-def matrices() -> list[torch.Tensor]:
-    g = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(256, 384, device="cuda", generator=g)
-    spread = x * torch.exp(4 * torch.randn(x.shape, device="cuda", generator=g))
-    spread[:128, :128] = 0
-    return [t.to(dtype) for t in (x, spread, spread * 1e-20) for dtype in (torch.bfloat16, torch.float32)]
-
-
-def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-def test_transformer_engine_casts_to_the_same_bits_under_delayed_and_current_scaling(fmt: Format) -> None:
-    engine = te()
-    kind = getattr(engine.DType, "kFloat8" + fmt.name.upper())
-    for x in matrices():
-        scale = scale_from_amax(amax_of(x), fmt) * 1.5  # some saturate, as under a scale of the past
-        amax = torch.zeros(1, device="cuda")
-        theirs = engine.Float8Quantizer(scale.view(1), amax, kind)(x)
-        ours = quantize(x, scale, fmt, fmt.dtype)
-        assert same_bits(ours.data, theirs._data) and ours.scale_inv == theirs._scale_inv and amax == amax_of(x)
-        theirs = engine.Float8CurrentScalingQuantizer(kind, x.device)(x)
-        ours = quantize(x, scale_from_amax(amax_of(x), fmt), fmt, fmt.dtype)
-        assert same_bits(ours.data, theirs._data) and ours.scale_inv == theirs._scale_inv
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-@pytest.mark.parametrize("pow2", [True, False])
-def test_transformer_engine_casts_to_the_same_bits_under_block_scaling(fmt: Format, pow2: bool) -> None:
-    needs("block")
-    engine = te()
-    kind, scaling = getattr(engine.DType, "kFloat8" + fmt.name.upper()), Scaling("block", power_2_scales=pow2)
-    for x in matrices():
-        quantizers = (engine.Float8BlockQuantizer(kind, rowwise=True, columnwise=True, force_pow_2_scales=pow2, block_scaling_dim=d) for d in (1, 2))
-        lines, squares = (q(x) for q in quantizers)
-        rows, columns, tiles = (quantize_tiles(x, tile, fmt, scaling, fmt.dtype) for tile in ((1, 128), (128, 1), (128, 128)))
-        assert same_bits(rows.data, lines._rowwise_data) and torch.equal(rows.scale_inv.t(), lines._rowwise_scale_inv[:, : len(x)])
-        assert same_bits(columns.data.t(), lines._columnwise_data) and torch.equal(columns.scale_inv, lines._columnwise_scale_inv[:, : x.shape[1]])
-        assert same_bits(tiles.data, squares._rowwise_data)
-        assert torch.equal(tiles.scale_inv, squares._rowwise_scale_inv[:, : x.shape[1] // 128])

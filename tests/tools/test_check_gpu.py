@@ -29,6 +29,7 @@ def test_it_runs_on_a_cpu() -> None:
         for row in ("native delayed", "native row", "torchao row"):
             loss_1, loss_2, share, _, _ = rows[f"{model} {row}"]
             assert [float(loss_1), float(loss_2)] == pytest.approx(base, rel=0.01) and loss_1 != loss_2 and share in ("76%", "77%")
+        assert rows["bits kernels row"][:2] == rows["bits te delayed"][:2] == ["not", "run:"]
         assert rows[f"{model} te delayed"][:2] == rows[f"{model} msamp delayed"][:2] == ["not", "run:"]
 
 
@@ -56,14 +57,14 @@ def test_its_rows_of_te_run_over_the_stand_in(row: str, monkeypatch: pytest.Monk
 def test_bits_are_those_of_the_stand_in(scaling: str) -> None:
     tool = runpy.run_path(str(TOOL))
     with te_standin.transformer_engine():
-        text, = tool["bits"](argparse.Namespace(device="cpu"), "bits", scaling)
-    assert text.startswith("0 of ")
+        text, = tool["bits"](argparse.Namespace(device="cpu", no_proof=False), "bits", f"te {scaling}")
+    assert text.startswith("0 of ") and "transposes" in text
 
 
 def test_bits_of_mx_are_those_of_the_stand_in_but_for_scales_of_zeros() -> None:
     tool = runpy.run_path(str(TOOL))
-    with te_standin.transformer_engine(), pytest.raises(ArithmeticError, match=r"^0 of \d+ bytes of data and \d+ of \d+ bytes of scales"):
-        tool["bits"](argparse.Namespace(device="cpu"), "bits", "mxfp8")
+    with te_standin.transformer_engine(), pytest.raises(ArithmeticError, match=r"^0 of \d+ bytes of data, \d+ of \d+ bytes of scales"):
+        tool["bits"](argparse.Namespace(device="cpu", no_proof=False), "bits", "te mxfp8")
 
 
 def test_without_a_gpu_it_says_what_to_write(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

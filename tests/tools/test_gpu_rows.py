@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 import fp8cfg
 from fp8cfg import job
@@ -20,6 +21,7 @@ from fp8cfg.training import compiled_gradients
 from tests.support.forked import processes
 from tests.support.small import small, steps
 from tools.gpu_rows.bench_cases import CONTENDERS, unsupported
+from tools.gpu_rows.byte_counts import ByteCounts
 from tools.gpu_rows.proof import without_proof
 from tools.gpu_rows.results import Results
 from tools.gpu_rows.worker import Make, Row, Worker
@@ -150,3 +152,16 @@ def test_without_proof_a_run_that_multiplies_nothing_in_fp8_goes_on(monkeypatch:
     made.prepared.region.active = False
     monkeypatch.setattr(fp8cfg.Job, "autocast", lambda self, enabled=True: nullcontext())
     assert [s.stepped for s in steps(made, 2)] == [True, True] and made.prove().share == 0
+
+
+def test_differing_bytes_are_counted_by_what_they_are() -> None:
+    counts, of = ByteCounts(), torch.tensor
+    counts.compare("data", of([1.0, 2.0, torch.nan]).to(torch.float8_e5m2), of([1.0, 2.0, -torch.nan]).to(torch.float8_e5m2), "NaN")
+    assert counts.verdict() == "0 of 3 bytes of data differ"
+    counts.compare("scales", of([1.0, 0.0]), of([1.0, -0.0]), "zeros")
+    counts.compare("data", of([1, 3], dtype=torch.uint8), of([1, 2], dtype=torch.uint8), "bytes")
+    with pytest.raises(ArithmeticError, match=r"^1 of 5 bytes of data, 1 of 8 bytes of scales differ; the first are scales of zeros$"):
+        counts.verdict()
+    for other in (None, torch.ones(2, 1), torch.ones(2, dtype=torch.float16)):
+        with pytest.raises(ArithmeticError, match=r"^data of one are "):
+            counts.compare("data", torch.ones(2), other, "one")

@@ -1,0 +1,161 @@
+"""Bytes that the Triton kernels write on a GPU beside those of plain torch code on the CPU: data, transposes, scales and amaxes.
+
+Where the hardware multiplies FP8 the kernels are what runs (numerics/fused_quantize.py); plain code is what tests hold to Transformer
+Engine's Python. Among the tensors are every bfloat16 number, which under a scale of 1 has every half between two FP8 numbers, subnormal
+ones, NaN, infinities and zeros. Each combination of what a kernel is compiled for costs a second, so there is one shape to a dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8cfg.numerics import E4M3, Scaling, amax_of
+from fp8cfg.numerics import fused_quantize as fused
+from fp8cfg.numerics.fp8_weights import store
+from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.quantize import quantize, quantize_tiles
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, scale_now
+from tools.gpu_rows.byte_counts import ByteCounts
+
+SCALINGS = {
+    "delayed": {"": Scaling(margin=1, amax_history_len=4), "as TE starts": Scaling(first_step="te", amax_history_len=4)},
+    "current": {"": Scaling("current"), "by powers of 2": Scaling("current", power_2_scales=True)},
+    "row": {"": Scaling("current", granularity="row"), "by powers of 2": Scaling("current", granularity="row", power_2_scales=True)},
+    "block": {"": Scaling("block", weights_2d=True), "by powers of 2": Scaling("block", weights_2d=True, power_2_scales=True),
+              "1x128 weights": Scaling("block", power_2_scales=True)},
+    "mxfp8": {"": Scaling("mxfp8", backward=E4M3), "32x32 weights": Scaling("mxfp8", backward=E4M3, weights_2d=True)},
+}  # fmt: skip
+"""Variants of each scaling by name. Gradients are E5M2 but under MX."""
+SHAPES = {torch.bfloat16: (256, 256), torch.float32: (130, 140), torch.float16: (33, 1)}
+
+
+def refused(device: str) -> str:
+    """Why the kernels do not run on `device`; empty where they do."""
+    if device == "cpu":
+        return "a CPU runs plain code"
+    if not fused.TRITON:
+        return "Triton is not installed"
+    least = "the conversion to float8 needs compute capability " + ".".join(map(str, fused.LEAST))
+    return "" if torch.cuda.get_device_capability() >= fused.LEAST else least
+
+
+def matrices() -> Iterator[tuple[str, Tensor]]:
+    """Matrices on the CPU by name."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    yield "every bfloat16 number", every.view(256, 256)
+    g = torch.Generator().manual_seed(0)
+    for dtype, shape in SHAPES.items():
+        x = torch.randn(shape, generator=g)
+        spread = x * torch.exp(4 * torch.randn(shape, generator=g))
+        spread[: shape[0] // 2, : shape[1] // 2] = 0
+        odd, infinite = x.clone(), x.clone()
+        odd.view(-1)[::7] = torch.nan
+        infinite.view(-1)[-1] = -torch.inf
+        made = {"normal": x, "spread": spread, "small": spread * 1e-20, "subnormal": x * 1e-40, "zeros": x * 0, "NaN": odd, "infinite": infinite}
+        yield from ((f"{name} {str(dtype).removeprefix('torch.')} {shape[0]} x {shape[1]}", t.to(dtype)) for name, t in made.items())
+
+
+def by_kernels(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = None, history: Tensor | None = None) -> Operand:
+    """The operand of `t`, `other` included, as it is made on a GPU; amaxes go into `history`."""
+    if scaling.tile(role, 1) is None:
+        return fused.quantize_fused(t, role, scaling, scales, history, record=True, both=True)
+    return fused.quantize_tiles_fused(t, role, scaling, 1, True, history)
+
+
+def plainly(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = None, history: Tensor | None = None) -> Operand:
+    """The same in plain torch code."""
+    fmt, tiles = scaling.format_of(role), [scaling.tile(role, axis) for axis in (1, 0)]
+    if tiles[0] is None or tiles[1] is None:
+        made = quantize(t, scale_now(t, role, scaling, scales, history, record=True), fmt, fmt.dtype)
+        return made._replace(other=made.t())
+    record = None if history is None else history[0, role]
+    along, across = (quantize_tiles(t, tile, fmt, scaling, fmt.dtype, record=record) for tile in tiles if tile)
+    return along._replace(other=across.t())
+
+
+def kernel_bits(name: str, device: str = "cuda") -> ByteCounts:
+    """Bytes of the kernels and of plain code under the scaling of that name."""
+    counts = ByteCounts()
+    for variant, scaling in SCALINGS[name].items():
+        for matrix, t in matrices():
+            where, given = f"{matrix}, {name} scaling{f' {variant}' * bool(variant)}", t.to(device)
+            for scales, history in states(scaling):
+                for role in (INPUT, GRAD_OUTPUT, *[WEIGHT] * scaling.weights_2d):
+                    _operand(counts, scaling, role, t, given, scales, history, where)
+                _stored(counts, scaling, t, given, scales, history, f"{where}, stored")
+            if scaling.tile(WEIGHT, 1) is None:
+                _known_scales(counts, scaling, t, given, where)
+            elif matrix.startswith("every"):
+                _one_dimension(counts, scaling, t, given, where)
+    return counts
+
+
+def states(scaling: Scaling) -> Iterator[tuple[Tensor | None, Tensor]]:
+    """Scales [3] and amax histories [4, 3] to quantize with: scales that are not set yet, that saturate nothing, that saturate much."""
+    history = torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
+    if not scaling.layout.history:
+        yield None, history
+        return
+    for scale in (1.0 if scaling.first_step == "te" else 0.0, 0.37, 1e30):
+        yield torch.full((3,), scale), history
+
+
+def _operand(counts: ByteCounts, scaling: Scaling, role: int, t: Tensor, given: Tensor, scales: Tensor | None, history: Tensor, where: str) -> None:
+    kept, there, after = history.to(given.device, copy=True), _on(given, scales), history.clone()
+    got, want = by_kernels(given, role, scaling, there, kept), plainly(t, role, scaling, scales, after)
+    counts.compare("data", got.data, want.data, where)
+    counts.compare("transposes", got.t().data, want.t().data, where)
+    counts.compare("scales", got.scale_inv, want.scale_inv, where)
+    counts.compare("scales", got.t().scale_inv, want.t().scale_inv, where)
+    counts.compare("amaxes", kept, _recorded(scaling, role, t, history, after), where)
+
+
+def _stored(counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, scales: Tensor | None, history: Tensor, where: str) -> None:
+    """A weight as fp8.params stores it."""
+    kept, after = history.to(given.device, copy=True), history.clone()
+    scale = scale_now(t, WEIGHT, scaling, scales, after, record=True) if scaling.tile(WEIGHT, 1) is None else None
+    got, want = fused.store_recorded(given, scaling, _on(given, scales), kept, None), store(t, scaling, scale)
+    for field, theirs in want._asdict().items():
+        if theirs is not None:
+            counts.compare("scales" if "scale" in field else "data", getattr(got, field), theirs, where)
+    counts.compare("amaxes", kept, _recorded(scaling, WEIGHT, t, history, after), where)
+
+
+def _known_scales(counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, where: str) -> None:
+    """Rows of a weight under its scale, and amaxes alone."""
+    for scale in (torch.tensor(1.0), torch.tensor(0.37)):
+        got, want = fused.store_scaled(given, scaling, scale.to(given.device)), store(t, scaling, scale)
+        counts.compare("data", got.data, want.data, f"{where}, scale {scale}")
+        counts.compare("scales", got.scale_inv, want.scale_inv, where)
+    amax = amax_of(t).abs()  # on a CPU that of zeros may be -0
+    counts.compare("amaxes", fused.amaxes_of([given, given]).abs(), torch.stack([amax, amax]), where)
+    for unset in (True, False) if scaling.layout.history else ():
+        scales = torch.full((3,), 0.0 if unset else 2.0, device=given.device)
+        counts.compare("amaxes", fused.amax_where_unset(given, scales, WEIGHT), amax.view(1) if unset else torch.zeros(1), where)
+
+
+def _one_dimension(counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, where: str) -> None:
+    """What only one product contracts."""
+    want = plainly(t, INPUT, scaling)
+    for axis in (1, 0):
+        got, theirs = fused.quantize_tiles_fused(given, INPUT, scaling, axis, False, None), want if axis else want.t().t()
+        counts.compare("data", got.data, theirs.data, f"{where}, dimension {axis} alone")
+        counts.compare("scales", got.scale_inv, theirs.scale_inv, f"{where}, dimension {axis} alone")
+
+
+def _on(given: Tensor, t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.to(given.device)
+
+
+def _recorded(scaling: Scaling, role: int, t: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """What kernels leave of a history where plain code leaves `after`: of many scales, which are made of this moment's amaxes, an
+    infinite one alone."""
+    if scaling.tile(role, 1) is None:
+        return after
+    left = before.clone()
+    if t.isinf().any():
+        left[0, role] = torch.inf
+    return left
