@@ -35,7 +35,7 @@ from tools import bench_gpu, check_gpu
 from tools.gpu_rows.results import Results
 from tools.gpu_rows.worker import Row
 
-TESTS = ["tests/gpu", *(f"tests/fake_gpu/test_{name}.py" for name in ("kernel_code", "microscaled_products", "planned_memory"))]
+TESTS = ["tests/gpu", *(f"tests/fake_gpu/test_{name}.py" for name in ("block_products", "kernel_code", "microscaled_products", "planned_memory"))]
 SHARES = {"probe": 2.0, "check": 7.0, "bench": 12.0, "tests": 4.0}
 """Minutes of 25."""
 

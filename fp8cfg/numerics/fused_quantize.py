@@ -122,7 +122,8 @@ def _empty_blocks(
 
 
 def amaxes_of(tensors: Sequence[Tensor]) -> Tensor:
-    """`amax_of` each of some tensors on one device, [tensors]; on a GPU each is read in one launch."""
+    """`amax_of` each of some tensors on one device, [tensors]; on a GPU each is read in one launch. It is no operator, for no
+    compiler traces it: scales of shards are made after a step (shard_scales.py)."""
     if not TRITON or not tensors[0].is_cuda:
         return torch.stack([amax_of(t) for t in tensors])
     from fp8cfg.numerics import triton_kernels

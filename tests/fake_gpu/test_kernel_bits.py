@@ -6,10 +6,6 @@ is chosen when Triton is imported, hence the process of its own."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,31 +14,26 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp8cfg.numerics import fused_quantize
 from fp8cfg.numerics.formats import BY_DTYPE, cast
+from tests.support.interpreted import interpreted, not_interpreted, quantize_by_kernels, under_the_interpreter
 from tools.gpu_rows import kernel_bits
 from tools.gpu_rows.kernel_bits import SCALINGS, matrices
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of infinities and NaN: the interpreter computes with it
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@not_interpreted
 def test_under_the_interpreter() -> None:
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
+    under_the_interpreter(__file__)
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored by kernels, whatever the device; one large matrix."""
+    """By kernels; one large matrix."""
+    quantize_by_kernels(monkeypatch)
     few = [(name, t) for name, t in matrices() if name.startswith("every") or "256 x 256" not in name]
     monkeypatch.setattr(kernel_bits, "matrices", lambda: few)
-    for name in ("fuses_store", "fuses", "fuses_tiles"):
-        monkeypatch.setattr(fused_quantize, name, lambda *of: True)
 
 
 @pytest.fixture

@@ -10,11 +10,6 @@ The interpreter is chosen when Triton is imported, hence the process of its own.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -25,20 +20,17 @@ from fp8cfg.numerics import E4M3, E5M2, Format, Scaling
 from fp8cfg.numerics.block_scaling import Tile, e8m0_bytes
 from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, amax_of, scale_now
+from tests.support.interpreted import interpreted, not_interpreted, quantize_by_kernels, under_the_interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, of infinities and NaN: the interpreter computes with it
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@not_interpreted
 def test_under_the_interpreter() -> None:
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
+    under_the_interpreter(__file__)
 
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
 SCALINGS = {
     "delayed": Scaling(margin=1, amax_history_len=4), "delayed te": Scaling(first_step="te", amax_history_len=4), "current": Scaling("current"),
     "current pow2": Scaling("current", power_2_scales=True),
@@ -226,12 +218,7 @@ STORED = {
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored by kernels, whatever the device."""
-    from fp8cfg.numerics import fused_quantize
-
-    monkeypatch.setattr(fused_quantize, "fuses_store", lambda t: True)
-    monkeypatch.setattr(fused_quantize, "fuses", lambda t, scaling, carrier: True)
-    monkeypatch.setattr(fused_quantize, "fuses_tiles", lambda t, tile, scaling, carrier: True)
+    quantize_by_kernels(monkeypatch)
 
 
 def exact(rows: int, columns: int) -> Tensor:

@@ -1,0 +1,56 @@
+"""The operators of fused quantization as torch.library checks them: schemas, what they change, their fake implementations, tracing.
+
+Under Triton's interpreter: the fake GPU computes nothing, and the check would take what memory held for a change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fp8cfg.numerics import E4M3, E5M2, fused_quantize
+from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of infinities and NaN: the interpreter computes with it
+
+
+@pytest.mark.slow
+@not_interpreted
+def test_under_the_interpreter() -> None:
+    under_the_interpreter(__file__)
+
+
+def state(scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((3,), scale), torch.zeros(4, 3)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "rest"), [
+    ("amax_where_unset", (None, 0)), ("amax_where_unset", (state()[0], 0)),
+    ("quantize_tensor", (None, None, None, 0, E4M3.max, E4M3.dtype, True, True)),
+    ("quantize_tensor", (*state(), None, 2, E5M2.max, E5M2.dtype, False, False)),
+    ("quantize_tensor", (*state(0.0), torch.ones(1), 1, E4M3.max, E4M3.dtype, False, True)),
+    ("quantize_blocks", (128, E4M3.dtype, False, True, True, True, False, None, 1)),
+    ("quantize_blocks", (128, E5M2.dtype, True, False, True, False, False, state()[1], 2)),
+    ("quantize_blocks", (32, E4M3.dtype, False, False, True, True, True, state()[1], 1)),
+    ("quantize_blocks", (0, E4M3.dtype, True, False, False, True, False, state()[1], 1)),
+])  # fmt: skip
+def test_an_operator_is_what_it_says(name: str, rest: tuple[Any, ...], dtype: torch.dtype) -> None:
+    t = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    t[0, 0] = torch.inf  # goes into the history
+    torch.library.opcheck(getattr(fused_quantize, name), (t, *rest))
+
+
+@interpreted
+def test_a_change_that_is_not_said_is_found() -> None:
+    @torch.library.custom_op("fp8cfg_test::quietly", mutates_args=())
+    def quietly(t: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+        history.add_(1)
+        return t.clone()
+
+    with pytest.raises(Exception, match="history is not defined as mutable but was mutated"):
+        torch.library.opcheck(quietly, (torch.ones(2), torch.zeros(2)), test_utils="test_schema")
