@@ -109,9 +109,9 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const 
 /* Copies: "H" pageable host memory, "P" pinned, "D" the device. */
 static char side(const void *p) { return on_device(p) ? 'D' : is_pinned(p) ? 'P' : 'H'; }
 
-static cudaError_t copied(void *to, const void *from, size_t bytes) {
+static cudaError_t copied(void *to, const void *from, size_t bytes, cudaStream_t stream) {
     char what[64];
-    snprintf(what, sizeof what, "%c2%c %zu", side(from), side(to), bytes);
+    snprintf(what, sizeof what, "%c2%c %zu%s", side(from), side(to), bytes, stream ? " on another stream" : "");
     fake_request("C", what);
     if (bytes <= MOVED) memmove(to, from, bytes);
     return 0;
@@ -119,15 +119,15 @@ static cudaError_t copied(void *to, const void *from, size_t bytes) {
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
     fake_request("S", "cudaMemcpy");
-    return copied(to, from, bytes);
+    return copied(to, from, bytes, 0);
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    return copied(to, from, bytes);
+    return copied(to, from, bytes, stream);
 }
 
 cudaError_t cudaMemcpyPeerAsync(void *to, int there, const void *from, int here, size_t bytes, cudaStream_t stream) {
-    return copied(to, from, bytes);
+    return copied(to, from, bytes, stream);
 }
 
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,

@@ -1,7 +1,8 @@
-/* Log of requests: every launch, copy, memset and wait of a program, a line each while fake_recording is set.
+/* Log of requests: every launch, copy, memset and wait of a program or a stream, a line each while fake_recording is set.
  *
  *     K <mangled name>   a kernel of torch        T <name>    a Triton kernel      G <function>   a product of cuBLAS
  *     C D2H <bytes>      a copy, by direction     M <bytes>   a memset             S <function>   the host waits
+ *     E <function>       a stream waits for an event; behind a copy stands "on another stream" where it is not on the default one
  *
  * Python reads the four variables below by name (recorder.py). fake_observer is called on the thread that asks, for the kinds in
  * fake_observed alone: a kernel is launched with locks of torch held now and then, and a call into Python waits for its lock. */
