@@ -117,11 +117,11 @@ def layer_8b(scaling: str, compile: bool = False) -> Parts:
 
 
 def step(*words: str, compile: bool = False, ranks: int = 1) -> Parts:
-    """A training step of llama_tiny under these words, as a run takes those that it does not print; of the first of several `ranks`,
-    whose group has one rank here."""
+    """A training step of llama_tiny under these words, as a run takes those that it does not print, native, whatever is installed; of
+    the first of several `ranks`, whose group has one rank here."""
     if ranks > 1:
         _start_group()
-    job = fp8cfg.build(fp8cfg.compose([*STEP, *words]))
+    job = fp8cfg.build(fp8cfg.compose([*STEP, *words, *(["backend=native"] if "precision=bf16" not in words else [])]))
     if compile:
         job.compile_model()
     batches, _ = run_data(job.recipe)
