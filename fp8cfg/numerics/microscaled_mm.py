@@ -9,7 +9,8 @@ of a tile the place is 16 (r mod 32) + 4 (r div 32) + c (cuBLAS documentation, "
 SWIZZLE_32_4_4, torchao's `to_blocked`). What has no tile of its own is completed with zeros, and so is the contracted dimension to
 a multiple of 32, which makes rows of 16 bytes and more. Exact: both add zeros to the sums.
 
-One operation to a compiler, as the product with scales of 128 is (scaled_mm.py).
+The product is one operation to a compiler, as that with scales of 128 is (scaled_mm.py). The layouts are made outside of it, as
+bytes, where a compiler makes them part of other kernels.
 """
 
 from __future__ import annotations
@@ -23,35 +24,41 @@ from fp8cfg.numerics.gemm_operand import Operand
 
 ALIGNED = 32
 """Elements of which the contracted dimension is a multiple: a tile of MXFP8, and 16 bytes of E2M1."""
+SWIZZLE = F.SwizzleType.SWIZZLE_32_4_4
 
 
 def microscaled_mm(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     """a [M, K] @ b [N, K]ᵀ as [M, N] of dtype `out`, of operands with scales of 1x32, or 1x16 and one of the tensor, or squares."""
-    (data_a, scale_a), (data_b, scale_b) = _rows(a), _rows(b)
-    return scaled_mm_micro(data_a, data_b, scale_a, scale_b, a.whole_inv, b.whole_inv, out)  # type: ignore[no-any-return]
+    (x, x_scale), (w, w_scale) = _laid_out(a), _laid_out(b)
+    return scaled_mm_micro(x, w, x_scale, w_scale, a.whole_inv, b.whole_inv, out)  # type: ignore[no-any-return]
 
 
-def _rows(t: Operand) -> tuple[Tensor, Tensor]:
-    """The data and float32 scales of `t` by row: those of a square of n x n once for each of its n rows."""
+def _laid_out(t: Operand) -> tuple[Tensor, Tensor]:
+    """The data and scales of `t` as the hardware reads them, bytes. A square of n x n has its scale once for each of its n rows."""
     assert t.scale_inv is not None and t.tile is not None
-    scale = t.scale_inv if t.tile[0] == 1 else t.scale_inv.repeat_interleave(t.tile[0], 0)[: len(t.data)]
-    return t.data, scale
+    data = _completed(t.data.view(torch.uint8))
+    scale = t.scale_inv if t.tile[0] == 1 else t.scale_inv.repeat_interleave(t.tile[0], 0)[: len(data)]
+    if t.whole_inv is None:
+        return data, swizzled(e8m0_bytes(scale))
+    return packed_e2m1(data), swizzled(scale.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 @library.custom_op("fp8cfg::scaled_mm_micro", mutates_args=())
 def scaled_mm_micro(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, whole_a: Tensor | None, whole_b: Tensor | None, out: torch.dtype
 ) -> Tensor:
-    """a [M, K] @ b [N, K]ᵀ as [M, N] of dtype `out`. Data are float8 E4M3, and with `whole_*`, [], values of E2M1 in it; scales are
-    float32 values of E8M0 or E4M3, [M, ceil(K / 32)] or [M, ceil(K / 16)], and so for N."""
-    operands = [_mx(a, scale_a), _mx(b, scale_b)] if whole_a is None else [_nvfp4(a, scale_a), _nvfp4(b, scale_b)]
-    (x, x_scale), (w, w_scale) = operands
+    """a [M, K] @ b [N, K]ᵀ as [M, N] of dtype `out`. All are bytes, scales swizzled: E4M3 with E8M0 scales of 1x32, or with
+    `whole_*`, float32 [], two of E2M1 to a byte with E4M3 scales of 1x16."""
     if whole_a is None or whole_b is None:
-        recipe, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-        return F.scaled_mm(x, w.t(), x_scale, recipe, w_scale, recipe, swizzle, swizzle, output_dtype=out)
-    recipes = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
-    swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
-    return F.scaled_mm(x, w.t(), [x_scale, whole_a], recipes, [w_scale, whole_b], recipes, swizzles, swizzles, output_dtype=out)
+        data, of_scale, recipe, swizzle = torch.float8_e4m3fn, torch.float8_e8m0fnu, F.ScalingType.BlockWise1x32, SWIZZLE
+        return F.scaled_mm(
+            a.view(data), b.view(data).t(), scale_a.view(of_scale), recipe, scale_b.view(of_scale), recipe, swizzle, swizzle,
+            output_dtype=out)
+    packed, of_scale = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
+    recipes, swizzles = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise], [SWIZZLE, F.SwizzleType.NO_SWIZZLE]
+    return F.scaled_mm(
+        a.view(packed), b.view(packed).t(), [scale_a.view(of_scale), whole_a], recipes, [scale_b.view(of_scale), whole_b], recipes,
+        swizzles, swizzles, output_dtype=out)
 
 
 @scaled_mm_micro.register_fake
@@ -61,14 +68,6 @@ def _(
     return a.new_empty(len(a), len(b), dtype=out)
 
 
-def _mx(t: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return _completed(t.view(torch.uint8)).view(t.dtype), swizzled(e8m0_bytes(scale)).view(torch.float8_e8m0fnu)
-
-
-def _nvfp4(t: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return packed_e2m1(_completed(t.view(torch.uint8)).view(t.dtype)), swizzled(scale.to(torch.float8_e4m3fn))
-
-
 def _completed(t: Tensor) -> Tensor:
     """Bytes `t` [M, K], row-major, K completed with zeros."""
     missing = -t.shape[1] % ALIGNED
@@ -76,20 +75,18 @@ def _completed(t: Tensor) -> Tensor:
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """One-byte `scales` [R, C] in the order that the tensor cores read, completed with zeros to whole tiles of 128 x 4; flat."""
+    """Bytes `scales` [R, C] in the order that the tensor cores read, completed with zeros to whole tiles of 128 x 4; flat."""
     rows, columns = scales.shape
-    t, missing = scales.view(torch.uint8), (0, -columns % 4, 0, -rows % 128)
-    t = F.pad(t, missing) if any(missing) else t
-    t = t.view(len(t) // 128, 4, 32, t.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
-    return t.flatten().view(scales.dtype)
+    missing = (0, -columns % 4, 0, -rows % 128)
+    t = F.pad(scales, missing) if any(missing) else scales
+    return t.view(len(t) // 128, 4, 32, t.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).flatten()
 
 
-def packed_e2m1(t: Tensor) -> Tensor:
-    """Values of E2M1 in float8 E4M3 `t` [M, K], as float4_e2m1fn_x2 [M, K / 2]; of two neighbours the first has the low bits.
+def packed_e2m1(code: Tensor) -> Tensor:
+    """Values of E2M1 as bytes of E4M3 `code` [M, K], two to a byte, [M, K / 2]; of two neighbours the first has the low bits.
 
     An E4M3 code has the exponent biased by 7 and three bits of mantissa, an E2M1 code biased by 1 and one bit; 0.5 is normal in
     the one and subnormal in the other. A NaN becomes some number: E2M1 has none, and its scale is NaN."""
-    code = t.view(torch.uint8)
     magnitude = code & 0x7F
     code = (code >> 4 & 8) | torch.where(magnitude >= 0x38, (magnitude - 0x30) >> 2 & 7, magnitude >> 5)
-    return (code[:, ::2] | code[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
+    return code[:, ::2] | code[:, 1::2] << 4
