@@ -65,7 +65,7 @@ def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | 
         data, scale_inv = stored.dgrad, stored.dgrad_scale_inv
     if tile is None:
         return Operand(widen(data, carrier) if carrier else data, scale_inv, fmt)
-    decode = unpack(scale_inv)
+    decode = scale_inv if carrier is None and scale_inv.dtype == torch.uint8 else unpack(scale_inv)
     if carrier is None or not scaling.layout.block:
         return Operand(widen(data, carrier) if carrier else data, decode, fmt, tile, whole_inv=stored.global_scale_inv)
     v = tiled(widen(data, carrier), tile) * decode.to(carrier)[:, None, :, None]

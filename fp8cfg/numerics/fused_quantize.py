@@ -2,6 +2,7 @@
 
 In plain torch operations a quantized tensor takes some twenty launches, and each transposed copy another. The operator is one to a
 compiler too; what it computes is that of `scale_now` and `quantize`, of which it is a part where the hardware multiplies FP8.
+Weights that are stored in float8 are written by the same kernels (fused_store.py).
 torchao's kernels have no delayed scales and no transposed copy in the same read, and Transformer Engine's come with its modules
 (backend=te): neither is called from here.
 """
@@ -9,7 +10,6 @@ torchao's kernels have no delayed scales and no transposed copy in the same read
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, library
@@ -17,16 +17,14 @@ from torch import Tensor, library
 from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.block_scaling import Tile, sizes
 from fp8cfg.numerics.formats import BY_DTYPE
-from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.scaling import FLT_MAX, WEIGHT, Scaling, amax_of, scale_now
+from fp8cfg.numerics.microscaled_mm import swizzled_size
+from fp8cfg.numerics.scaling import FLT_MAX, Scaling
 
 WIDTH = 128
 """Elements of a tile of block scaling along a contracted dimension."""
 MX = 32
 """The same under MX."""
-LEAST = (8, 9)
-"""The least CUDA compute capability whose hardware converts to FP8."""
 TRITON = importlib.util.find_spec("triton") is not None
 """Whether Triton is installed: torch's CUDA builds bring it."""
 
@@ -45,18 +43,27 @@ def quantize_fused(
     """`t` [R, C], of any float dtype, as an operand that contracts its last dimension, and with `both` its first one too, as
     `Operand.other`. The scale is that of `scale_now`, and where `record` says so the amax goes into `history`."""
     fmt, t = scaling.format_of(role), t.contiguous()
+    how = scale_source(t, role, scaling, scales, parts)
+    data, transposed, scale_inv = quantize_tensor(t, scales, history if record else None, *how, role, fmt.dtype, both)
+    return Operand(data, scale_inv, fmt, None, Operand(transposed, scale_inv, fmt) if both else None)
+
+
+def scale_source(
+    t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, parts: AmaxGroup | None
+) -> tuple[Tensor | None, float, bool]:
+    """Of what a kernel makes the one scale of the contiguous matrix `t`: the amax, [1], where others have parts of the tensor, what
+    the amax is brought to, and whether the scale is cut to a power of two."""
+    fmt = scaling.format_of(role)
     target = fmt.max * 2.0**-scaling.margin if scales is not None else fmt.max
     amax, in_time = None, scales is None or scaling.first_step == "in_time"
     if parts is not None and role in parts.roles and in_time:
         amax = parts.amax(amax_where_unset(t, scales, role), role)
-    data, transposed, scale_inv = quantize_tensor(
-        t, scales, history if record else None, amax, role, target, fmt.dtype, scaling.power_2_scales and scales is None, both)
-    return Operand(data, scale_inv, fmt, None, Operand(transposed, scale_inv, fmt) if both else None)
+    return amax, target, scaling.power_2_scales and scales is None
 
 
 def fuses_tiles(t: Tensor, tile: Tile, scaling: Scaling, carrier: torch.dtype | None) -> bool:
     """Whether `quantize_tiles_fused` can quantize `t`, into float8 and no wider `carrier`: with a float32 scale for a row, 128
-    elements or their square, or an E8M0 one for 32."""
+    elements or their square, or an E8M0 one for 32 or their square."""
     made = {"float32": 0 in tile or max(tile) == WIDTH, "e8m0": max(tile) == MX}.get(scaling.layout.scale, False)
     return TRITON and t.is_cuda and carrier is None and made and t.dim() == 2 and t.numel() > 0
 
@@ -67,114 +74,69 @@ def quantize_tiles_fused(t: Tensor, role: int, scaling: Scaling, axis: int, both
     fmt, tile = scaling.format_of(role), scaling.tile(role, 1)
     assert tile is not None, "there are scales of tiles"
     rows, columns = both or axis == 1, both or axis == 0
-    made = quantize_blocks(
-        t.contiguous(), tile[1], fmt.dtype, scaling.power_2_scales, tile[0] > 1, rows, columns, False, history, role)
+    made = quantize_blocks(t.contiguous(), tile[1], fmt.dtype, scaling.power_2_scales, tile[0] > 1, rows, columns, history, role)
     along, across = (Operand(data, scale_inv, fmt, tile) for data, scale_inv in (made[:2], made[2:]))
     return along._replace(other=across) if both else along if rows else across.t()
 
 
 @library.custom_op("fp8cfg::quantize_blocks", mutates_args=("history",))
 def quantize_blocks(
-    t: Tensor, width: int, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool, stored: bool,
-    history: Tensor | None, role: int,
+    t: Tensor, width: int, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool, history: Tensor | None,
+    role: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The contiguous matrix `t` [R, C] in float8 `dtype` with a scale for 1 x `width` elements, or their square, and its inverse
-    scales, float32; then the same of its transpose [C, R]. What `rows` or `columns` do not ask for is empty. The `width` is 128
-    under block scaling, 32 under MX, whose scales are powers of two by its own rule, and 0 for a scale for each row. As a weight is
-    `stored` the second matrix is [R, C] too, with scales for `width` x 1, and scales of MX are E8M0 bytes. Where `t` has an
-    infinite element `history[0, role]` becomes infinite, if it is given."""
-    from fp8cfg.numerics import triton_block_kernel, triton_row_kernel
-
-    made, largest = _empty_blocks(t, width, dtype, square, rows, columns, stored), BY_DTYPE[dtype].max
+    scales; then the same of its transpose [C, R]. What `rows` or `columns` do not ask for is empty. The `width` is 128 under block
+    scaling, 32 under MX, whose scales are powers of two by its own rule, and 0 for a scale for each row. Scales are laid out as
+    products read them: float32, of 1 x 128 down the rows first, and under MX bytes of E8M0, swizzled (scaled_mm.py,
+    microscaled_mm.py). Where `t` has an infinite element `history[0, role]` becomes infinite, if it is given."""
+    made = _empty_blocks(t, width, dtype, square, rows, columns)
     data, scale_inv, data_t, scale_inv_t = (x if x.numel() else None for x in made)
-    seen = None if history is None else history[0, role]
-    if width == 0:
-        triton_row_kernel.cast_rows(t, largest, power_2, data, scale_inv, data_t, scale_inv_t, not stored, seen)
-    else:
-        highest, mx = min(torch.finfo(t.dtype).max, FLT_MAX), width if width == MX else 0
-        triton_block_kernel.cast_blocks(
-            t, highest, largest, power_2, square, data, scale_inv, data_t, scale_inv_t, mx, not stored, seen)
+    cast_tiles(t, width, power_2, square, data, scale_inv, data_t, scale_inv_t, True, history, role)
     return made
 
 
 @quantize_blocks.register_fake
 def _(
-    t: Tensor, width: int, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool, stored: bool,
-    history: Tensor | None, role: int,
+    t: Tensor, width: int, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool, history: Tensor | None,
+    role: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_blocks(t, width, dtype, square, rows, columns, stored)
+    return _empty_blocks(t, width, dtype, square, rows, columns)
+
+
+def cast_tiles(
+    t: Tensor, width: int, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None, data_t: Tensor | None,
+    scale_inv_t: Tensor | None, transpose: bool, history: Tensor | None, role: int,
+) -> None:
+    """What `quantize_blocks` does, into tensors that are there; the second matrix is laid out as `t` is without `transpose`."""
+    from fp8cfg.numerics import triton_block_kernel, triton_row_kernel
+
+    (largest,) = {BY_DTYPE[x.dtype].max for x in (data, data_t) if x is not None}
+    seen = None if history is None else history[0, role]
+    if width == 0:
+        triton_row_kernel.cast_rows(t, largest, power_2, data, scale_inv, data_t, scale_inv_t, transpose, seen)
+    else:
+        highest, mx = min(torch.finfo(t.dtype).max, FLT_MAX), width if width == MX else 0
+        triton_block_kernel.cast_blocks(
+            t, highest, largest, power_2, square, data, scale_inv, data_t, scale_inv_t, mx, transpose, seen)
 
 
 def _empty_blocks(
-    t: Tensor, width: int, dtype: torch.dtype, square: bool, rows: bool, columns: bool, stored: bool
+    t: Tensor, width: int, dtype: torch.dtype, square: bool, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `quantize_blocks` returns, with anything in it."""
-    of_scales = torch.uint8 if stored and width == MX else torch.float32
+    high = width if square else 1
 
-    def of(shape: tuple[int, int], tile: Tile, wanted: bool) -> tuple[Tensor, Tensor]:
-        (r, c), (down, across) = shape, sizes(shape, tile)
-        return (t.new_empty(shape if wanted else (0, 0), dtype=dtype),
-                t.new_empty((-(-r // down), -(-c // across)) if wanted else (0, 0), dtype=of_scales))
+    def of(shape: tuple[int, int], wanted: bool) -> tuple[Tensor, Tensor]:
+        (r, c) = shape if wanted else (0, 0)
+        down, across = (-(-n // size) for n, size in zip((r, c), sizes((r, c), (high, width)), strict=True))
+        data = t.new_empty((r, c), dtype=dtype)
+        if width == MX:
+            return data, t.new_empty(swizzled_size(r, across), dtype=torch.uint8)
+        if square or width == 0:
+            return data, t.new_empty((down, across), dtype=torch.float32)
+        return data, t.new_empty((across, down), dtype=torch.float32).t()
 
-    (r, c), other = t.shape, width if square else 1
-    second = ((r, c), (width, other)) if stored else ((c, r), (other, width))
-    return *of((r, c), (other, width), rows), *of(*second, columns)
-
-
-def amaxes_of(tensors: Sequence[Tensor]) -> Tensor:
-    """`amax_of` each of some tensors on one device, [tensors]; on a GPU each is read in one launch. It is no operator, for no
-    compiler traces it: scales of shards are made after a step (shard_scales.py)."""
-    if not TRITON or not tensors[0].is_cuda:
-        return torch.stack([amax_of(t) for t in tensors])
-    from fp8cfg.numerics import triton_kernels
-
-    parts = torch.zeros(len(tensors), triton_kernels.PARTS, device=tensors[0].device)
-    for t, of in zip(tensors, parts.unbind(), strict=True):
-        if t.numel():
-            triton_kernels.amaxes_of_parts(t.contiguous(), of)
-    return parts.amax(1)
-
-
-def fuses_store(t: Tensor) -> bool:
-    """Whether `t` is where kernels can store it in float8: the conversion is the hardware's, whoever multiplies."""
-    return TRITON and t.is_cuda and torch.cuda.get_device_capability(t.device) >= LEAST
-
-
-def store_recorded(
-    master: Tensor, scaling: Scaling, scales: Tensor | None, history: Tensor | None, parts: AmaxGroup | None
-) -> Stored:
-    """`store` of a matrix [out, in], whose amax is recorded in `history`. One scale for all of it is that of this moment."""
-    if scaling.tile(WEIGHT, 1) is not None:
-        made = store_tiles_fused(master, scaling, (1, 0) if scaling.directional(WEIGHT) else (1,), history)
-        record = None if history is None else history[0, WEIGHT]
-        return Stored(*made[1], *made.get(0, (None, None))) if made else store(master, scaling, record=record)
-    if fuses_store(master) and fuses(master, scaling, None):
-        operand = quantize_fused(master, WEIGHT, scaling, scales, history, record=True, both=False, parts=parts)
-        assert operand.scale_inv is not None
-        return Stored(operand.data, operand.scale_inv)
-    return store(master, scaling, scale_now(master, WEIGHT, scaling, scales, history, record=True, parts=parts))
-
-
-def store_scaled(t: Tensor, scaling: Scaling, scale: Tensor) -> Stored:
-    """`store` of some rows of a matrix with its one scale [], which is not 0."""
-    if not fuses_store(t) or not fuses(t, scaling, None):
-        return store(t, scaling, scale)
-    fmt, of = scaling.forward, scale.view(1)
-    data, _, scale_inv = quantize_tensor(t.contiguous(), of, None, of, 0, fmt.max, fmt.dtype, False, False)
-    return Stored(data, scale_inv)
-
-
-def store_tiles_fused(
-    t: Tensor, scaling: Scaling, axes: Sequence[int], history: Tensor | None = None
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """The matrix `t` [R, C] and its inverse scales, as `Stored` has them, for products that contract each of its dimensions
-    `axes`, in one launch; empty where there is no kernel that can. An infinite amax goes into `history`, if it is given."""
-    fmt, tile = scaling.forward, scaling.tile(WEIGHT, 1)
-    if not axes or tile is None or not fuses_store(t) or not fuses_tiles(t, tile, scaling, None):
-        return {}
-    made = quantize_blocks(
-        t.contiguous(), tile[1], fmt.dtype, scaling.power_2_scales, tile[0] > 1, 1 in axes, 0 in axes, True, history, WEIGHT)
-    return {axis: pair for axis, pair in ((1, made[:2]), (0, made[2:])) if axis in axes}
+    return *of((t.shape[0], t.shape[1]), rows), *of((t.shape[1], t.shape[0]), columns)
 
 
 @library.custom_op("fp8cfg::amax_where_unset", mutates_args=())
@@ -194,8 +156,8 @@ def _(t: Tensor, scales: Tensor | None, role: int) -> Tensor:
 
 @library.custom_op("fp8cfg::quantize_tensor", mutates_args=("history",))
 def quantize_tensor(
-    t: Tensor, scales: Tensor | None, history: Tensor | None, amax: Tensor | None, role: int, target: float, dtype: torch.dtype,
-    power_2: bool, both: bool,
+    t: Tensor, scales: Tensor | None, history: Tensor | None, amax: Tensor | None, target: float, power_2: bool, role: int,
+    dtype: torch.dtype, both: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The contiguous matrix `t` [R, C] in float8 `dtype`, transposed [C, R] where `both`, else empty, and its inverse scale, [].
     Its amax is folded into row 0 of `history`, if it is given. A scale of this moment is made of `amax`, [1], where it is given."""
@@ -209,8 +171,8 @@ def quantize_tensor(
 
 @quantize_tensor.register_fake
 def _(
-    t: Tensor, scales: Tensor | None, history: Tensor | None, amax: Tensor | None, role: int, target: float, dtype: torch.dtype,
-    power_2: bool, both: bool,
+    t: Tensor, scales: Tensor | None, history: Tensor | None, amax: Tensor | None, target: float, power_2: bool, role: int,
+    dtype: torch.dtype, both: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty(t, dtype, both)
 

@@ -36,10 +36,13 @@ def microscaled_mm(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
 def _laid_out(t: Operand) -> tuple[Tensor, Tensor]:
     """The data and scales of `t` as the hardware reads them, bytes. A square of n x n has its scale once for each of its n rows."""
     assert t.scale_inv is not None and t.tile is not None
-    data = _completed(t.data.view(torch.uint8))
-    scale = t.scale_inv if t.tile[0] == 1 else t.scale_inv.repeat_interleave(t.tile[0], 0)[: len(data)]
+    data, scale = _completed(t.data.view(torch.uint8)), t.scale_inv
+    if scale.dim() == 1:
+        return data, scale
+    if t.tile[0] > 1:
+        scale = scale.repeat_interleave(t.tile[0], 0)[: len(data)]
     if t.whole_inv is None:
-        return data, swizzled(e8m0_bytes(scale))
+        return data, swizzled(scale if scale.dtype == torch.uint8 else e8m0_bytes(scale))
     return packed_e2m1(data), swizzled(scale.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
@@ -80,6 +83,11 @@ def swizzled(scales: Tensor) -> Tensor:
     missing = (0, -columns % 4, 0, -rows % 128)
     t = F.pad(scales, missing) if any(missing) else scales
     return t.view(len(t) // 128, 4, 32, t.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).flatten()
+
+
+def swizzled_size(rows: int, columns: int) -> int:
+    """The bytes that scales [rows, columns] take in that order."""
+    return -(-rows // 128) * 128 * (-(-columns // 4) * 4)
 
 
 def packed_e2m1(code: Tensor) -> Tensor:

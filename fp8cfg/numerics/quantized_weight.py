@@ -12,7 +12,7 @@ from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.codecs import Stored as InCodec
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored
-from fp8cfg.numerics.fused_quantize import store_recorded
+from fp8cfg.numerics.fused_store import store_recorded
 from fp8cfg.numerics.host_copy import HostCopy
 from fp8cfg.numerics.low_bit_weight import SCALE_INV, NarrowWeight
 from fp8cfg.numerics.pass_records import amax_record

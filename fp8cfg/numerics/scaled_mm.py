@@ -77,12 +77,15 @@ def _blocks(t: Tensor, scale: Tensor, rows: bool) -> tuple[Tensor, Tensor, F.Sca
     """Data and scales in the layout that cuBLAS wants, completed with zeros."""
     t = _padded(t, WIDTH)
     if not rows:
-        return t, F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
+        missing = -scale.shape[1] % 4
+        return t, (F.pad(scale, (0, missing)) if missing else scale).contiguous().t(), F.ScalingType.BlockWise128x128
     missing = -len(t) % 4
     if missing:
         t, scale = F.pad(t.view(torch.uint8), (0, 0, 0, missing)).view(t.dtype), F.pad(scale, (0, 0, 0, missing))
-    # A copy has fresh strides: those of a single column are any, and torch 2.11 wants (1, rows) there too.
-    return t, scale.t().clone(memory_format=torch.contiguous_format).t(), F.ScalingType.BlockWise1x128
+    if scale.stride() != (1, len(scale)):
+        # A copy has fresh strides: those of a single column are any, and torch 2.11 wants (1, rows) there too.
+        scale = scale.t().clone(memory_format=torch.contiguous_format).t()
+    return t, scale, F.ScalingType.BlockWise1x128
 
 
 def _padded(t: Tensor, multiple: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8cfg.numerics.block_scaling import Scales, Tile, first_level_of, scales_of_amaxes, sizes, tile_amax, tiled
 from fp8cfg.numerics.fp8_weights import Stored, pack
-from fp8cfg.numerics.fused_quantize import amaxes_of, store_scaled, store_tiles_fused
+from fp8cfg.numerics.fused_store import amaxes_of, store_scaled, store_tiles_fused
 from fp8cfg.numerics.quantize import quantize_tiles, rounded
 from fp8cfg.numerics.scaling import WEIGHT, Scaling
 from fp8cfg.scalings import SCALE_BYTES

@@ -1,7 +1,8 @@
 """Triton kernel of quantization by blocks, one launch and one read for both dimensions: a scale for 128 elements along either, or
-for 128x128; for 32 with powers of two (MX).
+for 128x128; for 32 or 32x32 with powers of two (MX).
 
-Rules and rounding are those of triton_kernels.py, whose functions these are.
+Rules and rounding are those of triton_kernels.py, whose functions these are. Scales are stored where products read them: by the
+strides of their tensor, or in the tiles of the tensor cores (microscaled_mm.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ WIDTH = 128
 
 @triton.jit
 def _e8m0(amax, broken, reciprocal):  # type: ignore[no-untyped-def]
-    """The scale that elements are multiplied by and its inverse: powers of two, NaN where a block is `broken`."""
+    """The scale that elements are multiplied by, a power of two, NaN where a block is `broken`, and the byte of its inverse."""
     v = amax * reciprocal
     bits = v.to(tl.int32, bitcast=True)
     byte, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -30,107 +31,93 @@ def _e8m0(amax, broken, reciprocal):  # type: ignore[no-untyped-def]
     least = (byte * 0 + 0x400000).to(tl.float32, bitcast=True)  # 2^-127, which Triton takes for a float64 where it is written out
     encode = tl.where(byte == 254, least, ((254 - byte) << 23).to(tl.float32, bitcast=True))
     encode = tl.where(byte == 0, 1.0, encode)
-    decode = tl.where(byte == 0, least, (byte << 23).to(tl.float32, bitcast=True))
-    return tl.where(broken > 0, float("nan"), encode), tl.where(broken > 0, float("nan"), decode)
+    return tl.where(broken > 0, float("nan"), encode), tl.where(broken > 0, 255, byte).to(tl.uint8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _square(a, WIDTH: tl.constexpr, MX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest of each block of MX x MX."""
-    parts: tl.constexpr = WIDTH // MX
-    return tl.max(tl.max(tl.reshape(a, [parts, MX, parts, MX]), 3), 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _inverse_in(dtype: tl.constexpr, inverse):  # type: ignore[no-untyped-def]
-    """Inverse scales in the `dtype` of their place: float32, or bytes of E8M0."""
-    if dtype == tl.uint8:
-        return (inverse.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
+def _scales(amax, broken, target, highest, POWER_2: tl.constexpr, MX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale that elements are multiplied by, and what is stored of it. Under MX `highest` is the reciprocal of the format's
+    maximum."""
+    if MX:
+        return _e8m0(amax, broken, highest)
     else:
-        return inverse
+        scale = _scale_of(amax, target, highest, POWER_2)
+        return scale, tl.div_rn(1.0, scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _square(a, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest of each block of BLOCK x BLOCK."""
+    parts: tl.constexpr = WIDTH // BLOCK
+    return tl.max(tl.max(tl.reshape(a, [parts, BLOCK, parts, BLOCK]), 3), 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_scales(  # type: ignore[no-untyped-def]
+    to, scale, i, j, rows, columns, by_row, by_column, SWIZZLED: tl.constexpr, WIDTH: tl.constexpr, HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """The scales of blocks of HIGH x WIDE of the tile (i, j), by strides; swizzled they are bytes for each of WIDTH rows."""
+    row = i * (WIDTH // HIGH) + tl.arange(0, WIDTH // HIGH)
+    column = j * (WIDTH // WIDE) + tl.arange(0, WIDTH // WIDE)
+    inside = (row < tl.cdiv(rows, HIGH))[:, None] & (column < tl.cdiv(columns, WIDE))[None, :]
+    if SWIZZLED:
+        tiles = tl.cdiv(columns, 4 * WIDE)
+        r, tile = tl.arange(0, WIDTH), (i * tiles + column // 4).to(tl.int64)
+        place = (r % 32 * 16 + r // 32 * 4)[:, None] + (tile * 512 + column % 4)[None, :]
+        scale = tl.where(inside, scale, 0)
+        if HIGH > 1:
+            scale = tl.reshape(tl.broadcast_to(scale[:, None, :], [WIDTH // HIGH, HIGH, WIDTH // WIDE]), [WIDTH, WIDTH // WIDE])
+            scale = tl.where((i * WIDTH + r < rows)[:, None], scale, 0)
+        tl.store(to + place, scale, mask=(column < 4 * tiles)[None, :])
+    else:
+        tl.store(to + row[:, None].to(tl.int64) * by_row + column[None, :].to(tl.int64) * by_column, scale, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast_blocks(  # type: ignore[no-untyped-def]
-    t, data, scale_inv, data_t, scale_inv_t, seen, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
-    SQUARE: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr, TRANSPOSE: tl.constexpr, RECORD: tl.constexpr,
-    WIDTH: tl.constexpr, MX: tl.constexpr,
+    t, data, scale_inv, data_t, scale_inv_t, seen, rows, columns, by_row, by_column, by_row_t, by_column_t, target, highest,
+    LARGEST: tl.constexpr, POWER_2: tl.constexpr, SQUARE: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr,
+    TRANSPOSE: tl.constexpr, RECORD: tl.constexpr, SWIZZLED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    down, across = tl.cdiv(rows, WIDTH), tl.cdiv(columns, WIDTH)
+    parts: tl.constexpr = WIDTH // BLOCK
+    mx: tl.constexpr = BLOCK < WIDTH
+    high: tl.constexpr = BLOCK if SQUARE else 1
+    across = tl.cdiv(columns, WIDTH)
     i, j = tl.program_id(0) // across, tl.program_id(0) % across
     row, column = i * WIDTH + tl.arange(0, WIDTH), j * WIDTH + tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
+    inside_t = (column < columns)[:, None] & (row < rows)[None, :]
     at = row[:, None].to(tl.int64) * columns + column[None, :]
+    at_t = column[:, None].to(tl.int64) * rows + row[None, :]
     v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
     a = tl.abs(v)
     a = tl.where(a >= 0, a, 0.0)
+    odd = (v != v).to(tl.int32)
     if RECORD:
         _note_infinite(seen, tl.max(tl.max(a, 1), 0))
-    inside_t = (column < columns)[:, None] & (row < rows)[None, :]
-    at_t = column[:, None].to(tl.int64) * rows + row[None, :]
-    if MX:  # `highest` is the reciprocal of the format's maximum; `v` with its blocks of MX apart, along either dimension
-        parts: tl.constexpr = WIDTH // MX
-        odd = (v != v).to(tl.int32)
-        part = tl.arange(0, parts)
-        down, across = tl.cdiv(rows, MX), tl.cdiv(columns, MX)
-        if SQUARE:
-            amax, broken = (_square(a, WIDTH, MX), _square(odd, WIDTH, MX))
-            scale, inverse = _e8m0(amax, broken, highest)
-            q = tl.reshape(v, [parts, MX, parts, MX]) * scale[:, None, :, None]
-            q = _saturated(tl.reshape(q, [WIDTH, WIDTH]), LARGEST).to(data.dtype.element_ty)
-            block, block_t = i * parts + part, j * parts + part
-            blocks = (block < down)[:, None] & (block_t < across)[None, :]
-            if ALONG:
-                tl.store(data + at, q, mask=inside)
-                inverse_e8m0 = _inverse_in(scale_inv.dtype.element_ty, inverse)
-                tl.store(scale_inv + block[:, None] * across + block_t[None, :], inverse_e8m0, mask=blocks)
-            if ACROSS:
-                tl.store(data_t + at_t, tl.trans(q), mask=inside_t)
-                tl.store(scale_inv_t + block_t[None, :] * down + block[:, None], inverse, mask=blocks)
-        else:
-            if ALONG:
-                amax, broken = tl.max(tl.reshape(a, [WIDTH, parts, MX]), 2), tl.max(tl.reshape(odd, [WIDTH, parts, MX]), 2)
-                scale, inverse = _e8m0(amax, broken, highest)
-                q = tl.reshape(tl.reshape(v, [WIDTH, parts, MX]) * scale[:, :, None], [WIDTH, WIDTH])
-                tl.store(data + at, _saturated(q, LARGEST).to(data.dtype.element_ty), mask=inside)
-                block = j * parts + part
-                blocks = (row < rows)[:, None] & (block < across)[None, :]
-                inverse = _inverse_in(scale_inv.dtype.element_ty, inverse)
-                tl.store(scale_inv + row[:, None].to(tl.int64) * across + block[None, :], inverse, mask=blocks)
-            if ACROSS:
-                amax, broken = tl.max(tl.reshape(a, [parts, MX, WIDTH]), 1), tl.max(tl.reshape(odd, [parts, MX, WIDTH]), 1)
-                scale, inverse = _e8m0(amax, broken, highest)
-                q = tl.reshape(tl.reshape(v, [parts, MX, WIDTH]) * scale[:, None, :], [WIDTH, WIDTH])
-                q = _saturated(q, LARGEST).to(data_t.dtype.element_ty)
-                _store_across(data_t, q, at, inside, at_t, inside_t, TRANSPOSE)
-                block = i * parts + part
-                blocks = (block < down)[:, None] & (column < columns)[None, :]
-                inverse = _inverse_in(scale_inv_t.dtype.element_ty, inverse)
-                if TRANSPOSE:
-                    tl.store(scale_inv_t + column[None, :].to(tl.int64) * down + block[:, None], inverse, mask=blocks)
-                else:
-                    tl.store(scale_inv_t + block[:, None].to(tl.int64) * columns + column[None, :], inverse, mask=blocks)
-    elif SQUARE:
-        scale = _scale_of(tl.max(tl.max(a, 1), 0), target, highest, POWER_2)
-        q = _saturated(v * scale, LARGEST).to(data.dtype.element_ty)
-        if ALONG:
-            tl.store(data + at, q, mask=inside)
-            tl.store(scale_inv + i * across + j, tl.div_rn(1.0, scale))
-        if ACROSS:
-            tl.store(data_t + at_t, tl.trans(q), mask=inside_t)
-            tl.store(scale_inv_t + j * down + i, tl.div_rn(1.0, scale))
-    else:
-        if ALONG:
-            scale = _scale_of(tl.max(a, 1), target, highest, POWER_2)
-            q = _saturated(v * scale[:, None], LARGEST).to(data.dtype.element_ty)
-            tl.store(data + at, q, mask=inside)
-            tl.store(scale_inv + row * across + j, tl.div_rn(1.0, scale), mask=row < rows)
-        if ACROSS:
-            scale = _scale_of(tl.max(a, 0), target, highest, POWER_2)
-            q = _saturated(v * scale[None, :], LARGEST).to(data_t.dtype.element_ty)
-            _store_across(data_t, q, at, inside, at_t, inside_t, TRANSPOSE)
-            place = column * down + i if TRANSPOSE else i * columns + column
-            tl.store(scale_inv_t + place, tl.div_rn(1.0, scale), mask=column < columns)
+    if SQUARE:
+        scale, inverse = _scales(_square(a, WIDTH, BLOCK), _square(odd, WIDTH, BLOCK), target, highest, POWER_2, mx)
+        q = tl.reshape(tl.reshape(v, [parts, BLOCK, parts, BLOCK]) * scale[:, None, :, None], [WIDTH, WIDTH])
+        q = _saturated(q, LARGEST)
+        inverse_t = tl.trans(inverse)
+    if ALONG:
+        if not SQUARE:
+            of = tl.reshape(a, [WIDTH, parts, BLOCK])
+            broken = tl.max(tl.reshape(odd, [WIDTH, parts, BLOCK]), 2)
+            scale, inverse = _scales(tl.max(of, 2), broken, target, highest, POWER_2, mx)
+            q = _saturated(tl.reshape(tl.reshape(v, [WIDTH, parts, BLOCK]) * scale[:, :, None], [WIDTH, WIDTH]), LARGEST)
+        tl.store(data + at, q.to(data.dtype.element_ty), mask=inside)
+        _store_scales(scale_inv, inverse, i, j, rows, columns, by_row, by_column, SWIZZLED, WIDTH, high, BLOCK)
+    if ACROSS:
+        if not SQUARE:
+            of = tl.reshape(a, [parts, BLOCK, WIDTH])
+            broken = tl.max(tl.reshape(odd, [parts, BLOCK, WIDTH]), 1)
+            scale, inverse = _scales(tl.max(of, 1), broken, target, highest, POWER_2, mx)
+            q = _saturated(tl.reshape(tl.reshape(v, [parts, BLOCK, WIDTH]) * scale[:, None, :], [WIDTH, WIDTH]), LARGEST)
+            inverse_t = tl.trans(inverse)
+        _store_across(data_t, q.to(data_t.dtype.element_ty), at, inside, at_t, inside_t, TRANSPOSE)
+        _store_scales(scale_inv_t, inverse_t, j, i, columns, rows, by_row_t, by_column_t, SWIZZLED, WIDTH, high, BLOCK)
 
 
 def cast_blocks(
@@ -139,14 +126,17 @@ def cast_blocks(
     seen: Tensor | None = None,
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] with a scale for 1x128 elements, or 128x128 where it is `square`: into `data` and
-    `scale_inv`, and its transpose into `data_t` and `scale_inv_t`; either pair may be None, of a square the second. `highest` is
-    the scale where that would be infinite, `largest` the format's maximum. With `mx` scales are for so many elements, powers of
-    two as MX has them, of `largest` alone, and E8M0 bytes where `scale_inv` holds such. Without `transpose` the second pair is laid
-    out as `t` is, with scales for 128x1. `seen`, float32 [], becomes infinite where `t` has an infinite element. `data` in float32
+    `scale_inv`, of any strides, and its transpose into `data_t` and `scale_inv_t`; either pair may be None. `highest` is the scale
+    where that would be infinite, `largest` the format's maximum. With `mx` scales are for so many elements, powers of two as MX
+    has them, of `largest` alone, and bytes of E8M0; swizzled where they are flat. Without `transpose` the second pair is laid out
+    as `t` is, with scales for 128x1. `seen`, float32 [], becomes infinite where `t` has an infinite element. `data` in float32
     receives the scaled values. Returns the compiled kernel."""
     (rows, columns), along, across = t.shape, data is not None, data_t is not None
     targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
+    swizzled = (targets[1] if along else targets[3]).dim() == 1
+    strides = [0] * 4 if swizzled else [*targets[1].stride(), *targets[3].stride()[:: 1 if transpose else -1]]
     tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
     return _cast_blocks[(tiles,)](
-        t, *targets, (t if seen is None else seen.view(torch.int32)), rows, columns, largest, 1.0 / largest if mx else highest,
-        largest, power_2, square, along, across, transpose, seen is not None, WIDTH, mx, num_warps=8)
+        t, *targets, (t if seen is None else seen.view(torch.int32)), rows, columns, *strides, largest,
+        1.0 / largest if mx else highest, largest, power_2, square, along, across, transpose, seen is not None, swizzled, WIDTH,
+        mx or WIDTH, num_warps=8)

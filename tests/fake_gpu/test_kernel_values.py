@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from fp8cfg.numerics import E4M3, E5M2, Format, Scaling
 from fp8cfg.numerics.block_scaling import Tile, e8m0_bytes
 from fp8cfg.numerics.fp8_weights import Stored, store
+from fp8cfg.numerics.microscaled_mm import swizzled
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, amax_of, scale_now
 from tests.support.interpreted import interpreted, not_interpreted, quantize_by_kernels, under_the_interpreter
 
@@ -125,14 +126,23 @@ def test_many_parts_and_no_transpose() -> None:
     assert torch.equal(data, saturated(t * torch.tensor(448.0).div(1000.0), E4M3)) and E5M2.max > E4M3.max
 
 
-def check_tiles(made: tuple[Tensor, ...], x: Tensor, tiles: tuple[Tile, Tile], scaling: Scaling, fmt: Format, where: str) -> None:
-    """Values before their conversion and scales along both dimensions are those of plain torch code, bit for bit."""
+def filled(rows: int, columns: int) -> Tensor:
+    """Room for swizzled scales of 1x32, with something in it."""
+    return torch.full((-(-rows // 128) * 128 * -(-columns // 128) * 4,), 77, dtype=torch.uint8)
+
+
+def plain(x: Tensor, tile: Tile, scaling: Scaling, fmt: Format) -> tuple[Tensor, Tensor]:
+    """The scaled values of `x`, saturated, and the inverse scales of its tiles, by plain torch code."""
     from fp8cfg.numerics.block_scaling import spread, tile_scales, tiled
 
+    encode, decode = tile_scales(tiled(x, tile).float(), fmt, scaling, None, x.dtype)
+    return saturated(x.float() * spread(encode[:, 0, :, 0], tuple(x.shape), tile), fmt), decode[:, 0, :, 0]
+
+
+def check_tiles(made: tuple[Tensor, ...], x: Tensor, tiles: tuple[Tile, Tile], scaling: Scaling, fmt: Format, where: str) -> None:
+    """Values before their conversion and scales along both dimensions are those of plain torch code, bit for bit."""
     for tile, data, scale_inv in ((tiles[0], made[0], made[1]), (tiles[1], made[2].t(), made[3].t())):
-        encode, decode = tile_scales(tiled(x, tile).float(), fmt, scaling, None, x.dtype)
-        exact = saturated(x.float() * spread(encode[:, 0, :, 0], tuple(x.shape), tile), fmt)
-        want = decode[:, 0, :, 0]
+        exact, want = plain(x, tile, scaling, fmt)
         assert torch.equal(scale_inv.isnan(), want.isnan()) and torch.equal(scale_inv.nan_to_num(7.0), want.nan_to_num(7.0)), (where, tile)
         assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(data.nan_to_num(7.0), exact.nan_to_num(7.0)), (where, tile)
 
@@ -141,19 +151,22 @@ def check_tiles(made: tuple[Tensor, ...], x: Tensor, tiles: tuple[Tile, Tile], s
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize("shape", [(128, 256), (130, 140), (1, 300)], ids=str)
 def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
-    """1x32, 32x1 and 32x32 tiles with E8M0 scales; among the contents blocks of zeros, of NaN, of infinities and of subnormal numbers."""
+    """1x32, 32x1 and 32x32 tiles with E8M0 scales, swizzled and as a weight is stored; among the contents blocks of zeros, of NaN, of
+    infinities and of subnormal numbers."""
     from fp8cfg.numerics import triton_block_kernel
 
     scaling, (r, c) = Scaling("mxfp8", backward=E4M3, weights_2d=square), shape
-    down, across = -(-r // 32), -(-c // 32)
     for i, (name, t) in enumerate(contents(shape).items()):
         x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
-        sizes = ((down, across), (across, down)) if square else ((r, across), (c, down))
-        made = torch.empty(r, c), torch.empty(sizes[0]), torch.empty(c, r), torch.empty(sizes[1])
+        made = torch.empty(r, c), filled(r, c), torch.empty(c, r), filled(c, r)
         triton_block_kernel.cast_blocks(x, 0.0, E4M3.max, False, square, *made, mx=32, seen=(seen := torch.zeros(())))
         assert seen == (torch.inf if name == "inf" else 0), name
-        check_tiles(made, x, ((32, 32),) * 2 if square else ((1, 32), (32, 1)), scaling, E4M3, name)
-        packed = [e8m0_bytes(made[1]), e8m0_bytes(made[3] if square else made[3].t().contiguous())]
+        for tile, data, scales, v in (((32, 32) if square else (1, 32), *made[:2], x), ((32, 32) if square else (1, 32), *made[2:], x.t())):
+            exact, decode = plain(v, tile, scaling, E4M3)
+            assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(data.nan_to_num(7.0), exact.nan_to_num(7.0)), (name, tile)
+            rows = decode.repeat_interleave(tile[0], 0)[: len(v)]
+            assert torch.equal(scales, swizzled(e8m0_bytes(rows))), (name, tile)
+        packed = [e8m0_bytes(plain(v, tile, scaling, E4M3)[1]) for v, tile in ((x, (32, 32) if square else (1, 32)), (x, (32, 1)))]
         stored = torch.empty(r, c), torch.empty_like(packed[0]), *(() if square else (torch.empty(r, c), torch.empty_like(packed[1])))
         triton_block_kernel.cast_blocks(x, 0.0, E4M3.max, False, square, *stored, *(None,) * (4 - len(stored)), mx=32, transpose=False)
         for data, scales, want, bytes_ in zip(stored[::2], stored[1::2], (made[0], made[2].t()), packed, strict=False):
@@ -198,7 +211,8 @@ def test_blocks_along_both_dimensions(shape: tuple[int, int], square: bool, powe
         x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
         tiles = ((128, 128),) * 2 if square else ((1, 128), (128, 1))
         sizes = ((-(-r // 128), -(-c // 128)), (-(-c // 128), -(-r // 128))) if square else ((r, -(-c // 128)), (c, -(-r // 128)))
-        made = torch.empty(r, c), torch.empty(sizes[0]), torch.empty(c, r), torch.empty(sizes[1])
+        down = [torch.empty(size).t().contiguous().t() for size in sizes]  # as products read them; square ones stand along rows
+        made = torch.empty(r, c), down[0], torch.empty(c, r), torch.empty(sizes[1]) if square else down[1]
         highest = torch.finfo(x.dtype).max
         triton_block_kernel.cast_blocks(x, highest, fmt.max, power_2, square, *made, seen=(seen := torch.zeros(())))
         assert seen == (torch.inf if name == "inf" else 0), name
@@ -239,7 +253,7 @@ def same(made: Stored, want: Stored) -> bool:
 def test_a_stored_weight_and_its_shards_are_those_of_plain_code(kind: str, shape: tuple[int, int], on_cpu: None) -> None:
     """Fields, layouts, dtypes and bits, with the amax that is recorded; shards of two ranks, of which no tile or all are cut."""
     from fp8cfg.numerics import shard_scales as shards
-    from fp8cfg.numerics.fused_quantize import store_recorded
+    from fp8cfg.numerics.fused_store import store_recorded
 
     scaling, t = STORED[kind], exact(*shape)
     state = (torch.zeros(3), torch.zeros(4, 3)) if scaling.layout.history else (None, None)

@@ -24,7 +24,8 @@ def under_the_interpreter(file: str) -> None:
 
 def quantize_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a CPU are quantized by the kernels as those of a GPU are."""
-    from fp8cfg.numerics import fused_quantize
+    from fp8cfg.numerics import fused_quantize, fused_store
 
-    for name in ("fuses_store", "fuses", "fuses_tiles"):
-        monkeypatch.setattr(fused_quantize, name, lambda *of: True)
+    for module, names in ((fused_quantize, ("fuses", "fuses_tiles")), (fused_store, ("fuses_store", "fuses", "fuses_tiles"))):
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *of: True)

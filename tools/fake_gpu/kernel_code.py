@@ -84,7 +84,7 @@ def compiled() -> dict[str, Any]:
         t, kind = torch.zeros(256, 512, device="cuda", dtype=dtype), str(dtype).removeprefix("torch.")
         data, transposed = torch.empty_like(t, dtype=E4M3.dtype), torch.empty(512, 256, device="cuda", dtype=E4M3.dtype)
         for square in (False, True):
-            scales, other = (torch.empty(s, device="cuda") for s in (((8, 16), (16, 8)) if square else ((256, 16), (512, 8))))
+            scales, other = (torch.empty(2 * 4 * 512, device="cuda", dtype=torch.uint8) for _ in range(2))
             name = f"cast_blocks MX {'32x32' if square else '1x32 and 32x1'} {kind}"
             found[name] = triton_block_kernel.cast_blocks(
                 t, 0.0, E4M3.max, False, square, data, scales, transposed, other, mx=32, seen=seen)

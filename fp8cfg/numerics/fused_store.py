@@ -1,0 +1,126 @@
+"""Fused storing of weights in float8 on a GPU: read once, and written where they are held.
+
+The kernels are those of fused_quantize.py; what they write is that of `store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, library
+
+from fp8cfg.numerics.amax_group import AmaxGroup
+from fp8cfg.numerics.block_scaling import Tile, sizes
+from fp8cfg.numerics.formats import BY_DTYPE
+from fp8cfg.numerics.fp8_weights import Stored, store
+from fp8cfg.numerics.fused_quantize import MX, TRITON, cast_tiles, fuses, fuses_tiles, scale_source
+from fp8cfg.numerics.scaling import WEIGHT, Scaling, amax_of, scale_now
+
+LEAST = (8, 9)
+"""The least CUDA compute capability whose hardware converts to FP8."""
+
+
+def amaxes_of(tensors: Sequence[Tensor]) -> Tensor:
+    """`amax_of` each of some tensors on one device, [tensors]; on a GPU each is read in one launch."""
+    if not TRITON or not tensors[0].is_cuda:
+        return torch.stack([amax_of(t) for t in tensors])
+    from fp8cfg.numerics import triton_kernels
+
+    parts = torch.zeros(len(tensors), triton_kernels.PARTS, device=tensors[0].device)
+    for t, of in zip(tensors, parts.unbind(), strict=True):
+        if t.numel():
+            triton_kernels.amaxes_of_parts(t.contiguous(), of)
+    return parts.amax(1)
+
+
+def fuses_store(t: Tensor) -> bool:
+    """Whether `t` is where kernels can store it in float8: the conversion is the hardware's, whoever multiplies."""
+    return TRITON and t.is_cuda and torch.cuda.get_device_capability(t.device) >= LEAST
+
+
+def store_recorded(
+    master: Tensor, scaling: Scaling, scales: Tensor | None, history: Tensor | None, parts: AmaxGroup | None,
+    held: Stored | None = None,
+) -> Stored:
+    """`store` of a matrix [out, in], whose amax is recorded in `history`. One scale for all of it is that of this moment. Kernels
+    write into the tensors that are `held`, where they can, and give these back."""
+    held = held if held is not None and _writable(held, master) else None
+    if scaling.tile(WEIGHT, 1) is not None:
+        made = store_tiles_fused(master, scaling, (1, 0) if scaling.directional(WEIGHT) else (1,), history, held)
+        record = None if history is None else history[0, WEIGHT]
+        return Stored(*made[1], *made.get(0, (None, None))) if made else store(master, scaling, record=record)
+    if fuses_store(master) and fuses(master, scaling, None):
+        t = master.contiguous()
+        data, scale_inv = held[:2] if held else _empty(t, scaling.forward.dtype)
+        store_tensor(t, scales, history, *scale_source(t, WEIGHT, scaling, scales, parts), WEIGHT, data, scale_inv)
+        return Stored(data, scale_inv)
+    return store(master, scaling, scale_now(master, WEIGHT, scaling, scales, history, record=True, parts=parts))
+
+
+def store_scaled(t: Tensor, scaling: Scaling, scale: Tensor) -> Stored:
+    """`store` of some rows of a matrix with its one scale [], which is not 0."""
+    if not fuses_store(t) or not fuses(t, scaling, None):
+        return store(t, scaling, scale)
+    made, of = _empty(t, scaling.forward.dtype), scale.view(1)
+    store_tensor(t.contiguous(), of, None, of, scaling.forward.max, False, 0, *made)
+    return Stored(*made)
+
+
+def store_tiles_fused(
+    t: Tensor, scaling: Scaling, axes: Sequence[int], history: Tensor | None = None, held: Stored | None = None
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """The matrix `t` [R, C] and its inverse scales, as `Stored` has them, for products that contract each of its dimensions
+    `axes`, in one read; empty where there is no kernel that can. They are in the tensors that are `held`, if these are given. An
+    infinite amax goes into `history`, if it is given."""
+    fmt, tile = scaling.forward, scaling.tile(WEIGHT, 1)
+    if not axes or tile is None or not fuses_store(t) or not fuses_tiles(t, tile, scaling, None):
+        return {}
+    of_scales = torch.uint8 if max(tile) == MX else torch.float32
+
+    def room(axis: int) -> tuple[Tensor | None, Tensor | None]:
+        if axis not in axes:
+            return None, None
+        if held:
+            return (held.data, held.scale_inv) if axis else (held.dgrad, held.dgrad_scale_inv)
+        return _empty(t, fmt.dtype, tile if axis else (tile[1], tile[0]), of_scales)
+
+    into = {axis: room(axis) for axis in (1, 0)}
+    store_blocks(t.contiguous(), tile[1], scaling.power_2_scales, tile[0] > 1, *into[1], *into[0], history)
+    return {axis: (data, scale_inv) for axis, (data, scale_inv) in into.items() if data is not None and scale_inv is not None}
+
+
+def _empty(t: Tensor, dtype: torch.dtype, tile: Tile = (0, 0), of_scales: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """A matrix of the shape of `t`, and the scales of its tiles, with anything in them."""
+    down, across = (-(-n // size) for n, size in zip(t.shape, sizes(t.shape, tile), strict=True))
+    return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format), t.new_empty(
+        () if tile == (0, 0) else (down, across), dtype=of_scales)
+
+
+def _writable(held: Stored, master: Tensor) -> bool:
+    """Whether a kernel that reads `master` can write into the tensors that are `held`."""
+    there = [t for t in held if t is not None]
+    return held.data.shape == master.shape and all(
+        type(t) is Tensor and t.device == master.device and t.is_contiguous() for t in there)
+
+
+@library.custom_op("fp8cfg::store_blocks", mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "history"))
+def store_blocks(
+    t: Tensor, width: int, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None, dgrad: Tensor | None,
+    dgrad_scale_inv: Tensor | None, history: Tensor | None,
+) -> None:
+    """The contiguous matrix `t` [R, C], a weight, into float8 `data` [R, C] with scales for 1 x `width` elements, or their square,
+    and into `dgrad` [R, C] with scales for `width` x 1, or either alone. The `width` is that of `quantize_blocks`. Scales are
+    row-major, float32 or bytes of E8M0."""
+    cast_tiles(t, width, power_2, square, data, scale_inv, dgrad, dgrad_scale_inv, False, history, WEIGHT)
+
+
+@library.custom_op("fp8cfg::store_tensor", mutates_args=("data", "scale_inv", "history"))
+def store_tensor(
+    t: Tensor, scales: Tensor | None, history: Tensor | None, amax: Tensor | None, target: float, power_2: bool, role: int,
+    data: Tensor, scale_inv: Tensor,
+) -> None:
+    """The contiguous matrix `t` into float8 `data` and its inverse scale, by the rule of `quantize_tensor`."""
+    from fp8cfg.numerics import triton_kernels
+
+    triton_kernels.cast(t, scales, history, role, target, BY_DTYPE[data.dtype].max, power_2, data, None, scale_inv, amax)
