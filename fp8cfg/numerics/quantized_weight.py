@@ -3,6 +3,7 @@ master, and read back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -75,12 +76,15 @@ class QuantizedWeight(NarrowWeight):
             return
         if not self.fp8_params:
             raise TypeError("set_weight writes float8 weights; this layer has a high-precision one: assign to it")
-        for target, new in zip(self._held_tensors(), self._stored(master), strict=True):
-            if target is not None and new is not None:
+        held = self._held_tensors()
+        for target, new in zip(held, self._stored(master, held), strict=True):
+            if target is not None and new is not None and new is not target:
                 target.copy_(new)
 
-    def _stored(self, master: Tensor) -> Stored:
-        return store_recorded(master, self.scaling, self.fp8_scale, amax_record(self), self.parts)
+    def _stored(self, master: Tensor, held: Sequence[Tensor | None] = ()) -> Stored:
+        """The weight in float8, in the tensors that are `held` where a kernel has written there."""
+        into = Stored(*held) if held else None  # type: ignore[arg-type]
+        return store_recorded(master, self.scaling, self.fp8_scale, amax_record(self), self.parts, into)
 
     @property
     def fp8_params(self) -> bool:

@@ -260,6 +260,11 @@ def test_a_stored_weight_and_its_shards_are_those_of_plain_code(kind: str, shape
     scale = scale_now(t, WEIGHT, scaling, *state, record=False) if scaling.tile(WEIGHT, 1) is None else None
     want = store(t, scaling, scale)
     assert same(store_recorded(t, scaling, *state, None), want), kind
+    held = Stored(*(None if field is None else torch.zeros_like(field) for field in want))
+    versions = [field._version for field in held if field is not None]
+    again = store_recorded(t, scaling, *state, None, held)
+    assert same(held, want) and all(a is b for a, b in zip(again, held, strict=True)), "written where it is held"
+    assert all(field._version > version for field, version in zip((f for f in held if f is not None), versions, strict=True))
     assert state[1] is None or state[1].tolist() == [[0, 3.5, 0], *[[0, 0, 0]] * 3]
     for ranks in (2, 4):
         pieces, places = t.chunk(ranks), [shards.ShardPlace(shape[0], ranks, rank) for rank in range(ranks)]
