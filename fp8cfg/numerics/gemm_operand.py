@@ -12,11 +12,12 @@ from fp8cfg.numerics.formats import BY_DTYPE, E2M1, Format
 
 
 class Operand(NamedTuple):
-    """A matrix whose last dimension is contracted. In FP8 `fmt` is set, and `data` is float8 or holds values of its grid in a
-    wider carrier. `scale_inv` is applied by the product or by the hardware: a float32 scalar, or one for each tile, which under MX
-    may also be bytes of E8M0, flat in the order in which the hardware reads them; None where it is already multiplied into `data`.
-    `other` is the operand of products that contract the first dimension, where one kernel made both. `whole_inv` is nvfp4's inverse
-    scale of the tensor, above those of tiles, where the hardware applies it. In high precision all fields but `data` are None.
+    """A matrix whose last dimension is contracted. In FP8 `fmt` is set, and `data` is float8, or bytes that hold two codes of E2M1
+    each, or holds values of its grid in a wider carrier. `scale_inv` is applied by the product or by the hardware: a float32
+    scalar, or one for each tile, or bytes of E8M0 or E4M3, flat in the order in which the hardware reads them; None where it is
+    already multiplied into `data`. `other` is the operand of products that contract the first dimension, where one kernel made
+    both. `whole_inv` is nvfp4's inverse scale of the tensor, above those of tiles, where the hardware applies it. In high precision
+    all fields but `data` are None.
     """
 
     data: Tensor
@@ -45,7 +46,7 @@ class Operand(NamedTuple):
 
     @property
     def how(self) -> str:
-        if self.data.dtype in BY_DTYPE:
+        if self.data.dtype in BY_DTYPE or self.data.dtype == torch.uint8:
             return "scaled_mm"
         return "emulated" if self.fmt else "high_precision"
 

@@ -117,9 +117,9 @@ class Plan(NamedTuple):
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
         if fuses_tiles(t, tile, self.scaling, self.carrier):
             return quantize_tiles_fused(t, role, self.scaling, axis, both, seen)
-        record = None if seen is None else seen[0, role]
         if self.scaling.layout.two_levels:
-            return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random, record)
+            return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random, seen)
+        record = None if seen is None else seen[0, role]
         return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype, record=record)
 
     def weights(self, w: Tensor, state: State, kept: Sequence[Tensor | None], slots: Sequence[int]) -> dict[int, Operand]:

@@ -36,6 +36,8 @@ def microscaled_mm(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
 def _laid_out(t: Operand) -> tuple[Tensor, Tensor]:
     """The data and scales of `t` as the hardware reads them, bytes. A square of n x n has its scale once for each of its n rows."""
     assert t.scale_inv is not None and t.tile is not None
+    if t.data.dtype == torch.uint8:
+        return t.data, t.scale_inv
     data, scale = _completed(t.data.view(torch.uint8)), t.scale_inv
     if scale.dim() == 1:
         return data, scale

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fp8cfg.numerics.block_scaling import first_level
 from fp8cfg.numerics.formats import E2M1
+from fp8cfg.numerics.fused_nvfp4 import fuses_four_bits, quantize_four_bits_fused
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.host_copy import sent
 from fp8cfg.numerics.quantize import quantize_tiles
@@ -68,20 +69,23 @@ def matrix_made_on(device: torch.device) -> Tensor:
 
 def quantize_nvfp4(
     t: Tensor, role: int, axis: int, scaling: Scaling, carrier: torch.dtype | None, random: tuple[Tensor, Tensor] | None = None,
-    record: Tensor | None = None,
+    history: Tensor | None = None,
 ) -> Operand:
     """The matrix `t` [R, C] for a product over its dimension `axis`, in the orientation of `t`; R completed to a multiple of 16
     by zeros where the transform is applied. `random`, the key and the count of a layer's draws, is what a gradient is rounded by.
-    Without a carrier the data are a byte each, and hardware multiplies them (microscaled_mm.py). The amax is folded into the
-    running maximum `record`, [], if there is one."""
-    carrier = carrier or E2M1.dtype
+    Without a carrier hardware multiplies it (microscaled_mm.py): the data are a byte each, or packed where a kernel made them. The
+    amax is folded into `history[0, role]`, if it is given."""
     draw = Random(*random, lane=axis) if random and scaling.rounds_at_random(role) else None
-    if not scaling.transforms(role, axis):
-        tile = scaling.tile(role, axis)
-        assert tile is not None
-        return quantize_tiles(t, tile, scaling.format_of(role), scaling, carrier, first_level(t, record), draw)
-    mixed = hadamard(t.t())
-    return quantize_tiles(mixed, (1, 16), scaling.format_of(role), scaling, carrier, first_level(mixed, record), draw).t()
+    mixes = scaling.transforms(role, axis)
+    mixed, tile = hadamard(t.t()) if mixes else t, (1, 16) if mixes else scaling.tile(role, axis)
+    assert tile is not None
+    if fuses_four_bits(t, carrier) and tile[1] == 16:
+        made = quantize_four_bits_fused(mixed, tile[0] == 16, draw, history, role)
+    else:
+        record = None if history is None else history[0, role]
+        carrier = carrier or E2M1.dtype
+        made = quantize_tiles(mixed, tile, scaling.format_of(role), scaling, carrier, first_level(mixed, record), draw)
+    return made.t() if mixes else made
 
 
 def hadamard(t: Tensor) -> Tensor:

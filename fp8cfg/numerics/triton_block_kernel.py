@@ -1,5 +1,5 @@
 """Triton kernel of quantization by blocks, one launch and one read for both dimensions: a scale for 128 elements along either, or
-for 128x128; for 32 or 32x32 with powers of two (MX).
+for 128x128; for 32 or 32x32 with powers of two (MX); for 16 or 16x16 under one of the tensor, in four bits (NVFP4).
 
 Rules and rounding are those of triton_kernels.py, whose functions these are. Scales are stored where products read them: by the
 strides of their tensor, or in the tiles of the tensor cores (microscaled_mm.py).
@@ -14,10 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8cfg.numerics.triton_kernels import _note_infinite, _saturated, _scale_of, _store_across
+from fp8cfg.numerics.triton_four_bits import _e2m1, _e4m3, _first_level, _store_packed
+from fp8cfg.numerics.triton_kernels import PARTS, _note_infinite, _saturated, _scale_of, _store_across, amaxes_of_parts, part_count
 
 WIDTH = 128
 """Rows and columns of a program's tile, and elements that share a scale under block scaling."""
+FOUR = 16
+"""Elements that share a scale under NVFP4."""
 
 
 @triton.jit
@@ -35,10 +38,12 @@ def _e8m0(amax, broken, reciprocal):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scales(amax, broken, target, highest, POWER_2: tl.constexpr, MX: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scales(amax, broken, whole, target, highest, POWER_2: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The scale that elements are multiplied by, and what is stored of it. Under MX `highest` is the reciprocal of the format's
     maximum."""
-    if MX:
+    if BLOCK == 16:
+        return _e4m3(amax, whole)
+    elif BLOCK == 32:
         return _e8m0(amax, broken, highest)
     else:
         scale = _scale_of(amax, target, highest, POWER_2)
@@ -76,12 +81,13 @@ def _store_scales(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast_blocks(  # type: ignore[no-untyped-def]
-    t, data, scale_inv, data_t, scale_inv_t, seen, rows, columns, by_row, by_column, by_row_t, by_column_t, target, highest,
-    LARGEST: tl.constexpr, POWER_2: tl.constexpr, SQUARE: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr,
-    TRANSPOSE: tl.constexpr, RECORD: tl.constexpr, SWIZZLED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    t, data, scale_inv, data_t, scale_inv_t, seen, parts, whole_inv, key, draw, rows, columns, count, by_row, by_column, by_row_t,
+    by_column_t, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr, SQUARE: tl.constexpr, ALONG: tl.constexpr,
+    ACROSS: tl.constexpr, TRANSPOSE: tl.constexpr, RECORD: tl.constexpr, SWIZZLED: tl.constexpr, RANDOM: tl.constexpr,
+    LANE: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    parts: tl.constexpr = WIDTH // BLOCK
-    mx: tl.constexpr = BLOCK < WIDTH
+    n: tl.constexpr = WIDTH // BLOCK
+    four: tl.constexpr = BLOCK == 16
     high: tl.constexpr = BLOCK if SQUARE else 1
     across = tl.cdiv(columns, WIDTH)
     i, j = tl.program_id(0) // across, tl.program_id(0) % across
@@ -94,29 +100,42 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
     a = tl.abs(v)
     a = tl.where(a >= 0, a, 0.0)
     odd = (v != v).to(tl.int32)
-    if RECORD:
+    whole = 1.0
+    if four:
+        amax, whole = _first_level(parts, count, PARTS)
+        if tl.program_id(0) == 0:
+            tl.store(whole_inv, tl.div_rn(1.0, whole))
+            if RECORD:
+                tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == amax)
+    elif RECORD:
         _note_infinite(seen, tl.max(tl.max(a, 1), 0))
     if SQUARE:
-        scale, inverse = _scales(_square(a, WIDTH, BLOCK), _square(odd, WIDTH, BLOCK), target, highest, POWER_2, mx)
-        q = tl.reshape(tl.reshape(v, [parts, BLOCK, parts, BLOCK]) * scale[:, None, :, None], [WIDTH, WIDTH])
-        q = _saturated(q, LARGEST)
+        scale, inverse = _scales(_square(a, WIDTH, BLOCK), _square(odd, WIDTH, BLOCK), whole, target, highest, POWER_2, BLOCK)
+        q = _saturated(tl.reshape(tl.reshape(v, [n, BLOCK, n, BLOCK]) * scale[:, None, :, None], [WIDTH, WIDTH]), LARGEST)
         inverse_t = tl.trans(inverse)
+    elif ALONG:
+        of, broken = tl.max(tl.reshape(a, [WIDTH, n, BLOCK]), 2), tl.max(tl.reshape(odd, [WIDTH, n, BLOCK]), 2)
+        scale, inverse = _scales(of, broken, whole, target, highest, POWER_2, BLOCK)
+        q = _saturated(tl.reshape(tl.reshape(v, [WIDTH, n, BLOCK]) * scale[:, :, None], [WIDTH, WIDTH]), LARGEST)
+    if four:
+        index = row[:, None] * (tl.cdiv(columns, BLOCK) * BLOCK) + column[None, :]
+        q = tl.where(inside, _e2m1(q, key, draw, index, RANDOM, LANE), 0)
     if ALONG:
-        if not SQUARE:
-            of = tl.reshape(a, [WIDTH, parts, BLOCK])
-            broken = tl.max(tl.reshape(odd, [WIDTH, parts, BLOCK]), 2)
-            scale, inverse = _scales(tl.max(of, 2), broken, target, highest, POWER_2, mx)
-            q = _saturated(tl.reshape(tl.reshape(v, [WIDTH, parts, BLOCK]) * scale[:, :, None], [WIDTH, WIDTH]), LARGEST)
-        tl.store(data + at, q.to(data.dtype.element_ty), mask=inside)
+        if four:
+            _store_packed(data, q, i, j, rows, columns, WIDTH)
+        else:
+            tl.store(data + at, q.to(data.dtype.element_ty), mask=inside)
         _store_scales(scale_inv, inverse, i, j, rows, columns, by_row, by_column, SWIZZLED, WIDTH, high, BLOCK)
     if ACROSS:
         if not SQUARE:
-            of = tl.reshape(a, [parts, BLOCK, WIDTH])
-            broken = tl.max(tl.reshape(odd, [parts, BLOCK, WIDTH]), 1)
-            scale, inverse = _scales(tl.max(of, 1), broken, target, highest, POWER_2, mx)
-            q = _saturated(tl.reshape(tl.reshape(v, [parts, BLOCK, WIDTH]) * scale[:, None, :], [WIDTH, WIDTH]), LARGEST)
+            of, broken = tl.max(tl.reshape(a, [n, BLOCK, WIDTH]), 1), tl.max(tl.reshape(odd, [n, BLOCK, WIDTH]), 1)
+            scale, inverse = _scales(of, broken, whole, target, highest, POWER_2, BLOCK)
+            q = _saturated(tl.reshape(tl.reshape(v, [n, BLOCK, WIDTH]) * scale[:, None, :], [WIDTH, WIDTH]), LARGEST)
             inverse_t = tl.trans(inverse)
-        _store_across(data_t, q.to(data_t.dtype.element_ty), at, inside, at_t, inside_t, TRANSPOSE)
+        if four:
+            _store_packed(data_t, tl.trans(q), j, i, columns, rows, WIDTH)
+        else:
+            _store_across(data_t, q.to(data_t.dtype.element_ty), at, inside, at_t, inside_t, TRANSPOSE)
         _store_scales(scale_inv_t, inverse_t, j, i, columns, rows, by_row_t, by_column_t, SWIZZLED, WIDTH, high, BLOCK)
 
 
@@ -137,6 +156,24 @@ def cast_blocks(
     strides = [0] * 4 if swizzled else [*targets[1].stride(), *targets[3].stride()[:: 1 if transpose else -1]]
     tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
     return _cast_blocks[(tiles,)](
-        t, *targets, (t if seen is None else seen.view(torch.int32)), rows, columns, *strides, largest,
-        1.0 / largest if mx else highest, largest, power_2, square, along, across, transpose, seen is not None, swizzled, WIDTH,
-        mx or WIDTH, num_warps=8)
+        t, *targets, (t if seen is None else seen.view(torch.int32)), t, t, t, t, rows, columns, 0, *strides, largest,
+        1.0 / largest if mx else highest, largest, power_2, square, along, across, transpose, seen is not None, swizzled, False, 0,
+        PARTS, WIDTH, mx or WIDTH, num_warps=8)
+
+
+def cast_four_bits(
+    t: Tensor, data: Tensor, scale_inv: Tensor, data_t: Tensor | None, scale_inv_t: Tensor | None, whole_inv: Tensor,
+    random: tuple[Tensor, Tensor] | None = None, lane: int = 0, seen: Tensor | None = None,
+) -> Any:
+    """Quantize the contiguous matrix `t` [R, C] to E2M1, with a scale for 1x16 elements, or for 16x16 where its transpose is
+    wanted, and one of the tensor: into bytes `data` and `scale_inv`, its transpose into `data_t` and `scale_inv_t`, all as hardware
+    reads them (microscaled_mm.py), and `whole_inv`, float32 []. `random`, the key and the count of draws, and `lane` are those of
+    stochastic rounding. The amax is folded into the running maximum `seen`, float32 []. Returns the compiled kernel."""
+    (rows, columns), both = t.shape, data_t is not None
+    parts = torch.empty(PARTS, dtype=torch.float32, device=t.device)
+    amaxes_of_parts(t, parts, keep_nan=True)
+    tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
+    return _cast_blocks[(tiles,)](
+        t, data, scale_inv, data_t if both else t, scale_inv_t if both else t, t if seen is None else seen.view(torch.int32), parts,
+        whole_inv, *(random or (t, t)), rows, columns, part_count(t), 0, 0, 0, 0, 0.0, 0.0, 6.0, False, both, True, both, True,
+        seen is not None, True, random is not None, lane, PARTS, WIDTH, FOUR, num_warps=8)

@@ -31,7 +31,7 @@ ROWS, COLUMNS = 64, 64
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _largest_parts(  # type: ignore[no-untyped-def]
-    t, scales, parts, count, ROLE: tl.constexpr, DELAYED: tl.constexpr, BLOCK: tl.constexpr
+    t, scales, parts, count, ROLE: tl.constexpr, DELAYED: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr
 ):
     if DELAYED:  # noqa: SIM102, one is decided as this is compiled, the other as it runs
         if tl.load(scales + ROLE) != 0:
@@ -41,9 +41,13 @@ def _largest_parts(  # type: ignore[no-untyped-def]
     while start < count:
         at = start + tl.arange(0, BLOCK)
         a = tl.abs(tl.load(t + at, mask=at < count, other=0.0).to(tl.float32))
-        largest = tl.where(a > largest, a, largest)  # no NaN is greater
+        larger = a > largest  # no NaN is
+        if NAN:
+            larger = larger | (a != a)
+        largest = tl.where(larger, a, largest)
         start += tl.num_programs(0) * BLOCK
-    tl.store(parts + tl.program_id(0), tl.max(largest))
+    # Numbers that are not negative, and NaN above them, are in the order of their bits.
+    tl.store(parts + tl.program_id(0), tl.max(largest.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -116,11 +120,11 @@ def part_count(t: Tensor) -> int:
     return count
 
 
-def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0) -> Any:
-    """The amaxes of parts of contiguous `t`, any shape but an empty one, NaN skipped, in the first elements of `parts`,
-    float32; under delayed scaling none where `scales[role]` is not 0. Returns the compiled kernel."""
+def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0, keep_nan: bool = False) -> Any:
+    """The amaxes of parts of contiguous `t`, any shape but an empty one, NaN skipped or else kept, in the first elements of
+    `parts`, float32; under delayed scaling none where `scales[role]` is not 0. Returns the compiled kernel."""
     of, delayed = parts if scales is None else scales, scales is not None
-    return _largest_parts[(part_count(t),)](t, of, parts, t.numel(), role, delayed, BLOCK, num_warps=8)
+    return _largest_parts[(part_count(t),)](t, of, parts, t.numel(), role, delayed, keep_nan, BLOCK, num_warps=8)
 
 
 def cast(

@@ -16,11 +16,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fp8cfg.numerics import E4M3, E5M2, Format, Scaling
+from fp8cfg.numerics import E2M1, E4M3, E5M2, Format, Scaling
 from fp8cfg.numerics.block_scaling import Tile, e8m0_bytes
 from fp8cfg.numerics.fp8_weights import Stored, store
-from fp8cfg.numerics.microscaled_mm import swizzled
+from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.microscaled_mm import _laid_out, swizzled, swizzled_size
+from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, amax_of, scale_now
+from fp8cfg.numerics.stochastic_rounding import Random
 from tests.support.interpreted import interpreted, not_interpreted, quantize_by_kernels, under_the_interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, of infinities and NaN: the interpreter computes with it
@@ -128,7 +131,7 @@ def test_many_parts_and_no_transpose() -> None:
 
 def filled(rows: int, columns: int) -> Tensor:
     """Room for swizzled scales of 1x32, with something in it."""
-    return torch.full((-(-rows // 128) * 128 * -(-columns // 128) * 4,), 77, dtype=torch.uint8)
+    return torch.full((swizzled_size(rows, -(-columns // 32)),), 77, dtype=torch.uint8)
 
 
 def plain(x: Tensor, tile: Tile, scaling: Scaling, fmt: Format) -> tuple[Tensor, Tensor]:
@@ -171,6 +174,70 @@ def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
         triton_block_kernel.cast_blocks(x, 0.0, E4M3.max, False, square, *stored, *(None,) * (4 - len(stored)), mx=32, transpose=False)
         for data, scales, want, bytes_ in zip(stored[::2], stored[1::2], (made[0], made[2].t()), packed, strict=False):
             assert torch.equal(scales, bytes_) and torch.equal(data.nan_to_num(7.0), want.nan_to_num(7.0)), name
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["rows", "squares", "at random"])
+@pytest.mark.parametrize("shape", [(128, 256), (130, 140), (1, 300), (256, 70)], ids=str)
+def test_four_bits(shape: tuple[int, int], kind: str) -> None:
+    """Codes, scales of tiles and of the tensor, and the recorded amax of NVFP4; here the kernel rounds, not the hardware."""
+    from fp8cfg.numerics import triton_block_kernel
+    from fp8cfg.numerics.block_scaling import first_level
+
+    scaling, square = Scaling("nvfp4", forward=E2M1, backward=E2M1), kind == "squares"
+    random = (torch.tensor([12345, -678901], dtype=torch.int32), torch.tensor(3, dtype=torch.int32)) if kind == "at random" else None
+    for i, (name, t) in enumerate(contents(shape).items()):
+        x, lane = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3]), i % 2
+        seen, kept = torch.full((), 0.5), torch.full((), 0.5)
+        q = quantize_tiles(x, (16, 16) if square else (1, 16), E2M1, scaling, E2M1.dtype, first_level(x, kept), Random(*random, lane) if random else None)
+        sides = [q, q.t()] if square else [q]
+        made = [room for side in sides for room in four_bit_room(*side.data.shape)]
+        whole = torch.empty(())
+        triton_block_kernel.cast_four_bits(x.contiguous(), *made, *() if square else (None, None), whole, random, lane, seen)
+        assert torch.equal(seen, kept), name
+        assert q.whole_inv is not None and torch.equal(whole.nan_to_num(7.0), q.whole_inv.nan_to_num(7.0)), name
+        for side, codes, scales in zip(sides, made[::2], made[1::2], strict=True):
+            want, want_scales = _laid_out(side._replace(data=side.data.contiguous()))
+            assert torch.equal(scales, want_scales), name
+            assert name == "nan" or torch.equal(codes, want), name
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["mxfp8", "mxfp8 squares", "nvfp4", "nvfp4 rows"])
+def test_operands_of_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the hardware gets of input, weight and gradient for each product: transforms, draws and orientations with the kernels."""
+    from fp8cfg.numerics import nvfp4
+    from fp8cfg.numerics.fused_quantize import quantize_tiles_fused
+
+    four, squares = "nvfp4" in kind, "rows" not in kind and kind != "mxfp8"
+    scaling = Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=squares) if four else Scaling("mxfp8", backward=E4M3, weights_2d=squares)
+    random, t = (torch.tensor([5, -7], dtype=torch.int32), torch.tensor(2, dtype=torch.int32)), exact(208, 160)
+
+    def operand(role: int, axis: int, fused: bool = False, both: bool = False) -> Operand:
+        monkeypatch.setattr(nvfp4, "fuses_four_bits", lambda t, carrier: fused)
+        if four:
+            return nvfp4.quantize_nvfp4(t, role, axis, scaling, None, random)
+        tile = scaling.tile(role, axis)
+        assert tile is not None
+        return quantize_tiles_fused(t, role, scaling, axis, both, None) if fused else quantize_tiles(t, tile, E4M3, scaling, E4M3.dtype)
+
+    for role in (INPUT, WEIGHT, GRAD_OUTPUT):
+        shared = operand(role, 1, fused=True, both=True)
+        made = [shared, shared.t() if shared.other else operand(role, 0, fused=True).t()]
+        wants = [operand(role, 1), operand(role, 0).t()]
+        for got, want, axis in zip(made, wants, (1, 0), strict=True):
+            assert got.how == "scaled_mm" and got.kind == ("e2m1" if four else "e4m3")
+            want = want._replace(data=want.data.contiguous())
+            for a, b in zip(_laid_out(got), _laid_out(want), strict=True):
+                assert torch.equal(a, b), (role, axis)
+            assert (got.whole_inv is None) == (want.whole_inv is None) == (not four)
+            assert got.whole_inv is None or want.whole_inv is None or torch.equal(got.whole_inv, want.whole_inv), (role, axis)
+
+
+def four_bit_room(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Room for codes and scales, with something in it."""
+    return (torch.full((rows, -(-columns // 32) * 16), 77, dtype=torch.uint8),
+            torch.full((swizzled_size(rows, -(-columns // 16)),), 77, dtype=torch.uint8))
 
 
 @interpreted

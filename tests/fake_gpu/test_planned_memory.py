@@ -26,6 +26,12 @@ from tools.gpu_rows.proof import without_proof
 SHAPE = ("recipe=llama_8b", "model.num_layers=2", "model.vocab_size=32000", "model.seq_length=8192", "trainer.accelerator=cuda", "trainer.devices=1",
          "trainer.strategy.context_parallel_size=1", "trainer.micro_batch_size=1", "trainer.global_batch_size=2", "optim.warmup_steps=0")
 
+HOPPER = (
+    "bf16", "bf16_fp8 backend=native", "bf16_fp8 backend=native fp8.params=false", "bf16_fp8_current backend=native fp8.params=false",
+    "bf16_fp8_block backend=native fp8.format=e4m3 fp8.params=false", "bf16_fp8 backend=native opt_level=O2")
+BLACKWELL = ("bf16_mxfp8 backend=native", "bf16_mxfp8 backend=native fp8.params=false", "bf16_nvfp4 backend=native fp8.params=false")
+"""What is multiplied from compute capability 10.0 on."""
+
 
 def _zero(model: Transformer, seed: int, device: str = "cpu") -> None:
     """Weights that a real GPU computes finite numbers with; drawn ones would take the fake one memory of the machine."""
@@ -36,9 +42,7 @@ def _zero(model: Transformer, seed: int, device: str = "cpu") -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("precision", [
-    "bf16", "bf16_fp8 backend=native", "bf16_fp8 backend=native fp8.params=false", "bf16_fp8_current backend=native fp8.params=false",
-    "bf16_fp8_block backend=native fp8.format=e4m3 fp8.params=false", "bf16_fp8 backend=native opt_level=O2"])
+@pytest.mark.parametrize("precision", BLACKWELL if torch.cuda.get_device_capability() >= (10, 0) else HOPPER)
 def test_the_peak_of_a_step_is_the_planned_one(precision: str, recompute: str) -> None:
     without_proof()
     recipe = fp8cfg.compose([*SHAPE, *f"precision={precision}".split(), f"model.recompute_granularity={recompute}"])

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-AMAXES = "amaxes_of_parts"
-"""The kernel that converts nothing."""
+AMAXES, FOUR_BITS = "amaxes_of_parts", "cast_blocks NVFP4"
+"""The kernels that convert nothing: one only reads, the other makes its codes by arithmetic."""
 
 
 class Resources(NamedTuple):
@@ -88,6 +88,11 @@ def compiled() -> dict[str, Any]:
             name = f"cast_blocks MX {'32x32' if square else '1x32 and 32x1'} {kind}"
             found[name] = triton_block_kernel.cast_blocks(
                 t, 0.0, E4M3.max, False, square, data, scales, transposed, other, mx=32, seen=seen)
+        room = [torch.empty(n, device="cuda", dtype=torch.uint8) for n in (256 * 256, 2 * 8 * 512, 512 * 128, 4 * 4 * 512)]
+        random = torch.zeros(2, device="cuda", dtype=torch.int32), torch.zeros((), device="cuda", dtype=torch.int32)
+        for name, across, draws in (("1x16", (None, None), None), ("1x16 at random", (None, None), random), ("16x16", room[2:], None)):
+            found[f"{FOUR_BITS} {name} {kind}"] = triton_block_kernel.cast_four_bits(
+                t, *room[:2], *across, torch.empty((), device="cuda"), draws, 1, seen)
         one, other = (torch.empty(n, 1, device="cuda") for n in (256, 512))
         found[f"cast_rows rows and columns {kind}"] = triton_row_kernel.cast_rows(
             t, E4M3.max, True, data, one, transposed, other, seen=seen)

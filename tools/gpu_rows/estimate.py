@@ -25,13 +25,13 @@ OF_PEAK = {"bf16": 0.7, "delayed": 0.7, "current": 0.7, "row": 0.7, "block": 0.6
 """Share of the dense peak that a large product reaches; with scales of 128 less, whose partial sums are promoted to float32."""
 OF_PEAK_ATTENTION = 0.5
 """Share of the BF16 peak that flash attention reaches, forward and backward together."""
-QUANTIZED = {"bf16": 0.0, "delayed": 2 + 2, "current": 2 + 2 + 2, "row": 2 + 2 + 2 + 2, "block": 2 + 2 + 2 * 4 / 128, "mxfp8": 2 + 2 + 2 * 9 / 32,
-             "nvfp4": 2 * (2 + 2 + 1 / 2 + 9 / 16) + 2 * 2 / 3}
+QUANTIZED = {"bf16": 0.0, "delayed": 2 + 2, "current": 2 + 2 + 2, "row": 2 + 2 + 2 + 2, "block": 2 + 2 + 2 * 4 / 128, "mxfp8": 2 + 2 + 2 * 1 / 32,
+             "nvfp4": (2 + 2 + 2 * 9 / 16) / 3 + (2 * (2 + 2 + 9 / 16) + 8) * 2 / 3}
 """Bytes moved per BF16 element to have it quantized for both directions: read, and written row-major and transposed; read once more
 for the amax of the moment. Scales of rows are made out of the cache, those of columns read all once for the amax and once for the
-cast. MXFP8's scales are written in float32, and read to be put in
-order. NVFP4 has no kernel for both directions: for each of them the element is read for the amax of the tensor and to be quantized,
-half a byte is written, and the scales as MXFP8's are; a Hadamard transform writes and reads the operands of wgrad, two of six."""
+cast. NVFP4 reads a tensor for its amax and to be quantized, and writes half a byte and a sixteenth of a scale for each direction: a
+weight for both at once, activations and gradients for each, and for one of them they are transposed and go through the Hadamard
+transform, two copies written and read."""
 LOGIT, PARAMETER = 54, 35
 """Bytes moved per logit by the loss in chunks (models/cross_entropy.py), and per parameter by a step of AdamW over float32 masters:
 master and two moments read and written, gradient read twice, weight written."""

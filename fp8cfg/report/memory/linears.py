@@ -174,6 +174,6 @@ class LinearBytes:
         elements = width * self.tokens
         if by_kernel(self.recipe, self.device):
             made = self.e * elements * (2 if linear.gemms[1] and linear.gemms[2] else 1)
-            return made, made
+            return made + quantizing(self.recipe, self.device, elements) - 2 * self.e * elements, made
         first = (directions(self.recipe) - 1) * self.e * elements if linear.gemms[1] and linear.gemms[2] else 0
         return first + quantizing(self.recipe, self.device, elements), first + self.e * elements

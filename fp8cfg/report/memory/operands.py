@@ -30,13 +30,13 @@ def emulated(recipe: Recipe, device: str) -> bool:
 
 def operand(recipe: Recipe, device: str) -> float:
     """An element of a quantized activation, or of a weight quantized for one pass. Emulated it is the carrier's: bfloat16 under
-    bf16, unless its scale is multiplied in and is no power of two, and else float32. On hardware a byte, and its
-    share of a block's scale, float32 until it is multiplied."""
+    bf16, unless its scale is multiplied in and is no power of two, and else float32. On hardware a byte, under nvfp4 half of one,
+    and its share of a block's scale."""
+    scaling = SCALINGS[recipe.fp8.scaling]
     if emulated(recipe, device):
-        exact = SCALINGS[recipe.fp8.scaling].exact_in_bfloat16(power_2_scales(recipe.fp8))
+        exact = scaling.exact_in_bfloat16(power_2_scales(recipe.fp8))
         return CODEC["bf16"] if recipe.precision.compute == "bf16" and exact else CODEC["fp32"]
-    tile = _tile(recipe.fp8)
-    return CODEC["fp8"] + (4 / (tile[0] * tile[1]) if tile and 0 not in tile else 0)
+    return CODEC["fp8"] / (2 if scaling.two_levels else 1) + scaling.scale_share(_tile(recipe.fp8))
 
 
 def _tile(fp8: FP8, weight: bool = False) -> Tile | None:
@@ -85,9 +85,8 @@ def product(recipe: Recipe, device: str, out: float, made: float, read: float) -
 
 
 def by_kernel(recipe: Recipe, device: str) -> bool:
-    """Whether a kernel quantizes, in one read and without temporaries (numerics/fused_quantize.py): for products of the hardware,
-    of eight bits."""
-    return device == "cuda" and not emulated(recipe, device) and not SCALINGS[recipe.fp8.scaling].two_levels
+    """Whether a kernel quantizes, without temporaries (numerics/fused_quantize.py): for products of the hardware."""
+    return device == "cuda" and not emulated(recipe, device)
 
 
 def quantizing(recipe: Recipe, device: str, elements: float) -> float:
@@ -95,9 +94,9 @@ def quantizing(recipe: Recipe, device: str, elements: float) -> float:
     CHUNK): float32 scaled and cut to the range, its codes, their indices, the result; a GPU by a kernel that writes the result and
     its transpose alone, or the whole matrix, eagerly. nvfp4 has a copy of the matrix and its Hadamard transform beside it; scales
     of columns need all rows, in float32, twice."""
-    if by_kernel(recipe, device):
-        return 2 * operand(recipe, device) * elements
     mixed = 2 * CODEC[recipe.precision.compute] * elements if transforms(recipe.fp8) else 0
+    if by_kernel(recipe, device):
+        return mixed + 2 * operand(recipe, device) * elements
     if device == "cuda":
         return mixed + (4 + 4 + 1) * elements
     result = operand(recipe, device) * elements + 11 * min(1 << 17, elements)
