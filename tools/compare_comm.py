@@ -32,7 +32,7 @@ from fp8cfg.report.tables import table
 from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks
 from fp8cfg.training.distributed.traffic import Traffic
 from fp8cfg.training.distributed.world import World
-from tools.threaded_ranks import on_threads
+from tools.gradient_sums.threaded_ranks import on_threads
 
 GRADIENTS = ("independent", "correlated", "heavy-tailed", "cancelling")
 CODECS = ("fp32", "bf16", "fp8", "fp8_pow2")

@@ -14,26 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8cfg.backends.native.backend import scaling_of
+from fp8cfg.backends.saved_weights import Weight, saved_scaling, saved_shape, saved_weight
 from fp8cfg.backends.stored_weights import DTYPES
-from fp8cfg.backends.te.state import ROWS_AMAX, ROWS_SCALE_INV, as_native
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import as_held, columns_of, fp8_weights, others, resolved
+from fp8cfg.config.storage import columns_of, fp8_weights, others, resolved
 from fp8cfg.job_weights import adapters, first_weight
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.lora import Adapter
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.numerics.codecs import Codec, codec
-from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
-from fp8cfg.numerics.fused_quantize import store_recorded
+from fp8cfg.numerics.fused_store import store_recorded
 from fp8cfg.numerics.weight_access import decoded
 from fp8cfg.training.checkpoint.frozen_weights import refuse_other
 from fp8cfg.training.run_checkpoint import newest
-
-SCALE_INV, *_, GLOBAL_SCALE_INV = WEIGHT_BUFFERS
-Stored = tuple[Tensor | None, ...]
-"""A weight and what multiplies it, the fields of `fp8_weights.Stored`; of a plain one itself alone."""
 
 
 class RunWeights:
@@ -47,7 +41,7 @@ class RunWeights:
         self.recipe.storage.shard, self.recipe.lora.weights = "none", None
         self.plan, self._path = plan(self.recipe), path
         self._runs_fp8 = {p.name: p.fp8 for p in self.plan}
-        self._scaling = scaling_of(as_held(self.recipe.precision).fp8)
+        self._scaling = saved_scaling(self.recipe.precision)
         self._model: Any = tensors["model"]
         self._fp8 = tensors.get("fp8", {})
         self._adapters = adapters(self.recipe)
@@ -61,7 +55,7 @@ class RunWeights:
         """The parameter that the Transformer calls `name`, whole, on the CPU, with what its adapters add: in float32 where it is
         decoded or something is added; and the scale [] that multiplies it, where it is held in E4M3 under one."""
         module = name.removesuffix(".weight")
-        weight, *beside = self._saved(name) or self._narrowed(name)
+        weight, *beside = saved_weight(name, self._model, self._fp8, self._scaling) or self._narrowed(name)
         assert weight is not None, "scales have codes"
         scale = beside[0] if beside and weight.dtype == torch.float8_e4m3fn else None
         if beside:
@@ -79,16 +73,7 @@ class RunWeights:
         made.load_state_dict({name: self._model[f"{module}.lora.{name}"].to(dtype) for name in made.state_dict()}, assign=True)
         return made
 
-    def _saved(self, name: str) -> Stored:
-        """A weight that the checkpoint has with a scale; empty for any other."""
-        module = name.removesuffix(".weight")
-        scale_inv, whole, of_rows, amax = (
-            self._fp8.get(f"{module}.{buffer}") for buffer in (SCALE_INV, GLOBAL_SCALE_INV, ROWS_SCALE_INV, ROWS_AMAX))
-        if of_rows is not None:
-            return as_native(self._model[name], of_rows, amax, self._scaling)
-        return () if scale_inv is None else (self._model[name], scale_inv, None, None, whole)
-
-    def _narrowed(self, name: str) -> Stored:
+    def _narrowed(self, name: str) -> Weight:
         """A weight that the checkpoint has without a scale, or not at all, as the run stores it."""
         precision, module = self.recipe.precision, name.removesuffix(".weight")
         linear, runs_fp8 = module in self._runs_fp8, self._runs_fp8.get(module, False)
@@ -115,12 +100,7 @@ class RunWeights:
             of_layer = self._adapters.of(module, "meta").state_dict()  # type: ignore[union-attr]
             wanted |= {f"{module}.lora.{name}": tuple(t.shape) for name, t in of_layer.items()}
         tied = {"output_layer.weight"} if config.tie_embeddings else set[str]()
-        saved = {name: self._shape(name) for name in self._model if name not in tied}
+        saved = {name: saved_shape(name, self._model, self._fp8) for name in self._model if name not in tied}
         if wrong := [name for name in {**wanted, **saved} if wanted.get(name) != saved.get(name)]:
             raise ConfigError(f"{self._path}: has other weights than the Transformer of its recipe, {wrong[0]} among them; a model "
                               "of your own is saved by its own library, after fp8cfg.convert_back(model)")
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        shape: tuple[int, ...] = self._model.shape(name)
-        two_in_a_byte = f"{name.removesuffix('.weight')}.{ROWS_AMAX}" in self._fp8
-        return (*shape[:-1], 2 * shape[-1]) if two_in_a_byte else shape

@@ -127,6 +127,7 @@ def test_a_run_of_a_model_of_ones_own_is_refused(tmp_path: Path, capsys: pytest.
             return torch.nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
 
     fp8cfg.fit(fp8cfg.build(fp8cfg.compose([*WIDE, "precision=fp32"]), Model()), folder=tmp_path / "run")
+    capsys.readouterr()
     assert main(["export", "hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "has other weights than the Transformer of its recipe" in (said := capsys.readouterr().err) and said.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -23,7 +23,7 @@ from fp8cfg.training.distributed.shards import Segment, even_shares, owned_share
 from fp8cfg.training.distributed.traffic import Traffic
 from fp8cfg.training.distributed.world import World
 from tests.support.ranks import on_ranks
-from tools.threaded_ranks import on_threads
+from tools.gradient_sums.threaded_ranks import on_threads
 
 FP8 = ("fp8", "fp8_pow2")
 SMALL_MESSAGE = 1000  # elements: of the tensors below one is cut, others share a message
