@@ -128,6 +128,7 @@ class _InterleavedStage(_Stage):
 
     def finish(self, but: int = 0) -> None:
         """Wait for all sends, but for the last ones."""
+        assert self.group is not None, "Pipeline says which"
         while len(self._sending) > but:
             wait_for([self._sending.pop(0)], self.group)
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from fp8cfg.numerics.waited_collective import wait
 
 
-def wait_for(works: Iterable[dist.Work], group: dist.ProcessGroup | None) -> None:
+def wait_for(works: Iterable[dist.Work], group: dist.ProcessGroup) -> None:
     """Wait for sends and receives in `group`. Raises RuntimeError where one takes longer than the group's limit."""
     for work in works:
         wait(work, dist.batch_isend_irecv, group, _limit(group))
 
 
 @contextmanager
-def limited(group: dist.ProcessGroup | None) -> Iterator[None]:
+def limited(group: dist.ProcessGroup) -> Iterator[None]:
     """Around passes of torch's schedules, which wait for sends and receives in `group` without a limit of their own."""
     from torch.distributed.pipelining import schedules
 
@@ -35,8 +35,8 @@ def limited(group: dist.ProcessGroup | None) -> Iterator[None]:
         schedules._wait_batch_p2p = plain
 
 
-def _limit(group: dist.ProcessGroup | None) -> timedelta | None:
-    if group is None or dist.get_backend(group) != dist.Backend.GLOO:
+def _limit(group: dist.ProcessGroup) -> timedelta | None:
+    if dist.get_backend(group) != dist.Backend.GLOO:
         return None
     limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return limit
