@@ -26,8 +26,11 @@ from torch.distributed.tensor import DTensor, Shard
 from fp8cfg.config.errors import RankStalled
 from fp8cfg.config.training_nodes import Strategy, Timeout
 from fp8cfg.numerics import waited_collective
+from fp8cfg.numerics.host_copy import HostCopy
 from fp8cfg.parallel.point_to_point import wait_for
 from fp8cfg.training.distributed import blocked_call, heartbeat, stalled_ranks
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.launched_step import LaunchedStep
 from tests.support.ranks import ROOT, ended, ranks_environment, running
 from tests.training.test_log_folder import SAVES, steps
 
@@ -183,6 +186,16 @@ def test_where_a_thread_is() -> None:
     assert re.match(r"threading\.py:\d+$", blocked_call.doing(sys._current_frames()[thread.ident]))
     go_on.set()
     thread.join()
+    said = list[str]()
+    event: Any = SimpleNamespace(query=lambda: False, synchronize=lambda: said.append(blocked_call.doing(sys._getframe())))
+    LaunchedStep(1, 0.1, (0, ""), HostCopy(torch.ones(3), event), None, World()).settle(SimpleNamespace(made=0, settle=lambda norm: False))  # type: ignore[arg-type]
+    assert re.fullmatch(r"fp8cfg/training/launched_step\.py:\d+, settle", said[0])
+    assert said[0].split(":")[0] in (guide := (ROOT / "docs/guides/several-gpus.md").read_text()) and ", settle, after" in guide
+    fsdp = Path(dist.__file__).parent / "fsdp/_fully_shard/_fsdp_state.py"
+    for file, name in ((dist.distributed_c10d.__file__, "all_reduce"), (dist.distributed_c10d.__file__, "new_group"), (fsdp, "pre_backward")):
+        exec(compile(f"def {name}(call): return call()", file, "exec"), found := dict[str, Any]())
+        said = found[name](lambda: blocked_call.doing(sys._getframe()))
+        assert (said == f"the collective {name}") == (name == "all_reduce"), said
     assert blocked_call.doing(None) == "no Python" and heartbeat._ranks([3]) == "rank 3" and heartbeat._ranks(list(range(20))).endswith("15 and 4 more")
 
 

@@ -8,19 +8,19 @@ from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8cfg.numerics import waited_collective
+from fp8cfg.numerics import host_copy, waited_collective
 
 PACKAGE = Path(__file__).parents[2]
-_TORCH = f"{Path(dist.__file__).parent}/"
-_AROUND = (f"{_TORCH}pipelining/", f"{_TORCH}tensor/")
-"""Stages and DTensors of torch, whose frames stand around those of collectives, and of much else."""
+_FILES = {distributed_c10d.__file__, _functional_collectives.__file__}
+_PREFIXES = ("all_", "reduce", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv", "batch_isend_irecv", "barrier",
+             "monitored_barrier")
+"""How the names of public collectives in torch's _FILES begin, and those of no other functions there that wait."""
+_TENSOR = f"{Path(dist.__file__).parent}/tensor/"
 _DTENSOR = {"_reduce_value": "all_reduce", "_reduce_shard_value": "reduce_scatter", "_to_replicate_tensor": "all_gather"}
 """What methods of a DTensor's placements do: they may wait for it in an operator of the result."""
-_WRAPPERS = {"wrapper", "wait", "_wait", "wait_tensor", "trigger_wait", "__torch_dispatch__", "unwrap"}
-"""Functions of torch.distributed that any collective may be in, or be waited for in."""
 
 
 class Collective(NamedTuple):
@@ -39,12 +39,13 @@ def raised_in(error: BaseException) -> Collective:
 
 
 def doing(frame: FrameType | None) -> str:
-    """What a thread does at `frame`: the collective that it is in, or its line of this package, or of the program around it."""
+    """What a thread does at `frame`: the collective that it is in, or its line of this package, which says more than that of a copy
+    to the host that it waits for, or of the program around it."""
     first = frame
     for each in _outward(frame):
         if name := _name(each):
             return f"the collective {name}"
-        if (path := each.f_code.co_filename).startswith(f"{PACKAGE}/"):
+        if (path := each.f_code.co_filename).startswith(f"{PACKAGE}/") and path != host_copy.__file__:
             return f"fp8cfg/{Path(path).relative_to(PACKAGE)}:{each.f_lineno}, {each.f_code.co_name}"
     return f"{Path(first.f_code.co_filename).name}:{first.f_lineno}" if first else "no Python"
 
@@ -66,9 +67,9 @@ def _name(frame: FrameType) -> str | None:
     path, name = frame.f_code.co_filename, frame.f_code.co_name
     if path == waited_collective.__file__:
         return getattr(frame.f_locals.get("collective"), "__name__", None)
-    if path.startswith(_AROUND):
+    if path.startswith(_TENSOR):
         return _DTENSOR.get(name)
-    return name if path.startswith(_TORCH) and name not in _WRAPPERS else None
+    return name if path in _FILES and name.startswith(_PREFIXES) else None
 
 
 def _group(frame: FrameType, named: bool) -> dist.ProcessGroup | None:
