@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -31,8 +32,12 @@ from fp8cfg.parallel.point_to_point import wait_for
 from fp8cfg.training.distributed import blocked_call, heartbeat, stalled_ranks
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.launched_step import LaunchedStep
-from tests.support.ranks import ROOT, ended, ranks_environment, running
+from tests.support.ranks import ROOT, ended, launch, ranks_environment, running
 from tests.training.test_log_folder import SAVES, steps
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
+CLOSED = f"{GLOO} Connection closed by peer [127.0.0.1]:58050. This is typically caused by a remote worker crashing. Check the logs of the remote worker"
+SILENT = "is silent: stopped, or gone with the machine"
 
 
 @pytest.fixture
@@ -110,25 +115,41 @@ def test_error_that_another_one_was_raised_from() -> None:
         except RuntimeError as e:
             raise RuntimeError("[Stage 1] failed to run forward") from e
 
-    for why in ("Timed out waiting 3000ms for send operation to complete", "Connection closed by peer", "Connection reset by peer"):
+    for why in (f"{GLOO} Timed out waiting 3000ms for send operation to complete", CLOSED, "Application timeout caused pair closure"):
         assert str(stalled_ranks.broken(failed(lambda why=why: stage(why)))) == why  # type: ignore[misc]
-    assert stalled_ranks.broken(failed(lambda: stage("a matrix of 3 rows"))) is None
+    for why in ("a matrix of 3 rows", "tokens of the data server: Connection refused", "CUDA error: the launch timed out and was terminated"):
+        assert stalled_ranks.broken(failed(lambda why=why: stage(why))) is None  # type: ignore[misc]
+
+
+def test_error_that_was_raised_while_another_one_was_handled(two: dist.TCPStore) -> None:
+    """Is itself; torch's own classes are known without the words of gloo."""
+    def handles() -> None:
+        try:
+            raise RuntimeError(CLOSED)
+        except RuntimeError:
+            raise RuntimeError("a matrix of 3 rows")  # noqa: B904
+
+    assert stalled_ranks.broken(failed(handles)) is None
+    late = failed(lambda: two.wait(["nobody writes it"], stalled_ranks.timedelta(seconds=0.1)))
+    assert type(late) is dist.DistStoreError and stalled_ranks.broken(late) is late
 
 
 def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a rank that never came, of one that another rank has named, and where the store is silent itself."""
-    late, closed = RuntimeError("Timed out waiting 400ms"), RuntimeError("Connection closed by peer")
+    late, closed = RuntimeError(f"{GLOO} Timed out waiting 400ms"), RuntimeError(CLOSED)
     watch = stalled_ranks.StallWatch(Timeout(start=0.4, step=0.4), Strategy())
     try:
         assert watch.diagnosis(RuntimeError("a matrix of 3 rows")) is None
-        assert str(watch.diagnosis(late)) == ("step 1: a collective was not done in 0.4 s (trainer.timeout.start): "
-                                              "rank 1 is silent: stopped, or gone with the machine")
+        assert watch.diagnosis(RuntimeError("CUDA error: the launch timed out and was terminated")) is None
+        assert not watch.beats._reads.check([heartbeat._WAITED])
+        assert str(watch.diagnosis(late)) == (f"step 1: a collective ({GLOO} Timed out waiting 400ms) was not done in 0.4 s (trainer.timeout.start): "
+                                              f"rank 1 {SILENT}")
         _until(lambda: bool(watch.beats.heard), "no beat")
         store = watch.beats._reads
         assert watch.beats._found(store) == "rank 1 is silent: stopped, or gone with the machine"
         store.set(heartbeat._FOUND, "rank 3 is silent")
-        assert str(watch.diagnosis(closed)) == ("step 1: a collective was broken off by a rank that had waited 0.4 s (trainer.timeout.start): "
-                                                "rank 3 is silent")
+        assert re.fullmatch(r"step 1: a collective \(.* Connection closed by peer .* \.\.\.\) was broken off by a rank that had waited 0\.4 s "
+                            r"\(trainer\.timeout\.start\): rank 3 is silent", str(watch.diagnosis(closed)))
         store.delete_key(heartbeat._WAITED)
         monkeypatch.setattr(heartbeat, "_UNSAID", 0.1)
         assert watch.diagnosis(closed) is None  # another rank has ended for a reason of its own
@@ -202,6 +223,43 @@ def test_where_a_thread_is() -> None:
 def test_not_all_ranks_come() -> None:
     with pytest.raises(RankStalled, match=r"not all ranks came within 1 s \(trainer\.timeout\.start\)"), stalled_ranks.all_started(Timeout(start=1)):
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=2, timeout=stalled_ranks.timedelta(seconds=1))
+
+
+ENDS = """
+import json, os, sys, time
+
+from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.config.training_nodes import Trainer
+from fp8cfg.training.distributed.world import world
+
+rank, case = int(os.environ["RANK"]), sys.argv[1]
+try:
+    with world("cpu", Trainer(timeout={"start": 60, "step": 4})) as ranks:
+        ranks.limits.timeout.start = 4
+        ranks.waits("step", 3)
+        if case == "data" and rank == 0:
+            raise RuntimeError("tokens of the data server: Connection refused")
+        if case == "data":
+            ranks.any(True)
+        if case == "late" and rank == 1:
+            time.sleep(9)
+except (RuntimeError, Fp8cfgError) as e:
+    print(json.dumps([rank, type(e).__name__, str(e)]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("case", ["data", "late"])
+def test_how_ranks_end(case: str, tmp_path: Path) -> None:
+    """One with an error of its own that reads like one of gloo's, and one that is late at the end."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = launch(2, case, script=tmp_path / "ends.py", TORCHELASTIC_USE_AGENT_STORE="False")
+    said = {rank: (kind, text) for rank, kind, text in map(json.loads, done.stdout.splitlines())}
+    if case == "data":
+        assert said[0] == ("RuntimeError", "tokens of the data server: Connection refused")
+        assert said[1][0] == "RankLost" and re.match(r"another rank has ended; it says why \(\[.*Connection (closed|reset) by peer", said[1][1])
+    else:
+        assert said[0][0] == "RankStalled" and said[1][0] == "RankLost"  # the store has ended meanwhile
+        assert said[0][1].startswith("step 3: barrier over dp_shard was not done in 4 s (trainer.timeout.start): rank 1 is in ends.py:")
 
 
 def _until(done: Callable[[], bool], what: str) -> None:

@@ -8,6 +8,7 @@ thread says which ranks are silent.
 from __future__ import annotations
 
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ from fp8cfg.training.distributed.heartbeat import Heartbeat
 Phase = Literal["start", "step"]
 APART = "checkpoint"
 """The group of what runs beside steps, whose limit stays."""
+_MARKS = ("gloo/transport/", "Application timeout caused pair closure")
+"""What gloo's errors have, which are of no class of their own (torch 2.13): where it raises them, and the one without."""
+_LATE = ("imed out", "timeout")
 
 
 class StallWatch:
@@ -55,7 +59,7 @@ class StallWatch:
         of = broken(error)
         if of is None:
             return None
-        if late := "imed out" in str(of):
+        if late := _late(of):
             self.beats.waited_in_vain()
         elif not self.beats.another_waited():
             return None
@@ -63,7 +67,8 @@ class StallWatch:
         how = f"was not done in {limit}" if late else f"was broken off by a rank that had waited {limit}"
         where, others = raised_in(of), self.beats.others()
         axes = where.group and group_axes(self.strategy, dist.get_process_group_ranks(where.group), self.beats.size)
-        return RankStalled(f"step {max(self.step, 1)}: {where}{f' over {axes}' if axes else ''} {how}: {others}")
+        what = f"{where}{f' over {axes}' if axes else ''}{'' if where.name else f' ({first_line(of)})'}"
+        return RankStalled(f"step {max(self.step, 1)}: {what} {how}: {others}")
 
     def close(self) -> None:
         """End the heartbeat."""
@@ -91,13 +96,23 @@ class StallWatch:
 
 def broken(error: BaseException) -> RuntimeError | None:
     """The error of a collective that was over its limit, or whose connection was closed: `error`, or the innermost of those that it
-    was raised from (torch's pipelining raises its own); None where there is none."""
+    was raised from (torch's pipelining raises its own); None where there is none. One whose words are alike, of a data server or of
+    CUDA, is none."""
     found, each = None, cast("BaseException | None", error)
     while each:
-        if isinstance(each, RuntimeError) and ("imed out" in str(each) or "onnection" in str(each)):  # gloo's and nccl's words
-            found = each
-        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+        if isinstance(each, RuntimeError) and (isinstance(each, dist.DistError) or any(mark in str(each) for mark in _MARKS)):
+            found = each if _late(each) or "onnection" in str(each) else found
+        each = each.__cause__
     return found
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of `error`, or most of it."""
+    return textwrap.shorten(str(error).partition("\n")[0], 160, placeholder=" ...")
+
+
+def _late(error: BaseException) -> bool:
+    return any(word in str(error) for word in _LATE)
 
 
 @contextmanager
@@ -106,7 +121,6 @@ def all_started(timeout: Timeout) -> Iterator[None]:
     try:
         yield
     except RuntimeError as e:  # DistStoreError, DistNetworkError
-        if "imed out" not in str(e):
+        if not _late(e):
             raise
-        why = str(e).splitlines()[0]
-        raise RankStalled(f"not all ranks came within {timeout.start:g} s (trainer.timeout.start): {why:.200}") from None
+        raise RankStalled(f"not all ranks came within {timeout.start:g} s (trainer.timeout.start): {first_line(e)}") from e

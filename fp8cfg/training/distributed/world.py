@@ -23,7 +23,7 @@ from fp8cfg.config.errors import ConfigError, RankLost
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.training_nodes import Strategy, Trainer
 from fp8cfg.report.memory.layout import ranks
-from fp8cfg.training.distributed.stalled_ranks import Phase, StallWatch, all_started, broken
+from fp8cfg.training.distributed.stalled_ranks import Phase, StallWatch, all_started, broken, first_line
 from fp8cfg.training.distributed.traffic import Traffic
 
 SENT = Traffic()
@@ -132,14 +132,14 @@ def world(device: str, trainer: Trainer) -> Iterator[World]:
     watch = StallWatch(trainer.timeout, trainer.strategy)
     try:
         yield replace(current(), limits=watch)
+        watch.waits("start", watch.step)
+        dist.barrier()  # a rank that leaves while another still sends to it aborts in gloo's threads (seen with torch 2.13)
     except RuntimeError as e:
         if stalled := watch.diagnosis(e):
-            raise stalled from None
-        if broken(e):
-            raise RankLost("another rank has ended; it says why") from None
+            raise stalled from e
+        if lost := broken(e):
+            raise RankLost(f"another rank has ended; it says why ({first_line(lost)})") from e
         raise
-    else:
-        dist.barrier()  # a rank that leaves while another still sends to it aborts in gloo's threads (seen with torch 2.13)
     finally:
         watch.close()
         dist.destroy_process_group()
