@@ -37,7 +37,20 @@ from tests.training.test_log_folder import SAVES, steps
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
 CLOSED = f"{GLOO} Connection closed by peer [127.0.0.1]:58050. This is typically caused by a remote worker crashing. Check the logs of the remote worker"
-SILENT = "is silent: stopped, or gone with the machine"
+SILENT = "is silent: stopped, or gone with the machine, or busy outside of Python"
+
+
+class Failing:
+    """A store of which every call fails."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self.error, self.asked = error, 0
+
+    def check(self, *_: Any) -> NoReturn:
+        self.asked += 1
+        raise self.error
+
+    set = check
 
 
 @pytest.fixture
@@ -146,7 +159,7 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
                                               f"rank 1 {SILENT}")
         _until(lambda: bool(watch.beats.heard), "no beat")
         store = watch.beats._reads
-        assert watch.beats._found(store) == "rank 1 is silent: stopped, or gone with the machine"
+        assert watch.beats._found(store) == f"rank 1 {SILENT}"
         store.set(heartbeat._FOUND, "rank 3 is silent")
         assert re.fullmatch(r"step 1: a collective \(.* Connection closed by peer .* \.\.\.\) was broken off by a rank that had waited 0\.4 s "
                             r"\(trainer\.timeout\.start\): rank 3 is silent", str(watch.diagnosis(closed)))
@@ -157,13 +170,33 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
         watch.beats._thread.join()
         monkeypatch.setattr(watch.beats, "_told", lambda: threading.Event().wait(10))
         monkeypatch.setattr(heartbeat.Heartbeat, "patience", 0.1)
-        assert watch.beats.others() == "rank 1 is silent: stopped, or gone with the machine"  # heard by the heartbeat
+        assert watch.beats.others() == f"rank 1 {SILENT}"  # heard by the heartbeat
         watch.beats.heard.clear()
         assert watch.beats.others() == "rank 0, which holds the store, is silent: stopped, or gone with the machine"
+        monkeypatch.setattr(watch.beats, "_reads", Failing(dist.DistNetworkError("Broken pipe")))
+        monkeypatch.setattr(heartbeat.Heartbeat, "patience", 60)
+        assert watch.beats.silent([1]) == "rank 0, which held the store, has ended"
+        monkeypatch.setattr(heartbeat.Heartbeat, "patience", 0.1)
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         assert watch.beats.others() == "the launcher's agent, which holds the store, is silent: stopped, or gone with the machine"
     finally:
         watch.close()
+
+
+def test_a_store_that_was_late_once_does_not_end_the_heartbeat(two: dist.TCPStore) -> None:
+    beats = heartbeat.Heartbeat(0.05)
+    try:
+        store = beats._beats
+        beats._beats = failing = Failing(dist.DistStoreError("wait timeout after 50ms, keys: /a"))
+        _until(lambda: failing.asked > 1, "no second try")
+        beats._beats = store
+        beats._reads.delete_key(heartbeat._key(0))
+        _until(lambda: beats._reads.check([heartbeat._key(0)]), "no beat")
+        beats._beats = Failing(dist.DistNetworkError("Broken pipe"))
+        beats._thread.join(100)
+        assert not beats._thread.is_alive() and not beats.ended.is_set()
+    finally:
+        beats.close()
 
 
 def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
@@ -187,7 +220,7 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
 
         assert lasts(1.2, beats=True) == ""
         assert re.fullmatch(r"rank 0: warning: step 7: test_stalled_ranks\.py:\d+, after 0 s of 0\.8 \(trainer\.timeout\.step\): "
-                            r"rank 1 is silent: stopped, or gone with the machine\n", lasts(1.2, beats=False))
+                            rf"rank 1 {SILENT}\n", lasts(1.2, beats=False))
         assert lasts(0.1, beats=False) == ""
     finally:
         watch.close()
@@ -295,7 +328,8 @@ def test_a_rank_that_stands_still_is_named(name: str, tmp_path: Path) -> None:
     holds = ", which holds the store," if stopped == 0 else ""
     for rank, collective in waits.items():
         assert re.fullmatch(rf"{f'rank {rank}: ' if rank else ''}error: step \d+: {collective} was (not done in|broken off by a rank that had waited) "
-                            rf"2 s \(trainer\.timeout\.step\): rank {stopped}{holds} is silent: stopped, or gone with the machine", lines[rank])
+                            rf"2 s \(trainer\.timeout\.step\): rank {stopped}{holds} is silent: stopped, or gone with the machine"
+                            rf"{'' if holds else ', or busy outside of Python'}", lines[rank])
 
 
 @pytest.mark.slow

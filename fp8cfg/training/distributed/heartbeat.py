@@ -1,7 +1,7 @@
 """Heartbeat of a rank: a count, and what its main thread does, which it writes to the store of the process group every few seconds.
 
-A rank whose count stands is stopped or gone with its machine. Whoever finds out leaves that in the store, and the others hear it
-with their next beat: it may be the last that the store says.
+A rank whose count stands is stopped, gone with its machine, or in a call that holds Python's lock. Whoever finds out leaves that in
+the store, and the others hear it with their next beat: it may be the last that the store says.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from fp8cfg.training.distributed.blocked_call import doing
 
 _WAITED, _FOUND = "fp8cfg/waited in vain", "fp8cfg/diagnosis"
 """In the store: whether a rank was over its limit, and what it then found."""
-_SILENT = "stopped, or gone with the machine"
+_GONE = "stopped, or gone with the machine"
 _UNSAID = 2.0
 """Seconds within which a rank that was over its limit says so."""
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Heartbeat:
@@ -41,7 +42,7 @@ class Heartbeat:
 
     def close(self) -> None:
         """End it. Where this rank holds the store, the others may first hear what it has found."""
-        if self.rank == 0 and not _agent_holds_store() and self._found(self._beats):
+        if self.rank == 0 and not _agent_holds_store() and _within(1, lambda: self._found(self._beats), None):
             self.ended.wait(2 * self.every)
         self.ended.set()
 
@@ -51,21 +52,26 @@ class Heartbeat:
 
     def waited_in_vain(self) -> None:
         """Let the others know that this rank was over its limit: gloo closes its connections then."""
-        _within(1, lambda: self._reads.set(_WAITED, str(self.rank)))
+        _within(1, lambda: self._reads.set(_WAITED, str(self.rank)), None)
 
     def another_waited(self) -> bool:
         """Whether a rank was over its limit, whose connections are closed before it can say so."""
-        return bool(_within(_UNSAID + 1, self._said))
+        return _within(_UNSAID + 1, self._said, False)
 
     def others(self) -> str:
         """What the other ranks do, those first that do not beat; what another rank has found of that, where one has. Within some
         seconds, whatever the store does."""
-        return _within(self.patience, self._told) or next(iter(self.heard), None) or _silent_store()
+        return _within(self.patience, self._told, None) or next(iter(self.heard), None) or _silent_store()
 
     def silent(self, ranks: Sequence[int]) -> str | None:
-        """Which of `ranks` do not beat, or that the store is silent; None where all of them do."""
-        seen = _within(self.patience, lambda: self._seen(ranks))
-        return _silent_store() if seen is None else _said_of(seen[0])
+        """Which of `ranks` do not beat, or that the store is silent or has ended; None where all of them do."""
+        def asked() -> str | None:
+            try:
+                return _said_of(self._seen(ranks)[0])
+            except RuntimeError:
+                return _silent_store(gone=True)
+
+        return _within(self.patience, asked, _silent_store())
 
     @property
     def patience(self) -> float:
@@ -74,12 +80,13 @@ class Heartbeat:
 
     def _beat(self) -> None:
         count = 0
-        with suppress(RuntimeError):  # the store ends before this rank
+        with suppress(RuntimeError):  # the store has ended before this rank: each call to it would print a traceback of torch's
             while not self.ended.wait(self.every if count else 0):
                 count += 1
-                self._beats.set(_key(self.rank), f"{count} {doing(self.where())}")
-                if not self.heard and (found := self._found(self._beats)):
-                    self.heard.append(found)
+                with suppress(dist.DistStoreError):  # it was late
+                    self._beats.set(_key(self.rank), f"{count} {doing(self.where())}")
+                    if not self.heard and (found := self._found(self._beats)):
+                        self.heard.append(found)
 
     def _said(self) -> bool:
         end = time.monotonic() + _UNSAID
@@ -102,8 +109,8 @@ class Heartbeat:
 
     def _seen(self, ranks: Sequence[int]) -> tuple[list[int], dict[int, str]]:
         """Those of `ranks` that do not beat, and what the others do."""
-        absent = [rank for rank in ranks if not self._reads.check([_key(rank)])]
-        there = [rank for rank in ranks if rank not in absent]
+        all_came = not ranks or self._reads.check([_key(rank) for rank in ranks])  # one request, of thousands of ranks too
+        there = list(ranks) if all_came else [rank for rank in ranks if self._reads.check([_key(rank)])]
         before = self._read(there)
         self.ended.wait(2.5 * self.every)
         after = self._read(there)
@@ -131,16 +138,16 @@ def _agent_holds_store() -> bool:
 
 def _silent_store(gone: bool = False) -> str:
     holder = "the launcher's agent" if _agent_holds_store() else "rank 0"
-    return f"{holder}, which held the store, has ended" if gone else f"{holder}, which holds the store, is silent: {_SILENT}"
+    return f"{holder}, which held the store, has ended" if gone else f"{holder}, which holds the store, is silent: {_GONE}"
 
 
 def _said_of(silent: Sequence[int]) -> str | None:
-    return f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} silent: {_SILENT}" if silent else None
+    return f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} silent: {_GONE}, or busy outside of Python" if silent else None
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """What `call` returns; None where it blocks on a store that does not answer, or on one that has ended."""
-    found: list[T] = []
+def _within(seconds: float, call: Callable[[], T], otherwise: U) -> T | U:
+    """What `call` returns; `otherwise` where it blocks on a store that does not answer, or fails on one that has ended."""
+    found: list[T | U] = [otherwise]
 
     def calls() -> None:
         with suppress(RuntimeError):
@@ -149,7 +156,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T | None:
     calling = threading.Thread(target=calls, daemon=True)
     calling.start()
     calling.join(seconds)
-    return found[0] if found else None
+    return found[-1]
 
 
 def _key(rank: int) -> str:
