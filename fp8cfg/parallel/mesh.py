@@ -59,13 +59,16 @@ def group_axes(strategy: Strategy, members: Sequence[int], ranks: int) -> str:
     return " x ".join(axis for axis in AXES if len({place[axis] for place in places}) > 1) or "this rank alone"
 
 
-def neighbours(strategy: Strategy, rank: int, ranks: int) -> list[int]:
-    """The ranks that `rank` sends to: those with another stage, another part of matrices or other tokens, with all else alike."""
-    def differs(mine: dict[str, int], other: dict[str, int]) -> int:
-        return sum(any(mine[axis] != other[axis] for axis in axes) for axes in (AXES[:1], AXES[1:4], AXES[4:]))
-
-    here = coordinates(strategy, rank, ranks)
-    return [other for other in range(ranks) if differs(here, coordinates(strategy, other, ranks)) == 1]
+def neighbours(strategy: Strategy, rank: int, ranks: int, most: int = 8) -> list[int]:
+    """Ranks that `rank` sends to: of those with another stage, of those with other tokens and of those with another part of
+    matrices, all else alike, the next ones after it in a ring, at most so many each; 8 are those of a machine."""
+    places = [coordinates(strategy, other, ranks) for other in range(ranks)]
+    found = set[int]()
+    for axes in (AXES[:1], AXES[1:4], AXES[4:]):
+        group = [other for other, place in enumerate(places) if all(place[a] == places[rank][a] for a in AXES if a not in axes)]
+        after = group.index(rank) + 1
+        found.update((group[after:] + group[:after - 1])[:most])
+    return sorted(found)
 
 
 def device_mesh(strategy: Strategy, device: str) -> DeviceMesh:

@@ -255,6 +255,7 @@ def test_the_axes_of_a_process_group_are_those_along_which_its_ranks_differ() ->
     assert group_axes(Strategy(context_parallel_size=2), [0, 1], 2) == "cp" and group_axes(Strategy(), [0, 1], 2) == "dp_shard"
     assert group_axes(Strategy(data_parallel_replicate_size=2), [1, 3], 4) == "dp_replicate"
     assert neighbours(layout, 0, 32) == [1, *range(2, 16, 2), 16]
+    assert neighbours(Strategy(), 14, 16) == [*range(7), 15]
 
 
 def test_ranks_of_a_replica_are_neighbours_and_read_one_share() -> None:

@@ -202,7 +202,7 @@ def test_a_store_that_was_late_once_does_not_end_the_heartbeat(two: dist.TCPStor
 def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
     two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once of a step that takes so long, and not where all beat."""
+    """Once of the same ranks, however late in a step, and not where all beat."""
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(stalled_ranks.distributed_c10d, "_set_pg_timeout", lambda *_: None)
     watch = stalled_ranks.StallWatch(Timeout(start=60, step=0.8), Strategy())
@@ -210,7 +210,6 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
         other, count = watch.beats._reads.clone(), itertools.count()
 
         def lasts(seconds: float, beats: bool) -> str:
-            watch.waits("step", 7)
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 if beats:
@@ -218,10 +217,14 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
                 time.sleep(0.02)
             return capsys.readouterr().err
 
+        assert lasts(0.05, beats=True) == ""
+        watch.waits("step", 7)
         assert lasts(1.2, beats=True) == ""
-        assert re.fullmatch(r"rank 0: warning: step 7: test_stalled_ranks\.py:\d+, after 0 s of 0\.8 \(trainer\.timeout\.step\): "
-                            rf"rank 1 {SILENT}\n", lasts(1.2, beats=False))
-        assert lasts(0.1, beats=False) == ""
+        warning = rf"rank 0: warning: step \d: test_stalled_ranks\.py:\d+, after \d s of 0\.8 \(trainer\.timeout\.step\): rank 1 {SILENT}\n"
+        assert re.fullmatch(warning, lasts(1.2, beats=False))
+        watch.waits("step", 8)
+        assert lasts(0.8, beats=False) == ""
+        assert lasts(1.2, beats=True) == "" and re.fullmatch(warning, lasts(1.2, beats=False))
     finally:
         watch.close()
 

@@ -1,8 +1,8 @@
 """Stalled ranks: a time limit on collectives, over which the ranks that wait say who is missing, by its heartbeat, and where.
 
 The first rank that has waited in vain takes others with it, for gloo closes its connections; what it finds holds for all. With
-NCCL, whose collectives the host does not wait for, it is torch's own watchdog that ends the process at this limit; shortly before a
-thread says which ranks are silent.
+NCCL, whose collectives the host does not wait for, it is torch's own watchdog that ends the process at this limit; before, a thread
+says which ranks are silent.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,7 +40,8 @@ class StallWatch:
 
     def __init__(self, timeout: Timeout, strategy: Strategy) -> None:
         self.timeout, self.strategy, self.phase, self.step = timeout, strategy, "start", 0
-        self.beats, self._began = Heartbeat(min(5.0, timeout.start / 8, timeout.step / 8)), time.monotonic()
+        self.beats = Heartbeat(min(5.0, timeout.start / 8, timeout.step / 8))
+        self._began = deque([time.monotonic()], maxlen=3)
         if dist.get_backend() == dist.Backend.NCCL:
             threading.Thread(target=self._warn, name="fp8cfg stall warning", daemon=True).start()
 
@@ -51,7 +53,8 @@ class StallWatch:
             for group in list(distributed_c10d._world.pg_map):
                 if not isinstance(group, int) and group.group_desc != APART:
                     distributed_c10d._set_pg_timeout(limit, group)
-        self.phase, self._began = phase, time.monotonic()
+        self.phase = phase
+        self._began.append(time.monotonic())
 
     def diagnosis(self, error: RuntimeError) -> RankStalled | None:
         """Which collective of which axis was over its limit, here or on a rank that has left for that, and what the other ranks
@@ -79,17 +82,20 @@ class StallWatch:
         return float(getattr(self.timeout, self.phase))
 
     def _warn(self) -> None:
-        """Say, once of a step, evaluation or save that takes almost as long as a collective may, which of the ranks that this one
-        sends to are silent. Where none is, it is long, and fine."""
-        said = 0.0
+        """Say, where a step, evaluation or save takes almost as long as a collective may, or longer, which of the ranks that this
+        one sends to are silent, once of the same ones. Where none is, it is long, and fine."""
+        asked, said = neighbours(self.strategy, self.beats.rank, self.beats.size), None
+        early = self.beats.every + self.beats.patience  # so long it takes at most to find out
         while not self.beats.ended.wait(self.beats.every):
-            began, taken = self._began, time.monotonic() - self._began
-            if said == began or not -6 * self.beats.every <= taken - self._limit <= 0:  # the store may take four, and five seconds
+            # Collectives of the step before may still be under way where steps are launched ahead: its time counts.
+            if time.monotonic() - self._began[0] < self._limit - early:
                 continue
-            silent = self.beats.silent(neighbours(self.strategy, self.beats.rank, self.beats.size))
-            if silent and self._began == began:
-                said = began
-                after = f"after {taken:.0f} s of {self._limit:g} (trainer.timeout.{self.phase})"
+            began = self._began[-1]
+            silent = self.beats.silent(asked)
+            if self._began[-1] != began or silent == said or self.beats.ended.is_set():
+                continue
+            if said := silent:
+                after = f"after {time.monotonic() - began:.0f} s of {self._limit:g} (trainer.timeout.{self.phase})"
                 print(f"rank {self.beats.rank}: warning: step {max(self.step, 1)}: {doing(self.beats.where())}, {after}: {silent}",
                       file=sys.stderr, flush=True)
 
