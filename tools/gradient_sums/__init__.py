@@ -1,1 +1,1 @@
-"""Rows of the tools that run on a GPU: each in a process with a time budget, and what the fake GPU cannot prove left out."""
+"""Sums of gradients between ranks that are threads, for compare_comm.py and tests."""
