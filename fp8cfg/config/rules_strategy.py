@@ -10,10 +10,13 @@ from fp8cfg.config.backend_capabilities import ordered
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.refusal import LayoutRefusal, Refusal, idle
 from fp8cfg.config.storage import level, sharding
-from fp8cfg.config.training_nodes import Strategy
+from fp8cfg.config.training_nodes import Strategy, Trainer
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
+
+GPUS = 8
+"""Of one machine, at most."""
 
 
 def strategy_rules(recipe: Recipe) -> Iterator[str]:
@@ -26,8 +29,7 @@ def _strategy_rules(recipe: Recipe) -> Iterator[str]:
     world = t.num_nodes * t.devices
     if world % s.size:
         yield LayoutRefusal(f"trainer.strategy: tensor x pipeline x context parallel = {s.size} GPUs does not divide "
-                            f"trainer.num_nodes x trainer.devices = {world}; nearest is trainer.num_nodes="
-                            f"{s.size // gcd(s.size, t.devices)}{s.smaller(world)}")
+                            f"trainer.num_nodes x trainer.devices = {world}; nearest is {_machines(t)}{s.smaller(world)}")
     elif t.global_batch_size % (t.micro_batch_size * (world // s.size)) and not t.global_batch_size % t.micro_batch_size:
         parallel = world // s.size
         yield batches(recipe, parallel,
@@ -56,6 +58,13 @@ def _strategy_rules(recipe: Recipe) -> Iterator[str]:
                       [("trainer.strategy.sequence_parallel", False)], ["trainer.strategy.tensor_model_parallel_size"])
     if cp > 1:
         yield from _context_rules(recipe, cp)
+
+
+def _machines(t: Trainer) -> str:
+    """The word that gives a replica whole machines: GPUs of each, or more of them where these are more than a machine has."""
+    size = t.strategy.size
+    devices = multiple(t.devices, size // gcd(size, t.num_nodes))
+    return f"trainer.devices={devices}" if devices <= GPUS else f"trainer.num_nodes={size // gcd(size, t.devices)}"
 
 
 def _dividing(whole: int, size: int, world: int, rest: int) -> int:

@@ -96,9 +96,11 @@ CASES = [
     ("bf16", {"trainer__global_batch_size": 17}, "not a multiple of trainer.micro_batch_size=16; nearest is 16"),
     ("bf16", {"trainer__val_check_interval": 0}, "trainer.limit_val_batches=4: has no effect"),
     ("bf16", {"trainer__strategy__tensor_model_parallel_size": 2}, "does not divide trainer.num_nodes x trainer.devices = 1; nearest is "
-     "trainer.num_nodes=2, or trainer.strategy.tensor_model_parallel_size=1"),
+     "trainer.devices=2, or trainer.strategy.tensor_model_parallel_size=1"),
     ("bf16", {"trainer__strategy__context_parallel_size": 4, "trainer__devices": 6},
-     "nearest is trainer.num_nodes=2, or trainer.strategy.context_parallel_size=2"),
+     "nearest is trainer.devices=8, or trainer.strategy.context_parallel_size=2"),
+    ("bf16", {"trainer__strategy__context_parallel_size": 16, "trainer__devices": 6},
+     "nearest is trainer.num_nodes=8, or trainer.strategy.context_parallel_size=2"),
     ("bf16", {"trainer__strategy__sequence_parallel": True}, "has no effect while tensor_model_parallel_size=1; write false"),
     ("bf16", {"trainer__strategy__tensor_model_parallel_size": 3, "trainer__devices": 6, "trainer__micro_batch_size": 1},
      "must divide model.num_attention_heads=4; nearest is 2"),
