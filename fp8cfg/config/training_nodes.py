@@ -92,14 +92,15 @@ class Strategy(Node):
         """GPUs of one model replica."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
-    def smaller(self, ranks: int) -> str:
-        """A word that makes a replica divide `ranks`, by one size alone, with ", or" before it; empty where none does that."""
+    def smaller(self, ranks: int, microbatches: int = 0) -> str:
+        """A word that makes a replica divide `ranks`, by one size alone, with ", or" before it, where replicas divide so many
+        `microbatches`; empty where none does that."""
         kept = {"tensor_model_parallel_size": self.sequence_parallel,
                 "pipeline_model_parallel_size": self.virtual_pipeline_model_parallel_size is not None}
         for name in ("context_parallel_size", *kept):
             rest = self.size // getattr(self, name)
             size = 0 if ranks % rest else math.gcd(getattr(self, name), ranks // rest)
-            if size > 1 or (size == 1 and not kept.get(name)):
+            if (size > 1 or (size == 1 and not kept.get(name))) and microbatches % (ranks // (rest * size)) == 0:
                 return f", or {self.key(name)}={size}"
         return ""
 

@@ -40,6 +40,12 @@ def test_plan_ends_with_a_line_that_runs_there(words: str, options: str, more: s
     assert set(more.split()) <= set(lines(err, "there")[0])
 
 
+def test_the_nearest_layout_divides_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "recipe=llama_8b", "--gpus", "3"]) == 2 and "nearest is 4; runs there" in capsys.readouterr().err
+    assert main(["plan", "recipe=llama_8b", "--gpus", "1"]) == 2
+    assert "nearest is 2, or trainer.strategy.context_parallel_size=1; runs there" in capsys.readouterr().err
+
+
 def test_a_start_ends_with_lines_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=llama_tiny", "precision=bf16_fp8", f"{TENSOR}=2", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]) == 2
     offered = lines(capsys.readouterr().err, "here")

@@ -122,12 +122,12 @@ def parts(recipe: Recipe, world: int) -> list[Part]:
 
     Raises ConfigError where `world` ranks are no whole number of replicas, or the batch does not divide over them.
     """
-    s = recipe.trainer.strategy
+    s, t = recipe.trainer.strategy, recipe.trainer
     many = f"{world} GPU{'s' * (world > 1)}"
     if world % s.size:
         near = max(1, round(world / s.size)) * s.size
         raise ConfigError(f"{many}: not a multiple of tensor x pipeline x context parallel = {s.size}; "
-                          f"nearest is {near}{s.smaller(world)}")
+                          f"nearest is {near}{s.smaller(world, t.global_batch_size // t.micro_batch_size)}")
     refuse_if([f"{many}: {line}" for line in uneven_batch(recipe, world)])
     return parts_that_differ(recipe, world)
 
