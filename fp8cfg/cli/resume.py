@@ -41,7 +41,6 @@ def run(argv: list[str]) -> int:
     found = settled(arguments.words, folder, base=before)
     refuse_if([] if found.layout_alone else found.problems)
     refuse_changes(before, found.recipe, allow)
-    found.recipe.trainer.smoke = False  # the checkpoint has the size and the layout to which it was cut
     code = local_ranks.started(found, ["resume", *argv], whole_line, lambda other: goes_on(found.recipe, other, allow))
     if code is not None:
         return code

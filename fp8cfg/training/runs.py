@@ -116,7 +116,13 @@ def from_newest(run: RunFolder, go_on: Callable[[str, Loaded | None], T], say: S
 
 def newest_recipe(run: RunFolder) -> Recipe:
     """The recipe with which `run` would go on: of the newest checkpoint whose state verifies, whatever its tensors are, or else of
-    recipe.yaml."""
+    recipe.yaml; a smoke run's as it was cut, and cut no more."""
+    recipe = _newest_recipe(run)
+    recipe.trainer.smoke = False
+    return recipe
+
+
+def _newest_recipe(run: RunFolder) -> Recipe:
     root = run.files.folder(CHECKPOINTS)
     for _, name in step_folders.steps(root):
         try:
@@ -135,7 +141,9 @@ def continued(
     differs; raises ConfigError for a change that would not continue the same run, unless `allow` has its key."""
     written = run.read_recipe()
     before = Recipe(**loaded[1]["recipe"]) if loaded else written
+    smoke, before.trainer.smoke = before.trainer.smoke, False  # it has the size to which it was cut, and goes on as any run does
     recipe = changed(before)
+    before.trainer.smoke = written.trainer.smoke = smoke and recipe.trainer.smoke
     resume_rules.refuse_changes(before, recipe, list(allow))
     say(f"resuming {printable(str(run.path))} from {name or 'the start, it has no checkpoint yet'}")
     for key in resume_rules.changes(before, written) if loaded else []:

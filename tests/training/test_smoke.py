@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import math
+import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -135,6 +136,16 @@ def test_a_resume_with_another_loss_ends_with_exit_code_4(run: Run) -> None:
     with pytest.raises(ResumeDiffers, match="a training loss of") as e:
         resume(recipe, run.folder, dataclasses.replace(first, loss=loss + 1e-6), World(), print)
     assert e.value.exit_code == 4
+
+
+def test_a_smoke_run_is_resumed_as_any_run_is(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has the size to which it was cut, and no other run becomes one."""
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    assert main(["resume", str(folder), "trainer.max_steps=4"]) == 0 and "done: 4 steps" in capsys.readouterr().out
+    assert not fp8cfg.from_yaml(folder / "recipe.yaml").trainer.smoke
+    assert fp8cfg.resume(folder, ["trainer.max_steps=5"], say=lambda _: None).steps == 5
+    assert main(["resume", str(folder), "trainer.smoke=true"]) == 2
+    assert capsys.readouterr().err == "error: trainer.smoke=True: this run was started with False; start a new run\n"
 
 
 def test_a_model_of_one_s_own_is_not_cut() -> None:

@@ -26,7 +26,7 @@ ORIGIN = ("model.path", "model.weights", "lora.weights")
 """Keys that say where the first weights came from: a resumed run has others, and does without."""
 FIXED = ("model.*", "lora.enabled", "lora.rank", "lora.alpha", "lora.targets", "precision.compute", "optim.name", "data.name",
          "data.mixture", "data.streaming", "data.text_key", "data.eod_mask_loss", "data.reset_attention_mask",
-         "data.reset_position_ids", "data.validation_fraction", "trainer.seed", "trainer.global_batch_size")
+         "data.reset_position_ids", "data.validation_fraction", "trainer.seed", "trainer.global_batch_size", "trainer.smoke")
 """Keys that a checkpoint cannot change at all: its tensors, or its place in the data, would not fit. Files that were moved are
 known again by their digests."""
 STATE = (
