@@ -10,7 +10,8 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report import graph, plan_report
 from fp8cfg.report.gpus import GPU, GPUS, named
-from fp8cfg.report.memory.nearest_fit import Line
+from fp8cfg.report.memory.machines import machines
+from fp8cfg.report.memory.nearest_fit import Line, words_alone
 from fp8cfg.report.plan_report import Plan
 
 MOST = 9_999_999
@@ -43,10 +44,10 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
 
 
 def planned(
-    recipe: Recipe, ranks: int | None, gpu: GPU | None, whole_line: Line = " ".join, problems: Sequence[str] = ()
+    recipe: Recipe, ranks: int | None, gpu: GPU | None, whole_line: Line = words_alone, problems: Sequence[str] = ()
 ) -> Plan:
-    """Plan of a checked `recipe`, with what will be built. `whole_line` makes a command line of the words that a refusal offers;
-    without it they stand alone. Of a recipe whose layout its own rules refuse, with these `problems`, there is no plan: raises
+    """Plan of a checked `recipe`, with what will be built. `whole_line` makes a command line of a fit that a refusal offers;
+    without it its words stand alone. Of a recipe whose layout its own rules refuse, with these `problems`, there is no plan: raises
     ConfigError with what runs there."""
     world = ranks or recipe.trainer.num_nodes * recipe.trainer.devices
     recipe = recipe if problems else smoke.cut(recipe, world)
@@ -63,9 +64,3 @@ def refuse_hardware(recipe: Recipe, gpu: str | None, option: str) -> None:
         raise ConfigError(f"{option}{gpu}: trainer.accelerator=cpu runs on none; drop one of the two")
     if accelerator == "cuda" and not gpu:
         raise ConfigError(f"trainer.accelerator=cuda: name the GPU, as in {option}h100; there are {', '.join(GPUS)}")
-
-
-def machines(ranks: int) -> tuple[int, int]:
-    """Nodes, and GPUs of each: eight, or as many below that as divide `ranks`."""
-    devices = next(n for n in range(8, 0, -1) if ranks % n == 0)
-    return ranks // devices, devices

@@ -94,16 +94,19 @@ def wrong_words(arguments: Arguments) -> list[str]:
     return []
 
 
-def command_line(arguments: Arguments, changes: Sequence[str], *verb: str) -> str:
-    """The line that runs `arguments` with the words `changes`, which stand in the place of those for the same keys, by `verb` and
-    its options, or training."""
+def changed_words(arguments: Arguments, changes: Sequence[str]) -> list[str]:
+    """The words of `arguments` with `changes`, which stand in the place of those for the same keys."""
     from fp8cfg.composition.override_words import parsed
     from fp8cfg.config.key_names import full
 
     new = {full(parsed(word)[0]) for word in changes}
-    kept = [word for word in arguments.words if is_hydra(word) or full(parsed(word)[0]) not in new]
+    return [*(word for word in arguments.words if is_hydra(word) or full(parsed(word)[0]) not in new), *changes]
+
+
+def command_line(arguments: Arguments, changes: Sequence[str], *verb: str) -> str:
+    """The line that runs `arguments` with the words `changes`, by `verb` and its options, or training."""
     folder = [f"--config-dir={name}" for name in arguments.options.get("--config-dir", [])]
-    return shlex.join(["fp8cfg", *verb, *arguments.plain, *kept, *changes, *folder])
+    return shlex.join(["fp8cfg", *verb, *arguments.plain, *changed_words(arguments, changes), *folder])
 
 
 def is_hydra(word: str) -> bool:

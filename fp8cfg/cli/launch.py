@@ -65,7 +65,7 @@ def _refuse(found: Settled, ranks: int, arguments: Arguments) -> None:
 
     recipe = smoke.cut(found.recipe, ranks)
     before_run.refuse(recipe, find_hardware(recipe.trainer.accelerator),
-                      lambda changes: command_line(arguments, changes, "launch", "--local", str(ranks)), found.problems, ranks)
+                      lambda fit: command_line(arguments, fit.words, "launch", "--local", str(ranks)), found.problems, ranks)
 
 
 def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:

@@ -34,6 +34,7 @@ def started(found: Settled, argv: Sequence[str], whole_line: Line, takes: Takes 
     train: one of a launcher, or the only one. Raises ConfigError for a layout that `found` is refused for, and for several nodes,
     with the line of each, with lines that run here: of a run that is gone on with those that it `takes`."""
     from fp8cfg.report import before_run, machine
+    from fp8cfg.report.memory.nearest_fit import offering
 
     recipe = found.recipe
     if found.problems:
@@ -44,10 +45,12 @@ def started(found: Settled, argv: Sequence[str], whole_line: Line, takes: Takes 
     try:
         ranks = count(recipe, gpus)
     except ConfigError as e:
+        hardware = machine.find_hardware(recipe.trainer.accelerator)
+        if gpus:  # of one of the nodes, which are all alike
+            before_run.choose_backend(recipe, hardware, recipe.trainer.num_nodes * recipe.trainer.devices)
+        runs = before_run.fits(recipe, hardware, takes=takes) if takes else before_run.smoke_run_here(recipe, hardware)
         line = f"{e}: {node_line(recipe, argv, gpus)}"
-        if takes:
-            before_run.refuse(recipe, machine.find_hardware(recipe.trainer.accelerator), whole_line, [line], takes=takes)
-        raise ConfigError(f"{line}; runs here: {whole_line(['trainer.smoke=true'])}") from None
+        raise ConfigError(offering([line], "here", list(map(whole_line, runs)))) from None
     _say_idle(recipe, gpus, ranks)
     return start(ranks, argv) if ranks > 1 else None
 

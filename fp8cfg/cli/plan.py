@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli.argv import command_line, recipe_file, split, wrong_words
+from fp8cfg.cli.argv import recipe_file, split, wrong_words
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.report.gpus import GPUS, named
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fp8cfg.composition.giving_way import Settled
     from fp8cfg.report.plan_report import Plan
 
 USAGE = f"""
@@ -61,37 +63,29 @@ def run(argv: list[str]) -> int:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
 
     from fp8cfg.cli.composed import say, settled
-    from fp8cfg.report.memory.nearest_fit import SMOKE, offering
-    from fp8cfg.run_plan import machines, planned, refuse_hardware
+    from fp8cfg.cli.offered_lines import whole_lines
+    from fp8cfg.report.memory.machines import machines
+    from fp8cfg.report.memory.nearest_fit import offering
+    from fp8cfg.run_plan import planned, refuse_hardware
 
-    beside: list[str] = []
-    found = settled(arguments.words, folder, file)
+    def settle(words: Sequence[str]) -> Settled:
+        return settled(words, folder, file)
+
+    found = settle(arguments.words)
     if found.problems and ranks is not None:  # a layout for more GPUs than the recipe has, which --gpus may name
         nodes, devices = machines(ranks)
-        beside = [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
-        found = settled([*arguments.words, *beside], folder, file)
-        beside.append(f"trainer.global_batch_size={found.recipe.trainer.global_batch_size}")  # which may have given way
+        found = settle([*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"])
     refuse_if([] if found.layout_alone else found.problems)
     say(found.notes)
     recipe = found.recipe
     refuse_hardware(recipe, name, "--gpu ")
     world = ranks or recipe.trainer.num_nodes * recipe.trainer.devices
-
-    def whole_line(words: Sequence[str]) -> str:
-        """The line that runs the recipe there with `words`."""
-        if tuple(words) == (SMOKE,) or (world == recipe.trainer.num_nodes * recipe.trainer.devices and not beside):
-            return command_line(arguments, words)
-        nodes, devices = machines(world)
-        given = {word.partition("=")[0] for word in words}
-        machine = beside or [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
-        return command_line(arguments, [*words, *(word for word in machine if word.partition("=")[0] not in given)])
-
+    whole_line = whole_lines(arguments, settle)
     plan = planned(recipe, world, gpu, whole_line, found.problems)
     print(_shown(plan, *arguments.flags))
     refuse_if(plan.refusals)
     if not {"--tree", "--dot", "--code"} & arguments.flags:  # a graph, which export and tools of Fiddle take, runs nothing
-        refuse_if(offering(plan.problems, "there", [whole_line(words) for words in (plan.write, plan.alternative) if words])
-                  if plan.problems else [])
+        refuse_if(offering(plan.problems, "there", [whole_line(fit) for fit in plan.offered]) if plan.problems else [])
     if "--measure" in arguments.flags:
         from fp8cfg.training.memory_measurement import measured_table
 

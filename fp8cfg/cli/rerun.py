@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fp8cfg.cli import local_ranks
-from fp8cfg.cli.argv import command_line, split
+from fp8cfg.cli.argv import split
 from fp8cfg.cli.run_json import read_object
 from fp8cfg.config.errors import ConfigError, printable, refuse_if
 from fp8cfg.report.tables import wrapped
@@ -17,6 +17,7 @@ from fp8cfg.report.tables import wrapped
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fp8cfg.composition.giving_way import Settled
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.training.run_folder import RunFolder
 
@@ -38,6 +39,7 @@ recipe.yaml alone: what else is missing or damaged is named, and not compared.
 def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
     from fp8cfg.cli.composed import say, settled
+    from fp8cfg.cli.offered_lines import whole_lines
     from fp8cfg.cli.run_recipe import launch, sized
     from fp8cfg.composition import to_yaml
     from fp8cfg.training.run_folder import RECIPE, RunFolder
@@ -51,10 +53,10 @@ def run(argv: list[str]) -> int:
     before = first.read_recipe()
     before.log.folder, before.log.resume = None, "never"  # which the first run has
 
-    def whole_line(changes: Sequence[str]) -> str:
-        return command_line(arguments, changes, "rerun")
+    def settle(words: Sequence[str]) -> Settled:
+        return settled(words, arguments.one("--config-dir"), base=before)
 
-    found = settled(arguments.words, arguments.one("--config-dir"), base=before)
+    found, whole_line = settle(arguments.words), whole_lines(arguments, settle, "rerun")
     refuse_if([] if found.layout_alone else found.problems)
     say(found.notes)
     if (ended := local_ranks.started(found, ["rerun", *argv], whole_line)) is not None:

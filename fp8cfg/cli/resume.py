@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli import local_ranks
-from fp8cfg.cli.argv import command_line, split
+from fp8cfg.cli.argv import split
 from fp8cfg.cli.run_recipe import go_on
 from fp8cfg.config.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from fp8cfg.composition.giving_way import Settled
+    from fp8cfg.config.recipe import Recipe
 
 USAGE = """
 fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...]
@@ -24,7 +27,8 @@ is refused unless allowed by its key (fp8 or 'fp8.*' for all of a node).
 
 def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import composed, settled
+    from fp8cfg.cli.composed import say, settled
+    from fp8cfg.cli.offered_lines import whole_lines
     from fp8cfg.training import runs
     from fp8cfg.training.checkpoint.resume_rules import goes_on, refuse_changes
     from fp8cfg.training.run_folder import RunFolder
@@ -33,15 +37,20 @@ def run(argv: list[str]) -> int:
     if len(arguments.plain) != 1:
         raise ConfigError("resume: needs one run folder, as in: fp8cfg resume runs/NAME")
     path, folder, allow = Path(arguments.plain[0]), arguments.one("--config-dir"), arguments.options.get("--allow", [])
-
-    def whole_line(changes: Sequence[str]) -> str:
-        return command_line(arguments, changes, "resume", *(word for key in allow for word in ("--allow", key)))
-
     before = runs.newest_recipe(RunFolder.open(path, lock=False))
-    found = settled(arguments.words, folder, base=before)
+
+    def settle(words: Sequence[str]) -> Settled:
+        return settled(words, folder, base=before)
+
+    def changed(base: Recipe) -> Recipe:
+        found = settled(arguments.words, folder, base=base)
+        refuse_if(found.problems)
+        say(found.notes)
+        return found.recipe
+
+    whole_line = whole_lines(arguments, settle, "resume", *(word for key in allow for word in ("--allow", key)))
+    found = settle(arguments.words)
     refuse_if([] if found.layout_alone else found.problems)
     refuse_changes(before, found.recipe, allow)
     code = local_ranks.started(found, ["resume", *argv], whole_line, lambda other: goes_on(found.recipe, other, allow))
-    if code is not None:
-        return code
-    return go_on(path, lambda base: composed(arguments.words, folder, base=base), whole_line, allow)
+    return go_on(path, changed, whole_line, allow) if code is None else code

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli import hydra_flags, local_ranks
-from fp8cfg.cli.argv import Arguments, command_line, is_hydra, recipe_file, split, wrong_words
+from fp8cfg.cli.argv import Arguments, is_hydra, recipe_file, split, wrong_words
 from fp8cfg.cli.run_recipe import go_on, is_run, launch, sized
 from fp8cfg.config.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fp8cfg.composition.giving_way import Settled
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.training.run_folder import RunFolder
 
@@ -46,6 +47,7 @@ def run(argv: list[str]) -> int:
     """Train the recipe of `argv`, or what its flags ask for instead. Returns the exit code."""
     from fp8cfg.cli import WORDS
     from fp8cfg.cli.composed import say, settled
+    from fp8cfg.cli.offered_lines import whole_lines
     from fp8cfg.composition import to_yaml
 
     arguments = Arguments(words=[a for a in argv if "=" in a and not a.startswith("-")])
@@ -64,16 +66,16 @@ def run(argv: list[str]) -> int:
     if asked:
         return hydra_flags.show(arguments, file)
     hydra_flags.refuse_idle(arguments)
-    ours = [word for word in arguments.words if not is_hydra(word)]
-    found = settled(ours, arguments.one("--config-dir"), file)
+
+    def settle(words: Sequence[str]) -> Settled:
+        return settled(words, arguments.one("--config-dir"), file)
+
+    found = settle([word for word in arguments.words if not is_hydra(word)])
     exactly = hydra_flags.run_dir(arguments, file, found.changes)
     two = _two_folders(found.recipe, exactly)
     refuse_if([*found.problems, *two] if two or not found.layout_alone else [])
     say(found.notes)
-
-    def whole_line(changes: Sequence[str]) -> str:
-        return command_line(arguments, changes)
-
+    whole_line = whole_lines(arguments, settle)
     if (code := local_ranks.started(found, argv, whole_line)) is not None:
         return code
     recipe, log = sized(found.recipe), found.recipe.log

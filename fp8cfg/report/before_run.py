@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 
 from fp8cfg import __version__
-from fp8cfg.backends.backend_choice import Hardware, choose
+from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.composition.flatten import listed
 from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.config.fp8 import FP8
@@ -19,9 +19,10 @@ from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report.coverage import planned
 from fp8cfg.report.machine import free_memory, gpus
 from fp8cfg.report.memory import layout
-from fp8cfg.report.memory.fit_search import Takes
+from fp8cfg.report.memory.fit_search import Fit, Takes
 from fp8cfg.report.memory.fsdp_gather import gather_line
-from fp8cfg.report.memory.nearest_fit import SMOKE, Line, alternatives, offering, smoke_runs, too_large
+from fp8cfg.report.memory.machines import placed
+from fp8cfg.report.memory.nearest_fit import Line, alternatives, offering, smoke_run, too_large
 from fp8cfg.report.memory.peak import memory_table
 from fp8cfg.report.plan_text import passed_over
 from fp8cfg.report.tables import amount, wrapped
@@ -61,11 +62,7 @@ def _fp8(recipe: Recipe) -> dict[str, object]:
 def body(recipe: Recipe, hardware: Hardware) -> str:
     """The planned coverage, the backend that will do it, the memory it takes, and the layout. Raises ConfigError as
     `choose` and `plan` do."""
-    ranks = layout.shards(recipe, layout.ranks())
-    precision = as_sharded(recipe.precision, ranks)
-    choice = choose(precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps, adapters=recipe.lora.enabled,
-                    strategy=recipe.trainer.strategy)
-    parts = []
+    choice, parts = choose_backend(recipe, hardware, layout.ranks()), list[str]()
     if recipe.fp8.enabled:
         coverage = planned(recipe, plan(recipe, choice.backend))
         least = recipe.fp8.min_coverage
@@ -74,7 +71,8 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
         who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
         backend = "\n".join([who, *passed_over(choice)])
         parts.append(f"{backend}\n{coverage}")
-    memory = [memory_table(recipe, hardware.device, backend=choice.backend), gather_line(recipe, ranks, choice.backend)]
+    gathered = gather_line(recipe, layout.shards(recipe, layout.ranks()), choice.backend)
+    memory = [memory_table(recipe, hardware.device, backend=choice.backend), gathered]
     parts.append("\n".join(line for line in memory if line))
     parts += [line for line in [_scaled_down(recipe)] if line]
     return "\n" + "\n\n".join(parts) + "\n"
@@ -91,28 +89,50 @@ def refuse(
     takes: Takes | None = None,
 ) -> None:
     """Raise ConfigError, before anything is made, for a recipe without data, for one with `problems_of_layout`, and for one whose
-    layout or memory the ranks here, or `ranks` that are to be started here, do not have. Its line ends with one that runs here,
-    which `whole_line` makes of the words that change; where a run is gone on with, of those that it `takes`, and a smoke run is
-    none."""
+    layout or memory the ranks here, or `ranks` that are to be started here, do not have. Its line ends with those that run here, as
+    `whole_line` has them."""
     refuse_if(list(missing_data(recipe)))
-    free, started = free_memory(hardware.device, ranks), ranks or layout.ranks()
-    ranks = ranks or _ranks(recipe, hardware.device)
+    if lines := _problems(recipe, hardware, problems_of_layout, ranks):
+        found = [*fits(recipe, hardware, ranks, takes), *([] if takes else smoke_run_here(recipe, hardware, ranks))]
+        raise ConfigError(offering(lines, "here", list(map(whole_line, found))))
 
-    def backend(other: Recipe) -> str:
-        precision = as_sharded(other.precision, layout.shards(other, ranks))
-        return choose(precision, hardware, statistics=other.log.fp8_stats_every_n_steps, adapters=other.lora.enabled,
-                      strategy=other.trainer.strategy).backend
 
-    problems = list(problems_of_layout) or layout.refused(recipe, started) or layout.uneven_batch(recipe, started)
-    if not problems:
-        problems = [line] if (line := too_large(recipe, hardware.device, free, backend(recipe), started)) else []
-    elif not problems_of_layout:
-        problems = layout.refused(recipe, ranks) or problems
-    if problems:
-        alone = ("trainer.num_nodes=1",) if recipe.trainer.num_nodes > 1 and not _launched() else ()
-        found = [(*fit.words, *alone) for fit in alternatives(recipe, hardware.device, free, ranks, backend, takes)]
-        found += [(SMOKE,)] if takes is None and smoke_runs(recipe, ranks, backend) else []
-        raise ConfigError(offering(problems, "here", [whole_line(words) for words in found]))
+def _problems(recipe: Recipe, hardware: Hardware, of_layout: Sequence[str], ranks: int | None) -> list[str]:
+    """Why the ranks of this run, or `ranks` that are to be started, do not train `recipe`: what of the layout they do not have,
+    the problems `of_layout` of the recipe itself, or memory."""
+    if of_layout and not ranks and not _launched():
+        return list(of_layout)
+    started = ranks or layout.ranks()
+    if lines := layout.refused(recipe, started) or list(of_layout) or layout.uneven_batch(recipe, started):
+        return layout.refused(recipe, ranks or _ranks(recipe, hardware.device)) or lines
+    free, backend = free_memory(hardware.device, ranks), choose_backend(recipe, hardware, started).backend
+    line = too_large(recipe, hardware.device, free, backend, started)
+    return [line] if line else []
+
+
+def fits(recipe: Recipe, hardware: Hardware, ranks: int | None = None, takes: Takes | None = None) -> list[Fit]:
+    """What runs here in the place of `recipe`: on `ranks` that are to be started, or those of this run. Of a run that is gone on
+    with what it `takes`. Outside of a launcher it is a recipe of this machine alone, with trainer.devices where these are no
+    multiple of the ranks, over which a layout might not divide."""
+    there = ranks or _ranks(recipe, hardware.device)
+    if not ranks and not _launched():
+        devices = recipe.trainer.devices
+        recipe = placed(recipe, 1, there if devices % there else devices)
+    return alternatives(recipe, hardware.device, free_memory(hardware.device, ranks), there,
+                        lambda other: choose_backend(other, hardware, there).backend, takes)
+
+
+def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None) -> list[Fit]:
+    """The smoke run of `recipe` on `ranks` that are to be started here, or those that start by themselves, if there is one."""
+    there = ranks or (min(gpus(), recipe.trainer.devices) if _starts_here(hardware.device) else layout.ranks())
+    return smoke_run(recipe, there, lambda other: choose_backend(other, hardware, there).backend)
+
+
+def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
+    """Who multiplies `recipe` on so many ranks of that hardware. Raises ConfigError as `choose` does."""
+    precision = as_sharded(recipe.precision, layout.shards(recipe, ranks))
+    return choose(precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps, adapters=recipe.lora.enabled,
+                  strategy=recipe.trainer.strategy)
 
 
 def _ranks(recipe: Recipe, device: str) -> int:

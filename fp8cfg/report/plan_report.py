@@ -16,8 +16,10 @@ from fp8cfg.report.communication.collectives import Collective
 from fp8cfg.report.communication.step import of_step
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU
+from fp8cfg.report.memory.fit_search import Fit
 from fp8cfg.report.memory.layout import Part, parts, refused, shards, whole
-from fp8cfg.report.memory.nearest_fit import SMOKE, Line, alternatives, offering, smoke_runs
+from fp8cfg.report.memory.machines import machines, placed
+from fp8cfg.report.memory.nearest_fit import Line, alternatives, offering, smoke_run, words_alone
 from fp8cfg.report.memory.peak import linears_of, memory, multiplying, parameters
 from fp8cfg.report.tables import size
 
@@ -72,15 +74,23 @@ class Plan:
     """Ranks that differ, one of each kind."""
     problems: Sequence[str] = ()
     """Why it does not run as it stands where somebody multiplies: its layout, or its memory. Empty where it does run."""
-    write: Sequence[str] = ()
-    """Words with which it runs on these ranks, at the least cost; of a smoke run where the whole model does not. Empty where
-    there are no `problems`."""
-    alternative: Sequence[str] = ()
-    """Words with which it runs there, too, that change nothing of what `write` changes, such as opt_level=O2 where that recomputes;
-    empty where there are none."""
+    offered: Sequence[Fit] = ()
+    """Recipes that run on these ranks in its place, with the words that change it into each; none where there are no `problems`."""
     built: Mapping[str, Mapping[str, Any]] | None = None
     """Autocast context, optimizer, schedule and loss scaler that will be built, each "name" and its arguments; None where
     nobody multiplies."""
+
+    @property
+    def write(self) -> Sequence[str]:
+        """Words with which it runs on these ranks, at the least cost; of a smoke run where the whole model does not. Empty where
+        there are no `problems`."""
+        return self.offered[0].words if self.offered else ()
+
+    @property
+    def alternative(self) -> Sequence[str]:
+        """Words with which it runs there, too, that change nothing of what `write` changes, such as opt_level=O2 where that
+        recomputes; empty where there are none."""
+        return self.offered[1].words if len(self.offered) > 1 else ()
 
     @property
     def backend(self) -> str | None:
@@ -142,11 +152,11 @@ class Plan:
 
 
 def make(
-    recipe: Recipe, world: int, gpu: GPU | None, whole_line: Line = " ".join, problems_of_layout: Sequence[str] = ()
+    recipe: Recipe, world: int, gpu: GPU | None, whole_line: Line = words_alone, problems_of_layout: Sequence[str] = ()
 ) -> Plan:
     """The plan of `recipe`, on a GPU with a CUDA that is new enough for whatever the GPU can do. Raises ConfigError for layer
     patterns that match nothing; and for `problems_of_layout`, and a world that is no whole number of replicas or over which the
-    batch does not divide, with what runs there, which `whole_line` makes of the words that change."""
+    batch does not divide, with what runs there, each fit as `whole_line` has it."""
     hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
     choice, refusals, memory_of_each = None, list[str](), gpu.memory if gpu else UNBOUNDED
     try:
@@ -157,16 +167,15 @@ def make(
         refuse_if(problems_of_layout)
         layout = parts(recipe, world)
     except ConfigError as e:  # there are no ranks of which to say more
-        found = _write(recipe, world, hardware, memory_of_each) if choice else []
-        raise ConfigError([*refusals, *offering(e.problems, "there", [whole_line(words) for words in found])]) from None
+        found = _offered(recipe, world, hardware, memory_of_each) if choice else []
+        raise ConfigError([*refusals, *offering(e.problems, "there", list(map(whole_line, found)))]) from None
     backend = choice.backend if choice else None
     ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend),
                   of_step(recipe, part, backend or multiplying(recipe)) if world > 1 else ()) for part in layout]
     coverage = planned(recipe, plan(recipe, backend))
     problems = refused(recipe, world) or _too_large(recipe, ranks, gpu) if choice else []
-    offered = _write(recipe, world, hardware, memory_of_each) if problems else []
-    write, alternative, *_ = *offered, (), ()
-    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, write, alternative)
+    offered = _offered(recipe, world, hardware, memory_of_each) if problems else []
+    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, offered)
 
 
 def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
@@ -182,10 +191,13 @@ def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[s
     return [f"recipe={recipe.name}: needs {size(need)} on each rank, {gpu.name} has {size(gpu.memory)}"]
 
 
-def _write(recipe: Recipe, world: int, hardware: Hardware, free: int) -> list[tuple[str, ...]]:
+def _offered(recipe: Recipe, world: int, hardware: Hardware, free: int) -> list[Fit]:
+    """What runs on `world` ranks in the place of `recipe`, of which the machines that make these ranks are a part."""
+    if world != recipe.trainer.num_nodes * recipe.trainer.devices:
+        recipe = placed(recipe, *machines(world))
+
     def backend(other: Recipe) -> str:
         return _chosen(other, hardware, shards(other, world)).backend
 
-    found = [fit.words for fit in alternatives(recipe, hardware.device, free, world, backend)]
-    return found or ([(SMOKE,)] if smoke_runs(recipe, world, backend) else [])
+    return alternatives(recipe, hardware.device, free, world, backend) or smoke_run(recipe, world, backend)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 import fp8cfg
 from fp8cfg import smoke
 from fp8cfg.__main__ import main
+from fp8cfg.backends.backend_choice import BLOCK_CUDA, Hardware
+from fp8cfg.cli import local_ranks
 from fp8cfg.execution import runs
 from fp8cfg.report import before_run, machine
 from fp8cfg.report.memory.layout import refused
@@ -38,6 +41,22 @@ def test_plan_ends_with_a_line_that_runs_there(words: str, options: str, more: s
     for offered in lines(err, "there"):
         assert main(["plan", *offered, *options.split()]) == 0
     assert set(more.split()) <= set(lines(err, "there")[0])
+
+
+@pytest.mark.parametrize(("words", "options"), [
+    ("recipe=gpt3_175b precision=bf16_fp8_te_fused_adam storage.master_weight=bf16 trainer.global_batch_size=48", "--gpu h200 --gpus 64"),
+    (f"recipe=qwen25_72b {TENSOR}=1 trainer.global_batch_size=24", "--gpu h200 --gpus 8"),
+    (f"recipe=llama_8b {TENSOR}=3 trainer.global_batch_size=510", "--gpu h200 --gpus 3"),
+])
+def test_what_gave_way_is_written_in_a_line_for_other_gpus(words: str, options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line as it is typed gives the ranks and the batch that were searched for."""
+    assert main(["plan", *words.split(), *options.split()]) == 2
+    offered, batch = lines(capsys.readouterr().err, "there"), words.rpartition("=")[2]
+    assert offered and all(line[-1].startswith("trainer.") for line in offered)
+    for line in offered:
+        assert main(["plan", *line, *options.split()]) == 0
+        t = fp8cfg.compose(line).trainer
+        assert (t.num_nodes * t.devices, t.global_batch_size) == (int(options.split()[-1]), int(batch))
 
 
 def test_the_nearest_layout_divides_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +103,49 @@ def test_launch_takes_a_layout_of_its_own_ranks(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(runs, "run", lambda recipe, executor: started.append(recipe) or fp8cfg.Execution(tmp_path, 0))
     assert main(["launch", "--local", "2", "recipe=llama_tiny", f"{TENSOR}=2", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]) == 0
     assert started[0].trainer.devices == 2
+
+
+Machine = Callable[..., list[tuple[int, list[str]]]]
+
+
+@pytest.fixture
+def machine_of(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Makes a machine of so many H200s, and gives the ranks and words that it starts."""
+    def of(gpus: int) -> list[tuple[int, list[str]]]:
+        begun: list[tuple[int, list[str]]] = []
+        for module in (before_run, machine):
+            monkeypatch.setattr(module, "gpus", lambda: gpus)
+            monkeypatch.setattr(module, "free_memory", lambda device, ranks=None: 139 << 30)
+        monkeypatch.setattr(machine, "find_hardware", lambda _: Hardware("cuda", (9, 0), BLOCK_CUDA))
+        monkeypatch.setattr(local_ranks, "start", lambda ranks, argv: begun.append((ranks, [*argv])) or 0)
+        return begun
+    return of
+
+
+@pytest.mark.parametrize(("words", "gpus", "more"), [
+    ("recipe=olmo2_32b precision=bf16_fp8 trainer.devices=6 trainer.global_batch_size=96", 4, f"{TENSOR}=4 trainer.num_nodes=1 trainer.devices=4"),
+    (f"recipe=llama_8b {TENSOR}=16", 4, f"{TENSOR}=4"), (f"recipe=llama_8b precision=bf16_fp8 {TENSOR}=8 trainer.devices=4", 2, f"{TENSOR}=2"),
+])
+def test_a_start_on_gpus_ends_with_lines_that_start_ranks(words: str, gpus: int, more: str, machine_of: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """The machine, one, is a part of what was searched, where the recipe is meant for others."""
+    begun = machine_of(gpus)
+    assert main(words.split()) == 2
+    offered = lines(capsys.readouterr().err, "here")
+    assert set(more.split()) <= set(offered[0]) and offered[-1][-1] == "trainer.smoke=true"
+    assert [main(line) for line in offered] == [0] * len(offered) and begun == [(gpus, line) for line in offered]
+
+
+def test_of_several_nodes_a_line_is_printed_where_it_runs(machine_of: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A backend that the GPUs here do not have does not multiply on the nodes, which have such GPUs, nor in a smoke run here."""
+    monkeypatch.setattr(machine, "gpus", lambda: 0)
+    monkeypatch.setattr(machine, "find_hardware", lambda _: Hardware("cpu"))
+    assert main(["recipe=llama_70b", "precision=bf16_fp8", "backend=te"]) == 2
+    assert capsys.readouterr().err.endswith("FIRST_NODE is the name of one of them, which the scripts of fp8cfg export slurm find\n")
+    begun = machine_of(4)
+    assert main(["recipe=llama_70b", "precision=bf16_fp8_block"]) == 2 and capsys.readouterr().err.startswith("error: fp8.format=hybrid: ")
+    assert main(["recipe=llama_70b", "precision=bf16_fp8"]) == 2
+    line, = lines(capsys.readouterr().err, "here")
+    assert main(line) == 0 and begun == [(4, line)]
 
 
 def test_a_smoke_run_is_offered_where_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def test_of_several_nodes_the_line_of_each_is_printed(gpus: int, starts: Starts)
     argv = [*DATA_PARALLEL, "trainer.num_nodes=2", "name=two_nodes"]
     starts(gpus)
     with pytest.raises(fp8cfg.ConfigError) as e:
-        local_ranks.started(Settled(composed(*argv)), argv, lambda changes: f"fp8cfg {' '.join(changes)}")
+        local_ranks.started(Settled(composed(*argv)), argv, lambda fit: f"fp8cfg {' '.join(fit.words)}")
     line, = e.value.problems
     assert line.startswith("trainer.num_nodes=2: this process would train alone; start it on each node with torchrun: torchrun --nnodes 2 "
                            f"--nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint {socket.gethostname() if gpus else 'FIRST_NODE'}:29400 ")

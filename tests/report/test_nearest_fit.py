@@ -10,11 +10,14 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.backends.backend_choice import BLOCK_CUDA, Hardware
 from fp8cfg.cli import local_ranks
+from fp8cfg.cli.argv import Arguments
+from fp8cfg.cli.composed import settled
+from fp8cfg.cli.offered_lines import whole_lines
 from fp8cfg.config.recipe_registry import recipes
 from fp8cfg.report import before_run
+from fp8cfg.report.memory.machines import machines
 from fp8cfg.report.memory.nearest_fit import SMOKE, alternatives
 from fp8cfg.report.memory.peak import memory
-from fp8cfg.run_plan import machines
 from tests.support.small import small
 
 
@@ -95,11 +98,12 @@ def test_fewer_gpus_than_a_replica_are_offered_a_layout_and_memory_together(word
     there = ["--gpu", gpu, "--gpus", str(gpus)]
     assert main(["plan", *words.split(), *there]) == 2
     out, err = capsys.readouterr()
-    size = fp8cfg.compose(words.split()).trainer.strategy.size
+    trainer = fp8cfg.compose(words.split()).trainer
+    size = trainer.strategy.size
     assert out == "" and err.startswith(f"error: {gpus} GPU{'s' * (gpus > 1)}: not a multiple of tensor x pipeline x context parallel = {size}; ")
     lines = err.removesuffix("\n").partition("; runs there: ")[2].split(" · ")
     nodes, devices = machines(gpus)
-    meant = f" trainer.num_nodes={nodes} trainer.devices={devices}"
+    meant = f" trainer.num_nodes={nodes}" * (nodes != trainer.num_nodes) + f" trainer.devices={devices}" * (devices != trainer.devices)
     assert lines == [f"fp8cfg {words} {more}{meant * (more != SMOKE)}" for more in offered]
     for line in lines:
         assert main(["plan", *shlex.split(line)[1:], *there]) == 0
@@ -121,24 +125,24 @@ def refused_here(words: list[str], gpus: int, gib: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(before_run, "gpus", lambda: gpus)
     monkeypatch.setattr(before_run, "free_memory", lambda device, ranks: gib << 30)
     with pytest.raises(fp8cfg.ConfigError) as e:
-        before_run.refuse(fp8cfg.compose(words), Hardware("cuda", (9, 0), BLOCK_CUDA), lambda more: " ".join([*words, *more]))
+        before_run.refuse(fp8cfg.compose(words), Hardware("cuda", (9, 0), BLOCK_CUDA), whole_lines(Arguments(words), settled))
     return e.value.problems[-1].partition("; runs here: ")[2].split(" · ")
 
 
 def test_a_start_on_fewer_gpus_than_a_replica_offers_what_runs_on_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["recipe=llama_8b", "precision=bf16_fp8"]
     one = refused_here(words, 1, 139, monkeypatch)
-    assert [line.split()[2:] for line in one] == [["model.recompute_granularity=full", "trainer.strategy.context_parallel_size=1"],
+    assert [line.split()[3:] for line in one] == [["model.recompute_granularity=full", "trainer.strategy.context_parallel_size=1"],
                                                   ["fp8.params=false", "opt_level=O2", "trainer.strategy.context_parallel_size=1"], [SMOKE]]
     eight = [*words, "trainer.strategy.tensor_model_parallel_size=8", "trainer.strategy.context_parallel_size=1"]
     for gpus, ranks in ((4, 4), (3, 2)):  # 512 sequences are no multiple of 3
         line, *_ = refused_here(eight, gpus, 79, monkeypatch)
-        recipe = fp8cfg.compose(line.split())
+        recipe = fp8cfg.compose(line.split()[1:])
         assert line.endswith(f"trainer.strategy.tensor_model_parallel_size={ranks}") and local_ranks.count(recipe, gpus) == ranks
         plan = fp8cfg.plan(recipe, "h100", ranks)
         assert not plan.problems
     line, *_ = refused_here(["recipe=llama_70b", "precision=bf16_fp8", "task=lora"], 8, 139, monkeypatch)  # of four nodes
-    recipe = fp8cfg.compose(line.split())
+    recipe = fp8cfg.compose(line.split()[1:])
     assert recipe.trainer.num_nodes == 1 and local_ranks.count(recipe, 8) == 8 and not fp8cfg.plan(recipe, "h200", 8).problems
 
 

@@ -9,7 +9,7 @@ import fp8cfg
 from fp8cfg.config import recipe_registry
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.parallel.mesh import axis_sizes
-from fp8cfg.run_plan import machines
+from fp8cfg.report.memory.machines import machines
 
 MANY = 105 << 20
 """Samples that any layout divides."""

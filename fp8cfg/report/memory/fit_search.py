@@ -58,11 +58,12 @@ Takes = Callable[[Recipe], bool]
 
 @dataclass(frozen=True)
 class Fit:
-    """`recipe` fits, with `spare` bytes left on each rank. `words` change the recipe that was asked about into it."""
+    """`recipe` runs, with `spare` bytes left on each rank where it was searched for. `words` change the recipe that was asked about
+    into it."""
 
     recipe: Recipe
     words: tuple[str, ...]
-    spare: int
+    spare: int = 0
 
 
 class Way(NamedTuple):
@@ -202,7 +203,7 @@ class Search:
         if found.trainer.global_batch_size != self.recipe.trainer.global_batch_size:
             return None
         left = self.spare(found)
-        return None if left is None or left < 0 else Fit(found, words(self.recipe, found), left)
+        return None if left is None or left < 0 else Fit(found, differences(self.recipe, found), left)
 
     def changed(self, values: Mapping[str, Any]) -> Recipe | None:
         """The recipe with `values`, to which others have given way; None where it is refused."""
@@ -238,7 +239,7 @@ class Search:
             some = self._of_layers(lean, middle * each)
             least, most = (middle, most) if some and (self.spare(some) or -1) >= 0 else (least, middle)
         found = self._of_layers(lean, least * each) if lean and least else None
-        return Fit(found, words(self.recipe, found), self.spare(found) or 0) if found else None
+        return Fit(found, differences(self.recipe, found), self.spare(found) or 0) if found else None
 
     def _of_layers(self, lean: Recipe, layers: int) -> Recipe | None:
         some = lean.model_copy(deep=True)
@@ -251,7 +252,7 @@ class Search:
         return some
 
 
-def words(before: Recipe, after: Recipe) -> tuple[str, ...]:
+def differences(before: Recipe, after: Recipe) -> tuple[str, ...]:
     """The words that make `before` into `after`, a key each, the model's first."""
     old = flat(before)
     return tuple(f"{short(key)}={_word(value)}" for key, value in flat(after).items() if old[key] != value)

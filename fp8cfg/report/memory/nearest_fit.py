@@ -17,8 +17,13 @@ from fp8cfg.report.tables import size
 
 SMOKE = "trainer.smoke=true"
 
-Line = Callable[[Sequence[str]], str]
-"""A whole command line of the words that change a recipe, or these words alone."""
+Line = Callable[[Fit], str]
+"""A whole command line that runs a fit, empty where none does; or its words alone."""
+
+
+def words_alone(fit: Fit) -> str:
+    """The words of `fit`, where nobody has typed the line that they change."""
+    return " ".join(fit.words)
 
 
 def alternatives(
@@ -30,21 +35,24 @@ def alternatives(
     return list(Search(recipe, device, free, world, backend, takes=takes).fits())
 
 
-def smoke_runs(recipe: Recipe, world: int, backend: Backend) -> bool:
-    """Whether a smoke run of `recipe`, which is none itself, trains on `world` ranks: its backend may not, however small it is."""
+def smoke_run(recipe: Recipe, world: int, backend: Backend) -> list[Fit]:
+    """The smoke run of `recipe`, which is none itself, where it trains on `world` ranks: its backend may not, however small it
+    is."""
     if recipe.trainer.smoke:
-        return False
+        return []
+    whole = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"smoke": True})})
     try:
-        small = smoke.cut(recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"smoke": True})}), world)
+        small = smoke.cut(whole, world)
         backend(small)
     except ConfigError:
-        return False
-    return not refused(small, world)
+        return []
+    return [] if refused(small, world) else [Fit(whole, (SMOKE,))]
 
 
 def offering(problems: Sequence[str], where: str, lines: Sequence[str]) -> list[str]:
-    """`problems`, the last of which ends with the `lines` that run `where`, "here" or "there"."""
-    return [*problems[:-1], "; ".join([problems[-1], *([f"runs {where}: {' · '.join(lines)}"] if lines else [])])]
+    """`problems`, the last of which ends with those of `lines` that are not empty, which run `where`, "here" or "there"."""
+    found = " · ".join(filter(None, lines))
+    return [*problems[:-1], f"{problems[-1]}; runs {where}: {found}" if found else problems[-1]]
 
 
 def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
@@ -66,6 +74,4 @@ def nearest(recipe: Recipe, device: str, free: int, backend: Backend) -> Iterato
     found = list(search.fits())
     if not found and (fewer := search.fewer_layers()):
         found = [fewer]
-    yield from [" ".join(fit.words) for fit in found]
-    if smoke_runs(recipe, ranks(), backend):
-        yield SMOKE
+    yield from map(words_alone, [*found, *smoke_run(recipe, ranks(), backend)])
