@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING
 from fp8cfg.config.errors import ConfigError, printable, refuse_if
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fp8cfg.cli.argv import Arguments
     from fp8cfg.composition.giving_way import Settled
+    from fp8cfg.config.recipe import Recipe
     from fp8cfg.execution.executor import TorchrunExecutor
     from fp8cfg.execution.slurm import SlurmExecutor
+    from fp8cfg.report.memory.nearest_fit import Line
 
 USAGE = """
 fp8cfg launch --local N WORDS
@@ -18,7 +22,8 @@ fp8cfg launch --slurm KEY=VALUE,... [--wait] WORDS
 
 Trains the recipe of WORDS through an executor, as fp8cfg.run does in Python.
 
-  --local N            N processes on this machine, through torchrun
+  --local N            N processes on this machine, through torchrun, whatever
+                       trainer.devices says
   --slurm KEY=VALUE,.. a Slurm job of trainer.num_nodes x trainer.devices ranks,
                        through submitit (pip install 'fp8cfg[slurm]'), with
                        sbatch's settings: partition=gpu,time=240,account=me.
@@ -34,38 +39,53 @@ def run(argv: list[str]) -> int:
     from fp8cfg.cli import WORDS
     from fp8cfg.cli.argv import recipe_file, split
     from fp8cfg.cli.composed import say, settled
+    from fp8cfg.cli.offered_lines import whole_lines
     from fp8cfg.execution import runs
     from fp8cfg.execution.executor import TorchrunExecutor
 
     arguments = split(argv, ("--config-dir", "--local", "--slurm"), ("--wait",))
     file = recipe_file(arguments.plain, WORDS)
     executor = _executor(arguments)
-    found = settled(arguments.words, arguments.one("--config-dir"), file)
-    if found.problems and isinstance(executor, TorchrunExecutor):  # a layout of as many ranks as --local starts
-        found = settled([*arguments.words, f"trainer.devices={executor.ranks}"], arguments.one("--config-dir"), file)
-    t = found.recipe.trainer
-    local = isinstance(executor, TorchrunExecutor) and (t.smoke or t.num_nodes == 1)
-    refuse_if([] if local and found.layout_alone else found.problems)
+    ranks = executor.ranks if isinstance(executor, TorchrunExecutor) else None
+
+    def settle(words: Sequence[str]) -> Settled:
+        found = settled(words, arguments.one("--config-dir"), file)
+        if ranks is None or found.recipe.trainer.smoke:  # which is cut to its ranks
+            return found
+        return settled([*words, f"trainer.devices={ranks}"], arguments.one("--config-dir"), file)
+
+    found = settle(arguments.words)
+    refuse_if([*_of_machine(found.recipe, ranks), *([] if ranks and found.layout_alone else found.problems)])
     say(found.notes)
-    if isinstance(executor, TorchrunExecutor) and local:
-        _refuse(found, executor.ranks or 1, arguments)
+    if ranks is not None:
+        _refuse(found, ranks, whole_lines(arguments, settle, "launch", "--local", str(ranks)))
     done = runs.run(found.recipe, executor)
     if done.exit_code is None:
         print(f"run folder: {printable(str(done.folder))}")
     return done.exit_code or 0
 
 
-def _refuse(found: Settled, ranks: int, arguments: Arguments) -> None:
+def _of_machine(recipe: Recipe, ranks: int | None) -> list[str]:
+    """A line for each way in which this machine cannot start so many `ranks` of `recipe`; none where there are none to start."""
+    from fp8cfg.report import machine
+
+    t, lines = recipe.trainer, list[str]()
+    if ranks and t.num_nodes > 1 and not t.smoke:
+        lines.append(f"trainer.num_nodes={t.num_nodes}: --local has one machine; write trainer.num_nodes=1, or launch with --slurm")
+    if ranks and t.accelerator != "cpu" and 0 < (gpus := machine.gpus()) < ranks:
+        lines.append(f"--local {ranks}: each process takes a GPU, and this machine has {gpus}; write --local {gpus}")
+    return lines
+
+
+def _refuse(found: Settled, ranks: int, whole_line: Line) -> None:
     """Raise ConfigError, before there is a run folder, where `ranks` of this machine do not have the layout or the memory, with the
     line that runs here. Each rank refuses what is not free on its own GPU."""
     from fp8cfg import smoke
-    from fp8cfg.cli.argv import command_line
     from fp8cfg.report import before_run
     from fp8cfg.report.machine import find_hardware
 
     recipe = smoke.cut(found.recipe, ranks)
-    before_run.refuse(recipe, find_hardware(recipe.trainer.accelerator),
-                      lambda fit: command_line(arguments, fit.words, "launch", "--local", str(ranks)), found.problems, ranks)
+    before_run.refuse(recipe, find_hardware(recipe.trainer.accelerator), whole_line, found.problems, ranks)
 
 
 def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:

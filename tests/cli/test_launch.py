@@ -25,9 +25,10 @@ def test_words_go_to_an_executor(options: list[str], executor: Any, tmp_path: Pa
         return fp8cfg.Execution(tmp_path, None)
 
     monkeypatch.setattr(runs, "run", run)
-    words = ["precision=bf16_fp8", "fp8.margin=1", "trainer.micro_batch_size=8"]
+    words = ["precision=bf16_fp8", "fp8.margin=1", "trainer.micro_batch_size=8", "trainer.accelerator=cpu"]
     assert main(["launch", *options, *words]) == 0
-    assert seen == [(fp8cfg.compose(words), executor)]
+    ranks = [f"trainer.devices={executor.ranks}"] if isinstance(executor, fp8cfg.TorchrunExecutor) else []
+    assert seen == [(fp8cfg.compose([*words, *ranks]), executor)]
     assert capsys.readouterr().out == f"run folder: {tmp_path}\n"
 
 
@@ -37,9 +38,10 @@ def test_words_go_to_an_executor(options: list[str], executor: Any, tmp_path: Pa
     (["--slurm", "gpu"], "--slurm gpu: not of the form key=value, as in --slurm partition=gpu,time=240"),
     (["--local", "2", "--wait"], "--wait: is of --slurm; processes of this machine are waited for"),
     (["--local", "2", "fp8.margn=1"], "fp8.margn: no such key; did you mean 'fp8.margin'?"),
-    (["--local", "3", "trainer.accelerator=cpu"], "trainer.global_batch_size=16 is not a multiple of trainer.micro_batch_size x data-parallel size = 48; "
-     "nearest is 48; runs here: fp8cfg launch --local 3 trainer.accelerator=cpu log.dir={folder} trainer.smoke=true"),
-    (["--local", "2", "trainer.num_nodes=2", "trainer.micro_batch_size=8"], "trainer.num_nodes=2: TorchrunExecutor has one machine; write 1, or use SlurmExecutor"),
+    (["--local", "3", "trainer.accelerator=cpu", "trainer.global_batch_size=16"], "trainer.global_batch_size=16: not a multiple of trainer.micro_batch_size x data-parallel size = 48; "
+     "nearest is 48"),
+    (["--local", "2", "trainer.num_nodes=2", "trainer.accelerator=cpu"], "trainer.num_nodes=2: --local has one machine; write trainer.num_nodes=1, or launch with --slurm"),
+    (["--local", "2", "recipe=llama_70b", "trainer.accelerator=cpu"], "trainer.num_nodes=4: --local has one machine; write trainer.num_nodes=1, or launch with --slurm"),
 ])
 def test_mistakes(argv: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", *argv, *([f"log.dir={tmp_path}"] if argv else [])]) == 2
@@ -49,7 +51,7 @@ def test_mistakes(argv: list[str], line: str, tmp_path: Path, capsys: pytest.Cap
 
 def test_the_exit_code_of_the_run_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("fp8cfg.execution.executor._process", lambda argv: 3)
-    assert main(["launch", "--local", "2", "trainer.micro_batch_size=8", f"log.dir={tmp_path}"]) == 3
+    assert main(["launch", "--local", "2", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]) == 3
     assert "the run ended with exit code 3" in capsys.readouterr().err
 
 

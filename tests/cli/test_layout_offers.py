@@ -148,6 +148,32 @@ def test_of_several_nodes_a_line_is_printed_where_it_runs(machine_of: Machine, m
     assert main(line) == 0 and begun == [(4, line)]
 
 
+@pytest.mark.parametrize(("words", "trains"), [
+    ("3 recipe=llama_tiny", (3, 48, 16)), ("3 recipe=llama_tiny trainer.micro_batch_size=3", (3, 18, 3)),
+    ("4 recipe=llama_tiny trainer.devices=6", (4, 16, 4)), ("2 recipe=llama_tiny trainer.devices=3 trainer.micro_batch_size=8", (2, 16, 8)),
+])
+def test_ranks_that_are_launched_are_those_of_the_recipe(words: str, trains: tuple[int, int, int], machine_of: Machine, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not written gives way to them, as to trainer.devices."""
+    machine_of(4)
+    started: list[fp8cfg.Recipe] = []
+    monkeypatch.setattr(runs, "run", lambda recipe, executor: started.append(recipe) or fp8cfg.Execution(tmp_path, 0))
+    assert main(["launch", "--local", *words.split()]) == 0
+    t = started[0].trainer
+    assert (t.devices, t.global_batch_size, t.micro_batch_size) == trains
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("5 recipe=llama_tiny", "--local 5: each process takes a GPU, and this machine has 4; write --local 4"),
+    ("2 recipe=llama_70b trainer.num_nodes=1", f"{TENSOR}=4: so many ranks share each matrix, and 2 ranks are no multiple of it; start 4, or write 2"),
+])
+def test_launch_says_what_this_machine_starts(words: str, line: str, machine_of: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine_of(4)
+    assert main(["launch", "--local", *words.split(), f"log.dir={tmp_path}/runs"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {line}\n") and "num_nodes=16" not in err and not list(tmp_path.iterdir())
+
+
 def test_a_smoke_run_is_offered_where_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Transformer Engine has no CPU, and a smoke run is none that a smoke run cures."""
     words = ["precision=bf16_fp8", f"{TENSOR}=2", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]
