@@ -33,6 +33,21 @@ def settled(
     return giving_way.composed(words, Library(Path(config_dir) if config_dir else None), file, base, sweep)
 
 
+def settled_on_ranks(
+    words: Sequence[str], config_dir: str | None = None, file: Path | None = None, base: Recipe | None = None
+) -> Settled:
+    """As `settled`; of a layout that the recipe's own machines do not have, with those on which a launcher has started ranks."""
+    found = settled(words, config_dir, file, base)
+    return settled([*words, *_machines()], config_dir, file, base) if found.problems and _machines() else found
+
+
+def _machines() -> list[str]:
+    """The words for the machines of a launcher, which all have as many ranks; none where there is no launcher, or they have not."""
+    world = int(os.environ.get("WORLD_SIZE", "0"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return [f"trainer.num_nodes={world // local}", f"trainer.devices={local}"] if world and world % local == 0 else []
+
+
 def say(notes: Iterable[str]) -> None:
     """Print notes once, whatever the ranks."""
     for line in notes if os.environ.get("RANK", "0") == "0" else ():

@@ -38,7 +38,7 @@ recipe.yaml alone: what else is missing or damaged is named, and not compared.
 
 def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import say, settled
+    from fp8cfg.cli.composed import say, settled_on_ranks
     from fp8cfg.cli.offered_lines import whole_lines
     from fp8cfg.cli.run_recipe import launch, sized
     from fp8cfg.composition import to_yaml
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
     before.log.folder, before.log.resume = None, "never"  # which the first run has
 
     def settle(words: Sequence[str]) -> Settled:
-        return settled(words, arguments.one("--config-dir"), base=before)
+        return settled_on_ranks(words, arguments.one("--config-dir"), base=before)
 
     found, whole_line = settle(arguments.words), whole_lines(arguments, settle, "rerun")
     refuse_if([] if found.layout_alone else found.problems)

@@ -27,7 +27,7 @@ is refused unless allowed by its key (fp8 or 'fp8.*' for all of a node).
 
 def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import say, settled
+    from fp8cfg.cli.composed import say, settled_on_ranks
     from fp8cfg.cli.offered_lines import whole_lines
     from fp8cfg.training import runs
     from fp8cfg.training.checkpoint.resume_rules import goes_on, refuse_changes
@@ -40,10 +40,10 @@ def run(argv: list[str]) -> int:
     before = runs.newest_recipe(RunFolder.open(path, lock=False))
 
     def settle(words: Sequence[str]) -> Settled:
-        return settled(words, folder, base=before)
+        return settled_on_ranks(words, folder, base=before)
 
     def changed(base: Recipe) -> Recipe:
-        found = settled(arguments.words, folder, base=base)
+        found = settled_on_ranks(arguments.words, folder, base=base)
         refuse_if(found.problems)
         say(found.notes)
         return found.recipe

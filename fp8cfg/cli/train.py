@@ -46,7 +46,7 @@ are for these flags.
 def run(argv: list[str]) -> int:
     """Train the recipe of `argv`, or what its flags ask for instead. Returns the exit code."""
     from fp8cfg.cli import WORDS
-    from fp8cfg.cli.composed import say, settled
+    from fp8cfg.cli.composed import say, settled_on_ranks
     from fp8cfg.cli.offered_lines import whole_lines
     from fp8cfg.composition import to_yaml
 
@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
     hydra_flags.refuse_idle(arguments)
 
     def settle(words: Sequence[str]) -> Settled:
-        return settled(words, arguments.one("--config-dir"), file)
+        return settled_on_ranks(words, arguments.one("--config-dir"), file)
 
     found = settle([word for word in arguments.words if not is_hydra(word)])
     exactly = hydra_flags.run_dir(arguments, file, found.changes)

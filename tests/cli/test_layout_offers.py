@@ -12,7 +12,7 @@ import fp8cfg
 from fp8cfg import smoke
 from fp8cfg.__main__ import main
 from fp8cfg.backends.backend_choice import BLOCK_CUDA, Hardware
-from fp8cfg.cli import local_ranks
+from fp8cfg.cli import local_ranks, train
 from fp8cfg.execution import runs
 from fp8cfg.report import before_run, machine
 from fp8cfg.report.memory.layout import refused
@@ -172,6 +172,21 @@ def test_launch_says_what_this_machine_starts(words: str, line: str, machine_of:
     assert main(["launch", "--local", *words.split(), f"log.dir={tmp_path}/runs"]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: {line}\n") and "num_nodes=16" not in err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("local", "machines"), [({}, (1, 4)), ({"LOCAL_WORLD_SIZE": "2"}, (2, 2)), ({"LOCAL_WORLD_SIZE": "3"}, None)])
+def test_torchrun_takes_a_layout_of_its_own_ranks(local: dict[str, str], machines: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    """Of machines that are alike."""
+    trained: list[fp8cfg.Recipe] = []
+    monkeypatch.setattr(train, "launch", lambda recipe, *_: trained.append(recipe) or 0)
+    words = ["recipe=llama_tiny", "trainer.accelerator=cpu", f"{TENSOR}=2"]
+    assert main(words) == 2 and "nearest is trainer.devices=2, or" in capsys.readouterr().err
+    for key, value in {"WORLD_SIZE": "4", **local}.items():
+        monkeypatch.setenv(key, value)
+    assert main(words) == (0 if machines else 2)
+    assert [(r.trainer.num_nodes, r.trainer.devices) for r in trained] == [machines] * len(trained) and bool(trained) == bool(machines)
+    assert [refused(r, 4) for r in trained] == [[]] * len(trained)
 
 
 def test_a_smoke_run_is_offered_where_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
