@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Settle = Callable[[Sequence[str]], "Settled"]
 """What a verb makes of words."""
 _TIMES = 4
-"""A line is settled at most: as it was found, with the machine, with a batch that gives way to the machine, and once more."""
+"""A line is settled at most: as it was found, with the machine, with the batch that comes out otherwise on it, and once more."""
 
 
 def whole_lines(arguments: Arguments, settle: Settle, *verb: str) -> Line:

@@ -27,15 +27,15 @@ def launch(
     """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given.
     `whole_line` makes a command line of a fit that a refusal offers, without it its words stand alone; a run that is gone on with
     is offered what it `takes`."""
-    from fp8cfg.report import before_run, chart, machine
+    from fp8cfg.report import before_run, chart, machine, run_header
     from fp8cfg.report.memory import layout
     from fp8cfg.report.memory.nearest_fit import words_alone
     from fp8cfg.training.signals import waiting_to_stop
 
     say = print if os.environ.get("RANK", "0") == "0" else _nothing
-    say(before_run.head(recipe))
+    say(run_header.head(recipe))
     hardware = machine.find_hardware(recipe.trainer.accelerator)
-    say(before_run.body(recipe, hardware))
+    say(run_header.body(recipe, hardware))
     before_run.refuse(recipe, hardware, whole_line or words_alone, takes=takes)
     for line in chart.remarks(recipe, layout.shards(recipe, layout.ranks())):
         say(line, file=sys.stderr)

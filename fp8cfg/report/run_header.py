@@ -1,0 +1,91 @@
+"""Run header: the composed precision, planned coverage and memory that are printed before a run."""
+
+from __future__ import annotations
+
+from math import prod
+
+from fp8cfg import __version__
+from fp8cfg.backends.backend_choice import Hardware
+from fp8cfg.composition.flatten import listed
+from fp8cfg.config.errors import NotFP8Error
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import resolved
+from fp8cfg.layer_plan import plan, transformer_config
+from fp8cfg.models.shapes import parameter_shapes
+from fp8cfg.report.before_run import choose_backend
+from fp8cfg.report.coverage import planned
+from fp8cfg.report.memory import layout
+from fp8cfg.report.memory.fsdp_gather import gather_line
+from fp8cfg.report.memory.peak import memory_table
+from fp8cfg.report.plan_text import passed_over
+from fp8cfg.report.tables import amount, wrapped
+from fp8cfg.scalings import SCALINGS
+
+
+def head(recipe: Recipe) -> str:
+    """One line on the recipe, and its precision as composed: what is set, and what it resolves to."""
+    import yaml
+
+    parameters = sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
+    p, t = recipe.precision, recipe.trainer
+    run = f"{amount(parameters)} parameters, {t.max_steps} steps of {t.global_batch_size} x {recipe.model.seq_length} tokens"
+    lines = [f"fp8cfg {__version__}: recipe {recipe.name}", run, "", "precision", f"  compute: {p.compute}"]
+    nodes = {"fp8": _fp8(recipe), "storage": resolved(p)}
+    if p.compute == "fp16":
+        dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        nodes["loss scaling"] = {k: getattr(p, k) for k in (dynamic if p.loss_scale is None else ("loss_scale",))}
+    for name, node in nodes.items():
+        text = yaml.safe_dump(node, sort_keys=False, default_flow_style=True, width=48)
+        lines.append(f"  {name}: " + text.strip().replace("\n", "\n   "))
+    return "\n".join(lines)
+
+
+def _fp8(recipe: Recipe) -> dict[str, object]:
+    """The keys of the fp8 node that say something under its scaling: the leading ones, and those that differ from defaults."""
+    f = recipe.fp8
+    if not f.enabled:
+        return {"enabled": False}
+    leading = ["enabled", "scaling", "format", "params"]
+    if SCALINGS[f.scaling].history:
+        leading[3:3] = ["margin", "amax_history_len", "amax_compute_algo"]
+    values, defaults = listed(f), listed(FP8())
+    return {k: values[k] for k in [*leading, *(k for k in values if k not in leading and values[k] != defaults[k])]}
+
+
+def body(recipe: Recipe, hardware: Hardware) -> str:
+    """The planned coverage, the backend that will do it, the memory it takes, and the layout. Raises ConfigError as
+    `choose` and `plan` do."""
+    choice, parts = choose_backend(recipe, hardware, layout.ranks()), list[str]()
+    if recipe.fp8.enabled:
+        coverage = planned(recipe, plan(recipe, choice.backend))
+        least = recipe.fp8.min_coverage
+        if coverage.share < least:
+            raise NotFP8Error(f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
+        who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
+        backend = "\n".join([who, *passed_over(choice)])
+        parts.append(f"{backend}\n{coverage}")
+    gathered = gather_line(recipe, layout.shards(recipe, layout.ranks()), choice.backend)
+    memory = [memory_table(recipe, hardware.device, backend=choice.backend), gathered]
+    parts.append("\n".join(line for line in memory if line))
+    parts += [line for line in [_scaled_down(recipe)] if line]
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+def _scaled_down(recipe: Recipe) -> str:
+    """The line that says how a layout for other machines is run here, or an empty one."""
+    t, here = recipe.trainer, layout.ranks()
+    meant, s = t.num_nodes * t.devices, t.strategy
+    if layout.refused(recipe, here) or layout.uneven_batch(recipe, here):
+        return (f"meant for {meant} GPUs (tensor {s.tensor_model_parallel_size}, pipeline {s.pipeline_model_parallel_size}, "
+                f"context {s.context_parallel_size})")
+    if meant == here and s.size == 1:
+        return ""
+    steps = t.global_batch_size / (t.micro_batch_size * (here // s.size))
+    many = "1 rank" if here == 1 else f"{here} ranks"
+    ways = {"tensor": s.tensor_model_parallel_size, "pipeline": s.pipeline_model_parallel_size, "context": s.context_parallel_size}
+    split = " x ".join(f"{way} {n}" for way, n in ways.items() if n > 1)
+    how = f"data-parallel on {many}" if s.size == 1 else f"on {many} = {split} x data {here // s.size}"
+    runs = f"runs here {how}, {steps:g} microbatches a step on each"
+    return runs if meant == here else f"meant for {meant} GPUs\n{runs}"
+
