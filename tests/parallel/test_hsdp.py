@@ -19,6 +19,7 @@ from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.train_step import train_step
 from tests.parallel.test_pipeline import loaded, saved, trained
+from tests.support import rank_runs
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 from tools.layout_proof.collective_counter import CollectiveCounter
@@ -36,6 +37,7 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
     "zero2": ("precision=fp32 trainer.gradient_clip_val=0.1 storage.shard=zero2 trainer.micro_batch_size=1", 1e-6, 1e-5),
     "delayed zero1": ("precision=bf16_fp8 storage.shard=auto trainer.micro_batch_size=1", 2e-3, 0.1),
 }
+MEASURED = ("precision=fp32 storage.shard=fsdp", "precision=bf16_fp8 storage.shard=zero1")
 COUNTS = {"zero1": (3, 3 + 3), "zero2": (3, 2 * 3 + 3), "fsdp": (2 * (2 * 2 + 1), 2 * 3 + 3), "fsdp in bf16": (2 * (2 * 2 + 1), 2 * (3 + 3))}
 """Gathers, and sums within and over groups, of two layers and the rest in a step of two microbatches."""
 
@@ -76,6 +78,7 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
         found["sent"].append(dict(SENT.bytes))
     for name in COUNTS:
         found[f"{name} counted"] = counted(name.split()[0], "bf16" if "bf16" in name else "auto", world)
+    found["memory"] = {words: rank_runs.measured(4, f"{words} {GROUPS}=2") for words in MEASURED}
     found["kept"] = sum(p.to_local().numel() for p in job.model.parameters())  # type: ignore[attr-defined]
     return found
 
@@ -113,6 +116,12 @@ def test_each_group_has_all_state_and_sends_less(four: list[dict[str, Any]]) -> 
     apart, groups = four[0]["sent"]
     assert groups["weights"] == pytest.approx(apart["weights"] * 2 / 3, rel=0.01), "1 of 2 parts of a weight are elsewhere, not 3 of 4"
     assert groups["gradients"] == pytest.approx(apart["gradients"] * (1 / 2 + 1 / 2) / (3 / 4), rel=0.01), "to shards, and over groups"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", MEASURED)
+def test_planned_bytes_are_the_measured_ones(words: str, four: list[dict[str, Any]]) -> None:
+    rank_runs.takes_what_is_planned([rank["memory"][words] for rank in four])
 
 
 @pytest.mark.slow

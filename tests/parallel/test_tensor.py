@@ -65,6 +65,8 @@ SAME = {"whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zer
 QUICK, SLOW = ("packed", "delayed"), ("fp32", "whole sequences", "clipped", "recomputed", "fsdp", "bf16", "compiled", "current", "mxfp8",
                                      "current exact", "mxfp8 exact", "moments", "moments in blocks", "moments in cut blocks")
 FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp")
+SHARDED = ("precision=fp32 storage.shard=fsdp", "precision=bf16_fp8 storage.shard=zero1")
+"""Words of runs in which each of two ranks has shards of parts of matrices, whose memory is measured."""
 
 
 def job_of(words: str, tensor: int, ranks: int) -> Job:
@@ -207,6 +209,7 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
     found["tensor and context"] = trained(job_of(context, 2, 4), world)
     for name in RESUMED:
         found[f"{name} from two"] = trained(loaded(job_of(RUNS[name][0], 2, 4), folder / name), world, 4)
+    found["memory"] = {words: rank_runs.measured(4, f"{words} {SP} trainer.strategy.tensor_model_parallel_size=2") for words in SHARDED}
     return found
 
 
@@ -324,6 +327,12 @@ def test_parts_are_those_of_the_whole_bit_for_bit(name: str, folder: Path, two: 
 def test_what_is_no_whole_state_is_refused_and_counts_are_those_of_the_whole(two: list[dict[str, Any]]) -> None:
     assert "that of this rank's parts of matrices (tensor_model_parallel_size)" in two[0]["state dict"]
     assert two[0]["summary"].partition(" parameters")[0] == str(job_of(RUNS[RESUMED[-1]][0], 1, 1)).partition(" parameters")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", SHARDED)
+def test_planned_bytes_of_sharded_parts_are_the_measured_ones(words: str, four: list[dict[str, Any]]) -> None:
+    rank_runs.takes_what_is_planned([rank["memory"][words] for rank in four])
 
 
 @pytest.mark.slow

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import fp8cfg
 from fp8cfg.job import Job
+from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World
@@ -34,3 +38,18 @@ def resumed(job: Job, folder: Path, step: int) -> Job:
     saved = checkpoint.load_named(RunFiles.at(folder), f"step-{step:08d}")
     assert job_state.restore(job, *saved, run_data(job.recipe)[0]) == step
     return job
+
+
+def measured(ranks: int, words: str) -> dict[str, tuple[int, int]]:
+    """Planned and measured bytes of llama_tiny, two layers of it, on so many ranks."""
+    return memory_measurement.measure(fp8cfg.compose([
+        "recipe=llama_tiny", "data=tiny", "model.num_layers=2", "trainer.micro_batch_size=2", f"trainer.devices={ranks}", *words.split()]))
+
+
+def takes_what_is_planned(measured: list[dict[str, tuple[int, int]]]) -> None:
+    """The rank of these that takes most of what stays, and at the peak of the passes, takes what is planned."""
+    most = {kind: tuple(max(found[kind][i] for found in measured) for i in (0, 1)) for kind in measured[0]}
+    off = {kind: most[kind] for kind, bound in memory_measurement.BOUNDS.items()
+           if kind in most and most[kind][1] != pytest.approx(most[kind][0], rel=bound)}
+    assert not off, off
+    assert most["peak"][1] > 0, "something is measured"
