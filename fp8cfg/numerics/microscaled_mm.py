@@ -29,11 +29,11 @@ SWIZZLE = F.SwizzleType.SWIZZLE_32_4_4
 
 def microscaled_mm(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     """a [M, K] @ b [N, K]ᵀ as [M, N] of dtype `out`, of operands with scales of 1x32, or 1x16 and one of the tensor, or squares."""
-    (x, x_scale), (w, w_scale) = _laid_out(a), _laid_out(b)
+    (x, x_scale), (w, w_scale) = laid_out(a), laid_out(b)
     return scaled_mm_micro(x, w, x_scale, w_scale, a.whole_inv, b.whole_inv, out)  # type: ignore[no-any-return]
 
 
-def _laid_out(t: Operand) -> tuple[Tensor, Tensor]:
+def laid_out(t: Operand) -> tuple[Tensor, Tensor]:
     """The data and scales of `t` as the hardware reads them, bytes. A square of n x n has its scale once for each of its n rows."""
     assert t.scale_inv is not None and t.tile is not None
     if t.data.dtype == torch.uint8:

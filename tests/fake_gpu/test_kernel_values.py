@@ -20,7 +20,7 @@ from fp8cfg.numerics import E2M1, E4M3, E5M2, Format, Scaling
 from fp8cfg.numerics.block_scaling import Tile, e8m0_bytes
 from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.microscaled_mm import _laid_out, swizzled, swizzled_size
+from fp8cfg.numerics.microscaled_mm import laid_out, swizzled, swizzled_size
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, amax_of, scale_now
 from fp8cfg.numerics.stochastic_rounding import Random
@@ -197,7 +197,7 @@ def test_four_bits(shape: tuple[int, int], kind: str) -> None:
         assert torch.equal(seen, kept), name
         assert q.whole_inv is not None and torch.equal(whole.nan_to_num(7.0), q.whole_inv.nan_to_num(7.0)), name
         for side, codes, scales in zip(sides, made[::2], made[1::2], strict=True):
-            want, want_scales = _laid_out(side._replace(data=side.data.contiguous()))
+            want, want_scales = laid_out(side._replace(data=side.data.contiguous()))
             assert torch.equal(scales, want_scales), name
             assert name == "nan" or torch.equal(codes, want), name
 
@@ -228,7 +228,7 @@ def test_operands_of_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         for got, want, axis in zip(made, wants, (1, 0), strict=True):
             assert got.how == "scaled_mm" and got.kind == ("e2m1" if four else "e4m3")
             want = want._replace(data=want.data.contiguous())
-            for a, b in zip(_laid_out(got), _laid_out(want), strict=True):
+            for a, b in zip(laid_out(got), laid_out(want), strict=True):
                 assert torch.equal(a, b), (role, axis)
             assert (got.whole_inv is None) == (want.whole_inv is None) == (not four)
             assert got.whole_inv is None or want.whole_inv is None or torch.equal(got.whole_inv, want.whole_inv), (role, axis)

@@ -1,6 +1,7 @@
 """The operators of fused quantization as torch.library checks them: schemas, what they change, their fake implementations, tracing.
 
-Under Triton's interpreter: the fake GPU computes nothing, and the check would take what memory held for a change."""
+Under Triton's interpreter: the fake GPU computes nothing, and the check would take what memory held for a change. Operators that write
+into given float8 tensors are left out: the check multiplies what is written, and torch (2.13) has no product of float8 elements."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp8cfg.numerics import E4M3, E5M2, fused_quantize
+from fp8cfg.numerics import E4M3, E5M2
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of infinities and NaN: the interpreter computes with it
@@ -31,18 +32,20 @@ def state(scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "rest"), [
     ("amax_where_unset", (None, 0)), ("amax_where_unset", (state()[0], 0)),
-    ("quantize_tensor", (None, None, None, 0, E4M3.max, E4M3.dtype, True, True)),
-    ("quantize_tensor", (*state(), None, 2, E5M2.max, E5M2.dtype, False, False)),
-    ("quantize_tensor", (*state(0.0), torch.ones(1), 1, E4M3.max, E4M3.dtype, False, True)),
-    ("quantize_blocks", (128, E4M3.dtype, False, True, True, True, False, None, 1)),
-    ("quantize_blocks", (128, E5M2.dtype, True, False, True, False, False, state()[1], 2)),
-    ("quantize_blocks", (32, E4M3.dtype, False, False, True, True, True, state()[1], 1)),
-    ("quantize_blocks", (0, E4M3.dtype, True, False, False, True, False, state()[1], 1)),
+    ("quantize_tensor", (None, None, None, E4M3.max, True, 0, E4M3.dtype, True)),
+    ("quantize_tensor", (*state(), None, E5M2.max, False, 2, E5M2.dtype, False)),
+    ("quantize_tensor", (*state(0.0), torch.ones(1), E4M3.max, False, 1, E4M3.dtype, True)),
+    ("quantize_blocks", (128, E4M3.dtype, False, True, True, True, None, 1)),
+    ("quantize_blocks", (128, E5M2.dtype, True, False, True, False, state()[1], 2)),
+    ("quantize_blocks", (32, E4M3.dtype, False, False, True, True, state()[1], 1)),
+    ("quantize_blocks", (0, E4M3.dtype, True, False, False, True, state()[1], 1)),
+    ("quantize_four_bits", (True, None, None, 0, state()[1], 1)),
+    ("quantize_four_bits", (False, torch.tensor([1, 2], dtype=torch.int32), torch.tensor(3, dtype=torch.int32), 1, None, 2)),
 ])  # fmt: skip
 def test_an_operator_is_what_it_says(name: str, rest: tuple[Any, ...], dtype: torch.dtype) -> None:
     t = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     t[0, 0] = torch.inf  # goes into the history
-    torch.library.opcheck(getattr(fused_quantize, name), (t, *rest))
+    torch.library.opcheck(getattr(torch.ops.fp8cfg, name).default, (t, *rest))
 
 
 @interpreted

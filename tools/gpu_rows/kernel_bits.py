@@ -12,10 +12,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8cfg.numerics import E4M3, Scaling, amax_of
+from fp8cfg.numerics import E2M1, E4M3, Scaling, amax_of, fused_store
 from fp8cfg.numerics import fused_quantize as fused
+from fp8cfg.numerics.block_scaling import first_level
 from fp8cfg.numerics.fp8_weights import store
+from fp8cfg.numerics.fused_nvfp4 import quantize_four_bits_fused
 from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.microscaled_mm import laid_out
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, scale_now
 from tools.gpu_rows.byte_counts import ByteCounts
@@ -27,6 +30,7 @@ SCALINGS = {
     "block": {"": Scaling("block", weights_2d=True), "by powers of 2": Scaling("block", weights_2d=True, power_2_scales=True),
               "1x128 weights": Scaling("block", power_2_scales=True)},
     "mxfp8": {"": Scaling("mxfp8", backward=E4M3), "32x32 weights": Scaling("mxfp8", backward=E4M3, weights_2d=True)},
+    "nvfp4": {"": Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True, hadamard=False, stochastic=False)},
 }  # fmt: skip
 """Variants of each scaling by name. Gradients are E5M2 but under MX."""
 SHAPES = {torch.bfloat16: (256, 256), torch.float32: (130, 140), torch.float16: (33, 1)}
@@ -38,8 +42,8 @@ def refused(device: str) -> str:
         return "a CPU runs plain code"
     if not fused.TRITON:
         return "Triton is not installed"
-    least = "the conversion to float8 needs compute capability " + ".".join(map(str, fused.LEAST))
-    return "" if torch.cuda.get_device_capability() >= fused.LEAST else least
+    least = "the conversion to float8 needs compute capability " + ".".join(map(str, fused_store.LEAST))
+    return "" if torch.cuda.get_device_capability() >= fused_store.LEAST else least
 
 
 def matrices() -> Iterator[tuple[str, Tensor]]:
@@ -62,6 +66,8 @@ def by_kernels(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = N
     """The operand of `t`, `other` included, as it is made on a GPU; amaxes go into `history`."""
     if scaling.tile(role, 1) is None:
         return fused.quantize_fused(t, role, scaling, scales, history, record=True, both=True)
+    if scaling.layout.scale == "e4m3":
+        return quantize_four_bits_fused(t, role == WEIGHT, None, history, role)
     return fused.quantize_tiles_fused(t, role, scaling, 1, True, history)
 
 
@@ -72,7 +78,8 @@ def plainly(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = None
         made = quantize(t, scale_now(t, role, scaling, scales, history, record=True), fmt, fmt.dtype)
         return made._replace(other=made.t())
     record = None if history is None else history[0, role]
-    along, across = (quantize_tiles(t, tile, fmt, scaling, fmt.dtype, record=record) for tile in tiles if tile)
+    whole = first_level(t, record) if scaling.layout.scale == "e4m3" else None
+    along, across = (quantize_tiles(t, tile, fmt, scaling, fmt.dtype, whole, record=None if whole is not None else record) for tile in tiles if tile)
     return along._replace(other=across.t())
 
 
@@ -81,14 +88,18 @@ def kernel_bits(name: str, device: str = "cuda") -> ByteCounts:
     counts = ByteCounts()
     for variant, scaling in SCALINGS[name].items():
         for matrix, t in matrices():
+            if scaling.layout.scale == "e4m3":  # beside NaN the scale of the tensor is NaN, and codes of NaN are any
+                t = t.nan_to_num(0.0, torch.inf, -torch.inf)
             where, given = f"{matrix}, {name} scaling{f' {variant}' * bool(variant)}", t.to(device)
             for scales, history in states(scaling):
                 for role in (INPUT, GRAD_OUTPUT, *[WEIGHT] * scaling.weights_2d):
                     _operand(counts, scaling, role, t, given, scales, history, where)
+                if scaling.layout.scale == "e4m3":  # a stored weight is quantized in plain code
+                    continue
                 _stored(counts, scaling, t, given, scales, history, f"{where}, stored")
             if scaling.tile(WEIGHT, 1) is None:
                 _known_scales(counts, scaling, t, given, where)
-            elif matrix.startswith("every"):
+            elif matrix.startswith("every") and scaling.layout.scale != "e4m3":
                 _one_dimension(counts, scaling, t, given, where)
     return counts
 
@@ -106,18 +117,29 @@ def states(scaling: Scaling) -> Iterator[tuple[Tensor | None, Tensor]]:
 def _operand(counts: ByteCounts, scaling: Scaling, role: int, t: Tensor, given: Tensor, scales: Tensor | None, history: Tensor, where: str) -> None:
     kept, there, after = history.to(given.device, copy=True), _on(given, scales), history.clone()
     got, want = by_kernels(given, role, scaling, there, kept), plainly(t, role, scaling, scales, after)
-    counts.compare("data", got.data, want.data, where)
-    counts.compare("transposes", got.t().data, want.t().data, where)
-    counts.compare("scales", got.scale_inv, want.scale_inv, where)
-    counts.compare("scales", got.t().scale_inv, want.t().scale_inv, where)
+    sides = [(got, *_as(got, want)), *([(got.t(), *_as(got.t(), want.t()))] if got.other else [])]
+    for what, (ours, data, _) in zip(("data", "transposes"), sides, strict=False):
+        counts.compare(what, ours.data, data, where)
+    for ours, _, scale_inv in sides:
+        counts.compare("scales", ours.scale_inv, scale_inv, where)
+    if want.whole_inv is not None:
+        counts.compare("scales", got.whole_inv, want.whole_inv, where)
     counts.compare("amaxes", kept, _recorded(scaling, role, t, history, after), where)
+
+
+def _as(ours: Operand, theirs: Operand) -> tuple[Tensor, Tensor | None]:
+    """Data and scales of `theirs`, laid out as products read them where `ours` are."""
+    if ours.scale_inv is None or ours.scale_inv.dim() != 1:
+        return theirs.data, theirs.scale_inv
+    data, scale_inv = laid_out(theirs._replace(data=theirs.data.contiguous()))
+    return data.view(ours.data.dtype)[:, : ours.data.shape[1]], scale_inv
 
 
 def _stored(counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, scales: Tensor | None, history: Tensor, where: str) -> None:
     """A weight as fp8.params stores it."""
     kept, after = history.to(given.device, copy=True), history.clone()
     scale = scale_now(t, WEIGHT, scaling, scales, after, record=True) if scaling.tile(WEIGHT, 1) is None else None
-    got, want = fused.store_recorded(given, scaling, _on(given, scales), kept, None), store(t, scaling, scale)
+    got, want = fused_store.store_recorded(given, scaling, _on(given, scales), kept, None), store(t, scaling, scale)
     for field, theirs in want._asdict().items():
         if theirs is not None:
             counts.compare("scales" if "scale" in field else "data", getattr(got, field), theirs, where)
@@ -127,11 +149,11 @@ def _stored(counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, scal
 def _known_scales(counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, where: str) -> None:
     """Rows of a weight under its scale, and amaxes alone."""
     for scale in (torch.tensor(1.0), torch.tensor(0.37)):
-        got, want = fused.store_scaled(given, scaling, scale.to(given.device)), store(t, scaling, scale)
+        got, want = fused_store.store_scaled(given, scaling, scale.to(given.device)), store(t, scaling, scale)
         counts.compare("data", got.data, want.data, f"{where}, scale {scale}")
         counts.compare("scales", got.scale_inv, want.scale_inv, where)
     amax = amax_of(t).abs()  # on a CPU that of zeros may be -0
-    counts.compare("amaxes", fused.amaxes_of([given, given]).abs(), torch.stack([amax, amax]), where)
+    counts.compare("amaxes", fused_store.amaxes_of([given, given]).abs(), torch.stack([amax, amax]), where)
     for unset in (True, False) if scaling.layout.history else ():
         scales = torch.full((3,), 0.0 if unset else 2.0, device=given.device)
         counts.compare("amaxes", fused.amax_where_unset(given, scales, WEIGHT), amax.view(1) if unset else torch.zeros(1), where)
@@ -142,8 +164,10 @@ def _one_dimension(counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tenso
     want = plainly(t, INPUT, scaling)
     for axis in (1, 0):
         got, theirs = fused.quantize_tiles_fused(given, INPUT, scaling, axis, False, None), want if axis else want.t().t()
-        counts.compare("data", got.data, theirs.data, f"{where}, dimension {axis} alone")
-        counts.compare("scales", got.scale_inv, theirs.scale_inv, f"{where}, dimension {axis} alone")
+        along, beside = (got, theirs) if axis else (got.t(), theirs.t())
+        data, scale_inv = _as(along, beside)
+        counts.compare("data", along.data, data, f"{where}, dimension {axis} alone")
+        counts.compare("scales", along.scale_inv, scale_inv, f"{where}, dimension {axis} alone")
 
 
 def _on(given: Tensor, t: Tensor | None) -> Tensor | None:
@@ -153,7 +177,7 @@ def _on(given: Tensor, t: Tensor | None) -> Tensor | None:
 def _recorded(scaling: Scaling, role: int, t: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """What kernels leave of a history where plain code leaves `after`: of many scales, which are made of this moment's amaxes, an
     infinite one alone."""
-    if scaling.tile(role, 1) is None:
+    if scaling.tile(role, 1) is None or scaling.layout.scale == "e4m3":
         return after
     left = before.clone()
     if t.isinf().any():

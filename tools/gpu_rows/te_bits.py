@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8cfg.numerics import E4M3, E5M2, Format, Scaling, amax_of, scale_from_amax
 from fp8cfg.numerics.block_scaling import e8m0_bytes
+from fp8cfg.numerics.microscaled_mm import swizzled
 from fp8cfg.numerics.scaling import INPUT, WEIGHT
 from tools.gpu_rows.byte_counts import ByteCounts
 from tools.gpu_rows.kernel_bits import by_kernels, plainly
@@ -79,9 +80,15 @@ def _mxfp8(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
     te, kind = _library(fmt)
     theirs, made = te.MXFP8Quantizer(kind, rowwise=True, columnwise=True)(x), _made(x, INPUT, Scaling("mxfp8", forward=fmt))
     counts.compare("data", made.data.view(torch.uint8), theirs._rowwise_data, where)
-    counts.compare("scales", e8m0_bytes(made.scale_inv), theirs._rowwise_scale_inv, where)
+    _e8m0(counts, made.scale_inv, theirs._rowwise_scale_inv, where)
     counts.compare("transposes", made.t().data.t().view(torch.uint8), theirs._columnwise_data, where)
-    counts.compare("scales", e8m0_bytes(made.t().scale_inv.t()), theirs._columnwise_scale_inv, where)
+    _e8m0(counts, made.t().scale_inv, theirs._columnwise_scale_inv.t(), where)
+
+
+def _e8m0(counts: ByteCounts, ours: Tensor, theirs: Tensor, where: str) -> None:
+    """Scales of MX, those of kernels as products read them."""
+    kernels = ours.dim() == 1
+    counts.compare("scales", ours if kernels else e8m0_bytes(ours), swizzled(theirs.contiguous()) if kernels else theirs, where)
 
 
 def _made(x: Tensor, *how: Any) -> Any:
