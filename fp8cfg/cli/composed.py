@@ -37,8 +37,14 @@ def settled_on_ranks(
     words: Sequence[str], config_dir: str | None = None, file: Path | None = None, base: Recipe | None = None
 ) -> Settled:
     """As `settled`; of a layout that the recipe's own machines do not have, with those on which a launcher has started ranks."""
+    from fp8cfg.cli.argv import is_hydra
+    from fp8cfg.composition.override_words import parsed
+    from fp8cfg.config.key_names import full
+
     found = settled(words, config_dir, file, base)
-    return settled([*words, *_machines()], config_dir, file, base) if found.problems and _machines() else found
+    typed = {full(parsed(word)[0]) for word in words if not is_hydra(word)}
+    machines = [] if typed & {"trainer.num_nodes", "trainer.devices"} else _machines()
+    return settled([*words, *machines], config_dir, file, base) if found.problems and machines else found
 
 
 def _machines() -> list[str]:

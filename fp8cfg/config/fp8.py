@@ -71,8 +71,7 @@ class FP8(Node):
     set it (fp8_param_gather)."""
     keep_transpose_cache: bool = False
     """fp8.params: keep the transpose of each weight, which dgrad wants, from the first microbatch of a step of fit to its last, for
-    a byte a parameter (mxfp8: an eighth more); otherwise each backward pass makes it. Default false (Megatron
-    keep_fp8_transpose_cache)."""
+    a byte a parameter; otherwise each backward pass makes it. Default false (Megatron keep_fp8_transpose_cache)."""
     override_linear_precision: OverrideLinearPrecision = Field(default_factory=OverrideLinearPrecision)
     """GEMMs kept in high precision in every layer."""
     high_precision_at_start: int = Field(default=0, ge=0)

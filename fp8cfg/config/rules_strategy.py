@@ -63,8 +63,9 @@ def _strategy_rules(recipe: Recipe) -> Iterator[str]:
 def _machines(t: Trainer) -> str:
     """The word that gives a replica whole machines: GPUs of each, or more of them where these are more than a machine has."""
     size = t.strategy.size
-    devices = multiple(t.devices, size // gcd(size, t.num_nodes))
-    return f"trainer.devices={devices}" if devices <= GPUS else f"trainer.num_nodes={size // gcd(size, t.devices)}"
+    step = size // gcd(size, t.num_nodes)
+    devices = min(multiple(t.devices, step), GPUS // step * step)
+    return f"trainer.devices={devices}" if devices else f"trainer.num_nodes={size // gcd(size, t.devices)}"
 
 
 def _dividing(whole: int, size: int, world: int, rest: int) -> int:

@@ -73,6 +73,7 @@ def quantize_tiles_fused(t: Tensor, role: int, scaling: Scaling, axis: int, both
     `both` are contracted, as `Operand.other`. An infinite amax goes into `history`, if it is given."""
     fmt, tile = scaling.format_of(role), scaling.tile(role, 1)
     assert tile is not None, "there are scales of tiles"
+    both = both or (tile[0] > 1 and tile[1] == MX)  # swizzled scales of squares are not those of the transpose
     rows, columns = both or axis == 1, both or axis == 0
     made = quantize_blocks(t.contiguous(), tile[1], fmt.dtype, scaling.power_2_scales, tile[0] > 1, rows, columns, history, role)
     along, across = (Operand(data, scale_inv, fmt, tile) for data, scale_inv in (made[:2], made[2:]))

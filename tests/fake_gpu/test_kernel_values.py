@@ -224,6 +224,8 @@ def test_operands_of_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     for role in (INPUT, WEIGHT, GRAD_OUTPUT):
         shared = operand(role, 1, fused=True, both=True)
         made = [shared, shared.t() if shared.other else operand(role, 0, fused=True).t()]
+        if not scaling.directional(role):  # for dgrad alone, too
+            made[1] = operand(role, 1, fused=True).t()
         wants = [operand(role, 1), operand(role, 0).t()]
         for got, want, axis in zip(made, wants, (1, 0), strict=True):
             assert got.how == "scaled_mm" and got.kind == ("e2m1" if four else "e4m3")

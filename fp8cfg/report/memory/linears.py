@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.config.fp8 import weights_2d
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights, gathers_params, others, resolved, sharding
 from fp8cfg.layer_plan import adapted, transformer_config
@@ -122,11 +121,11 @@ class LinearBytes:
         return (min(each, 1) if shared else each) * self.e * self.elements(linear)
 
     def transpose(self, linear: PlannedLinear) -> float:
-        """The transpose that is kept of a weight that is held in FP8, for dgrad: of squares with the scales at hand."""
+        """The transpose that is kept of a weight that is held in FP8, for dgrad: its scales are at hand."""
         reads = linear.gemms[1] and "dgrad" not in linear.left_out
         if not (self.held(linear) and self.once and self.recipe.fp8.keep_transpose_cache and reads):
             return 0
-        return (decoded(self.recipe, self.device) or (1 if weights_2d(self.recipe.fp8) else self.e)) * self.elements(linear)
+        return (decoded(self.recipe, self.device) or 1) * self.elements(linear)
 
     def elements(self, linear: PlannedLinear) -> float:
         """The elements of the weight."""

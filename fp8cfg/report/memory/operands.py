@@ -30,13 +30,21 @@ def emulated(recipe: Recipe, device: str) -> bool:
 
 def operand(recipe: Recipe, device: str) -> float:
     """An element of a quantized activation, or of a weight quantized for one pass. Emulated it is the carrier's: bfloat16 under
-    bf16, unless its scale is multiplied in and is no power of two, and else float32. On hardware a byte, under nvfp4 half of one,
-    and its share of a block's scale."""
+    bf16, unless its scale is multiplied in and is no power of two, and else float32. On hardware a byte, under nvfp4 half of one
+    where a kernel packs it, and its share of a block's scale."""
     scaling = SCALINGS[recipe.fp8.scaling]
     if emulated(recipe, device):
         exact = scaling.exact_in_bfloat16(power_2_scales(recipe.fp8))
         return CODEC["bf16"] if recipe.precision.compute == "bf16" and exact else CODEC["fp32"]
+    if scaling.two_levels and not _packs(recipe.fp8):
+        return CODEC["fp8"] + CODEC["fp32"] / scaling.block
     return CODEC["fp8"] / (2 if scaling.two_levels else 1) + scaling.scale_share(_tile(recipe.fp8))
+
+
+def _packs(fp8: FP8) -> bool:
+    """Whether the kernel of nvfp4 makes every operand (numerics/nvfp4.py): of activations for wgrad it takes transformed ones, of
+    weights squares."""
+    return transforms(fp8) and weights_2d(fp8)
 
 
 def _tile(fp8: FP8, weight: bool = False) -> Tile | None:
@@ -85,8 +93,9 @@ def product(recipe: Recipe, device: str, out: float, made: float, read: float) -
 
 
 def by_kernel(recipe: Recipe, device: str) -> bool:
-    """Whether a kernel quantizes, without temporaries (numerics/fused_quantize.py): for products of the hardware."""
-    return device == "cuda" and not emulated(recipe, device)
+    """Whether kernels quantize, without temporaries (numerics/fused_quantize.py): for products of the hardware."""
+    packs = _packs(recipe.fp8) or not SCALINGS[recipe.fp8.scaling].two_levels
+    return device == "cuda" and not emulated(recipe, device) and packs
 
 
 def quantizing(recipe: Recipe, device: str, elements: float) -> float:
