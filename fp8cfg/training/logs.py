@@ -66,6 +66,8 @@ class RunLogs:
         job, count = self.job, microbatches(self.job, world)
         batch = batches.batch(step, world.rank, world.size, 0, count)
         targets = int((batch[1] != IGNORED).sum()) if batches.samples.masked else 0
+        if batches.samples.masked and not batches.target_count(step):
+            return  # the step itself says that no token has a loss
         parts = batches.target_count(step) / max(targets, 1) if batches.samples.masked else count * world.size  # of no targets 0
 
         def run() -> None:

@@ -85,6 +85,8 @@ class RunWeights:
             weight, scales = self._model[name], self._fp8.get(f"{module}.fp8_scale", scales)
         if column in DTYPES:
             return (weight.to(DTYPES[column]),)
+        if not self._first and weight.itemsize == 2:  # as the run's backend held it, who may have had fewer layers in FP8
+            return (weight,)
         held, weight = self._codec(), weight.float()
         return held.encode(weight) if held else store_recorded(weight, self._scaling, scales, None, None)
 

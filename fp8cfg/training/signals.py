@@ -62,6 +62,8 @@ class StopSignals:
             if own_process:
                 os._exit(128 + number)
             former = self._outermost(number)
+            if former is signal.SIG_IGN:
+                return
             if not callable(former):  # the default, or none of Python's: the process is left to whoever has it
                 raise KeyboardInterrupt
             former(number, frame)

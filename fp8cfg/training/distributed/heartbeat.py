@@ -68,6 +68,8 @@ class Heartbeat:
         def asked() -> str | None:
             try:
                 return _said_of(self._seen(ranks)[0])
+            except dist.DistStoreError:  # late
+                return _silent_store()
             except RuntimeError:
                 return _silent_store(gone=True)
 
