@@ -18,7 +18,7 @@ from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models import hf, hf_export
 from fp8cfg.models.lora import adapted
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.training import run_model
+from fp8cfg.training import run_model, run_weights
 from fp8cfg.training.run_weights import RunWeights
 from tests.models.test_hf_checkpoint import WIDE, trained
 from tests.support.ranks import launch
@@ -113,6 +113,22 @@ def test_files_are_safetensors_own(fp8: str | None, tmp_path: Path) -> None:
     assert len(files) > 2
     for file in files:
         assert same_bytes(file, load_file(file), tmp_path / "again")
+
+
+def test_a_layer_that_the_runs_backend_had_not_in_fp8_is_written_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under backend=auto, which says nothing of who multiplied: native would have had the layer in FP8."""
+    out, newest = "layers.0.mlp.linear_fc2", run_weights.newest
+
+    def of_another(*given: Any) -> Any:
+        tensors, state = newest(*given)
+        state["recipe"]["trainer"]["plugins"]["fp8"]["exclude"] = []
+        return tensors, state
+
+    run = trained(tmp_path / "runs", "precision=bf16_fp8", f"fp8.exclude=[{out}]")
+    held = RunWeights(run, print).read(f"{out}.weight")[0]
+    monkeypatch.setattr(run_weights, "newest", of_another)
+    weights = RunWeights(run, print)
+    assert {p.name: p.fp8 for p in weights.plan}[out] and torch.equal(weights.read(f"{out}.weight")[0], held)
 
 
 def test_a_run_of_a_model_of_ones_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
