@@ -11,6 +11,7 @@ ceiling.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tomllib
 from collections.abc import Callable
@@ -35,12 +36,13 @@ def counts(parts: dict[str, Requests]) -> Counts:
 
 
 def over(case: str, found: Counts, ceilings: dict[str, Counts]) -> list[str]:
-    """A line for each figure above its ceiling, and for a case that has none."""
+    """A line for each figure above its ceiling, and for a case that has none. Peaks of whole steps are alike within 3 MiB: small tensors
+    go as Python collects them."""
     if case not in ceilings:
         return [f"{case}: no ceiling is recorded; run it with --record"]
     lines = [f"{case}: {found[name]} {name}, {most} are allowed" for name in FIGURES if found[name] > (most := ceilings[case][name])]
     peak, most = found[PEAK], ceilings[case][PEAK]
-    return lines + ([f"{case}: {peak:.3f} GiB of peak, {most:.3f} are allowed"] if peak > 1.01 * most + 2**-10 else [])
+    return lines + ([f"{case}: {peak:.3f} GiB of peak, {most:.3f} are allowed"] if peak > 1.01 * most + 2**-8 else [])
 
 
 def read(path: Path = CEILINGS) -> dict[str, Counts]:
@@ -123,6 +125,7 @@ def measured(parts: dict[str, Callable[[], object]], places: str) -> tuple[dict[
     for _ in range(2):
         for part in parts.values():
             part()
+    gc.collect()
     torch.cuda.reset_peak_memory_stats()
     held, found = torch.cuda.memory_allocated(), {}
     for name, part in parts.items():
