@@ -1,4 +1,4 @@
-"""The operators of fused quantization as torch.library checks them: schemas, what they change, their fake implementations, tracing.
+"""The operators of fused quantization as torch checks them (opcheck): schemas, what they change, their fake implementations, tracing.
 
 Under Triton's interpreter: the fake GPU computes nothing, and the check would take what memory held for a change. Operators that write
 into given float8 tensors are left out: the check multiplies what is written, and torch (2.13) has no product of float8 elements."""
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import library
 
 pytest.importorskip("triton")
 
@@ -45,15 +46,15 @@ def state(scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
 def test_an_operator_is_what_it_says(name: str, rest: tuple[Any, ...], dtype: torch.dtype) -> None:
     t = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     t[0, 0] = torch.inf  # goes into the history
-    torch.library.opcheck(getattr(torch.ops.fp8cfg, name).default, (t, *rest))
+    library.opcheck(getattr(torch.ops.fp8cfg, name).default, (t, *rest))
 
 
 @interpreted
 def test_a_change_that_is_not_said_is_found() -> None:
-    @torch.library.custom_op("fp8cfg_test::quietly", mutates_args=())
+    @library.custom_op("fp8cfg_test::quietly", mutates_args=())
     def quietly(t: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
         history.add_(1)
         return t.clone()
 
     with pytest.raises(Exception, match="history is not defined as mutable but was mutated"):
-        torch.library.opcheck(quietly, (torch.ones(2), torch.zeros(2)), test_utils="test_schema")
+        library.opcheck(quietly, (torch.ones(2), torch.zeros(2)), test_utils="test_schema")
