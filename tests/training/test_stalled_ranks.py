@@ -308,7 +308,7 @@ def _until(done: Callable[[], bool], what: str) -> None:
 
 LAYOUTS = {  # which ranks stand still, and how the others wait, some of them for those that wait themselves
     "stages of tensor-parallel ranks, the first of the second": (
-        2, dict.fromkeys((0, 1, 3), r"(batch_isend_irecv over pp|all_reduce over (pp|tp|all ranks))"),
+        2, dict.fromkeys((0, 1, 3), r"((batch_isend_irecv|all_gather) over pp|all_reduce over (pp|tp|all ranks))"),
         ["trainer.strategy.pipeline_model_parallel_size=2", "model.num_layers=2", "trainer.global_batch_size=4",
          "trainer.strategy.tensor_model_parallel_size=2", "model.num_query_groups=2"]),
     "data-parallel ranks, the first": (0, {1: r"(all_reduce|all_gather\w+|reduce_scatter\w+) over dp_shard"}, ["trainer.micro_batch_size=1"]),
