@@ -14,6 +14,7 @@ from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.block_scaling import Tile, sizes
 from fp8cfg.numerics.formats import BY_DTYPE
 from fp8cfg.numerics.fp8_weights import Stored, store
+from fp8cfg.numerics.fused_nvfp4 import FOUR
 from fp8cfg.numerics.fused_quantize import MX, TRITON, cast_tiles, fuses, fuses_tiles, scale_source
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, amax_of, scale_now
 
@@ -46,6 +47,8 @@ def store_recorded(
     """`store` of a matrix [out, in], whose amax is recorded in `history`. One scale for all of it is that of this moment. Kernels
     write into the tensors that are `held`, where they can, and give these back."""
     held = held if held is not None and _writable(held, master) else None
+    if four := store_four_bits_fused(master, scaling, history, held):
+        return four
     if scaling.tile(WEIGHT, 1) is not None:
         made = store_tiles_fused(master, scaling, (1, 0) if scaling.directional(WEIGHT) else (1,), history, held)
         record = None if history is None else history[0, WEIGHT]
@@ -90,11 +93,33 @@ def store_tiles_fused(
     return {axis: (data, scale_inv) for axis, (data, scale_inv) in into.items() if data is not None and scale_inv is not None}
 
 
+def store_four_bits_fused(
+    t: Tensor, scaling: Scaling, history: Tensor | None = None, held: Stored | None = None, amax: Tensor | None = None
+) -> Stored | None:
+    """`store` of the matrix `t` under NVFP4, in the tensors that are `held`, if these are given, with its amax into `history`; of
+    some rows of a matrix with the `amax` [] of it all. None under other scalings, and where there is no kernel that can."""
+    if not scaling.layout.two_levels or not fuses_store(t) or not t.numel():
+        return None
+    held = held or _empty_four_bits(t, scaling)
+    _, _, dgrad, dgrad_scale_inv, global_scale_inv = held
+    assert global_scale_inv is not None, "there are two levels"
+    store_four_bits(t.contiguous(), held.data, held.scale_inv, dgrad, dgrad_scale_inv, global_scale_inv, history, amax)
+    return held
+
+
 def _empty(t: Tensor, dtype: torch.dtype, tile: Tile = (0, 0), of_scales: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """A matrix of the shape of `t`, and the scales of its tiles, with anything in them."""
     down, across = (-(-n // size) for n, size in zip(t.shape, sizes(t.shape, tile), strict=True))
     return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format), t.new_empty(
         () if tile == (0, 0) else (down, across), dtype=of_scales)
+
+
+def _empty_four_bits(t: Tensor, scaling: Scaling) -> Stored:
+    """What `store` makes of `t` under NVFP4, with anything in it."""
+    square, dtype = not scaling.directional(WEIGHT), scaling.forward.dtype
+    data, scale_inv = _empty(t, dtype, (FOUR if square else 1, FOUR), torch.float8_e4m3fn)
+    dgrad, dgrad_scale_inv = (None, None) if square else _empty(t, dtype, (FOUR, 1), torch.float8_e4m3fn)
+    return Stored(data, scale_inv, dgrad, dgrad_scale_inv, t.new_empty((), dtype=torch.float32))
 
 
 def _writable(held: Stored, master: Tensor) -> bool:
@@ -113,6 +138,22 @@ def store_blocks(
     and into `dgrad` [R, C] with scales for `width` x 1, or either alone. The `width` is that of `quantize_blocks`. Scales are
     row-major, float32 or bytes of E8M0."""
     cast_tiles(t, width, power_2, square, data, scale_inv, dgrad, dgrad_scale_inv, False, history, WEIGHT)
+
+
+@library.custom_op(
+    "fp8cfg::store_four_bits", mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "global_scale_inv", "history"))
+def store_four_bits(
+    t: Tensor, data: Tensor, scale_inv: Tensor, dgrad: Tensor | None, dgrad_scale_inv: Tensor | None, global_scale_inv: Tensor,
+    history: Tensor | None, amax: Tensor | None,
+) -> None:
+    """The contiguous matrix `t` [R, C], a weight, in E2M1 into E4M3 `data` [R, C], with E4M3 scales for 16x16 elements, or, where
+    there is a `dgrad` [R, C], for 1x16 and there for 16x1; row-major. The `amax` is
+    that of `t` where none is given, and is folded into `history`, if that is."""
+    from fp8cfg.numerics import triton_block_kernel
+
+    seen = None if history is None else history[0, WEIGHT]
+    triton_block_kernel.cast_four_bits(
+        t, data, scale_inv, dgrad, dgrad_scale_inv, global_scale_inv, seen=seen, transpose=False, amax=amax)
 
 
 @library.custom_op("fp8cfg::store_tensor", mutates_args=("data", "scale_inv", "history"))

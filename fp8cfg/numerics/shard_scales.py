@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8cfg.numerics.block_scaling import Scales, Tile, first_level_of, scales_of_amaxes, sizes, tile_amax, tiled
 from fp8cfg.numerics.fp8_weights import Stored, pack
-from fp8cfg.numerics.fused_store import amaxes_of, store_scaled, store_tiles_fused
+from fp8cfg.numerics.fused_store import amaxes_of, store_four_bits_fused, store_scaled, store_tiles_fused
 from fp8cfg.numerics.quantize import quantize_tiles, rounded
 from fp8cfg.numerics.scaling import WEIGHT, Scaling
 from fp8cfg.scalings import SCALE_BYTES
@@ -51,10 +51,11 @@ class ShardPlace(NamedTuple):
 
 
 class ShardScales(NamedTuple):
-    """What all ranks know of the scales of a weight: the one `scale` of all of it, or nvfp4's first level, `whole`, and, by the
-    dimension that a product contracts, the scales [R / r, C / c] of tiles that are cut."""
+    """What all ranks know of the scales of a weight: the one `scale` of all of it, or nvfp4's first level, `whole`, with the `amax`
+    [] that it is made of, and, by the dimension that a product contracts, the scales [R / r, C / c] of tiles that are cut."""
 
     scale: Tensor | None = None
+    amax: Tensor | None = None
     whole: Tensor | None = None
     tiles: Mapping[int, Scales] = {}
 
@@ -95,8 +96,9 @@ def shard_amaxes(shards: Sequence[Tensor], scaling: Scaling, places: Sequence[Sh
 def shard_scales(amaxes: list[Tensor], scaling: Scaling, place: ShardPlace) -> ShardScales:
     """The scales of the amaxes that `shard_amaxes` gave, once they are those of the whole weight; not the one of a whole tensor."""
     left = iter(amaxes)
-    whole = first_level_of(next(left)) if scaling.layout.two_levels else None
-    return ShardScales(None, whole, {
+    amax = next(left) if scaling.layout.two_levels else None
+    whole = None if amax is None else first_level_of(amax)
+    return ShardScales(None, amax, whole, {
         axis: scales_of_amaxes(next(left), scaling.forward, scaling, whole) for axis, tile in _tiles(scaling) if place.cuts(tile)})
 
 
@@ -108,6 +110,8 @@ def quantized_shard(
     fmt = scaling.forward
     if known.scale is not None:
         return store_scaled(shard, scaling, known.scale)
+    if not known.tiles and (four := store_four_bits_fused(shard, scaling, history, amax=known.amax)):
+        return four
     made = store_tiles_fused(shard, scaling, [axis for axis, _ in _tiles(scaling) if axis not in known.tiles], history)
     fields: dict[str, Tensor] = {}
     for axis, tile in _tiles(scaling):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8cfg.numerics.triton_four_bits import _e2m1, _e4m3, _first_level, _store_packed
+from fp8cfg.numerics.triton_four_bits import _e2m1, _e4m3, _e4m3_of_e2m1, _first_level, _store_packed
 from fp8cfg.numerics.triton_kernels import PARTS, _note_infinite, _saturated, _scale_of, _store_across, amaxes_of_parts, part_count
 
 WIDTH = 128
@@ -119,9 +119,10 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
         q = _saturated(tl.reshape(tl.reshape(v, [WIDTH, n, BLOCK]) * scale[:, :, None], [WIDTH, WIDTH]), LARGEST)
     if four:
         index = row[:, None] * (tl.cdiv(columns, BLOCK) * BLOCK) + column[None, :]
-        q = tl.where(inside, _e2m1(q, key, draw, index, RANDOM, LANE), 0)
+        code = tl.where(inside, _e2m1(q, key, draw, index, RANDOM, LANE), 0)
+        q = code if TRANSPOSE else _e4m3_of_e2m1(code, q)
     if ALONG:
-        if four:
+        if four and TRANSPOSE:
             _store_packed(data, q, i, j, rows, columns, WIDTH)
         else:
             tl.store(data + at, q.to(data.dtype.element_ty), mask=inside)
@@ -132,7 +133,9 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
             scale, inverse = _scales(of, broken, whole, target, highest, POWER_2, BLOCK)
             q = _saturated(tl.reshape(tl.reshape(v, [n, BLOCK, WIDTH]) * scale[:, None, :], [WIDTH, WIDTH]), LARGEST)
             inverse_t = tl.trans(inverse)
-        if four:
+            if four:
+                q = _e4m3_of_e2m1(_e2m1(q, key, draw, index, RANDOM, LANE), q)
+        if four and TRANSPOSE:
             _store_packed(data_t, tl.trans(q), j, i, columns, rows, WIDTH)
         else:
             _store_across(data_t, q.to(data_t.dtype.element_ty), at, inside, at_t, inside_t, TRANSPOSE)
@@ -163,17 +166,24 @@ def cast_blocks(
 
 def cast_four_bits(
     t: Tensor, data: Tensor, scale_inv: Tensor, data_t: Tensor | None, scale_inv_t: Tensor | None, whole_inv: Tensor,
-    random: tuple[Tensor, Tensor] | None = None, lane: int = 0, seen: Tensor | None = None,
+    random: tuple[Tensor, Tensor] | None = None, lane: int = 0, seen: Tensor | None = None, transpose: bool = True,
+    amax: Tensor | None = None,
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] to E2M1, with a scale for 1x16 elements, or for 16x16 where its transpose is
     wanted, and one of the tensor: into bytes `data` and `scale_inv`, its transpose into `data_t` and `scale_inv_t`, all as hardware
-    reads them (microscaled_mm.py), and `whole_inv`, float32 []. `random`, the key and the count of draws, and `lane` are those of
-    stochastic rounding. The amax is folded into the running maximum `seen`, float32 []. Returns the compiled kernel."""
+    reads them (microscaled_mm.py), and `whole_inv`, float32 []. Without `transpose` they are as a weight is stored, all row-major
+    and a byte an element, E4M3: one matrix with scales for 16x16, or one with scales for 1x16 and one for 16x1. `random`, the key
+    and the count of draws, and `lane` are those of stochastic rounding. The amax is folded into the running maximum `seen`, float32
+    []; where `t` is a part of the tensor, its `amax` is given, []. Returns the compiled kernel."""
     (rows, columns), both = t.shape, data_t is not None
-    parts = torch.empty(PARTS, dtype=torch.float32, device=t.device)
-    amaxes_of_parts(t, parts, keep_nan=True)
+    parts, count = amax, 1
+    if parts is None:
+        parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), part_count(t)
+        amaxes_of_parts(t, parts, keep_nan=True)
+    targets = [t if x is None else x.view(torch.uint8) for x in (data, scale_inv, data_t, scale_inv_t)]
+    strides = [0] * 4 if transpose else [*targets[1].stride(), *targets[3].stride()[::-1]]
     tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
     return _cast_blocks[(tiles,)](
-        t, data, scale_inv, data_t if both else t, scale_inv_t if both else t, t if seen is None else seen.view(torch.int32), parts,
-        whole_inv, *(random or (t, t)), rows, columns, part_count(t), 0, 0, 0, 0, 0.0, 0.0, 6.0, False, both, True, both, True,
-        seen is not None, True, random is not None, lane, PARTS, WIDTH, FOUR, num_warps=8)
+        t, *targets, t if seen is None else seen.view(torch.int32), parts, whole_inv, *(random or (t, t)), rows, columns,
+        count, *strides, 0.0, 0.0, 6.0, False, both == transpose, True, both, transpose, seen is not None, transpose,
+        random is not None, lane, PARTS, WIDTH, FOUR, num_warps=8)

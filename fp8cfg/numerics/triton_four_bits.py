@@ -71,6 +71,14 @@ def _e2m1(v, key, draw, index, RANDOM: tl.constexpr, LANE: tl.constexpr):  # typ
     return (tl.where(code > 7, 7, code) & 7) | tl.where(negative, 8, 0)
 
 
+@triton.jit
+def _e4m3_of_e2m1(code, v):  # type: ignore[no-untyped-def]
+    """The bytes of E4M3 that are the numbers of E2M1 codes, and NaN where `v`, which they stand for, is NaN."""
+    magnitude = code & 7
+    byte = tl.where(magnitude > 1, magnitude * 4 + 0x30, magnitude * 0x30) | ((code & 8) << 4)
+    return tl.where(v != v, 0x7F, byte)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_packed(to, code, i, j, rows, columns, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """The codes of the tile (i, j) of a matrix, two to a byte, of which the first has the low bits; rows of whole 16 bytes."""

@@ -200,6 +200,11 @@ def test_four_bits(shape: tuple[int, int], kind: str) -> None:
             want, want_scales = laid_out(side._replace(data=side.data.contiguous()))
             assert torch.equal(scales, want_scales), name
             assert name == "nan" or torch.equal(codes, want), name
+        held = store(x, Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=square))
+        stored = [None if field is None else torch.full_like(field, 1.0) for field in held]
+        triton_block_kernel.cast_four_bits(x.contiguous(), *stored, transpose=False)
+        for field, kept_field in zip(stored, held, strict=True):
+            assert field is kept_field is None or torch.equal(field.float().nan_to_num(7.0), kept_field.float().nan_to_num(7.0)), name
 
 
 @interpreted
@@ -296,6 +301,7 @@ STORED = {
     "delayed": Scaling(), "current": Scaling("current"), "rows": Scaling("current", granularity="row", power_2_scales=True),
     "128x128": Scaling("block", power_2_scales=True, weights_2d=True), "1x128": Scaling("block", power_2_scales=True),
     "MX": Scaling("mxfp8"), "MX 32x32": Scaling("mxfp8", weights_2d=True),
+    "NVFP4": Scaling("nvfp4", forward=E2M1, backward=E2M1), "NVFP4 16x16": Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True),
 }  # fmt: skip
 
 

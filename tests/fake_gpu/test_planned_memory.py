@@ -29,7 +29,7 @@ SHAPE = ("recipe=llama_8b", "model.num_layers=2", "model.vocab_size=32000", "mod
 HOPPER = (
     "bf16", "bf16_fp8 backend=native", "bf16_fp8 backend=native fp8.params=false", "bf16_fp8_current backend=native fp8.params=false",
     "bf16_fp8_block backend=native fp8.format=e4m3 fp8.params=false", "bf16_fp8 backend=native opt_level=O2")
-BLACKWELL = ("bf16_mxfp8 backend=native", "bf16_mxfp8 backend=native fp8.params=false", "bf16_nvfp4 backend=native fp8.params=false")
+BLACKWELL = ("bf16_mxfp8 backend=native", "bf16_mxfp8 backend=native fp8.params=false", "bf16_nvfp4 backend=native", "bf16_nvfp4 backend=native fp8.params=false")
 """What is multiplied from compute capability 10.0 on."""
 
 

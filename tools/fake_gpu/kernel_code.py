@@ -93,6 +93,10 @@ def compiled() -> dict[str, Any]:
         for name, across, draws in (("1x16", (None, None), None), ("1x16 at random", (None, None), random), ("16x16", room[2:], None)):
             found[f"{FOUR_BITS} {name} {kind}"] = triton_block_kernel.cast_four_bits(
                 t, *room[:2], *across, torch.empty((), device="cuda"), draws, 1, seen)
+        held = [torch.empty(shape, device="cuda", dtype=torch.uint8) for shape in ((256, 512), (256, 32), (256, 512), (16, 512))]
+        for name, into in (("1x16 and 16x1 stored", held), ("16x16 stored", [held[0], torch.empty_like(held[3][:, :32]), None, None])):
+            found[f"{FOUR_BITS} {name} {kind}"] = triton_block_kernel.cast_four_bits(
+                t, *into, torch.empty((), device="cuda"), seen=seen, transpose=False)
         one, other = (torch.empty(n, 1, device="cuda") for n in (256, 512))
         found[f"cast_rows rows and columns {kind}"] = triton_row_kernel.cast_rows(
             t, E4M3.max, True, data, one, transposed, other, seen=seen)

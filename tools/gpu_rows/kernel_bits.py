@@ -94,8 +94,6 @@ def kernel_bits(name: str, device: str = "cuda") -> ByteCounts:
             for scales, history in states(scaling):
                 for role in (INPUT, GRAD_OUTPUT, *[WEIGHT] * scaling.weights_2d):
                     _operand(counts, scaling, role, t, given, scales, history, where)
-                if scaling.layout.scale == "e4m3":  # a stored weight is quantized in plain code
-                    continue
                 _stored(counts, scaling, t, given, scales, history, f"{where}, stored")
             if scaling.tile(WEIGHT, 1) is None:
                 _known_scales(counts, scaling, t, given, where)
@@ -139,7 +137,7 @@ def _stored(counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, scal
     """A weight as fp8.params stores it."""
     kept, after = history.to(given.device, copy=True), history.clone()
     scale = scale_now(t, WEIGHT, scaling, scales, after, record=True) if scaling.tile(WEIGHT, 1) is None else None
-    got, want = fused_store.store_recorded(given, scaling, _on(given, scales), kept, None), store(t, scaling, scale)
+    got, want = fused_store.store_recorded(given, scaling, _on(given, scales), kept, None), store(t, scaling, scale, after[0, WEIGHT])
     for field, theirs in want._asdict().items():
         if theirs is not None:
             counts.compare("scales" if "scale" in field else "data", getattr(got, field), theirs, where)
