@@ -23,7 +23,7 @@ SLOW = Path(__file__).with_name("slow.toml")
 LONG = ("tests/training/", "tests/parallel/")
 """Folders whose files take longest: they go first, so that no worker ends with one of them while the others have nothing left."""
 FEWER = 5
-"""One of so many of a property's examples is drawn where FP8CFG_ALL_EXAMPLES is not set."""
+"""One of so many of a property's examples is drawn, the same in every run, where FP8CFG_ALL_EXAMPLES is not set."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,8 +57,7 @@ def pytest_collection() -> Iterator[object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     _mark_slow(config, items)
-    if not os.environ.get("FP8CFG_ALL_EXAMPLES"):
-        _draw_fewer(items)
+    _set_examples(items)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -87,14 +86,18 @@ def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{SLOW.name} lists what there is not: {'; '.join(wrong)}")
 
 
-def _draw_fewer(items: list[pytest.Item]) -> None:
+def _set_examples(items: list[pytest.Item]) -> None:
+    """No example has a time limit, which a busy machine is over; where not all are drawn, they are the same in every run."""
     hypothesis = sys.modules.get("hypothesis")  # which tests of properties have imported
     if hypothesis is None:
         return
     for test in {getattr(item, "obj", None): None for item in items}:
         given = getattr(test, "_hypothesis_internal_use_settings", None)
-        if given is not None and given.max_examples > FEWER:
-            test._hypothesis_internal_use_settings = hypothesis.settings(given, max_examples=max(FEWER, given.max_examples // FEWER))
+        if given is not None:
+            fewer = min(given.max_examples, max(FEWER, given.max_examples // FEWER))
+            drawn = {} if os.environ.get("FP8CFG_ALL_EXAMPLES") else {"max_examples": fewer, "derandomize": True}
+            checks = {*given.suppress_health_check, hypothesis.HealthCheck.too_slow}
+            test._hypothesis_internal_use_settings = hypothesis.settings(given, deadline=None, suppress_health_check=checks, **drawn)
 
 
 @pytest.fixture(autouse=True)
