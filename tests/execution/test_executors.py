@@ -153,7 +153,7 @@ def test_without_slurm_or_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_a_slurm_job_whose_time_is_over_goes_on_in_the_queue(queue: Path, tmp_path: Path) -> None:
+def test_a_slurm_job_whose_time_is_over_goes_on_in_the_queue(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's warning comes at the first checkpoint; the run stops with 75, is put back, and goes on to the end."""
     (queue / "srun").write_text(SRUN.replace('exec "$@"', '''"$@" &
 task=$!
@@ -163,7 +163,7 @@ if [ $SLURM_RESTART_COUNT == 0 ]; then
 fi
 wait $task'''))
     folder = tmp_path / "run"
-    os.environ["RUN"] = str(folder)
+    monkeypatch.setenv("RUN", str(folder))
     recipe = tiny(tmp_path, "trainer.max_steps=400", "checkpoint.every_n_steps=50", "trainer.accelerator=cpu", "optim.warmup_steps=2")
     done = fp8cfg.run(recipe, fp8cfg.SlurmExecutor(wait=True), folder)
     log = "".join(p.read_text() for p in sorted(queue.glob("job.*.log")))
