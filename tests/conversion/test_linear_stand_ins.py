@@ -195,7 +195,7 @@ def test_multihead_attention_is_converted(backend: str) -> None:
     plain = Attention()
     loss(plain).backward()
     want = plain.attention.in_proj_weight.grad
-    assert model.attention.in_proj_weight.grad.flatten() == pytest.approx(want.flatten(), abs=0.1 * float(want.abs().max()))
+    assert model.attention.in_proj_weight.grad.flatten() == pytest.approx(want.flatten(), abs=0.2 * float(want.abs().max()))
     assert list(model.state_dict()) == list(plain.state_dict())
     weights = {name: t * 2 for name, t in plain.state_dict().items()}
     model.load_state_dict(weights, strict=True, assign=True)

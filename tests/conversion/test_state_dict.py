@@ -53,7 +53,7 @@ def test_a_jobs_weights_load_strictly_into_the_plain_model_and_back(case: str) -
     plain.load_state_dict(weights, strict=True)
     with torch.no_grad():
         want = job.model(*batch)
-        assert plain(*batch).item() == pytest.approx(want.item(), abs=1e-3)
+        assert plain(*batch).item() == pytest.approx(want.item(), abs=3e-3)
     other = built(case, count=0)
     other.model.load_state_dict(weights, strict=True)
     assert all(torch.allclose(t.float(), weights[k].float(), rtol=0.07, atol=1e-3) for k, t in other.model.state_dict().items()), "encoded again"

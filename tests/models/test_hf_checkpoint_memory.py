@@ -69,7 +69,8 @@ def test_weights_are_not_held_twice(words: list[str], tmp_path: Path) -> None:
 
 def export(folder: Path, words: list[str], found: Any) -> None:
     """Put the peak of an export of folder/run and its exit code into `found`: of the second, for the first loads modules."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)  # of less than 32 MiB, which no large model's matrices are, glibc may keep what is freed
+    # Of less than 32 MiB, which no large model's matrices are, glibc may keep what is freed; of less than this it does: some MiB here.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     assert main(["export", "hf", str(folder / "run"), str(folder / "first"), *words]) == 0
     gc.collect()
     found.put(peak(lambda: main(["export", "hf", str(folder / "run"), str(folder / "second"), *words])))
@@ -84,7 +85,7 @@ def test_an_export_takes_two_matrices(words: list[str], options: list[str], tmp_
                    "trainer.global_batch_size=1", "trainer.micro_batch_size=1", "trainer.accelerator=cpu", "trainer.compile=off")
     fp8cfg.fit(fp8cfg.build(recipe), folder=tmp_path / "run")
     most, code = in_a_process(export, tmp_path, options)
-    assert code == 0 and LARGEST / 2 <= most <= 2 * LARGEST + MIB, f"{most / LARGEST:.2f} matrices"
+    assert code == 0 and LARGEST / 2 <= most <= 2 * LARGEST + 4 * MIB, f"{most / LARGEST:.2f} matrices"
 
 
 def in_a_process(work: Callable[..., None], *args: Any) -> Any:
