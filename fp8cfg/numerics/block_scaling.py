@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8cfg.numerics.amax_group import largest, largest_or_nan
 from fp8cfg.numerics.formats import E2M1, E4M3, Format, cast
 from fp8cfg.numerics.scaling import FLT_MAX, Scaling, floor_to_power_of_2, record_amax, scale_from_amax
 
@@ -80,14 +81,16 @@ def tile_amax(v: Tensor, keep_nan: bool) -> Tensor:
 
 def tile_scales(
     v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype = torch.float32,
-    seen: list[Tensor] | None = None,
+    seen: list[Tensor] | None = None, group: str | None = None,
 ) -> Scales:
     """The scales of the tiles of `v` [A, r, B, c] under `scaling`, [A, 1, B, 1]. `whole` is the first level of nvfp4, `dtype`
     what `v` was before it was float32: block scales go no higher than its largest number. The largest amax of all tiles, [], is
-    added to `seen`."""
+    added to `seen`. Of tiles, rows or columns, whose other parts ranks of `group` have, amaxes are the largest over these."""
     amax = tile_amax(v, keep_nan=scaling.layout.scale != "float32")
     if seen is not None and amax.numel():
         seen.append(torch.where(amax >= 0, amax, 0).amax())  # but for tiles that have NaN
+    if group is not None:
+        amax = largest(amax, group)
     return Scales(*(_written_out(s) for s in scales_of_amaxes(amax, fmt, scaling, whole, dtype)))
 
 
@@ -138,13 +141,19 @@ def e8m0_bytes(decode: Tensor) -> Tensor:
     return (decode.view(torch.int32) >> 23).to(torch.uint8)
 
 
-def first_level(t: Tensor, record: Tensor | None = None) -> Tensor:
+def first_level(t: Tensor, record: Tensor | None = None, group: str | None = None) -> Tensor:
     """nvfp4's scale of a whole tensor, a float32 scalar: it brings the largest E4M3 scale of a tile to 448. The amax is folded into
-    the running maximum `record`, [], if there is one."""
-    amax = t.detach().abs().amax().float() if t.numel() else torch.zeros((), device=t.device)
+    the running maximum `record`, [], if there is one. Where ranks of `group` have other parts of the tensor, the scale is that of
+    the largest over these."""
+    amax = amax_or_nan(t)
     if record is not None:
         record_amax(record, amax)
-    return first_level_of(amax)
+    return first_level_of(amax if group is None else largest_or_nan(amax, group))
+
+
+def amax_or_nan(t: Tensor) -> Tensor:
+    """Largest magnitude in `t`, any shape, NaN where it has a NaN, float32 []; 0 of no elements."""
+    return t.detach().abs().amax().float() if t.numel() else torch.zeros((), device=t.device)
 
 
 def first_level_of(amax: Tensor) -> Tensor:

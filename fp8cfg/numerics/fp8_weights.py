@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.block_scaling import Tile, e8m0_bytes, first_level, tiled, untiled
 from fp8cfg.numerics.formats import cast, widen
 from fp8cfg.numerics.gemm_operand import Operand
@@ -37,18 +38,22 @@ WEIGHT_BUFFERS = ("fp8_weight_scale_inv", "fp8_weight_dgrad", "fp8_weight_dgrad_
 """A layer's buffers beside its float8 weight, in the order of the fields of `Stored`."""
 
 
-def store(master: Tensor, scaling: Scaling, scale: Tensor | None = None, record: Tensor | None = None) -> Stored:
+def store(
+    master: Tensor, scaling: Scaling, scale: Tensor | None = None, record: Tensor | None = None, parts: AmaxGroup | None = None
+) -> Stored:
     """Quantizes `master` [out, in]; `scale` is the scalar scale where one scale serves the whole tensor. Where there are more the
-    amax is folded into the running maximum `record`, [], if there is one."""
+    amax is folded into the running maximum `record`, [], if there is one, and scales of what others have `parts` of are those of
+    the whole."""
     fmt = scaling.forward
     if scale is not None:
         return Stored(cast(master.float() * scale, fmt), scale.reciprocal())
-    whole = first_level(master) if scaling.layout.two_levels else None
+    whole = first_level(master, group=parts and parts.over(WEIGHT)) if scaling.layout.two_levels else None
 
     def along(axis: int) -> tuple[Tensor, Tensor]:
         tile = scaling.tile(WEIGHT, axis)
         assert tile is not None, "one scale for the tensor is given"
-        q = quantize_tiles(master, tile, fmt, scaling, fmt.dtype, whole, record=record)
+        group = parts and parts.over(WEIGHT, tile)
+        q = quantize_tiles(master, tile, fmt, scaling, fmt.dtype, whole, record=record, group=group)
         assert q.scale_inv is not None
         return q.data, pack(q.scale_inv, scaling)
 

@@ -14,7 +14,7 @@ import importlib.util
 import torch
 from torch import Tensor, library
 
-from fp8cfg.numerics.amax_group import AmaxGroup
+from fp8cfg.numerics.amax_group import AmaxGroup, largest
 from fp8cfg.numerics.block_scaling import Tile, sizes
 from fp8cfg.numerics.formats import BY_DTYPE
 from fp8cfg.numerics.gemm_operand import Operand
@@ -68,57 +68,86 @@ def fuses_tiles(t: Tensor, tile: Tile, scaling: Scaling, carrier: torch.dtype | 
     return TRITON and t.is_cuda and carrier is None and made and t.dim() == 2 and t.numel() > 0
 
 
-def quantize_tiles_fused(t: Tensor, role: int, scaling: Scaling, axis: int, both: bool, history: Tensor | None) -> Operand:
+def quantize_tiles_fused(
+    t: Tensor, role: int, scaling: Scaling, axis: int, both: bool, history: Tensor | None, parts: AmaxGroup | None = None
+) -> Operand:
     """`quantize_tiles` of `t` [R, C] for a product that contracts its dimension `axis`, with the other one in the same read where
-    `both` are contracted, as `Operand.other`. An infinite amax goes into `history`, if it is given."""
-    fmt, tile = scaling.format_of(role), scaling.tile(role, 1)
+    `both` are contracted, as `Operand.other`. An infinite amax goes into `history`, if it is given. Of rows or columns of which
+    others have `parts` the scales are those of the whole."""
+    fmt, tile, t = scaling.format_of(role), scaling.tile(role, 1), t.contiguous()
     assert tile is not None, "there are scales of tiles"
     both = both or (tile[0] > 1 and tile[1] == MX)  # swizzled scales of squares are not those of the transpose
     rows, columns = both or axis == 1, both or axis == 0
-    made = quantize_blocks(t.contiguous(), tile[1], fmt.dtype, scaling.power_2_scales, tile[0] > 1, rows, columns, history, role)
+    amaxes = [shared_amaxes(t, role, scaling, axis, parts) if wanted else None for axis, wanted in ((1, rows), (0, columns))]
+    made = quantize_blocks(t, tile[1], fmt.dtype, scaling.power_2_scales, tile[0] > 1, rows, columns, history, role, *amaxes)
     along, across = (Operand(data, scale_inv, fmt, tile) for data, scale_inv in (made[:2], made[2:]))
     return along._replace(other=across) if both else along if rows else across.t()
+
+
+def shared_amaxes(t: Tensor, role: int, scaling: Scaling, axis: int, parts: AmaxGroup | None) -> Tensor | None:
+    """The amaxes of whole rows of the contiguous matrix `t` [R, C], [R], or for products that contract its first dimension those of
+    whole columns, [C], where others have `parts` of these; else None."""
+    group = None if parts is None else parts.over(role, scaling.tile(role, axis))
+    return None if group is None else largest(amaxes_of_rows(t, axis), group)
+
+
+@library.custom_op("fp8cfg::amaxes_of_rows", mutates_args=())
+def amaxes_of_rows(t: Tensor, axis: int) -> Tensor:
+    """The amaxes of the rows of the contiguous matrix `t`, float32, where `axis` is 1; of its columns where that is 0. NaN is
+    skipped."""
+    from fp8cfg.numerics import triton_row_kernel
+
+    amaxes = t.new_empty(t.shape[1 - axis], dtype=torch.float32)
+    triton_row_kernel.amaxes_of_rows(t, amaxes, axis)
+    return amaxes
+
+
+@amaxes_of_rows.register_fake
+def _(t: Tensor, axis: int) -> Tensor:
+    return t.new_empty(t.shape[1 - axis], dtype=torch.float32)
 
 
 @library.custom_op("fp8cfg::quantize_blocks", mutates_args=("history",))
 def quantize_blocks(
     t: Tensor, width: int, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool, history: Tensor | None,
-    role: int,
+    role: int, amaxes: Tensor | None, amaxes_t: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The contiguous matrix `t` [R, C] in float8 `dtype` with a scale for 1 x `width` elements, or their square, and its inverse
     scales; then the same of its transpose [C, R]. What `rows` or `columns` do not ask for is empty. The `width` is 128 under block
     scaling, 32 under MX, whose scales are powers of two by its own rule, and 0 for a scale for each row. Scales are laid out as
     products read them: float32, of 1 x 128 down the rows first, and under MX bytes of E8M0, swizzled (scaled_mm.py,
-    microscaled_mm.py). Where `t` has an infinite element `history[0, role]` becomes infinite, if it is given."""
+    microscaled_mm.py). Where `t` has an infinite element `history[0, role]` becomes infinite, if it is given. The amaxes of rows
+    are `amaxes` [R], and those of columns `amaxes_t` [C], where they are given."""
     made = _empty_blocks(t, width, dtype, square, rows, columns)
     data, scale_inv, data_t, scale_inv_t = (x if x.numel() else None for x in made)
-    cast_tiles(t, width, power_2, square, data, scale_inv, data_t, scale_inv_t, True, history, role)
+    cast_tiles(t, width, power_2, square, data, scale_inv, data_t, scale_inv_t, True, history, role, amaxes, amaxes_t)
     return made
 
 
 @quantize_blocks.register_fake
 def _(
     t: Tensor, width: int, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool, history: Tensor | None,
-    role: int,
+    role: int, amaxes: Tensor | None, amaxes_t: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _empty_blocks(t, width, dtype, square, rows, columns)
 
 
 def cast_tiles(
     t: Tensor, width: int, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None, data_t: Tensor | None,
-    scale_inv_t: Tensor | None, transpose: bool, history: Tensor | None, role: int,
+    scale_inv_t: Tensor | None, transpose: bool, history: Tensor | None, role: int, amaxes: Tensor | None = None,
+    amaxes_t: Tensor | None = None,
 ) -> None:
     """What `quantize_blocks` does, into tensors that are there; the second matrix is laid out as `t` is without `transpose`."""
     from fp8cfg.numerics import triton_block_kernel, triton_row_kernel
 
-    (largest,) = {BY_DTYPE[x.dtype].max for x in (data, data_t) if x is not None}
+    (top,) = {BY_DTYPE[x.dtype].max for x in (data, data_t) if x is not None}
     seen = None if history is None else history[0, role]
     if width == 0:
-        triton_row_kernel.cast_rows(t, largest, power_2, data, scale_inv, data_t, scale_inv_t, transpose, seen)
+        triton_row_kernel.cast_rows(t, top, power_2, data, scale_inv, data_t, scale_inv_t, transpose, seen, amaxes, amaxes_t)
     else:
         highest, mx = min(torch.finfo(t.dtype).max, FLT_MAX), width if width == MX else 0
         triton_block_kernel.cast_blocks(
-            t, highest, largest, power_2, square, data, scale_inv, data_t, scale_inv_t, mx, transpose, seen)
+            t, highest, top, power_2, square, data, scale_inv, data_t, scale_inv_t, mx, transpose, seen)
 
 
 def _empty_blocks(
@@ -141,17 +170,18 @@ def _empty_blocks(
 
 
 @library.custom_op("fp8cfg::amax_where_unset", mutates_args=())
-def amax_where_unset(t: Tensor, scales: Tensor | None, role: int) -> Tensor:
-    """`amax_of` the contiguous matrix `t`, [1]; 0 under delayed scaling where `scales[role]` is set, and `t` is not read."""
+def amax_where_unset(t: Tensor, scales: Tensor | None, role: int, keep_nan: bool = False) -> Tensor:
+    """`amax_of` the contiguous matrix `t`, [1], or with `keep_nan` that of `amax_or_nan`; 0 under delayed scaling where
+    `scales[role]` is set, and `t` is not read."""
     from fp8cfg.numerics import triton_kernels
 
     parts = (torch.empty if scales is None else torch.zeros)(triton_kernels.part_count(t), device=t.device)
-    triton_kernels.amaxes_of_parts(t, parts, scales, role)
+    triton_kernels.amaxes_of_parts(t, parts, scales, role, keep_nan)
     return parts.amax(0, keepdim=True)
 
 
 @amax_where_unset.register_fake
-def _(t: Tensor, scales: Tensor | None, role: int) -> Tensor:
+def _(t: Tensor, scales: Tensor | None, role: int, keep_nan: bool = False) -> Tensor:
     return t.new_empty(1, dtype=torch.float32)
 
 

@@ -10,12 +10,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, library
 
-from fp8cfg.numerics.amax_group import AmaxGroup
+from fp8cfg.numerics.amax_group import AmaxGroup, largest_or_nan
 from fp8cfg.numerics.block_scaling import Tile, sizes
 from fp8cfg.numerics.formats import BY_DTYPE
 from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.fused_nvfp4 import FOUR
-from fp8cfg.numerics.fused_quantize import MX, TRITON, cast_tiles, fuses, fuses_tiles, scale_source
+from fp8cfg.numerics.fused_quantize import (
+    MX,
+    TRITON,
+    amax_where_unset,
+    cast_tiles,
+    fuses,
+    fuses_tiles,
+    scale_source,
+    shared_amaxes,
+)
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, amax_of, scale_now
 
 LEAST = (8, 9)
@@ -47,12 +56,12 @@ def store_recorded(
     """`store` of a matrix [out, in], whose amax is recorded in `history`. One scale for all of it is that of this moment. Kernels
     write into the tensors that are `held`, where they can, and give these back."""
     held = held if held is not None and _writable(held, master) else None
-    if four := store_four_bits_fused(master, scaling, history, held):
+    if four := store_four_bits_fused(master, scaling, history, held, parts):
         return four
     if scaling.tile(WEIGHT, 1) is not None:
-        made = store_tiles_fused(master, scaling, (1, 0) if scaling.directional(WEIGHT) else (1,), history, held)
+        made = store_tiles_fused(master, scaling, (1, 0) if scaling.directional(WEIGHT) else (1,), history, held, parts)
         record = None if history is None else history[0, WEIGHT]
-        return Stored(*made[1], *made.get(0, (None, None))) if made else store(master, scaling, record=record)
+        return Stored(*made[1], *made.get(0, (None, None))) if made else store(master, scaling, record=record, parts=parts)
     if fuses_store(master) and fuses(master, scaling, None):
         t = master.contiguous()
         data, scale_inv = held[:2] if held else _empty(t, scaling.forward.dtype)
@@ -71,11 +80,13 @@ def store_scaled(t: Tensor, scaling: Scaling, scale: Tensor) -> Stored:
 
 
 def store_tiles_fused(
-    t: Tensor, scaling: Scaling, axes: Sequence[int], history: Tensor | None = None, held: Stored | None = None
+    t: Tensor, scaling: Scaling, axes: Sequence[int], history: Tensor | None = None, held: Stored | None = None,
+    parts: AmaxGroup | None = None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """The matrix `t` [R, C] and its inverse scales, as `Stored` has them, for products that contract each of its dimensions
     `axes`, in one read; empty where there is no kernel that can. They are in the tensors that are `held`, if these are given. An
-    infinite amax goes into `history`, if it is given."""
+    infinite amax goes into `history`, if it is given. Scales of rows or columns of which others have `parts` are those of the
+    whole."""
     fmt, tile = scaling.forward, scaling.tile(WEIGHT, 1)
     if not axes or tile is None or not fuses_store(t) or not fuses_tiles(t, tile, scaling, None):
         return {}
@@ -88,22 +99,26 @@ def store_tiles_fused(
             return (held.data, held.scale_inv) if axis else (held.dgrad, held.dgrad_scale_inv)
         return _empty(t, fmt.dtype, tile if axis else (tile[1], tile[0]), of_scales)
 
-    into = {axis: room(axis) for axis in (1, 0)}
-    store_blocks(t.contiguous(), tile[1], scaling.power_2_scales, tile[0] > 1, *into[1], *into[0], history)
+    into, t = {axis: room(axis) for axis in (1, 0)}, t.contiguous()
+    amaxes = [shared_amaxes(t, WEIGHT, scaling, axis, parts) if axis in axes else None for axis in (1, 0)]
+    store_blocks(t, tile[1], scaling.power_2_scales, tile[0] > 1, *into[1], *into[0], history, *amaxes)
     return {axis: (data, scale_inv) for axis, (data, scale_inv) in into.items() if data is not None and scale_inv is not None}
 
 
 def store_four_bits_fused(
-    t: Tensor, scaling: Scaling, history: Tensor | None = None, held: Stored | None = None, amax: Tensor | None = None
+    t: Tensor, scaling: Scaling, history: Tensor | None = None, held: Stored | None = None, parts: AmaxGroup | None = None,
+    amax: Tensor | None = None,
 ) -> Stored | None:
     """`store` of the matrix `t` under NVFP4, in the tensors that are `held`, if these are given, with its amax into `history`; of
     some rows of a matrix with the `amax` [] of it all. None under other scalings, and where there is no kernel that can."""
     if not scaling.layout.two_levels or not fuses_store(t) or not t.numel():
         return None
-    held = held or _empty_four_bits(t, scaling)
+    held, t = held or _empty_four_bits(t, scaling), t.contiguous()
+    if amax is None and (group := parts and parts.over(WEIGHT)):
+        amax = largest_or_nan(amax_where_unset(t, None, 0, keep_nan=True)[0], group)
     _, _, dgrad, dgrad_scale_inv, global_scale_inv = held
     assert global_scale_inv is not None, "there are two levels"
-    store_four_bits(t.contiguous(), held.data, held.scale_inv, dgrad, dgrad_scale_inv, global_scale_inv, history, amax)
+    store_four_bits(t, held.data, held.scale_inv, dgrad, dgrad_scale_inv, global_scale_inv, history, amax)
     return held
 
 
@@ -132,12 +147,12 @@ def _writable(held: Stored, master: Tensor) -> bool:
 @library.custom_op("fp8cfg::store_blocks", mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "history"))
 def store_blocks(
     t: Tensor, width: int, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None, dgrad: Tensor | None,
-    dgrad_scale_inv: Tensor | None, history: Tensor | None,
+    dgrad_scale_inv: Tensor | None, history: Tensor | None, amaxes: Tensor | None, amaxes_t: Tensor | None,
 ) -> None:
     """The contiguous matrix `t` [R, C], a weight, into float8 `data` [R, C] with scales for 1 x `width` elements, or their square,
     and into `dgrad` [R, C] with scales for `width` x 1, or either alone. The `width` is that of `quantize_blocks`. Scales are
     row-major, float32 or bytes of E8M0."""
-    cast_tiles(t, width, power_2, square, data, scale_inv, dgrad, dgrad_scale_inv, False, history, WEIGHT)
+    cast_tiles(t, width, power_2, square, data, scale_inv, dgrad, dgrad_scale_inv, False, history, WEIGHT, amaxes, amaxes_t)
 
 
 @library.custom_op(
@@ -147,8 +162,8 @@ def store_four_bits(
     history: Tensor | None, amax: Tensor | None,
 ) -> None:
     """The contiguous matrix `t` [R, C], a weight, in E2M1 into E4M3 `data` [R, C], with E4M3 scales for 16x16 elements, or, where
-    there is a `dgrad` [R, C], for 1x16 and there for 16x1; row-major. The `amax` is
-    that of `t` where none is given, and is folded into `history`, if that is."""
+    there is a `dgrad` [R, C], for 1x16 and there for 16x1; row-major. The `amax` is that of `t` where none is given, and is folded
+    into `history`, if that is."""
     from fp8cfg.numerics import triton_block_kernel
 
     seen = None if history is None else history[0, WEIGHT]

@@ -13,7 +13,7 @@ WeightWithDynamicFloat8CastTensor is the like of it for its own layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fp8cfg.numerics.amax_group import largest
 from fp8cfg.numerics.fp8_weights import Stored, dequantize
 from fp8cfg.numerics.pass_records import amax_record
 from fp8cfg.numerics.scaling import WEIGHT, record_amax, scales_of
-from fp8cfg.numerics.shard_scales import ShardPlace, ShardScales, amax_shapes, shard_amaxes, shard_scales, split_fields
+from fp8cfg.numerics.shard_scales import (
+    ShardPlace,
+    ShardScales,
+    amax_shapes,
+    shard_amaxes,
+    shard_scales,
+    shared_amaxes,
+    split_fields,
+)
 
 _aten = torch.ops.aten
 _KEEP = {_aten.detach.default, _aten.empty_like.default, _aten.new_zeros.default, _aten.slice.Tensor, _aten.copy_.default,
@@ -151,15 +160,16 @@ def whole_master(p: Any) -> Tensor:
 @torch.no_grad()
 def refresh_shards(layers: Iterable[Any]) -> None:
     """New scales of all weights of `layers`, FP8Linears, that are gathered in FP8, from their amaxes over all shards: one
-    all-reduce for all. Every rank calls it after a step that has written them, once `update_scales` has moved delayed scales, and
-    after a load."""
+    all-reduce for all, and another one over the ranks that split matrices. Every rank calls it after a step that has written them,
+    once `update_scales` has moved delayed scales, and after a load."""
     those = [layer for layer in layers if layer.sharded]
     if not those:
         return
     mesh = those[0].parameter.device_mesh
     axis = mesh.ndim - 1  # which has the shards
     for layer in those:
-        layer.shard_place = ShardPlace(layer.out_features, mesh.size(axis), mesh.get_local_rank(axis))
+        columns = layer.amax_group is not None and layer.amax_group.over(WEIGHT, (1, 0)) is not None
+        layer.shard_place = ShardPlace(layer.out_features, mesh.size(axis), mesh.get_local_rank(axis), part_of_rows=columns)
         layer.shard_scales, layer.shard_quantized = ShardScales(), None
     shards = [layer.parameter.to_local()._tensor for layer in those]
     found = shard_amaxes(shards, those[0].scaling, [layer.shard_place for layer in those])
@@ -167,10 +177,11 @@ def refresh_shards(layers: Iterable[Any]) -> None:
         return
     flat = torch.cat([amax.flatten() for each in found for amax in each])
     dist.all_reduce(flat, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    pieces = _over_parts(those, torch.split(flat, [amax.numel() for each in found for amax in each]))
     if those[0].scaling.tile(WEIGHT, 1) is None:
-        _set_scales(those, flat)
+        _set_scales(those, torch.cat(pieces))
         return
-    left = iter(torch.split(flat, [amax.numel() for each in found for amax in each]))
+    left = iter(pieces)
     for layer in those:
         amaxes = [next(left).view(shape) for shape in amax_shapes(layer.scaling, layer.shard_place, layer.in_features)]
         layer.shard_scales = shard_scales(amaxes, layer.scaling, layer.shard_place)
@@ -178,11 +189,20 @@ def refresh_shards(layers: Iterable[Any]) -> None:
             record_amax(amax_record(layer)[0, WEIGHT], amax.amax())
 
 
+def _over_parts(layers: list[Any], amaxes: Sequence[Tensor]) -> list[Tensor]:
+    """The flat `amaxes` of the weights of `layers`: those of tiles of which tensor-parallel ranks have other parts, over these."""
+    flags = [flag for layer in layers for flag in shared_amaxes(layer.scaling, layer.shard_place, layer.amax_group)]
+    shared = [amax for amax, flag in zip(amaxes, flags, strict=True) if flag]
+    if not shared:
+        return [*amaxes]
+    whole = largest(torch.cat(shared), layers[0].amax_group.group)  # all of them are split over the same ranks
+    left = iter(torch.split(whole, [len(amax) for amax in shared]))
+    return [next(left) if flag else amax for amax, flag in zip(amaxes, flags, strict=True)]
+
+
 def _set_scales(layers: list[Any], amaxes: Tensor) -> None:
     """The one scale of each of these weights, of the amaxes [layers], which are recorded; in few launches for all."""
     scaling, there = layers[0].scaling, None
-    if layers[0].amax_group:  # tensor parallelism splits all of them
-        amaxes = layers[0].amax_group.amax(amaxes, WEIGHT)
     torch._foreach_maximum_([amax_record(layer)[0, WEIGHT] for layer in layers], list(amaxes.unbind()))
     if scaling.layout.history:
         # A frozen weight is quantized once: by its first scale after a load too.

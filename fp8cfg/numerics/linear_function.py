@@ -116,11 +116,11 @@ class Plan(NamedTuple):
             scale = scale_now(t, role, self.scaling, state.scales, state.history, self.record, self.parts)
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
         if fuses_tiles(t, tile, self.scaling, self.carrier):
-            return quantize_tiles_fused(t, role, self.scaling, axis, both, seen)
+            return quantize_tiles_fused(t, role, self.scaling, axis, both, seen, self.parts)
         if self.scaling.layout.two_levels:
-            return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random, seen)
-        record = None if seen is None else seen[0, role]
-        return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype, record=record)
+            return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random, seen, self.parts, both)
+        record, group = None if seen is None else seen[0, role], self.parts and self.parts.over(role, tile)
+        return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype, record=record, group=group)
 
     def weights(self, w: Tensor, state: State, kept: Sequence[Tensor | None], slots: Sequence[int]) -> dict[int, Operand]:
         """The weight in each product of `slots`: what is `kept` of it (weight_workspace.py), and what is left to be made."""

@@ -19,13 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fp8cfg.numerics.block_scaling import first_level
+from fp8cfg.numerics.amax_group import AmaxGroup, largest_or_nan
+from fp8cfg.numerics.block_scaling import amax_or_nan, first_level_of
 from fp8cfg.numerics.formats import E2M1
 from fp8cfg.numerics.fused_nvfp4 import fuses_four_bits, quantize_four_bits_fused
+from fp8cfg.numerics.fused_quantize import amax_where_unset
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.host_copy import sent
 from fp8cfg.numerics.quantize import quantize_tiles
-from fp8cfg.numerics.scaling import Scaling
+from fp8cfg.numerics.scaling import Scaling, record_amax
 from fp8cfg.numerics.stochastic_rounding import Random
 
 
@@ -69,23 +71,53 @@ def matrix_made_on(device: torch.device) -> Tensor:
 
 def quantize_nvfp4(
     t: Tensor, role: int, axis: int, scaling: Scaling, carrier: torch.dtype | None, random: tuple[Tensor, Tensor] | None = None,
-    history: Tensor | None = None,
+    history: Tensor | None = None, parts: AmaxGroup | None = None, both: bool = False,
 ) -> Operand:
     """The matrix `t` [R, C] for a product over its dimension `axis`, in the orientation of `t`; R completed to a multiple of 16
     by zeros where the transform is applied. `random`, the key and the count of a layer's draws, is what a gradient is rounded by.
     Without a carrier hardware multiplies it (microscaled_mm.py): the data are a byte each, or packed where a kernel made them. The
-    amax is folded into `history[0, role]`, if it is given."""
+    amax is folded into `history[0, role]`, if it is given.
+
+    Where `t` is one of the `parts` of a tensor its first scale is that of the whole. If `both` dimensions will be contracted, one
+    collective has the amaxes for both, and what contracts the first one comes too, as `Operand.other`."""
+    group = None if parts is None else parts.over(role)
+    axes = (0, 1) if group and both and axis == 1 and scaling.directional(role) else (axis,)
+    forms = [hadamard(t.t()) if scaling.transforms(role, one) else t for one in axes]
+    amaxes: list[Tensor | None] = [None] * len(axes)
+    if group is not None:
+        own = [_amax(form, carrier) for form in (forms if scaling.transforms(role, 0) else [t])]
+        amaxes = [*largest_or_nan(torch.stack(own), group).unbind()] * (len(axes) // len(own))
+    made = []
+    for one, amax in zip(axes, amaxes, strict=True):  # the transformed form first, which is then let go
+        made.append(_quantized(forms.pop(0), role, one, scaling, carrier, random, history if one == axis else None, amax))
+    return made[0] if len(axes) == 1 else made[1]._replace(other=made[0].t())
+
+
+def _quantized(
+    form: Tensor, role: int, axis: int, scaling: Scaling, carrier: torch.dtype | None, random: tuple[Tensor, Tensor] | None,
+    history: Tensor | None, amax: Tensor | None,
+) -> Operand:
+    """The matrix that a product over dimension `axis` reads, transformed or not, with a first scale of `amax`, float32 [], where
+    that is given, and of its own else."""
     draw = Random(*random, lane=axis) if random and scaling.rounds_at_random(role) else None
     mixes = scaling.transforms(role, axis)
-    mixed, tile = hadamard(t.t()) if mixes else t, (1, 16) if mixes else scaling.tile(role, axis)
+    tile = (1, 16) if mixes else scaling.tile(role, axis)
     assert tile is not None
-    if fuses_four_bits(t, carrier) and tile[1] == 16:
-        made = quantize_four_bits_fused(mixed, tile[0] == 16, draw, history, role)
+    if fuses_four_bits(form, carrier) and tile[1] == 16:
+        made = quantize_four_bits_fused(form, tile[0] == 16, draw, history, role, amax)
     else:
-        record = None if history is None else history[0, role]
-        carrier = carrier or E2M1.dtype
-        made = quantize_tiles(mixed, tile, scaling.format_of(role), scaling, carrier, first_level(mixed, record), draw)
+        amax = amax_or_nan(form) if amax is None else amax
+        if history is not None:
+            record_amax(history[0, role], amax)
+        made = quantize_tiles(form, tile, scaling.format_of(role), scaling, carrier or E2M1.dtype, first_level_of(amax), draw)
     return made.t() if mixes else made
+
+
+def _amax(form: Tensor, carrier: torch.dtype | None) -> Tensor:
+    """`amax_or_nan`, by a kernel where one quantizes."""
+    fuses = fuses_four_bits(form, carrier)
+    amax: Tensor = amax_where_unset(form.contiguous(), None, 0, keep_nan=True)[0] if fuses else amax_or_nan(form)
+    return amax
 
 
 def hadamard(t: Tensor) -> Tensor:

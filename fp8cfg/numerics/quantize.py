@@ -42,11 +42,13 @@ def quantize_tiles(
     whole: Tensor | None = None,
     random: Random | None = None,
     record: Tensor | None = None,
+    group: str | None = None,
 ) -> Operand:
     """Quantizes the matrix `t` [R, C] with a scale for each tile. `whole` is nvfp4's scale of the whole tensor. Scales of a
     carried operand that vary along the contracted dimension are multiplied into its data. With `random` the format rounds
     stochastically, by numbers that depend on the place of an element in `t` alone, not on strides or chunks. The largest amax of
-    all tiles is folded into the running maximum `record`, [], if there is one."""
+    all tiles is folded into the running maximum `record`, [], if there is one. Ranks of `group` have the other parts of each tile,
+    a row or a column, if it is given."""
     fold = carrier != fmt.dtype and scaling.layout.block > 0
     seen: list[Tensor] | None = None if record is None else []
 
@@ -58,11 +60,10 @@ def quantize_tiles(
         q = (q * decode.to(q.dtype) if fold else q).to(carrier)
         return untiled(q, t.shape), decode[:, 0, :, 0]
 
-    if _in_chunks(t):
-        columns = tile_scales(tiled(t, tile).float(), fmt, scaling, whole, seen=seen) if tile[0] == 0 else None
-        data, decode = _by_chunks(t, tile, carrier, part, columns)
-    else:
-        data, decode = part(t)
+    chunks = _in_chunks(t)
+    first = group is not None or (chunks and tile[0] == 0)  # what no chunk knows
+    scales = tile_scales(tiled(t, tile).float(), fmt, scaling, whole, seen=seen, group=group) if first else None
+    data, decode = _by_chunks(t, tile, carrier, part, scales) if chunks else part(t, scales)
     if record is not None and seen:
         record_amax(record, seen[0] if len(seen) == 1 else torch.stack(seen).amax())
     if not fold:
@@ -71,16 +72,18 @@ def quantize_tiles(
 
 
 def _by_chunks(t: Tensor, tile: Tile, carrier: torch.dtype, part: Part, scales: Scales | None) -> tuple[Tensor, Tensor]:
-    """`part` of some rows at a time; with the `scales` of whole columns where a tile has all rows."""
-    data = torch.empty(t.shape, dtype=carrier)
-    r = 1 if scales else sizes(t.shape, tile)[0]
+    """`part` of some rows at a time; with the `scales` that are known: of whole rows, or of whole columns, where a tile has all
+    rows."""
+    data, columns = torch.empty(t.shape, dtype=carrier), tile[0] == 0
+    r = 1 if columns else sizes(t.shape, tile)[0]
     rows = max(1, CHUNK // max(1, r * t.shape[1])) * r
     found = []
     for i, (source, target) in enumerate(zip(torch.split(t, rows), torch.split(data, rows), strict=True)):
-        values, decode = part(source, scales, i * rows)
+        own = scales if columns or scales is None else Scales(*(s[i * rows:(i + 1) * rows] for s in scales))
+        values, decode = part(source, own, i * rows)
         target.copy_(values)
         found.append(decode)
-    return data, found[0] if scales else torch.cat(found)
+    return data, found[0] if columns else torch.cat(found)
 
 
 def _in_chunks(t: Tensor) -> bool:

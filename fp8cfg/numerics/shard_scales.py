@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.block_scaling import Scales, Tile, first_level_of, scales_of_amaxes, sizes, tile_amax, tiled
 from fp8cfg.numerics.fp8_weights import Stored, pack
 from fp8cfg.numerics.fused_store import amaxes_of, store_four_bits_fused, store_scaled, store_tiles_fused
@@ -33,11 +34,13 @@ def first_row(rows: int, ranks: int, rank: int) -> int:
 
 
 class ShardPlace(NamedTuple):
-    """A shard of a weight of `rows` rows: that of number `rank` of `ranks`, which have as many rows each, but for the last ones."""
+    """A shard of a weight of `rows` rows: that of number `rank` of `ranks`, which have as many rows each, but for the last ones.
+    With `part_of_rows` it has some columns alone of a weight that tensor parallelism splits by columns."""
 
     rows: int
     ranks: int
     rank: int
+    part_of_rows: bool = False
 
     @property
     def first(self) -> int:
@@ -47,7 +50,7 @@ class ShardPlace(NamedTuple):
     def cuts(self, tile: Tile) -> bool:
         """Whether ranks have parts of one tile, or unlike numbers of rows: FSDP2 then takes nothing but tensors of the padded
         shard's size (torch 2.13), and scales are none."""
-        return tile[0] == 0 or self.rows % (tile[0] * self.ranks) != 0
+        return tile[0] == 0 or (self.part_of_rows and tile[1] == 0) or self.rows % (tile[0] * self.ranks) != 0
 
 
 class ShardScales(NamedTuple):
@@ -82,6 +85,13 @@ def amax_shapes(scaling: Scaling, place: ShardPlace, columns: int) -> list[tuple
     one = scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels
     grids = [tile for _, tile in _tiles(scaling) if place.cuts(tile)]
     return [*([()] if one else []), *(_grid((place.rows, columns), tile) for tile in grids)]
+
+
+def shared_amaxes(scaling: Scaling, place: ShardPlace, parts: AmaxGroup | None) -> list[bool]:
+    """Of each of what `shard_amaxes` gives whether others have `parts` of the same tiles."""
+    one: list[Tile | None] = [None] if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels else []
+    cut = [tile for _, tile in _tiles(scaling) if place.cuts(tile)]
+    return [parts is not None and parts.over(WEIGHT, tile) is not None for tile in one + cut]
 
 
 def shard_amaxes(shards: Sequence[Tensor], scaling: Scaling, places: Sequence[ShardPlace]) -> list[list[Tensor]]:

@@ -23,10 +23,8 @@ STRIP_T, LONG_T = 32, 128
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _strip_of_rows(  # type: ignore[no-untyped-def]
-    t, data, scale_inv, seen, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
-    RECORD: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
-):  # fmt: skip
+def _amaxes_of_rows(t, first, rows, columns, STRIP: tl.constexpr, LONG: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The amaxes of some rows, from the `first` on."""
     row = first + tl.arange(0, STRIP)
     at = row[:, None].to(tl.int64) * columns
     largest = tl.zeros([STRIP, LONG], tl.float32)
@@ -37,7 +35,44 @@ def _strip_of_rows(  # type: ignore[no-untyped-def]
         a = tl.abs(tl.load(t + at + column[None, :], mask=inside, other=0.0).to(tl.float32))
         largest = tl.where(a > largest, a, largest)  # no NaN is greater
         start += LONG
-    amax = tl.max(largest, 1)
+    return tl.max(largest, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _amaxes_of_columns(t, first, rows, columns, STRIP: tl.constexpr, LONG: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The amaxes of some columns, from the `first` on."""
+    column = first + tl.arange(0, STRIP)
+    largest = tl.zeros([LONG, STRIP], tl.float32)
+    start = first * 0
+    while start < rows:
+        row = start + tl.arange(0, LONG)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        a = tl.abs(tl.load(t + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0).to(tl.float32))
+        largest = tl.where(a > largest, a, largest)
+        start += LONG
+    return tl.max(largest, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_amaxes(  # type: ignore[no-untyped-def]
+    t, amaxes, rows, columns, ALONG: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr
+):
+    first = tl.program_id(0) * STRIP
+    at = first + tl.arange(0, STRIP)
+    if ALONG:
+        tl.store(amaxes + at, _amaxes_of_rows(t, first, rows, columns, STRIP, LONG), mask=at < rows)
+    else:
+        tl.store(amaxes + at, _amaxes_of_columns(t, first, rows, columns, STRIP, LONG), mask=at < columns)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _strip_of_rows(  # type: ignore[no-untyped-def]
+    t, data, scale_inv, seen, amaxes, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
+    RECORD: tl.constexpr, KNOWN: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    row = first + tl.arange(0, STRIP)
+    at = row[:, None].to(tl.int64) * columns
+    amax = tl.load(amaxes + row, mask=row < rows, other=0.0) if KNOWN else _amaxes_of_rows(t, first, rows, columns, STRIP, LONG)
     if RECORD:
         _note_infinite(seen, tl.max(amax, 0))
     scale = _scale_of(amax, target, highest, POWER_2)
@@ -53,19 +88,12 @@ def _strip_of_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _strip_of_columns(  # type: ignore[no-untyped-def]
-    t, data_t, scale_inv_t, seen, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
-    RECORD: tl.constexpr, TRANSPOSE: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
+    t, data_t, scale_inv_t, seen, amaxes, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
+    RECORD: tl.constexpr, TRANSPOSE: tl.constexpr, KNOWN: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     column = first + tl.arange(0, STRIP)
-    largest = tl.zeros([LONG, STRIP], tl.float32)
-    start = first * 0
-    while start < rows:
-        row = start + tl.arange(0, LONG)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        a = tl.abs(tl.load(t + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0).to(tl.float32))
-        largest = tl.where(a > largest, a, largest)
-        start += LONG
-    amax = tl.max(largest, 0)
+    known = tl.load(amaxes + column, mask=column < columns, other=0.0) if KNOWN else 0.0
+    amax = known if KNOWN else _amaxes_of_columns(t, first, rows, columns, STRIP, LONG)
     if RECORD:
         _note_infinite(seen, tl.max(amax, 0))
     scale = _scale_of(amax, target, highest, POWER_2)
@@ -84,33 +112,46 @@ def _strip_of_columns(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast_rows(  # type: ignore[no-untyped-def]
-    t, data, scale_inv, data_t, scale_inv_t, seen, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
-    ALONG: tl.constexpr, ACROSS: tl.constexpr, RECORD: tl.constexpr, TRANSPOSE: tl.constexpr, STRIP: tl.constexpr,
-    LONG: tl.constexpr, STRIP_T: tl.constexpr, LONG_T: tl.constexpr,
+    t, data, scale_inv, data_t, scale_inv_t, seen, amaxes, amaxes_t, rows, columns, target, highest, LARGEST: tl.constexpr,
+    POWER_2: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr, RECORD: tl.constexpr, TRANSPOSE: tl.constexpr,
+    KNOWN: tl.constexpr, KNOWN_T: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr, STRIP_T: tl.constexpr,
+    LONG_T: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     along = tl.cdiv(rows, STRIP) if ALONG else 0
     if program < along:
         first = program * STRIP
-        _strip_of_rows(t, data, scale_inv, seen, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD, STRIP, LONG)
+        _strip_of_rows(
+            t, data, scale_inv, seen, amaxes, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD, KNOWN, STRIP, LONG)
     elif ACROSS:
         first = (program - along) * STRIP_T
         _strip_of_columns(
-            t, data_t, scale_inv_t, seen, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD and not ALONG, TRANSPOSE,
-            STRIP_T, LONG_T)
+            t, data_t, scale_inv_t, seen, amaxes_t, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD and not ALONG,
+            TRANSPOSE, KNOWN_T, STRIP_T, LONG_T)
+
+
+def amaxes_of_rows(t: Tensor, amaxes: Tensor, axis: int) -> Any:
+    """The amaxes of the rows of the contiguous matrix `t` [R, C] into `amaxes`, float32 [R], where `axis` is 1; of its columns,
+    [C], where that is 0. Returns the compiled kernel."""
+    (rows, columns), strip = t.shape, STRIP if axis else STRIP_T
+    return _store_amaxes[(triton.cdiv(len(amaxes), strip),)](
+        t, amaxes, rows, columns, axis == 1, strip, LONG if axis else LONG_T, num_warps=4)
 
 
 def cast_rows(
     t: Tensor, largest: float, power_2: bool, data: Tensor | None, scale_inv: Tensor | None, data_t: Tensor | None,
-    scale_inv_t: Tensor | None, transpose: bool = True, seen: Tensor | None = None,
+    scale_inv_t: Tensor | None, transpose: bool = True, seen: Tensor | None = None, amaxes: Tensor | None = None,
+    amaxes_t: Tensor | None = None,
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] with a scale for each row into `data` and `scale_inv` [R, 1], and with one for each
     column, transposed, into `data_t` [C, R] and `scale_inv_t` [C, 1]; without `transpose` they are [R, C] and [1, C]. Either pair
-    may be None. `largest` is the format's maximum. `seen`, float32 [], becomes infinite where `t` has an infinite element. `data`
-    in float32 receives the scaled values. Returns the compiled kernel."""
+    may be None. `largest` is the format's maximum. The amaxes of rows and of columns are read from `amaxes` [R] and `amaxes_t` [C],
+    where they are given. `seen`, float32 [], becomes infinite where an amax is. `data` in float32 receives the scaled values.
+    Returns the compiled kernel."""
     (rows, columns), along, across = t.shape, data is not None, data_t is not None
     targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
     programs = along * triton.cdiv(rows, STRIP) + across * triton.cdiv(columns, STRIP_T)
     return _cast_rows[(programs,)](
-        t, *targets, (t if seen is None else seen.view(torch.int32)), rows, columns, largest, FLT_MAX, largest, power_2, along,
-        across, seen is not None, transpose, STRIP, LONG, STRIP_T, LONG_T, num_warps=4)
+        t, *targets, (t if seen is None else seen.view(torch.int32)), t if amaxes is None else amaxes,
+        t if amaxes_t is None else amaxes_t, rows, columns, largest, FLT_MAX, largest, power_2, along, across, seen is not None,
+        transpose, amaxes is not None, amaxes_t is not None, STRIP, LONG, STRIP_T, LONG_T, num_warps=4)

@@ -36,8 +36,8 @@ from fp8cfg.parallel import tensor_collectives as collectives
 from fp8cfg.parallel.mesh import shard_mesh
 from fp8cfg.parallel.vocabulary import VocabularyEmbedding, vocabulary_part
 
-COLUMN, ROW = (WEIGHT, GRAD_OUTPUT), (INPUT, WEIGHT)
-"""The tensors of a layer that are split."""
+COLUMN, ROW = ((WEIGHT, 0), (GRAD_OUTPUT, 1)), ((INPUT, 1), (WEIGHT, 1))
+"""The tensors of a layer that are split, and in which dimension."""
 
 
 @dataclass(frozen=True)

@@ -272,6 +272,50 @@ def test_rows_and_columns(shape: tuple[int, int], power_2: bool) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("kind", ["rows", "nvfp4", "nvfp4 along rows", "nvfp4 as it is"])
+@pytest.mark.parametrize("role", [INPUT, WEIGHT, GRAD_OUTPUT])
+def test_parts_have_the_scales_that_the_plain_code_gives_them(kind: str, role: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two tensor-parallel ranks, of a row-parallel or column-parallel layer; the other one has larger amaxes in some places."""
+    from fp8cfg.numerics import amax_group, block_scaling, fused_quantize, nvfp4
+    from fp8cfg.parallel.tensor import COLUMN, ROW
+
+    asked: list[tuple[int, ...]] = []
+
+    def largest(amax: Tensor, group: str) -> Tensor:
+        asked.append(tuple(amax.flatten().shape))
+        theirs = torch.full_like(amax, 0x40E00000 if amax.dtype == torch.int32 else 7.0)  # of two forms, or of every third row
+        return torch.where((torch.arange(amax.numel()) % 3 == 0).view(amax.shape), torch.maximum(amax, theirs), amax)
+
+    for module in (amax_group, block_scaling, fused_quantize):
+        monkeypatch.setattr(module, "largest", largest)
+    four, parts = kind != "rows", amax_group.AmaxGroup(ROW if role == INPUT else COLUMN, "two ranks")
+    scaling = Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=kind != "nvfp4 along rows", hadamard="as it" not in kind,
+                      stochastic=False) if four else Scaling("current", backward=E4M3, granularity="row", power_2_scales=True)  # fmt: skip
+    t = exact(208, 160)
+
+    def operands(fused: bool) -> list[Operand]:
+        monkeypatch.setattr(nvfp4, "fuses_four_bits", lambda t, carrier: fused)
+        if four:
+            made = nvfp4.quantize_nvfp4(t, role, 1, scaling, None, None, None, parts, both=True)
+            return [made, made.t()]
+        if fused:
+            made = fused_quantize.quantize_tiles_fused(t, role, scaling, 1, True, None, parts)
+            return [made, made.t()]
+        tiles = [(axis, tile) for axis in (1, 0) if (tile := scaling.tile(role, axis))]
+        along, across = (quantize_tiles(t, tile, E4M3, scaling, E4M3.dtype, group=parts.over(role, tile)) for _, tile in tiles)
+        return [along, across.t()]
+
+    gots, by_kernels = operands(fused=True), [*asked]
+    wants, asked[:] = operands(fused=False), asked[len(by_kernels):]
+    assert by_kernels == asked and len(asked) == 1, "one collective for both directions"
+    for got, want in zip(gots, wants, strict=True):
+        want = want._replace(data=want.data.contiguous())
+        pairs = [*zip(laid_out(got), laid_out(want), strict=True)] if four else [(got.data, want.data), (got.scale_inv, want.scale_inv)]
+        assert all(torch.equal(a.float(), b.float()) for a, b in pairs if a is not None and b is not None)
+        assert not four or (got.whole_inv is not None and want.whole_inv is not None and torch.equal(got.whole_inv, want.whole_inv))
+
+
+@interpreted
 @pytest.mark.parametrize("power_2", [True, False])
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize("shape", [(128, 256), (130, 140), (1, 300)], ids=str)
@@ -366,7 +410,7 @@ def test_parts_are_scaled_as_the_whole(kind: str, monkeypatch: pytest.MonkeyPatc
         return torch.maximum(amax, torch.tensor(7.0))
 
     monkeypatch.setattr(amax_group, "largest", largest)
-    parts = amax_group.AmaxGroup((WEIGHT,), "two ranks")
+    parts = amax_group.AmaxGroup(((WEIGHT, 0),), "two ranks")
     for first in (0.0, 2.0) if scaling.layout.history else (None,):
         state = (None, None) if first is None else (torch.full((3,), first), torch.zeros(4, 3))
         made = fused_quantize.quantize_fused(t, WEIGHT, scaling, *state, record=True, both=True, parts=parts)

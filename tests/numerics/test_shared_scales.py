@@ -15,7 +15,7 @@ from fp8cfg.numerics.host_copy import HostCopy
 from fp8cfg.numerics.scale_update import reset_state
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT
 
-SPLIT = AmaxGroup((WEIGHT, GRAD_OUTPUT), "tensor-parallel ranks")
+SPLIT = AmaxGroup(((WEIGHT, 0), (GRAD_OUTPUT, 1)), "tensor-parallel ranks")
 
 
 class Arriving:
@@ -77,7 +77,7 @@ def test_products_in_high_precision_are_not_waited_for(asked: dict[str, int]) ->
 
 def test_a_scale_that_saw_nothing_but_zeros_is_asked_for_again(asked: dict[str, int]) -> None:
     layer = layer_of()
-    assert step(layer, asked, gradient=0.0) == (2, 1) and layer.parts == AmaxGroup((GRAD_OUTPUT,), SPLIT.group)
+    assert step(layer, asked, gradient=0.0) == (2, 1) and layer.parts == AmaxGroup(((GRAD_OUTPUT, 1),), SPLIT.group)
     assert step(layer, asked) == (1, 1) and step(layer, asked) == (0, 0)
 
 

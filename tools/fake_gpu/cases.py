@@ -87,7 +87,7 @@ def linear(scaling: str, fp8_params: bool = False, compile: bool = False, shared
     layer = big_linear(scaling, fp8_params)
     if shared:
         _start_group()
-        layer.amax_group = AmaxGroup((WEIGHT, GRAD_OUTPUT), dist.group.WORLD.group_name)
+        layer.amax_group = AmaxGroup(((WEIGHT, 0), (GRAD_OUTPUT, 1)), dist.group.WORLD.group_name)
     if compile:
         compiled(layer)
     x, dy = (torch.zeros(TOKENS, n, device="cuda", dtype=torch.bfloat16) for n in (IN_FEATURES, OUT_FEATURES))

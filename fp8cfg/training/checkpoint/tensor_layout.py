@@ -17,7 +17,9 @@ from torch import Tensor
 
 from fp8cfg.job import Job
 from fp8cfg.models.tensor_shard import TensorShard
+from fp8cfg.numerics import FP8Linear
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
+from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training.checkpoint import block_scales
 from fp8cfg.training.checkpoint.tensor_box import Offsets, TensorBox
@@ -50,11 +52,15 @@ class TensorLayout:
         self.sharing: World = sharing(job.prepared)
         self.params: Mapping[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.split: dict[str, DTensor] = {name: p for name, p in self.params.items() if hasattr(p, "placements")}
+        self.spanning = {f"{name}.{WEIGHT_BUFFERS[field]}" for name, layer in model.named_modules()
+                         if isinstance(layer, FP8Linear) and layer.amax_group for field, axis in ((0, 1), (2, 0))
+                         if layer.amax_group.over(WEIGHT, layer.scaling.tile(WEIGHT, axis))}
+        """The scales of weights that lie across the ranks that split these: each has them whole."""
 
     def boxes(self, name: str, t: Tensor, alone: bool = False) -> Iterator[TensorBox]:
         """The boxes of a tensor that this rank keeps; `alone` where it alone has it. Where matrices are split all ranks call it, in
         the same order."""
-        shard, split = self._shard_of(name, t.dim()), hasattr(t, "placements")
+        shard, split = None if name in self.spanning else self._shard_of(name, t.dim()), hasattr(t, "placements")
         if shard is not None and shard.dim == 1 and name.endswith(block_scales.SUFFIX):
             t, shard = self._joined(name, t, shard), None
         local = self.local(self._history(name, t))
@@ -73,6 +79,8 @@ class TensorLayout:
         """What this rank keeps of a tensor whose whole has the shape `whole`, of which `read` gives the part that begins somewhere
         and has some size."""
         shard, like = self._shard_of(name, len(whole)), self._parameter_of(name)
+        if shard is not None and whole[shard.dim] == 1:  # scales of whole rows or columns, as in `spanning`
+            shard = None
         if whole and name.endswith(block_scales.SUFFIX) and (p := self.params.get(block_scales.parameter(name))) is not None:
             shard, like = block_scales.split(p, shard)
             if shard is not None and shard.dim == 1:
