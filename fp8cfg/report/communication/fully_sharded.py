@@ -10,10 +10,10 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights, gathered, resolved, sharding
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, same_parameters
 from fp8cfg.report.communication.fp8_shards import amaxes_of_cut_tiles, gathered_bytes
-from fp8cfg.report.memory.layout import Part, local_shapes
+from fp8cfg.report.communication.shared_amaxes import of_weight
+from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.memory.shards import shard_elements, trained_shapes
-from fp8cfg.scalings import SCALINGS
 
 
 def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, passes: int) -> Iterator[Collective]:
@@ -31,20 +31,21 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     trained = trained_shapes(recipe, part)
     shapes = {**local_shapes(recipe, part), **trained} if shard == "fsdp" else trained
     in_fp8 = {name: shape for linear in linears if held and linear.fp8 and (shape := shapes.get(name := f"{linear.name}.weight"))}
+    by_columns = {name for name in in_fp8 if part.tensor > 1 and split_dimension(recipe, name) == 1}
     groups: dict[str, list[tuple[int, float]]] = {}  # elements of a shard that are trained, and bytes that it is gathered in
     for name, shape in shapes.items():
         layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
         n = shard_elements(recipe, name, shape, part.shards)
-        groups.setdefault(layer, []).append(
-            (n if name in trained else 0, gathered_bytes(p.fp8, shape, part.shards) if name in in_fp8 else n * weight))
+        sent_as = gathered_bytes(p.fp8, shape, part.shards, name in by_columns) if name in in_fp8 else n * weight
+        groups.setdefault(layer, []).append((n if name in trained else 0, sent_as))
     for layer, shards in groups.items():
         weights = int(sum(each for _, each in shards))
         part_bytes = int(sum(n for n, _ in shards) * sent)
         yield from axis.all_gather("weights", weights, (2 * passes if layer else rest) if shard == "fsdp" else 1)
         yield from axis.reduce_scatter("gradients", part_bytes, sums * bool(part_bytes))
         yield from apart.all_reduce("gradients", int(sum(n for n, _ in shards) * in_groups), over_groups * bool(part_bytes))
-    written = [shape for name, shape in in_fp8.items() if name in trained]  # in each step
-    numbers = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards) for shape in written)
-    yield from axis.all_reduce("amaxes", NUMBER * numbers, bool(numbers))
-    whole = len(written) if p.fp8.granularity == "tensor" and not SCALINGS[p.fp8.scaling].block else 0
-    yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * whole, bool(whole))
+    written = {name: shape for name, shape in in_fp8.items() if name in trained}  # in each step
+    over_shards = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards, name in by_columns) for name, shape in written.items())
+    yield from axis.all_reduce("amaxes", NUMBER * over_shards, bool(over_shards))
+    over_parts = sum(of_weight(p.fp8, linear) for linear in linears if f"{linear.name}.weight" in written)
+    yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * over_parts, bool(over_parts))

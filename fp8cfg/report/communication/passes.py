@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights
 from fp8cfg.layer_plan import adapted
+from fp8cfg.report.communication import shared_amaxes
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective
-from fp8cfg.report.memory.layout import ROW, Part
+from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.memory.peak import linears_of
-from fp8cfg.scalings import SCALINGS
 
 
 def of_pass(recipe: Recipe, part: Part, samples: int) -> Iterator[Collective]:
@@ -25,8 +26,8 @@ def of_pass(recipe: Recipe, part: Part, samples: int) -> Iterator[Collective]:
 
 def numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], samples: int, kept: bool) -> Iterator[Collective]:
     """The rest of it, over the ranks that share matrices: of a token the loss over split logits (its largest logit, and in one
-    message the sum of exponentials and the logit of the target) and the mean squares of norms over all heads; of a tensor its amax,
-    where scales are made of amaxes in each pass. Quantized weights that are `kept` are those of another pass."""
+    message the sum of exponentials and the logit of the target) and the mean squares of norms over all heads; of a tensor its
+    amaxes, where scales are made of them in each pass. Quantized weights that are `kept` are those of another pass."""
     axis, m, again = Axis("tensor", part.tensor), recipe.model, _recomputed(recipe)
     tokens = samples * m.seq_length // part.context
     if part.output:
@@ -35,25 +36,11 @@ def numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], samples: i
     if m.qk_layernorm == "hidden":  # of queries and keys; selective recomputation computes norms again too
         means, passes = 2 if m.normalization == "LayerNorm" else 1, 2 if m.recompute_granularity == "none" else 3
         yield from axis.all_reduce("losses and norms", NUMBER * tokens, 2 * means * passes * len(part.layers))
-    if in_each_pass(recipe):
-        amaxes = sum(_amaxes(recipe, linear, again, kept) for linear in linears if linear.fp8)
-        yield from axis.all_reduce("amaxes", NUMBER, amaxes)
-
-
-def in_each_pass(recipe: Recipe) -> bool:
-    """Whether a scale is made of the amax of a tensor as it is quantized."""
-    scaling = SCALINGS[recipe.fp8.scaling]
-    return recipe.fp8.enabled and not scaling.history and not scaling.block
-
-
-def _amaxes(recipe: Recipe, linear: PlannedLinear, again: int, kept: bool) -> int:
-    """Reductions of the amaxes of a layer's split tensors in a forward and a backward pass: of its weight, and of its input or its
-    output's gradient."""
-    fprop, dgrad, wgrad = (bool(gemm) for gemm in linear.gemms)
-    forward = 1 + (again if linear.name != "output_layer" else 0)
-    weight = 0 if kept or fp8_weights(recipe.precision) else forward * (fprop or dgrad)
-    row = linear.name.endswith(ROW)
-    return weight + (forward * (fprop or wgrad) if row else int(dgrad or wgrad))
+    of_passes = {"input": 1 + again, "weight": 0 if kept or fp8_weights(recipe.precision) else 1 + again, "gradient": 1}
+    for linear, tensor in product((linear for linear in linears if linear.fp8), of_passes):
+        amaxes = shared_amaxes.numbers(recipe.fp8, linear, tensor, tokens)
+        count = min(1, of_passes[tensor]) if linear.name == "output_layer" else of_passes[tensor]  # it is not recomputed
+        yield from axis.all_reduce("amaxes", NUMBER * amaxes, count * bool(amaxes))
 
 
 def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Collective]:

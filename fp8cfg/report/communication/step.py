@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import SCALED, fp8_weights, resolved, sharding
-from fp8cfg.report.communication import gradients, passes, state
+from fp8cfg.config.storage import SCALED, fp8_weights, gathers_params, resolved, sharding
+from fp8cfg.report.communication import gradients, passes, shared_amaxes, state
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, same_parameters, together
 from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, split_dimension
 from fp8cfg.report.memory.peak import linears_of
@@ -23,7 +23,7 @@ def of_step(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -
     steps: whether somebody wants to stop and, where amaxes are not shared, which tensors were infinite, a number each."""
     linears, count = linears_of(recipe, part), microbatches(recipe, part)
     samples = recipe.trainer.micro_batch_size
-    kept = keeps_weights(recipe, part, backend)
+    kept = keeps_weights(recipe, part, backend) or gathers_params(recipe.precision, backend)
     in_passes = (*passes.of_pass(recipe, part, samples), *passes.numbers(recipe, part, linears, samples, kept))
     return together([
         *state.data_axis(recipe, part, linears, backend, count, rank), *gradients.shared_gradients(recipe, part, backend, rank),
@@ -44,9 +44,9 @@ def _numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: 
     if fp8.enabled and SCALINGS[fp8.scaling].history and fp8.reduce_amax:
         layers = sum(3 for linear in linears if linear.fp8)
         yield from _over(recipe, part, data=not fp8.tp_only_amax_red).all_reduce("amaxes", NUMBER * layers, bool(layers))
-    if keeps_weights(recipe, part, backend) and passes.in_each_pass(recipe) and not fp8_weights(recipe.precision):
-        weights = sum(any(linear.gemms[:2]) for linear in linears if linear.fp8)
-        yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER, weights)
+    if keeps_weights(recipe, part, backend) and not fp8_weights(recipe.precision):
+        for amaxes in (shared_amaxes.numbers(fp8, linear, "weight") for linear in linears if linear.fp8):
+            yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * amaxes, bool(amaxes))
     yield from _over(recipe, part, data=True, stages=stages).all_reduce("losses and norms", NUMBER)
 
 
@@ -69,16 +69,19 @@ def _amaxes(
 def _written(
     recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, rank: int | None
 ) -> Iterator[Collective]:
-    """The amax of each FP8 weight that this rank writes after a step, where its scale is of that moment and others have parts of
-    it."""
-    scaling, shard = SCALINGS[recipe.fp8.scaling], sharding(recipe.precision, part.shards)
-    frozen = recipe.lora.enabled
-    if frozen or not fp8_weights(recipe.precision) or scaling.history or scaling.block or by_fsdp2(recipe, part.shards, backend):
+    """The amaxes of each FP8 weight that this rank writes after a step, where its scales are of that moment and others have parts
+    of it."""
+    shard, untouched = sharding(recipe.precision, part.shards), recipe.lora.enabled or SCALINGS[recipe.fp8.scaling].history
+    if untouched or not fp8_weights(recipe.precision) or by_fsdp2(recipe, part.shards, backend):
         return
     owner = owner_of(recipe, part, linears)[0] if shard != "none" else {}
-    written = Counter(owner.get(f"{linear.name}.weight", 0) for linear in linears if linear.fp8)
-    mine = max(written.values(), default=0) if rank is None or not owner else written[rank]
-    yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER, mine)
+    written: dict[int, list[int]] = {}
+    for linear in linears:
+        if linear.fp8 and (amaxes := shared_amaxes.of_weight(recipe.fp8, linear)):
+            written.setdefault(owner.get(f"{linear.name}.weight", 0), []).append(amaxes)
+    mine = max(written.values(), key=len, default=[]) if rank is None or not owner else written.get(rank, [])
+    for amaxes in mine:
+        yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * amaxes)
 
 
 def _kinds(recipe: Recipe, part: Part) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from fp8cfg.report.memory.activations import activations
 from fp8cfg.report.memory.fsdp_gather import gathered_bytes, layer_sums, reduced_bytes
 from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, parts_that_differ, ranks, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
-from fp8cfg.report.memory.shards import state_bytes
+from fp8cfg.report.memory.shards import row_scales, state_bytes
 from fp8cfg.report.tables import size, table
 from fp8cfg.scalings import SCALINGS
 
@@ -145,7 +145,7 @@ def persistent(
         frozen = counts.linear * CODEC[recipe.precision.compute] + counts.other * CODEC[rest["weight"]]
         kinds["weights"] += int(frozen) // part.shards
     state = sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1) if SCALINGS[recipe.fp8.scaling].history else 0
-    beside = int(counts.linear * held_beside(recipe)) if fp8_weights(recipe.precision) else 0
+    beside = int(counts.linear * held_beside(recipe)) + row_scales(recipe, part, linears) if fp8_weights(recipe.precision) else 0
     # Gathered, and let go after the step.
     together = by_fsdp2(recipe, part.shards, backend or multiplying(recipe)) and not counts.adapters
     kinds["weights"] += beside * together

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.fp8 import per_row
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
@@ -55,6 +56,15 @@ def state_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
             codecs = columns[name] if kind != "moments" else moments if uncut[name] else plain
             found[kind] += sum(stored_bytes(codecs[k], count) for k in KINDS[kind])
     return found
+
+
+def row_scales(recipe: Recipe, part: Part, linears: Iterable[PlannedLinear]) -> int:
+    """Bytes of the scales of weights that are held in FP8 by rows, for products along either dimension: a float32 for each row and
+    each column."""
+    if not per_row(recipe.fp8):
+        return 0
+    shapes = local_shapes(recipe, part)
+    return sum(4 * sum(shapes.get(f"{linear.name}.weight", ())) for linear in linears if linear.fp8)
 
 
 def whole_blocks(shape: tuple[int, ...], ranks: int) -> bool:
