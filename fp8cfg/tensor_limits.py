@@ -55,12 +55,6 @@ def _fp8(recipe: Recipe, tensor: int) -> Iterator[str]:
     if not f.reduce_amax:
         yield LayoutRefusal(f"fp8.reduce_amax=False: parts of a matrix share one scale under {key}; write true",
                             {"fp8.reduce_amax": True})
-    if scaling.two_levels:
-        yield LayoutRefusal(f"fp8.scaling={f.scaling}: has a scale of whole matrices too, and {key} splits them; write "
-                            "fp8.scaling=mxfp8", {"fp8.scaling": "mxfp8"})
-    if f.granularity == "row":
-        yield LayoutRefusal(f"fp8.granularity=row: a scale is that of a whole row, and {key} splits rows; write "
-                            "fp8.granularity=tensor", {"fp8.granularity": "tensor"})
     block = max(scaling.block, ALIGNMENT)
     config = transformer_config(recipe)
     widths = {"linear_qkv": (config.num_query_groups // tensor) * (config.heads_per_group + 2) * config.head_dim,

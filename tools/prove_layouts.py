@@ -23,7 +23,7 @@ from tools.layout_proof import cells
 from tools.layout_proof.collective_counter import Sent
 from tools.layout_proof.comparison import KINDS, Compared, compare
 
-HEADER = f"{'recipe':<17} {'precision':<9} {'ranks':>6}  {'layout':<27} {'rank':<12}"
+HEADER = f"{'recipe':<17} {'precision':<16} {'ranks':>6}  {'layout':<27} {'rank':<12}"
 WIDTH = 12
 
 
@@ -35,7 +35,7 @@ def row(found: Compared) -> str:
         kinds.append(text if found.built[kind] == found.planned[kind] else f"{found.built[kind]} != {found.planned[kind]}")
     columns = " ".join(f"{text:>{WIDTH}}" for text in kinds)
     said = "equal" if found.equal else "NOT EQUAL"
-    return (f"{cell.recipe:<17} {cell.precision:<9} {cell.ranks:>6}  {found.layout:<27} {found.place:<6} {found.rank:>5} {columns}"
+    return (f"{cell.recipe:<17} {cell.precision:<16} {cell.ranks:>6}  {found.layout:<27} {found.place:<6} {found.rank:>5} {columns}"
             f"  {said} ({found.seconds:.0f} CPU s)")
 
 
@@ -57,7 +57,7 @@ def chosen(
     """The cells of those recipes, of all by default, on as many ranks and in that precision where these are given; with `words`,
     and steps of `accumulate` times the fewest microbatches."""
     every = [cell for cell in cells.every(names) if ranks in (None, cell.ranks) and precision in (None, cell.precision)]
-    return [replace(cell, words=(*words,), accumulate=accumulate) for cell in every]
+    return [replace(cell, words=(*cell.words, *words), accumulate=accumulate) for cell in every]
 
 
 def prove(every: Iterable[cells.Cell], places: Sequence[str], sent: bool) -> int:
@@ -71,7 +71,7 @@ def prove(every: Iterable[cells.Cell], places: Sequence[str], sent: bool) -> int
             try:
                 found = compare(cell, place, rank, sent)
             except ConfigError as e:
-                print(f"{cell.recipe:<17} {cell.precision:<9} {cell.ranks:>6}  refused: {e}", flush=True)
+                print(f"{cell.recipe:<17} {cell.precision:<16} {cell.ranks:>6}  refused: {e}", flush=True)
                 wrong += 1
                 break
             print("\n".join([row(found), *sent_lines(found)]), flush=True)
@@ -84,7 +84,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="names of recipes, by default all that are meant for more than one GPU; key=value")
     parser.add_argument("--ranks", type=int, help="on so many GPUs alone, where the table has that")
-    parser.add_argument("--precision", choices=cells.PRECISIONS)
+    parser.add_argument("--precision", choices=[*cells.PRECISIONS, *(name for name, _ in cells.SPLIT_SCALES)])
     parser.add_argument("--places", default="first,middle,last", help="ranks to look at")
     parser.add_argument("--sent", action="store_true", help="count the collectives of a second step too, and the bytes sent in them")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="steps of N times the fewest microbatches of the layout")

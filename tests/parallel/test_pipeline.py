@@ -64,6 +64,8 @@ QUICK = ("delayed", "delayed interleaved", "tied")
 SLOW = tuple(name for name in (*BITS, *NEAR) if name not in QUICK)
 FOUR = {  # name -> words of runs on four ranks, the axis beside the pipeline, largest relative differences of a loss and a norm
     "tensor": (f"{CLIPPED} trainer.strategy.tensor_model_parallel_size=2 trainer.strategy.sequence_parallel=true", 1e-6, 1e-5),
+    "tensor nvfp4": ("precision=bf16_nvfp4 fp8.stochastic_rounding=false trainer.strategy.tensor_model_parallel_size=2", 2e-3, 0.05),
+    "tensor rows": (f"{CURRENT} fp8.granularity=row trainer.strategy.tensor_model_parallel_size=2", 2e-3, 0.05),
     "tensor delayed": (f"precision=bf16_fp8 {TWO_CHUNKS} {TIED} trainer.strategy.tensor_model_parallel_size=2", 2e-3, 0.05),
     "context": (f"{CLIPPED} {TWO_CHUNKS} trainer.strategy.context_parallel_size=2", 1e-6, 1e-5),
     "data": (f"{CLIPPED} {TIED} storage.shard=zero1", 1e-6, 1e-5),

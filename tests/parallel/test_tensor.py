@@ -34,6 +34,8 @@ STEPS = 8
 EXACT = "precision=fp32 trainer.gradient_clip_val=0"
 CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
 MXFP8 = "precision=bf16_mxfp8"
+ROWS = f"{CURRENT} fp8.granularity=row"
+NVFP4 = "precision=bf16_nvfp4 fp8.stochastic_rounding=false"
 CLIPPED = "precision=fp32 trainer.gradient_clip_val=0.1"
 BLOCKS = "storage.exp_avg=fp8_expand storage.exp_avg_sq=fp8_block"
 SP = "trainer.strategy.sequence_parallel=true"
@@ -51,20 +53,29 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
     "compiled": (f"precision=bf16_fp8 {SP} trainer.compile=on model.num_layers=1 fp8.include=['*linear_qkv','*linear_fc2']", 2e-3, 0.05),
     "current": (f"{CURRENT} {SP}", 2e-3, 0.05),
     "mxfp8": (f"{MXFP8} {SP}", 2e-3, 0.05),
+    "rows": (f"{ROWS} {SP}", 2e-3, 0.05),
+    "rows fsdp": (f"{ROWS} {SP} storage.shard=fsdp", 2e-3, 0.05),
+    "nvfp4": (f"{NVFP4} {SP}", 2e-3, 0.05),
+    "nvfp4 whole sequences": (f"{NVFP4} model.recompute_granularity=full", 2e-3, 0.05),
+    "nvfp4 zero2": (f"{NVFP4} {SP} storage.shard=zero2 fp8.enable_2d_quantization=false", 2e-3, 0.05),
     # In float32 nothing is rounded before it is summed: what is left is the order of sums, and now and then a value at the edge between
     # two FP8 numbers that falls to the other side.
     "current exact": (f"{CURRENT} {SP} precision.compute=fp32", 1e-4, 1e-3),
     "mxfp8 exact": (f"{MXFP8} {SP} precision.compute=fp32 fp8.params=false", 1e-5, 1e-3),
+    "rows exact": (f"{ROWS} precision.compute=fp32", 1e-4, 1e-3),
+    # The steps between four-bit numbers are a third of a number at most, not an eighth: 8.4e-5 and 4.3e-4 were seen.
+    "nvfp4 exact": (f"{NVFP4} {SP} precision.compute=fp32", 5e-4, 5e-3),
     "moments": (f"{CLIPPED} {SP} model.num_layers=1 storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled", 1e-6, 1e-5),
     # A moment at the edge between two codes falls to the other side now and then: on one machine 1.2e-6, on another 1.7e-5.
     "moments in blocks": (f"{EXACT} {SP} model.num_layers=1 {BLOCKS} model.hidden_size=256 model.ffn_hidden_size=256", 1e-4, 1e-3),
     "moments in cut blocks": (f"{EXACT} {SP} model.num_layers=1 {BLOCKS}", 1e-4, 1e-3),  # two matrices have them in float32, on one rank none
 }
-SAME = {"whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zero2": "clipped", "delayed fsdp": "delayed"}
+SAME = {"whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zero2": "clipped", "delayed fsdp": "delayed",
+        "rows fsdp": "rows", "nvfp4 whole sequences": "nvfp4"}
 """Runs that on one rank are another one."""
 QUICK, SLOW = ("packed", "delayed"), ("fp32", "whole sequences", "clipped", "recomputed", "fsdp", "bf16", "compiled", "current", "mxfp8",
-                                     "current exact", "mxfp8 exact", "moments", "moments in blocks", "moments in cut blocks")
-FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp")
+                                     "current exact", "mxfp8 exact", "rows", "rows exact", "nvfp4", "nvfp4 whole sequences", "nvfp4 exact", "moments", "moments in blocks", "moments in cut blocks")
+FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp", "rows fsdp", "nvfp4 zero2")
 SHARDED = ("precision=fp32 storage.shard=fsdp", "precision=bf16_fp8 storage.shard=zero1")
 """Words of runs in which each of two ranks has shards of parts of matrices, whose memory is measured."""
 
@@ -175,7 +186,7 @@ def refusal(job: Job) -> str:
     return str(e.value)
 
 
-RESUMED = ("clipped", "delayed", "current", "mxfp8", "moments", "moments in blocks", "moments in cut blocks")
+RESUMED = ("clipped", "delayed", "current", "mxfp8", "rows", "nvfp4", "moments", "moments in blocks", "moments in cut blocks")
 TRAFFIC = ("precision=bf16", f"precision=bf16 {SP}", f"precision=bf16 {SP} model.recompute_granularity=full",
            "precision=bf16 model.recompute_granularity=full")
 
@@ -379,9 +390,8 @@ KEY = "tensor_model_parallel_size=2"
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
      f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has whole matrices; write 0"),
     ("precision=bf16_fp8 fp8.reduce_amax=false", f"fp8.reduce_amax=False: parts of a matrix share one scale under {KEY}; write true"),
-    ("precision=bf16_nvfp4", f"fp8.scaling=nvfp4: has a scale of whole matrices too, and {KEY} splits them; write fp8.scaling=mxfp8"),
-    ("precision=bf16_fp8_current fp8.granularity=row",
-     f"fp8.granularity=row: a scale is that of a whole row, and {KEY} splits rows; write fp8.granularity=tensor"),
+    ("precision=bf16_nvfp4 model.ffn_hidden_size=144", f"fp8.scaling=nvfp4: {KEY} gives each rank 72 channels of linear_fc1, which must be "
+     "a multiple of 16; write fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size"),
     ("precision=bf16_fp8_block", f"fp8.scaling=block: {KEY} gives each rank 64 channels of linear_fc1, which must be a multiple of "
      "128; write fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size"),
 ])

@@ -28,6 +28,11 @@ LAYOUTS = {
     "TP2": f"precision=bf16_fp8_current {TP} {STRATEGY}sequence_parallel=true",
     "TP2 of bf16 weights": f"precision=bf16_fp8_current fp8.params=false model.recompute_granularity=full {TP}",
     "TP2 of low-bit moments": f"precision=bf16_fp8_te_fused_adam {TP}",
+    "TP2 of rows": f"precision=bf16_fp8_current fp8.granularity=row {TP} {STRATEGY}sequence_parallel=true",
+    "TP2 of rows of bf16 weights": f"precision=bf16_fp8_current fp8.granularity=row fp8.params=false model.recompute_granularity=full {TP}",
+    "TP2 of nvfp4": f"precision=bf16_nvfp4 fp8.override_linear_precision.wgrad=true {TP}",
+    "TP2 of nvfp4, plain": f"precision=bf16_nvfp4 fp8.params=false fp8.enable_2d_quantization=false fp8.output_layer=true model.vocab_size=288 storage.shard=fsdp {TP}",
+    "TP2 of current, gathered": f"precision=bf16_fp8_current storage.shard=fsdp {TP}",
     "CP2": f"precision=bf16_fp8 {STRATEGY}context_parallel_size=2",
     "PP2": f"precision=bf16_fp8 {STRATEGY}pipeline_model_parallel_size=2 model.share_embeddings_and_output_weights=true",
     "FSDP2": "precision=bf16_fp8 storage.shard=fsdp",
@@ -97,6 +102,17 @@ def test_a_plan_says_what_the_rank_sends_that_sends_most() -> None:
     assert f"total, {most.part.name}" in text and "pipeline: stage outputs" in text and "tensor: activations" in text
     assert plan.data()["ranks"][0]["sent"][0].keys() == {"axis", "what", "how", "count", "bytes"}
     assert "sent by" not in str(fp8cfg.plan(fp8cfg.compose(["recipe=llama_tiny"])))
+
+
+def test_four_bits_are_planned_over_split_matrices() -> None:
+    recipe = fp8cfg.compose(["recipe=llama_70b", "precision=bf16_nvfp4", "trainer.num_nodes=8"])
+    plan = fp8cfg.plan(recipe, gpu="b200", gpus=64)
+    assert not plan.problems and not plan.refusals and plan.gpu and plan.widest.total <= plan.gpu.memory
+    middle = stage_parts(recipe, 64)[1]
+    amaxes = next(one for one in of_step(recipe, middle, "native") if one.what == "amaxes" and one.axis == "tensor")
+    # Of 20 layers the gradients of two and the inputs of two, with their transforms, in each microbatch; and all weights in one message.
+    numbers, microbatches = 2 * 4 * 20, recipe.trainer.global_batch_size // 2
+    assert (amaxes.count, amaxes.bytes) == (80 * microbatches + 1, 6 * (numbers * microbatches + 80))
 
 
 def test_bytes_of_collectives_on_a_ring() -> None:

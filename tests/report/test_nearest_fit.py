@@ -32,7 +32,7 @@ from tests.support.small import small
     ("recipe=llama_8b precision=bf16_fp8 fp8.keep_transpose_cache=true model.recompute_granularity=full trainer.strategy.context_parallel_size=1", "h200", 1, ["fp8.keep_transpose_cache=false"]),
     ("recipe=olmo2_32b precision=bf16_adamw_fp8", "h200", 16, ["storage.master_weight=auto", "storage.rounding=nearest"]),
     ("recipe=gemma2_9b precision=bf16_precision_aware", "h100", 8, ["storage.master_weight=auto"]),
-    ("recipe=llama_70b precision=bf16_nvfp4", "b200", 64, ["fp8.scaling=mxfp8"]),
+    ("recipe=llama_70b precision=bf16_fp8 fp8.reduce_amax=false", "b200", 64, ["fp8.reduce_amax=true"]),
     ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.tensor_model_parallel_size=16 trainer.num_nodes=4", "h100", 32,
      ["trainer.strategy.tensor_model_parallel_size=8"]),
 ])

@@ -52,6 +52,8 @@ CUT = "model.num_layers=1 trainer.strategy.tensor_model_parallel_size=4 storage.
 """Cuts that go through some blocks of moments, 192 columns and biases of 576 elements among them."""
 MORE = {
     "llama_70b --ranks 1024 --precision bf16_fp8 --places middle --sent model.num_layers=4 trainer.strategy.virtual_pipeline_model_parallel_size=null": ("TP4 PP4 CP2 DP32 zero1", ["middle 512"]),
+    "llama_70b --ranks 64 --precision bf16_nvfp4 --places middle --sent model.num_layers=8 trainer.strategy.virtual_pipeline_model_parallel_size=null": ("TP4 PP4 CP2 DP2 zero1", ["middle 32"]),
+    "llama_70b --ranks 64 --precision bf16_fp8_current --places middle --sent --accumulate 2 model.num_layers=8 trainer.strategy.virtual_pipeline_model_parallel_size=null": ("TP4 PP4 CP2 DP2 zero1", ["middle 32"]),  # by rows
     "olmo2_7b --precision bf16_fp8 --places first,last model.num_layers=2 storage.shard=fsdp": ("TP2 PP1 CP1 DP4 fsdp", ["first 0", "last 7"]),
     f"olmo2_13b --precision bf16 --places last --sent --accumulate 2 model.num_layers=2 storage.shard=fsdp {REPLICAS}": ("TP2 PP1 CP1 DP4 fsdp", ["last 7"]),
     "llama_70b --ranks 1024 --precision bf16_fp8 --places last --sent --accumulate 2 model.num_layers=8 trainer.strategy.virtual_pipeline_model_parallel_size=2": ("TP4 PP4 CP2 DP32 zero1", ["last 1023"]),

@@ -16,6 +16,8 @@ MANY = 105 << 20
 PRECISIONS = ("bf16", "bf16_fp8")
 OTHERS = (("llama_70b", 64), ("llama_8b", 1024), ("llama_70b", 1024), ("llama_405b", 16384))
 """Recipes on other numbers of GPUs than they are meant for."""
+SPLIT_SCALES = (("bf16_nvfp4", ()), ("bf16_fp8_current", ("fp8.granularity=row",)))
+"""Precisions, with words, whose scales lie across the ranks that split matrices, for the first of `OTHERS`."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,11 @@ class Cell:
 
 def every(names: Iterable[str] = ()) -> list[Cell]:
     """All large recipes, those for more than one GPU, or these of them, on as many GPUs as they are meant for, and `OTHERS`; of
-    recipes that differ in their name alone the short one."""
+    recipes that differ in their name alone the short one; and `SPLIT_SCALES`."""
     made = {name: make() for name, make in recipe_registry.recipes().items() if name != "from_hf"}
     distinct = {recipe.model_copy(update={"name": "any"}).model_dump_json(): name for name, recipe in made.items()}
     meant = [(name, made[name].trainer.num_nodes * made[name].trainer.devices) for name in distinct.values()]
     wanted, chosen = {*names}, [(name, ranks) for name, ranks in (*meant, *OTHERS) if ranks > 1]
-    return [Cell(name, precision, ranks) for name, ranks in chosen if name in (wanted or {name}) for precision in PRECISIONS]
+    kinds = [(name, ranks, kind) for name, ranks in chosen for kind in ((p, ()) for p in PRECISIONS)]
+    kinds += [(*OTHERS[0], kind) for kind in SPLIT_SCALES]
+    return [Cell(name, precision, ranks, words) for name, ranks, (precision, words) in kinds if name in (wanted or {name})]
