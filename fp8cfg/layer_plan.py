@@ -37,10 +37,11 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
 
 def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
     """What each linear layer of `recipe` is meant to do under `backend`, by default the one it names, or native. Raises
-    ConfigError where a layer pattern matches nothing."""
+    ConfigError where a layer pattern matches nothing; norms are left out by those backends that have some, which auto may take."""
     name = backend or (recipe.backend if backend_registry.exists(recipe.backend) else backend_registry.REFERENCE)
-    config = transformer_config(recipe)
-    norms = norm_names(config) if recipe.fp8.exclude and backend_registry.capabilities(name).norms else ()
+    config, any_of = transformer_config(recipe), [name] if backend or recipe.backend != "auto" else backend_registry.preference()
+    has_norms = recipe.fp8.exclude and any(backend_registry.capabilities(each).norms for each in any_of)
+    norms = norm_names(config) if has_norms else ()
     misfit = backend_registry.rules(name).misfit
     found = plan_linears(linear_layers(config), recipe.fp8, layers(recipe.model.num_layers), misfit, norms=norms)
     return _frozen(found, {p.module for p in adapted(recipe)}) if recipe.lora.enabled else found

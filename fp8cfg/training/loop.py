@@ -175,7 +175,11 @@ class _Training:
             self.say(f"compiled gradients of one layer are the eager ones ({time.perf_counter() - began:.1f} s)")
 
     def _load(self, start_from: Loaded | None) -> int:
-        return job_state.restore(self.job, *start_from, self.batches) if start_from else 0
+        if not start_from:
+            return 0
+        if other := saved_state.another_multiplies(start_from[1], self.recipe, self.job.choice.backend):
+            self.say(other)
+        return job_state.restore(self.job, *start_from, self.batches)
 
     def _prove(self) -> None:
         """After the first step: what ran must be what was planned, or the run stops here."""

@@ -22,6 +22,7 @@ from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.training.checkpoint.frozen_weights import left_out, refuse_other
 from fp8cfg.training.checkpoint.load_by_layer import load_by_layer
+from fp8cfg.training.checkpoint.saved_state import another_multiplies
 from fp8cfg.training.run_checkpoint import newest
 
 
@@ -62,6 +63,8 @@ def load(
     hardware = find_hardware(recipe.trainer.accelerator)
     recipe.check()
     plans, choice = planned(recipe, hardware)
+    if other := another_multiplies(state, recipe, choice.backend):
+        say(other)
     fill = None if recipe.lora.enabled else _nothing  # beside adapters a checkpoint has no others
     prepared = prepared_model(recipe, None, hardware.device, plans, choice, fill=fill)
     refuse_other(recipe, state.get("base"))

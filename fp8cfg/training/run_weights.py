@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8cfg.backends import backend_registry
 from fp8cfg.backends.saved_weights import Weight, saved_scaling, saved_shape, saved_weight
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.config.errors import ConfigError
@@ -39,7 +40,8 @@ class RunWeights:
         tensors, state = newest(path, say)
         self.recipe, self.step = Recipe(**state["recipe"]), int(state["step"])
         self.recipe.storage.shard, self.recipe.lora.weights = "none", None
-        self.plan, self._path = plan(self.recipe), path
+        trained = state.get("backend") or ""  # none in checkpoints of earlier versions
+        self.plan, self._path = plan(self.recipe, trained if backend_registry.exists(trained) else None), path
         self._runs_fp8 = {p.name: p.fp8 for p in self.plan}
         self._scaling = saved_scaling(self.recipe.precision)
         self._model: Any = tensors["model"]

@@ -17,6 +17,7 @@ from fp8cfg.backends.te.state import as_native
 from fp8cfg.numerics.fp8_weights import dequantize
 from fp8cfg.numerics.scaling import Scaling
 from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.training import run_model
 from fp8cfg.training.loop import train
 from fp8cfg.training.run_weights import RunWeights
 from tests.support.small import small, steps
@@ -207,6 +208,19 @@ def test_weights_of_a_run_are_read_without_its_library(case: str, te: Any, tmp_p
     want = job.model.layers[0].mlp.linear_fc1.dequantized_weight(torch.float32)
     torch.testing.assert_close(weight, want, rtol=2e-7 if case == "nvfp4 params" else 0, atol=0)  # which multiplies in another order
     assert (scale is None) == (case in ("block params", "mxfp8 params", "nvfp4 params"))
+
+
+def test_a_run_of_auto_is_exported_and_gone_on_with_by_who_multiplied(te: Any, tmp_path: Path) -> None:
+    """Of which a GPU's checkpoint tells where there is none. Native has no norms to leave out."""
+    words = (*CASES["current params"], "fp8.exclude=[final_layernorm]", "trainer.max_steps=1", "trainer.val_check_interval=0", "optim.warmup_steps=0")
+    job, run, said = fp8cfg.build(small(*words)), tmp_path / "run", list[str]()
+    job.recipe.precision.backend = "auto"
+    fp8cfg.fit(job, folder=run)
+    assert RunWeights(run, print).read("layers.0.mlp.linear_fc1.weight")[1] is not None
+    run_model.load(run, said.append, lambda recipe: setattr(recipe.fp8, "exclude", ()))
+    fp8cfg.resume(run, ["fp8.exclude=[]", "trainer.max_steps=2"], ["fp8.exclude"], say=said.append)
+    fp8cfg.resume(run, say=said.append)
+    assert [line.partition(";")[0] for line in said if "backend" in line] == ["note: backend=auto: te multiplied before, and native does here"] * 2
 
 
 @pytest.mark.parametrize(("square", "scales"), [(True, (2, 4)), (False, (2, 132))])

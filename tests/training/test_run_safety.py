@@ -245,7 +245,7 @@ def test_no_checkpoint_goes_while_steps_are_skipped(tmp_path: Path, monkeypatch:
 STATES: list[Callable[[dict[str, Any]], Any]] = [
     *(lambda s, k=key: s.pop(k) for key in ("step", "data", "optimizer", "rng", "recipe", "compiled")),
     *(lambda s, k=key: s.update({k: None}) for key in ("step", "data", "optimizer", "rng", "recipe", "compiled")),
-    lambda s: s.clear(), lambda s: s.update(step=-1), lambda s: s.update(step=1.5), lambda s: s.update(step=10**400), lambda s: s.update(compiled="yes"),
+    lambda s: s.clear(), lambda s: s.update(step=-1), lambda s: s.update(step=1.5), lambda s: s.update(step=10**400), lambda s: s.update(compiled="yes"), lambda s: s.update(backend=1),
     lambda s: s["data"].update(samples_seen="x"), lambda s: s["data"].pop("corpus_sha256"), lambda s: s["data"].update(samples_seen=3),
     lambda s: s["rng"].pop("python"), lambda s: s["rng"].update(python=[]), lambda s: s["rng"]["numpy"].update(bit_generator="x"),
     lambda s: s["rng"]["python"].update(version=9), lambda s: s["rng"]["numpy"].pop("state"), lambda s: s["recipe"]["model"].update(num_layers="many"),

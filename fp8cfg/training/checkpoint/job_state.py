@@ -34,7 +34,7 @@ def share(job: Job, batches: Batches, step: int, world: World) -> Share:
     random, random_json = rng.capture()
     state = {
         "step": step, "data": batches.state(step), "optimizer": optimizer, "rng": random_json,
-        "recipe": listed(job.recipe), "compiled": job.compiled,
+        "recipe": listed(job.recipe), "compiled": job.compiled, "backend": job.choice.backend,
     }
     if base := reference(job.recipe):
         state["base"] = base

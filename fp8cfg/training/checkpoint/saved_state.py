@@ -52,6 +52,7 @@ class SavedState(BaseModel):
     rng: dict[str, Any]
     recipe: dict[str, Any]
     compiled: bool
+    backend: str | None = None  # who multiplied; none in checkpoints of earlier versions
     base: SavedBase | None = None
 
 
@@ -72,6 +73,15 @@ def check(tensors: Tensors, state: dict[str, Any]) -> None:
         raise DamagedCheckpoint(f"{name}: {'.'.join(map(str, first['loc'])) or 'state'}: {first['msg']}") from None
     except WRONG_CONTENTS as e:
         raise DamagedCheckpoint(f"{name}: {one_line(e)}") from None
+
+
+def another_multiplies(state: dict[str, Any], recipe: Recipe, backend: str) -> str | None:
+    """The line for a run of `state` whose FP8 products another backend made than `backend`, which backend=auto of `recipe` takes
+    here; None where it is the same one, or not known."""
+    before, fp8 = state.get("backend"), state["recipe"]["trainer"]["plugins"]["fp8"]["enabled"]
+    if before in (None, backend) or not fp8 or not recipe.fp8.enabled or recipe.backend != "auto":
+        return None
+    return f"note: backend=auto: {before} multiplied before, and {backend} does here; losses are not those of before bit for bit"
 
 
 def one_line(error: Exception) -> str:
