@@ -56,10 +56,12 @@ def is_run(path: Path) -> bool:
     return (path / RECIPE).exists()
 
 
-def go_on(path: Path, changed: Callable[[Recipe], Recipe], whole_line: Line, allow: Sequence[str] = ()) -> int:
+def go_on(
+    path: Path, changed: Callable[[Recipe], Recipe], whole_line: Line, allow: Sequence[str] = (), anew: bool = False
+) -> int:
     """Go on with the run folder at `path` from its newest checkpoint that verifies, with what `changed` makes of the checkpoint's
-    recipe. A change that would not continue the same run is refused unless `allow` has its key. `whole_line` is as of `launch`.
-    Returns the exit code."""
+    recipe, or, with `anew`, with the one that it starts with. A change that would not continue the same run is refused unless
+    `allow` has its key. `whole_line` is as of `launch`. Returns the exit code."""
     from fp8cfg.composition import to_yaml
     from fp8cfg.training.checkpoint.resume_rules import goes_on
     from fp8cfg.training.run_folder import RunFolder
@@ -70,7 +72,7 @@ def go_on(path: Path, changed: Callable[[Recipe], Recipe], whole_line: Line, all
         from fp8cfg.training import runs  # this loads torch: a folder that is none is said first
 
         def attempt(name: str, loaded: Loaded | None) -> int:
-            recipe = runs.continued(folder, name, loaded, changed, allow, say)
+            recipe = runs.continued(folder, name, loaded, changed, allow, say, anew)
 
             def taken() -> RunFolder:
                 folder.lock()  # which an attempt from a later checkpoint has given back

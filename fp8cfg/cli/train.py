@@ -82,7 +82,7 @@ def run(argv: list[str]) -> int:
     if log.folder:
         exactly = Path(log.folder)
         if log.resume == "auto" and is_run(exactly):
-            return go_on(exactly, lambda _: recipe, whole_line)
+            return go_on(exactly, lambda _: recipe, whole_line, anew=True)
     now = datetime.now()
 
     def folder() -> RunFolder:

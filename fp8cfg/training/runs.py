@@ -62,7 +62,7 @@ def _gone_on(job: Job, folder: Path, world: World, say: Say, callbacks: Sequence
     with RunFolder.open(folder, lock=world.first) as run:
 
         def go_on(name: str, loaded: Loaded | None) -> Result:
-            recipe = continued(run, name, loaded, lambda _: job.recipe, (), tell)
+            recipe = continued(run, name, loaded, lambda _: job.recipe, (), tell, anew=True)
             if world.first:
                 run.write_recipe(to_yaml(recipe))
             return _trained(job, run if world.first else None, loaded, world, say, callbacks)
@@ -135,15 +135,17 @@ def _newest_recipe(run: RunFolder) -> Recipe:
 
 
 def continued(
-    run: RunFolder, name: str, loaded: Loaded | None, changed: Callable[[Recipe], Recipe], allow: Iterable[str], say: Say
+    run: RunFolder, name: str, loaded: Loaded | None, changed: Callable[[Recipe], Recipe], allow: Iterable[str], say: Say,
+    anew: bool = False,
 ) -> Recipe:
-    """The recipe with which `run` goes on from the checkpoint `name`: what `changed` makes of that of the checkpoint. Says what
-    differs; raises ConfigError for a change that would not continue the same run, unless `allow` has its key."""
+    """The recipe with which `run` goes on from the checkpoint `name`: what `changed` makes of that of the checkpoint, or, with
+    `anew`, the one that it starts with, a smoke run's as it was cut. Says what differs; raises ConfigError for a change that would
+    not continue the same run, unless `allow` has its key."""
     written = run.read_recipe()
     before = Recipe(**loaded[1]["recipe"]) if loaded else written
     smoke, before.trainer.smoke = before.trainer.smoke, False  # it has the size to which it was cut, and goes on as any run does
     recipe = changed(before)
-    before.trainer.smoke = written.trainer.smoke = smoke and recipe.trainer.smoke
+    before.trainer.smoke = written.trainer.smoke = (smoke or anew) and recipe.trainer.smoke  # a resume has written False
     resume_rules.refuse_changes(before, recipe, list(allow))
     say(f"resuming {printable(str(run.path))} from {name or 'the start, it has no checkpoint yet'}")
     for key in resume_rules.changes(before, written) if loaded else []:

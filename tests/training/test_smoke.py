@@ -101,6 +101,7 @@ def test_without_the_key_nothing_is_cut() -> None:
 
 
 class Run(NamedTuple):
+    words: list[str]
     folder: Path
     out: str
     err: str
@@ -114,7 +115,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main([*request.param.split(), "trainer.smoke=true", "trainer.compile=off"]) == 0
-    return Run(next((folder / "runs").iterdir()), out.getvalue(), err.getvalue())
+    return Run(request.param.split(), next((folder / "runs").iterdir()), out.getvalue(), err.getvalue())
 
 
 def test_three_steps_an_evaluation_a_save_and_a_resume(run: Run) -> None:
@@ -139,13 +140,16 @@ def test_a_resume_with_another_loss_ends_with_exit_code_4(run: Run) -> None:
 
 
 def test_a_smoke_run_is_resumed_as_any_run_is(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has the size to which it was cut, and no other run becomes one."""
+    """It has the size to which it was cut, and no other run becomes one; what started it goes on with it after that too."""
     folder = shutil.copytree(run.folder, tmp_path / "run")
     assert main(["resume", str(folder), "trainer.max_steps=4"]) == 0 and "done: 4 steps" in capsys.readouterr().out
     assert not fp8cfg.from_yaml(folder / "recipe.yaml").trainer.smoke
     assert fp8cfg.resume(folder, ["trainer.max_steps=5"], say=lambda _: None).steps == 5
     assert main(["resume", str(folder), "trainer.smoke=true"]) == 2
     assert capsys.readouterr().err == "error: trainer.smoke=True: this run was started with False; start a new run\n"
+    again = ["trainer.smoke=true", "trainer.compile=off", f"log.folder={folder}", "log.resume=auto"]
+    assert main([*run.words, *again]) == 0 and "nothing left to do: 5 steps" in capsys.readouterr().out
+    assert main([*run.words, *again, "model.num_layers=1"]) == 2 and capsys.readouterr().err.endswith("start a new run\n")
 
 
 def test_a_model_of_one_s_own_is_not_cut() -> None:
