@@ -37,21 +37,10 @@ def settled_on_ranks(
     words: Sequence[str], config_dir: str | None = None, file: Path | None = None, base: Recipe | None = None
 ) -> Settled:
     """As `settled`; of a layout that the recipe's own machines do not have, with those on which a launcher has started ranks."""
-    from fp8cfg.cli.argv import is_hydra
-    from fp8cfg.composition.override_words import parsed
-    from fp8cfg.config.key_names import full
+    from fp8cfg.composition import launched_ranks
+    from fp8cfg.composition.config_groups import Library
 
-    found = settled(words, config_dir, file, base)
-    typed = {full(parsed(word)[0]) for word in words if not is_hydra(word)}
-    machines = [] if typed & {"trainer.num_nodes", "trainer.devices"} else _machines()
-    return settled([*words, *machines], config_dir, file, base) if found.problems and machines else found
-
-
-def _machines() -> list[str]:
-    """The words for the machines of a launcher, which all have as many ranks; none where there is no launcher, or they have not."""
-    world = int(os.environ.get("WORLD_SIZE", "0"))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return [f"trainer.num_nodes={world // local}", f"trainer.devices={local}"] if world and world % local == 0 else []
+    return launched_ranks.composed(words, Library(Path(config_dir) if config_dir else None), file, base)
 
 
 def say(notes: Iterable[str]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fp8cfg.composition.authors import of_file
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.giving_way import Settled, composed, settled
+from fp8cfg.composition.giving_way import Settled
+from fp8cfg.composition.launched_ranks import composed, settled
 from fp8cfg.composition.resolve import recipe_from, recipe_of
 from fp8cfg.composition.yaml_recipe import to_yaml
 from fp8cfg.config.errors import ConfigError, refuse_if
@@ -26,8 +27,9 @@ def compose(overrides: Iterable[str] = (), config_dir: str | Path | None = None,
     `overrides` are words such as `recipe=llama_8b`, `precision=bf16_fp8`, `fp8.margin=1`, in any order: presets are chosen
     first, then values are set, the last one of a key winning. `config_dir` adds a folder with `recipe/`, `precision/` and
     `data/` YAML files of one's own. `file`, a recipe's YAML file, or `base`, a recipe, stands in place of `recipe=`. What
-    the recipe, a preset or a default says gives way where it contradicts a word, with a line to the logger `fp8cfg`. Raises
-    ConfigError with every problem found.
+    the recipe, a preset or a default says gives way where it contradicts a word, with a line to the logger `fp8cfg`; a layout
+    that the recipe's own machines do not have is that of the ranks which a launcher has started. Raises ConfigError with every
+    problem found.
     """
     words = [] if overrides is None else list(overrides)
     if isinstance(overrides, (str, Mapping)) or not all(isinstance(word, str) for word in words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,12 @@ def test_torchrun_takes_a_layout_of_its_own_ranks(local: dict[str, str], machine
     assert main(words) == (0 if machines else 2)
     assert [(r.trainer.num_nodes, r.trainer.devices) for r in trained] == [machines] * len(trained) and bool(trained) == bool(machines)
     assert [refused(r, 4) for r in trained] == [[]] * len(trained)
+    text = f"trainer: {{accelerator: cpu, strategy: {{{TENSOR.removeprefix('trainer.strategy.')}: 2}}}}"
+    for read in (lambda: fp8cfg.compose(words), lambda: fp8cfg.from_yaml(text)):
+        with nullcontext() if machines else pytest.raises(fp8cfg.ConfigError, match=r"nearest is trainer\.devices=2, or"):
+            assert ((t := read().trainer).num_nodes, t.devices) == machines
+    with pytest.raises(fp8cfg.ConfigError, match=r"= 1; nearest is trainer\.devices=2, or"):
+        fp8cfg.compose([*words, "trainer.devices=1"])
 
 
 def test_a_smoke_run_is_offered_where_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
