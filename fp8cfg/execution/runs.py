@@ -37,6 +37,8 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
         raise ConfigError(f"run: executor: expected one with execute(command), such as fp8cfg.LocalExecutor(), got {executor!r}")
     recipe.check()
     t, given = recipe.trainer, folder or recipe.log.folder
+    home = (Path(given).parent if given else Path(recipe.log.dir)).absolute()
+    absent = [each for each in (home, *home.parents) if not each.exists()]
     path = (Path(given) if given else _new(recipe)).absolute()
     if (path / STARTED).exists() and recipe.log.resume == "never":
         raise ConfigError(f"{path} already holds a run; write fp8cfg.resume({str(path)!r}), or name another folder")
@@ -47,7 +49,8 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
     except ConfigError:  # nothing has started
         (path / REQUEST).unlink()
         with contextlib.suppress(OSError):
-            path.rmdir()
+            for each in (path, *absent):
+                each.rmdir()
         raise
     if code:
         raise RunFailed(path, code)

@@ -65,7 +65,8 @@ def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(fp8cfg.ConfigError, match="not a multiple"):
         fp8cfg.run(recipe, Recorded())
     with pytest.raises(fp8cfg.ConfigError, match="TorchrunExecutor has one machine"):
-        fp8cfg.run(tiny(tmp_path, "trainer.num_nodes=2", "trainer.micro_batch_size=1"), fp8cfg.TorchrunExecutor())
+        fp8cfg.run(tiny(tmp_path / "runs" / "log", "trainer.num_nodes=2", "trainer.micro_batch_size=1"), fp8cfg.TorchrunExecutor())
+    assert not list(tmp_path.iterdir())
     with pytest.raises(fp8cfg.ConfigError, match="ranks=0: must be at least 1"):
         fp8cfg.TorchrunExecutor(0)
 
