@@ -23,7 +23,7 @@ fp8cfg launch --slurm KEY=VALUE,... [--wait] WORDS
 Trains the recipe of WORDS through an executor, as fp8cfg.run does in Python.
 
   --local N            N processes on this machine, through torchrun, whatever
-                       trainer.devices says
+                       trainer.devices the recipe has
   --slurm KEY=VALUE,.. a Slurm job of trainer.num_nodes x trainer.devices ranks,
                        through submitit (pip install 'fp8cfg[slurm]'), with
                        sbatch's settings: partition=gpu,time=240,account=me.
@@ -55,7 +55,8 @@ def run(argv: list[str]) -> int:
         return settled([*words, f"trainer.devices={ranks}"], arguments.one("--config-dir"), file)
 
     found = settle(arguments.words)
-    refuse_if([*_of_machine(found.recipe, ranks), *([] if ranks and found.layout_alone else found.problems)])
+    lines = [*_two_counts(arguments.words, found.recipe, ranks), *_of_machine(found.recipe, ranks)]
+    refuse_if([*lines, *([] if ranks and found.layout_alone else found.problems)])
     say(found.notes)
     if ranks is not None:
         _refuse(found, ranks, whole_lines(arguments, settle, "launch", "--local", str(ranks)))
@@ -63,6 +64,17 @@ def run(argv: list[str]) -> int:
     if done.exit_code is None:
         print(f"run folder: {printable(str(done.folder))}")
     return done.exit_code or 0
+
+
+def _two_counts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list[str]:
+    """A line where `words` name another number of processes than --local; a smoke run is cut to any."""
+    from fp8cfg.composition.override_words import parsed
+    from fp8cfg.config.key_names import full
+
+    typed = {full(key): value for key, value, _ in map(parsed, words)}.get("trainer.devices", ranks)
+    if ranks is None or recipe.trainer.smoke or typed == ranks:
+        return []
+    return [f"--local {ranks}: trainer.devices={typed} is another number of processes; drop it, or write --local {typed}"]
 
 
 def _of_machine(recipe: Recipe, ranks: int | None) -> list[str]:

@@ -41,6 +41,7 @@ def test_words_go_to_an_executor(options: list[str], executor: Any, tmp_path: Pa
     (["--local", "3", "trainer.accelerator=cpu", "trainer.global_batch_size=16"], "trainer.global_batch_size=16: not a multiple of trainer.micro_batch_size x data-parallel size = 48; "
      "nearest is 48"),
     (["--local", "2", "trainer.num_nodes=2", "trainer.accelerator=cpu"], "trainer.num_nodes=2: --local has one machine; write trainer.num_nodes=1, or launch with --slurm"),
+    (["--local", "2", "trainer.devices=4"], "--local 2: trainer.devices=4 is another number of processes; drop it, or write --local 4"),
     (["--local", "2", "recipe=llama_70b", "trainer.accelerator=cpu"], "trainer.num_nodes=4: --local has one machine; write trainer.num_nodes=1, or launch with --slurm"),
 ])
 def test_mistakes(argv: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +60,7 @@ def test_a_smoke_run_of_a_recipe_of_several_machines_takes_one(tmp_path: Path, m
     """As under torchrun, whose ranks get the recipe that is asserted here."""
     ran: list[list[str]] = []
     monkeypatch.setattr("fp8cfg.execution.executor._process", lambda argv: ran.append(argv) or 0)
-    assert main(["launch", "--local", "4", "recipe=qwen25_72b", "trainer.smoke=true", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]) == 0
+    assert main(["launch", "--local", "4", "recipe=qwen25_72b", "trainer.smoke=true", "trainer.devices=8", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]) == 0
     (*torchrun, ranks, request, _, _), = ran
     assert (torchrun, ranks) == (["-m", "fp8cfg.execution.torchrun"], "4")
     small = smoke.cut(fp8cfg.from_yaml(Path(request)), 4)
