@@ -16,9 +16,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from fp8cfg.training.distributed.blocked_call import doing
+from fp8cfg.training.distributed.store_connection import StoreConnection
 
 _WAITED, _FOUND = "fp8cfg/waited in vain", "fp8cfg/diagnosis"
 """In the store: whether a rank was over its limit, and what it then found."""
@@ -36,7 +36,7 @@ class Heartbeat:
         self.every, self.heard = every, list[str]()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ended, self._main = threading.Event(), threading.get_ident()
-        self._beats, self._reads = _connection(), _connection()  # a call may block
+        self._beats, self._reads = StoreConnection(), StoreConnection()  # a call may block
         self._thread = threading.Thread(target=self._beat, name="fp8cfg heartbeat", daemon=True)
         self._thread.start()
 
@@ -125,12 +125,6 @@ class Heartbeat:
 
     def _found(self, store: Any) -> str | None:
         return bytes(store.get(_FOUND)).decode() if store.check([_FOUND]) else None
-
-
-def _connection() -> Any:
-    """The store of the process group, by a connection of its own."""
-    store: Any = distributed_c10d._get_default_store()  # clone() stands in no stub of torch 2.13
-    return store.clone()
 
 
 def _agent_holds_store() -> bool:

@@ -88,14 +88,14 @@ class StallWatch:
         early = self.beats.every + self.beats.patience  # so long it takes at most to find out
         while not self.beats.ended.wait(self.beats.every):
             # Collectives of the step before may still be under way where steps are launched ahead: its time counts.
-            if time.monotonic() - self._began[0] < self._limit - early:
+            first, began = self._began[0], self._began[-1]
+            if time.monotonic() - first < self._limit - early:
                 continue
-            began = self._began[-1]
             silent = self.beats.silent(asked)
             if self._began[-1] != began or silent == said or self.beats.ended.is_set():
                 continue
             if said := silent:
-                after = f"after {time.monotonic() - began:.0f} s of {self._limit:g} (trainer.timeout.{self.phase})"
+                after = f"after {time.monotonic() - first:.0f} s of {self._limit:g} (trainer.timeout.{self.phase})"
                 print(f"rank {self.beats.rank}: warning: step {max(self.step, 1)}: {doing(self.beats.where())}, {after}: {silent}",
                       file=sys.stderr, flush=True)
 
