@@ -137,12 +137,11 @@ def planned(
 
 def prepared_model(
     recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice,
-    precision: Precision | None = None, fill: job_parts.Fill | None = None,
+    precision: Precision | None = None, fill: job_parts.Fill | None = None, loaded: bool = False,
 ) -> PreparedModel:
     """The model of `recipe`, or the given `model`, with its layers as planned, on `device`; in `precision`, by default the
-    recipe's, and with the weights that `fill` writes, by default the first ones."""
-    precision = precision or recipe.precision
-    seed = recipe.trainer.seed
+    recipe's, with the weights that `fill` writes, by default the first ones, and no float32 originals where it is `loaded` next."""
+    precision, seed = precision or recipe.precision, recipe.trainer.seed
     if model is not None:
         return job_parts.prepared_model(job_parts.given(model, device), precision, plans, choice, seed)
     from fp8cfg.report.memory.layout import shards
@@ -160,7 +159,7 @@ def prepared_model(
 
         split_sequences(empty, device_mesh(strategy, device))
     if strategy.tensor_model_parallel_size == strategy.pipeline_model_parallel_size == 1:
-        return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill, adapters(recipe), fsdp2)
+        return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill, adapters(recipe), fsdp2, loaded)
     return _of_this_rank(empty, strategy, device, lambda: job_parts.prepared_model(
         empty, precision, planned_here(plans, empty), choice, seed, device, fill, fsdp2=fsdp2))
 

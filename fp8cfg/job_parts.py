@@ -48,12 +48,13 @@ def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
 
 def prepared_model(
     model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, seed: int, device: str = "",
-    fill: Fill | None = None, adapters: Adapters | None = None, fsdp2: bool = False,
+    fill: Fill | None = None, adapters: Adapters | None = None, fsdp2: bool = False, loaded: bool = False,
 ) -> PreparedModel:
     """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
     originals become the optimizer's masters, so that no second copy is made. One on the meta device gets memory on `device`, and
     its weights by `fill`: under `fsdp2` no more than this rank's shards. Under `adapters` all of that is frozen, without
     masters; weights of linear layers are filled in the compute dtype then, and under zero1 and zero2 `fsdp2` splits adapters alone.
+    One that is `loaded` next, and not trained, has no float32 originals.
 
     Where storage leaves embeddings and norms in float32, that goes for our Transformer, which multiplies them with activations of
     another dtype. Of a model that is not ours nothing tells which parameters can be: all but the weights of linear layers get the
@@ -70,13 +71,15 @@ def prepared_model(
         return _fully_sharded(model, precision, plan, choice, region, seed, device, fill, adapters)
     if adapters:
         adapters.freeze(model, [p.name for p in plan], stored_weights.DTYPES[precision.compute])
+    own = backend_registry.capabilities(choice.backend).own_state
+    if loaded := loaded and not own:
+        stored_weights.narrow(model, precision, plan)
     if fill:
         fill(model.to_empty(device=device))
     shells = linear_stand_ins.to_linear(model, plan)
     plan = [p for p in plan if isinstance(model.get_submodule(p.name), torch.nn.Linear)]  # not convolutions in high precision
-    originals = _trained(model)
+    originals = {} if loaded else _trained(model)
     columns = stored_weights.parameter_columns(model, precision, plan)
-    own = backend_registry.capabilities(choice.backend).own_state
     mixed = own or isinstance(model, Transformer)
     if not mixed:
         columns = _in_compute_dtype(model, precision, plan, columns)

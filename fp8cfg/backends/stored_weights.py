@@ -36,6 +36,14 @@ def parameter_columns(model: nn.Module, precision: Precision, plan: Sequence[Pla
             for name, p in model.named_parameters()}
 
 
+def narrow(model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear]) -> None:
+    """Let each parameter of `model`, float32 on the meta device, have the dtype in which it is held, or the compute dtype where a
+    codec or FP8 layers hold it: one that is loaded next needs no float32 original."""
+    for name, columns in parameter_columns(model, precision, plan).items():
+        p = model.get_parameter(name)
+        p.data = p.data.to(DTYPES.get(columns["weight"], DTYPES[precision.compute]))
+
+
 def hold(
     model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear], columns: Mapping[str, Columns], region: Region
 ) -> None:

@@ -66,7 +66,7 @@ def load(
     if other := another_multiplies(state, recipe, choice.backend):
         say(other)
     fill = None if recipe.lora.enabled else _nothing  # beside adapters a checkpoint has no others
-    prepared = prepared_model(recipe, None, hardware.device, plans, choice, fill=fill)
+    prepared = prepared_model(recipe, None, hardware.device, plans, choice, fill=fill, loaded=fill is not None)
     refuse_other(recipe, state.get("base"))
     try:
         load_by_layer(prepared.model, tensors, left_out(recipe, prepared.model))
@@ -84,7 +84,7 @@ def in_precision(found: RunModel, name: str) -> RunModel:
     recipe.check()
     hardware = find_hardware(recipe.trainer.accelerator)
     plans, choice = planned(recipe, hardware)
-    prepared = prepared_model(recipe, None, hardware.device, plans, choice, fill=_nothing)
+    prepared = prepared_model(recipe, None, hardware.device, plans, choice, fill=_nothing, loaded=True)
     prepared.model.load_state_dict(found.model.state_dict())
     return replace(found, recipe=recipe, model=prepared.model.eval(), plan=plans, choice=choice)
 

@@ -14,7 +14,7 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.report.machine import find_hardware
-from fp8cfg.training import run_model
+from fp8cfg.training import memory_measurement, run_model
 from fp8cfg.training.data import validation_batches
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.held_out import held_out, held_out_loss
@@ -106,6 +106,15 @@ def test_no_weights_are_drawn_for_a_model_that_is_loaded(run: Path, monkeypatch:
     found = load(run, print)
     _, state = newest(run, print)
     assert in_precision(found, "bf16").step == found.step == state["step"]
+
+
+def test_a_model_that_is_loaded_has_no_float32_original(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.2 bytes a parameter, and one of two layers of the checkpoint beside them: 3.8. With originals it was 7.2."""
+    counted = memory_measurement.storages
+    monkeypatch.setattr(memory_measurement, "storages", lambda t: [] if t.is_meta else counted(t))
+    with memory_measurement.LiveBytes(()) as live:
+        found = load(run, print)
+    assert live.peak < 4.5 * sum(p.numel() for p in found.model.parameters())
 
 
 @pytest.mark.parametrize(("argv", "says"), [
