@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
     print(_shown(plan, *arguments.flags))
     refuse_if(plan.refusals)
     if not {"--tree", "--dot", "--code"} & arguments.flags:  # a graph, which export and tools of Fiddle take, runs nothing
-        refuse_if(offering(plan.problems, "there", [whole_line(fit) for fit in plan.offered]) if plan.problems else [])
+        refuse_if(offering(plan.problems, "there", plan.lines) if plan.problems else [])
     if "--measure" in arguments.flags:
         from fp8cfg.training.memory_measurement import measured_table
 

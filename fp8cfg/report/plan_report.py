@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fp8cfg.backends.backend_choice import BLOCK_CUDA, Choice, Hardware, choose
@@ -16,7 +16,7 @@ from fp8cfg.report.communication.collectives import Collective
 from fp8cfg.report.communication.step import of_step
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU
-from fp8cfg.report.memory.fit_search import Fit
+from fp8cfg.report.memory.fit_search import Fit, differences
 from fp8cfg.report.memory.layout import Part, parts, refused, shards, whole
 from fp8cfg.report.memory.machines import machines, placed
 from fp8cfg.report.memory.nearest_fit import Line, alternatives, offering, smoke_run, words_alone
@@ -76,6 +76,9 @@ class Plan:
     """Why it does not run as it stands where somebody multiplies: its layout, or its memory. Empty where it does run."""
     offered: Sequence[Fit] = ()
     """Recipes that run on these ranks in its place, with the words that change it into each; none where there are no `problems`."""
+    lines: Sequence[str] = ()
+    """Those as whole command lines, with every word that differs from what was typed, of machines and batch too; in Python the
+    words alone."""
     built: Mapping[str, Mapping[str, Any]] | None = None
     """Autocast context, optimizer, schedule and loss scaler that will be built, each "name" and its arguments; None where
     nobody multiplies."""
@@ -140,7 +143,7 @@ class Plan:
                        "memory": rank.memory, "total": rank.total, "sent": [asdict(one) for one in rank.sent]}
                       for rank in self.ranks],
             "widest": self.widest.part.name, "fits": fits, "problems": self.problems, "write": self.write,
-            "alternative": self.alternative,
+            "alternative": self.alternative, "lines": self.lines,
             "recompute": {granularity: self.recomputing(granularity) for granularity in ("none", "selective", "full")},
             "published": [asdict(g) for g in published], "measured_here": False,
             "too_small": [{"name": name, "in": k, "out": n} for name, (k, n) in self.too_small().items()],
@@ -175,7 +178,8 @@ def make(
     coverage = planned(recipe, plan(recipe, backend))
     problems = refused(recipe, world) or _too_large(recipe, ranks, gpu) if choice else []
     offered = _offered(recipe, world, hardware, memory_of_each) if problems else []
-    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, offered)
+    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, offered,
+                list(filter(None, map(whole_line, offered))))
 
 
 def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
@@ -193,11 +197,11 @@ def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[s
 
 def _offered(recipe: Recipe, world: int, hardware: Hardware, free: int) -> list[Fit]:
     """What runs on `world` ranks in the place of `recipe`, of which the machines that make these ranks are a part."""
-    if world != recipe.trainer.num_nodes * recipe.trainer.devices:
-        recipe = placed(recipe, *machines(world))
+    here = recipe if world == recipe.trainer.num_nodes * recipe.trainer.devices else placed(recipe, *machines(world))
 
     def backend(other: Recipe) -> str:
         return _chosen(other, hardware, shards(other, world)).backend
 
-    return alternatives(recipe, hardware.device, free, world, backend) or smoke_run(recipe, world, backend)
+    found = alternatives(here, hardware.device, free, world, backend)
+    return [replace(fit, words=differences(recipe, fit.recipe)) for fit in found] or smoke_run(here, world, backend)
 

@@ -181,9 +181,10 @@ def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str
     out, problems = refused(capsys, *words)
     assert out == refused(capsys, *words)[0]
     found = json.loads(out)
-    assert list(found) == ["recipe", "gpu", "gpus", "runs", "refusals", "coverage", "chart", "parameters", "shard", "ranks", "widest", "fits", "problems", "write", "alternative", "recompute",
+    assert list(found) == ["recipe", "gpu", "gpus", "runs", "refusals", "coverage", "chart", "parameters", "shard", "ranks", "widest", "fits", "problems", "write", "alternative", "lines", "recompute",
                            "published", "measured_here", "too_small", "built"]
     assert found["problems"] == [line.partition("; runs there")[0] for line in problems] and found["write"] == ["opt_level=null"]
+    assert problems[-1] == f"{found['problems'][-1]}; runs there: {' · '.join(found['lines'])}"
     assert found["fits"] is True and found["measured_here"] is False and found["built"]["optimizer"]["rounding"] == "nearest"
     assert [r["name"] for r in found["ranks"]] == ["first stage", "middle stage", "last stage"]
     assert all(sum(r["memory"].values()) == r["total"] for r in found["ranks"])

@@ -108,7 +108,8 @@ def test_fewer_gpus_than_a_replica_are_offered_a_layout_and_memory_together(word
     for line in lines:
         assert main(["plan", *shlex.split(line)[1:], *there]) == 0
         assert f"\nfits {gpu}, " in capsys.readouterr().out
-    with pytest.raises(fp8cfg.ConfigError, match=f"; runs there: {' · '.join(offered)}$"):
+    alone = " · ".join(more + meant * (more != SMOKE) for more in offered)
+    with pytest.raises(fp8cfg.ConfigError, match=f"; runs there: {alone}$"):
         fp8cfg.plan(fp8cfg.compose(words.split()), gpu, gpus)
 
 
@@ -118,6 +119,12 @@ def test_a_layout_that_gains_ranks_keeps_its_own_sharding(way: str) -> None:
     words = ["recipe=llama_tiny", "lora.enabled=true", f"trainer.strategy.{way}_model_parallel_size=2", "trainer.devices=2"]
     plan = fp8cfg.plan(fp8cfg.compose(words), "h100")
     assert plan.write == (f"trainer.strategy.{way}_model_parallel_size=1", "trainer.micro_batch_size=8")
+
+
+def test_the_words_of_a_plan_have_the_machines_that_it_is_for() -> None:
+    plan = fp8cfg.plan(fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8"]), "h100", 2)
+    assert plan.write == ("model.recompute_granularity=full", "storage.shard=fsdp", "trainer.devices=2")
+    assert plan.data()["lines"] == [" ".join(plan.write), " ".join(plan.alternative)]
 
 
 def refused_here(words: list[str], gpus: int, gib: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
