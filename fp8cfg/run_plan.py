@@ -8,6 +8,7 @@ from dataclasses import replace
 from fp8cfg import builder, smoke
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.refusal import LayoutRefusal
 from fp8cfg.report import graph, plan_report
 from fp8cfg.report.gpus import GPU, GPUS, named
 from fp8cfg.report.memory.machines import machines
@@ -23,7 +24,8 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
     "h100"; without a name on a CPU, which emulates FP8. Loads no torch. Where no backend can run the recipe on that GPU the plan's
     `refusals` say why.
 
-    Raises ConfigError for a recipe that breaks its rules, a GPU that is not in the table, and ranks that do not divide.
+    Raises ConfigError for a recipe that breaks its rules, a GPU that is not in the table, and ranks that do not divide: with the
+    words that run there where the layout is all that is wrong.
     """
     if not isinstance(recipe, Recipe):
         raise ConfigError(f"plan: expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b']) gives one")
@@ -32,15 +34,27 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
     if gpus is not None and (type(gpus) is not int or not 1 <= gpus <= MOST):
         raise ConfigError(f"gpus={gpus!r}: expected a number of GPUs, 1 to {MOST}")
     found = named(gpu, "gpu=") if gpu else None
-    try:
-        recipe = builder.checked(recipe)
-    except ConfigError:  # a layout for more GPUs than the recipe has, which `gpus` may name
-        if gpus is None:
-            raise
-        nodes, devices = machines(gpus)
-        recipe = builder.checked(recipe.model_copy(update={"trainer": {"num_nodes": nodes, "devices": devices}}))
+    recipe, problems = _settled(recipe, gpus)
     refuse_hardware(recipe, gpu, "gpu=")
-    return planned(recipe.model_copy(deep=True), gpus, found)
+    return planned(recipe.model_copy(deep=True), gpus, found, problems=problems)
+
+
+def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[str]]:
+    """`recipe`, checked, and on so many `gpus` where its layout is for more than it has itself; or as it is, with its problems,
+    where these are of its layout alone."""
+    every = [recipe]
+    if gpus is not None:
+        nodes, devices = machines(gpus)
+        every.append(recipe.model_copy(update={"trainer": {"num_nodes": nodes, "devices": devices}}))
+    problems: Sequence[str] = ()
+    for each in every:
+        try:
+            return builder.checked(each), ()
+        except ConfigError as e:
+            problems = e.problems
+    if not all(isinstance(line, LayoutRefusal) for line in problems):
+        raise ConfigError(problems)
+    return every[-1], problems
 
 
 def planned(

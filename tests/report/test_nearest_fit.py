@@ -121,6 +121,18 @@ def test_a_layout_that_gains_ranks_keeps_its_own_sharding(way: str) -> None:
     assert plan.write == (f"trainer.strategy.{way}_model_parallel_size=1", "trainer.micro_batch_size=8")
 
 
+def test_a_layout_that_a_recipe_in_python_does_not_have_is_answered_with_what_runs() -> None:
+    recipe = fp8cfg.compose(["recipe=llama_8b"])
+    recipe.trainer.devices = 1
+    for gpus in (None, 1):
+        with pytest.raises(fp8cfg.ConfigError, match=r"; runs there: trainer\.strategy\.context_parallel_size=1$"):
+            fp8cfg.plan(recipe, "b200", gpus)
+    recipe.model.num_attention_heads = 3
+    with pytest.raises(fp8cfg.ConfigError, match="not a multiple of") as e:
+        fp8cfg.plan(recipe, "b200")
+    assert "runs there" not in str(e.value)
+
+
 def test_the_words_of_a_plan_have_the_machines_that_it_is_for() -> None:
     plan = fp8cfg.plan(fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8"]), "h100", 2)
     assert plan.write == ("model.recompute_granularity=full", "storage.shard=fsdp", "trainer.devices=2")
