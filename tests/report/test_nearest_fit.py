@@ -15,6 +15,7 @@ from fp8cfg.cli.composed import settled
 from fp8cfg.cli.offered_lines import whole_lines
 from fp8cfg.config.recipe_registry import recipes
 from fp8cfg.report import before_run
+from fp8cfg.report.memory.fit_search import Search
 from fp8cfg.report.memory.machines import machines
 from fp8cfg.report.memory.nearest_fit import SMOKE, alternatives
 from fp8cfg.report.memory.peak import memory
@@ -82,11 +83,12 @@ def test_a_fit_of_another_kind_is_offered_beside_the_cheapest(capsys: pytest.Cap
       "trainer.strategy.pipeline_model_parallel_size=1",
       "model.recompute_granularity=selective storage.weight_grad=auto storage.rounding=nearest storage.shard=fsdp "
       "trainer.strategy.tensor_model_parallel_size=1 trainer.strategy.pipeline_model_parallel_size=1"]),
-    ("recipe=llama_70b precision=bf16_fp8", "h200", 8,  # moments in fewer bits where nothing else fits
-     ["model.recompute_granularity=full storage.exp_avg=bf16 storage.exp_avg_sq=bf16 trainer.strategy.pipeline_model_parallel_size=2 "
-      "trainer.strategy.context_parallel_size=1",
-      "storage.exp_avg=bf16 storage.exp_avg_sq=bf16 storage.shard=fsdp trainer.strategy.pipeline_model_parallel_size=1 "
+    ("recipe=llama_70b precision=bf16_fp8", "h200", 8,  # shards that are not in FP8, where nothing else fits
+     ["model.recompute_granularity=full fp8.params=false storage.shard=fsdp trainer.strategy.pipeline_model_parallel_size=1 "
       "trainer.strategy.virtual_pipeline_model_parallel_size=null"]),
+    ("recipe=llama_70b precision=bf16_fp8 model.seq_length=32768", "h200", 8,  # and moments in fewer bits
+     ["model.recompute_granularity=full storage.exp_avg=bf16 storage.exp_avg_sq=bf16 trainer.strategy.pipeline_model_parallel_size=2 "
+      "trainer.strategy.context_parallel_size=1"]),
     ("recipe=llama_70b precision=bf16_fp8", "h200", 2, ["trainer.smoke=true"]),
     ("recipe=llama_8b precision=bf16_fp8", "h100", 7, ["trainer.smoke=true"]),
     ("recipe=llama_8b precision=bf16_fp8 lora.enabled=true", "rtx4090", 1,
@@ -131,6 +133,16 @@ def test_a_layout_that_a_recipe_in_python_does_not_have_is_answered_with_what_ru
     with pytest.raises(fp8cfg.ConfigError, match="not a multiple of") as e:
         fp8cfg.plan(recipe, "b200")
     assert "runs there" not in str(e.value)
+
+
+def test_shards_in_fp8_are_given_up_before_moments_of_float32() -> None:
+    """They are 7.3 GiB of 139.4 on each rank, for 0.7 GiB of layers that are gathered in FP8."""
+    recipe = fp8cfg.compose(["recipe=olmo2_32b", "precision=bf16_fp8", "trainer.devices=4", "trainer.num_nodes=1",
+                             *(f"trainer.strategy.{way}_model_parallel_size=1" for way in ("tensor", "pipeline"))])
+    words = [[fit.words for fit in Search(recipe, "cuda", gib << 30, 4, lambda _: "native").fits()] for gib in (140, 136, 110)]
+    fsdp = ("model.recompute_granularity=full", "storage.shard=fsdp")
+    assert words[0] == [fsdp] and words[1] == [("model.recompute_granularity=full", "fp8.params=false", "storage.shard=fsdp")]
+    assert {"storage.exp_avg=bf16", "storage.exp_avg_sq=bf16"} < set(words[2][0])
 
 
 def test_the_words_of_a_plan_have_the_machines_that_it_is_for() -> None:

@@ -1,8 +1,8 @@
 """Search for a fit: the cheapest changes with which a recipe runs in a given memory on a given number of ranks.
 
 The model stays, and the global batch as it was composed. The parallel layout, what its refusals say to write, storage.shard,
-MS-AMP's levels, recomputation, kept transposes and the microbatch are tried, the cheapest combination first, and moments in fewer
-bits where none fits; what contradicts a change gives way as it does to a word of the command line.
+MS-AMP's levels, recomputation, kept transposes and the microbatch are tried, the cheapest combination first, and where none fits
+weights that are not in FP8 and moments in fewer bits. What contradicts a change gives way as it does to a typed word.
 """
 
 from __future__ import annotations
@@ -25,30 +25,21 @@ from fp8cfg.config.refusal import LayoutRefusal
 from fp8cfg.config.storage import resolved, sharding
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.layer_plan import plan
+from fp8cfg.report.memory.fit_costs import (
+    CACHE,
+    CURED,
+    HALVED,
+    LAYOUT,
+    LEVEL,
+    MOMENTS,
+    RECOMPUTE,
+    SHARD,
+    STAGED,
+    TRANSPOSED,
+    UNQUANTIZED,
+)
 from fp8cfg.report.memory.layout import refused
 from fp8cfg.report.memory.peak import linears_of, memory, persistent, widest
-
-RECOMPUTE = {"none": 0.0, "selective": 0.05, "full": 0.33}
-"""Cost of model.recompute_granularity in steps: full repeats the forward pass, a third of the products; selective, of attention
-alone, takes some per cent (arXiv 2205.05198, section 5)."""
-SHARD = {"none": 0.0, "zero1": 0.02, "zero2": 0.03, "fsdp": 0.1}
-"""Cost of storage.shard: ZeRO sends what an all-reduce does, FSDP half as much again (arXiv 1910.02054, section 7)."""
-STAGED = 0.3
-"""Cost of storage.shard=fsdp in pipeline stages beyond that: weights are gathered twice for each of many microbatches. It goes
-after full recomputation, which sends no more."""
-LAYOUT = 0.5
-"""Cost of giving up a layout that runs, which is never changed for the user: it is offered after all that keeps it."""
-CURED = 0.25
-"""Cost of writing what the refusals of a layout say, such as float32 masters, which keeps the layout."""
-LEVEL = {None: 0.0, "O1": 1.0, "O2": 1.1, "O3": 1.2}
-"""A level changes the numbers, and goes after everything that does not; so does giving one up."""
-CACHE, TRANSPOSED = "fp8.keep_transpose_cache", 0.01
-"""A key that is given up where it contradicts others or takes too much, and the cost of that: each backward pass reads and writes
-each weight once more (docs/concepts.md)."""
-HALVED = 0.02
-"""Cost of halving the microbatch, whose products are smaller then."""
-MOMENTS = {"storage.exp_avg": "bf16", "storage.exp_avg_sq": "bf16"}
-"""Moments in fewer bits, which change the numbers on any layout: the last that is tried."""
 
 Backend = Callable[[Recipe], str | None]
 """Who multiplies a recipe; raises ConfigError where nobody does."""
@@ -93,12 +84,15 @@ class Search:
 
     def fits(self) -> Iterator[Fit]:
         """The cheapest fit of the whole model, and then the cheapest that changes nothing of what the first changes beyond the
-        layout that the ranks ask for. Where there is none, those with moments in fewer bits."""
-        found = list(self._cheapest())
-        columns = resolved(self.recipe.precision)
-        if not found and columns["exp_avg"] == columns["exp_avg_sq"] == "fp32":
-            found = list(replace(self, also=MOMENTS)._cheapest())
-        yield from found
+        layout that the ranks ask for. Where there is none, those without FP8 shards, and those with moments in fewer bits."""
+        columns, f = resolved(self.recipe.precision), self.recipe.fp8
+        narrower = [UNQUANTIZED] if f.enabled and f.params else []
+        if columns["exp_avg"] == columns["exp_avg_sq"] == "fp32":
+            narrower += [MOMENTS, *({**each, **MOMENTS} for each in narrower)]
+        for also in ({}, *narrower):
+            if found := list((replace(self, also=also) if also else self)._cheapest()):
+                yield from found
+                return
 
     def _cheapest(self) -> Iterator[Fit]:
         level = self.recipe.precision.opt_level
