@@ -95,9 +95,11 @@ def _refuse(found: Settled, ranks: int, whole_line: Line) -> None:
     from fp8cfg import smoke
     from fp8cfg.report import before_run
     from fp8cfg.report.machine import find_hardware
+    from fp8cfg.training.data import refuse_absent
 
     recipe = smoke.cut(found.recipe, ranks)
     before_run.refuse(recipe, find_hardware(recipe.trainer.accelerator), whole_line, found.problems, ranks)
+    refuse_absent(recipe)
 
 
 def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:

@@ -30,6 +30,7 @@ def launch(
     from fp8cfg.report import before_run, chart, machine, run_header
     from fp8cfg.report.memory import layout
     from fp8cfg.report.memory.nearest_fit import words_alone
+    from fp8cfg.training.data import refuse_absent
     from fp8cfg.training.signals import waiting_to_stop
 
     say = print if os.environ.get("RANK", "0") == "0" else _nothing
@@ -37,6 +38,7 @@ def launch(
     hardware = machine.find_hardware(recipe.trainer.accelerator)
     say(run_header.body(recipe, hardware))
     before_run.refuse(recipe, hardware, whole_line or words_alone, takes=takes)
+    refuse_absent(recipe)
     for line in chart.remarks(recipe, layout.shards(recipe, layout.ranks())):
         say(line, file=sys.stderr)
 

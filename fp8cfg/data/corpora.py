@@ -9,10 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8cfg.data.corpus import Corpus, fingerprint, from_documents
-from fp8cfg.data.errors import DataError
-from fp8cfg.data.indexed import read_indexed
+from fp8cfg.data.errors import DataError, require
+from fp8cfg.data.indexed import read_indexed, required_prefix
 from fp8cfg.data.rows import TABLES, table_documents, table_files
-from fp8cfg.data.sources import Documents, refuse_too_much, stdlib_documents, text_documents, text_files, tiny_documents
+from fp8cfg.data.sources import (
+    Documents,
+    is_pattern,
+    refuse_too_much,
+    stdlib_documents,
+    text_documents,
+    text_files,
+    tiny_documents,
+)
 from fp8cfg.data.table_files import SUFFIXES
 from fp8cfg.data.tokenizer import BYTES, Tokenizer, refuse_vocabulary
 
@@ -49,6 +57,14 @@ def source_files(name: str, path: str) -> list[Path]:
     if name == "text":
         return text_files(Path(path))[0]
     return table_files(name, path)[0] if name in SUFFIXES else []
+
+
+def require_source(name: str, path: str) -> None:
+    """Raise DataError where there is nothing at `path` of the source called `name`; what is there is not read."""
+    if name == "tokens":
+        required_prefix(path)
+    elif not is_pattern(Path(path)):
+        require(Path(path))
 
 
 def load_corpus(

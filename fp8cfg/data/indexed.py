@@ -64,12 +64,9 @@ def read_indexed(path: str | os.PathLike[str]) -> Indexed:
     The index is checked as a whole, at a cost proportional to its true size on disk. Token values are not: they are
     checked against the vocabulary as batches are read.
     """
-    prefix = prefix_of(path)
-    if os.path.isdir(prefix):
-        names = " ".join(sorted(file.stem for file in prefix.glob("*.idx"))) or "none"
-        raise DataError(f"{prefix}: a folder; add the common name of a .bin/.idx pair in it (there is: {names})")
+    prefix = required_prefix(path)
     file = f"{prefix}.idx"
-    table, raw = _open(prefix, ".idx"), _open(prefix, ".bin")
+    table, raw = (TokenFile.opened(Path(f"{prefix}{ending}")) for ending in (".idx", ".bin"))
     dtype, sequences, entries = _header(table)
     idx = np.asarray(table)  # all of it, now that its length is the one that its header says
     lengths, pointers, documents = _tables(idx, sequences, entries)
@@ -86,10 +83,15 @@ def prefix_of(path: str | os.PathLike[str]) -> Path:
     return Path(text[:-4] if text.endswith((".bin", ".idx")) else text)
 
 
-def _open(prefix: Path, ending: str) -> TokenFile:
-    path = Path(f"{prefix}{ending}")
-    require(path, _pairs_beside(prefix, ending))
-    return TokenFile.opened(path)
+def required_prefix(path: str | os.PathLike[str]) -> Path:
+    """The name that both files share. Raises DataError where one of them is not there."""
+    prefix = prefix_of(path)
+    if os.path.isdir(prefix):
+        names = " ".join(sorted(file.stem for file in prefix.glob("*.idx"))) or "none"
+        raise DataError(f"{prefix}: a folder; add the common name of a .bin/.idx pair in it (there is: {names})")
+    for ending in (".idx", ".bin"):
+        require(Path(f"{prefix}{ending}"), _pairs_beside(prefix, ending))
+    return prefix
 
 
 def _pairs_beside(prefix: Path, ending: str) -> list[str]:

@@ -55,12 +55,9 @@ def _count() -> int:
 
 def _paths(recipe: Recipe) -> list[str]:
     d, found = recipe.data, list(missing_data(recipe))
-    if d.path and d.name == "text" and not (glob.has_magic(d.path) or Path(d.path).exists()):
-        found.append(f"data.path={d.path}: no such file or folder here")
-    if d.path and d.name == "tokens":
-        prefix = d.path.removesuffix(".idx").removesuffix(".bin")
-        missing = [name for end in (".bin", ".idx") if not Path(name := prefix + end).is_file()]
-        found += [f"data.path={d.path}: no file {' and '.join(missing)} here"] if missing else []
+    paths = {"data.path": d.path, "data.validation_path": d.validation_path}
+    paths |= {f"data.mixture[{number}].path": part["path"] for number, part in enumerate(d.mixture)}
+    found += [f"{key}={path}: {line}" for key, path in paths.items() if path and (line := _absent(d.name, path))]
     above = Path(recipe.log.dir).absolute()
     while not above.exists() and above != above.parent:
         above = above.parent
@@ -69,6 +66,15 @@ def _paths(recipe: Recipe) -> list[str]:
     elif not os.access(above, os.W_OK | os.X_OK):
         found.append(f"log.dir={recipe.log.dir}: {above} cannot be written")
     return found
+
+
+def _absent(source: str, path: str) -> str:
+    """What is not here of the data at `path`; empty where it is, and for a pattern."""
+    if source != "tokens":
+        return "" if glob.has_magic(path) or Path(path).exists() else "no such file or folder here"
+    prefix = path.removesuffix(".idx").removesuffix(".bin")
+    missing = [name for end in (".bin", ".idx") if not Path(name := prefix + end).is_file()]
+    return f"no file {' and '.join(missing)} here" if missing else ""
 
 
 def _presets(config_dir: str | None) -> list[str]:

@@ -12,7 +12,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules import missing_data
 from fp8cfg.data import Batches, Corpus, DataError, Samples, Windows, eval_batches, load_corpus, split
 from fp8cfg.data.conversations import Conversations, load_conversations
-from fp8cfg.data.corpora import source_files
+from fp8cfg.data.corpora import require_source, source_files
 from fp8cfg.data.mixture import Mixture
 from fp8cfg.data.shards import Shards
 from fp8cfg.data.stream import Stream, StreamBatches
@@ -41,6 +41,16 @@ def run_data(recipe: Recipe) -> tuple[Batches, Samples | None]:
             both = zip(*(_cut(recipe, part) for part in parts), strict=True)
             train, held_out = (_together(side, weights) for side in both)
         return Batches(train, t.seed, t.global_batch_size, tokenizer.sha256, remark), held_out
+    except DataError as e:
+        raise ConfigError(f"data={d.name}: {e}") from None
+
+
+def refuse_absent(recipe: Recipe) -> None:
+    """Raise ConfigError, as `run_data` does where a model is there already, where there is nothing at a path of the data."""
+    d = recipe.data
+    try:
+        for path in filter(None, (d.validation_path, d.path, *(part["path"] for part in d.mixture))):
+            require_source(d.name, path)
     except DataError as e:
         raise ConfigError(f"data={d.name}: {e}") from None
 

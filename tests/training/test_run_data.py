@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg.__main__ import main
 from fp8cfg.data.prepare import prepare
 from fp8cfg.data.tokenizer import BYTES
 from fp8cfg.training.checkpoint import resume_rules
@@ -97,3 +98,19 @@ def test_token_files_train_on_the_batches_of_their_source(folder: Path) -> None:
     source, files = run_data(recipe(folder, f"data.path={folder}/a.jsonl")), run_data(small("data=tokens", f"data.path={folder}/tokens"))
     assert all(torch.equal(a, b) for step in (0, 9) for a, b in zip(source[0].batch(step), files[0].batch(step), strict=True))
     assert source[1].sha256 == files[1].sha256
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    ("data=jsonl data.path={}/a.jsonl data.validation_path={}/c.jsonl", "data=jsonl: {}/c.jsonl: no such file or folder; did you mean {}/"),
+    ("data=jsonl data.mixture=[{{path: {}/*.jsonl, weight: 1}}, {{path: {}/c, weight: 1}}]", "data=jsonl: {}/c: no such file or folder"),
+    ("data=tokens data.path={}/token", "data=tokens: {}/token.idx: no such file or folder; did you mean {}/tokens.idx?"),
+    ("data=tokens data.path={}", "data=tokens: {}: a folder; add the common name of a .bin/.idx pair in it (there is: tokens)"),
+])
+def test_what_is_not_there_is_said_before_a_model_is_made(
+    words: str, says: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fp8cfg.builder.build", None)
+    said = [word.replace("{}", str(folder)).replace("{{", "{").replace("}}", "}") for word in re.split(r" (?=data)", words)]
+    assert main([*(w for w in SMALL if not w.startswith("data=")), *said, f"log.dir={tmp_path}/runs"]) == 2
+    assert says.replace("{}", str(folder)) in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
