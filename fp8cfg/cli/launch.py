@@ -113,7 +113,7 @@ def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
     if local is not None:
         if "--wait" in arguments.flags:
             raise ConfigError("--wait: is of --slurm; processes of this machine are waited for")
-        if not local.isdecimal():
+        if not local.isdecimal() or not int(local):
             raise ConfigError(f"--local {local}: expected a number of processes, as in --local 2")
         return TorchrunExecutor(int(local))
     parameters = {key: int(value) if value.isdecimal() else value for key, value in settings(slurm or "").items()}

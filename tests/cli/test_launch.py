@@ -34,7 +34,7 @@ def test_words_go_to_an_executor(options: list[str], executor: Any, tmp_path: Pa
 
 @pytest.mark.parametrize(("argv", "line"), [
     ([], "launch: needs one of --local N and --slurm KEY=VALUE,..."), (["--local", "2", "--slurm", "a=b"], "launch: needs one of --local N and --slurm KEY=VALUE,..."),
-    (["--local", "two"], "--local two: expected a number of processes, as in --local 2"), (["--local", "0"], "TorchrunExecutor: ranks=0: must be at least 1"),
+    (["--local", "two"], "--local two: expected a number of processes, as in --local 2"), (["--local", "0"], "--local 0: expected a number of processes, as in --local 2"),
     (["--slurm", "gpu"], "--slurm gpu: not of the form key=value, as in --slurm partition=gpu,time=240"),
     (["--local", "2", "--wait"], "--wait: is of --slurm; processes of this machine are waited for"),
     (["--local", "2", "fp8.margn=1"], "fp8.margn: no such key; did you mean 'fp8.margin'?"),
