@@ -57,6 +57,7 @@ def _run(argv: list[str], own_process: bool) -> int:
 
         print(f"fp8cfg {__version__}")
         return 0
+    _refuse_environment()
     verb = argv.pop(0) if argv and argv[0] in WORDS else "train"
     with ExitStack() as stack:
         if VERBS[verb].trains:  # what it prints is beside the point
@@ -68,6 +69,16 @@ def _run(argv: list[str], own_process: bool) -> int:
             if verb != "sweep":  # whose runs do
                 stack.enter_context(signals.waiting_to_stop())
         return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
+
+
+def _refuse_environment() -> None:
+    """Raise ConfigError where a variable of torchrun's, which is read in many places, is no number."""
+    from fp8cfg.config.errors import refuse_if
+
+    sizes, numbers = ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("RANK", "LOCAL_RANK")
+    said = {name: os.environ[name] for name in (*sizes, *numbers) if name in os.environ}
+    refuse_if([f"{name}={value[:40]}: torchrun sets this environment variable to a number of ranks, or of one; unset it"
+               for name, value in said.items() if not value.isdecimal() or (name in sizes and not int(value))])
 
 
 def _help(argv: list[str]) -> int:
@@ -129,7 +140,7 @@ def entry() -> None:
     if sys.stdout is not None:  # a path may hold what the terminal, or no terminal, has a character for
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = main(own_process=True)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         # gloo's threads may still want the interpreter's lock while it is torn down, which aborts a rank that is done. Seen with
         # torch 2.13; ends with the torch whose gloo threads are joined before.
         sys.stdout.flush()

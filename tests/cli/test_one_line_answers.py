@@ -89,6 +89,18 @@ class Broken:
         raise self.error
 
 
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", ""), ("WORLD_SIZE", "two"), ("LOCAL_WORLD_SIZE", "0"), ("RANK", "-1"), ("LOCAL_RANK", "²")])
+def test_a_variable_of_torchrun_that_is_no_number_is_one_line(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(["check"]) == 2
+    says = f"{name}={value}: torchrun sets this environment variable to a number of ranks, or of one; unset it"
+    assert capsys.readouterr().err.endswith(f"error: {says}\n")
+    monkeypatch.setenv(name, "1")
+    assert main(["check"]) == 0
+
+
 @pytest.mark.filterwarnings("always::fp8cfg.config.errors.PackageWarning")
 @pytest.mark.parametrize("error", [ImportError("No module named 'gone'\nmore"), SystemExit(3), RuntimeError()], ids=repr)
 def test_a_broken_entry_point_of_another_package_breaks_nothing(error: BaseException, monkeypatch: pytest.MonkeyPatch,
