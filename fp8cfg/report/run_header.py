@@ -76,8 +76,9 @@ def _scaled_down(recipe: Recipe) -> str:
     """The line that says how a layout for other machines is run here, or an empty one."""
     t, here = recipe.trainer, layout.ranks()
     meant, s = t.num_nodes * t.devices, t.strategy
+    gpus = "1 GPU" if meant == 1 else f"{meant} GPUs"
     if layout.refused(recipe, here) or layout.uneven_batch(recipe, here):
-        return (f"meant for {meant} GPUs (tensor {s.tensor_model_parallel_size}, pipeline {s.pipeline_model_parallel_size}, "
+        return (f"meant for {gpus} (tensor {s.tensor_model_parallel_size}, pipeline {s.pipeline_model_parallel_size}, "
                 f"context {s.context_parallel_size})")
     if meant == here and s.size == 1:
         return ""
@@ -86,6 +87,6 @@ def _scaled_down(recipe: Recipe) -> str:
     ways = {"tensor": s.tensor_model_parallel_size, "pipeline": s.pipeline_model_parallel_size, "context": s.context_parallel_size}
     split = " x ".join(f"{way} {n}" for way, n in ways.items() if n > 1)
     how = f"data-parallel on {many}" if s.size == 1 else f"on {many} = {split} x data {here // s.size}"
-    runs = f"runs here {how}, {steps:g} microbatches a step on each"
-    return runs if meant == here else f"meant for {meant} GPUs\n{runs}"
+    runs = f"runs here {how}, {steps:g} microbatch{'' if steps == 1 else 'es'} a step on each"
+    return runs if meant == here else f"meant for {gpus}\n{runs}"
 
