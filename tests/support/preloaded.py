@@ -1,5 +1,6 @@
 """Preloaded modules, and a composition, of the process that others are forked from (forked.py)."""
 
+import gc
 import importlib
 from contextlib import suppress
 
@@ -11,3 +12,5 @@ for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.nn", 
     with suppress(ImportError):
         importlib.import_module(name)
 fp8cfg.build(small("precision=bf16_fp8"))
+gc.collect()
+gc.freeze()  # a full collection in a forked process would go through all of this, and copy its pages
