@@ -33,10 +33,10 @@ def job_of(name: str, words: str = ALONE) -> Job:
                               "trainer.micro_batch_size=2", "trainer.max_steps=4"))
 
 
-def trained(job: Job, world: World, first: int) -> dict[str, Any]:
-    """Losses of two steps, and the scales after them."""
+def trained(job: Job, world: World, first: int, last: int) -> dict[str, Any]:
+    """Losses of steps `first` to `last`, and the scales after them."""
     batches = run_data(job.recipe)[0]
-    losses = [train_step(job, batches, step, world).loss for step in (first, first + 1)]
+    losses = [train_step(job, batches, step, world).loss for step in range(first, last)]
     return {"losses": losses, "scales": in_fp8(job)["scales"]}
 
 
@@ -45,11 +45,11 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in LAYOUTS:
         job = job_of(name)
-        found[name] = trained(job, world, 0)
+        found[name] = trained(job, world, 0, 2)
         saved(job, world, folder / name, 2)
-        found[f"{name} rest"] = trained(job, world, 2)
-        found[f"{name} resumed"] = trained(resumed(job_of(name), folder / name, 2), world, 2)
-        found[f"{name} shared"] = trained(job_of(name, "fp8.reduce_amax=true"), world, 0)
+        found[f"{name} rest"] = trained(job, world, 2, 3)
+        found[f"{name} resumed"] = trained(resumed(job_of(name), folder / name, 2), world, 2, 3)
+        found[f"{name} shared"] = trained(job_of(name, "fp8.reduce_amax=true"), world, 0, 1)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,13 @@ from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.train_step import train_step
-from tests.support import rank_runs, sharded_checkpoints
+from tests.support import rank_runs
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
 
-STEPS = 8
 EXACT = "precision=fp32 trainer.gradient_clip_val=0"
 FP8 = "precision=bf16_fp8"
-RUNS = {  # name -> words, the largest relative difference of a loss of eight steps from that of one rank
+RUNS = {  # name -> words, the largest relative difference of a loss from that of one rank
     "fp32": (EXACT, 1e-6),
     "masked": (f"{EXACT} data.eod_mask_loss=true", 1e-6),  # ranks have unlike numbers of targets
     "zero1": (f"{EXACT} storage.shard=zero1", 1e-6),
@@ -49,25 +49,27 @@ SAME = {"zero1": "fp32", "fsdp": "fp32", "recomputed": "fp32", "fp8 zero1": "fp8
 """Runs that on one rank are another one."""
 TWO, MORE, FOUR = ("fp32", "fp8"), ("masked", "fsdp", "recomputed", "current", "mxfp8", "level"), ("fp32", "zero1", "fp8 zero1")
 """Runs on two ranks, more of them in `make test-all`, and those on four, there too."""
+LONG = {("fp32", 2), ("fp32", 1)}
+"""Runs of more steps, by name and ranks."""
+Alone = Callable[[str], dict[str, Any]]
 NORMS = {"fp8": 0.1, "current": 0.1, "mxfp8": 0.1, "level": 0.1}
 
 
 def job_of(words: str, context: int, ranks: int) -> Job:
     micro = 8 if ranks == context else 4
-    return fp8cfg.build(small(*words.split(), f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={STEPS}",
+    return fp8cfg.build(small(*words.split(), f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={rank_runs.LONG}",
                               f"trainer.strategy.context_parallel_size={context}"))
 
 
-def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
-    return rank_runs.trained(job, world, first, last)
+def trained(name: str, context: int, world: World, folder: Path | None = None) -> dict[str, Any]:
+    """The run of that name, with a checkpoint of half of its steps in `folder`."""
+    job, last = job_of(RUNS[name][0], context, world.size), rank_runs.LONG if (name, world.size) in LONG else rank_runs.STEPS
+    return rank_runs.saved(job, world, folder, last) if folder else rank_runs.trained(job, world, 0, last)
 
 
-def saved(job: Job, world: World, folder: Path) -> None:
-    sharded_checkpoints.saved(job, world, folder, 4)
-
-
-def loaded(job: Job, folder: Path) -> Job:
-    return rank_runs.resumed(job, folder, 4)
+def resumed(words: str, context: int, world: World, folder: Path) -> dict[str, Any]:
+    """The rest of a run that goes on from the checkpoint in `folder`."""
+    return rank_runs.trained(rank_runs.resumed(job_of(words, context, world.size), folder), world, rank_runs.HALF)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -102,13 +104,10 @@ def on_two(world: World) -> dict[str, Any]:
 
 
 def more_on_two(folder: Path, world: World) -> dict[str, Any]:
-    found = runs((*MORE, "fp8"), world)
-    job = job_of(FP8, 2, 2)
-    trained(job, world, 0, 4)
-    saved(job, world, folder / "two")
-    found["resumed"] = trained(loaded(job_of(FP8, 2, 2), folder / "two"), world, 4)
-    found["from one"] = trained(loaded(job_of(EXACT, 2, 2), folder / "one"), world, 4)
-    found["to data"] = trained(loaded(job_of(FP8, 1, 2), folder / "two"), world, 4)
+    found = runs(MORE, world) | {"fp8": trained("fp8", 2, world, folder / "two")}
+    found["resumed"] = resumed(FP8, 2, world, folder / "two")
+    found["from one"] = resumed(EXACT, 2, world, folder / "one")
+    found["to data"] = resumed(FP8, 1, world, folder / "two")
     os.environ["WORLD_SIZE"] = "2"
     found["memory"] = {words: memory_measurement.measure(job_of(words, 2, 2).recipe) for words in MEASURED}
     return found
@@ -141,13 +140,22 @@ def sent(world: World) -> list[int]:
 
 
 def runs(names: tuple[str, ...], world: World) -> dict[str, Any]:
-    return {name: trained(job_of(RUNS[name][0], 2, world.size), world) for name in names}
+    return {name: trained(name, 2, world) for name in names}
 
 
-@functools.cache
-def alone(name: str) -> dict[str, Any]:
-    """The run on one rank, whose microbatch is the global batch."""
-    return trained(job_of(RUNS[name][0], 1, 1), World())
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Alone:
+    """Runs on one rank, whose microbatch is the global batch; that in float32 leaves a checkpoint in `folder`."""
+    @functools.cache
+    def run(name: str) -> dict[str, Any]:
+        return trained(name, 1, World(), folder / "one" if name == "fp32" else None)
+
+    return lambda name: run(SAME.get(name, name))
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +164,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What ranks have that find a checkpoint of the fourth step on one."""
-    folder, saving = tmp_path_factory.mktemp("ranks"), job_of(EXACT, 1, 1)
-    trained(saving, World(), 0, 4)
-    saved(saving, World(), folder / "one")
+def more(alone: Alone, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What ranks have that find a checkpoint of a run on one."""
+    alone("fp32")
     return on_ranks(2, functools.partial(more_on_two, folder), tmp_path_factory.mktemp("more"))
 
 
@@ -170,38 +176,39 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def differences(found: dict[str, Any], want: dict[str, Any]) -> list[float]:
-    return [abs(a - b) / b for a, b in zip([*found["losses"], found["val"]], [*want["losses"], want["val"]], strict=True)]
+    steps = len(found["losses"])
+    return [abs(a - b) / b for a, b in zip([*found["losses"], *found["val"]], [*want["losses"][:steps], *want["val"]], strict=True)]
 
 
-def as_alone(name: str, ranks: list[dict[str, Any]]) -> None:
+def as_alone(name: str, ranks: list[dict[str, Any]], want: dict[str, Any]) -> None:
     """Ranks have one loss, which is that of one rank alone, and its coverage."""
-    want = alone(SAME.get(name, name))
     assert all(rank[name]["losses"] == ranks[0][name]["losses"] for rank in ranks)
     assert max(differences(ranks[0][name], want)) <= RUNS[name][1]
     assert ranks[0][name].get("coverage") == want.get("coverage")
 
 
-def norms_as_alone(name: str, ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0][name]["norms"] == pytest.approx(alone(SAME.get(name, name))["norms"], rel=NORMS.get(name, 1e-5))
+def norms_as_alone(name: str, ranks: list[dict[str, Any]], want: dict[str, Any]) -> None:
+    norms = ranks[0][name]["norms"]
+    assert norms == pytest.approx(want["norms"][:len(norms)], rel=NORMS.get(name, 1e-5))
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_two_context_ranks_train_as_one_rank(name: str, two: list[dict[str, Any]]) -> None:
-    as_alone(name, two)
-    norms_as_alone(name, two)
+def test_two_context_ranks_train_as_one_rank(name: str, two: list[dict[str, Any]], alone: Alone) -> None:
+    as_alone(name, two, alone(name))
+    norms_as_alone(name, two, alone(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_two_context_ranks_recompute_and_train_in_other_scalings(name: str, more: list[dict[str, Any]]) -> None:
-    as_alone(name, more)
-    norms_as_alone(name, more)
+def test_two_context_ranks_recompute_and_train_in_other_scalings(name: str, more: list[dict[str, Any]], alone: Alone) -> None:
+    as_alone(name, more, alone(name))
+    norms_as_alone(name, more, alone(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
-def test_two_times_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]]) -> None:
-    as_alone(name, four)
+def test_two_times_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]], alone: Alone) -> None:
+    as_alone(name, four, alone(name))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -210,11 +217,11 @@ def test_models_of_all_families_compute_what_one_rank_does(name: str, two: list[
 
 
 @pytest.mark.slow
-def test_runs_resume_on_other_layouts(more: list[dict[str, Any]]) -> None:
-    found = more[0]
-    assert found["resumed"]["losses"] == found["fp8"]["losses"][4:] and found["resumed"]["val"] == found["fp8"]["val"]
-    assert found["from one"]["losses"] == pytest.approx(alone("fp32")["losses"][4:], rel=1e-6)
-    assert found["to data"]["losses"] == pytest.approx(found["fp8"]["losses"][4:], rel=RUNS["fp8"][1])
+def test_runs_resume_on_other_layouts(more: list[dict[str, Any]], alone: Alone) -> None:
+    found, rest = more[0], slice(rank_runs.HALF, rank_runs.STEPS)
+    assert found["resumed"]["losses"] == found["fp8"]["losses"][rest] and found["resumed"]["val"] == found["fp8"]["val"]
+    assert found["from one"]["losses"] == pytest.approx(alone("fp32")["losses"][rest], rel=1e-6)
+    assert found["to data"]["losses"] == pytest.approx(found["fp8"]["losses"][rest], rel=RUNS["fp8"][1])
 
 
 @pytest.mark.slow

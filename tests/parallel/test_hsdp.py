@@ -18,7 +18,6 @@ from fp8cfg.report.memory.peak import memory
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.train_step import train_step
-from tests.parallel.test_pipeline import loaded, saved, trained
 from tests.support import rank_runs
 from tests.support.ranks import on_ranks
 from tests.support.small import small
@@ -27,7 +26,7 @@ from tools.layout_proof.comparison import planned_sent
 
 GROUPS = "trainer.strategy.data_parallel_replicate_size"
 CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
-RUNS = {  # name -> words, the largest relative difference of a loss of eight steps from that of one rank, and of a norm
+RUNS = {  # name -> words, the largest relative difference of a loss from that of one rank, and of a norm
     "fp32": ("precision=fp32 trainer.gradient_clip_val=0.1", 1e-6, 1e-5),
     "context": ("precision=fp32 trainer.gradient_clip_val=0.1 trainer.strategy.context_parallel_size=2", 1e-6, 1e-5),
     "delayed": ("precision=bf16_fp8", 2e-3, 0.1),
@@ -37,6 +36,10 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
     "zero2": ("precision=fp32 trainer.gradient_clip_val=0.1 storage.shard=zero2 trainer.micro_batch_size=1", 1e-6, 1e-5),
     "delayed zero1": ("precision=bf16_fp8 storage.shard=auto trainer.micro_batch_size=1", 2e-3, 0.1),
 }
+LONG = "fp32"
+"""The run of eight steps."""
+SAME = {"context": "fp32", "zero1": "fp32", "zero2": "fp32", "delayed zero1": "delayed"}
+"""Runs that on one rank are another one."""
 MEASURED = ("precision=fp32 storage.shard=fsdp", "precision=bf16_fp8 storage.shard=zero1")
 COUNTS = {"zero1": (3, 3 + 3), "zero2": (3, 2 * 3 + 3), "fsdp": (2 * (2 * 2 + 1), 2 * 3 + 3), "fsdp in bf16": (2 * (2 * 2 + 1), 2 * (3 + 3))}
 """Gathers, and sums within and over groups, of two layers and the rest in a step of two microbatches."""
@@ -45,8 +48,14 @@ COUNTS = {"zero1": (3, 3 + 3), "zero2": (3, 2 * 3 + 3), "fsdp": (2 * (2 * 2 + 1)
 def job_of(name: str, ranks: int, groups: int = 1) -> Job:
     chosen = [w for w in RUNS[name][0].split() if ranks > 1 or not w.startswith("trainer.strategy")]
     words = {w.partition("=")[0]: w for w in ("storage.shard=fsdp", "trainer.micro_batch_size=2", *chosen)}
-    return fp8cfg.build(small(*words.values(), f"trainer.devices={ranks}", "trainer.max_steps=8",
+    return fp8cfg.build(small(*words.values(), f"trainer.devices={ranks}", f"trainer.max_steps={rank_runs.LONG}",
                               f"trainer.strategy.data_parallel_replicate_size={groups}"))
+
+
+def trained(name: str, ranks: int, groups: int, world: World, folder: Path | None = None) -> dict[str, Any]:
+    """The run of that name, with a checkpoint of half of its steps in `folder`."""
+    job, last = job_of(name, ranks, groups), rank_runs.LONG if name == LONG else rank_runs.STEPS
+    return rank_runs.saved(job, world, folder, last) if folder else rank_runs.trained(job, world, 0, last)
 
 
 def counted(shard: str, comm: str, world: World) -> list[list[Any]]:
@@ -64,12 +73,9 @@ def counted(shard: str, comm: str, world: World) -> list[list[Any]]:
 
 def on_four(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "4"
-    found: dict[str, Any] = {name: trained(job_of(name, 4, 2), world) for name in RUNS}
-    job = job_of("delayed", 4, 2)
-    trained(job, world, 0, 3)
-    saved(job, world, folder / "delayed")
-    found["resumed"] = trained(loaded(job_of("delayed", 4, 2), folder / "delayed"), world, 3)
-    found["as one group"] = trained(loaded(job_of("delayed", 4), folder / "delayed"), world, 3)
+    found: dict[str, Any] = {name: trained(name, 4, 2, world, folder if name == "delayed" else None) for name in RUNS}
+    for name, groups in (("resumed", 2), ("as one group", 1)):
+        found[name] = rank_runs.trained(rank_runs.resumed(job_of("delayed", 4, groups), folder), world, rank_runs.HALF)
     found["sent"] = []
     for groups in (1, 2):
         job = job_of("fp32", 4, groups)
@@ -90,23 +96,24 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @functools.cache
 def one(name: str) -> dict[str, Any]:
-    return trained(job_of(name, 1), World())
+    return trained(name, 1, 1, World())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_groups_of_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]]) -> None:
-    want, (_, loss, norm) = one(name), RUNS[name]
+    want, (_, loss, norm), steps = one(SAME.get(name, name)), RUNS[name], len(four[0][name]["losses"])
     assert all(rank[name]["losses"] == four[0][name]["losses"] for rank in four)
-    assert [*four[0][name]["losses"], *four[0][name]["val"]] == pytest.approx([*want["losses"], *want["val"]], rel=loss)
-    assert four[0][name]["norms"] == pytest.approx(want["norms"], rel=norm)
+    assert [*four[0][name]["losses"], *four[0][name]["val"]] == pytest.approx([*want["losses"][:steps], *want["val"]], rel=loss)
+    assert four[0][name]["norms"] == pytest.approx(want["norms"][:steps], rel=norm)
     assert all(rank[name].get("coverage") == want.get("coverage") for rank in four)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_groups_and_without(four: list[dict[str, Any]]) -> None:
-    assert four[0]["resumed"]["losses"] == four[0]["delayed"]["losses"][3:]
-    assert four[0]["as one group"]["losses"] == pytest.approx(four[0]["delayed"]["losses"][3:], rel=1e-3)
+    rest = four[0]["delayed"]["losses"][rank_runs.HALF:]
+    assert four[0]["resumed"]["losses"] == rest
+    assert four[0]["as one group"]["losses"] == pytest.approx(rest, rel=1e-3)
 
 
 @pytest.mark.slow

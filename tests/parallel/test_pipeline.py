@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from fp8cfg.report.communication import gradients
 from fp8cfg.report.memory.layout import stage_parts
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint
-from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed import overlapped_sums
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.overflow_watch import over_stages
-from fp8cfg.training.train_step import evaluate, train_step
+from fp8cfg.training.train_step import train_step
 from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
@@ -36,6 +37,7 @@ TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
 EXACT = "trainer.gradient_clip_val=0"
 CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
 TIED = "model.share_embeddings_and_output_weights=true"
+COMPILED = "trainer.compile=on model.num_layers=2 fp8.include=['*linear_qkv','*linear_fc2']"  # layers are compiled one by one
 BITS = {  # name -> words of runs whose losses are those of one rank, bit for bit
     "delayed": f"precision=bf16_fp8 {EXACT} trainer.strategy.pipeline_schedule=1f1b",
     "delayed interleaved": f"precision=bf16_fp8 {EXACT} {TWO_CHUNKS} trainer.strategy.pipeline_schedule=interleaved_1f1b",
@@ -47,7 +49,7 @@ BITS = {  # name -> words of runs whose losses are those of one rank, bit for bi
     "documents": f"precision=bf16_fp8 {EXACT} data.reset_attention_mask=true data.reset_position_ids=true",
     "zero1": f"precision=bf16_fp8 {EXACT} storage.shard=zero1",
     "torchao": f"{CURRENT} {EXACT} backend=torchao fp8.params=false fp8.output_layer=false",
-    "compiled": f"precision=bf16_fp8 {EXACT} {TWO_CHUNKS} trainer.compile=on fp8.include=['layers.0.*','layers.3.*']",
+    "compiled": f"precision=bf16_fp8 {EXACT} {COMPILED}",
     "masters": f"precision=bf16_precision_aware {EXACT}", "moments": f"precision=bf16_fp8_te_fused_adam {EXACT}", "moments in blocks": f"precision=bf16_fp8_current_coat {EXACT} {TWO_CHUNKS}",
     "gpt": f"precision=bf16_fp8 {EXACT} model.position_embedding_type=learned_absolute model.max_position_embeddings=32 "
            "model.normalization=LayerNorm model.activation=gelu model.add_bias_linear=true model.sliding_window=9 "
@@ -58,7 +60,7 @@ NEAR = {  # name -> words, the largest relative difference of a loss, and of a n
     "clipped": (f"{CLIPPED} {TWO_CHUNKS}", 1e-6, 1e-6),  # the norm is a sum over stages
     "tied": (f"{CLIPPED} {TIED}", 1e-6, 1e-6),  # so is the gradient of the embedding
     "tied delayed": (f"precision=bf16_fp8 {TIED}", 2e-3, 0.05),
-    "fsdp compiled": (f"precision=bf16_fp8 {TWO_CHUNKS} storage.shard=fsdp trainer.compile=on", 2e-3, 0.05),
+    "fsdp compiled": (f"precision=bf16_fp8 storage.shard=fsdp {COMPILED}", 2e-3, 0.05),
 }
 QUICK = ("delayed", "delayed interleaved", "tied")
 SLOW = tuple(name for name in (*BITS, *NEAR) if name not in QUICK)
@@ -77,63 +79,47 @@ FOUR = {  # name -> words of runs on four ranks, the axis beside the pipeline, l
     "data fsdp current": (f"{CURRENT} {TWO_CHUNKS} storage.shard=fsdp", 2e-3, 0.1),
 }
 RESUMED = ("delayed interleaved", "tied")
+LONG = ("fp32", "clipped", "tensor")
+"""Runs of eight steps: of both schedules, and with split matrices."""
+PARTED = ("trainer.strategy", "storage.shard", "model.recompute_granularity", "trainer.compile")
+"""Keys of words that are not those of the run on one rank."""
+One = Callable[[str], dict[str, Any]]
 
 
 def words_of(name: str) -> str:
     return BITS[name] if name in BITS else (NEAR | FOUR)[name][0]
 
 
+def words_of_one(name: str) -> str:
+    return " ".join(w for w in words_of(name).split() if not w.startswith(PARTED))
+
+
 def job_of(words: str, pipeline: int, ranks: int) -> Job:
-    strategy = "trainer.strategy"
-    chosen = [w for w in words.split() if pipeline > 1 or not w.startswith((strategy, "storage.shard"))]
     micro = 2 if ranks in (1, pipeline) or "tensor" in words or "context" in words else 1
-    job = fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={8 if 'fp32' in words else 6}",
-                              "model.num_layers=4", f"trainer.strategy.pipeline_model_parallel_size={pipeline}"))
+    job = fp8cfg.build(small("model.num_layers=4", *words.split(), f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={rank_runs.LONG}",
+                              f"trainer.strategy.pipeline_model_parallel_size={pipeline}"))
     if job.recipe.trainer.compile == "on":
         trace_model(job)
     return job
 
 
-def last_of(name: str) -> int | None:
-    """The step after the last of a run that ends before its recipe does: rounded sums of FP8 on four ranks part ways later."""
-    return 4 if name in FOUR and "fp32" not in words_of(name) else None
+def trained(name: str, world: World, folder: Path | None = None) -> dict[str, Any]:
+    """The run of that name, with a checkpoint of half of its steps in `folder`."""
+    job, last = job_of(words_of(name), 2, world.size), rank_runs.LONG if name in LONG else rank_runs.STEPS
+    return rank_runs.saved(job, world, folder, last) if folder else rank_runs.trained(job, world, 0, last)
 
 
-def trained(job: Job, world: World, first: int = 0, last: int | None = None) -> dict[str, Any]:
-    """Losses and norms of some steps with an evaluation in their midst, and the loss of one more; coverage and scales."""
-    batches, held_out = run_data(job.recipe)
-    steps, middle = list[Any](), []
-    for step in range(first, last or job.recipe.trainer.max_steps):
-        steps.append(train_step(job, batches, step, world))
-        if step == 3:
-            middle.append(evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked))
-    found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps], "val": middle, "stepped": [s.stepped for s in steps]}
-    return found | rank_runs.in_fp8(job)
-
-
-def saved(job: Job, world: World, folder: Path) -> None:
-    sharded_checkpoints.saved(job, world, folder, 3)
-
-
-def loaded(job: Job, folder: Path) -> Job:
-    return rank_runs.resumed(job, folder, 3)
+def resumed(words: str, pipeline: int, world: World, folder: Path) -> dict[str, Any]:
+    """The rest of a run that goes on from the checkpoint in `folder`."""
+    return rank_runs.trained(rank_runs.resumed(job_of(words, pipeline, world.size), folder), world, rank_runs.HALF)
 
 
 def quick_on_two(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "2"
-    found: dict[str, Any] = {}
-    for name in QUICK:
-        job = job_of(words_of(name), 2, 2)
-        found[name] = trained(job, world, 0, 3)
-        if name in RESUMED:
-            saved(job, world, folder / name)
-        rest = trained(job, world, 3)
-        found[name] |= {k: [*found[name][k], *rest[k]] for k in ("losses", "norms", "val", "stepped")}
-        found[name] |= {k: rest[k] for k in ("coverage", "scales") if k in rest}
-    for name in RESUMED:
-        found[f"{name} from one"] = trained(loaded(job_of(words_of(name), 2, 2), folder / f"one {name}"), world, 3)
+    found: dict[str, Any] = {name: trained(name, world, folder / name if name in RESUMED else None) for name in QUICK}
+    found |= {f"{name} from one": resumed(words_of(name), 2, world, folder / f"one {name}") for name in RESUMED}
     found["sent"] = sent(job_of(words_of("delayed interleaved"), 2, 2), world)
-    found["whole"] = said(job)
+    found["whole"] = said(job_of(words_of("tied"), 2, 2))
     return found
 
 
@@ -166,24 +152,22 @@ def said(job: Job) -> list[str]:
 
 def on_two(world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "2"
-    found: dict[str, Any] = {name: trained(job_of(words_of(name), 2, 2), world) for name in SLOW}
+    found: dict[str, Any] = {name: trained(name, world) for name in SLOW}
     found["memory"] = {words: memory_measurement.measure(job_of(words, 2, 2).recipe) for words in MEASURED}
     return found
 
 
 def on_four(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "4"
-    found = {name: trained(job_of(words_of(name), 2, 4), world, 0, last_of(name)) for name in FOUR}
+    found = {name: trained(name, world) for name in FOUR}
     found["sums"] = {name: sums(words_of(name), world) for name in ("data none", "data fsdp")}
     found["broken off"] = broken_off(words_of("data"), world)
     words = f"{words_of('tied')} trainer.strategy.tensor_model_parallel_size=2"
     found["sharded"] = {shard: sharded(f"precision=bf16 storage.shard={shard}", world) for shard in SUMS}
-    found["tied from two"] = trained(loaded(job_of(words, 2, 4), folder / "tied"), world, 3)
-    job = loaded(job_of(words, 2, 4), folder / "tied")
-    saved(job, world, folder / "tied again")
-    job = loaded(job_of(words_of("data fsdp"), 2, 4), folder / "tied")
-    saved(job, world, folder / "tied fsdp")
-    found["tied as fsdp"] = trained(job, world, 3)
+    for how, its in (("again", words), ("fsdp", words_of("data fsdp"))):
+        job = rank_runs.resumed(job_of(its, 2, 4), folder / "tied")
+        sharded_checkpoints.saved(job, world, folder / f"tied {how}", rank_runs.HALF)
+        found[f"tied {how}"] = rank_runs.trained(job, world, rank_runs.HALF)
     return found
 
 
@@ -245,24 +229,29 @@ def sharded(words: str, world: World) -> dict[str, Any]:
 MEASURED = ("precision=fp32", "precision=bf16", f"precision=bf16_fp8 model.recompute_granularity=full {TWO_CHUNKS}", f"precision=bf16_fp8 {TIED}")
 
 
-@functools.cache
-def one(name: str) -> dict[str, Any]:
-    return trained(job_of(words_of(name), 1, 1), World(), 0, last_of(name))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with checkpoints of the third step of runs on one rank."""
-    found = tmp_path_factory.mktemp("ranks")
-    for name in RESUMED:
-        job = job_of(words_of(name), 1, 1)
-        trained(job, World(), 0, 3)
-        saved(job, World(), found / f"one {name}")
-    return found
+    return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def quick(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def one(folder: Path) -> One:
+    """Runs on one rank, one for all layouts of the same words; those that go on elsewhere leave checkpoints in `folder`."""
+    @functools.cache
+    def run(words: str) -> dict[str, Any]:
+        job, last = job_of(words, 1, 1), rank_runs.LONG if words in map(words_of_one, LONG) else rank_runs.STEPS
+        for name in RESUMED:
+            if words == words_of_one(name):
+                return rank_runs.saved(job, World(), folder / f"one {name}", last)
+        return rank_runs.trained(job, World(), 0, last)
+
+    return lambda name: run(words_of_one(name))
+
+
+@pytest.fixture(scope="module")
+def quick(one: One, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    for name in RESUMED:
+        one(name)
     return on_ranks(2, functools.partial(quick_on_two, folder), tmp_path_factory.mktemp("quick"))
 
 
@@ -276,11 +265,11 @@ def four(folder: Path, quick: list[dict[str, Any]], tmp_path_factory: pytest.Tem
     return on_ranks(4, functools.partial(on_four, folder), tmp_path_factory.mktemp("four"))
 
 
-def same_run(name: str, ranks: list[dict[str, Any]]) -> None:
+def same_run(name: str, ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     """All ranks log one loss and one norm, those of one rank alone, and its coverage; each has the scales of its layers."""
-    want = one(name)
     assert all(repr(rank[name][key]) == repr(ranks[0][name][key]) for rank in ranks for key in ("losses", "norms", "val", "stepped"))
     found = ranks[0][name]
+    want = alone | {key: alone[key][:len(found[key])] for key in ("losses", "norms", "stepped")}
     if name in BITS:
         assert (found["losses"], found["val"]) == (want["losses"], want["val"])
         assert found["norms"] == pytest.approx(want["norms"], rel=1e-6, nan_ok=True)
@@ -297,18 +286,18 @@ def same_run(name: str, ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_two_stages_train_as_one_rank(name: str, quick: list[dict[str, Any]]) -> None:
-    same_run(name, quick)
+def test_two_stages_train_as_one_rank(name: str, quick: list[dict[str, Any]], one: One) -> None:
+    same_run(name, quick, one(name))
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_runs_resume_on_other_layouts(name: str, folder: Path, quick: list[dict[str, Any]]) -> None:
+def test_runs_resume_on_other_layouts(name: str, folder: Path, one: One, quick: list[dict[str, Any]]) -> None:
     """One rank and two stages go on from one another's checkpoints, which have the same names and numbers."""
-    want, near = one(name), 0.0 if name in BITS else 1e-6
-    assert quick[0][f"{name} from one"]["losses"] == pytest.approx(want["losses"][3:], rel=near)
-    alone = trained(loaded(job_of(words_of(name), 1, 1), folder / name), World(), 3)
-    assert alone["losses"] == pytest.approx(quick[0][name]["losses"][3:], rel=near)
-    (tensors, state), (theirs, their_state) = (checkpoint.load(folder / of / "step-00000003") for of in (name, f"one {name}"))
+    rest, near = slice(rank_runs.HALF, rank_runs.STEPS), 0.0 if name in BITS else 1e-6
+    assert quick[0][f"{name} from one"]["losses"] == pytest.approx(one(name)["losses"][rest], rel=near)
+    alone = resumed(words_of_one(name), 1, World(), folder / name)
+    assert alone["losses"] == pytest.approx(quick[0][name]["losses"][rest], rel=near)
+    (tensors, state), (theirs, their_state) = (checkpoint.load(folder / of / "step-00000002") for of in (name, f"one {name}"))
     names, wanted = ({group: {*named} for group, named in each.items() if named} for each in (tensors, theirs))
     assert names == wanted
     assert state["optimizer"]["state"] == their_state["optimizer"]["state"]
@@ -330,15 +319,15 @@ def test_sent_bytes_are_counted(quick: list[dict[str, Any]]) -> None:
 
 def test_what_is_no_whole_state_is_refused_and_counts_are_those_of_the_whole(quick: list[dict[str, Any]]) -> None:
     summary, state, passes = quick[1]["whole"]
-    assert summary.partition(" parameters")[0] == str(job_of(words_of("tied"), 1, 1)).partition(" parameters")[0]
+    assert summary.partition(" parameters")[0] == str(job_of(words_of_one("tied"), 1, 1)).partition(" parameters")[0]
     assert "that of this rank's layers (pipeline_model_parallel_size)" in state
     assert "this rank has some layers of the model (pipeline_model_parallel_size)" in passes and "train with fp8cfg.fit" in passes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
-def test_two_stages_train_as_one_rank_in_every_precision(name: str, two: list[dict[str, Any]]) -> None:
-    same_run(name, two)
+def test_two_stages_train_as_one_rank_in_every_precision(name: str, two: list[dict[str, Any]], one: One) -> None:
+    same_run(name, two, one(name))
     assert name != "fp16" or (not two[0][name]["stepped"][0] and two[0][name]["stepped"][-1]), "skipped on all stages, and then not"
 
 
@@ -377,8 +366,8 @@ def test_stages_send_what_is_planned(name: str, four: list[dict[str, Any]]) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
-def test_two_times_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]]) -> None:
-    same_run(name, four)
+def test_two_times_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]], one: One) -> None:
+    same_run(name, four, one(name))
 
 
 @pytest.mark.slow
@@ -388,9 +377,9 @@ def test_a_step_goes_as_if_one_that_was_broken_off_had_not_begun(four: list[dict
 
 @pytest.mark.slow
 def test_other_layouts_go_on_from_stages_and_save_the_same(folder: Path, four: list[dict[str, Any]], quick: list[dict[str, Any]]) -> None:
-    assert four[3]["tied from two"]["losses"] == pytest.approx(quick[0]["tied"]["losses"][3:], rel=1e-6)
-    assert four[3]["tied as fsdp"]["losses"] == pytest.approx(quick[0]["tied"]["losses"][3:], rel=1e-6)
-    before, *others = (checkpoint.load(folder / name / "step-00000003")[0] for name in ("tied", "tied again", "tied fsdp"))
+    for how in ("again", "fsdp"):
+        assert four[3][f"tied {how}"]["losses"] == pytest.approx(quick[0]["tied"]["losses"][rank_runs.HALF:], rel=1e-6)
+    before, *others = (checkpoint.load(folder / name / "step-00000002")[0] for name in ("tied", "tied again", "tied fsdp"))
     assert all(torch.equal(t, after[group][k]) for after in others for group in ("model", "optimizer") for k, t in before[group].items())
 
 

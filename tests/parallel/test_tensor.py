@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from tests.support.ranks import on_ranks
 from tests.support.small import PACKED, small
 from tests.support.traced import trace_model
 
-STEPS = 8
 EXACT = "precision=fp32 trainer.gradient_clip_val=0"
 CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
 MXFP8 = "precision=bf16_mxfp8"
@@ -39,7 +39,7 @@ NVFP4 = "precision=bf16_nvfp4 fp8.stochastic_rounding=false"
 CLIPPED = "precision=fp32 trainer.gradient_clip_val=0.1"
 BLOCKS = "storage.exp_avg=fp8_expand storage.exp_avg_sq=fp8_block"
 SP = "trainer.strategy.sequence_parallel=true"
-RUNS = {  # name -> words, the largest relative difference of a loss of eight steps from that of one rank, and of a gradient norm
+RUNS = {  # name -> words, the largest relative difference of a loss from that of one rank, and of a gradient norm
     "fp32": (f"{EXACT} {SP}", 1e-6, 1e-5),
     "packed": (f"{EXACT} {SP} {' '.join(PACKED)}", 1e-6, 1e-5),
     "whole sequences": (EXACT, 1e-6, 1e-5),
@@ -73,6 +73,8 @@ RUNS = {  # name -> words, the largest relative difference of a loss of eight st
 SAME = {"whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zero2": "clipped", "delayed fsdp": "delayed",
         "rows fsdp": "rows", "nvfp4 whole sequences": "nvfp4"}
 """Runs that on one rank are another one."""
+LONG = {("fp32", 2), ("whole sequences", 2), ("fsdp", 4), ("fp32", 1), ("clipped", 1)}
+"""Runs of more steps, by name and ranks: with and without sequence parallelism, with FSDP2, and those of one rank which these are held to."""
 QUICK, SLOW = ("packed", "delayed"), ("fp32", "whole sequences", "clipped", "recomputed", "fsdp", "bf16", "compiled", "current", "mxfp8",
                                      "current exact", "mxfp8 exact", "rows", "rows exact", "nvfp4", "nvfp4 whole sequences", "nvfp4 exact", "moments", "moments in blocks", "moments in cut blocks")
 FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp", "rows fsdp", "nvfp4 zero2")
@@ -80,26 +82,28 @@ SHARDED = ("precision=fp32 storage.shard=fsdp", "precision=bf16_fp8 storage.shar
 """Words of runs in which each of two ranks has shards of parts of matrices, whose memory is measured."""
 
 
+One = Callable[[str], dict[str, Any]]
+
+
 def job_of(words: str, tensor: int, ranks: int) -> Job:
     micro = 8 if ranks == tensor else 4
-    chosen = [w for w in words.split() if tensor > 1 or w != SP]
-    job = fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={STEPS}",
+    chosen = [w for w in words.split() if tensor > 1 or w not in (SP, "trainer.compile=on")]
+    job = fp8cfg.build(small(*chosen, f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={rank_runs.LONG}",
                              f"trainer.strategy.tensor_model_parallel_size={tensor}"))
     if job.recipe.trainer.compile == "on":
         trace_model(job)
     return job
 
 
-def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
-    return rank_runs.trained(job, world, first, last)
+def trained(name: str, tensor: int, world: World, folder: Path | None = None) -> dict[str, Any]:
+    """The run of that name, with a checkpoint of half of its steps in `folder`."""
+    job, last = job_of(RUNS[name][0], tensor, world.size), rank_runs.LONG if (name, world.size) in LONG else rank_runs.STEPS
+    return rank_runs.saved(job, world, folder, last) if folder else rank_runs.trained(job, world, 0, last)
 
 
-def saved(job: Job, world: World, folder: Path) -> None:
-    sharded_checkpoints.saved(job, world, folder, 4)
-
-
-def loaded(job: Job, folder: Path) -> Job:
-    return rank_runs.resumed(job, folder, 4)
+def resumed(name: str, tensor: int, world: World, folder: Path) -> dict[str, Any]:
+    """The rest of a run that goes on from the checkpoint in `folder`."""
+    return rank_runs.trained(rank_runs.resumed(job_of(RUNS[name][0], tensor, world.size), folder), world, rank_runs.HALF)
 
 
 CONFIG = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2, "head_dim": 16,
@@ -155,7 +159,7 @@ def family(changes: dict[str, Any], sequence_parallel: bool, world: World, apart
 def quick_on_two(world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "2"
     found: dict[str, Any] = {f"{name} {sp}": family(changes, sp, world, name in APART) for name, changes in FAMILIES.items() for sp in (False, True)}
-    return found | {name: trained(job_of(RUNS[name][0], 2, 2), world) for name in QUICK}
+    return found | {name: trained(name, 2, world) for name in QUICK}
 
 
 MEASURED = ("precision=fp32", f"precision=bf16 {SP}", f"precision=bf16_fp8 model.recompute_granularity=full {SP}")
@@ -163,16 +167,13 @@ MEASURED = ("precision=fp32", f"precision=bf16 {SP}", f"precision=bf16_fp8 model
 
 def on_two(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "2"
-    found: dict[str, Any] = {name: trained(job_of(RUNS[name][0], 2, 2), world) for name in (*SLOW, "delayed")}
-    found |= {name: trained(job_of(f"{RUNS['packed'][0]} {words}", 1, 2), world) for name, words in DATA_PARALLEL.items()}
+    found: dict[str, Any] = {name: trained(name, 2, world, folder / name if name in RESUMED else None) for name in (*SLOW, "delayed")}
+    found |= {name: rank_runs.trained(job_of(f"{RUNS['packed'][0]} {words}", 1, 2), world) for name, words in DATA_PARALLEL.items()}
     for name in RESUMED:
-        job = job_of(RUNS[name][0], 2, 2)
-        trained(job, world, 0, 4)
-        saved(job, world, folder / name)
-        found[f"{name} resumed"] = trained(loaded(job_of(RUNS[name][0], 2, 2), folder / name), world, 4)
-        job = loaded(job_of(RUNS[name][0], 2, 2), folder / f"one {name}")
+        found[f"{name} resumed"] = resumed(name, 2, world, folder / name)
+        job = rank_runs.resumed(job_of(RUNS[name][0], 2, 2), folder / f"one {name}")
         found[f"{name} as loaded"] = sharded_checkpoints.whole(job, world)["optimizer"]
-        found[f"{name} from one"] = trained(job, world, 4)
+        found[f"{name} from one"] = rank_runs.trained(job, world, rank_runs.HALF)
     found["state dict"], found["summary"] = refusal(job), str(job)
     found["memory"] = {words: memory_measurement.measure(job_of(words, 2, 2).recipe) for words in MEASURED}
     found["sent"] = {words: sent(words, world) for words in TRAFFIC}
@@ -215,11 +216,11 @@ def sent(words: str, world: World) -> list[int]:
 
 def on_four(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "4"
-    found = {name: trained(job_of(RUNS[name][0], 2, 4), world) for name in FOUR}
+    found = {name: trained(name, 2, world) for name in FOUR}
     context = f"{CLIPPED} trainer.strategy.context_parallel_size=2 trainer.micro_batch_size=8"
-    found["tensor and context"] = trained(job_of(context, 2, 4), world)
+    found["tensor and context"] = rank_runs.trained(job_of(context, 2, 4), world)
     for name in RESUMED:
-        found[f"{name} from two"] = trained(loaded(job_of(RUNS[name][0], 2, 4), folder / name), world, 4)
+        found[f"{name} from two"] = resumed(name, 2, world, folder / name)
     found["memory"] = {words: rank_runs.measured(4, f"{words} {SP} trainer.strategy.tensor_model_parallel_size=2") for words in SHARDED}
     return found
 
@@ -229,25 +230,25 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(2, quick_on_two, tmp_path_factory.mktemp("quick"))
 
 
-@functools.cache
-def one(name: str) -> dict[str, Any]:
-    """A run on one rank, whose microbatch is the global batch."""
-    return trained(job_of(RUNS[SAME.get(name, name)][0], 1, 1), World())
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with checkpoints of the fourth step of runs on one rank."""
-    found = tmp_path_factory.mktemp("ranks")
-    for name in RESUMED:
-        job = job_of(RUNS[name][0], 1, 1)
-        trained(job, World(), 0, 4)
-        saved(job, World(), found / f"one {name}")
-    return found
+    return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def one(folder: Path) -> One:
+    """Runs on one rank, whose microbatch is the global batch; those that go on elsewhere leave checkpoints in `folder`."""
+    @functools.cache
+    def run(name: str) -> dict[str, Any]:
+        return trained(name, 1, World(), folder / f"one {name}" if name in RESUMED else None)
+
+    return lambda name: run(SAME.get(name, name))
+
+
+@pytest.fixture(scope="module")
+def two(one: One, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    for name in RESUMED:
+        one(name)
     return on_ranks(2, functools.partial(on_two, folder), tmp_path_factory.mktemp("two"))
 
 
@@ -257,27 +258,28 @@ def four(folder: Path, two: list[dict[str, Any]], tmp_path_factory: pytest.TempP
 
 
 def differences(found: dict[str, Any], want: dict[str, Any]) -> float:
-    return max(abs(a - b) / b for a, b in zip([*found["losses"], found["val"]], [*want["losses"], want["val"]], strict=True))
+    steps = len(found["losses"])
+    return max(abs(a - b) / b for a, b in zip([*found["losses"], *found["val"]], [*want["losses"][:steps], *want["val"]], strict=True))
 
 
-def same_run(name: str, ranks: list[dict[str, Any]]) -> None:
-    want, (_, loss, norm) = one(name), RUNS[name]
+def same_run(name: str, ranks: list[dict[str, Any]], want: dict[str, Any]) -> None:
+    _, loss, norm = RUNS[name]
     assert all(rank[name]["losses"] == ranks[0][name]["losses"] for rank in ranks)
     assert differences(ranks[0][name], want) <= loss
-    assert ranks[0][name]["norms"] == pytest.approx(want["norms"], rel=norm)
+    assert ranks[0][name]["norms"] == pytest.approx(want["norms"][:len(ranks[0][name]["norms"])], rel=norm)
     assert all(rank[name].get("coverage") == want.get("coverage") for rank in ranks)
     for key, scale in ranks[0][name].get("scales", {}).items():
         assert all(torch.equal(rank[name]["scales"][key], scale) for rank in ranks), key
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_two_ranks_that_share_matrices_train_as_one_rank(name: str, quick: list[dict[str, Any]]) -> None:
-    same_run(name, quick)
+def test_two_ranks_that_share_matrices_train_as_one_rank(name: str, quick: list[dict[str, Any]], one: One) -> None:
+    same_run(name, quick, one(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DATA_PARALLEL)
-def test_masked_losses_of_two_shares_of_the_batch_are_those_of_one_rank(name: str, two: list[dict[str, Any]]) -> None:
+def test_masked_losses_of_two_shares_of_the_batch_are_those_of_one_rank(name: str, one: One, two: list[dict[str, Any]]) -> None:
     assert two[0][name]["losses"] == two[1][name]["losses"]
     assert differences(two[0][name], one("packed")) <= 1e-6
     assert two[0][name]["norms"] == pytest.approx(one("packed")["norms"], rel=1e-5)
@@ -294,39 +296,38 @@ def test_models_of_all_families_compute_what_one_rank_does(name: str, sequence_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
-def test_two_ranks_train_as_one_rank_in_every_precision(name: str, two: list[dict[str, Any]]) -> None:
-    same_run(name, two)
+def test_two_ranks_train_as_one_rank_in_every_precision(name: str, two: list[dict[str, Any]], one: One) -> None:
+    same_run(name, two, one(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
-def test_two_times_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]]) -> None:
-    same_run(name, four)
+def test_two_times_two_ranks_train_as_one_rank(name: str, four: list[dict[str, Any]], one: One) -> None:
+    same_run(name, four, one(name))
 
 
 @pytest.mark.slow
-def test_matrices_and_sequences_are_split_together(four: list[dict[str, Any]]) -> None:
+def test_matrices_and_sequences_are_split_together(one: One, four: list[dict[str, Any]]) -> None:
     assert differences(four[0]["tensor and context"], one("clipped")) <= 1e-6
     assert four[3]["tensor and context"]["losses"] == four[0]["tensor and context"]["losses"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
-def test_runs_resume_on_other_layouts(name: str, folder: Path, two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
-    (words, loss, _), whole = RUNS[name], two[0] | {name: two[0].get(name)}
-    resumed = two[0][f"{name} resumed"]
-    assert resumed["losses"] == whole[name]["losses"][4:] and resumed["val"] == whole[name]["val"]
-    assert two[0][f"{name} from one"]["losses"] == pytest.approx(one(name)["losses"][4:], rel=loss)
-    assert four[0][f"{name} from two"]["losses"] == pytest.approx(whole[name]["losses"][4:], rel=loss)
-    alone = trained(loaded(job_of(words, 1, 1), folder / name), World(), 4)
-    assert alone["losses"] == pytest.approx(whole[name]["losses"][4:], rel=loss)
+def test_runs_resume_on_other_layouts(name: str, folder: Path, one: One, two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
+    (_, loss, _), whole, again = RUNS[name], two[0][name], two[0][f"{name} resumed"]
+    rest = whole["losses"][rank_runs.HALF:]
+    assert again["losses"] == rest and again["val"] == whole["val"]
+    assert two[0][f"{name} from one"]["losses"] == pytest.approx(one(name)["losses"][rank_runs.HALF:rank_runs.STEPS], rel=loss)
+    assert four[0][f"{name} from two"]["losses"] == pytest.approx(rest, rel=loss)
+    assert resumed(name, 1, World(), folder / name)["losses"] == pytest.approx(rest, rel=loss)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_parts_are_those_of_the_whole_bit_for_bit(name: str, folder: Path, two: list[dict[str, Any]]) -> None:
     """Codes and scales of the optimizer's state among them; a block that a cut goes through has decoded ones."""
-    (tensors, _), found = checkpoint.load(folder / f"one {name}" / "step-00000004"), two[0][f"{name} as loaded"]
+    (tensors, _), found = checkpoint.load(folder / f"one {name}" / "step-00000002"), two[0][f"{name} as loaded"]
     decoded = {n for n, t in tensors["optimizer"].items() if n in found and t.dtype != found[n].dtype}
     assert {n.rpartition(".")[2] for n in decoded} == ({"exp_avg", "exp_avg_sq"} if "cut" in name else set())
     assert {n for n in tensors["optimizer"] if n.removesuffix(".scale_inv") not in decoded} == found.keys() - decoded

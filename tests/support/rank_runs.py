@@ -1,4 +1,4 @@
-"""Runs on ranks: some steps of a job and what is compared of them, and a job that goes on from a checkpoint."""
+"""Runs on ranks: some steps of a job and what is compared of them, with a checkpoint on the way, and a job that goes on from one."""
 
 from __future__ import annotations
 
@@ -14,16 +14,30 @@ from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.run_files import RunFiles
-from fp8cfg.training.train_step import evaluate, train_step
+from fp8cfg.training.train_step import Step, evaluate, train_step
+from tests.support import sharded_checkpoints
 
+HALF, STEPS, LONG = 2, 4, 8
+"""Steps before the evaluation and the checkpoint of a run, of a run, and of the float32 runs that are held to one rank for longest."""
 
-def trained(job: Job, world: World, first: int, last: int) -> dict[str, Any]:
-    """Losses and norms of steps `first` to `last`, the validation loss after them, and in FP8 coverage and scales."""
+def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
+    """Losses and norms of steps `first` to `last`, the validation loss in their midst, and in FP8 coverage and scales."""
     batches, held_out = run_data(job.recipe)
-    steps = [train_step(job, batches, step, world) for step in range(first, last)]
-    found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps],
-             "val": evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked)}
+    steps, val = list[Step](), list[float]()
+    for step in range(first, last):
+        if step == HALF:
+            val.append(evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked))
+        steps.append(train_step(job, batches, step, world))
+    found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps], "stepped": [s.stepped for s in steps], "val": val}
     return found | in_fp8(job)
+
+
+def saved(job: Job, world: World, folder: Path, last: int = STEPS) -> dict[str, Any]:
+    """`trained`, with a checkpoint of half of the steps in `folder`."""
+    start = trained(job, world, 0, HALF)
+    sharded_checkpoints.saved(job, world, folder, HALF)
+    rest = trained(job, world, HALF, last)
+    return rest | {key: [*start[key], *rest[key]] for key in ("losses", "norms", "stepped")}
 
 
 def in_fp8(job: Job) -> dict[str, Any]:
@@ -33,7 +47,7 @@ def in_fp8(job: Job) -> dict[str, Any]:
     return {"coverage": str(job.prove()), "scales": {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")}}
 
 
-def resumed(job: Job, folder: Path, step: int) -> Job:
+def resumed(job: Job, folder: Path, step: int = HALF) -> Job:
     """`job` as the checkpoint of `step` in `folder` has it."""
     saved = checkpoint.load_named(RunFiles.at(folder), f"step-{step:08d}")
     assert job_state.restore(job, *saved, run_data(job.recipe)[0]) == step
