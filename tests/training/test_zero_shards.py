@@ -15,13 +15,11 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.checkpoint.job_tensors import checkpoint_bytes
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.train_step import evaluate, train_step
-from tests.support import sharded_checkpoints
+from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
@@ -43,11 +41,16 @@ ROWS = {
 CUT, NORMS = "cut blocks", 3 * 64
 """A row whose shards of norms are parts of blocks, and the elements of these."""
 SHARDS = ("none", "zero1", "zero2")
+ONCE = ("current", "rows", "nvfp4", "moments by tensor", "momentum", "fp16 AMP")
+"""Rows without a run of zero2, which is zero1 but for when gradients are summed: their weights and moments see nothing of that."""
+RUNS = [(row, shard) for row in ROWS for shard in SHARDS if shard != "zero2" or row not in ONCE]
 RESUMED = [("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "none"), ("momentum", "zero1", "zero2"), ("bf16", "none", "zero2"), ("current", "zero1", "zero1"), ("MX", "none", "zero1"), ("blocks", "zero2", "none"),
            ("moments by tensor", "zero1", "none"), ("moments in blocks", "none", "zero2"), ("cut blocks", "none", "zero1"), ("cut blocks", "zero1", "none"), ("float32 weights", "zero1", "none"), ("float32 weights", "none", "zero2")]
-MEASURED = ("precision=fp16 precision.initial_loss_scale=128 storage.shard=zero1 model.num_layers=2 model.seq_length=32", "precision=bf16 storage.comm=bf16 storage.shard=zero1", "precision=bf16 storage.weight_grad=bf16 storage.shard=zero1", "precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16_fp8 fp8.keep_transpose_cache=true storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1", "precision=fp16_amp precision.initial_loss_scale=128 storage.shard=zero1",
-            FEW := "precision=bf16 storage.shard=zero1 model.seq_length=64 trainer.micro_batch_size=1 trainer.global_batch_size=4")
+MEASURED = ("precision=fp16 precision.initial_loss_scale=128 storage.shard=zero1 model.num_layers=2 model.seq_length=32", "precision=bf16 storage.comm=bf16 storage.shard=zero1", "precision=bf16 storage.weight_grad=bf16 storage.shard=zero1", "precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2 model.num_layers=3", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16_fp8 fp8.keep_transpose_cache=true storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1", "precision=fp16_amp precision.initial_loss_scale=128 storage.shard=zero1",
+            FEW := "precision=bf16 storage.shard=zero1 model.num_layers=2 model.seq_length=64 trainer.micro_batch_size=1 trainer.global_batch_size=4")
 """The last is of few tokens, where the sum of a layer's gradients is the peak."""
+SAVED, STEPS = 1, 3
+"""Steps of a run before it is saved, and in all."""
 NOT_CLIPPED = "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
 
 
@@ -116,32 +119,27 @@ def nbytes(tensors: list[Tensor]) -> int:
     return sum(local(t).nbytes for t in tensors)
 
 
-def load(job: Job, path: Path) -> Job:
-    assert job_state.restore(job, *checkpoint.load_named(RunFiles.at(path), "step-00000002"), run_data(job.recipe)[0]) == 2
-    return job
-
-
 def on_two(folder: Path, world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for row, its in ROWS.items():
-        for shard in SHARDS:
-            job = job_of(its, f"storage.shard={shard}", "trainer.micro_batch_size=2")  # two microbatches
-            losses = run(job, world, 0, 2)
-            sharded_checkpoints.saved(job, world, folder / f"{row} {shard}", 2)
-            world.traffic.clear()
-            losses += run(job, world, 2, 3)
-            sent = dict(world.traffic.messages)
-            validation = evaluate(job, validation_batches(job.recipe, run_data(job.recipe)[1], world), world)
-            losses += run(job, world, 3, 4)
-            if job.recipe.fp8.enabled:
-                job.prove()
-            kept = {kind: nbytes(tensors) for kind, tensors in (*memory_measurement.stored(job).items(), ("gradients", memory_measurement.gradients(job)))}
-            found[f"{row} {shard}"] = {"losses": losses, "validation": validation, "kept": kept, "state": sharded_checkpoints.whole(job, world), "messages": sent,
-                                       "json": job.optimizer.state_json(), "fsdp2": job.prepared.fsdp2, "bytes": checkpoint_bytes(job, world),
-                                       "elements": sum(p.numel() for p in job.model.parameters())}
+    for row, shard in RUNS:
+        job = job_of(ROWS[row], f"storage.shard={shard}", "trainer.micro_batch_size=2")  # two microbatches
+        losses = run(job, world, 0, SAVED)
+        if (row, shard) in {(its, before) for its, before, _ in RESUMED}:
+            sharded_checkpoints.saved(job, world, folder / f"{row} {shard}", SAVED)
+        world.traffic.clear()
+        losses += run(job, world, SAVED, SAVED + 1)
+        sent = dict(world.traffic.messages)
+        validation = evaluate(job, validation_batches(job.recipe, run_data(job.recipe)[1], world), world)
+        losses += run(job, world, SAVED + 1, STEPS)
+        if job.recipe.fp8.enabled:
+            job.prove()
+        kept = {kind: nbytes(tensors) for kind, tensors in (*memory_measurement.stored(job).items(), ("gradients", memory_measurement.gradients(job)))}
+        found[f"{row} {shard}"] = {"losses": losses, "validation": validation, "kept": kept, "state": sharded_checkpoints.whole(job, world), "messages": sent,
+                                   "json": job.optimizer.state_json(), "fsdp2": job.prepared.fsdp2, "bytes": checkpoint_bytes(job, world),
+                                   "elements": sum(p.numel() for p in job.model.parameters())}
     for row, before, now in RESUMED:
-        job = load(job_of(ROWS[row], f"storage.shard={now}", "trainer.micro_batch_size=2"), folder / f"{row} {before}")
-        found[f"{row} {before} {now}"] = {"losses": run(job, world, 2, 4), "state": sharded_checkpoints.whole(job, world)}
+        job = rank_runs.resumed(job_of(ROWS[row], f"storage.shard={now}", "trainer.micro_batch_size=2"), folder / f"{row} {before}", SAVED)
+        found[f"{row} {before} {now}"] = run(job, world, SAVED, STEPS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")  # torchrun's, for the plan
         found["memory"] = {words: measure(words) for words in MEASURED}
@@ -172,8 +170,7 @@ def sharded_bits(t: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["zero1", "zero2"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("row", "shard"), [run for run in RUNS if run[1] != "none"])
 def test_a_sharded_run_has_the_bits_of_the_unsharded_one(row: str, shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
     whole = two[1][0][f"{row} none"]
     for found in (rank[f"{row} {shard}"] for rank in two[1]):
@@ -190,16 +187,15 @@ def test_a_sharded_run_has_the_bits_of_the_unsharded_one(row: str, shard: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS)
-def test_a_rank_keeps_half_of_masters_moments_and_gradients(row: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize(("row", "shard"), [run for run in RUNS if run[1] != "none"])
+def test_a_rank_keeps_half_of_masters_moments_and_gradients(row: str, shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
     whole = two[1][0][f"{row} none"]
-    for shard in ("zero1", "zero2"):
-        first, second = (found[f"{row} {shard}"]["kept"] for found in two[1])
-        assert first["masters"] + first["weights"] + second["masters"] + second["weights"] == 4 * whole["elements"]
-        wide = NORMS * (8 - 2 * (1 + 8 / 128)) if row == CUT else 0
-        assert first["moments"] + second["moments"] == pytest.approx(whole["kept"]["moments"] + wide, abs=256)  # both have the scales of whole tensors
-        assert first["gradients"] + second["gradients"] == 4 * whole["elements"]
-        assert abs(first["moments"] - second["moments"]) < 0.02 * first["moments"]
+    first, second = (found[f"{row} {shard}"]["kept"] for found in two[1])
+    assert first["masters"] + first["weights"] + second["masters"] + second["weights"] == 4 * whole["elements"]
+    wide = NORMS * (8 - 2 * (1 + 8 / 128)) if row == CUT else 0
+    assert first["moments"] + second["moments"] == pytest.approx(whole["kept"]["moments"] + wide, abs=256)  # both have the scales of whole tensors
+    assert first["gradients"] + second["gradients"] == 4 * whole["elements"]
+    assert abs(first["moments"] - second["moments"]) < 0.02 * first["moments"]
 
 
 @pytest.mark.slow
@@ -227,8 +223,8 @@ def test_the_plan_is_what_is_measured(words: str, two: tuple[Path, list[dict[str
 @pytest.mark.parametrize(("row", "before", "now"), RESUMED)
 def test_two_ranks_resume_sharded_like_before_or_not(row: str, before: str, now: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
     whole, resumed = two[1][0][f"{row} {before}"], two[1][0][f"{row} {before} {now}"]
-    assert resumed["losses"] == two[1][1][f"{row} {before} {now}"]["losses"]
-    assert [loss for loss, _ in resumed["losses"]] == pytest.approx([loss for loss, _ in whole["losses"][2:]], rel=2e-5)
+    assert resumed == two[1][1][f"{row} {before} {now}"]
+    assert [loss for loss, _ in resumed] == pytest.approx([loss for loss, _ in whole["losses"][SAVED:]], rel=2e-5)
 
 
 @pytest.mark.slow
