@@ -78,9 +78,7 @@ class TensorLayout:
     def part(self, name: str, whole: Offsets, read: Callable[[Offsets, Offsets], Tensor]) -> Tensor:
         """What this rank keeps of a tensor whose whole has the shape `whole`, of which `read` gives the part that begins somewhere
         and has some size."""
-        shard, like = self._shard_of(name, len(whole)), self._parameter_of(name)
-        if shard is not None and whole[shard.dim] == 1:  # scales of whole rows or columns, as in `spanning`
-            shard = None
+        shard, like = None if name in self.spanning else self._shard_of(name, len(whole)), self._parameter_of(name)
         if whole and name.endswith(block_scales.SUFFIX) and (p := self.params.get(block_scales.parameter(name))) is not None:
             shard, like = block_scales.split(p, shard)
             if shard is not None and shard.dim == 1:
