@@ -10,7 +10,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.fsdp_sharding import ZERO, gathered_plain
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import Columns, as_held, foreign_others, fp8_weights, gathered, others, resolved
+from fp8cfg.config.storage import Columns, as_held, foreign_others, fp8_weights, gathered, others
 from fp8cfg.models.config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _fully_sharded(
     columns = stored_weights.parameter_columns(model, precision, plan)
     backend, whole = backend_registry.backend(choice.backend), precision.storage.shard != "fsdp"
     in_fp8 = fp8_weights(precision) if whole else gathered(precision, choice.backend) == "fp8"
-    gradient = stored_weights.DTYPES[resolved(precision)["weight_grad"] if whole else precision.compute]
+    gradient = stored_weights.DTYPES[others(precision)["weight_grad"] if whole else precision.compute]
     if precision.fp8.enabled:
         fp8 = precision.fp8.model_copy(update={"params": False})  # of layers; a shard is float32
         backend.convert(

@@ -1,10 +1,10 @@
 """FSDP2 sharding: which recipes have their state split over data-parallel ranks by torch's FSDP2, as float32 shards.
 
-`storage.shard=fsdp` always; zero1 and zero2 where masters are float32, gradients are added up and sent in plain dtypes, and each
-trained weight can be gathered as the unsharded run stores it. Moments may be of any codec, encoded by shard. Masters of fewer
-bits, and weights in a codec that is neither float32 nor what products read, are those of whole tensors, each of which has one
-owner (training/distributed/zero.py). Under zero1 and zero2 weights that are frozen beside adapters are whole on each rank, as
-Megatron's distributed optimizer leaves them.
+`storage.shard=fsdp` always; zero1 and zero2 where masters are float32, gradients are sent in plain dtypes, and each trained weight
+can be gathered as the unsharded run stores it. Moments and gradients may be of any codec, encoded by shard. Masters of fewer bits,
+and weights in a codec that is neither float32 nor what products read, are those of whole tensors, each of which has one owner
+(training/distributed/zero.py). Under zero1 and zero2 weights that are frozen beside adapters are whole on each rank, as Megatron's
+distributed optimizer leaves them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _gathered_as_stored(p: Precision, backend: str, adapters: bool) -> bool:
     linear, rest = resolved(p), others(p)
     if low_bit(p) and not float32_masters(p):
         return False
-    if {columns[k] for columns in (linear, rest) for k in ("weight_grad", "comm")} & {*SCALED}:
+    if {linear["comm"], rest["comm"]} & {*SCALED}:
         return False
     if adapters:  # which are no weights of linear layers
         return True
@@ -64,4 +64,4 @@ def gathered_plain(precision: Precision) -> str:
 
 def _sent_wider(p: Precision) -> bool:
     """Whether gradients are sent in another dtype than that of fewer bits than float32 in which they are added up."""
-    return resolved(p)["weight_grad"] not in (resolved(p)["comm"], "fp32")
+    return others(p)["weight_grad"] not in (others(p)["comm"], "fp32")

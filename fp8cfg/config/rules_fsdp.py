@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.config.backend_capabilities import gathering
 from fp8cfg.config.refusal import Refusal, idle
-from fp8cfg.config.storage import against_fp8_gather, level, resolved
+from fp8cfg.config.storage import SCALED, against_fp8_gather, level, resolved
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
 
 KEPT = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
-"""The columns of a rank's parts: weights are float32 and their own masters. Moments may be of any codec."""
+"""The columns of a rank's parts: weights are float32 and their own masters. Moments may be of any codec, and gradients of
+one with a scale."""
 _INSTEAD = "or storage.shard=zero2"
 _GATHERS = ("fp8.enabled", "fp8.scaling", "fp8.granularity", "fp8.use_power_2_scales", "fp8.override_linear_precision.fprop",
             "fp8.override_linear_precision.dgrad", "fp8.params", "backend")
@@ -32,7 +33,7 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
         yield Refusal(f"{said}: storage.shard=fsdp keeps float32 weights; drop it, {_INSTEAD}",
                       [("opt_level", None)], ["storage.shard"])
     for column, codec in KEPT.items():
-        if (given := getattr(s, column)) not in ("auto", codec):
+        if (given := getattr(s, column)) not in ("auto", codec, *(SCALED if column == "weight_grad" else ())):
             yield Refusal(f"storage.{column}={given}: storage.shard=fsdp has {codec} there; write that, {_INSTEAD}",
                           [(f"storage.{column}", "auto")], ["storage.shard"])
     sums = ("fp32", "bf16", *(("fp16",) if p.compute == "fp16" else ()))

@@ -176,10 +176,13 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
     if weight == "fp32" and master != "none":
         yield Refusal(f"storage.master_weight={master}: has no effect, storage.weight=fp32 needs no masters; write none",
                       [("storage.master_weight", "auto")], ["storage.weight", "precision.compute"])
-    if p.storage.accumulate != "wide" and not columns["weight_grad"] == columns["comm"] in FP8_CODECS:
-        yield Refusal(f"storage.accumulate={p.storage.accumulate}: needs storage.weight_grad and storage.comm in one FP8 codec, "
-                      f"not {columns['weight_grad']} and {columns['comm']}; drop it or write fp8 for both",
-                      [("storage.accumulate", "wide")], ["storage.weight_grad", "storage.comm", "opt_level"])
+    gradient, comm = columns["weight_grad"], columns["comm"]
+    shards = p.storage.shard == "fsdp"  # which are summed before they are stored
+    if p.storage.accumulate != "wide" and not (gradient in FP8_CODECS and (shards or gradient == comm)):
+        needs = (f"storage.weight_grad in FP8, not {gradient}; drop it or write fp8" if shards else
+                 f"storage.weight_grad and storage.comm in one FP8 codec, not {gradient} and {comm}; drop it or write fp8 for both")
+        yield Refusal(f"storage.accumulate={p.storage.accumulate}: needs {needs}", [("storage.accumulate", "wide")],
+                      ["storage.weight_grad", "storage.comm", "opt_level", "storage.shard"])
     rounded = {columns["weight"], columns["master_weight"]} - {"fp32", "none"}
     if p.storage.rounding != "nearest" and (not rounded or (fp8_weights(p) and master == "fp32")):
         why = "FP8 layers round their weights themselves" if rounded else "weights are float32"

@@ -131,11 +131,12 @@ def low_bit(precision: Precision) -> bool:
 
 
 def float32_masters(precision: Precision) -> bool:
-    """Whether weights are float32, or stand beside masters that are and are rounded to nearest: then moments alone may be of fewer
-    bits. Float32 weights have the gradients that autograd gives them."""
+    """Whether weights are float32, or stand beside masters that are and are rounded to nearest: then moments and gradients alone
+    may be of fewer bits. Float32 weights have the gradients that autograd gives them, till these are stored with a scale."""
+
     def exact(columns: Columns) -> bool:
         if columns["master_weight"] == "none":
-            return columns["weight"] == columns["weight_grad"] == "fp32"
+            return columns["weight"] == "fp32" and columns["weight_grad"] in ("fp32", *SCALED)
         return columns["master_weight"] == "fp32"
 
     return precision.storage.rounding == "nearest" and exact(resolved(precision)) and exact(others(precision))

@@ -93,11 +93,13 @@ class Codec:
         scales = (math.ceil(data.numel() / self.block), *((2,) if self.expand else ())) if self.block else ()
         return (data, torch.ones(scales, device=device))
 
-    def encode(self, x: Tensor, key: Tensor | None = None) -> Stored:
-        """Float32 `x`, any shape, as this codec stores it; `x` itself under fp32. `key` is for stochastic rounding."""
+    def encode(self, x: Tensor, key: Tensor | None = None, scale_inv: Tensor | None = None) -> Stored:
+        """Float32 `x`, any shape, as this codec stores it; `x` itself under fp32. `key` is for stochastic rounding, `scale_inv` the
+        scale of a whole tensor of which `x` is a part."""
         if self.scaling == "none":
             return (self._quantize(x, None, key),)
-        scale_inv = self._scales_of_rows(x) if self.block else self.scale_inv(largest(x))
+        if scale_inv is None:
+            scale_inv = self._scales_of_rows(x) if self.block else self.scale_inv(largest(x))
         return (self._quantize(x, scale_inv, key), scale_inv)
 
     def decode(self, stored: Stored) -> Tensor:
@@ -111,12 +113,13 @@ class Codec:
         v = self._from_rows(self._rows(v).mul_(stored[1][:, None]), v) if self.block else v.mul_(stored[1])
         return v * v if self.root else v
 
-    def store(self, x: Tensor, stored: Stored, key: Tensor | None = None) -> None:
+    def store(self, x: Tensor, stored: Stored, key: Tensor | None = None, scale_inv: Tensor | None = None) -> None:
         """Write `x`, of any float dtype, into `stored`: the bits of `encode`, a piece at a time."""
-        flat, scale_inv = x.reshape(-1), None
+        flat = x.reshape(-1)
         if self.per_tensor:
-            found = [largest(flat[a:b].float()) for a, b in spans(x.numel(), x.device)]
-            scale_inv = self.scale_inv(torch.stack(found).amax() if found else torch.zeros((), device=x.device))
+            if scale_inv is None:
+                found = [largest(flat[a:b].float()) for a, b in spans(x.numel(), x.device)]
+                scale_inv = self.scale_inv(torch.stack(found).amax() if found else torch.zeros((), device=x.device))
             stored[1].copy_(scale_inv)
         for a, b in spans(x.numel(), x.device):
             self.write(flat[a:b].float(), self.part(stored, a, b), scale_inv, key, start=a)

@@ -30,6 +30,7 @@ from fp8cfg.report.memory.fsdp_gather import root_bytes
 from fp8cfg.report.memory.layout import ranks, stage_parts
 from fp8cfg.report.memory.linears import LinearBytes
 from fp8cfg.report.memory.peak import linears_of, memory, parameters, persistent, step_bytes
+from fp8cfg.report.memory.shards import until_stored
 from fp8cfg.report.tables import size, table
 from fp8cfg.training.distributed.gradient_sync import stored_grads
 from fp8cfg.training.distributed.world import current
@@ -195,7 +196,7 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
     elif by_fsdp2(recipe, part.shards, backend):
         kept += (gathered := stays.pop("weights"))
         there = shard == "zero1" and recipe.trainer.strategy.pipeline_model_parallel_size == 1  # gradients, before the last pass
-        gathered += 0 if there else kinds["accumulation"]
+        gathered += 0 if there else kinds["accumulation"] - until_stored(recipe, part, linears)  # of those that a pass before left
     peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + gathered
     step = step_bytes(recipe, part, linears, device, backend)
     return {**stays, "FP8 state": state, "after forward": kept, "peak": peak, "optimizer step": step}

@@ -55,6 +55,34 @@ def test_a_part_has_the_bits_of_the_whole(moments: str, cut: str) -> None:
         assert torch.equal(bits(t), bits(wanted)), name
 
 
+@pytest.mark.parametrize("grad", ["fp8", "fp8_pow2", "fp16_scaled", "fp8_block"])
+def test_a_shard_of_a_gradient_has_the_codes_of_the_whole(grad: str) -> None:
+    """Added up in its codec too; and where another rank has one that is not a number, none here is."""
+    columns, whole = named_columns(weight_grad=grad), nn.Parameter(normal(*SHAPE))
+    shard = nn.Parameter(whole.detach()[:4].clone())
+    every, mine = build(columns, {"p0": whole}), build(columns, {"p0": shard})
+    amaxes: list[Tensor] = []
+
+    def recorded(found: Tensor) -> Tensor:
+        amaxes.append(found)
+        return found
+
+    every.gradients.largest, mine.gradients.largest = recorded, lambda here: torch.maximum(here, amaxes.pop())
+    mine.gradients.ends = {shard}
+    for step, last in enumerate((1.0, 1.0, float("nan"))):
+        gradient = normal(*SHAPE, seed=step) * torch.tensor([1.0] * 11 + [last])[:, None]
+        for optimizer, p, g in ((every, whole, gradient), (mine, shard, gradient[:4])):
+            with optimizer.storing(add=True):
+                (p * g).sum().backward()
+        theirs, own = every.stored_grads[whole], mine.stored_grads[shard]
+        if grad == "fp8_block":
+            assert torch.equal(bits(own[0]), bits(theirs[0][:4])) and torch.equal(own[1], theirs[1][: len(own[1])])
+        elif step < 2:
+            assert torch.equal(bits(own[0]), bits(theirs[0][:4])) and torch.equal(own[1], theirs[1])
+        else:
+            assert columns.read.decode(own).isnan().all() and columns.read.decode(theirs).isnan().all()
+
+
 @pytest.mark.parametrize("cut", CUTS)
 def test_elements_of_a_part_are_numbered_as_in_the_whole(cut: str) -> None:
     shard, numbers = CUTS[cut], torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.int32).view(SHAPE)

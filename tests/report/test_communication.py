@@ -37,6 +37,7 @@ LAYOUTS = {
     "PP2": f"precision=bf16_fp8 {STRATEGY}pipeline_model_parallel_size=2 model.share_embeddings_and_output_weights=true",
     "FSDP2": "precision=bf16_fp8 storage.shard=fsdp",
     "FSDP2 of blocks": "precision=bf16_fp8_block storage.shard=fsdp model.ffn_hidden_size=256",
+    "FSDP2 of stored gradients": "precision=bf16 storage.weight_grad=fp8 storage.accumulate=stored storage.shard=fsdp",
     "FSDP2 by torchao": "precision=bf16_fp8_current fp8.params=false fp8.high_precision_at_start=0 fp8.high_precision_at_end=0 "
                         "storage.shard=fsdp backend=torchao",
     "zero1": "precision=bf16_fp8", "zero2": "precision=bf16 storage.shard=zero2", "none": "precision=bf16 storage.shard=none",

@@ -49,6 +49,7 @@ NATIVE = {
     "FP8 weights": "precision=bf16_fp8", "FP8 weights, current": f"precision=bf16_fp8_current {EVERYWHERE} fp8.params=true", "FP8 weights, block": "precision=bf16_fp8_block fp8.params=true",
     "FP8 weights, mxfp8": "precision=bf16_mxfp8",
     "moments": "precision=bf16 storage.exp_avg=bf16 storage.exp_avg_sq=bf16",
+    "stored gradients": "precision=bf16 storage.weight_grad=fp8",
     "sgd": "precision=bf16 optim.name=sgd", "adam": "precision=bf16 optim.name=adam", "recomputed": f"{CURRENT} model.recompute_granularity=full",
 }
 WITH_TORCHAO = {
@@ -232,6 +233,9 @@ def test_a_rank_keeps_half_and_sends_what_is_counted(row: str, two: tuple[Path, 
     first, second = (found[row] for found in two[1])
     elements = first["elements"]
     for kind, each in (("weights", 4), ("moments", 4 if row in ("sgd", "moments") else 8), ("gradients", 4), ("masters", 0)):
+        if kind == "gradients" and row == "stored gradients":  # of linear layers
+            assert elements / 2 < first["kept"][kind] == second["kept"][kind] < elements * 1.5
+            continue
         assert first["kept"][kind] == second["kept"][kind] == elements * each / 2
     gathered, reduced = first["handed"]
     assert first["sent"] == second["sent"] == {"weights": gathered, "gradients": reduced / 2}
@@ -321,6 +325,16 @@ def test_one_rank_alone_has_a_group_of_its_own() -> None:
     assert held_out(job, World()) == held_out(whole, World())
 
 
+@pytest.mark.parametrize("codec", ["fp8", "fp8_block"])
+def test_shards_of_gradients_add_up_in_their_codec(codec: str) -> None:
+    """storage.accumulate=stored, over four microbatches: the sums of the run that is not split, each rounded again."""
+    words = f"precision=bf16 storage.weight_grad={codec} storage.accumulate=stored trainer.micro_batch_size=2 model.hidden_size=128"
+    losses = [loss for loss, _ in run(job_of(words, FSDP, NOT_CLIPPED), World(), 0, 3)]
+    assert losses != [loss for loss, _ in run(job_of(words.replace("stored", "wide"), FSDP, NOT_CLIPPED), World(), 0, 3)]
+    if codec == "fp8":  # which is sent as well
+        assert losses == [loss for loss, _ in run(job_of(f"{words} storage.comm={codec}", WHOLE, NOT_CLIPPED), World(), 0, 3)]
+
+
 def test_split_layers_are_not_exchanged() -> None:
     with pytest.raises(fp8cfg.ConfigError, match=r"convert_back: FSDP2 has split the model, .*; a checkpoint has whole weights \(model.safetensors\)"):
         fp8cfg.convert_back(job_of(CURRENT, FSDP).model)
@@ -398,6 +412,7 @@ ZERO2 = "or storage.shard=zero2"
     (f"{FSDP} storage.weight=bf16", f"storage.weight=bf16: storage.shard=fsdp has fp32 there; write that, {ZERO2}"),
     (f"{FSDP} storage.master_weight=fp32", f"storage.master_weight=fp32: storage.shard=fsdp has none there; write that, {ZERO2}"),
     (f"{FSDP} storage.weight_grad=bf16", f"storage.weight_grad=bf16: storage.shard=fsdp has fp32 there; write that, {ZERO2}"),
+    (f"{FSDP} storage.accumulate=stored", "storage.accumulate=stored: needs storage.weight_grad in FP8, not fp32; drop it or write fp8"),
     (f"{FSDP} storage.master_weight=bf16", f"storage.master_weight=bf16: storage.shard=fsdp has none there; write that, {ZERO2}"),
     (f"{FSDP} storage.comm=fp8", f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16; write one of them, {ZERO2}"),
     (f"{FSDP} precision=fp16 storage.comm=fp8", f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16 or fp16; write one of them, {ZERO2}"),

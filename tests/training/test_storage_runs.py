@@ -341,7 +341,7 @@ def test_compiled_losses_are_the_eager_ones() -> None:
 RANKED = {
     "O2": f"{FP8} opt_level=O2", "O3": f"{FP8} opt_level=O3", "O3, mxfp8": "precision=bf16_mxfp8 opt_level=O3", "O2, fp16": f"precision=fp16 opt_level=O2 {SCALE}",
     "O3, summed in float32": f"{FP8} opt_level=O3 storage.comm=fp32", "bf16 moments": "precision=bf16 storage.master_weight=fp16_scaled storage.exp_avg=bf16 storage.exp_avg_sq=bf16",
-    "gradients in scaled fp16": "precision=bf16 storage.weight_grad=fp16_scaled",
+    "float32 masters": "precision=bf16 storage.weight_grad=fp8 storage.comm=fp8",
     "O3, tied": f"{FP8} opt_level=O3 fp8.output_layer=true model.share_embeddings_and_output_weights=true",
     # What FSDP2 does not gather as a rank alone stores it (tests/training/test_zero_shards.py has the rest).
     "FP8 weights": "precision=bf16_mxfp8 storage.master_weight=fp16_scaled", "FP8 weights outside of FP8": "precision=bf16 storage.weight=fp8",

@@ -2,15 +2,20 @@
 
 A gradient with a scale of the whole tensor takes three launches on a GPU, its amax, the scale and the values, and so do several
 together: as they come in a backward pass, small ones wait for the next ones there.
+
+A rank that has a shard of a gradient, once FSDP2 has summed it, stores that. Shards of one sum wait for one another, for scales of
+whole tensors are made of their largest amaxes over the ranks, which one collective finds for all of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fp8cfg.numerics.codecs import Codec, Stored, spans
 from fp8cfg.optim.low_bit.adam_step import ROW
@@ -23,7 +28,8 @@ WAITING = 1 << 26
 
 class StoredGradients:
     """The gradients of the parameters in `codecs`, in `stored` by parameter. `key` gives the random numbers of a parameter's
-    rounding, `names` what errors call it."""
+    rounding, `names` what errors call it. Where parameters are shards `largest` is the elementwise maximum over the ranks that have
+    the others, and `ends` are those that come last of the ones whose gradients are summed together."""
 
     def __init__(self, names: Mapping[nn.Parameter, str], key: Callable[[nn.Parameter, str], Tensor]) -> None:
         self.codecs: dict[nn.Parameter, Codec] = {}
@@ -31,6 +37,8 @@ class StoredGradients:
         self.spent = False
         """Whether a step has read what is stored; the next one takes its place, for a Trainer calls the model's zero_grad, which
         does not know of them."""
+        self.largest: Callable[[Tensor], Tensor] | None = None
+        self.ends: Container[nn.Parameter] = ()
         self._names, self._key = names, key
 
     def of(self, p: nn.Parameter) -> Stored | None:
@@ -47,39 +55,61 @@ class StoredGradients:
         """Move the `.grad` of each of `params` into `stored`; those of `add` are added to the gradient stored there."""
         if self.spent and params:
             self.clear()
+        for p in params:
+            if p in self.stored and p not in add:
+                raise RuntimeError(f"the gradient of {self._names[p]} was stored before a backward pass; zero_grad comes first")
+            if p in self.stored:
+                self._gradient(p).add_(self.codecs[p].decode(self.stored[p]))
+        scales = self._scales_of_whole([p for p in params if self.codecs[p].per_tensor])
         for group in launch_groups([self._kind(p) for p in params], together(params[0].device) if params else 1):
-            self._store_group([params[i] for i in group], add)
+            self._store_group([params[i] for i in group], scales)
+
+    def _scales_of_whole(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """The inverse scales, [], of the whole gradients of which this rank has shards; empty where it has all of each. NaN becomes
+        infinity: the maximum of NaN and a number may be either."""
+        if self.largest is None or not params:
+            return {}
+        shards = [self._gradient(p) for p in params]
+        found = torch.stack([torch.linalg.vector_norm(g, math.inf) if g.numel() else g.new_zeros(()) for g in shards])
+        known = self.largest(torch.where(found.isfinite(), found, math.inf))
+        scales = torch.stack([self.codecs[p].scale_inv(each) for p, each in zip(params, known.unbind(), strict=True)])
+        aligned = F.pad(scales[:, None], (0, 3))[:, 0]  # what is not compiled code copies
+        return dict(zip(params, aligned.unbind(), strict=True))
+
+    @staticmethod
+    def _gradient(p: nn.Parameter) -> Tensor:
+        assert p.grad is not None, "asked by the caller"
+        return local(p.grad)
 
     def _kind(self, p: nn.Parameter) -> Hashable:
         """What gradients that are stored together have in common. Without a scale of the whole tensor one launch stores each."""
         codec = self.codecs[p]
-        return codec if codec.per_tensor else p, p.grad is not None and p.grad.dtype, in_one_piece(p.numel(), codec.block or 1)
+        gradient = self._gradient(p)
+        return codec if codec.per_tensor else p, gradient.dtype, in_one_piece(gradient.numel(), codec.block or 1)
 
-    def _store_group(self, params: Sequence[nn.Parameter], add: Container[nn.Parameter]) -> None:
+    def _store_group(self, params: Sequence[nn.Parameter], scales: Mapping[nn.Parameter, Tensor]) -> None:
         codec, values, keys = self.codecs[params[0]], list[Tensor](), list[Tensor | None]()
         for p in params:
-            assert p.grad is not None, "asked by the caller"
-            if p in self.stored and p not in add:
-                raise RuntimeError(f"the gradient of {self._names[p]} was stored before a backward pass; zero_grad comes first")
-            if p in self.stored:
-                p.grad += codec.decode(self.stored[p])
-            values.append(p.grad)
+            values.append(self._gradient(p))
             keys.append(self._key(p, "grad") if codec.rounding == "stochastic" else None)
-        for p, stored in zip(params, _encoded(codec, values, keys), strict=True):
+        for p, stored in zip(params, _encoded(codec, values, keys, [scales.get(p) for p in params]), strict=True):
             self.stored[p], p.grad = stored, None
 
     @contextmanager
     def storing(self, add: bool) -> Iterator[None]:
         """Context manager for backward passes: gradients are stored soon after they are complete, and at its end; with `add` each
-        at once, added to the gradient stored there."""
+        at once, or with those that it was summed with, added to the gradient stored there."""
         here: set[nn.Parameter] = set()  # reentrant checkpointing of a shared layer brings a gradient in parts
         waiting: dict[nn.Parameter, None] = {}
 
         def arrived(p: Tensor) -> None:
             assert isinstance(p, nn.Parameter), "hooks are those of parameters"
             waiting[p] = None
-            full = len(waiting) >= together(p.device) or sum(each.numel() for each in waiting) > WAITING
-            if full or add or not self.codecs[p].per_tensor:
+            if self.largest is not None:
+                full = p in self.ends
+            else:
+                full = len(waiting) >= together(p.device) or sum(each.numel() for each in waiting) > WAITING or add
+            if full or not self.codecs[p].per_tensor:
                 store()
 
         def store() -> None:
@@ -102,20 +132,25 @@ class StoredGradients:
         self.stored.clear()
 
 
-def _encoded(codec: Codec, values: Sequence[Tensor], keys: Sequence[Tensor | None]) -> list[Stored]:
-    """`values`, of one float dtype, in `codec`: on a GPU together, by compiled code, else each a piece at a time."""
+def _encoded(
+    codec: Codec, values: Sequence[Tensor], keys: Sequence[Tensor | None], scales: Sequence[Tensor | None]
+) -> list[Stored]:
+    """`values`, of one float dtype, in `codec`, by the `scales` of whole tensors of which they are parts: on a GPU together, by
+    compiled code, else each a piece at a time."""
     if all(compiles(x.device) and in_one_piece(x.numel(), codec.block or 1) for x in values):
         encode = compiled_code(_encode, codec, more=REDUCED if codec.per_tensor else ())
-        made = encode([_flat(x.contiguous(), codec) for x in values], keys)
+        made = encode([_flat(x.contiguous(), codec) for x in values], keys, scales)
         return [(data.view(x.shape), *scale_inv) for x, (data, *scale_inv) in zip(values, made, strict=True)]
     found = [codec.zeros(x.shape, x.device) for x in values]
-    for x, stored, key in zip(values, found, keys, strict=True):
-        codec.store(x, stored, key)
+    for x, stored, key, scale_inv in zip(values, found, keys, scales, strict=True):
+        codec.store(x, stored, key, scale_inv)
     return found
 
 
-def _encode(codec: Codec, values: Sequence[Tensor], keys: Sequence[Tensor | None]) -> list[Stored]:
-    return [codec.encode(x.float(), key) for x, key in zip(values, keys, strict=True)]
+def _encode(
+    codec: Codec, values: Sequence[Tensor], keys: Sequence[Tensor | None], scales: Sequence[Tensor | None]
+) -> list[Stored]:
+    return [codec.encode(x.float(), key, scale_inv) for x, key, scale_inv in zip(values, keys, scales, strict=True)]
 
 
 def _flat(data: Tensor, codec: Codec) -> Tensor:

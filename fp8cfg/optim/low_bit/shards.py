@@ -3,7 +3,8 @@ is encoded as those elements of the whole.
 
 Blocks that share a scale are of flat elements. Where each part is whole blocks they are those of the whole tensor, and so are the
 numbers of stochastic rounding, which go by the place of an element; a scale of a whole tensor is of the largest amax over the
-parts. Where a cut goes through blocks (a norm's vector over many ranks, uneven rows, narrow columns) moments stay in float32.
+parts. Where a cut goes through blocks (a norm's vector over many ranks, uneven rows, narrow columns) moments and gradients stay in
+float32.
 """
 
 from __future__ import annotations
@@ -49,14 +50,16 @@ def fits(shape: Size | tuple[int, ...], ranks: int, block: int) -> bool:
 
 
 def columns_of_shard(columns: Columns, p: Tensor, part: Strided | None) -> Columns:
-    """`columns` for the state of this rank's shard of `p`, a `part` of a tensor where tensor parallelism splits that: moments in
-    blocks are float32 where cuts would go through these. A shard of FSDP2 is its own master."""
+    """`columns` for the state of this rank's shard of `p`, a `part` of a tensor where tensor parallelism splits that: moments and
+    gradients in blocks are float32 where cuts would go through these. A shard of FSDP2 is its own master."""
     if by_rows := hasattr(p, "placements"):
-        columns = columns._replace(weight=FLOAT32.weight, master=None, grad=None)
+        columns = columns._replace(weight=FLOAT32.weight, master=None)
 
     def cut(block: int) -> bool:
         return bool(part and part.run % block) or (by_rows and not fits(p.shape, _split(p)[1], block))
 
+    if columns.grad is not None and columns.grad.block and cut(columns.grad.block):
+        columns = columns._replace(grad=None)
     kept = {m: FLOAT32.exp_avg for m in ("exp_avg", "exp_avg_sq") if (block := getattr(columns, m).block) and cut(block)}
     return columns._replace(**kept)
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import gathered_plain
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import fp8_weights, gathered, resolved, sharding
+from fp8cfg.config.storage import PER_TENSOR, fp8_weights, gathered, others, resolved, sharding
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, same_parameters
 from fp8cfg.report.communication.fp8_shards import amaxes_of_cut_tiles, gathered_bytes
 from fp8cfg.report.communication.shared_amaxes import of_weight
 from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.operands import CODEC
-from fp8cfg.report.memory.shards import shard_elements, trained_shapes
+from fp8cfg.report.memory.shards import shard_elements, stored_gradients, summed_with, trained_shapes
 
 
 def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, passes: int) -> Iterator[Collective]:
@@ -24,8 +25,8 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     axis, apart = same_parameters(part), Axis("replicate", part.groups)
     p, shard = recipe.precision, sharding(recipe.precision, part.shards)
     weight, sent, sums = CODEC[gathered_plain(p)], CODEC[resolved(p)["comm"]], 1 if shard == "zero1" else passes
-    in_groups = sent if shard == "fsdp" else CODEC[resolved(p)["weight_grad"]]  # sums, as training/distributed/fsdp.py keeps them
-    over_groups = 1 if in_groups == CODEC["fp32"] else sums
+    in_groups = sent if shard == "fsdp" else CODEC[others(p)["weight_grad"]]  # sums, as training/distributed/fsdp.py keeps them
+    over_groups = 1 if in_groups == CODEC["fp32"] and p.storage.accumulate == "wide" else sums
     rest = passes if recipe.trainer.strategy.pipeline_model_parallel_size == 1 else 1
     held = gathered(p, backend) == "fp8" if shard == "fsdp" else fp8_weights(p)
     trained = trained_shapes(recipe, part)
@@ -34,16 +35,18 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     by_columns = {name for name in in_fp8 if part.tensor > 1 and split_dimension(recipe, name) == 1}
     groups: dict[str, list[tuple[int, float]]] = {}  # elements of a shard that are trained, and bytes that it is gathered in
     for name, shape in shapes.items():
-        layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
         n = shard_elements(recipe, name, shape, part.shards)
         sent_as = gathered_bytes(p.fp8, shape, part.shards, name in by_columns) if name in in_fp8 else n * weight
-        groups.setdefault(layer, []).append((n if name in trained else 0, sent_as))
+        groups.setdefault(summed_with(name), []).append((n if name in trained else 0, sent_as))
     for layer, shards in groups.items():
         weights = int(sum(each for _, each in shards))
         part_bytes = int(sum(n for n, _ in shards) * sent)
         yield from axis.all_gather("weights", weights, (2 * passes if layer else rest) if shard == "fsdp" else 1)
         yield from axis.reduce_scatter("gradients", part_bytes, sums * bool(part_bytes))
         yield from apart.all_reduce("gradients", int(sum(n for n, _ in shards) * in_groups), over_groups * bool(part_bytes))
+    scales = Counter(summed_with(name) for name, codec in stored_gradients(recipe, part, linears).items() if codec in PER_TENSOR)
+    for count in scales.values():
+        yield from axis.all_reduce("amaxes", NUMBER * count, sums if p.storage.accumulate == "stored" else 1)
     written = {name: shape for name, shape in in_fp8.items() if name in trained}  # in each step
     over_shards = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards, name in by_columns) for name, shape in written.items())
     yield from axis.all_reduce("amaxes", NUMBER * over_shards, bool(over_shards))

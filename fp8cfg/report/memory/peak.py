@@ -35,7 +35,7 @@ from fp8cfg.report.memory.activations import activations
 from fp8cfg.report.memory.fsdp_gather import gathered_bytes, layer_sums, reduced_bytes
 from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, parts_that_differ, ranks, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
-from fp8cfg.report.memory.shards import row_scales, state_bytes
+from fp8cfg.report.memory.shards import row_scales, state_bytes, until_stored
 from fp8cfg.report.tables import size, table
 from fp8cfg.scalings import SCALINGS
 
@@ -88,8 +88,9 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
         if gathers_params(recipe.precision, backend):
             kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
         kinds["gathered"] = gathered_bytes(recipe, part, linears, counts.total - counts.adapters, backend, head)
+        kinds["accumulation"] = until_stored(recipe, part, linears)
     elif shards:
-        kinds["accumulation"] = reduced_bytes(recipe, part, gradient_bytes(recipe))
+        kinds["accumulation"] = reduced_bytes(recipe, part, gradient_bytes(recipe)) + until_stored(recipe, part, linears)
         if adds_up:
             kinds["accumulation"] = max(kinds["accumulation"], before_step(recipe, part, linears) - kinds["gradients"])
     elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
@@ -241,7 +242,7 @@ def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
     state += ", transposes" if kept and recipe.fp8.keep_transpose_cache else ""
     passes = "for all passes of a step" if kept else "forward to backward"
     other = {"weights": f"{recipe.precision.compute}, adapters fp32"} if recipe.lora.enabled and shard == "fsdp" else {}
-    if shard in ("zero1", "zero2") and by_fsdp2(recipe, part.shards, backend):
+    if shard in ("zero1", "zero2") and by_fsdp2(recipe, part.shards, backend) and columns["weight_grad"] not in SCALED:
         other = {"gradients": "fp32"}  # of shards
     over = f", {shard} over {part.shards}" if shard in ("zero1", "zero2") and part.shards > 1 else ""
     return {

@@ -14,10 +14,10 @@ from fp8cfg.config.fp8 import per_row
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import Columns, columns_of, low_bit, sharding
+from fp8cfg.config.storage import SCALED, Columns, columns_of, low_bit, sharding
 from fp8cfg.layer_plan import adapted, transformer_config
 from fp8cfg.report import chart
-from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
+from fp8cfg.report.memory.layout import Part, local_shapes, microbatches, split_dimension
 from fp8cfg.report.memory.operands import CODEC, CODEC_BLOCK, stored_bytes
 from fp8cfg.report.memory.owners import owners
 
@@ -36,10 +36,10 @@ def state_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
     shard, shapes, moments = sharding(recipe.precision, part.shards), trained_shapes(recipe, part), chart.row(recipe)
     columns, split = parameter_columns(recipe, linears, shapes), SPLIT[shard]
     whole = own = {name: prod(shape) for name, shape in shapes.items()}
-    if by_rows := by_fsdp2(recipe, part.shards, backend):  # under zero1 and zero2 float32 masters, whose gradients are float32
+    if by_rows := by_fsdp2(recipe, part.shards, backend):
         split = SPLIT["fsdp" if shard == "fsdp" else "zero2"]
-        wide = {} if shard == "fsdp" else {"master_weight": "fp32", "weight_grad": "fp32"}
-        columns = {name: {**one, **wide} for name, one in columns.items()}
+        masters, stored = {} if shard == "fsdp" else {"master_weight": "fp32"}, stored_gradients(recipe, part, linears)
+        columns = {name: {**one, **masters, "weight_grad": stored.get(name, "fp32")} for name, one in columns.items()}
         own = {name: shard_elements(recipe, name, shape, part.shards, rank or 0) for name, shape in shapes.items()}
     elif split:
         owner, loads = owner_of(recipe, part, linears)
@@ -65,6 +65,32 @@ def row_scales(recipe: Recipe, part: Part, linears: Iterable[PlannedLinear]) -> 
         return 0
     shapes = local_shapes(recipe, part)
     return sum(4 * sum(shapes.get(f"{linear.name}.weight", ())) for linear in linears if linear.fp8)
+
+
+def stored_gradients(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, str]:
+    """By name the codecs in which gradients of shards are stored with scales: not of those whose blocks would be cut. Others
+    are float32."""
+    shapes = trained_shapes(recipe, part)
+    codecs = {name: columns["weight_grad"] for name, columns in parameter_columns(recipe, linears, shapes).items()}
+    return {name: codec for name, codec in codecs.items()
+            if codec in SCALED and (codec not in BLOCKS or whole_blocks(shapes[name], part.shards))}
+
+
+def until_stored(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
+    """Bytes that shards of gradients take more in float32 until FSDP2 has summed those that they are stored with: of all where each
+    microbatch's are added to those before, else of the layer that has most."""
+    shapes, groups, more = trained_shapes(recipe, part), dict[str, int](), 0
+    for name, codec in stored_gradients(recipe, part, linears).items():
+        count = shard_elements(recipe, name, shapes[name], part.shards)
+        more += 4 * count - stored_bytes(codec, count)
+        groups[summed_with(name)] = groups.get(summed_with(name), 0) + 4 * count
+    added = recipe.storage.accumulate == "wide" and sharding(recipe.precision, part.shards) != "zero1"
+    return more if added and microbatches(recipe, part) > 1 else max(groups.values(), default=0)
+
+
+def summed_with(name: str) -> str:
+    """The layer of the parameter `name`, or nothing for those in none: gathered and summed together."""
+    return ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
 
 
 def whole_blocks(shape: tuple[int, ...], ranks: int) -> bool:

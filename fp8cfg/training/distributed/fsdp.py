@@ -19,7 +19,7 @@ Beside adapters fsdp splits frozen weights too; zero1 and zero2 leave them whole
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial, partialmethod
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -128,7 +128,7 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_AllGather(worlds[-1]))
         module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], comm))
-        if kept == torch.float32:  # in which parts of a group are added up
+        if kept == torch.float32 and precision.storage.accumulate == "wide":  # in which parts of a group are added up
             _ADDING_FLOAT32.add(module)
         for groups in worlds[:-1]:
             module.set_all_reduce_hook(partial(_count_sum, groups))
@@ -248,6 +248,14 @@ def gathered_weights(model: nn.Module) -> list[Tensor]:
             found |= dict.fromkeys(p for p in module.parameters() if not isinstance(p, DTensor))
             module.reshard()
     return [*found]
+
+
+def last_of_sums(model: Transformer, chosen: Container[nn.Parameter]) -> set[nn.Parameter]:
+    """Of each group of parameters whose gradients are summed together, a layer's or the rest, the last one of `chosen`."""
+    groups = [[p for p in layer.parameters() if p in chosen] for layer in model.layers]
+    inside = {p for group in groups for p in group}
+    groups.append([p for p in model.parameters() if p in chosen and p not in inside])
+    return {group[-1] for group in groups if group}
 
 
 def holders(model: nn.Module) -> World:

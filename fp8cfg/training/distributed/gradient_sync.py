@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def stores_early(prepared: PreparedModel, world: World) -> bool:
-    """Whether gradients can be encoded into their storage codec before they are summed: with one rank, or where the same bytes
-    are communicated."""
-    return world.size == 1 or all(columns["comm"] == columns["weight_grad"] or columns["weight_grad"] not in SCALED
-                                  for columns in prepared.columns.values())
+    """Whether gradients can be encoded into their storage codec as they come: with one rank, where the same bytes are communicated,
+    or where FSDP2 has summed them by then."""
+    return world.size == 1 or prepared.fsdp2 or all(
+        columns["comm"] == columns["weight_grad"] or columns["weight_grad"] not in SCALED for columns in prepared.columns.values())
 
 
 def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -> None:

@@ -41,6 +41,7 @@ def attach(optimizer: LowBitTraining, prepared: PreparedModel, precision: Precis
         optimizer.masters_of = {name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"}
         optimizer.sharded = precision.storage.shard != "fsdp"
         optimizer.on_written.append(partial(fsdp.let_go, prepared.model))
+        optimizer.gradients.ends = fsdp.last_of_sums(prepared.model, optimizer.gradients.codecs)  # type: ignore[arg-type]
     if not worlds:
         return
 
@@ -49,5 +50,6 @@ def attach(optimizer: LowBitTraining, prepared: PreparedModel, precision: Precis
             amaxes = world.largest(amaxes)
         return amaxes
 
-    optimizer.largest, optimizer.parts = largest, parts
+    optimizer.largest = optimizer.gradients.largest = largest
+    optimizer.parts = parts
     optimizer.whole = {columns_of(prepared, precision, name) for name in optimizer.names.values()}
