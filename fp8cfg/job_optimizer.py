@@ -23,6 +23,8 @@ def optimizer(
 ) -> MixedPrecisionOptimizer | LowBitTraining:
     """The optimizer over `prepared.model`'s parameters; its step rolls the FP8 histories before it writes weights."""
     from fp8cfg.backends import backend_registry, stored_weights
+    from fp8cfg.numerics import fp8_linears
+    from fp8cfg.numerics.gathered_weight import refresh_shards
     from fp8cfg.optim.groups import param_groups
     from fp8cfg.training.distributed import gradient_sync, zero
     from fp8cfg.training.distributed.world import amax_group, sharing
@@ -65,6 +67,8 @@ def optimizer(
 
         built.on_step.append(move_scales)
         built.on_skip.append(lambda: backend.after_skip(model))
+    elif prepared.fsdp2:
+        built.on_step.append(lambda: refresh_shards(fp8_linears(model)))  # of weights that are gathered in a codec
     return built
 
 

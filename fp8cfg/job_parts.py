@@ -10,7 +10,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.fsdp_sharding import ZERO, gathered_plain
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import Columns, as_held, foreign_others, fp8_weights, gathered, others
+from fp8cfg.config.storage import Columns, as_held, foreign_others, fp8_weights, gathered, others, resolved
 from fp8cfg.models.config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -136,8 +136,10 @@ def _fully_sharded(
         fp8 = precision.fp8.model_copy(update={"params": False})  # of layers; a shard is float32
         backend.convert(
             model, fp8, plan, region, choice.product, compute=stored_weights.DTYPES[precision.compute], fp8_gather=in_fp8)
-        for layer in fp8_linears(model):
-            layer.weight_grad_dtype, layer.gathered_once = gradient, whole
+    elif whole and resolved(precision)["weight"] != gathered_plain(precision):
+        stored_weights.shard_in_codec(model, precision, plan, columns, region)
+    for layer in fp8_linears(model):
+        layer.weight_grad_dtype, layer.gathered_once = gradient, whole
     if gathered_plain(precision) != precision.compute:
         stored_weights.hold(model, precision, plan, columns, region)
         stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
@@ -150,9 +152,9 @@ def _fully_sharded(
         adapters.fill(model, seed)
     if precision.fp8.enabled:
         reset_state(fp8_layers(model))
-        refresh_shards(fp8_linears(model))
         backend.forget_observed(model)
         seed_rounding(model, seed)
+    refresh_shards(fp8_linears(model))
     return PreparedModel(model, {}, region, next(model.parameters()).device, columns, shard=precision.storage.shard, fsdp2=True,
                          tensor_parallel=model.tensor_parallel)
 

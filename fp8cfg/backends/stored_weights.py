@@ -17,10 +17,11 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.module_swap import linear_with, replaced
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import SCALED, Columns, columns_of, others
-from fp8cfg.numerics import FP8Linear, Region, Scaling
+from fp8cfg.numerics import FP8Linear, Region, Scaling, fp8_linears
 from fp8cfg.numerics import decoded_weight as held_weight
 from fp8cfg.numerics.codecs import codec
 from fp8cfg.numerics.decoded_weight import HeldWeight
+from fp8cfg.numerics.gathered_weight import refresh_shards
 from fp8cfg.numerics.low_bit_weight import NarrowWeight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,6 +67,21 @@ def hold(
     if others(precision)["weight"] != precision.compute:
         for norm in [module for module in model.modules() if getattr(module, "read_by_product", False)]:
             held_weight.hold(norm, codec("fp32"), DTYPES[precision.compute])
+
+
+def shard_in_codec(
+    model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear], columns: Mapping[str, Columns], region: Region
+) -> None:
+    """Let FSDP2 gather the weights of the linear layers of `plan`, none of which runs in FP8, in their codecs, in place."""
+    for planned in plan:
+        named = columns.get(f"{planned.name}.weight", others(precision))  # a tied weight has another name
+        if named["weight"] != others(precision)["weight"]:
+            layer = model.get_submodule(planned.name)
+            assert type(layer) is nn.Linear
+            high = FP8Linear.from_linear(layer, Scaling(kind="current"), region, high_precision=(True, True, True))
+            high.shard_in_fp8(codec(named["weight"]))
+            replaced(model, planned.name, high)
+    model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))  # type: ignore[no-untyped-call]
 
 
 def unhold(model: nn.Module, dtype: torch.dtype) -> None:

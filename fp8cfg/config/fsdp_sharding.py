@@ -2,9 +2,9 @@
 
 `storage.shard=fsdp` always; zero1 and zero2 where masters are float32, gradients are sent in plain dtypes, and each trained weight
 can be gathered as the unsharded run stores it. Moments and gradients may be of any codec, encoded by shard. Masters of fewer bits,
-and weights in a codec that is neither float32 nor what products read, are those of whole tensors, each of which has one owner
-(training/distributed/zero.py). Under zero1 and zero2 weights that are frozen beside adapters are whole on each rank, as Megatron's
-distributed optimizer leaves them.
+and beside FP8 products or parts of matrices weights in a codec that is neither float32 nor what these read, are those of whole
+tensors, each of which has one owner (training/distributed/zero.py). Under zero1 and zero2 weights that are frozen beside adapters
+are whole on each rank, as Megatron's distributed optimizer leaves them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def by_fsdp2(recipe: Recipe, ranks: int, backend: str) -> bool:
         return shard == "fsdp"
     if groups > 1 and _sent_wider(recipe.precision):  # which groups would not be: they sum what is kept
         return False
-    return _gathered_as_stored(recipe.precision, backend, recipe.lora.enabled)
+    return _gathered_as_stored(recipe, backend)
 
 
-def _gathered_as_stored(p: Precision, backend: str, adapters: bool) -> bool:
+def _gathered_as_stored(recipe: Recipe, backend: str) -> bool:
+    p, tensor = recipe.precision, recipe.trainer.strategy.tensor_model_parallel_size
     if level(p) or not capabilities(backend).fully_shards:
         return False
     linear, rest = resolved(p), others(p)
@@ -49,11 +50,11 @@ def _gathered_as_stored(p: Precision, backend: str, adapters: bool) -> bool:
         return False
     if {linear["comm"], rest["comm"]} & {*SCALED}:
         return False
-    if adapters:  # which are no weights of linear layers
+    if recipe.lora.enabled:  # which are no weights of linear layers
         return True
     if fp8_weights(p):
         return capabilities(backend).fp8_gather == "params" or not against_gathered_params(p.fp8, backend)
-    return linear["weight"] == rest["weight"]
+    return linear["weight"] == rest["weight"] or not (p.fp8.enabled or tensor > 1)
 
 
 def gathered_plain(precision: Precision) -> str:

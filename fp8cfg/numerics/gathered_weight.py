@@ -5,7 +5,8 @@
     post-gather     the bytes are the weight [out, in], with its scales
 
 The numbers are those of a layer that holds its weight in float8 (fp8_weights.py), to the bit (shard_scales.py). Where dgrad reads
-another matrix than fprop both are gathered, as many bytes as bfloat16 would be.
+another matrix than fprop both are gathered, as many bytes as bfloat16 would be. A weight that no product reads in FP8 may be
+gathered in a codec (`storage.weight`), which each pass decodes.
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (torch/distributed/fsdp/_fully_shard/_fsdp_param.py); torchao's
 WeightWithDynamicFloat8CastTensor is the like of it for its own layers.
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fp8cfg.numerics.amax_group import largest
-from fp8cfg.numerics.fp8_weights import Stored, dequantize
+from fp8cfg.numerics.codecs import Codec
+from fp8cfg.numerics.fp8_weights import Stored
 from fp8cfg.numerics.pass_records import amax_record
 from fp8cfg.numerics.scaling import WEIGHT, record_amax, scales_of
 from fp8cfg.numerics.shard_scales import (
@@ -35,6 +37,7 @@ from fp8cfg.numerics.shard_scales import (
     shared_amaxes,
     split_fields,
 )
+from fp8cfg.numerics.weight_access import decoded
 
 _aten = torch.ops.aten
 _KEEP = {_aten.detach.default, _aten.empty_like.default, _aten.new_zeros.default, _aten.slice.Tensor, _aten.copy_.default,
@@ -82,17 +85,17 @@ class WeightShard(Tensor):
         if mesh.size() == 1:  # torch takes nothing but the first from one rank, which has the whole of the others. Seen with 2.13
             split = dict([*split.items()][:1])
         sent = {name: getattr(stored, name) for name in split}
-        return tuple(_padded(t, -(-split[name] // mesh.size())) for name, t in sent.items()), (stored, split)
+        return tuple(_padded(t, -(-split[name] // mesh.size())) for name, t in sent.items()), (stored, split, module.shard_codec)
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        stored, split = metadata
+        stored, split, codec = metadata
         whole = stored._replace(**{
             name: output.view(getattr(stored, name).dtype)[:rows]
             for output, (name, rows) in zip(outputs, split.items(), strict=True)})
         if out is not None:
             out._hold(whole)
             return None
-        return GatheredWeight(whole, param_dtype), outputs
+        return GatheredWeight(whole, param_dtype, codec), outputs
 
 
 def _padded(t: Tensor, rows: int) -> Tensor:
@@ -102,8 +105,8 @@ def _padded(t: Tensor, rows: int) -> Tensor:
 
 
 class GatheredWeight(Tensor):
-    """A weight [out, in] that was gathered in float8, with its inverse scales. To other code it is its values in the compute dtype,
-    in which its gradient is too."""
+    """A weight [out, in] that was gathered in float8, with its inverse scales, or in `codec`. To other code it is its values in the
+    compute dtype, in which its gradient is too."""
 
     _data: Tensor
     _scale_inv: Tensor
@@ -112,12 +115,13 @@ class GatheredWeight(Tensor):
     _global_scale_inv: Tensor | None
 
     @staticmethod
-    def __new__(cls, stored: Stored, dtype: torch.dtype) -> GatheredWeight:
+    def __new__(cls, stored: Stored, dtype: torch.dtype, codec: Codec | None = None) -> GatheredWeight:
         data = stored.data
         return torch.Tensor._make_wrapper_subclass(
             cls, data.size(), strides=data.stride(), dtype=dtype, layout=data.layout, device=data.device)
 
-    def __init__(self, stored: Stored, dtype: torch.dtype) -> None:
+    def __init__(self, stored: Stored, dtype: torch.dtype, codec: Codec | None = None) -> None:
+        self.codec = codec
         self._hold(stored)
 
     def _hold(self, stored: Stored) -> None:
@@ -131,18 +135,18 @@ class GatheredWeight(Tensor):
         """The float8 weight as products read it."""
         return Stored(self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv)
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return [f"_{name}" for name, t in self.stored._asdict().items() if t is not None], self.dtype
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, Codec | None]]:
+        return [f"_{name}" for name, t in self.stored._asdict().items() if t is not None], (self.dtype, self.codec)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> GatheredWeight:
-        return GatheredWeight(Stored(**{name.removeprefix("_"): t for name, t in inner.items()}), dtype)
+    def __tensor_unflatten__(inner: dict[str, Tensor], of: Any, size: Any, stride: Any) -> GatheredWeight:
+        return GatheredWeight(Stored(**{name.removeprefix("_"): t for name, t in inner.items()}), *of)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in _ALIASES:
-            return cls(args[0].stored, args[0].dtype)
-        wide = tree_map_only(GatheredWeight, lambda t: dequantize(t.stored, t.dtype), (args, kwargs or {}))
+            return cls(args[0].stored, args[0].dtype, args[0].codec)
+        wide = tree_map_only(GatheredWeight, lambda t: decoded(t.stored, t.codec, t.dtype), (args, kwargs or {}))
         return func(*wide[0], **wide[1])
 
 
@@ -159,9 +163,9 @@ def whole_master(p: Any) -> Tensor:
 
 @torch.no_grad()
 def refresh_shards(layers: Iterable[Any]) -> None:
-    """New scales of all weights of `layers`, FP8Linears, that are gathered in FP8, from their amaxes over all shards: one
-    all-reduce for all, and another one over the ranks that split matrices. Every rank calls it after a step that has written them,
-    once `update_scales` has moved delayed scales, and after a load."""
+    """New scales of all weights of `layers`, FP8Linears, that are gathered in FP8, or all in one codec, from their amaxes over all
+    shards: one all-reduce for all, and another one over the ranks that split matrices. Every rank calls it after a step that has
+    written them, once `update_scales` has moved delayed scales, and after a load."""
     those = [layer for layer in layers if layer.sharded]
     if not those:
         return
@@ -172,11 +176,17 @@ def refresh_shards(layers: Iterable[Any]) -> None:
         layer.shard_place = ShardPlace(layer.out_features, mesh.size(axis), mesh.get_local_rank(axis), part_of_rows=columns)
         layer.shard_scales, layer.shard_quantized = ShardScales(), None
     shards = [layer.parameter.to_local()._tensor for layer in those]
+    if (codec := those[0].shard_codec) and not codec.per_tensor:
+        return
     found = shard_amaxes(shards, those[0].scaling, [layer.shard_place for layer in those])
     if not any(found):
         return
     flat = torch.cat([amax.flatten() for each in found for amax in each])
     dist.all_reduce(flat, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    if codec:
+        for layer, scale_inv in zip(those, codec.scale_inv(flat).unbind(), strict=True):
+            layer.shard_scales = ShardScales(scale_inv)
+        return
     pieces = _over_parts(those, torch.split(flat, [amax.numel() for each in found for amax in each]))
     if those[0].scaling.tile(WEIGHT, 1) is None:
         _set_scales(those, torch.cat(pieces))

@@ -47,6 +47,8 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
     adds_bias = True
     shard_place: ShardPlace
     shard_scales: ShardScales
+    shard_codec: Codec | None = None
+    """The codec in which FSDP2 gathers the weight, where that is not as FP8 products read it."""
     shard_quantized: Stored | None = None
 
     @classmethod
@@ -105,12 +107,17 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         new._prepare_gradient()
         return new
 
-    def shard_in_fp8(self) -> None:
-        """Let FSDP2, which is to split the weight, gather it in FP8."""
-        self._parameters["weight"], self.sharded = shard_parameter(self.parameter), True
+    def shard_in_fp8(self, codec: Codec | None = None) -> None:
+        """Let FSDP2, which is to split the weight, gather it in FP8, or in `codec`, which each pass decodes."""
+        self._parameters["weight"], self.sharded, self.shard_codec = shard_parameter(self.parameter), True, codec
 
     def quantized_shard(self, shard: Tensor) -> Stored:
-        """This rank's rows of the weight in float8, made once a step; kept unless they are gathered once a step too."""
+        """This rank's rows of the weight in float8, made once a step; kept unless they are gathered once a step too, as those in a
+        codec are."""
+        if self.shard_codec:
+            scale_inv = self.shard_scales.scale
+            data = self.shard_codec.encode(shard, None, scale_inv)[0]
+            return Stored(data, torch.ones((), device=data.device) if scale_inv is None else scale_inv)
         made = self.shard_quantized or quantized_shard(
             shard, self.scaling, self.shard_place, self.shard_scales, amax_record(self))
         self.shard_quantized = None if self.gathered_once else made
@@ -151,7 +158,8 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         product = None if self.product == "scaled_mm" else carrier
         learns = torch.is_grad_enabled()
         trains = learns and self.training
-        plan = Plan(self.scaling, high_precision, product, out, weight_grad, learns, self.codec, trains, self.parts)
+        codec = self.codec or self.shard_codec
+        plan = Plan(self.scaling, high_precision, product, out, weight_grad, learns, codec, trains, self.parts)
         rounding = [getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)]
         records = amax_record(self), self.fp8_backward_amax, *rounding, self.ran_forward, self.ran_backward
         return weight, State._make([stored, *beside, self.fp8_scale, *records]), plan

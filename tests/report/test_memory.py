@@ -7,6 +7,7 @@ import pytest
 import fp8cfg
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.report.memory import peak as report
+from fp8cfg.report.memory.fsdp_gather import gather_line
 from fp8cfg.report.memory.layout import Part, parts, stage_layers, whole
 from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
 from fp8cfg.report.memory.peak import linears_of, memory, memory_table, multiplying, parameters, persistent, step_bytes
@@ -189,6 +190,11 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
     own = state_bytes(recipe, part, linears_of(recipe, part), multiplying(recipe))["gradients"] if "zero2" in words else 0
     assert kinds["gradients"] + kinds.get("accumulation", 0) == each * count.linear + 4 * count.other + (scales if each == 1 and not own else 0)
     assert kinds["gradients"] == (own or count.linear + 4 * count.other + scales)
+
+
+def test_a_line_says_in_what_weights_are_gathered() -> None:
+    said = {words: gather_line(small("precision=bf16", *words.split()), 2, "native") for words in ("", "storage.weight=fp8", "storage.weight=fp8 storage.comm=fp8")}
+    assert [*said.values()] == ["", "weights of linear layers are gathered in fp8 once a step", ""]
 
 
 def test_the_plan_knows_the_optimizer_s_pieces() -> None:

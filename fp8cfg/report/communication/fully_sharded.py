@@ -14,7 +14,7 @@ from fp8cfg.report.communication.fp8_shards import amaxes_of_cut_tiles, gathered
 from fp8cfg.report.communication.shared_amaxes import of_weight
 from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.operands import CODEC
-from fp8cfg.report.memory.shards import shard_elements, stored_gradients, summed_with, trained_shapes
+from fp8cfg.report.memory.shards import parameter_columns, shard_elements, stored_gradients, summed_with, trained_shapes
 
 
 def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, passes: int) -> Iterator[Collective]:
@@ -32,11 +32,13 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     trained = trained_shapes(recipe, part)
     shapes = {**local_shapes(recipe, part), **trained} if shard == "fsdp" else trained
     in_fp8 = {name: shape for linear in linears if held and linear.fp8 and (shape := shapes.get(name := f"{linear.name}.weight"))}
+    stored = parameter_columns(recipe, linears, shapes)
     by_columns = {name for name in in_fp8 if part.tensor > 1 and split_dimension(recipe, name) == 1}
     groups: dict[str, list[tuple[int, float]]] = {}  # elements of a shard that are trained, and bytes that it is gathered in
     for name, shape in shapes.items():
         n = shard_elements(recipe, name, shape, part.shards)
-        sent_as = gathered_bytes(p.fp8, shape, part.shards, name in by_columns) if name in in_fp8 else n * weight
+        plain = n * (weight if shard == "fsdp" else CODEC[stored[name]["weight"]])
+        sent_as = gathered_bytes(p.fp8, shape, part.shards, name in by_columns) if name in in_fp8 else plain
         groups.setdefault(summed_with(name), []).append((n if name in trained else 0, sent_as))
     for layer, shards in groups.items():
         weights = int(sum(each for _, each in shards))
@@ -52,3 +54,5 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     yield from axis.all_reduce("amaxes", NUMBER * over_shards, bool(over_shards))
     over_parts = sum(of_weight(p.fp8, linear) for linear in linears if f"{linear.name}.weight" in written)
     yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * over_parts, bool(over_parts))
+    scaled = sum(shard != "fsdp" and name not in in_fp8 and stored[name]["weight"] in PER_TENSOR for name in trained)
+    yield from axis.all_reduce("amaxes", NUMBER * scaled, bool(scaled))

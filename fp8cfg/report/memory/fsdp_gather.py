@@ -12,7 +12,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import against_fp8_gather, fp8_weights, gathered, resolved, sharding
 from fp8cfg.report.memory.layout import Part, local_shapes, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
-from fp8cfg.report.memory.shards import trained_shapes
+from fp8cfg.report.memory.shards import parameter_columns, trained_shapes
 from fp8cfg.report.tables import wrapped
 
 
@@ -64,8 +64,9 @@ def layer_sums(recipe: Recipe, device: str, part: Part, linears: Sequence[Planne
     cast = 4 * share if each < 4 else 0  # shards are float32
     inside = comm * count if device == "cpu" else 0
     held = {f"{q.name}.weight": CODEC["fp8"] + held_beside(recipe) for q in linears if fp8_weights(p) and q.fp8}
-    plain = CODEC[gathered_plain(p)]
-    weights = sum(prod(shape) * held.get(name, plain) for name, shape in local_shapes(recipe, part, layer).items())
+    own = local_shapes(recipe, part, layer)
+    columns = parameter_columns(recipe, list(linears), own)
+    weights = sum(prod(shape) * held.get(name, CODEC[columns[name]["weight"]]) for name, shape in own.items())
     freed = each * (count - prod(shapes[-1]))
     return LayerSums(max(copy, copy - freed + each * share + max(sent + inside, cast)) - weights, 4 * share - weights)
 
@@ -80,7 +81,8 @@ def gather_line(recipe: Recipe, ranks: int, backend: str) -> str:
         if recipe.lora.enabled:
             return "frozen weights are whole on each rank; adapters are gathered once a step"
         if not fp8_weights(p):
-            return ""
+            codec = resolved(p)["weight"]
+            return "" if codec == gathered_plain(p) else f"weights of linear layers are gathered in {codec} once a step"
         two = ", two matrices of each: dgrad reads other scales" if held_beside(recipe) >= 1 else ""
         return f"weights are gathered in fp8 once a step{two}"
     said = f"weights are split over the ranks and gathered in {gathered(p, backend)}"

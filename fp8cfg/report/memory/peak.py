@@ -88,11 +88,10 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
         if gathers_params(recipe.precision, backend):
             kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
         kinds["gathered"] = gathered_bytes(recipe, part, linears, counts.total - counts.adapters, backend, head)
-        kinds["accumulation"] = until_stored(recipe, part, linears)
+        kinds |= {"accumulation": wait} if (wait := until_stored(recipe, part, linears)) else {}
     elif shards:
-        kinds["accumulation"] = reduced_bytes(recipe, part, gradient_bytes(recipe)) + until_stored(recipe, part, linears)
-        if adds_up:
-            kinds["accumulation"] = max(kinds["accumulation"], before_step(recipe, part, linears) - kinds["gradients"])
+        summed = reduced_bytes(recipe, part, gradient_bytes(recipe)) + until_stored(recipe, part, linears)
+        kinds["accumulation"] = max(summed, before_step(recipe, part, linears) - kinds["gradients"] if adds_up else 0)
     elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
     elif device == "cuda" and (wait := waiting(recipe, part, linears, backend)):

@@ -16,7 +16,7 @@ from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.config.fsdp_sharding import ZERO
 from fp8cfg.job import Job
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored
-from fp8cfg.numerics.shard_scales import split_fields, stored_bytes
+from fp8cfg.numerics.shard_scales import FLOAT32, split_fields, stored_bytes
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training.checkpoint.tensor_layout import distributed
 
@@ -28,7 +28,7 @@ def as_unsharded(job: Job, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor]
         p: Any = stored[name]
         masters[f"{first}.master"] = p
         owner = first.rpartition(".")[0]
-        if job.prepared.columns[first]["weight"] == "fp8":
+        if job.prepared.columns[first]["weight"] not in DTYPES:
             layer: Any = job.model.get_submodule(owner)
             data, *beside = layer.quantized_shard(local(p))
             split = split_fields(layer.scaling, layer.shard_place)
@@ -55,12 +55,17 @@ def to_sharded(job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor])
 
 
 def weight_bytes(job: Job) -> int:
-    """Bytes of the weights, in all shards, that a checkpoint has beside their masters; of one in FP8 with its scales."""
+    """Bytes of the weights, in all shards, that a checkpoint has beside their masters; with their scales."""
     named, count = dict(job.model.named_parameters()), 0
     for name in set(_narrow(job).values()):
-        shape, codec = named[name].shape, job.prepared.columns[name]["weight"]
+        shape, column = named[name].shape, job.prepared.columns[name]["weight"]
         layer: Any = job.model.get_submodule(name.rpartition(".")[0])
-        count += stored_bytes(layer.scaling, *shape) if codec == "fp8" else prod(shape) * DTYPES[codec].itemsize
+        if column in DTYPES:
+            count += prod(shape) * DTYPES[column].itemsize
+        elif (codec := layer.shard_codec) is not None:
+            count += prod(shape) * codec.format.dtype.itemsize + FLOAT32
+        else:
+            count += stored_bytes(layer.scaling, *shape)
     return count
 
 

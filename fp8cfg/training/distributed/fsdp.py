@@ -19,7 +19,7 @@ Beside adapters fsdp splits frozen weights too; zero1 and zero2 leave them whole
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from functools import partial, partialmethod
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -248,14 +248,6 @@ def gathered_weights(model: nn.Module) -> list[Tensor]:
             found |= dict.fromkeys(p for p in module.parameters() if not isinstance(p, DTensor))
             module.reshard()
     return [*found]
-
-
-def last_of_sums(model: Transformer, chosen: Container[nn.Parameter]) -> set[nn.Parameter]:
-    """Of each group of parameters whose gradients are summed together, a layer's or the rest, the last one of `chosen`."""
-    groups = [[p for p in layer.parameters() if p in chosen] for layer in model.layers]
-    inside = {p for group in groups for p in group}
-    groups.append([p for p in model.parameters() if p in chosen and p not in inside])
-    return {group[-1] for group in groups if group}
 
 
 def holders(model: nn.Module) -> World:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from fp8cfg.training.distributed.zero import columns_of
 
 if TYPE_CHECKING:
     from fp8cfg.models.tensor_shard import TensorShard
+    from fp8cfg.models.transformer import Transformer
 
 
 def tensor_parts(prepared: PreparedModel) -> dict[nn.Parameter, Strided]:
@@ -41,7 +42,7 @@ def attach(optimizer: LowBitTraining, prepared: PreparedModel, precision: Precis
         optimizer.masters_of = {name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"}
         optimizer.sharded = precision.storage.shard != "fsdp"
         optimizer.on_written.append(partial(fsdp.let_go, prepared.model))
-        optimizer.gradients.ends = fsdp.last_of_sums(prepared.model, optimizer.gradients.codecs)  # type: ignore[arg-type]
+        optimizer.gradients.ends = _last_of_sums(prepared.model, optimizer.gradients.codecs)  # type: ignore[arg-type]
     if not worlds:
         return
 
@@ -53,3 +54,11 @@ def attach(optimizer: LowBitTraining, prepared: PreparedModel, precision: Precis
     optimizer.largest = optimizer.gradients.largest = largest
     optimizer.parts = parts
     optimizer.whole = {columns_of(prepared, precision, name) for name in optimizer.names.values()}
+
+
+def _last_of_sums(model: Transformer, chosen: Container[nn.Parameter]) -> set[nn.Parameter]:
+    """Of each group of parameters whose gradients are summed together, a layer's or the rest, the last one of `chosen`."""
+    groups = [[p for p in layer.parameters() if p in chosen] for layer in model.layers]
+    inside = {p for group in groups for p in group}
+    groups.append([p for p in model.parameters() if p in chosen and p not in inside])
+    return {group[-1] for group in groups if group}
