@@ -69,8 +69,7 @@ def test_every_recipe_and_preset_is_planned_in_four_gib_over_all_ranks(words: tu
 def test_a_layout_that_a_precision_does_not_have_is_cut_too(preset: str) -> None:
     small = cut("recipe=llama_8b", f"precision={preset}", "trainer.strategy.tensor_model_parallel_size=2", ranks=4)
     assert not refused(small, 4)
-    # A scale of the whole matrix, or state in fewer bits that is not moments alone.
-    whole = "nvfp4" in preset or (low_bit(small.precision) and not moments_alone(small.precision))
+    whole = low_bit(small.precision) and not moments_alone(small.precision)  # state in fewer bits
     assert small.trainer.strategy.tensor_model_parallel_size == (1 if whole else 2)
 
 
