@@ -88,23 +88,7 @@ def shared_amaxes(t: Tensor, role: int, scaling: Scaling, axis: int, parts: Amax
     """The amaxes of whole rows of the contiguous matrix `t` [R, C], [R], or for products that contract its first dimension those of
     whole columns, [C], where others have `parts` of these; else None."""
     group = None if parts is None else parts.over(role, scaling.tile(role, axis))
-    return None if group is None else largest(amaxes_of_rows(t, axis), group)
-
-
-@library.custom_op("fp8cfg::amaxes_of_rows", mutates_args=())
-def amaxes_of_rows(t: Tensor, axis: int) -> Tensor:
-    """The amaxes of the rows of the contiguous matrix `t`, float32, where `axis` is 1; of its columns where that is 0. NaN is
-    skipped."""
-    from fp8cfg.numerics import triton_row_kernel
-
-    amaxes = t.new_empty(t.shape[1 - axis], dtype=torch.float32)
-    triton_row_kernel.amaxes_of_rows(t, amaxes, axis)
-    return amaxes
-
-
-@amaxes_of_rows.register_fake
-def _(t: Tensor, axis: int) -> Tensor:
-    return t.new_empty(t.shape[1 - axis], dtype=torch.float32)
+    return None if group is None else largest(t.abs().nan_to_num(0.0, posinf=torch.inf).amax(axis).float(), group)
 
 
 @library.custom_op("fp8cfg::quantize_blocks", mutates_args=("history",))

@@ -54,18 +54,6 @@ def _amaxes_of_columns(t, first, rows, columns, STRIP: tl.constexpr, LONG: tl.co
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_amaxes(  # type: ignore[no-untyped-def]
-    t, amaxes, rows, columns, ALONG: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr
-):
-    first = tl.program_id(0) * STRIP
-    at = first + tl.arange(0, STRIP)
-    if ALONG:
-        tl.store(amaxes + at, _amaxes_of_rows(t, first, rows, columns, STRIP, LONG), mask=at < rows)
-    else:
-        tl.store(amaxes + at, _amaxes_of_columns(t, first, rows, columns, STRIP, LONG), mask=at < columns)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _strip_of_rows(  # type: ignore[no-untyped-def]
     t, data, scale_inv, seen, amaxes, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
     RECORD: tl.constexpr, KNOWN: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
@@ -128,14 +116,6 @@ def _cast_rows(  # type: ignore[no-untyped-def]
         _strip_of_columns(
             t, data_t, scale_inv_t, seen, amaxes_t, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD and not ALONG,
             TRANSPOSE, KNOWN_T, STRIP_T, LONG_T)
-
-
-def amaxes_of_rows(t: Tensor, amaxes: Tensor, axis: int) -> Any:
-    """The amaxes of the rows of the contiguous matrix `t` [R, C] into `amaxes`, float32 [R], where `axis` is 1; of its columns,
-    [C], where that is 0. Returns the compiled kernel."""
-    (rows, columns), strip = t.shape, STRIP if axis else STRIP_T
-    return _store_amaxes[(triton.cdiv(len(amaxes), strip),)](
-        t, amaxes, rows, columns, axis == 1, strip, LONG if axis else LONG_T, num_warps=4)
 
 
 def cast_rows(

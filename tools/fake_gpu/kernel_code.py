@@ -102,7 +102,6 @@ def compiled() -> dict[str, Any]:
             t, E4M3.max, True, data, one, transposed, other, seen=seen)
         for axis, n in ((1, 256), (0, 512)):  # of all tensor-parallel ranks
             amaxes, which = torch.empty(n, device="cuda"), "amaxes" if axis else "amaxes_t"
-            found[f"amaxes_of_rows {'rows' if axis else 'columns'} {kind}"] = triton_row_kernel.amaxes_of_rows(t, amaxes, axis)
             found[f"cast_rows rows and columns {kind}, {which} given"] = triton_row_kernel.cast_rows(
                 t, E4M3.max, True, data, one, transposed, other, seen=seen, **{which: amaxes})
         # As a weight is stored: nothing is transposed, scales of MX are bytes.
