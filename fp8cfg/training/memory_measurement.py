@@ -2,13 +2,15 @@
 
 Measured are live tensor bytes, counted by a dispatch mode that sees every tensor made and, by a weak reference, when its
 storage dies: saved tensors are among them, memory that the allocator keeps is not. The pass that is measured is the last of a
-step of two microbatches: it finds all gradients there, and stores those that have a codec.
+step of two microbatches: it finds all gradients there, and stores those that have a codec. Of more under zero2 it is one that lets
+no weights go.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,9 +29,9 @@ from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.weight_workspace import weights_kept
 from fp8cfg.report.memory.cross_entropy import logit_bytes
 from fp8cfg.report.memory.fsdp_gather import root_bytes
-from fp8cfg.report.memory.layout import ranks, stage_parts
+from fp8cfg.report.memory.layout import ranks, stage_parts, summed_at_the_end
 from fp8cfg.report.memory.linears import LinearBytes
-from fp8cfg.report.memory.peak import linears_of, memory, parameters, persistent, step_bytes
+from fp8cfg.report.memory.peak import before_step, linears_of, memory, parameters, persistent, step_bytes
 from fp8cfg.report.memory.shards import until_stored
 from fp8cfg.report.tables import size, table
 from fp8cfg.training.distributed.gradient_sync import stored_grads
@@ -92,10 +94,14 @@ BOUNDS = {"weights": 0.05, "masters": 0.05, "gradients": 0.05, "moments": 0.05, 
 def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     """Planned and measured bytes of `recipe` on this machine: of what stays from step to step; and over that, after the
     forward pass, at the peak of forward and backward pass together where gradients are all there, and at the peak of the
-    optimizer's step. A microbatch is random tokens. Of a pipeline those of this rank's stage, over all passes of a step."""
+    optimizer's step. A microbatch is random tokens. Of a pipeline those of this rank's stage, over all passes of a step,
+    which under zero1 begins without gradients."""
     job = build(recipe)
     here, world = job.prepared.pipeline, current()
-    count = microbatches(job, world) if here is not None else 1
+    passes = microbatches(job, world)
+    count = passes if here is not None else 1
+    whole = here is not None and job.prepared.fsdp2 and job.prepared.shard == "zero1"  # gradients, of all passes
+    between = passes > 2 and here is None and job.prepared.fsdp2 and job.prepared.shard == "zero2"
     shape = recipe.trainer.micro_batch_size * count, recipe.model.seq_length
     batch = [torch.randint(recipe.model.vocab_size, shape, device=job.device) for _ in range(2)]
     if recipe.data.resets:
@@ -119,19 +125,26 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     job.optimizer.step()  # makes moments
     job.optimizer.zero_grad()
     gathered = _gathered(job)  # before quantized weights are kept of them, which are of one gathering
-    with weights_kept(job.model, quantizes_once(recipe, job.prepared.shard, microbatches(job, world))):
-        one_pass(last=False)
+    with weights_kept(job.model, quantizes_once(recipe, job.prepared.shard, passes)):
+        one_pass(last=passes == 1)
+        if whole:
+            job.optimizer.zero_grad()
         kept = stored(job)
         quantized = sum(layer.kept_bytes for layer in fp8_linears(job.model))
         known = [*batch, *(t for tensors in kept.values() for t in tensors)]
-        with LiveBytes(known, gradients(job), gathered) as live, job.optimizer.storing():
-            one_pass(live)
+        storing = nullcontext() if between else job.optimizer.storing()
+        with LiveBytes(known, [*gradients(job), *_partial_sums(job)], gathered) as live, storing:
+            one_pass(live, last=not between)
+        if between:
+            with job.optimizer.storing():
+                one_pass()
     kept["gradients"] = gradients(job)
     measured = {kind: sum(_local(t).nbytes for t in tensors) for kind, tensors in kept.items()}
     with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
         job.optimizer.step()
-    measured |= {"peak": live.peak + quantized, "optimizer step": stepping.peak}
-    measured |= {"after forward": passed[-1] + quantized} if passed else {}
+    made = measured["gradients"] if whole else 0
+    measured |= {"peak": live.peak + quantized - made, "optimizer step": stepping.peak}
+    measured |= {"after forward": max(passed) + quantized} if passed else {}
     found = planned(recipe, job.device.type, job.choice.backend, here.rank if here is not None else 0)
     return {kind: (n, measured[kind]) for kind, n in found.items() if kind in measured}
 
@@ -151,6 +164,14 @@ def _gathered(job: Job) -> list[Tensor]:
     return gathered_weights(job.model)
 
 
+def _partial_sums(job: Job) -> list[Tensor]:
+    """The shards of gradients that one group of ranks has summed, which are gradients once all have."""
+    from torch.distributed.fsdp import FSDPModule
+
+    groups = [g for m in job.model.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups]
+    return [group._partial_reduce_output for group in groups if group._partial_reduce_output is not None]
+
+
 def stored(job: Job) -> dict[str, list[Tensor]]:
     """The tensors of `job` that stay from step to step, by kind, but for gradients; the scale of a codec-held weight is one of
     FP8 state's."""
@@ -164,7 +185,8 @@ def stored(job: Job) -> dict[str, list[Tensor]]:
 
 def gradients(job: Job) -> list[Tensor]:
     """The gradients of `job` as they are now, those that are stored in a codec among them."""
-    plain = [p.grad for p in job.model.parameters() if p.grad is not None]
+    shards = job.optimizer.names if job.prepared.fsdp2 else ()  # which gathered weights take the place of
+    plain = [p.grad for p in dict.fromkeys([*job.model.parameters(), *shards]) if p.grad is not None]
     return [*plain, *(t for stored in stored_grads(job.optimizer).values() for t in stored)]
 
 
@@ -195,8 +217,11 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
         kept += root_bytes(recipe, part, linears, parameters(recipe, part).total)
     elif by_fsdp2(recipe, part.shards, backend):
         kept += (gathered := stays.pop("weights"))
-        there = shard == "zero1" and recipe.trainer.strategy.pipeline_model_parallel_size == 1  # gradients, before the last pass
-        gathered += 0 if there else kinds["accumulation"] - until_stored(recipe, part, linears)  # of those that a pass before left
+        gathered += kinds["accumulation"]
+        if not summed_at_the_end(recipe, part):
+            gathered -= until_stored(recipe, part, linears)  # of those that a pass before left
+        elif recipe.trainer.strategy.pipeline_model_parallel_size == 1:
+            gathered -= before_step(recipe, part, linears) - kinds["gradients"]  # are there before the last pass
     peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + gathered
     step = step_bytes(recipe, part, linears, device, backend)
     return {**stays, "FP8 state": state, "after forward": kept, "peak": peak, "optimizer step": step}

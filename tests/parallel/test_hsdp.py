@@ -40,7 +40,7 @@ LONG = "fp32"
 """The run of eight steps."""
 SAME = {"context": "fp32", "zero1": "fp32", "zero2": "fp32", "delayed zero1": "delayed"}
 """Runs that on one rank are another one."""
-MEASURED = ("precision=fp32 storage.shard=fsdp", "precision=bf16_fp8 storage.shard=zero1")
+MEASURED = ("precision=fp32 storage.shard=fsdp", "precision=bf16_fp8 storage.shard=zero1", "precision=bf16 storage.shard=zero2 model.seq_length=64")
 COUNTS = {"zero1": (3, 3 + 3), "zero2": (3, 2 * 3 + 3), "fsdp": (2 * (2 * 2 + 1), 2 * 3 + 3), "fsdp in bf16": (2 * (2 * 2 + 1), 2 * (3 + 3))}
 """Gathers, and sums within and over groups, of two layers and the rest in a step of two microbatches."""
 

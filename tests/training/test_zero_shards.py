@@ -48,9 +48,10 @@ ONCE = ("current", "rows", "nvfp4", "moments by tensor", "momentum", "fp16 AMP")
 RUNS = [(row, shard) for row in ROWS for shard in SHARDS if shard != "zero2" or row not in ONCE]
 RESUMED = [("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "none"), ("momentum", "zero1", "zero2"), ("bf16", "none", "zero2"), ("current", "zero1", "zero1"), ("MX", "none", "zero1"), ("blocks", "zero2", "none"),
            ("moments by tensor", "zero1", "none"), ("moments in blocks", "none", "zero2"), ("cut blocks", "none", "zero1"), ("cut blocks", "zero1", "none"), ("gradients in blocks", "zero2", "none"), ("weights in FP8", "none", "zero1"), ("weights in FP8", "zero2", "none"), ("weights in fp16", "zero1", "none"), ("float32 weights", "zero1", "none"), ("float32 weights", "none", "zero2")]
-MEASURED = ("precision=fp16 precision.initial_loss_scale=128 storage.shard=zero1 model.num_layers=2 model.seq_length=32", "precision=bf16 storage.comm=bf16 storage.shard=zero1", "precision=bf16 storage.weight_grad=bf16 storage.shard=zero1", "precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2 model.num_layers=3", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16 storage.weight=fp8 storage.shard=zero1 trainer.micro_batch_size=8", "precision=bf16_fp8 storage.weight_grad=fp8 storage.shard=zero2", "precision=bf16 storage.weight_grad=fp8_block storage.shard=zero1", "precision=bf16_fp8 fp8.keep_transpose_cache=true storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1", "precision=fp16_amp precision.initial_loss_scale=128 storage.shard=zero1",
+MEASURED = ("precision=fp16 precision.initial_loss_scale=128 storage.shard=zero1 model.num_layers=2 model.seq_length=32", "precision=bf16 storage.comm=bf16 storage.shard=zero1", "precision=bf16 storage.weight_grad=bf16 storage.shard=zero1", "precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16 storage.weight=fp8 storage.shard=zero1 trainer.micro_batch_size=8", "precision=bf16_fp8 storage.weight_grad=fp8 storage.shard=zero2", "precision=bf16 storage.weight_grad=fp8_block storage.shard=zero1", "precision=bf16_fp8 fp8.keep_transpose_cache=true storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1", "precision=fp16_amp precision.initial_loss_scale=128 storage.shard=zero1",
+            "precision=bf16 storage.shard=zero2 trainer.global_batch_size=8", "precision=bf16 storage.shard=zero2 storage.comm=bf16 model.seq_length=32",
             FEW := "precision=bf16 storage.shard=zero1 model.num_layers=2 model.seq_length=64 trainer.micro_batch_size=1 trainer.global_batch_size=4")
-"""The last is of few tokens, where the sum of a layer's gradients is the peak."""
+"""The last three are of two passes, and of few tokens, where the sum of a layer's gradients is the peak."""
 SAVED, STEPS = 1, 3
 """Steps of a run before it is saved, and in all."""
 NOT_CLIPPED = "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
@@ -62,13 +63,13 @@ def job_of(*words: str) -> Job:
 
 def tiny(words: str) -> Recipe:
     """llama_tiny with `words`; of half its layers and fewer tokens, where the peak is that of its state."""
-    less = ["model.num_layers=2", "model.seq_length=128", "trainer.micro_batch_size=2"] if "zero1" in words and "seq_length" not in words else ["trainer.micro_batch_size=4"]
+    less = ("model.num_layers=2", "model.seq_length=128", "trainer.micro_batch_size=2")
     return fp8cfg.compose(["recipe=llama_tiny", "data=tiny", *(w for w in less if w.split("=")[0] not in words), *words.split()])
 
 
 def measure(words: str) -> dict[str, tuple[int, int]]:
-    """Planned and measured bytes; of few tokens the least of three measures, as a thread of gloo's frees what it sent when it comes to it."""
-    times = [memory_measurement.measure(tiny(words)) for _ in range(3 if words == FEW else 1)]
+    """Planned and measured bytes; where the sum of a layer may be the peak the least of three measures, as a thread of gloo's frees what it sent when it comes to it."""
+    times = [memory_measurement.measure(tiny(words)) for _ in range(3 if words == FEW or "zero2" in words else 1)]
     return {kind: (planned, min(one[kind][1] for one in times)) for kind, (planned, _) in times[0].items()}
 
 
@@ -217,7 +218,7 @@ def test_a_step_drops_what_one_before_it_left_that_was_broken_off(shard: str, tw
 def test_the_plan_is_what_is_measured(words: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
     for found in (dict(rank["memory"][words]) for rank in two[1]):
         peak, here = found.pop("peak")
-        assert 0.97 * here <= peak <= 1.1 * here
+        assert 0.97 * here <= peak <= 1.03 * here
         if "coat" in words or "fused" in words or "weight_grad=fp8" in words:
             planned, here = found.pop("optimizer step")  # pieces, of which codecs need more or less
             assert 0.75 * here <= planned <= 1.6 * here

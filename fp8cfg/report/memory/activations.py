@@ -46,31 +46,32 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import attention_plan
 from fp8cfg.report.memory import context_attention
 from fp8cfg.report.memory.cross_entropy import logit_bytes
-from fp8cfg.report.memory.fsdp_gather import LayerSums
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.linears import LinearBytes
 from fp8cfg.report.memory.selective import dropped
+from fp8cfg.report.memory.sharded_pass import ShardedPass
 
 
 @dataclass(frozen=True)
 class Activations:
     """Bytes of one microbatch on one rank: kept from forward to backward pass; logits and their gradients; FP8 copies of
-    weights; and what the widest moment of the backward pass takes beyond these, by how much more than the widest of layers."""
+    weights; and at the widest moment of the backward pass whole weights and gradients that FSDP2 shards, and what it takes beyond
+    all these."""
 
     kept: int
     logits: int
     copies: int
     backward: int
-    head: int
+    whole: int
 
 
 def activations(
     recipe: Recipe, device: str, part: Part, linears: Sequence[PlannedLinear], grads: float, backend: str,
-    sums: LayerSums | None = None,
+    sharded: ShardedPass | None = None,
 ) -> Activations:
     """The bytes for `part`, whose linear layers are `linears` and multiplied by `backend`, on `device` ("cpu" or "cuda"); a
-    gradient has `grads` bytes, and where those of a layer are summed while all are there, that takes `sums`."""
-    model = LinearBytes(recipe, device, part, grads, backend)
+    gradient has `grads` bytes. Under FSDP2 passes are `sharded`."""
+    model = LinearBytes(recipe, device, part, grads, backend, sharded.fresh if sharded else 0)
     attends = {int(p.name.split(".")[1]) for p in attention_plan(recipe) if p.fp8_share}
     kinds: dict[Hashable, _Layer] = {}  # of layers that are alike one is looked at
     layers = [kinds.get(key) or kinds.setdefault(key, _Layer(model, linears[4 * i:4 * i + 4], n, n in attends))
@@ -88,29 +89,37 @@ def activations(
     final, logits = (head.kept * model.tokens, logit_bytes(model).widest) if head else (0.0, 0)
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
     kept_weights = sum(map(model.workspace, linears if part.output else linears[:4 * len(layers)]))
-    moments = [*_of_layers(model, layers, final, recompute)]
-    if sums:
-        residual = model.c * model.d * model.tokens
-        back = residual if recompute else layers[-1].kept * model.tokens + layers[-1].copies  # what the last layer gives back
-        after = [max(moments) - back + sums.after] if len(layers) > 1 else []
-        moments += [residual - final - back + sums.summing, *after]
+    first = sharded.start if sharded else 0
+    moments = [(logits, first), *((m, first) for m in (head.moments() if head else ()))]
+    others = kept * (1 - 1 / part.in_flight) if sharded and sharded.adds_up else 0  # are back before the pass that sums
+    moments += _of_layers(model, layers, final, recompute, sharded, others)
+    gone = kept / part.in_flight + final + copies
     if part.embedding and not recipe.lora.enabled:
-        moments.append(model.v * recipe.model.hidden_size * (model.c + grads) - kept - final - copies)
-    widest = max(logits, *(head.moments() if head else []), *moments)
-    return Activations(int(kept + final), int(logits), int(copies + kept_weights), int(widest - logits), int(widest - max(moments)))
+        making = model.v * recipe.model.hidden_size * (model.c + grads)
+        moments.append((making - gone, sharded.back(len(layers)) if sharded else 0))
+    if sharded:
+        moments.append((-gone - others, sharded.summing(len(layers))))
+    widest, whole = max(((m + beside, beside) for m, beside in moments))
+    whole = max(0, min(whole, widest - logits))  # the rest is in place of logits
+    return Activations(int(kept + final), int(logits), int(copies + kept_weights), int(widest - logits - whole), int(whole))
 
 
-def _of_layers(model: LinearBytes, layers: Sequence[_Layer], gone: float, recompute: bool) -> Iterator[float]:
-    """Bytes beyond those that were kept, at the moments of the layers' backward passes: the last layer's first, after which what it
-    kept is `gone` too. Of layers that are alike the last finds most."""
-    seen = set()
-    for layer in reversed(layers):
+def _of_layers(
+    model: LinearBytes, layers: Sequence[_Layer], gone: float, recompute: bool, sharded: ShardedPass | None,
+    others: float,
+) -> Iterator[tuple[float, float]]:
+    """Bytes beyond those that were kept, at the moments of the layers' backward passes, and of whole weights and gradients beside
+    them: the last layer's first, after which what it kept is `gone` too. After its sum those of `others` in flight are."""
+    widest: dict[Hashable, float] = {}
+    for number, layer in enumerate(reversed(layers)):
         kept = layer.kept * model.tokens + layer.copies
-        if layer.kind not in seen:
-            again = kept - model.shared * model.tokens - gone if recompute else -gone
-            yield from (again + m for m in (*layer.moments(), *(layer.repeated() if recompute else ())))
-        seen.add(layer.kind)
-        gone += model.c * model.d * model.tokens if recompute else kept
+        if layer.kind not in widest:
+            again = kept - model.shared * model.tokens if recompute else 0
+            widest[layer.kind] = again + max(*layer.moments(), *(layer.repeated() if recompute else ()))
+        yield widest[layer.kind] - gone, sharded.back(number) if sharded else 0
+        gone += (model.c * model.d * model.tokens if recompute else kept) + (0 if number else others)
+        if sharded:  # beside the gradient of the residual stream
+            yield model.c * model.d * model.tokens - gone, sharded.summing(number)
 
 
 class _Layer:
@@ -153,26 +162,30 @@ class _Layer:
             yield b.tokens * (residual + incoming + made + b.c * b.f) + quantized + b.gradient(self.fc2, made=True)
         used = self.fc2_in - again.fc2 - again.activation
         yield b.tokens * (residual + b.c * b.f - self.fc2_in + made + again.fc2) + b.gradient(self.fc2, made=False)
+        fresh = b.fresh(self.fc2)
         # SwiGLU: of its product, of silu and of up; the first twice where a graph that was made again is gone through
-        yield b.tokens * (residual + (4 if again.activation else 3) * b.c * b.f - used)
+        yield fresh + b.tokens * (residual + (4 if again.activation else 3) * b.c * b.f - used)
         used = self.inner + self.fc2_in - again.activation
         made = again.norm if again.fc1 else 0.0
         if b.requantizes:
-            yield b.tokens * (residual + b.c * b.fc1 - used + made) + b.again(self.fc1, b.fc1, b.wide)
+            yield fresh + b.tokens * (residual + b.c * b.fc1 - used + made) + b.again(self.fc1, b.fc1, b.wide)
         else:
             making, quantized = b.incoming(self.fc1, b.fc1)
-            yield b.tokens * (residual + b.c * b.fc1 - used + made) + making
-            yield b.tokens * (residual + b.c * (b.wide + b.fc1) - used + made) + quantized + b.gradient(self.fc1, made=True)
+            yield fresh + b.tokens * (residual + b.c * b.fc1 - used + made) + making
+            beside = fresh + b.tokens * (residual + b.c * b.fc1 - used + made) + quantized
+            yield beside + b.multiplying(self.fc1, 1, b.wide)
+            yield beside + b.tokens * b.c * b.wide + b.gradient(self.fc1, made=True)
         used += self.fc1_in - again.fc1
-        yield b.tokens * (residual + b.c * b.wide - used + made) + b.gradient(self.fc1, made=False)
-        yield b.tokens * (residual + b.norm_backward - used + again.norm)
+        yield fresh + b.tokens * (residual + b.c * b.wide - used + made) + b.gradient(self.fc1, made=False)
+        fresh += b.fresh(self.fc1)
+        yield fresh + b.tokens * (residual + b.norm_backward - used + again.norm)
         if b.context > 1:  # of gathered keys and values, as they were gathered and in their order
-            yield b.tokens * (2 * residual - used + 2 * context_attention.gathered(b))
+            yield fresh + b.tokens * (2 * residual - used + 2 * context_attention.gathered(b))
         if again.total and self.explicit:  # gradients are as large as what they are of
-            yield b.tokens * (2 * residual - used + 2 * self.explicit)
+            yield fresh + b.tokens * (2 * residual - used + 2 * self.explicit)
         if self.attends:
             scores = b.recipe.model.num_attention_heads / b.tp * b.recipe.model.seq_length
-            yield b.tokens * (2 * residual - used + (8.5 + 2 * b.e) * scores)
+            yield fresh + b.tokens * (2 * residual - used + (8.5 + 2 * b.e) * scores)
 
     def repeated(self) -> Iterator[float]:
         """As moments, of the layer's forward pass where that is repeated: while the weights of the MLP are quantized, beside the
@@ -204,4 +217,4 @@ class _Head:
             yield b.tokens * b.c * b.v + making
             yield b.tokens * (b.c * b.v + b.c * b.wide) + quantized + b.gradient(self.linear, made=True)
         yield b.tokens * (b.c * b.wide - self.input) + b.gradient(self.linear, made=False)
-        yield b.tokens * (b.norm_backward - self.input)
+        yield b.fresh(self.linear) + b.tokens * (b.norm_backward - self.input)

@@ -149,6 +149,11 @@ def microbatches(recipe: Recipe, part: Part) -> int:
     return max(1, t.global_batch_size // (t.micro_batch_size * part.data))
 
 
+def summed_at_the_end(recipe: Recipe, part: Part) -> bool:
+    """Whether FSDP2 sums the gradients of several backward passes in the last one, before which all are whole."""
+    return sharding(recipe.precision, part.shards) == "zero1" and microbatches(recipe, part) > 1
+
+
 def keeps_weights(recipe: Recipe, part: Part, backend: str) -> bool:
     """Whether layers of `backend` keep weights that they quantized for all passes of a step."""
     shard = sharding(recipe.precision, part.shards)

@@ -16,14 +16,15 @@ from fp8cfg.report.memory.torchao_linears import backward
 
 
 class LinearBytes:
-    """Those sizes and bytes on one rank, letters as in report/memory/activations.py."""
+    """Those sizes and bytes on one rank, letters as in report/memory/activations.py. Gradients have `grads` bytes an element, and
+    those that are not there before the backward pass `fresh`."""
 
-    def __init__(self, recipe: Recipe, device: str, part: Part, grads: float, backend: str) -> None:
+    def __init__(self, recipe: Recipe, device: str, part: Part, grads: float, backend: str, fresh: float = 0) -> None:
         m, tp = recipe.model, part.tensor
         self.in_fp8 = fp8_weights(recipe.precision) or gathers_params(recipe.precision, backend)
         self.requantizes, self.context = backend_registry.capabilities(backend).requantizes, part.context
         self.once = keeps_weights(recipe, part, backend)
-        self.recipe, self.device, self.grads, self.tp = recipe, device, grads, tp
+        self.recipe, self.device, self.grads, self.new, self.tp = recipe, device, grads, fresh, tp
         self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
         self.d = m.hidden_size / (tp if part.sequence_parallel else 1)
         self.wide = m.hidden_size  # of a token that is an input of a column-parallel layer, gathered where sequences are split
@@ -157,6 +158,10 @@ class LinearBytes:
             return beside + (self.c + (out if held or self.casts else 0)) * self.elements(linear)
         channels = linear.in_features + linear.out_features / self.tp
         return beside + product(self.recipe, self.device, out, self.elements(linear), channels * self.tokens)
+
+    def fresh(self, linear: PlannedLinear) -> float:
+        """The gradient of the weight, once it was made, where it was not there before."""
+        return 0 if "wgrad" in linear.left_out else self.new * self.elements(linear)
 
     def multiplying(self, linear: PlannedLinear, pass_: int, width: float) -> float:
         """The most that fprop (0) or dgrad (1) of `linear` takes until its result, `width` wide, is there."""

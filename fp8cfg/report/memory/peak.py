@@ -32,9 +32,9 @@ from fp8cfg.models.lora_shapes import adapter_parameters
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.memory.activations import activations
-from fp8cfg.report.memory.fsdp_gather import gathered_bytes, layer_sums, reduced_bytes
 from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, parts_that_differ, ranks, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
+from fp8cfg.report.memory.sharded_pass import ShardedPass
 from fp8cfg.report.memory.shards import row_scales, state_bytes, until_stored
 from fp8cfg.report.tables import size, table
 from fp8cfg.scalings import SCALINGS
@@ -75,23 +75,21 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     part = part or widest(recipe, device, ranks(), backend)
     linears = linears_of(recipe, part)
     kinds = persistent(recipe, part, linears, backend)
-    shards, split = by_fsdp2(recipe, part.shards, backend), sharding(recipe.precision, part.shards)
-    fsdp = split == "fsdp"  # which adds up gradients in parts alone
+    shards = by_fsdp2(recipe, part.shards, backend)
+    fsdp = sharding(recipe.precision, part.shards) == "fsdp"  # which adds up gradients in parts alone
     added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
-    adds_up = shards and split == "zero1" and microbatches(recipe, part) > 1  # the gradients of all layers
-    alone = recipe.trainer.strategy.pipeline_model_parallel_size == 1 and not recipe.lora.enabled
-    sums = layer_sums(recipe, device, part, linears, added) if adds_up and alone else None
-    live = asdict(activations(recipe, device, part, linears, added, backend, sums))
+    sharded = ShardedPass(recipe, device, part, linears, backend, added) if shards else None
+    live = asdict(activations(recipe, device, part, linears, added, backend, sharded))
     kinds["FP8 copies"] += live.pop("copies")
-    head, counts = live.pop("head"), parameters(recipe, part, linears)
+    whole, counts = live.pop("whole"), parameters(recipe, part, linears)
     if fsdp:
         if gathers_params(recipe.precision, backend):
             kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
-        kinds["gathered"] = gathered_bytes(recipe, part, linears, counts.total - counts.adapters, backend, head)
+        kinds["gathered"] = whole
         kinds |= {"accumulation": wait} if (wait := until_stored(recipe, part, linears)) else {}
-    elif shards:
-        summed = reduced_bytes(recipe, part, gradient_bytes(recipe)) + until_stored(recipe, part, linears)
-        kinds["accumulation"] = max(summed, before_step(recipe, part, linears) - kinds["gradients"] if adds_up else 0)
+    elif sharded:
+        there = before_step(recipe, part, linears) - kinds["gradients"] if sharded.adds_up else until_stored(recipe, part, linears)
+        kinds["accumulation"] = whole + there
     elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
     elif device == "cuda" and (wait := waiting(recipe, part, linears, backend)):
