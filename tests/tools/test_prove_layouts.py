@@ -60,6 +60,8 @@ MORE = {
     f"llama_70b --ranks 1024 --precision bf16 --places last --sent --accumulate 2 model.num_layers=8 trainer.strategy.virtual_pipeline_model_parallel_size=2 storage.shard=fsdp {REPLICAS}": ("TP4 PP4 CP2 DP32 fsdp", ["last 1023"]),
     f"llama_8b --ranks 8 --precision bf16_fp8 --places last --sent --accumulate 3 model.num_layers=2 storage.shard=fsdp storage.weight_grad=fp8 storage.accumulate=stored {REPLICAS}": ("TP1 PP1 CP2 DP4 fsdp", ["last 7"]),
     "olmo2_13b --precision bf16 --places first --sent --accumulate 2 model.num_layers=2 storage.shard=zero2 storage.weight=fp32": ("TP2 PP1 CP1 DP4 zero2", ["first 0"]),
+    f"llama_8b --ranks 8 --precision bf16_fp8 --places last --sent --accumulate 3 model.num_layers=2 storage.shard=zero2 {REPLICAS}": ("TP1 PP1 CP2 DP4 zero2", ["last 7"]),
+    "llama_8b --ranks 8 --precision bf16_fp8 --places last --sent --accumulate 2 model.num_layers=2 storage.shard=fsdp model.recompute_granularity=full": ("TP1 PP1 CP2 DP4 fsdp", ["last 7"]),
     "llama_8b --ranks 8 --precision bf16_fp8 --places last --sent task=lora model.num_layers=3 lora.targets=[layers.1.*.up_proj] storage.shard=zero2": ("TP1 PP1 CP2 DP4 zero2", ["last 7"]),
     "llama_8b --ranks 1024 --precision bf16_fp8 --places last --sent task=lora model.num_layers=1": ("TP1 PP1 CP2 DP512 zero1", ["last 1023"]),  # fewer rows of A than ranks
     "llama_8b --ranks 8 --precision bf16_fp8 --places last --sent --accumulate 2 task=lora model.num_layers=2 storage.shard=fsdp": ("TP1 PP1 CP2 DP4 fsdp", ["last 7"]),
