@@ -50,7 +50,7 @@ RESUMED = [("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 we
            ("moments by tensor", "zero1", "none"), ("moments in blocks", "none", "zero2"), ("cut blocks", "none", "zero1"), ("cut blocks", "zero1", "none"), ("gradients in blocks", "zero2", "none"), ("weights in FP8", "none", "zero1"), ("weights in FP8", "zero2", "none"), ("weights in fp16", "zero1", "none"), ("float32 weights", "zero1", "none"), ("float32 weights", "none", "zero2")]
 MEASURED = ("precision=fp16 precision.initial_loss_scale=128 storage.shard=zero1 model.num_layers=2 model.seq_length=32", "precision=bf16 storage.comm=bf16 storage.shard=zero1", "precision=bf16 storage.weight_grad=bf16 storage.shard=zero1", "precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16 storage.weight=fp8 storage.shard=zero1 trainer.micro_batch_size=8", "precision=bf16_fp8 storage.weight_grad=fp8 storage.shard=zero2", "precision=bf16 storage.weight_grad=fp8_block storage.shard=zero1", "precision=bf16_fp8 fp8.keep_transpose_cache=true storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1", "precision=fp16_amp precision.initial_loss_scale=128 storage.shard=zero1",
             "precision=bf16 storage.shard=zero2 trainer.global_batch_size=8", "precision=bf16 storage.shard=zero2 storage.comm=bf16 model.seq_length=32",
-            FEW := "precision=bf16 storage.shard=zero1 model.num_layers=2 model.seq_length=64 trainer.micro_batch_size=1 trainer.global_batch_size=4")
+            "precision=bf16 storage.shard=zero1 model.num_layers=2 model.seq_length=64 trainer.micro_batch_size=1 trainer.global_batch_size=4")
 """The last three are of two passes, and of few tokens, where the sum of a layer's gradients is the peak."""
 SAVED, STEPS = 1, 3
 """Steps of a run before it is saved, and in all."""
@@ -68,8 +68,8 @@ def tiny(words: str) -> Recipe:
 
 
 def measure(words: str) -> dict[str, tuple[int, int]]:
-    """Planned and measured bytes; where the sum of a layer may be the peak the least of three measures, as a thread of gloo's frees what it sent when it comes to it."""
-    times = [memory_measurement.measure(tiny(words)) for _ in range(3 if words == FEW or "zero2" in words else 1)]
+    """Planned and measured bytes; of few tokens and under zero2, where the sum of a layer may be the peak, the least of three measures, as a thread of gloo's frees what it sent when it comes to it."""
+    times = [memory_measurement.measure(tiny(words)) for _ in range(3 if "seq_length" in words or "zero2" in words else 1)]
     return {kind: (planned, min(one[kind][1] for one in times)) for kind, (planned, _) in times[0].items()}
 
 
