@@ -187,11 +187,12 @@ def refresh_shards(layers: Iterable[Any]) -> None:
         for layer, scale_inv in zip(those, codec.scale_inv(flat).unbind(), strict=True):
             layer.shard_scales = ShardScales(scale_inv)
         return
-    pieces = _over_parts(those, torch.split(flat, [amax.numel() for each in found for amax in each]))
+    counts = [amax.numel() for each in found for amax in each]
+    flat = _over_parts(those, flat, counts)
     if those[0].scaling.tile(WEIGHT, 1) is None:
-        _set_scales(those, torch.cat(pieces))
+        _set_scales(those, flat)
         return
-    left = iter(pieces)
+    left = iter(torch.split(flat, counts))
     for layer in those:
         amaxes = [next(left).view(shape) for shape in amax_shapes(layer.scaling, layer.shard_place, layer.in_features)]
         layer.shard_scales = shard_scales(amaxes, layer.scaling, layer.shard_place)
@@ -199,15 +200,17 @@ def refresh_shards(layers: Iterable[Any]) -> None:
             record_amax(amax_record(layer)[0, WEIGHT], amax.amax())
 
 
-def _over_parts(layers: list[Any], amaxes: Sequence[Tensor]) -> list[Tensor]:
-    """The flat `amaxes` of the weights of `layers`: those of tiles of which tensor-parallel ranks have other parts, over these."""
+def _over_parts(layers: list[Any], flat: Tensor, counts: Sequence[int]) -> Tensor:
+    """The amaxes `flat` of the weights of `layers`, so many of each tile or tensor: those of which tensor-parallel ranks have other
+    parts, over these."""
     flags = [flag for layer in layers for flag in shared_amaxes(layer.scaling, layer.shard_place, layer.amax_group)]
-    shared = [amax for amax, flag in zip(amaxes, flags, strict=True) if flag]
-    if not shared:
-        return [*amaxes]
+    if not any(flags):
+        return flat
+    pieces = torch.split(flat, [*counts])
+    shared = [amax for amax, flag in zip(pieces, flags, strict=True) if flag]
     whole = largest(torch.cat(shared), layers[0].amax_group.group)  # all of them are split over the same ranks
     left = iter(torch.split(whole, [len(amax) for amax in shared]))
-    return [next(left) if flag else amax for amax, flag in zip(amaxes, flags, strict=True)]
+    return torch.cat([next(left) if flag else amax for amax, flag in zip(pieces, flags, strict=True)])
 
 
 def _set_scales(layers: list[Any], amaxes: Tensor) -> None:
