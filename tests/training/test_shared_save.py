@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,16 @@ def test_copies_are_written_once_and_shared_out() -> None:
     made = [[TensorBox(f"{n}", (n,), (0,), torch.zeros(n), copy, 3) for n in (8, 5, 4, 3, 1)] for copy in range(3)]
     kept = [[box.name for box in to_write({"g": boxes})["g"]] for boxes in made]
     assert sorted(name for names in kept for name in names) == ["1", "3", "4", "5", "8"] and all(kept)
+
+
+def test_as_many_copies_along_either_axis_of_a_mesh_are_written_once() -> None:
+    """Of two by two ranks, scales that data ranks share, and norms that tensor ranks share."""
+    kept = []
+    for data, tensor in product(range(2), repeat=2):
+        scales = [TensorBox(f"scales {n} of {tensor}", (n,), (0,), torch.zeros(n), data, 2, ("data",)) for n in (8, 3)]
+        norms = [TensorBox(f"norm {n} of {data}", (n,), (0,), torch.zeros(n), tensor, 2, ("tensor",)) for n in (6, 5, 1)]
+        kept += [box.name for box in to_write({"g": [*norms, *scales]})["g"]]
+    assert len(kept) == len(set(kept)) == 10
 
 
 def test_copies_in_the_host_s_memory_are_those_of_one_save_and_take_no_more_for_the_next() -> None:

@@ -16,7 +16,8 @@ Offsets = tuple[int, ...]
 @dataclass(frozen=True)
 class TensorBox:
     """`tensor`, plain, stands at `offsets` in the tensor `name`, whose whole has `shape`. It is copy number `copy` of `copies`, on
-    as many ranks, each of which lists the same boxes of so many copies in the same order. `also` are other names of the tensor.
+    the ranks along the axes `along`, each of which lists the same boxes along these in the same order. `also` are other names of
+    the tensor.
 
     The layout of a run says nothing else of itself to a checkpoint: whatever splits a model lists the boxes of each rank.
     """
@@ -27,6 +28,7 @@ class TensorBox:
     tensor: Tensor
     copy: int = 0
     copies: int = 1
+    along: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
 
 
@@ -37,12 +39,12 @@ Groups = dict[str, Boxes]
 
 def to_write(groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
     """The boxes that this rank writes: of those that several ranks have about the same bytes each."""
-    alike = defaultdict[tuple[int, int], list[tuple[str, TensorBox]]](list)
+    alike = defaultdict[tuple[int, int, tuple[str, ...]], list[tuple[str, TensorBox]]](list)
     for group, boxes in groups.items():
         for box in boxes:
-            alike[box.copy, box.copies].append((group, box))
+            alike[box.copy, box.copies, box.along].append((group, box))
     kept: Groups = {group: [] for group in groups}
-    for (copy, copies), found in alike.items():
+    for (copy, copies, _), found in alike.items():
         chosen = owners([box.tensor.nbytes for _, box in found], copies)
         for (group, box), owner in zip(found, chosen, strict=True):
             if owner == copy:

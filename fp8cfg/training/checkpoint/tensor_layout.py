@@ -66,10 +66,10 @@ class TensorLayout:
         local = self.local(self._history(name, t))
         shape = tuple(t.shape)
         whole = _wider(shape, shard)
-        copy, count = (0, 1) if alone else self._copies(t if split else None, shard)
+        copies = (0, 1, ()) if alone else self._copies(t if split else None, shard)
         for place in self._places(shape, tuple(local.shape), t if split else None, shard):
             part = local if place.size == tuple(local.shape) else local[slices(place.here, place.size)]
-            yield TensorBox(name, whole, place.whole, part, copy, count)
+            yield TensorBox(name, whole, place.whole, part, *copies)
 
     def local(self, t: Tensor) -> Tensor:
         """The plain tensor in the memory of this rank that `t` is, or is a part of."""
@@ -137,18 +137,18 @@ class TensorLayout:
         dist.all_reduce(t, dist.ReduceOp.MAX, group=self.tensor.process_group)
         return t
 
-    def _copies(self, split: Any, shard: TensorShard | None) -> tuple[int, int]:
-        """The number of this rank among those that have the same part of a tensor, and how many there are."""
-        axes = [(self.sharing.rank, self.sharing.size)]
+    def _copies(self, split: Any, shard: TensorShard | None) -> tuple[int, int, tuple[str, ...]]:
+        """The number of this rank among those that have the same part of a tensor, how many there are, and along which axes."""
+        axes = [("data", self.sharing.rank, self.sharing.size)]
         if split is not None:
             mesh = split.device_mesh
-            axes = [(mesh.get_local_rank(axis), mesh.size(axis)) for axis, p in enumerate(split.placements) if p.is_replicate()]
+            axes = [(f"mesh {i}", mesh.get_local_rank(i), mesh.size(i)) for i, p in enumerate(split.placements) if p.is_replicate()]
         if shard is None and self.tensor:
-            axes.append((self.tensor.rank, self.tensor.size))
+            axes.append(("tensor", self.tensor.rank, self.tensor.size))
         copy, copies = 0, 1
-        for rank, size in axes:
+        for _, rank, size in axes:
             copy, copies = copy * size + rank, copies * size
-        return copy, copies
+        return copy, copies, tuple(axis for axis, *_ in axes)
 
 
 def slices(start: Offsets, size: Offsets) -> tuple[slice, ...]:
