@@ -150,8 +150,8 @@ def _fully_sharded(
     fill(model.to_empty(device=device))
     if adapters:
         adapters.fill(model, seed)
+    reset_state(fp8_layers(model))  # weights are gathered by such layers without FP8 products too
     if precision.fp8.enabled:
-        reset_state(fp8_layers(model))
         backend.forget_observed(model)
         seed_rounding(model, seed)
     refresh_shards(fp8_linears(model))

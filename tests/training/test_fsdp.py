@@ -25,6 +25,7 @@ from fp8cfg.job import Job
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models import hf, hf_export
 from fp8cfg.models.weight_init import BLOCK
+from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training import memory_measurement
@@ -556,6 +557,19 @@ def test_a_rank_makes_its_parts_alone(words: str, tmp_path: Path) -> None:
     ranks = 1 if "model.weights" in words else 5  # one whole tensor at a time is read
     assert made.elements <= max(BLOCK, *(-(-len(p) // ranks) * p[0].numel() for p in whole.values()))
     assert all(b.isfinite().all() and not b.is_meta for b in job.model.buffers())
+
+
+def test_layers_that_gather_in_a_codec_have_multiplied_nothing_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    torch.use_deterministic_algorithms(True)  # new memory is filled with the largest numbers
+    try:
+        job = job_of("precision=bf16 storage.weight=fp8 storage.shard=zero2")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        dist.destroy_process_group()
+    layers = [*fp8_linears(job.model)]
+    assert layers and not any(layer.gemms_ran.any() for layer in layers)
 
 
 @pytest.mark.slow
