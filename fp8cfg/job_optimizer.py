@@ -34,7 +34,7 @@ def optimizer(
     if (own := backend.optimizer(prepared, precision, optim, clip_grad, loss_scaler)) is not None:
         return own
     groups = param_groups(model, optim.weight_decay)
-    writers: dict[Any, Any] = {p: layer.set_weight for p, layer in stored_weights.held(model).items()}
+    writers: dict[Any, Any] = {p: layer.set_weight for p, layer in stored_weights.held(model).items() if p.requires_grad}
     if precision.fp8.enabled:
         writers |= backend.writers(model)
     if low_bit(precision):
@@ -86,7 +86,7 @@ def _low_bit(
 
     model = prepared.model
     named, parts = dict(model.named_parameters()), tensor_parts(prepared)
-    held = {p: partial(getattr, layer, "in_codec") for p, layer in stored_weights.held(model).items()}
+    held = {p: partial(getattr, layer, "in_codec") for p, layer in stored_weights.held(model).items() if p.requires_grad}
     writers = {p: write for p, write in writers.items() if p not in held}  # a step stores those itself
     split: dict[Any, dict[str, Any]] = {}
     for number, group in enumerate(groups):

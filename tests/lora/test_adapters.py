@@ -30,7 +30,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "bf16": ("precision=bf16",), "held in fp8": (FP8, "fp8.params=true"), "quantized each pass": (FP8, "fp8.params=false", "lora.dropout=0.1"),
     "blocks": ("precision=bf16_fp8_block", "fp8.params=true", "trainer.micro_batch_size=4"),
     "O2": (FP8, "fp8.params=false", "opt_level=O2"), "low-bit moments": (FP8, "storage.exp_avg=fp8_block", "storage.exp_avg_sq=fp8_block"),
-    "fp16": ("precision=fp16_fp8", "precision.initial_loss_scale=65536"), "recomputed": ("precision=bf16", "lora.dropout=0.1", "model.recompute_granularity=full"),
+    "fp16": ("precision=fp16_fp8", "precision.initial_loss_scale=65536"), "recomputed": ("precision=bf16", "storage.weight=fp8", "lora.dropout=0.1", "model.recompute_granularity=full"),
     "o_proj alone": ("precision=bf16_fp8_current", "fp8.high_precision_at_end=0", "fp8.high_precision_at_start=0", "lora.targets=[layers.1.*.o_proj]",
                      "fp8.dot_product_attention=true"),
     "tied": (FP8, "model.share_embeddings_and_output_weights=true", "lora.targets=[lm_head,q_proj,v_proj]")}
