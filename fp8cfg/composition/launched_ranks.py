@@ -18,9 +18,11 @@ from fp8cfg.config.recipe import Recipe
 
 def machines() -> dict[str, int]:
     """The machines of a launcher, which all have as many ranks, by full key; none where there is no launcher, or they have not."""
-    world = int(os.environ.get("WORLD_SIZE", "0"))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return {"trainer.num_nodes": world // local, "trainer.devices": local} if world and world % local == 0 else {}
+    world = os.environ.get("WORLD_SIZE", "0")
+    local = os.environ.get("LOCAL_WORLD_SIZE", world)
+    if not (world.isdecimal() and local.isdecimal() and int(world) and int(local)) or int(world) % int(local):
+        return {}
+    return {"trainer.num_nodes": int(world) // int(local), "trainer.devices": int(local)}
 
 
 def composed(words: Sequence[str], library: Library, file: Path | None = None, base: Recipe | None = None) -> Settled:
