@@ -191,8 +191,8 @@ def local_shapes(recipe: Recipe, part: Part, layers: Sequence[int] | None = None
         return layers is None and (part.embedding or (tied and first == "embedding") if "embedding" in first else part.output)
 
     def local(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        split = split_dimension(recipe, name)
-        return tuple(-(-n // part.tensor) if dim == split else n for dim, n in enumerate(shape))
+        split = split_dimension(recipe, name) if part.tensor > 1 else None
+        return shape if split is None else tuple(-(-n // part.tensor) if dim == split else n for dim, n in enumerate(shape))
 
     return {name: local(name, shape) for name, shape in parameter_shapes(transformer_config(recipe)).items() if there(name)}
 

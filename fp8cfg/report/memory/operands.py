@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from fp8cfg.config.fp8 import FP8, power_2_scales, transforms, weights_2d
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED
@@ -15,6 +17,7 @@ CODEC_BLOCK = 128
 """Elements that share a scale in the codecs of blocks."""
 
 
+@cache
 def stored_bytes(codec: str, elements: int) -> int:
     """A tensor of `elements` in a codec of `storage`, with its scales, float32: one, or those of its blocks."""
     data, per_block = int(CODEC[codec]) * elements, int(CODEC[codec] % 1 * CODEC_BLOCK)

@@ -54,7 +54,8 @@ def state_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
         for name, count in (own if kind in split else whole).items():
             # Moments are float32 where parts are no whole blocks.
             codecs = columns[name] if kind != "moments" else moments if uncut[name] else plain
-            found[kind] += sum(stored_bytes(codecs[k], count) for k in KINDS[kind])
+            for k in KINDS[kind]:
+                found[kind] += stored_bytes(codecs[k], count)
     return found
 
 
