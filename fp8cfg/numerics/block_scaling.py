@@ -86,9 +86,10 @@ def tile_scales(
     """The scales of the tiles of `v` [A, r, B, c] under `scaling`, [A, 1, B, 1]. `whole` is the first level of nvfp4, `dtype`
     what `v` was before it was float32: block scales go no higher than its largest number. The largest amax of all tiles, [], is
     added to `seen`. Of tiles, rows or columns, whose other parts ranks of `group` have, amaxes are the largest over these."""
-    amax = tile_amax(v, keep_nan=scaling.layout.scale != "float32")
+    keep_nan = scaling.layout.scale != "float32"
+    amax = tile_amax(v, keep_nan)
     if seen is not None and amax.numel():
-        seen.append(torch.where(amax >= 0, amax, 0).amax())  # but for tiles that have NaN
+        seen.append((torch.where(amax >= 0, amax, 0) if keep_nan else amax).amax())  # but for tiles that have NaN
     if group is not None:
         amax = largest(amax, group)
     return Scales(*(_written_out(s) for s in scales_of_amaxes(amax, fmt, scaling, whole, dtype)))
