@@ -14,8 +14,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from fp8cfg.numerics.waited_collective import waited
-
-Tile = tuple[int, int]
+from fp8cfg.scalings import Tile
 
 
 class AmaxGroup(NamedTuple):

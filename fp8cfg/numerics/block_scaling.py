@@ -27,8 +27,7 @@ from torch import Tensor
 from fp8cfg.numerics.amax_group import largest, largest_or_nan
 from fp8cfg.numerics.formats import E2M1, E4M3, Format, cast
 from fp8cfg.numerics.scaling import FLT_MAX, Scaling, floor_to_power_of_2, record_amax, scale_from_amax
-
-Tile = tuple[int, int]
+from fp8cfg.scalings import Tile
 
 
 class Scales(NamedTuple):

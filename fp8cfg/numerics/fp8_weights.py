@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics.amax_group import AmaxGroup
-from fp8cfg.numerics.block_scaling import Tile, e8m0_bytes, first_level, tiled, untiled
+from fp8cfg.numerics.block_scaling import e8m0_bytes, first_level, tiled, untiled
 from fp8cfg.numerics.formats import cast, widen
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import WEIGHT, Scaling
-from fp8cfg.scalings import SCALINGS
+from fp8cfg.scalings import SCALINGS, Tile
 
 
 class Stored(NamedTuple):

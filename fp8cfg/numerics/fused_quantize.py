@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, library
 
 from fp8cfg.numerics.amax_group import AmaxGroup, largest
-from fp8cfg.numerics.block_scaling import Tile, sizes
+from fp8cfg.numerics.block_scaling import sizes
 from fp8cfg.numerics.formats import BY_DTYPE
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.microscaled_mm import swizzled_size
 from fp8cfg.numerics.scaling import FLT_MAX, Scaling
+from fp8cfg.scalings import Tile
 
 WIDTH = 128
 """Elements of a tile of block scaling along a contracted dimension."""
@@ -78,13 +79,13 @@ def quantize_tiles_fused(
     assert tile is not None, "there are scales of tiles"
     both = both or (tile[0] > 1 and tile[1] == MX)  # swizzled scales of squares are not those of the transpose
     rows, columns = both or axis == 1, both or axis == 0
-    amaxes = [shared_amaxes(t, role, scaling, axis, parts) if wanted else None for axis, wanted in ((1, rows), (0, columns))]
+    amaxes = [amaxes_over_ranks(t, role, scaling, axis, parts) if wanted else None for axis, wanted in ((1, rows), (0, columns))]
     made = quantize_blocks(t, tile[1], fmt.dtype, scaling.power_2_scales, tile[0] > 1, rows, columns, history, role, *amaxes)
     along, across = (Operand(data, scale_inv, fmt, tile) for data, scale_inv in (made[:2], made[2:]))
     return along._replace(other=across) if both else along if rows else across.t()
 
 
-def shared_amaxes(t: Tensor, role: int, scaling: Scaling, axis: int, parts: AmaxGroup | None) -> Tensor | None:
+def amaxes_over_ranks(t: Tensor, role: int, scaling: Scaling, axis: int, parts: AmaxGroup | None) -> Tensor | None:
     """The amaxes of whole rows of the contiguous matrix `t` [R, C], [R], or for products that contract its first dimension those of
     whole columns, [C], where others have `parts` of these; else None."""
     group = None if parts is None else parts.over(role, scaling.tile(role, axis))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, library
 
 from fp8cfg.numerics.amax_group import AmaxGroup, largest_or_nan
-from fp8cfg.numerics.block_scaling import Tile, sizes
+from fp8cfg.numerics.block_scaling import sizes
 from fp8cfg.numerics.formats import BY_DTYPE
 from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.fused_nvfp4 import FOUR
@@ -19,13 +19,14 @@ from fp8cfg.numerics.fused_quantize import (
     MX,
     TRITON,
     amax_where_unset,
+    amaxes_over_ranks,
     cast_tiles,
     fuses,
     fuses_tiles,
     scale_source,
-    shared_amaxes,
 )
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, amax_of, scale_now
+from fp8cfg.scalings import Tile
 
 LEAST = (8, 9)
 """The least CUDA compute capability whose hardware converts to FP8."""
@@ -100,7 +101,7 @@ def store_tiles_fused(
         return _empty(t, fmt.dtype, tile if axis else (tile[1], tile[0]), of_scales)
 
     into, t = {axis: room(axis) for axis in (1, 0)}, t.contiguous()
-    amaxes = [shared_amaxes(t, WEIGHT, scaling, axis, parts) if axis in axes else None for axis in (1, 0)]
+    amaxes = [amaxes_over_ranks(t, WEIGHT, scaling, axis, parts) if axis in axes else None for axis in (1, 0)]
     store_blocks(t, tile[1], scaling.power_2_scales, tile[0] > 1, *into[1], *into[0], history, *amaxes)
     return {axis: (data, scale_inv) for axis, (data, scale_inv) in into.items() if data is not None and scale_inv is not None}
 

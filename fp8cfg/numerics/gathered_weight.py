@@ -34,7 +34,7 @@ from fp8cfg.numerics.shard_scales import (
     amax_shapes,
     shard_amaxes,
     shard_scales,
-    shared_amaxes,
+    span_tensor_ranks,
     split_fields,
 )
 from fp8cfg.numerics.weight_access import decoded
@@ -203,7 +203,7 @@ def refresh_shards(layers: Iterable[Any]) -> None:
 def _over_parts(layers: list[Any], flat: Tensor, counts: Sequence[int]) -> Tensor:
     """The amaxes `flat` of the weights of `layers`, so many of each tile or tensor: those of which tensor-parallel ranks have other
     parts, over these."""
-    flags = [flag for layer in layers for flag in shared_amaxes(layer.scaling, layer.shard_place, layer.amax_group)]
+    flags = [flag for layer in layers for flag in span_tensor_ranks(layer.scaling, layer.shard_place, layer.amax_group)]
     if not any(flags):
         return flat
     pieces = torch.split(flat, [*counts])

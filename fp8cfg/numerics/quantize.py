@@ -10,11 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8cfg.numerics.block_scaling import Scales, Tile, sizes, tile_scales, tiled, untiled
+from fp8cfg.numerics.block_scaling import Scales, sizes, tile_scales, tiled, untiled
 from fp8cfg.numerics.formats import E2M1, Format, cast, round_in_steps, round_to_grid, widen
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.scaling import Scaling, record_amax
 from fp8cfg.numerics.stochastic_rounding import Random
+from fp8cfg.scalings import Tile
 
 Part = Callable[[Tensor, Scales | None, int], tuple[Tensor, Tensor]]
 CHUNK = 1 << 17  # elements quantized at a time in eager mode: float32 temporaries stay in the cache, and none pages in anew

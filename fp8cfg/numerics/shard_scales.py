@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8cfg.numerics.amax_group import AmaxGroup
-from fp8cfg.numerics.block_scaling import Scales, Tile, first_level_of, scales_of_amaxes, sizes, tile_amax, tiled
+from fp8cfg.numerics.block_scaling import Scales, first_level_of, scales_of_amaxes, sizes, tile_amax, tiled
 from fp8cfg.numerics.fp8_weights import Stored, pack
 from fp8cfg.numerics.fused_store import amaxes_of, store_four_bits_fused, store_scaled, store_tiles_fused
 from fp8cfg.numerics.quantize import quantize_tiles, rounded
 from fp8cfg.numerics.scaling import WEIGHT, Scaling
-from fp8cfg.scalings import SCALE_BYTES
+from fp8cfg.scalings import SCALE_BYTES, Tile
 
 FIELDS = {1: ("data", "scale_inv"), 0: ("dgrad", "dgrad_scale_inv")}
 """The fields of `Stored` of the matrix that a product reads which contracts a weight's dimension 1, or 0."""
@@ -80,18 +80,20 @@ def split_fields(scaling: Scaling, place: ShardPlace) -> dict[str, int]:
     return found | {FIELDS[axis][1]: place.rows // tile[0] for axis, tile in _tiles(scaling) if not place.cuts(tile)}
 
 
+def _of_amaxes(scaling: Scaling, place: ShardPlace) -> list[Tile | None]:
+    """Of each of what `shard_amaxes` gives the tile, None the whole weight."""
+    one: list[Tile | None] = [None] if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels else []
+    return one + [tile for _, tile in _tiles(scaling) if place.cuts(tile)]
+
+
 def amax_shapes(scaling: Scaling, place: ShardPlace, columns: int) -> list[tuple[int, ...]]:
     """The shapes of what `shard_amaxes` gives."""
-    one = scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels
-    grids = [tile for _, tile in _tiles(scaling) if place.cuts(tile)]
-    return [*([()] if one else []), *(_grid((place.rows, columns), tile) for tile in grids)]
+    return [_grid((place.rows, columns), tile) if tile else () for tile in _of_amaxes(scaling, place)]
 
 
-def shared_amaxes(scaling: Scaling, place: ShardPlace, parts: AmaxGroup | None) -> list[bool]:
-    """Of each of what `shard_amaxes` gives whether others have `parts` of the same tiles."""
-    one: list[Tile | None] = [None] if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels else []
-    cut = [tile for _, tile in _tiles(scaling) if place.cuts(tile)]
-    return [parts is not None and parts.over(WEIGHT, tile) is not None for tile in one + cut]
+def span_tensor_ranks(scaling: Scaling, place: ShardPlace, parts: AmaxGroup | None) -> list[bool]:
+    """Of each of what `shard_amaxes` gives whether tensor-parallel ranks have other `parts` of the same tiles."""
+    return [parts is not None and parts.over(WEIGHT, tile) is not None for tile in _of_amaxes(scaling, place)]
 
 
 def shard_amaxes(shards: Sequence[Tensor], scaling: Scaling, places: Sequence[ShardPlace]) -> list[list[Tensor]]:

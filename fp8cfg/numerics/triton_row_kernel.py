@@ -80,8 +80,10 @@ def _strip_of_columns(  # type: ignore[no-untyped-def]
     RECORD: tl.constexpr, TRANSPOSE: tl.constexpr, KNOWN: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     column = first + tl.arange(0, STRIP)
-    known = tl.load(amaxes + column, mask=column < columns, other=0.0) if KNOWN else 0.0
-    amax = known if KNOWN else _amaxes_of_columns(t, first, rows, columns, STRIP, LONG)
+    if KNOWN:
+        amax = tl.load(amaxes + column, mask=column < columns, other=0.0)
+    else:
+        amax = _amaxes_of_columns(t, first, rows, columns, STRIP, LONG)
     if RECORD:
         _note_infinite(seen, tl.max(amax, 0))
     scale = _scale_of(amax, target, highest, POWER_2)

@@ -17,13 +17,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E2M1, E4M3, E5M2, Format, Scaling
-from fp8cfg.numerics.block_scaling import Tile, e8m0_bytes
+from fp8cfg.numerics.block_scaling import e8m0_bytes
 from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.microscaled_mm import laid_out, swizzled, swizzled_size
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, amax_of, scale_now
 from fp8cfg.numerics.stochastic_rounding import Random
+from fp8cfg.scalings import Tile
 from tests.support.interpreted import interpreted, not_interpreted, quantize_by_kernels, under_the_interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, of infinities and NaN: the interpreter computes with it
