@@ -42,6 +42,10 @@ class Axis(NamedTuple):
         """Sums or maxima of `data` bytes, so many."""
         yield from self._sent(what, "all-reduce", 2 * (self.ranks - 1) * data // self.ranks, count)
 
+    def all_reduce_amaxes(self, numbers: int, count: int = 1) -> Iterator[Collective]:
+        """Maxima of so many amaxes in each of `count` messages; none of no amaxes."""
+        yield from self.all_reduce("amaxes", NUMBER * numbers, count * bool(numbers))
+
     def all_gather(self, what: str, part: int, count: int = 1) -> Iterator[Collective]:
         """Gathers of parts of `part` bytes each, so many."""
         yield from self._sent(what, "all-gather", (self.ranks - 1) * part, count)

@@ -9,9 +9,9 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import gathered_plain
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import PER_TENSOR, fp8_weights, gathered, others, resolved, sharding
-from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, same_parameters
+from fp8cfg.report.communication.collectives import Axis, Collective, same_parameters
 from fp8cfg.report.communication.fp8_shards import amaxes_of_cut_tiles, gathered_bytes
-from fp8cfg.report.communication.shared_amaxes import of_weight
+from fp8cfg.report.communication.shared_amaxes import of_written_weight
 from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.memory.shards import parameter_columns, shard_elements, stored_gradients, summed_with, trained_shapes
@@ -48,11 +48,11 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
         yield from apart.all_reduce("gradients", int(sum(n for n, _ in shards) * in_groups), over_groups * bool(part_bytes))
     scales = Counter(summed_with(name) for name, codec in stored_gradients(recipe, part, linears).items() if codec in PER_TENSOR)
     for count in scales.values():
-        yield from axis.all_reduce("amaxes", NUMBER * count, sums if p.storage.accumulate == "stored" else 1)
+        yield from axis.all_reduce_amaxes(count, sums if p.storage.accumulate == "stored" else 1)
     written = {name: shape for name, shape in in_fp8.items() if name in trained}  # in each step
     over_shards = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards, name in by_columns) for name, shape in written.items())
-    yield from axis.all_reduce("amaxes", NUMBER * over_shards, bool(over_shards))
-    over_parts = sum(of_weight(p.fp8, linear) for linear in linears if f"{linear.name}.weight" in written)
-    yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * over_parts, bool(over_parts))
+    yield from axis.all_reduce_amaxes(over_shards)
+    over_parts = sum(of_written_weight(p.fp8, linear) for linear in linears if f"{linear.name}.weight" in written)
+    yield from Axis("tensor", part.tensor).all_reduce_amaxes(over_parts)
     scaled = sum(shard != "fsdp" and name not in in_fp8 and stored[name]["weight"] in PER_TENSOR for name in trained)
-    yield from axis.all_reduce("amaxes", NUMBER * scaled, bool(scaled))
+    yield from axis.all_reduce_amaxes(scaled)

@@ -9,8 +9,8 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import fp8_weights
 from fp8cfg.layer_plan import adapted
-from fp8cfg.report.communication import shared_amaxes
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective
+from fp8cfg.report.communication.shared_amaxes import of_operand
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.memory.peak import linears_of
@@ -36,11 +36,10 @@ def numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], samples: i
     if m.qk_layernorm == "hidden":  # of queries and keys; selective recomputation computes norms again too
         means, passes = 2 if m.normalization == "LayerNorm" else 1, 2 if m.recompute_granularity == "none" else 3
         yield from axis.all_reduce("losses and norms", NUMBER * tokens, 2 * means * passes * len(part.layers))
-    of_passes = {"input": 1 + again, "weight": 0 if kept or fp8_weights(recipe.precision) else 1 + again, "gradient": 1}
-    for linear, tensor in product((linear for linear in linears if linear.fp8), of_passes):
-        amaxes = shared_amaxes.numbers(recipe.fp8, linear, tensor, tokens)
-        count = min(1, of_passes[tensor]) if linear.name == "output_layer" else of_passes[tensor]  # it is not recomputed
-        yield from axis.all_reduce("amaxes", NUMBER * amaxes, count * bool(amaxes))
+    of_passes = {"input": 1 + again, "weight": 0 if kept or fp8_weights(recipe.precision) else 1 + again, "grad_output": 1}
+    for linear, operand in product((linear for linear in linears if linear.fp8), of_passes):
+        count = min(1, of_passes[operand]) if linear.name == "output_layer" else of_passes[operand]  # it is not recomputed
+        yield from axis.all_reduce_amaxes(of_operand(recipe.fp8, linear, operand, tokens), count)
 
 
 def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Collective]:

@@ -43,10 +43,10 @@ def _numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: 
     fp8 = recipe.fp8
     if fp8.enabled and SCALINGS[fp8.scaling].history and fp8.reduce_amax:
         layers = sum(3 for linear in linears if linear.fp8)
-        yield from _over(recipe, part, data=not fp8.tp_only_amax_red).all_reduce("amaxes", NUMBER * layers, bool(layers))
+        yield from _over(recipe, part, data=not fp8.tp_only_amax_red).all_reduce_amaxes(layers)
     if keeps_weights(recipe, part, backend) and not fp8_weights(recipe.precision):
-        for amaxes in (shared_amaxes.numbers(fp8, linear, "weight") for linear in linears if linear.fp8):
-            yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * amaxes, bool(amaxes))
+        for linear in linears:
+            yield from Axis("tensor", part.tensor).all_reduce_amaxes(shared_amaxes.of_operand(fp8, linear, "weight") * linear.fp8)
     yield from _over(recipe, part, data=True, stages=stages).all_reduce("losses and norms", NUMBER)
 
 
@@ -77,11 +77,11 @@ def _written(
     owner = owner_of(recipe, part, linears)[0] if shard != "none" else {}
     written: dict[int, list[int]] = {}
     for linear in linears:
-        if linear.fp8 and (amaxes := shared_amaxes.of_weight(recipe.fp8, linear)):
+        if linear.fp8 and (amaxes := shared_amaxes.of_written_weight(recipe.fp8, linear)):
             written.setdefault(owner.get(f"{linear.name}.weight", 0), []).append(amaxes)
     mine = max(written.values(), key=len, default=[]) if rank is None or not owner else written.get(rank, [])
     for amaxes in mine:
-        yield from Axis("tensor", part.tensor).all_reduce("amaxes", NUMBER * amaxes)
+        yield from Axis("tensor", part.tensor).all_reduce_amaxes(amaxes)
 
 
 def _kinds(recipe: Recipe, part: Part) -> tuple[int, int]:
