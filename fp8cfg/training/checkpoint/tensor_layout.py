@@ -60,7 +60,7 @@ class TensorLayout:
     def boxes(self, name: str, t: Tensor, alone: bool = False) -> Iterator[TensorBox]:
         """The boxes of a tensor that this rank keeps; `alone` where it alone has it. Where matrices are split all ranks call it, in
         the same order."""
-        shard, split = None if name in self.spanning else self._shard_of(name, t.dim()), hasattr(t, "placements")
+        shard, split = self._shard_of(name, t.dim()), hasattr(t, "placements")
         if shard is not None and shard.dim == 1 and name.endswith(block_scales.SUFFIX):
             t, shard = self._joined(name, t, shard), None
         local = self.local(self._history(name, t))
@@ -78,7 +78,7 @@ class TensorLayout:
     def part(self, name: str, whole: Offsets, read: Callable[[Offsets, Offsets], Tensor]) -> Tensor:
         """What this rank keeps of a tensor whose whole has the shape `whole`, of which `read` gives the part that begins somewhere
         and has some size."""
-        shard, like = None if name in self.spanning else self._shard_of(name, len(whole)), self._parameter_of(name)
+        shard, like = self._shard_of(name, len(whole)), self._parameter_of(name)
         if whole and name.endswith(block_scales.SUFFIX) and (p := self.params.get(block_scales.parameter(name))) is not None:
             shard, like = block_scales.split(p, shard)
             if shard is not None and shard.dim == 1:
@@ -114,7 +114,7 @@ class TensorLayout:
         if name.endswith(block_scales.SUFFIX):
             return self.shards.get(block_scales.parameter(name)) if dims else None
         if last in WEIGHT_BUFFERS:
-            return self.shards.get(f"{owner}.weight") if dims == 2 else None
+            return self.shards.get(f"{owner}.weight") if dims == 2 and name not in self.spanning else None
         return self.shards.get(name, self.shards.get(owner))
 
     def _places(self, shape: Offsets, local: Offsets, like: Any, shard: TensorShard | None) -> Iterator[Place]:
