@@ -19,7 +19,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import changed
 from fp8cfg.config.storage import as_sharded
 from fp8cfg.job import Job
-from fp8cfg.job_weights import adapters, first_weights
+from fp8cfg.job_weights import adapters, first_weights, zeros
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.optim import LossScaler, Schedule
 
@@ -137,17 +137,17 @@ def planned(
 
 def prepared_model(
     recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice,
-    precision: Precision | None = None, fill: job_parts.Fill | None = None, loaded: bool = False,
+    precision: Precision | None = None, loaded: bool = False,
 ) -> PreparedModel:
     """The model of `recipe`, or the given `model`, with its layers as planned, on `device`; in `precision`, by default the
-    recipe's, with the weights that `fill` writes, by default the first ones, and no float32 originals where it is `loaded` next."""
+    recipe's, with its first weights; with none, and no float32 originals, where it is `loaded` next."""
     precision, seed = precision or recipe.precision, recipe.trainer.seed
     if model is not None:
         return job_parts.prepared_model(job_parts.given(model, device), precision, plans, choice, seed)
     from fp8cfg.report.memory.layout import shards
 
     config, m = transformer_config(recipe), recipe.model
-    fill = fill or first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
+    fill = zeros if loaded else first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
     empty = job_parts.transformer(
         config, recompute=m.recompute_granularity, reset_attention_mask=recipe.data.reset_attention_mask,
         reset_position_ids=recipe.data.reset_position_ids)

@@ -36,6 +36,12 @@ def first_weights(
     return partial(_read, config, hub.local_folder(weights, "model.weights", hub.WEIGHTS), weights, hf_layout(family))
 
 
+def zeros(model: Transformer) -> None:
+    """Fill weights that a load overwrites at once: what memory has by chance may be no number, and would be quantized."""
+    for p in model.parameters():
+        p.data.zero_()
+
+
 def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
     """What gives a parameter of the Transformer of `recipe` by name as `first_weights` would have it, whole, on the CPU: drawn in
     float32, or read from model.weights in the dtype that it has there. Raises ConfigError as they do."""

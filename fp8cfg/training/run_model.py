@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from fp8cfg.backends import backend_registry
@@ -65,8 +64,8 @@ def load(
     plans, choice = planned(recipe, hardware)
     if other := another_multiplies(state, recipe, choice.backend):
         say(other)
-    fill = None if recipe.lora.enabled else _nothing  # beside adapters a checkpoint has no others
-    prepared = prepared_model(recipe, None, hardware.device, plans, choice, fill=fill, loaded=fill is not None)
+    whole = not recipe.lora.enabled  # beside adapters a checkpoint has no others
+    prepared = prepared_model(recipe, None, hardware.device, plans, choice, loaded=whole)
     refuse_other(recipe, state.get("base"))
     try:
         load_by_layer(prepared.model, tensors, left_out(recipe, prepared.model))
@@ -84,13 +83,6 @@ def in_precision(found: RunModel, name: str) -> RunModel:
     recipe.check()
     hardware = find_hardware(recipe.trainer.accelerator)
     plans, choice = planned(recipe, hardware)
-    prepared = prepared_model(recipe, None, hardware.device, plans, choice, fill=_nothing, loaded=True)
+    prepared = prepared_model(recipe, None, hardware.device, plans, choice, loaded=True)
     prepared.model.load_state_dict(found.model.state_dict())
     return replace(found, recipe=recipe, model=prepared.model.eval(), plan=plans, choice=choice)
-
-
-@torch.no_grad()
-def _nothing(model: nn.Module) -> None:
-    """Zeros for weights that a load overwrites at once: what memory has by chance may be no number, and would be quantized."""
-    for p in model.parameters():
-        p.zero_()
