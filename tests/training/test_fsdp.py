@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,35 +13,38 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8cfg
-from fp8cfg.config.hugging_face import of_model
-from fp8cfg.config.storage import gathered
 from fp8cfg.job import Job
-from fp8cfg.layer_plan import plan, transformer_config
-from fp8cfg.models import hf, hf_export
-from fp8cfg.models.weight_init import BLOCK
-from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state, resume_rules
-from fp8cfg.training.compiled_gradients import compare
-from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.distributed import fsdp
+from fp8cfg.training.checkpoint import checkpoint, job_state
+from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.metrics import read
-from fp8cfg.training.train_step import evaluate, train_step
-from tests.support import rank_runs, sharded_checkpoints
+from fp8cfg.training.train_step import train_step
+from tests.support import sharded_checkpoints
+from tests.support.fsdp_runs import (
+    CURRENT,
+    EVERYWHERE,
+    FSDP,
+    HAS_TORCHAO,
+    NOT_CLIPPED,
+    PLAIN,
+    SAVED,
+    STEPS,
+    TORCHAO,
+    WHOLE,
+    held_out,
+    job_of,
+    load,
+    run,
+    save,
+)
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import SMALL, small
 
-FSDP, WHOLE, PLAIN = "storage.shard=fsdp", "storage.shard=none", "fp8.params=false"
-EVERYWHERE = "fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
-CURRENT = f"precision=bf16_fp8_current {PLAIN} {EVERYWHERE}"
-TORCHAO = f"{CURRENT} backend=torchao"
 NATIVE = {
     "fp32": "precision=fp32", "bf16": "precision=bf16", "bf16 sums": "precision=bf16 storage.comm=bf16", "fp16": "precision=fp16 precision.initial_loss_scale=1024 storage.weight_grad=fp32 storage.comm=fp32",
     "delayed": f"precision=bf16_fp8 {PLAIN}", "current": CURRENT, "block": f"precision=bf16_fp8_block {PLAIN}",
@@ -58,37 +59,12 @@ WITH_TORCHAO = {
     "torchao, fp8": TORCHAO, "torchao, fp8, recomputed": f"{TORCHAO} model.recompute_granularity=full",
     "torchao, fp8, tied": f"{TORCHAO} model.share_embeddings_and_output_weights=true fp8.output_layer=true",
 }
-HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 ROWS = NATIVE | (WITH_TORCHAO if HAS_TORCHAO else {})
 SAME = [row for row in ROWS if not row.startswith(("torchao, fp8", "FP8 weights"))]
 """Rows whose products read the same operands as those of the run that is not split."""
 HELD = [row for row in ROWS if row.startswith("FP8 weights")]
 """Rows that gather what the run that is not split holds in FP8; their weight gradients have the dtype of what is gathered, bf16."""
 RESUMED = [row for row in ("fp32", "delayed", "FP8 weights", "sgd", "torchao, fp8", "torchao, fp8, tied") if row in ROWS]
-SAVED, STEPS = 1, 3
-"""Steps of a run before it is saved, and in all."""
-NOT_CLIPPED = "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
-
-
-def job_of(*words: str) -> Job:
-    return fp8cfg.build(small("trainer.micro_batch_size=4", *" ".join(words).split()))
-
-
-def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
-    batches, _ = run_data(job.recipe)
-    return [[s.loss, s.grad_norm] for s in (train_step(job, batches, step, world) for step in range(first, last))]
-
-
-def held_out(job: Job, world: World) -> float:
-    return evaluate(job, validation_batches(job.recipe, run_data(job.recipe)[1], world), world)
-
-
-def save(job: Job, world: World, path: Path) -> None:
-    sharded_checkpoints.saved(job, world, path, SAVED)
-
-
-def load(job: Job, path: Path) -> Job:
-    return rank_runs.resumed(job, path, SAVED)
 
 
 def nbytes(tensors: list[Tensor]) -> int:
@@ -299,161 +275,6 @@ def test_a_step_is_skipped_on_all_ranks(two: tuple[Path, list[dict[str, Any]]]) 
     assert [found["skipped"] for found in two[1]] == [[False, True, 5e29]] * 2
 
 
-# On one rank, in this process.
-
-
-def test_one_rank_reads_the_weights_that_it_would_gather() -> None:
-    words = f"precision=bf16_fp8_block fp8.format=e4m3 fp8.params=true {EVERYWHERE} trainer.micro_batch_size=8"
-    alone, whole = (run(job_of(words, shard, NOT_CLIPPED), World(), 0, 2) for shard in (FSDP, WHOLE))
-    assert alone[0][0] == whole[0][0] and alone[1][0] == pytest.approx(whole[1][0], rel=1e-4)  # gradients of what is gathered are bfloat16
-
-
-def test_a_step_that_was_broken_off_is_refused_where_torch_cannot_drop_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")  # as before torch 2.13
-    job = job_of("precision=bf16", FSDP)
-    run(job, World(), 0, 1)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("fp8cfg.training.train_step.sum_gradients", lambda *_: 1 // 0)
-        run(job, World(), 1, 2)
-    with pytest.raises(RuntimeError, match=r"before torch 2.13 FSDP2 does not drop what it left: build another job"):
-        run(job, World(), 1, 2)
-
-
-def test_one_rank_alone_has_a_group_of_its_own() -> None:
-    job, whole = (job_of("precision=bf16 trainer.micro_batch_size=8", shard, NOT_CLIPPED) for shard in (FSDP, ""))
-    assert dist.get_world_size() == 1 and not memory_measurement.stored(job)["masters"] and memory_measurement.stored(whole)["masters"]
-    assert [loss for loss, _ in run(job, World(), 0, 3)] == [loss for loss, _ in run(whole, World(), 0, 3)]
-    assert held_out(job, World()) == held_out(whole, World())
-
-
-@pytest.mark.parametrize("codec", ["fp8", "fp8_block"])
-def test_shards_of_gradients_add_up_in_their_codec(codec: str) -> None:
-    """storage.accumulate=stored, over four microbatches: the sums of the run that is not split, each rounded again."""
-    words = f"precision=bf16 storage.weight_grad={codec} storage.accumulate=stored trainer.micro_batch_size=2 model.hidden_size=128"
-    losses = [loss for loss, _ in run(job_of(words, FSDP, NOT_CLIPPED), World(), 0, 3)]
-    assert losses != [loss for loss, _ in run(job_of(words.replace("stored", "wide"), FSDP, NOT_CLIPPED), World(), 0, 3)]
-    if codec == "fp8":  # which is sent as well
-        assert losses == [loss for loss, _ in run(job_of(f"{words} storage.comm={codec}", WHOLE, NOT_CLIPPED), World(), 0, 3)]
-
-
-def test_split_layers_are_not_exchanged() -> None:
-    with pytest.raises(fp8cfg.ConfigError, match=r"convert_back: FSDP2 has split the model, .*; a checkpoint has whole weights \(model.safetensors\)"):
-        fp8cfg.convert_back(job_of(CURRENT, FSDP).model)
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("words", ["precision=bf16", CURRENT, "precision=bf16_fp8", *([f"{TORCHAO} storage.gather=bf16", TORCHAO] if HAS_TORCHAO else [])])
-def test_the_plan_is_what_is_measured(words: str, recompute: str) -> None:
-    found = memory_measurement.measure(fp8cfg.compose(["recipe=llama_tiny", "data=tiny", *words.split(), FSDP, "trainer.micro_batch_size=4", f"model.recompute_granularity={recompute}"]))
-    peak, here = found.pop("peak")
-    assert peak == pytest.approx(here, rel=0.03)
-    for kind, (planned, here) in found.items():
-        assert here == pytest.approx(planned, rel=0.02, abs=1 << 17), kind
-
-
-@pytest.mark.parametrize("words", ["precision=bf16", *([TORCHAO] if HAS_TORCHAO else [])])
-def test_a_split_model_is_not_copied_and_what_is_said_instead_works(words: str) -> None:
-    job = job_of(words, FSDP)
-    for what, said in ((job.model, "the model cannot be copied: under"), (job, "a Job cannot be copied, nor its model: under")):
-        with pytest.raises(TypeError, match=f"{said} storage.shard=fsdp a rank has parts of it; for an average"):
-            copy.deepcopy(what)
-    average = {name: p.detach().clone() for name, p in job.model.named_parameters()}
-    before = {name: t.full_tensor().clone() for name, t in average.items()}
-    run(job, World(), 0, 1)
-    with torch.no_grad():
-        for name, p in job.model.named_parameters():
-            average[name].lerp_(p, 0.5)
-    now, after = ({name: local(t) for name, t in named.items()} for named in (dict(job.model.named_parameters()), average))  # of one rank
-    assert all(torch.allclose(t, (before[name] + now[name]) / 2) for name, t in after.items())
-    assert not torch.equal(before["layers.1.mlp.linear_fc1.weight"], now["layers.1.mlp.linear_fc1.weight"])
-
-
-@pytest.mark.parametrize(("words", "more", "cure"), [
-    ("precision=bf16", "storage.shard=none", "its weights are float32: resume it with storage.weight=fp32 --allow storage.weight, or start a new run"),
-    (CURRENT, "storage.shard=none", "its weights are float32: resume it with storage.weight=fp32 --allow storage.weight, or start a new run"),
-    ("precision=bf16", "storage.shard=zero2", "its weights are float32: resume it with storage.weight=fp32 --allow storage.weight, or start a new run"), ("precision=bf16", "storage.shard=none storage.weight=bf16", "start a new run"),
-])
-def test_a_run_goes_on_whole_with_the_key_that_is_named(words: str, more: str, cure: str, tmp_path: Path) -> None:
-    split, whole = (small("trainer.micro_batch_size=8", *words.split(), *NOT_CLIPPED.split(), *shard.split()) for shard in (FSDP, more))
-    with pytest.raises(fp8cfg.ConfigError) as e:
-        resume_rules.refuse_changes(split, whole, ["storage.weight"])
-    assert f"{more.split()[0]}: this run was started with fsdp; {cure}" in e.value.problems
-    if "--allow" in cure:
-        whole.storage.weight = "fp32"
-        resume_rules.refuse_changes(split, whole, ["storage.weight"])
-        job = fp8cfg.build(split)
-        run(job, World(), 0, SAVED)
-        save(job, World(), tmp_path)
-        losses = run(job, World(), SAVED, STEPS)
-        again = run(load(fp8cfg.build(whole), tmp_path), World(), SAVED, STEPS)
-        assert [loss for loss, _ in again] == pytest.approx([loss for loss, _ in losses], abs=2e-3), "embedding and norms are read in float32 now"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
-def test_layers_are_compiled_one_by_one() -> None:
-    """Compiled sums round differently, and FP8 passes that on: losses are equal to 1e-3."""
-    job, eager = (job_of(TORCHAO, FSDP, "model.num_layers=1 trainer.micro_batch_size=8 fp8.include=['*linear_qkv','*linear_fc2']") for _ in range(2))
-    assert compare(job) == 0
-    job.compile_model()
-    losses = [loss for loss, _ in run(job, World(), 0, 3)]
-    job.prove()
-    assert losses == pytest.approx([loss for loss, _ in run(eager, World(), 0, 3)], abs=1e-3)
-    assert job.compiled and [*stored_state_dict(job.model)] == [*stored_state_dict(eager.model)]
-
-
-ZERO2 = "or storage.shard=zero2"
-
-
-@pytest.mark.parametrize(("words", "line"), [
-    ("storage.gather=bf16", "storage.gather=bf16: has no effect, storage.shard=auto keeps whole weights on every rank; drop it or write storage.shard=fsdp"),
-    (f"{FSDP} opt_level=O2 precision=bf16_fp8", f"opt_level=O2: storage.shard=fsdp keeps float32 weights; drop it, {ZERO2}"),
-    (f"{FSDP} backend=msamp precision=bf16_fp8 {PLAIN}", f"backend=msamp: storage.shard=fsdp keeps float32 weights; drop it, {ZERO2}"),
-    (f"{FSDP} storage.weight=bf16", f"storage.weight=bf16: storage.shard=fsdp has fp32 there; write that, {ZERO2}"),
-    (f"{FSDP} storage.master_weight=fp32", f"storage.master_weight=fp32: storage.shard=fsdp has none there; write that, {ZERO2}"),
-    (f"{FSDP} storage.weight_grad=bf16", f"storage.weight_grad=bf16: storage.shard=fsdp has fp32 there; write that, {ZERO2}"),
-    (f"{FSDP} storage.accumulate=stored", "storage.accumulate=stored: needs storage.weight_grad in FP8, not fp32; drop it or write fp8"),
-    (f"{FSDP} storage.master_weight=bf16", f"storage.master_weight=bf16: storage.shard=fsdp has none there; write that, {ZERO2}"),
-    (f"{FSDP} storage.comm=fp8", f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16; write one of them, {ZERO2}"),
-    (f"{FSDP} precision=fp16 storage.comm=fp8", f"storage.comm=fp8: FSDP2 sums gradients in fp32 or bf16 or fp16; write one of them, {ZERO2}"),
-    (f"{FSDP} storage.rounding=stochastic", "storage.rounding=stochastic: has no effect, weights are float32; drop it"),
-    (f"{FSDP} precision=fp16 storage.gather=bf16", "storage.gather=bf16: FSDP2 gathers weights in precision.compute=fp16; write auto, or fp8"),
-    (f"{FSDP} storage.gather=fp8", "storage.gather=fp8: precision.compute=bf16 runs no FP8; write precision=bf16_fp8_current, or drop it"),
-    (f"{FSDP} precision=bf16_fp8 {PLAIN} storage.gather=fp8", "storage.gather=fp8: needs fp8.scaling=current, not delayed; write that, or storage.gather=auto"),
-    (f"{FSDP} {TORCHAO} fp8.granularity=row storage.gather=fp8", "storage.gather=fp8: needs fp8.granularity=tensor, not row; write that, or storage.gather=auto"),
-    (f"{FSDP} {TORCHAO} fp8.use_power_2_scales=true storage.gather=fp8",
-     "storage.gather=fp8: torchao does not round the scales of weights that it gathers; write fp8.use_power_2_scales=false, or storage.gather=auto"),
-    (f"{FSDP} {TORCHAO} fp8.override_linear_precision.dgrad=true storage.gather=fp8",
-     "storage.gather=fp8: needs fp8.override_linear_precision.dgrad=false, which reads the weight; write that, or storage.gather=auto"),
-    (f"{FSDP} {CURRENT} backend=native storage.gather=fp8",
-     "storage.gather=fp8: backend=native gathers the FP8 weights of fp8.params; write fp8.params=true, or storage.gather=auto"),
-    (f"{FSDP} precision=bf16_mxfp8 backend=native storage.gather=fp8",
-     "storage.gather=fp8: fp8.scaling=mxfp8 needs two matrices of a weight, which take as many bytes as bf16; write storage.gather=auto"),
-])
-def test_what_cannot_be_is_refused_in_one_line(words: str, line: str) -> None:
-    with pytest.raises(fp8cfg.ConfigError) as e:
-        small(*words.split())
-    assert line in e.value.problems
-
-
-@pytest.mark.parametrize(("words", "backend", "gather"), [
-    (CURRENT, "native", "bf16"), (CURRENT, "torchao", "fp8"),  (f"{CURRENT} fp8.use_power_2_scales=true", "torchao", "bf16"), (f"{CURRENT} fp8.override_linear_precision.wgrad=true", "torchao", "fp8"),
-    (f"{CURRENT} precision.compute=fp32", "native", "fp32"), (f"{CURRENT} storage.gather=bf16", "torchao", "bf16"), ("precision=fp16", "native", "fp16"),
-    ("precision=bf16_fp8", "native", "fp8"), ("precision=bf16_fp8_block fp8.params=true", "native", "fp8"), ("precision=bf16_mxfp8", "native", "bf16"),
-    ("precision=bf16_fp8_current fp8.params=true fp8.granularity=row", "native", "bf16"),
-])
-def test_what_auto_comes_to(words: str, backend: str, gather: str) -> None:
-    assert gathered(small(*words.split(), FSDP).precision, backend) == gather
-
-
-def test_an_fp8_gather_wants_equal_parts() -> None:
-    recipe = small(*TORCHAO.split(), FSDP)
-    fsdp.refuse_uneven(plan(recipe), recipe.precision, "torchao", 2)
-    fsdp.refuse_uneven(plan(recipe), recipe.precision, "native", 3)
-    with pytest.raises(fp8cfg.ConfigError, match=r"storage.gather=fp8: layers.0.self_attention.linear_qkv has out_features=128, which 3 ranks do not divide; write storage.gather=bf16"):
-        fsdp.refuse_uneven(plan(recipe), recipe.precision, "torchao", 3)
-
-
 def on_three(folder: Path, world: World) -> dict[str, Any]:
     three = "trainer.global_batch_size=6 trainer.micro_batch_size=2"
     padded = [run(job_of(ROWS["FP8 weights"], shard, NOT_CLIPPED, three), world, 0, 3) for shard in (FSDP, "storage.shard=none")]
@@ -469,107 +290,6 @@ def test_parts_of_other_sizes_make_the_same_whole(tmp_path: Path) -> None:
     assert all(torch.equal(t.bfloat16(), first["want"][name]) for name, t in first["tensors"].items())
     (one, *more), whole = ([loss for loss, _ in losses] for losses in first["padded"])
     assert one == whole[0] and more == pytest.approx(whole[1:], rel=2e-4)
-
-
-def test_an_fp8_gather_picks_the_backend_that_has_it() -> None:
-    pytest.importorskip("torchao", minversion="0.18")
-    job = job_of(CURRENT, FSDP, "storage.gather=fp8")
-    assert job.choice.backend == "torchao" and "native: storage.gather=fp8" in str(job.choice.passed_over)
-
-
-def test_a_model_of_ones_own_is_for_torchs_own_call() -> None:
-    with pytest.raises(fp8cfg.ConfigError, match=r"storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write fp8cfg.convert_model"):
-        fp8cfg.build(small("precision=bf16", FSDP), model=nn.Sequential(nn.Linear(64, 64)))
-
-
-def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.report import plan_report as planned
-    from fp8cfg.report.gpus import named
-    from fp8cfg.report.memory.layout import parts
-    from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
-    from fp8cfg.report.memory.peak import linears_of, memory, memory_table, widest
-    from fp8cfg.report.memory.sharded_pass import ShardedPass
-
-    recipe = fp8cfg.compose(["recipe=llama_8b", "precision=bf16", FSDP, "trainer.strategy.context_parallel_size=1"])
-    one = memory(recipe, "cuda")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    eight = memory(recipe, "cuda")
-    assert all(eight[kind] * 8 == one[kind] for kind in ("weights", "gradients", "moments")) and eight["masters"] == 0 and "accumulation" not in eight
-    layer, root = 218112000, 2 * 128256 * 4096 + 4096
-    assert eight["gathered"] == one["gathered"] + 2 * layer == 2 * root + 2 * layer, "beside logits; one rank gathers nothing ahead"
-    assert "whole: embedding, output, two layers" in memory_table(recipe, "cuda")
-    part = widest(recipe, "cuda", 8)
-    sharded = ShardedPass(recipe, "cuda", part, linears_of(recipe, part), "native", 2)
-    assert sharded.back(1) == 2 * root + 2 * 2 * layer + 2 * 128256 * 4096 + 4 * layer, "weights, the output layer's gradient, what was sent"
-    assert sharded.summing(1) == 2 * root + 2 * layer + 2 * 128256 * 4096 + (2 + 4) * layer
-    assert sharded.summing(32) == (2 + 4) * root
-    if HAS_TORCHAO:
-        auto = fp8cfg.compose(["recipe=llama_8b", *CURRENT.split(), FSDP, "model.vocab_size=1024"])
-        fp8, high = (planned.make(auto, 8, gpu).widest for gpu in (named("h100"), None))
-        linears = linears_of(auto, fp8.part)
-        cast, plain = (ShardedPass(auto, "cuda", fp8.part, linears, backend, 2).back(1) for backend in ("torchao", "native"))
-        assert plain - cast == 2 * (layer - 2 * 4096), "all but the norms of two layers, in a byte less"
-        assert "FP8 copies" not in {k for k, n in fp8.memory.items() if n} and high.memory["FP8 copies"]
-    stages = [memory(large, "cuda", part) for large in [fp8cfg.compose(["recipe=llama31_70b", "precision=bf16", FSDP])] for part in parts(large, 64)]
-    assert all(0 < kinds["gathered"] < 10e9 for kinds in stages) and stages[0]["gathered"] > stages[1]["gathered"]
-    short = fp8cfg.compose(["recipe=llama_8b", "precision=bf16", FSDP, "model.seq_length=128", "trainer.micro_batch_size=2"])
-    kinds = memory(short, "cuda")
-    assert sum(kinds.values()) < 4 * (32 * layer + root), "no rank makes the model before it is split"
-    split = {kind: n for kind, n in memory(fp8cfg.compose(["recipe=llama_8b", "precision=bf16", "storage.shard=none"]), "cuda").items() if n}
-    assert "to start" not in kinds and "to start" not in split
-    with pytest.raises(fp8cfg.ConfigError, match=r"needs [\d.]+ GiB, .*; nearest that fit: model.num_layers=\d+"):
-        refuse_if_too_large(short, "cuda", sum(kinds.values()) * 2 // 3)
-
-
-class _Largest(TorchDispatchMode):
-    """The elements of the largest tensor that is made on the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if type(made) is Tensor and not made.is_meta:
-            self.elements = max(self.elements, made.untyped_storage().nbytes() // made.element_size())
-        return made
-
-
-@pytest.mark.parametrize("words", ["precision=bf16", *([TORCHAO] if HAS_TORCHAO else []), f"precision=bf16_fp8 {PLAIN} fp8.dot_product_attention=true", "weights"])
-def test_a_rank_makes_its_parts_alone(words: str, tmp_path: Path) -> None:
-    """The last of 5 ranks, which do not divide the layers evenly."""
-    rank, wide = 4, "model.hidden_size=320 model.ffn_hidden_size=480 model.num_attention_heads=5 model.num_query_groups=5"
-    if words == "weights":
-        drawn, family = job_of("precision=fp32 trainer.seed=7", WHOLE, wide), of_model(small().model)
-        hf_export.write(tmp_path, transformer_config(drawn.recipe), family.write(drawn.recipe.model), hf.Layout(hf.LLAMA), lambda name: (drawn.model.state_dict()[name], None))
-        words = f"precision=bf16 model.weights={tmp_path}"
-    plain = "precision=fp32" if "fp8" in words else f"{words} precision.compute=fp32"
-    whole = dict(job_of(plain, WHOLE, wide).model.named_parameters())
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=5)
-    try:
-        with _Largest() as made:
-            job = job_of(words, wide, FSDP)
-    finally:
-        dist.destroy_process_group()
-    for name, p in job.model.named_parameters():
-        rows = -(-len(whole[name]) // 5)
-        assert torch.equal(local(p), whole[name][rank * rows:(rank + 1) * rows]), name
-    ranks = 1 if "model.weights" in words else 5  # one whole tensor at a time is read
-    assert made.elements <= max(BLOCK, *(-(-len(p) // ranks) * p[0].numel() for p in whole.values()))
-    assert all(b.isfinite().all() and not b.is_meta for b in job.model.buffers())
-
-
-def test_layers_that_gather_in_a_codec_have_multiplied_nothing_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    torch.use_deterministic_algorithms(True)  # new memory is filled with the largest numbers
-    try:
-        job = job_of("precision=bf16 storage.weight=fp8 storage.shard=zero2")
-    finally:
-        torch.use_deterministic_algorithms(False)
-        dist.destroy_process_group()
-    layers = [*fp8_linears(job.model)]
-    assert layers and not any(layer.gemms_ran.any() for layer in layers)
 
 
 @pytest.mark.slow
