@@ -194,7 +194,7 @@ RUNS = {
                      "trainer.micro_batch_size", "trainer.val_check_interval", "trainer.limit_val_batches", "trainer.compile",
                      "fp8.use_autocast_during_eval"), "test_loop.py"),
     **dict.fromkeys(("data.mixture", "data.text_key", "data.tokenizer"), "test_run_data.py"), "data.streaming": "test_stream_runs.py", "data.validation_path": "test_stream_runs.py", "log.dir": "test_cli.py", "fp8.min_coverage": "test_builder.py", "fp8.reduce_amax": "test_distributed.py", "fp8.tp_only_amax_red": "test_amax_group.py",
-    "storage.comm": "test_storage_runs.py", "storage.accumulate": "test_low_bit.py", "storage.shard": "test_storage_runs.py", "storage.gather": "test_fsdp.py",
+    "storage.comm": "test_storage_ranks.py", "storage.accumulate": "test_low_bit.py", "storage.shard": "test_storage_ranks.py", "storage.gather": "test_fsdp.py",
     "trainer.strategy.tensor_model_parallel_size": "test_tensor.py", "trainer.strategy.sequence_parallel": "test_tensor.py",
     "trainer.strategy.context_parallel_size": "test_context.py", "trainer.strategy.data_parallel_replicate_size": "test_hsdp.py", "trainer.strategy.pipeline_schedule": "test_pipeline.py",
     "trainer.strategy.pipeline_model_parallel_size": "test_pipeline.py", "trainer.strategy.virtual_pipeline_model_parallel_size": "test_pipeline.py",
