@@ -144,11 +144,6 @@ def runs(names: tuple[str, ...], world: World) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
 def alone(folder: Path) -> Alone:
     """Runs on one rank, whose microbatch is the global batch; that in float32 leaves a checkpoint in `folder`."""
     @functools.cache

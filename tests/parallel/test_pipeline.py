@@ -230,11 +230,6 @@ MEASURED = ("precision=fp32", "precision=bf16", f"precision=bf16_fp8 model.recom
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
 def one(folder: Path) -> One:
     """Runs on one rank, one for all layouts of the same words; those that go on elsewhere leave checkpoints in `folder`."""
     @functools.cache

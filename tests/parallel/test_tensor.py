@@ -231,11 +231,6 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
 def one(folder: Path) -> One:
     """Runs on one rank, whose microbatch is the global batch; those that go on elsewhere leave checkpoints in `folder`."""
     @functools.cache
