@@ -26,10 +26,10 @@ from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.overflow_watch import over_stages
 from fp8cfg.training.train_step import train_step
 from tests.support import rank_runs, sharded_checkpoints
+from tests.support.collective_events import Events
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
 from tests.support.traced import trace_model
-from tests.training.test_collectives_by_hand import Events
 from tools.layout_proof.collective_counter import CollectiveCounter
 from tools.layout_proof.comparison import planned_sent
 

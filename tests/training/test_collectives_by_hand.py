@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fp8cfg
 from fp8cfg.job import Job
@@ -20,30 +18,12 @@ from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed import overlapped_sums
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
+from tests.support.collective_events import Events
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
 LAYERS, MICROBATCHES = 3, 2
-KINDS = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
 SHARDS = ("zero1", "zero2", "fsdp")
-
-
-class Events(TorchDispatchMode):
-    """Collectives as they start, by kind and bytes handed over, and what `said` adds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func._schema.name.partition("::")[2]
-            handed = args[1] if name.endswith("_base_") else args[0]  # the output goes first
-            self.found.append((KINDS.get(name, name), sum(t.nbytes for t in tree_leaves(handed) if isinstance(t, Tensor))))
-        return func(*args, **(kwargs or {}))
-
-    def of(self, *kinds: str) -> list[tuple[str, int]]:
-        return [event for event in self.found if event[0] in kinds]
 
 
 def job_of(*words: str) -> Job:
