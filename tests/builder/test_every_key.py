@@ -197,7 +197,7 @@ RUNS = {
     "storage.comm": "test_storage_ranks.py", "storage.accumulate": "test_low_bit.py", "storage.shard": "test_storage_ranks.py", "storage.gather": "test_fsdp.py",
     "trainer.strategy.tensor_model_parallel_size": "test_tensor.py", "trainer.strategy.sequence_parallel": "test_tensor.py",
     "trainer.strategy.context_parallel_size": "test_context.py", "trainer.strategy.data_parallel_replicate_size": "test_hsdp.py", "trainer.strategy.pipeline_schedule": "test_pipeline.py",
-    "trainer.strategy.pipeline_model_parallel_size": "test_pipeline.py", "trainer.strategy.virtual_pipeline_model_parallel_size": "test_pipeline.py",
+    "trainer.strategy.pipeline_model_parallel_size": "test_pipeline_runs.py", "trainer.strategy.virtual_pipeline_model_parallel_size": "test_pipeline.py",
     "checkpoint.async_save": "test_async_save.py", "lora.weights": "test_peft_format.py", "log.folder": "test_log_folder.py", "log.resume": "test_log_folder.py",
     "trainer.timeout.start": "test_stalled_ranks.py", "trainer.timeout.step": "test_stalled_ranks.py",
     "model.weights": "test_hf_checkpoint.py", "model.path": "test_hf_checkpoint.py", "fp8.emulate": "test_gemm_plan.py", "log.fp8_stats_every_n_steps": "test_quantization_statistics.py",

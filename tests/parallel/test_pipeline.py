@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,25 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-import fp8cfg
-from fp8cfg.__main__ import main
 from fp8cfg.job import Job
-from fp8cfg.report.communication import gradients
-from fp8cfg.report.memory.layout import stage_parts
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint
-from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed import overlapped_sums
-from fp8cfg.training.distributed.world import SENT, World
-from fp8cfg.training.overflow_watch import over_stages
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.distributed.world import World
 from tests.support import rank_runs, sharded_checkpoints
-from tests.support.collective_events import Events
-from tests.support.ranks import launch, on_ranks
-from tests.support.small import small, small_words
-from tests.support.traced import trace_model
-from tools.layout_proof.collective_counter import CollectiveCounter
-from tools.layout_proof.comparison import planned_sent
+from tests.support.pipeline_steps import broken_off, job_of, sent, sharded, sums
+from tests.support.ranks import on_ranks
 
 TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
 EXACT = "trainer.gradient_clip_val=0"
@@ -94,15 +80,6 @@ def words_of_one(name: str) -> str:
     return " ".join(w for w in words_of(name).split() if not w.startswith(PARTED))
 
 
-def job_of(words: str, pipeline: int, ranks: int) -> Job:
-    micro = 2 if ranks in (1, pipeline) or "tensor" in words or "context" in words else 1
-    job = fp8cfg.build(small("model.num_layers=4", *words.split(), f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={rank_runs.LONG}",
-                              f"trainer.strategy.pipeline_model_parallel_size={pipeline}"))
-    if job.recipe.trainer.compile == "on":
-        trace_model(job)
-    return job
-
-
 def trained(name: str, world: World, folder: Path | None = None) -> dict[str, Any]:
     """The run of that name, with a checkpoint of half of its steps in `folder`."""
     job, last = job_of(words_of(name), 2, world.size), rank_runs.LONG if name in LONG else rank_runs.STEPS
@@ -121,23 +98,6 @@ def quick_on_two(folder: Path, world: World) -> dict[str, Any]:
     found["sent"] = sent(job_of(words_of("delayed interleaved"), 2, 2), world)
     found["whole"] = said(job_of(words_of("tied"), 2, 2))
     return found
-
-
-def sent(job: Job, world: World) -> list[int]:
-    """Bytes between stages that a step counts, and those that are handed to point-to-point operations."""
-    handed, isend = [0], torch.distributed.isend
-
-    def counted(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        handed[0] += t.nbytes
-        return isend(t, *args, **kwargs)
-
-    train_step(job, run_data(job.recipe)[0], 0, world)  # which also votes, a number each
-    SENT.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (torch.distributed, torch.distributed.distributed_c10d):
-            patch.setattr(module, "isend", counted)
-        train_step(job, run_data(job.recipe)[0], 1, world)
-    return [SENT.bytes["stage outputs"], handed[0]]
 
 
 def said(job: Job) -> list[str]:
@@ -173,57 +133,6 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
 
 SUMS = {"zero1": (3, 3), "zero2": (3, 3 * 4), "fsdp": (1 + 2 * 2 * 4, 3 * 4)}
 """Gathers and sums of two layers and the rest of a stage in a step of four microbatches: fsdp gathers layers for each pass."""
-
-
-def sums(words: str, world: World) -> dict[str, Any]:
-    """The sums of gradients of a step over two data-parallel ranks, and each time that a chunk of layers is back; what it sends, as counted and
-    as planned."""
-    job, events = job_of(words, 2, 4), Events()
-    batches, rank = run_data(job.recipe)[0], job.prepared.pipeline.rank
-    for chunk in job.prepared.pipeline.chunks:
-        say_back(job.model.get_submodule(f"layers.{chunk[0]}"), events, str(chunk[0]))
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("FIRST", "LATER"):  # buckets of 64 KiB
-            patch.setattr(overlapped_sums, name, 1 << 16)
-            patch.setattr(gradients, name, 1 << 16)
-        train_step(job, batches, 0, world)
-        events.found.clear()
-        with CollectiveCounter(job.recipe.trainer.strategy) as counter, events:
-            train_step(job, batches, 1, world)
-        plan = planned_sent(job.recipe, stage_parts(job.recipe, 4)[rank], job.choice.backend, world.rank % 2)
-    said = ({f"{axis}: {how}": list(one) for (axis, how), one in every.items()} for every in (counter.found, plan))
-    return {"events": [name for name, size in events.found if name.isdecimal() or (name == "all-reduce" and size > 1 << 10)],
-            **dict(zip(("counted", "planned"), said, strict=True))}
-
-
-def say_back(layer: torch.nn.Module, events: Events, name: str) -> None:
-    """Let `events` have the `name` of `layer` each time that it has gone back."""
-    def enters(module: torch.nn.Module, args: Any) -> None:
-        if args[0].requires_grad:
-            args[0].register_hook(lambda gradient: events.found.append((name, 0)))
-
-    layer.register_forward_pre_hook(enters)
-
-
-def broken_off(words: str, world: World) -> list[float]:
-    """The losses of two steps, with an error on all ranks before the passes of the second."""
-    job = job_of(words, 2, 4)
-    losses = [train_step(job, run_data(job.recipe)[0], 0, world).loss]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp8cfg.training.train_step._pipelined", None)
-        with pytest.raises(TypeError):
-            train_step(job, run_data(job.recipe)[0], 1, world)
-    return [*losses, train_step(job, run_data(job.recipe)[0], 1, world).loss]
-
-
-def sharded(words: str, world: World) -> dict[str, Any]:
-    """Messages of a step of stages that FSDP2 shards over two ranks each, and planned and measured bytes."""
-    job = job_of(words, 2, 4)
-    assert job.prepared.fsdp2
-    train_step(job, run_data(job.recipe)[0], 0, world)
-    SENT.clear()
-    train_step(job, run_data(job.recipe)[0], 1, world)
-    return {"messages": dict(SENT.messages), "memory": memory_measurement.measure(job.recipe)}
 
 
 MEASURED = ("precision=fp32", "precision=bf16", f"precision=bf16_fp8 model.recompute_granularity=full {TWO_CHUNKS}", f"precision=bf16_fp8 {TIED}")
@@ -385,43 +294,3 @@ def test_planned_bytes_are_the_measured_ones(words: str, two: list[dict[str, Any
         for kind, (planned, measured) in rank["memory"][words].items():
             if kind in memory_measurement.BOUNDS:
                 assert measured == pytest.approx(planned, rel=memory_measurement.BOUNDS[kind]), kind
-
-
-PIPELINE = "trainer.strategy.pipeline_model_parallel_size"
-
-
-def test_overflow_is_counted_over_stages() -> None:
-    each = [json.dumps(None), json.dumps([2, 1, math.inf, "layers.3.mlp.linear_fc1 input"]), json.dumps([1, 0, 3.0, "layers.0.mlp.linear_fc2 input"])]
-
-    class Stages(World):
-        def texts(self, value: str) -> list[str]:
-            return each
-
-    assert over_stages(None, Stages(0, 3)) == (3, 1, math.inf, "layers.3.mlp.linear_fc1 input")
-    assert over_stages(None, World()) is None
-
-
-@pytest.mark.slow
-def test_a_run_leaves_the_folder_of_one_rank(tmp_path: Path) -> None:
-    """Through the command line: coverage.json, a checkpoint that one rank reads and exports, and a run that goes on."""
-    words = small_words("precision=bf16_fp8", "trainer.micro_batch_size=2", f"log.folder={tmp_path}/run", "log.resume=auto")
-    done = launch(2, *words, "trainer.devices=2", f"{PIPELINE}=2", TWO_CHUNKS, "model.num_layers=4")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "runs here on 2 ranks = pipeline 2 x data 1, 4 microbatches a step on each" in done.stdout and "stage outputs" in " ".join(done.stdout.split())
-    coverage = json.loads((tmp_path / "run" / "coverage.json").read_text())
-    assert coverage["layers_in_fp8"] == 16 and len(coverage["linears"]) == 17
-    exported = launch(1, "export", "hf", str(tmp_path / "run"), str(tmp_path / "hf"))
-    assert exported.returncode == 0, exported.stderr[-3000:]
-    more = launch(1, *words, "model.num_layers=4", "trainer.max_steps=8")
-    assert more.returncode == 0 and "resuming" in more.stdout, more.stderr[-3000:]
-
-
-@pytest.mark.slow
-def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> None:
-    """They leave a run that one process reads, whose global batch is of fewer microbatches than the ranks."""
-    done = launch(4, "recipe=llama_70b", "precision=bf16_fp8", "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "runs here on 4 ranks = tensor 2 x pipeline 2 x data 1, " in done.stdout and "stage outputs" in " ".join(done.stdout.split())
-    assert "resume: step 3 from step-00000002 gave " in done.stdout
-    run, = tmp_path.iterdir()
-    assert [main(words) for words in (["export", "hf", str(run), str(tmp_path / "hf")], ["evaluate", str(run), "--samples", "2"])] == [0, 0]

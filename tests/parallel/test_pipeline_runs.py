@@ -1,0 +1,53 @@
+"""Pipelines through the command line: the folder of a run is that of one rank; and overflow, counted over stages."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fp8cfg.__main__ import main
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.overflow_watch import over_stages
+from tests.support.ranks import launch
+from tests.support.small import small_words
+
+
+def test_overflow_is_counted_over_stages() -> None:
+    each = [json.dumps(None), json.dumps([2, 1, math.inf, "layers.3.mlp.linear_fc1 input"]), json.dumps([1, 0, 3.0, "layers.0.mlp.linear_fc2 input"])]
+
+    class Stages(World):
+        def texts(self, value: str) -> list[str]:
+            return each
+
+    assert over_stages(None, Stages(0, 3)) == (3, 1, math.inf, "layers.3.mlp.linear_fc1 input")
+    assert over_stages(None, World()) is None
+
+
+@pytest.mark.slow
+def test_a_run_leaves_the_folder_of_one_rank(tmp_path: Path) -> None:
+    """Through the command line: coverage.json, a checkpoint that one rank reads and exports, and a run that goes on."""
+    words = small_words("precision=bf16_fp8", "trainer.micro_batch_size=2", f"log.folder={tmp_path}/run", "log.resume=auto")
+    done = launch(2, *words, "trainer.devices=2", "trainer.strategy.pipeline_model_parallel_size=2", "trainer.strategy.virtual_pipeline_model_parallel_size=2",
+                  "model.num_layers=4")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "runs here on 2 ranks = pipeline 2 x data 1, 4 microbatches a step on each" in done.stdout and "stage outputs" in " ".join(done.stdout.split())
+    coverage = json.loads((tmp_path / "run" / "coverage.json").read_text())
+    assert coverage["layers_in_fp8"] == 16 and len(coverage["linears"]) == 17
+    exported = launch(1, "export", "hf", str(tmp_path / "run"), str(tmp_path / "hf"))
+    assert exported.returncode == 0, exported.stderr[-3000:]
+    more = launch(1, *words, "model.num_layers=4", "trainer.max_steps=8")
+    assert more.returncode == 0 and "resuming" in more.stdout, more.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> None:
+    """They leave a run that one process reads, whose global batch is of fewer microbatches than the ranks."""
+    done = launch(4, "recipe=llama_70b", "precision=bf16_fp8", "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "runs here on 4 ranks = tensor 2 x pipeline 2 x data 1, " in done.stdout and "stage outputs" in " ".join(done.stdout.split())
+    assert "resume: step 3 from step-00000002 gave " in done.stdout
+    run, = tmp_path.iterdir()
+    assert [main(words) for words in (["export", "hf", str(run), str(tmp_path / "hf")], ["evaluate", str(run), "--samples", "2"])] == [0, 0]
