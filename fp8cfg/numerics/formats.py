@@ -101,7 +101,8 @@ def widen(q: Tensor, dtype: torch.dtype) -> Tensor:
     256 values is four times faster, a piece at a time, for the places in it take as many bytes as float32."""
     if torch.compiler.is_compiling() or q.device.type != "cpu":
         return q.to(dtype)
-    table, wide = _values(q.dtype, dtype), torch.empty(q.shape, dtype=dtype)
-    for piece, into in zip(torch.split(q.reshape(-1).view(torch.uint8), PIECE), torch.split(wide.view(-1), PIECE), strict=True):
-        torch.index_select(table, 0, piece.int(), out=into)
+    table, codes, wide = _values(q.dtype, dtype), q.reshape(-1).view(torch.uint8), torch.empty(q.shape, dtype=dtype)
+    flat = wide.view(-1)
+    for start in range(0, len(codes), PIECE):
+        torch.index_select(table, 0, codes[start : start + PIECE].int(), out=flat[start : start + PIECE])
     return wide
