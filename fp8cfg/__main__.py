@@ -17,7 +17,7 @@ from fp8cfg.cli import VERBS, WORDS
 def main(argv: list[str] | None = None, own_process: bool = False) -> int:
     """Run one verb; `train` where none is given. Returns the exit code. In a process of its own a second signal ends it at once; in
     one of others it is theirs."""
-    from fp8cfg.config.errors import Fp8cfgError, RankLost
+    from fp8cfg.config.errors import Fp8cfgError, RankLost, RankStalled
     from fp8cfg.config.out_of_memory import out_of_memory
 
     warnings.showwarning = _warned
@@ -26,10 +26,11 @@ def main(argv: list[str] | None = None, own_process: bool = False) -> int:
         _flush()
         return code
     except Fp8cfgError as e:
-        _report(getattr(e, "problems", None) or [str(e)], "" if e.exit_code == 75 else "error: ")
-        if isinstance(e, RankLost):
+        lines = getattr(e, "problems", None) or [str(e)]
+        _report(lines, "" if e.exit_code == 75 else "error: ", at_once=isinstance(e, RankStalled))
+        if isinstance(e, RankLost | RankStalled):
             sys.stderr.flush()
-            time.sleep(5)  # torchrun ends the other ranks as soon as one fails, and the one that knows why has yet to say it
+            time.sleep(5)  # torchrun ends the other ranks as soon as one fails, and those that know why have yet to say it
         return e.exit_code
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         _silence()
@@ -103,15 +104,15 @@ def _silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _report(lines: list[str], prefix: str) -> None:
+def _report(lines: list[str], prefix: str, at_once: bool = False) -> None:
     """The lines of an error, each one line whatever a word or a file has put into it. What all ranks found is said by the
-    first: torchrun ends the others as soon as that one fails. What one rank alone found is said by it, a little later.
+    first: torchrun ends the others as soon as that one fails. What one rank alone found is said by it, a little later or `at_once`.
     """
     from fp8cfg.config.errors import printable
 
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        time.sleep(2)
+        time.sleep(0 if at_once else 2)
         prefix = f"rank {rank}: {prefix}"
     try:
         _flush()

@@ -26,6 +26,7 @@ import torch.testing._internal.distributed.fake_pg  # the backend "fake"
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fp8cfg import __main__
 from fp8cfg.config.errors import RankStalled
 from fp8cfg.config.training_nodes import Strategy, Timeout
 from fp8cfg.numerics import waited_collective
@@ -300,6 +301,21 @@ def test_where_a_thread_is() -> None:
 def test_not_all_ranks_come() -> None:
     with pytest.raises(RankStalled, match=r"not all ranks came within 1 s \(trainer\.timeout\.start\)"), stalled_ranks.all_started(Timeout(start=1)):
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=2, timeout=stalled_ranks.timedelta(seconds=1))
+
+
+def test_ranks_that_waited_in_vain_say_so_before_a_launcher_ends_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each at once, before any of them ends: torchrun ends all others then."""
+    lines: list[tuple[float, str]] = []
+
+    def stalled(*_: Any) -> NoReturn:
+        raise RankStalled("rank 2 is silent")
+
+    monkeypatch.setattr(__main__, "_run", stalled)
+    monkeypatch.setattr(time, "sleep", lambda seconds: lines.append((seconds, capsys.readouterr().err)))
+    for rank, said in {"0": "error: rank 2 is silent\n", "3": "rank 3: error: rank 2 is silent\n"}.items():
+        monkeypatch.setenv("RANK", rank)
+        assert __main__.main([]) == 1 and [line for line in lines if line[0]] == [(5, said)]
+        lines.clear()
 
 
 ENDS = """
