@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fp8cfg.composition.giving_way import Settled
+    from fp8cfg.config.recipe import Recipe
     from fp8cfg.report.plan_report import Plan
 
 USAGE = f"""
@@ -36,14 +37,14 @@ sizes, and what will be built.
                        Python that makes it again
   --config-dir FOLDER  recipes and presets of your own
 
-Exit code: 0 where training runs as the recipe stands; 2 where it does not. For
-want of memory, or for a layout that this version plans and does not train, the
-line that runs there at the least cost follows the plan, and one that changes
-nothing of what the first does, such as opt_level=O2 where that recomputes.
-Where the GPUs are no whole replicas of the layout, or it does not divide the
-model or the global batch, there is no plan, and the lines change layout and
-memory together. For a GPU that cannot do what the recipe asks for there is no
-line.
+Exit code: 0 where training runs as the recipe stands: with --gpu or --gpus the
+line that starts it there follows the plan. 2 where it does not: for want of
+memory, or for a layout that this version plans and does not train, the line
+that runs there at the least cost follows the plan, and one that changes nothing
+of what the first does, such as opt_level=O2 where that recomputes. Where the
+GPUs are no whole replicas of the layout, or it does not divide the model or the
+global batch, there is no plan, and the lines change layout and memory together.
+For a GPU that cannot do what the recipe asks for there is no line.
 """
 _OUTPUTS = ("--json", "--tree", "--dot", "--code")
 
@@ -64,6 +65,7 @@ def run(argv: list[str]) -> int:
 
     from fp8cfg.cli.composed import say, settled
     from fp8cfg.cli.offered_lines import whole_lines
+    from fp8cfg.report.memory.fit_search import Fit
     from fp8cfg.report.memory.machines import machines
     from fp8cfg.report.memory.nearest_fit import offering
     from fp8cfg.run_plan import planned, refuse_hardware
@@ -86,11 +88,21 @@ def run(argv: list[str]) -> int:
     refuse_if(plan.refusals)
     if not {"--tree", "--dot", "--code"} & arguments.flags:  # a graph, which export and tools of Fiddle take, runs nothing
         refuse_if(offering(plan.problems, "there", plan.lines) if plan.problems else [])
+        if not arguments.flags and (name or ranks) and (line := whole_line(Fit(_there(recipe, world), ()))):
+            say([f"runs there: {line}"])
     if "--measure" in arguments.flags:
         from fp8cfg.training.memory_measurement import measured_table
 
         print(f"\n{measured_table(recipe)}")
     return 0
+
+
+def _there(recipe: Recipe, ranks: int) -> Recipe:
+    """`recipe` on as many machines as so many ranks take."""
+    from fp8cfg.report.memory.machines import machines, placed
+
+    t = recipe.trainer
+    return recipe if ranks == t.num_nodes * t.devices else placed(recipe, *machines(ranks))
 
 
 def _shown(plan: Plan, output: str = "") -> str:

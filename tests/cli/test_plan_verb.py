@@ -105,6 +105,16 @@ will be built
 """
 
 
+@pytest.mark.parametrize(("options", "more"), [("--gpu h100 --gpus 64", " trainer.num_nodes=8"), ("--gpu h100 --gpus 32", ""), ("--gpu h200", "")])
+def test_what_fits_ends_with_the_line_that_starts_it_there(options: str, more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the machines that it was planned for, where the recipe has others; the plan of that line is the same one."""
+    words = ["recipe=llama_70b", "precision=bf16_fp8"]
+    assert main(["plan", *words, *options.split()]) == 0
+    found, line = capsys.readouterr()
+    assert line == f"runs there: fp8cfg {' '.join(words)}{more}\n"
+    assert plan(capsys, *line.split()[3:], *options.split()[:2]) == found
+
+
 def test_the_count_to_the_digit_and_why_a_level_takes_more_than_the_chart_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "recipe=llama_8b", "precision=bf16_fp8", "opt_level=O2"]) == 0
     out = capsys.readouterr().out
