@@ -8,7 +8,7 @@
     probe    gradients of one small compiled layer beside eager ones, under each scaling: where these are wrong, no speed means anything
     linear   forward and backward with quantization: 15872 tokens, 4096 -> 16384 (Transformer Engine's published benchmark)
     block    forward and backward of one layer of Llama 3.1 8B, one sequence of 8192
-    1b       one optimizer step of Llama 3.2 1B, eight sequences of 2048; native by fp8cfg.build, the others as the same model
+    1b       one optimizer step of Llama 3.2 1B, four sequences of 2048; native by fp8cfg.build, the others as the same model
              with their layers in it; Transformer layers are compiled one by one, embedding, output layer and loss are eager
     8b       the same of Llama 3.1 8B cut to four layers, one sequence of 8192
 
@@ -17,9 +17,10 @@ faster. The error is the largest rms error, beside a float32 run, of the output,
 gradients, relative to the rms of that. goal is the ratio that the project wants of an H200. est is the estimate of the
 milliseconds by FLOPs and bytes (tools/estimate_gpu.py), where the GPU and the scaling have one: of compiled code, without
 waiting for launches. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its own. The rows of a
-case share a process; one over its time budget is stopped, and says so, with that process. Rows appear on stderr as they come,
-and in --out. At the end stand the whole 8B step put together of the rows "8b" and "block", and every row by what became of it.
-Exits with 1 where one failed or was stopped. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing.
+case share a process; one over its time budget is stopped, and says so, with that process. Cases follow one another, for each
+takes most of an H100's memory, and share --minutes equally; what one leaves goes to those after it. Rows appear on stderr as they
+come, and in --out. At the end stand the whole 8B step put together of the rows "8b" and "block", and every row by what became of
+it. Exits with 1 where one failed or was stopped. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import importlib.metadata
 import multiprocessing
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
@@ -61,11 +63,10 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
     names = [*([PROBE] if args.probe else []), *args.cases]
     rows: dict[str, list[str]] = {name: [] for name in names}
     taken: Taken = {}
-    workers = {name: Worker(context, start, args, name) for name in names}
 
-    def add(name: str, what: object) -> None:
-        left, worker = deadline - time.monotonic(), workers[name]
-        found = Row([f"not run: no time left of {args.minutes:g} minutes"])
+    def add(name: str, what: object, worker: Worker, until: float) -> None:
+        left = until - time.monotonic()
+        found = Row([f"not run: no time left, of {args.minutes:g} minutes this case has had its share"])
         if left > 0:
             # The first row of a process makes what all of them share: a float32 run, and compiled BF16.
             found = worker.row(what, min(args.row_seconds * (1 if worker.begun else 2), left))
@@ -85,24 +86,33 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
         if name == PROBE and found.failed and not found.stopped:
             results.say(f"{'=' * 80}\nCOMPILED GRADIENTS FAILED under {what}: no row compiled under it means anything\n{'=' * 80}")
 
-    try:
-        for scaling in args.scalings if args.probe else ():
-            add(PROBE, scaling)
-            if scaling == args.scalings[-1]:
-                workers[PROBE].end()
-        for contender in [c for c in CONTENDERS if c == BASE or not args.only or any(word in str(c) for word in args.only)]:
-            if missing := contender.missing(args.capability):
-                found = Row([f"not run: {missing}"])
-                results.row(str(contender), found)
-                results.say(line("-", contender, found.cells))
-                continue
-            for name in args.cases:
-                add(name, contender)
-    finally:
-        for worker in workers.values():
-            worker.end()
+    def case(name: str, every: Sequence[object], share: float) -> None:
+        """The rows of a case, in a `share` of the time that is left."""
+        began = time.monotonic()
+        with Worker(context, start, args, name) as worker:
+            for what in every:
+                add(name, what, worker, began + max(0.0, deadline - began) * share)
+
+    if args.probe:
+        case(PROBE, args.scalings, 1.0)
+    there = present(args, results) if args.cases else []
+    for i, name in enumerate(args.cases):
+        case(name, there, 1 / len(args.cases[i:]))
     whole(taken, args.goals, results)
     return rows
+
+
+def present(args: argparse.Namespace, results: Results) -> list[Contender]:
+    """The contenders that can run here. Why others cannot is said, once for all cases."""
+    found = []
+    for contender in [c for c in CONTENDERS if c == BASE or not args.only or any(word in str(c) for word in args.only)]:
+        if missing := contender.missing(args.capability):
+            row = Row([f"not run: {missing}"])
+            results.row(str(contender), row)
+            results.say(line("-", contender, row.cells))
+        else:
+            found.append(contender)
+    return found
 
 
 def whole(taken: Taken, goals: bool, results: Results) -> None:

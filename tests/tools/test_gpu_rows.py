@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import multiprocessing
 import os
 import runpy
 import sys
@@ -40,6 +41,9 @@ def _start(made: str) -> Make:
             os._exit(7)
         if what == "raises":
             raise KeyError(what)
+        if what == "breaks the device":
+            torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, lambda: 1 / 0  # type: ignore[assignment]
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         rows.append(what)
         return Row([" ".join(rows)])
 
@@ -55,8 +59,11 @@ def test_a_row_over_its_budget_costs_one_row() -> None:
         assert time.monotonic() - began < 30
         assert worker.row("c", 60) == (["made c"], False, False)  # in another one
         assert worker.row("raises", 60) == (["failed: KeyError: 'raises'"], True, False)
+        assert worker.row("d", 60).cells == ["made c d"]
+        assert worker.row("breaks the device", 60).failed and not worker.begun
+        assert worker.row("e", 60).cells == ["made e"], "no later row meets the error of that one"
         assert worker.row("dies", 60) == (["failed: died with exit code 7 last words"], True, False)
-        assert worker.row("d", 60).cells == ["made d"]
+        assert worker.row("f", 60).cells == ["made f"]
 
 
 def _slow_case(args: argparse.Namespace, name: str) -> Make:
@@ -77,13 +84,17 @@ HOPPER = ("delayed", "current", "row", "block")
 
 
 @pytest.mark.slow
-def test_the_benchmark_stops_a_slow_row_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_stops_a_slow_row_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = runpy.run_path(str(TOOL))["bench"]
     bench.__globals__["start"] = _slow_case
     args = argparse.Namespace(minutes=1, row_seconds=4.0, only=["native"], cases=["linear", "block", "8b"], probe=True, scalings=HOPPER,
                               capability=(9, 0), goals=True)
-    results = Results(tmp_path / "rows.txt", sys.stderr)
+    results, alive = Results(tmp_path / "rows.txt", sys.stderr), list[int]()
+    monkeypatch.setattr(results, "say", lambda text: (alive.append(len(multiprocessing.active_children())), Results.say(results, text)))
     every = bench(args, processes, results)
+    assert max(alive) == 1, "processes of several cases have one GPU's memory together"
     rows = {name: {row[7:34].strip(): row[34:].split() for row in found} for name, found in every.items()}
     assert rows["linear"].pop("native delayed compiled") == ["stopped:", "over", "its", "time", "budget", "of", "4", "s"]
     native = [name for name in rows["linear"] if name.startswith("native")]
@@ -137,7 +148,7 @@ def test_when_the_time_is_over_nothing_begins() -> None:
     args = argparse.Namespace(minutes=0.0, row_seconds=1.0, only=["bf16"], cases=["linear", "8b"], probe=True, scalings=[], capability=None, goals=False)
     results = Results()
     rows = bench(args, processes, results)
-    assert results.failures == 0 and all(row.endswith("not run: no time left of 0 minutes") for row in rows["linear"] + rows["8b"])
+    assert results.failures == 0 and all("not run: no time left, of 0 minutes" in row for row in rows["linear"] + rows["8b"])
     assert [len(rows[name]) for name in ("probe", "linear", "8b")] == [0, 2, 2]
 
 

@@ -12,7 +12,7 @@ BLACKWELL = ("mxfp8", "nvfp4")
 """Scalings that a GPU multiplies from compute capability 10.0 on."""
 SHAPES: dict[bool, dict[str, Any]] = {
     False: {"linear": (15872, 4096, 16384), "block": ["recipe=llama_8b"],
-            "1b": ["recipe=llama_1b", "model.seq_length=2048", "trainer.micro_batch_size=8", "trainer.global_batch_size=8"],
+            "1b": ["recipe=llama_1b", "model.seq_length=2048", "trainer.micro_batch_size=4", "trainer.global_batch_size=4"],
             "8b": ["recipe=llama_8b", "model.num_layers=4", "trainer.strategy.context_parallel_size=1", "trainer.micro_batch_size=1", "trainer.global_batch_size=1"]},
     True: {"linear": (512, 256, 512),
            "block": ["recipe=llama_tiny", "model.seq_length=256"],

@@ -1,12 +1,15 @@
 """Worker process of a table: makes its rows one after another, each within a time budget; a crash or a stop costs one row.
 
 Rows may share what is dear to make, such as a compiled model to take turns with: it stays in the process from row to row, and the
-process that follows one that was stopped makes it again.
+process that follows one that was stopped makes it again. So does the one that follows a row after which the GPU takes no call any
+more: an illegal access to memory, say, stays with the process.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -45,7 +48,10 @@ class Worker:
         try:
             self._pipe.send(what)
             if self._pipe.poll(max(0.0, seconds - (time.monotonic() - began))):
-                row: Row = self._pipe.recv()
+                row: Row
+                row, lost = self._pipe.recv()
+                if lost:
+                    self.end()
                 return row
         except (EOFError, ConnectionError):
             self._process.join()
@@ -96,7 +102,21 @@ def _work(pipe: Any, log: str, start: Callable[..., Make], arguments: tuple[Any,
             row = make(what)
         except Exception as e:
             row = Row([failure(e)], failed=True)
-        pipe.send(row)
+        pipe.send((row, row.failed and _lost_device()))
+
+
+def _lost_device() -> bool:
+    """Gives back the memory of a row that failed. Whether the GPU, if this process has used one, takes no call any more."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except Exception:
+        return True
+    return False
 
 
 def failure(e: BaseException) -> str:
