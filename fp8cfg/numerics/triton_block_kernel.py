@@ -15,7 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8cfg.numerics.triton_four_bits import _e2m1, _e4m3, _e4m3_of_e2m1, _first_level, _store_packed
-from fp8cfg.numerics.triton_kernels import PARTS, _note_infinite, _saturated, _scale_of, _store_across, amaxes_of_parts, part_count
+from fp8cfg.numerics.triton_kernels import (
+    PARTS,
+    _note_infinite,
+    _saturated,
+    _scale_of,
+    _store_across,
+    amaxes_of_parts,
+    launched,
+    part_count,
+)
 
 WIDTH = 128
 """Rows and columns of a program's tile, and elements that share a scale under block scaling."""
@@ -142,6 +151,7 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
         _store_scales(scale_inv_t, inverse_t, j, i, columns, rows, by_row_t, by_column_t, SWIZZLED, WIDTH, high, BLOCK)
 
 
+@launched
 def cast_blocks(
     t: Tensor, highest: float, largest: float, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None,
     data_t: Tensor | None, scale_inv_t: Tensor | None, mx: int = 0, transpose: bool = True,
@@ -164,6 +174,7 @@ def cast_blocks(
         PARTS, WIDTH, mx or WIDTH, num_warps=8)
 
 
+@launched
 def cast_four_bits(
     t: Tensor, data: Tensor, scale_inv: Tensor, data_t: Tensor | None, scale_inv_t: Tensor | None, whole_inv: Tensor,
     random: tuple[Tensor, Tensor] | None = None, lane: int = 0, seen: Tensor | None = None, transpose: bool = True,

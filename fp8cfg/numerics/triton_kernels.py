@@ -15,7 +15,9 @@ them (triton-lang/triton#11111, Triton 3.6 at least).
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import triton
@@ -27,6 +29,18 @@ PARTS = 1024
 BLOCK = 4096
 ROWS, COLUMNS = 64, 64
 """The tile of `cast`."""
+_P = ParamSpec("_P")
+
+
+def launched(launch: Callable[Concatenate[Tensor, _P], Any]) -> Callable[Concatenate[Tensor, _P], Any]:
+    """`launch`, on the GPU of its first argument: Triton launches a kernel on the current one, whichever has the tensors."""
+
+    @functools.wraps(launch)
+    def on_its_device(t: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> Any:
+        with torch.cuda.device_of(t):  # type: ignore[no-untyped-call]
+            return launch(t, *args, **kwargs)
+
+    return on_its_device
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -120,6 +134,7 @@ def part_count(t: Tensor) -> int:
     return count
 
 
+@launched
 def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0, keep_nan: bool = False) -> Any:
     """The amaxes of parts of contiguous `t`, any shape but an empty one, NaN skipped or else kept, in the first elements of
     `parts`, float32; under delayed scaling none where `scales[role]` is not 0. Returns the compiled kernel."""
@@ -127,6 +142,7 @@ def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role
     return _largest_parts[(part_count(t),)](t, of, parts, t.numel(), role, delayed, keep_nan, BLOCK, num_warps=8)
 
 
+@launched
 def cast(
     t: Tensor, scales: Tensor | None, history: Tensor | None, role: int, target: float, largest: float, power_2: bool, data: Tensor,
     transposed: Tensor | None, scale_inv: Tensor, amaxes: Tensor | None = None,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8cfg.numerics.triton_kernels import _note_infinite, _saturated, _scale_of, _store_across
+from fp8cfg.numerics.triton_kernels import _note_infinite, _saturated, _scale_of, _store_across, launched
 
 FLT_MAX = 3.4028234663852886e38
 STRIP, LONG = 16, 256
@@ -120,6 +120,7 @@ def _cast_rows(  # type: ignore[no-untyped-def]
             TRANSPOSE, KNOWN_T, STRIP_T, LONG_T)
 
 
+@launched
 def cast_rows(
     t: Tensor, largest: float, power_2: bool, data: Tensor | None, scale_inv: Tensor | None, data_t: Tensor | None,
     scale_inv_t: Tensor | None, transpose: bool = True, seen: Tensor | None = None, amaxes: Tensor | None = None,

@@ -4,6 +4,9 @@ Runs where torch has a CUDA device, also a fake one (tools/fake_gpu): Triton and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -35,3 +38,27 @@ def test_no_kernel_spills_and_all_saturate() -> None:
         ptx = kernel.asm["ptx"]
         assert ("cvt.rn.satfinite" in ptx) == (not name.startswith((AMAXES, FOUR_BITS))), name
         assert "div.full" not in ptx and "approx" not in ptx and resources(ptx).spilled == 0, name
+
+
+def test_every_launch_is_on_the_device_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, whichever has the tensors."""
+    import triton
+
+    inside, launches = list[torch.Tensor](), list[bool]()
+
+    @contextmanager
+    def device_of(t: torch.Tensor) -> Iterator[None]:
+        inside.append(t)
+        yield
+        inside.pop()
+
+    def note(_: object) -> None:
+        launches.append(bool(inside))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    triton.knobs.runtime.launch_enter_hook.add(note)
+    try:
+        names = compiled()
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(note)
+    assert len(launches) >= len(names) and all(launches)
