@@ -2,7 +2,12 @@
 """First contact with a GPU, in one line and 25 minutes: gradients, every backend and scaling, speeds; a summary of what passed and why not.
 
     python tools/report_gpu.py --out gpu.txt
-    python tools/report_gpu.py --out gpu.txt --stages probe check --minutes 9     # a part; rows are appended
+
+Where a command may take ten minutes, these three, and whatever time is left:
+
+    python tools/report_gpu.py --out gpu.txt --stages probe check --minutes 9     # rows are appended
+    python tools/report_gpu.py --out gpu.txt --stages bench --minutes 9
+    python tools/report_gpu.py --out gpu.txt --stages tests --minutes 9
 
     probe    gradients of compiled layers beside eager ones (bench_gpu.py): where these are wrong, nothing compiled means anything
     check    every backend under every scaling: losses side by side, share in FP8, bytes of kernels and of TE (check_gpu.py)
@@ -11,8 +16,8 @@
 
 The stages run in this order, each within its share of --minutes; what one leaves goes to those after it. Every line is appended to
 --out and flushed as it comes, so that a run that is killed loses none. Needs fp8cfg's dependencies, pytest for the last stage, and no
-network. Exits with 1 where
-a row failed or was stopped. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing; it runs no tests.
+network. Exits with 1 where a row failed or was stopped. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute
+nothing; it runs no tests.
 """
 
 from __future__ import annotations
