@@ -16,7 +16,8 @@ Each contender takes turns with compiled BF16, or eager where that fails, and it
 faster. The error is the largest rms error, beside a float32 run, of the output, the input's gradient and all weights'
 gradients, relative to the rms of that. goal is the ratio that the project wants of an H200. est is the estimate of the
 milliseconds by FLOPs and bytes (tools/estimate_gpu.py), where the GPU and the scaling have one: of compiled code, without
-waiting for launches. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its own. The rows of a
+waiting for launches; nor does the time of a pass have those of its first kernels, which the host launches on a GPU that is still
+busy. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its own. The rows of a
 case share a process; one over its time budget is stopped, and says so, with that process. Cases follow one another, for each
 takes most of an H100's memory, and share --minutes equally; what one leaves goes to those after it. Rows appear on stderr as they
 come, and in --out. At the end stand the whole 8B step put together of the rows "8b" and "block", and every row by what became of

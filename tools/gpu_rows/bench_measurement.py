@@ -25,6 +25,11 @@ from tools.gpu_rows.worker import Make, Row, failure
 PROBE = "probe"
 
 
+AHEAD = 10_000_000
+"""Cycles, some five milliseconds, that a GPU is busy before a pass is timed: the host launches the first kernels meanwhile, as it does
+in a run, and they follow one another."""
+
+
 def timed(step: Callable[[], object], device: str) -> float:
     """Seconds of one pass: between events on a GPU, of this process's processor time on a CPU."""
     if device == "cpu":
@@ -32,6 +37,7 @@ def timed(step: Callable[[], object], device: str) -> float:
         step()
         return time.process_time() - began
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(AHEAD)
     start.record()
     step()
     end.record()
