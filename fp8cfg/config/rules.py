@@ -11,6 +11,7 @@ from fp8cfg.config.refusal import WRITTEN, Refusal, holds, idle
 from fp8cfg.config.rules_lora import lora_rules
 from fp8cfg.config.rules_precision import precision_rules
 from fp8cfg.config.rules_strategy import batches, multiple, strategy_rules
+from fp8cfg.config.storage import low_bit
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
@@ -63,6 +64,8 @@ def family_rules(recipe: Recipe) -> Iterator[str]:
     if m.sliding_window is None:
         yield from idle(m, ("window_attn_skip_freq", "rotary_base_local"), " while model.sliding_window=null (no layer has one)",
                         "model.sliding_window")
+    if m.weights and "model.init_method_std" in WRITTEN.get() and not low_bit(recipe.precision):  # whose rules read it
+        yield from idle(m, ("init_method_std",), " beside model.weights, which are not drawn; drop it", "model.weights")
     if m.add_bias_linear:
         yield from idle(m, ("add_qkv_bias",), " with model.add_bias_linear=True, which has these too", "model.add_bias_linear")
     if m.attn_logit_softcapping is not None and recipe.fp8.enabled and recipe.fp8.dot_product_attention:

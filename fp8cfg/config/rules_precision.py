@@ -17,6 +17,11 @@ from fp8cfg.scalings import SCALINGS
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
 
+_READ_BY = {
+    "format": ("dgrad", "wgrad"), "stochastic_rounding": ("dgrad", "wgrad"), "random_hadamard_transform": ("wgrad",),
+    "enable_2d_quantization": ("fprop", "dgrad"), "use_autocast_during_eval": ("fprop",)}
+"""Keys of `fp8` that some of a linear layer's GEMMs alone read."""
+
 
 def precision_rules(recipe: Recipe) -> Iterator[str]:
     """Every rule about `recipe.precision`."""
@@ -61,8 +66,20 @@ def _fp8_on(recipe: Recipe) -> Iterator[str]:
         keys = [f"fp8.override_linear_precision.{gemm}" for gemm in ("wgrad", "dgrad", "fprop")]
         yield Refusal("fp8.override_linear_precision: fprop, dgrad and wgrad all true leave nothing in FP8; write "
                       "fp8.enabled=false", [(key, False) for key in keys], keys)
+    yield from _unread(recipe.precision)
     yield from _attention(f)
     yield from _transposes(recipe.precision)
+
+
+def _unread(p: Precision) -> Iterator[str]:
+    """What only GEMMs read that are kept in high precision. FP8 attention reads formats, and weights held in FP8 are in squares."""
+    f, scaling = p.fp8, SCALINGS[p.fp8.scaling]
+    others = {"format": len(scaling.formats) == 1 or f.dot_product_attention, "use_autocast_during_eval": f.dot_product_attention,
+              "enable_2d_quantization": f.params or fp8_weights(p)}
+    for name, gemms in _READ_BY.items():
+        kept = [f"fp8.override_linear_precision.{gemm}" for gemm in gemms if getattr(f.override_linear_precision, gemm)]
+        if len(kept) == len(gemms) and f.scaling in ONLY_UNDER.get(name, SCALINGS) and not others.get(name):
+            yield from idle(f, (name,), f", no FP8 GEMM reads it with {'=True and '.join(kept)}=True; drop it", *kept)
 
 
 def _transposes(p: Precision) -> Iterator[str]:

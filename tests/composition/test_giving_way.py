@@ -50,6 +50,7 @@ GIVES_WAY = [
      "fp8.params True -> False: what the preset says gives way to storage.shard=zero1 and backend=te"),
     ("precision=bf16_fp8 storage.weight=bf16", "fp8.params True -> False: what the preset says gives way to storage.weight=bf16"),
     ("precision=bf16_fp8 opt_level=O1", "fp8.params True -> False: what the preset says gives way to opt_level=O1"),
+    ("precision=bf16_fp8 storage.shard=fsdp storage.gather=bf16", "fp8.params True -> False: what the preset says gives way to storage.gather=bf16"),
     ("precision=bf16_fp8 opt_level=O2", "fp8.params True -> False: what the preset says gives way to opt_level=O2"),
     ("precision=bf16_adamw_fp8 precision.compute=fp32 storage.master_weight=auto",
      "storage.rounding stochastic -> nearest: what the preset says gives way to precision.compute=fp32 and storage.master_weight=auto"),

@@ -134,3 +134,28 @@ def test_keys_that_nothing_would_read() -> None:
         "bf16_fp8", fp8__use_autocast_during_eval=True, trainer__val_check_interval=0))
     assert lines("bf16", checkpoint__every_n_steps=0, checkpoint__keep=5) == [
         "checkpoint.keep=5: has no effect while checkpoint.every_n_steps=0 (the end alone)"]
+
+
+@pytest.mark.parametrize(("word", "kept", "but"), [
+    ("fp8.format=e4m3", "dgrad wgrad", "fp8.dot_product_attention=true"), ("fp8.format=hybrid", "dgrad wgrad", "fp8.dot_product_attention=true"),
+    ("fp8.use_autocast_during_eval=true", "fprop", "fp8.dot_product_attention=true"),
+    ("fp8.stochastic_rounding=false", "dgrad wgrad", None), ("fp8.random_hadamard_transform=false", "wgrad", None),
+    ("fp8.enable_2d_quantization=false", "fprop dgrad", "fp8.params=true"),
+])
+def test_what_only_gemms_in_high_precision_would_read_is_refused(word: str, kept: str, but: str | None) -> None:
+    words = ["precision=bf16_nvfp4" if "=false" in word else "precision=bf16_fp8", "fp8.params=false", word]
+    keys = [f"fp8.override_linear_precision.{gemm}=true" for gemm in kept.split()]
+    with pytest.raises(fp8cfg.ConfigError, match=r"has no effect, no FP8 GEMM reads it with"):
+        fp8cfg.compose([*words, *keys])
+    fp8cfg.compose([*words, *keys[1:]])
+    if but:  # something else reads it
+        fp8cfg.compose([*words, *keys, but])
+
+
+def test_weights_from_a_folder_are_not_drawn() -> None:
+    words = ["model.weights=there", "model.init_method_std=0.02"]
+    with pytest.raises(fp8cfg.ConfigError, match=r"init_method_std=0.02: has no effect beside model.weights"):
+        fp8cfg.compose(words)
+    fp8cfg.compose([*words, "storage.master_weight=none", "storage.rounding=stochastic"])  # whose rules read the size of weights
+    written = fp8cfg.to_yaml(fp8cfg.compose(["recipe=nemotron4_340b", words[0]]))
+    assert fp8cfg.from_yaml(written).model.init_method_std == fp8cfg.compose(["recipe=nemotron4_340b"]).model.init_method_std
