@@ -57,7 +57,7 @@ def _checked(words: list[str], folder: str | None, file: Path | None) -> tuple[s
     """A line on the recipe, and the notes. Raises ConfigError with every problem."""
     from fp8cfg.cli.composed import settled
     from fp8cfg.layer_plan import plan
-    from fp8cfg.report import chart, not_here
+    from fp8cfg.report import not_here, remarks
     from fp8cfg.report.coverage import planned
     from fp8cfg.report.key_effect import refusals
     from fp8cfg.report.memory import layout
@@ -70,6 +70,6 @@ def _checked(words: list[str], folder: str | None, file: Path | None) -> tuple[s
         raise ConfigError(f"fp8.min_coverage={p.fp8.min_coverage:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
     count = f"{coverage.layers_in_fp8} of {len(coverage.linears)} linear layers"
     fp8 = f", FP8 {p.fp8.scaling} in {count}" if p.fp8.enabled else ""
-    remarks = chart.remarks(recipe, layout.shards(recipe, t.num_nodes * t.devices))
+    said = remarks.lines(recipe, layout.shards(recipe, t.num_nodes * t.devices))
     here = [f"note: {note}" for note in not_here.lines(recipe, folder)]
-    return f"{recipe.name}, {p.compute}{fp8}", [*found.notes, *remarks, *here]
+    return f"{recipe.name}, {p.compute}{fp8}", [*found.notes, *said, *here]

@@ -27,7 +27,7 @@ def launch(
     """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given.
     `whole_line` makes a command line of a fit that a refusal offers, without it its words stand alone; a run that is gone on with
     is offered what it `takes`."""
-    from fp8cfg.report import before_run, chart, machine, run_header
+    from fp8cfg.report import before_run, machine, remarks, run_header
     from fp8cfg.report.memory import layout
     from fp8cfg.report.memory.nearest_fit import words_alone
     from fp8cfg.training.data import refuse_absent
@@ -39,7 +39,7 @@ def launch(
     say(run_header.body(recipe, hardware))
     before_run.refuse(recipe, hardware, whole_line or words_alone, takes=takes)
     refuse_absent(recipe)
-    for line in chart.remarks(recipe, layout.shards(recipe, layout.ranks())):
+    for line in remarks.lines(recipe, layout.shards(recipe, layout.ranks())):
         say(line, file=sys.stderr)
 
     with waiting_to_stop():

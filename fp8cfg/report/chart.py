@@ -5,8 +5,8 @@ from __future__ import annotations
 from textwrap import fill, wrap
 
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.rules_storage import late_updates, lost_averages, slow_averages
-from fp8cfg.config.storage import level, resolved, sharding
+from fp8cfg.config.storage import resolved, sharding
+from fp8cfg.report import remarks
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.tables import table
 from fp8cfg.scalings import SCALINGS
@@ -68,25 +68,7 @@ def text(recipe: Recipe, ranks: int = 1) -> str:
         whole = "\n".join([table(header, rows, right=(7,)), *wrap(said, 80, subsequent_indent="  ")])
     if shard != "none" and ranks > 1:
         whole += f"\nB/param here: on each of {ranks} ranks under storage.shard={shard}; unsharded {bytes_per_parameter(mine):.3g}"
-    return "\n".join([whole, *(fill(line, 80, subsequent_indent="  ") for line in remarks(recipe, ranks))])
-
-
-def remarks(recipe: Recipe, ranks: int) -> list[str]:
-    """Warnings about settings that are allowed but may be unintended, where so many ranks have the same parameters: a line each."""
-    p, o, t = recipe.precision, recipe.optim, recipe.trainer
-    found = [] if o.name == "sgd" else [*slow_averages(resolved(p), o.betas), *lost_averages(resolved(p))]
-    if o.name != "sgd" and o.lr_decay_style != "constant":
-        found += late_updates(resolved(p), p.storage.rounding, o.lr, o.end_lr, recipe.model.init_method_std)
-    if level(p) == "O3" and sharding(p, ranks) == "none":
-        found.append("opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state")
-    if recipe.lora.enabled:
-        found.append("lora.enabled=True: masters, gradients and moments are of adapters alone")
-    if p.storage.shard not in ("auto", "none") and ranks == 1:
-        found.append(f"storage.shard={p.storage.shard}: splits state over data-parallel ranks; on one there is nothing to split")
-    data = ranks * t.strategy.data_parallel_replicate_size // t.strategy.context_parallel_size
-    if p.fp8.keep_transpose_cache and t.global_batch_size <= t.micro_batch_size * data:
-        found.append("fp8.keep_transpose_cache=True: keeps nothing, the one microbatch of a step reads each transpose once")
-    return [f"note: {line}" for line in found]
+    return "\n".join([whole, *(fill(line, 80, subsequent_indent="  ") for line in remarks.lines(recipe, ranks))])
 
 
 def moments(columns: Row) -> str:

@@ -58,13 +58,14 @@ def _paths(recipe: Recipe) -> list[str]:
     paths = {"data.path": d.path, "data.validation_path": d.validation_path}
     paths |= {f"data.mixture[{number}].path": part["path"] for number, part in enumerate(d.mixture)}
     found += [f"{key}={path}: {line}" for key, path in paths.items() if path and (line := _absent(d.name, path))]
-    above = Path(recipe.log.dir).absolute()
+    key, folder = ("log.folder", recipe.log.folder) if recipe.log.folder else ("log.dir", recipe.log.dir)
+    above = Path(folder).absolute()
     while not above.exists() and above != above.parent:
         above = above.parent
     if not above.is_dir():
-        found.append(f"log.dir={recipe.log.dir}: {above} is no folder")
+        found.append(f"{key}={folder}: {above} is no folder")
     elif not os.access(above, os.W_OK | os.X_OK):
-        found.append(f"log.dir={recipe.log.dir}: {above} cannot be written")
+        found.append(f"{key}={folder}: {above} cannot be written")
     return found
 
 

@@ -100,6 +100,7 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
     ("data=tokens data.path=gone.bin", ["data.path=gone.bin: no file gone.bin and gone.idx here"]),
     ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is no folder"]),
     ("log.dir=new/runs", []),
+    ("log.folder=there.idx/run", ["log.folder=there.idx/run: {tmp}/there.idx is no folder"]),
     ("-cd empty", ["--config-dir empty: has none of recipe/, precision/, data/, and no presets"]),
 ])
 def test_what_is_not_here_is_noted(capsys: Out, words: str, wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

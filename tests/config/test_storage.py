@@ -9,7 +9,7 @@ import pytest
 import fp8cfg
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import COLUMNS, columns_of, fp8_weights, level, low_bit, others, resolved
-from fp8cfg.report import chart
+from fp8cfg.report import chart, remarks
 
 O1 = "fp16_scaled none        fp8  fp8  fp32 fp32"
 O2 = "fp16_scaled none        fp8  fp8  fp8  fp16_scaled"
@@ -151,24 +151,24 @@ def test_what_the_lines_say_to_write_is_accepted(words: str) -> None:
 
 @pytest.mark.parametrize(("words", "said"), [("", True), ("optim.lr_decay_style=constant", False), ("optim.min_lr=1e-5", False), ("optim.lr=1e-3", False)])
 def test_a_schedule_that_ends_with_updates_that_are_lost_is_remarked(words: str, said: bool) -> None:
-    remarks = " ".join(chart.remarks(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2", "optim.lr=3e-5", *words.split()]), 1))
-    assert remarks.startswith("note: optim.min_lr=3e-06: storage.weight=fp16_scaled rounds") == said
+    found = " ".join(remarks.lines(fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2", "optim.lr=3e-5", *words.split()]), 1))
+    assert found.startswith("note: optim.min_lr=3e-06: storage.weight=fp16_scaled rounds") == said
 
 
 def test_o3_on_one_rank_is_allowed_with_a_remark() -> None:
     recipe: Any = fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3"])
     assert problems("precision=bf16_fp8 opt_level=O3") == []
-    assert chart.remarks(recipe, 1) == [
+    assert remarks.lines(recipe, 1) == [
         "note: opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state"]
     recipe.storage.shard = "zero1"
-    assert chart.remarks(recipe, 1) == ["note: storage.shard=zero1: splits state over data-parallel ranks; on one there is nothing to split"]
-    assert chart.remarks(recipe, 2) == []
+    assert remarks.lines(recipe, 1) == ["note: storage.shard=zero1: splits state over data-parallel ranks; on one there is nothing to split"]
+    assert remarks.lines(recipe, 2) == []
 
 
 def test_transposes_that_are_read_once_are_not_kept() -> None:
     recipe = fp8cfg.compose(["precision=bf16_fp8", "fp8.keep_transpose_cache=true", "trainer.micro_batch_size=8"])
-    assert [bool(chart.remarks(recipe, ranks)) for ranks in (1, 2)] == [False, True]
-    assert chart.remarks(recipe, 2) == ["note: fp8.keep_transpose_cache=True: keeps nothing, the one microbatch of a step reads each transpose once"]
+    assert [bool(remarks.lines(recipe, ranks)) for ranks in (1, 2)] == [False, True]
+    assert remarks.lines(recipe, 2) == ["note: fp8.keep_transpose_cache=True: keeps nothing, the one microbatch of a step reads each transpose once"]
 
 
 def test_no_advice_that_is_refused() -> None:

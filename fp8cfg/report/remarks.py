@@ -1,0 +1,64 @@
+"""Remarks: settings that are allowed and may be unintended, or that have no effect in this run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fp8cfg.config.backend_capabilities import capabilities
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.refusal import changed
+from fp8cfg.config.rules_storage import late_updates, lost_averages, slow_averages
+from fp8cfg.config.storage import level, resolved, sharding
+
+
+def lines(recipe: Recipe, ranks: int) -> list[str]:
+    """A line for each, where so many ranks have the same parameters."""
+    every = (*_storage(recipe, ranks), *_one_microbatch(recipe, ranks), *_one_rank(recipe, ranks), *_folders(recipe))
+    return [f"note: {line}" for line in every]
+
+
+def _storage(recipe: Recipe, ranks: int) -> Iterator[str]:
+    p, o = recipe.precision, recipe.optim
+    if o.name != "sgd":
+        yield from slow_averages(resolved(p), o.betas)
+        yield from lost_averages(resolved(p))
+        if o.lr_decay_style != "constant":
+            yield from late_updates(resolved(p), p.storage.rounding, o.lr, o.end_lr, recipe.model.init_method_std)
+    if level(p) == "O3" and sharding(p, ranks) == "none":
+        yield "opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state"
+    if recipe.lora.enabled:
+        yield "lora.enabled=True: masters, gradients and moments are of adapters alone"
+    if p.storage.shard not in ("auto", "none") and ranks == 1:
+        yield f"storage.shard={p.storage.shard}: splits state over data-parallel ranks; on one there is nothing to split"
+
+
+def _one_microbatch(recipe: Recipe, ranks: int) -> Iterator[str]:
+    """What concerns several microbatches of a step."""
+    p, t = recipe.precision, recipe.trainer
+    data = ranks * t.strategy.data_parallel_replicate_size // t.strategy.context_parallel_size
+    if t.global_batch_size > t.micro_batch_size * data:
+        return
+    if p.fp8.keep_transpose_cache:
+        yield "fp8.keep_transpose_cache=True: keeps nothing, the one microbatch of a step reads each transpose once"
+    if p.storage.accumulate == "stored" and not capabilities(p.backend).own_state:  # which has nothing else
+        yield "storage.accumulate=stored: adds up nothing, a step has one microbatch"
+
+
+def _one_rank(recipe: Recipe, ranks: int) -> Iterator[str]:
+    """What ranks send one another, and how long they wait; not of gradients that are sent as they are stored."""
+    p, s = recipe.precision, recipe.trainer.strategy
+    if ranks * s.size * s.data_parallel_replicate_size > 1:
+        return
+    sent = changed(p.storage, "comm") if resolved(p)["comm"] != resolved(p)["weight_grad"] else []
+    scales = changed(p.fp8, "reduce_amax", "tp_only_amax_red") if not capabilities(p.backend).own_state else []
+    if found := [*sent, *scales, *changed(recipe.trainer.timeout)]:
+        yield f"{', '.join(found)}: of several ranks; one sends nothing and waits for none"
+
+
+def _folders(recipe: Recipe) -> Iterator[str]:
+    every, steps, log = recipe.checkpoint.every_n_steps, recipe.trainer.max_steps, recipe.log
+    if every >= steps and (found := changed(recipe.checkpoint, "keep", "async_save")):
+        yield f"{', '.join(found)}: there is one checkpoint, the last; checkpoint.every_n_steps={every}, trainer.max_steps={steps}"
+    if log.folder and (dirs := changed(log, "dir")) and Path(log.folder).absolute().parent != Path(log.dir).absolute():
+        yield f"{dirs[0]}: makes no folder, log.folder={log.folder} is the run folder"

@@ -1,0 +1,28 @@
+"""Remarks on settings that are allowed and have no effect in a run, and on none that has."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8cfg.report import remarks
+from tests.support.small import small
+
+STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored precision=bf16_fp8"
+
+
+@pytest.mark.parametrize(("words", "ranks", "said"), [
+    ("storage.comm=bf16 trainer.timeout.step=5", 1, "storage.comm=bf16, trainer.timeout.step=5.0: of several ranks; one sends nothing and waits for none"),
+    ("storage.comm=bf16 trainer.timeout.step=5", 2, ""),
+    ("storage.comm=bf16 storage.weight_grad=bf16", 1, ""),
+    ("precision=bf16_fp8 fp8.tp_only_amax_red=true", 1, "fp8.tp_only_amax_red=True: of several ranks; one sends nothing and waits for none"),
+    ("fp8.enabled=true fp8.reduce_amax=false trainer.devices=2 trainer.strategy.tensor_model_parallel_size=2", 1, ""),
+    (STORED, 1, "storage.accumulate=stored: adds up nothing, a step has one microbatch"),
+    (f"{STORED} trainer.micro_batch_size=4", 1, ""),
+    ("checkpoint.every_n_steps=6 checkpoint.keep=3 checkpoint.async_save=true", 1, "checkpoint.keep=3, checkpoint.async_save=True: there is one checkpoint, "
+     "the last; checkpoint.every_n_steps=6, trainer.max_steps=6"),
+    ("checkpoint.every_n_steps=5 checkpoint.keep=3", 1, ""),
+    ("log.dir=a log.folder=b", 1, "log.dir=a: makes no folder, log.folder=b is the run folder"),
+    ("log.dir=a log.folder=a/b", 1, ""),
+])
+def test_what_has_no_effect_in_a_run_is_said(words: str, ranks: int, said: str) -> None:
+    assert remarks.lines(small(*words.split()), ranks) == ([f"note: {said}"] if said else [])
