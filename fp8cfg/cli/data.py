@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import is_recipe_file, recipe_path, split
-from fp8cfg.config.errors import ConfigError, NotWritable, printable
+from fp8cfg.config.errors import ConfigError, NotWritable, printable, refuse_if
 from fp8cfg.config.hub import tokenizer_path
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ other, whatever their size; OUT is there when it is whole. Training on it,
 has the losses of training on the source, and begins at once.
 """
 
+_READ = ("data.name", "data.path", "data.text_key", "data.tokenizer", "data.mixture")
+
 
 def run(argv: list[str]) -> int:
     """Write the token files that `argv` name. Returns the exit code."""
@@ -41,12 +43,17 @@ def run(argv: list[str]) -> int:
     if arguments.plain[:1] != ["prepare"] or len(arguments.plain) != 2 + bool(file):
         raise ConfigError("data: writes token files, as in: fp8cfg data prepare OUT data=text data.path=FOLDER")
     from fp8cfg.cli.composed import composed
+    from fp8cfg.composition.authors import of_words, written
+    from fp8cfg.composition.config_groups import Library
     from fp8cfg.data import DataError
     from fp8cfg.data.prepare import prepare
     from fp8cfg.data.tokenizer import load_tokenizer
 
     out = arguments.plain[1]
-    d = composed(arguments.words, arguments.one("--config-dir"), recipe_path(file) if file else None).data
+    folder = arguments.one("--config-dir")
+    d = composed(arguments.words, folder, recipe_path(file) if file else None).data
+    idle = sorted(written(of_words(arguments.words, Library(Path(folder) if folder else None))) - {*_READ})
+    refuse_if([f"{key}: has no effect on token files; write it where these are trained on" for key in idle])
     if d.mixture:
         raise ConfigError("data.mixture: token files are written one by one and mixed in training; prepare each data.path")
     began = time.perf_counter()
