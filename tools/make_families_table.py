@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Print a table of the model families, in Markdown: lines of the file that has the recipes, the largest differences of logits and
-gradients from transformers' model with the same random weights (float32, a small shape; of gradients relative to the largest of each
-parameter), how many sizes have their published counts, the validation loss of the tiny recipe in bf16 and in bf16_fp8 after the same
-steps on a CPU, and the share of all matmul FLOPs in FP8 of the tiny and of the largest recipe. Needs transformers.
+"""Print a table of the model families, in Markdown: the largest differences of logits and gradients from transformers' model with the
+same random weights (float32, a small shape; of gradients relative to the largest of each parameter), how many sizes have their
+published counts, the validation loss of the tiny recipe in bf16 and in bf16_fp8 after the same steps on a CPU, and the share of all
+matmul FLOPs in FP8 of the tiny and of the largest recipe. Needs transformers.
 
     python tools/make_families_table.py                      # 100 steps each: some ten minutes a family on a core
     python tools/make_families_table.py --steps 0            # all but the losses, in a minute
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import inspect
 import io
 import os
 import sys
@@ -36,7 +35,7 @@ from tools.command import run
 from tools.families import PUBLISHED, TINY, build, config_of
 
 FAMILIES = [name.removesuffix("_tiny") for name in TINY]
-HEADER = ("family", "recipes", "lines", "logits", "gradients", "published counts", "loss, bf16", "loss, bf16_fp8", "FP8, tiny", "FP8, largest")
+HEADER = ("family", "recipes", "logits", "gradients", "published counts", "loss, bf16", "loss, bf16_fp8", "FP8, tiny", "FP8, largest")
 
 
 def differences(name: str) -> tuple[float, float]:
@@ -87,11 +86,10 @@ def loss(name: str, precision: str, steps: int) -> float:
 
 def row(family: str, steps: int) -> list[str]:
     name, names = f"{family}_tiny", sizes_of(family)
-    lines = len(inspect.getsource(sys.modules[recipes()[name].__module__]).splitlines())
     logits, gradients = differences(name)
     largest = max(names, key=lambda n: parameter_counts(transformer_config(recipes()[n]()))["total"])
     losses = [f"{loss(name, precision, steps):.3f}" if steps else "-" for precision in ("bf16_mixed", "bf16_fp8")]
-    return [family, str(len(names)), str(lines), f"{logits:.0e}", f"{gradients:.0e}", published(names), *losses, f"{share(name):.0%}", f"{share(largest):.0%} ({largest})"]
+    return [family, str(len(names)), f"{logits:.0e}", f"{gradients:.0e}", published(names), *losses, f"{share(name):.0%}", f"{share(largest):.0%} ({largest})"]
 
 
 def main() -> int:
