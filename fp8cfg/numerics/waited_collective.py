@@ -19,7 +19,9 @@ _wait: Callable[[Any], Tensor] = collectives.wait_tensor
 
 def waited(collective: Callable[..., Any], *args: Any, group: Any) -> Tensor:
     """What a functional `collective` of torch makes of `args` over `group`, a process group or the name of one."""
-    return _wait(collective(*args, group))
+    made = collective(*args, group)
+    # A wrapper that is waited for by itself takes as long as all else.
+    return _wait(made.elem if isinstance(made, collectives.AsyncCollectiveTensor) else made)
 
 
 def wait(work: dist.Work, collective: Callable[..., Any], group: Any, limit: timedelta | None = None) -> None:
