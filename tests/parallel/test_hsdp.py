@@ -53,7 +53,7 @@ def job_of(name: str, ranks: int, groups: int = 1) -> Job:
 
 
 def trained(name: str, ranks: int, groups: int, world: World, folder: Path | None = None) -> dict[str, Any]:
-    """The run of that name, with a checkpoint of half of its steps in `folder`."""
+    """The run of that name, with a checkpoint on the way in `folder`."""
     job, last = job_of(name, ranks, groups), rank_runs.LONG if name == LONG else rank_runs.STEPS
     return rank_runs.saved(job, world, folder, last) if folder else rank_runs.trained(job, world, 0, last)
 
@@ -75,7 +75,7 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = "4"
     found: dict[str, Any] = {name: trained(name, 4, 2, world, folder if name == "delayed" else None) for name in RUNS}
     for name, groups in (("resumed", 2), ("as one group", 1)):
-        found[name] = rank_runs.trained(rank_runs.resumed(job_of("delayed", 4, groups), folder), world, rank_runs.HALF)
+        found[name] = rank_runs.trained(rank_runs.resumed(job_of("delayed", 4, groups), folder), world, rank_runs.SAVED)
     found["sent"] = []
     for groups in (1, 2):
         job = job_of("fp32", 4, groups)
@@ -111,7 +111,7 @@ def test_two_groups_of_two_ranks_train_as_one_rank(name: str, four: list[dict[st
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_groups_and_without(four: list[dict[str, Any]]) -> None:
-    rest = four[0]["delayed"]["losses"][rank_runs.HALF:]
+    rest = four[0]["delayed"]["losses"][rank_runs.SAVED:]
     assert four[0]["resumed"]["losses"] == rest
     assert four[0]["as one group"]["losses"] == pytest.approx(rest, rel=1e-3)
 

@@ -23,21 +23,26 @@ TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
 EXACT = "trainer.gradient_clip_val=0"
 CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
 TIED = "model.share_embeddings_and_output_weights=true"
-COMPILED = "trainer.compile=on model.num_layers=2 fp8.include=['*linear_qkv','*linear_fc2']"  # layers are compiled one by one
+FEW = "trainer.global_batch_size=4"
+"""Two microbatches, not four, of runs that show something else than when each stage has which."""
+SMALL = f"{FEW} model.num_layers=2"
+"""A layer on each stage as well."""
+COMPILED = f"{SMALL} trainer.val_check_interval=0 trainer.compile=on fp8.include=['*linear_qkv','*linear_fc2']"  # a graph for each layer
 BITS = {  # name -> words of runs whose losses are those of one rank, bit for bit
     "delayed": f"precision=bf16_fp8 {EXACT} trainer.strategy.pipeline_schedule=1f1b",
     "delayed interleaved": f"precision=bf16_fp8 {EXACT} {TWO_CHUNKS} trainer.strategy.pipeline_schedule=interleaved_1f1b",
     "fp32": f"precision=fp32 {EXACT}",
-    "recomputed": f"precision=bf16_fp8 {EXACT} model.recompute_granularity=full",
-    "current": f"{CURRENT} {EXACT}", "mxfp8 interleaved": f"precision=bf16_mxfp8 {EXACT} {TWO_CHUNKS}",
-    "fp16": f"precision=fp16_fp8 {EXACT} precision.initial_loss_scale=1048576 precision.hysteresis=1",  # the first steps overflow
-    "masked": f"precision=fp32 {EXACT} data.eod_mask_loss=true",
-    "documents": f"precision=bf16_fp8 {EXACT} data.reset_attention_mask=true data.reset_position_ids=true",
-    "zero1": f"precision=bf16_fp8 {EXACT} storage.shard=zero1",
-    "torchao": f"{CURRENT} {EXACT} backend=torchao fp8.params=false fp8.output_layer=false",
+    "recomputed": f"precision=bf16_fp8 {EXACT} {SMALL} model.recompute_granularity=full",
+    "current": f"{CURRENT} {EXACT} {SMALL}", "mxfp8 interleaved": f"precision=bf16_mxfp8 {EXACT} {FEW} {TWO_CHUNKS}",
+    "fp16": f"precision=fp16_fp8 {EXACT} {SMALL} precision.initial_loss_scale=1048576 precision.hysteresis=1",  # the first steps overflow
+    "masked": f"precision=fp32 {EXACT} {SMALL} data.eod_mask_loss=true",
+    "documents": f"precision=bf16_fp8 {EXACT} {SMALL} data.reset_attention_mask=true data.reset_position_ids=true",
+    "zero1": f"precision=bf16_fp8 {EXACT} {SMALL} storage.shard=zero1",
+    "torchao": f"{CURRENT} {EXACT} {SMALL} backend=torchao fp8.params=false fp8.output_layer=false",
     "compiled": f"precision=bf16_fp8 {EXACT} {COMPILED}",
-    "masters": f"precision=bf16_precision_aware {EXACT}", "moments": f"precision=bf16_fp8_te_fused_adam {EXACT}", "moments in blocks": f"precision=bf16_fp8_current_coat {EXACT} {TWO_CHUNKS}",
-    "gpt": f"precision=bf16_fp8 {EXACT} model.position_embedding_type=learned_absolute model.max_position_embeddings=32 "
+    "masters": f"precision=bf16_precision_aware {EXACT} {SMALL}", "moments": f"precision=bf16_fp8_te_fused_adam {EXACT} {SMALL}",
+    "moments in blocks": f"precision=bf16_fp8_current_coat {EXACT} {FEW} {TWO_CHUNKS}",
+    "gpt": f"precision=bf16_fp8 {EXACT} {SMALL} model.position_embedding_type=learned_absolute model.max_position_embeddings=32 "
            "model.normalization=LayerNorm model.activation=gelu model.add_bias_linear=true model.sliding_window=9 "
            "model.window_attn_skip_freq=2",
 }
@@ -45,24 +50,24 @@ CLIPPED = "precision=fp32 trainer.gradient_clip_val=0.1"
 NEAR = {  # name -> words, the largest relative difference of a loss, and of a norm
     "clipped": (f"{CLIPPED} {TWO_CHUNKS}", 1e-6, 1e-6),  # the norm is a sum over stages
     "tied": (f"{CLIPPED} {TIED}", 1e-6, 1e-6),  # so is the gradient of the embedding
-    "tied delayed": (f"precision=bf16_fp8 {TIED}", 2e-3, 0.05),
+    "tied delayed": (f"precision=bf16_fp8 {SMALL} {TIED}", 2e-3, 0.05),
     "fsdp compiled": (f"precision=bf16_fp8 storage.shard=fsdp {COMPILED}", 2e-3, 0.05),
 }
 QUICK = ("delayed", "delayed interleaved", "tied")
 SLOW = tuple(name for name in (*BITS, *NEAR) if name not in QUICK)
 FOUR = {  # name -> words of runs on four ranks, the axis beside the pipeline, largest relative differences of a loss and a norm
     "tensor": (f"{CLIPPED} trainer.strategy.tensor_model_parallel_size=2 trainer.strategy.sequence_parallel=true", 1e-6, 1e-5),
-    "tensor nvfp4": ("precision=bf16_nvfp4 fp8.stochastic_rounding=false trainer.strategy.tensor_model_parallel_size=2", 2e-3, 0.05),
-    "tensor rows": (f"{CURRENT} fp8.granularity=row trainer.strategy.tensor_model_parallel_size=2", 2e-3, 0.05),
-    "tensor delayed": (f"precision=bf16_fp8 {TWO_CHUNKS} {TIED} trainer.strategy.tensor_model_parallel_size=2", 2e-3, 0.05),
-    "context": (f"{CLIPPED} {TWO_CHUNKS} trainer.strategy.context_parallel_size=2", 1e-6, 1e-5),
+    "tensor nvfp4": (f"precision=bf16_nvfp4 {SMALL} fp8.stochastic_rounding=false trainer.strategy.tensor_model_parallel_size=2", 2e-3, 0.05),
+    "tensor rows": (f"{CURRENT} {SMALL} fp8.granularity=row trainer.strategy.tensor_model_parallel_size=2", 2e-3, 0.05),
+    "tensor delayed": (f"precision=bf16_fp8 {FEW} {TWO_CHUNKS} {TIED} trainer.strategy.tensor_model_parallel_size=2", 2e-3, 0.05),
+    "context": (f"{CLIPPED} {FEW} {TWO_CHUNKS} trainer.strategy.context_parallel_size=2", 1e-6, 1e-5),
     "data": (f"{CLIPPED} {TIED} storage.shard=zero1", 1e-6, 1e-5),
-    "data zero2": (f"{CLIPPED} {TWO_CHUNKS} storage.shard=zero2", 1e-6, 1e-5),
-    "data delayed": ("precision=bf16_fp8", 2e-3, 0.1),
-    "data float32 weights": (f"precision=bf16_fp8_amp {TIED} {TWO_CHUNKS}", 2e-3, 0.1),
+    "data zero2": (f"{CLIPPED} {FEW} {TWO_CHUNKS} storage.shard=zero2", 1e-6, 1e-5),
+    "data delayed": (f"precision=bf16_fp8 {SMALL}", 2e-3, 0.1),
+    "data float32 weights": (f"precision=bf16_fp8_amp {FEW} {TIED} {TWO_CHUNKS}", 2e-3, 0.1),
     "data none": (f"{CLIPPED} {TIED} {TWO_CHUNKS} storage.shard=none", 1e-6, 1e-5),
     "data fsdp": (f"{CLIPPED} {TIED} storage.shard=fsdp", 1e-6, 1e-5),
-    "data fsdp current": (f"{CURRENT} {TWO_CHUNKS} storage.shard=fsdp", 2e-3, 0.1),
+    "data fsdp current": (f"{CURRENT} {FEW} {TWO_CHUNKS} storage.shard=fsdp", 2e-3, 0.1),
 }
 RESUMED = ("delayed interleaved", "tied")
 LONG = ("fp32", "clipped", "tensor")
@@ -81,14 +86,14 @@ def words_of_one(name: str) -> str:
 
 
 def trained(name: str, world: World, folder: Path | None = None) -> dict[str, Any]:
-    """The run of that name, with a checkpoint of half of its steps in `folder`."""
+    """The run of that name, with a checkpoint on the way in `folder`."""
     job, last = job_of(words_of(name), 2, world.size), rank_runs.LONG if name in LONG else rank_runs.STEPS
     return rank_runs.saved(job, world, folder, last) if folder else rank_runs.trained(job, world, 0, last)
 
 
 def resumed(words: str, pipeline: int, world: World, folder: Path) -> dict[str, Any]:
     """The rest of a run that goes on from the checkpoint in `folder`."""
-    return rank_runs.trained(rank_runs.resumed(job_of(words, pipeline, world.size), folder), world, rank_runs.HALF)
+    return rank_runs.trained(rank_runs.resumed(job_of(words, pipeline, world.size), folder), world, rank_runs.SAVED)
 
 
 def quick_on_two(folder: Path, world: World) -> dict[str, Any]:
@@ -126,8 +131,8 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
     found["sharded"] = {shard: sharded(f"precision=bf16 storage.shard={shard}", world) for shard in SUMS}
     for how, its in (("again", words), ("fsdp", words_of("data fsdp"))):
         job = rank_runs.resumed(job_of(its, 2, 4), folder / "tied")
-        sharded_checkpoints.saved(job, world, folder / f"tied {how}", rank_runs.HALF)
-        found[f"tied {how}"] = rank_runs.trained(job, world, rank_runs.HALF)
+        sharded_checkpoints.saved(job, world, folder / f"tied {how}", rank_runs.SAVED)
+        found[f"tied {how}"] = rank_runs.trained(job, world, rank_runs.SAVED)
     return found
 
 
@@ -197,11 +202,11 @@ def test_two_stages_train_as_one_rank(name: str, quick: list[dict[str, Any]], on
 @pytest.mark.parametrize("name", RESUMED)
 def test_runs_resume_on_other_layouts(name: str, folder: Path, one: One, quick: list[dict[str, Any]]) -> None:
     """One rank and two stages go on from one another's checkpoints, which have the same names and numbers."""
-    rest, near = slice(rank_runs.HALF, rank_runs.STEPS), 0.0 if name in BITS else 1e-6
+    rest, near = slice(rank_runs.SAVED, rank_runs.STEPS), 0.0 if name in BITS else 1e-6
     assert quick[0][f"{name} from one"]["losses"] == pytest.approx(one(name)["losses"][rest], rel=near)
     alone = resumed(words_of_one(name), 1, World(), folder / name)
     assert alone["losses"] == pytest.approx(quick[0][name]["losses"][rest], rel=near)
-    (tensors, state), (theirs, their_state) = (checkpoint.load(folder / of / "step-00000002") for of in (name, f"one {name}"))
+    (tensors, state), (theirs, their_state) = (checkpoint.load(folder / of / "step-00000001") for of in (name, f"one {name}"))
     names, wanted = ({group: {*named} for group, named in each.items() if named} for each in (tensors, theirs))
     assert names == wanted
     assert state["optimizer"]["state"] == their_state["optimizer"]["state"]
@@ -282,8 +287,8 @@ def test_a_step_goes_as_if_one_that_was_broken_off_had_not_begun(four: list[dict
 @pytest.mark.slow
 def test_other_layouts_go_on_from_stages_and_save_the_same(folder: Path, four: list[dict[str, Any]], quick: list[dict[str, Any]]) -> None:
     for how in ("again", "fsdp"):
-        assert four[3][f"tied {how}"]["losses"] == pytest.approx(quick[0]["tied"]["losses"][rank_runs.HALF:], rel=1e-6)
-    before, *others = (checkpoint.load(folder / name / "step-00000002")[0] for name in ("tied", "tied again", "tied fsdp"))
+        assert four[3][f"tied {how}"]["losses"] == pytest.approx(quick[0]["tied"]["losses"][rank_runs.SAVED:], rel=1e-6)
+    before, *others = (checkpoint.load(folder / name / "step-00000001")[0] for name in ("tied", "tied again", "tied fsdp"))
     assert all(torch.equal(t, after[group][k]) for after in others for group in ("model", "optimizer") for k, t in before[group].items())
 
 

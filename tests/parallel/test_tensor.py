@@ -39,6 +39,8 @@ NVFP4 = "precision=bf16_nvfp4 fp8.stochastic_rounding=false"
 CLIPPED = "precision=fp32 trainer.gradient_clip_val=0.1"
 BLOCKS = "storage.exp_avg=fp8_expand storage.exp_avg_sq=fp8_block"
 SP = "trainer.strategy.sequence_parallel=true"
+SMALL = "model.num_layers=1"
+"""One layer, whose four products are split as those of two are."""
 RUNS = {  # name -> words, the largest relative difference of a loss from that of one rank, and of a gradient norm
     "fp32": (f"{EXACT} {SP}", 1e-6, 1e-5),
     "packed": (f"{EXACT} {SP} {' '.join(PACKED)}", 1e-6, 1e-5),
@@ -47,28 +49,28 @@ RUNS = {  # name -> words, the largest relative difference of a loss from that o
     "recomputed": (f"{EXACT} {SP} model.recompute_granularity=full", 1e-6, 1e-5),
     "fsdp": (f"{CLIPPED} {SP} storage.shard=fsdp", 1e-6, 1e-5),
     "zero2": (f"{CLIPPED} {SP} storage.shard=zero2", 1e-6, 1e-5),
-    "bf16": (f"precision=bf16 {SP}", 1e-3, 0.05),
+    "bf16": (f"precision=bf16 {SP} {SMALL}", 1e-3, 0.05),
     "delayed": (f"precision=bf16_fp8 {SP}", 2e-3, 0.05),
     "delayed fsdp": (f"precision=bf16_fp8 {SP} storage.shard=fsdp", 2e-3, 0.05),
-    "compiled": (f"precision=bf16_fp8 {SP} trainer.compile=on model.num_layers=1 fp8.include=['*linear_qkv','*linear_fc2']", 2e-3, 0.05),
-    "current": (f"{CURRENT} {SP}", 2e-3, 0.05),
-    "mxfp8": (f"{MXFP8} {SP}", 2e-3, 0.05),
-    "rows": (f"{ROWS} {SP}", 2e-3, 0.05),
-    "rows fsdp": (f"{ROWS} {SP} storage.shard=fsdp", 2e-3, 0.05),
-    "nvfp4": (f"{NVFP4} {SP}", 2e-3, 0.05),
-    "nvfp4 whole sequences": (f"{NVFP4} model.recompute_granularity=full", 2e-3, 0.05),
-    "nvfp4 zero2": (f"{NVFP4} {SP} storage.shard=zero2 fp8.enable_2d_quantization=false", 2e-3, 0.05),
+    "compiled": (f"precision=bf16_fp8 {SP} trainer.compile=on trainer.val_check_interval=0 {SMALL} fp8.include=['*linear_qkv','*linear_fc2']", 2e-3, 0.05),
+    "current": (f"{CURRENT} {SP} {SMALL}", 2e-3, 0.05),
+    "mxfp8": (f"{MXFP8} {SP} {SMALL}", 2e-3, 0.05),
+    "rows": (f"{ROWS} {SP} {SMALL}", 2e-3, 0.05),
+    "rows fsdp": (f"{ROWS} {SP} storage.shard=fsdp {SMALL}", 2e-3, 0.05),
+    "nvfp4": (f"{NVFP4} {SP} {SMALL}", 2e-3, 0.05),
+    "nvfp4 whole sequences": (f"{NVFP4} model.recompute_granularity=full {SMALL}", 2e-3, 0.05),
+    "nvfp4 zero2": (f"{NVFP4} {SP} storage.shard=zero2 fp8.enable_2d_quantization=false {SMALL}", 2e-3, 0.05),
     # In float32 nothing is rounded before it is summed: what is left is the order of sums, and now and then a value at the edge between
     # two FP8 numbers that falls to the other side.
-    "current exact": (f"{CURRENT} {SP} precision.compute=fp32", 1e-4, 1e-3),
-    "mxfp8 exact": (f"{MXFP8} {SP} precision.compute=fp32 fp8.params=false", 1e-5, 1e-3),
-    "rows exact": (f"{ROWS} precision.compute=fp32", 1e-4, 1e-3),
+    "current exact": (f"{CURRENT} {SP} precision.compute=fp32 {SMALL}", 1e-4, 1e-3),
+    "mxfp8 exact": (f"{MXFP8} {SP} precision.compute=fp32 fp8.params=false {SMALL}", 1e-5, 1e-3),
+    "rows exact": (f"{ROWS} precision.compute=fp32 {SMALL}", 1e-4, 1e-3),
     # The steps between four-bit numbers are a third of a number at most, not an eighth: 8.4e-5 and 4.3e-4 were seen.
-    "nvfp4 exact": (f"{NVFP4} {SP} precision.compute=fp32", 5e-4, 5e-3),
-    "moments": (f"{CLIPPED} {SP} model.num_layers=1 storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled", 1e-6, 1e-5),
+    "nvfp4 exact": (f"{NVFP4} {SP} precision.compute=fp32 {SMALL}", 5e-4, 5e-3),
+    "moments": (f"{CLIPPED} {SP} {SMALL} storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled", 1e-6, 1e-5),
     # A moment at the edge between two codes falls to the other side now and then: on one machine 1.2e-6, on another 1.7e-5.
-    "moments in blocks": (f"{EXACT} {SP} model.num_layers=1 {BLOCKS} model.hidden_size=256 model.ffn_hidden_size=256", 1e-4, 1e-3),
-    "moments in cut blocks": (f"{EXACT} {SP} model.num_layers=1 {BLOCKS}", 1e-4, 1e-3),  # two matrices have them in float32, on one rank none
+    "moments in blocks": (f"{EXACT} {SP} {SMALL} {BLOCKS} model.hidden_size=256 model.ffn_hidden_size=256", 1e-4, 1e-3),
+    "moments in cut blocks": (f"{EXACT} {SP} {SMALL} {BLOCKS}", 1e-4, 1e-3),  # two matrices have them in float32, on one rank none
 }
 SAME = {"whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zero2": "clipped", "delayed fsdp": "delayed",
         "rows fsdp": "rows", "nvfp4 whole sequences": "nvfp4"}
@@ -96,14 +98,14 @@ def job_of(words: str, tensor: int, ranks: int) -> Job:
 
 
 def trained(name: str, tensor: int, world: World, folder: Path | None = None) -> dict[str, Any]:
-    """The run of that name, with a checkpoint of half of its steps in `folder`."""
+    """The run of that name, with a checkpoint on the way in `folder`."""
     job, last = job_of(RUNS[name][0], tensor, world.size), rank_runs.LONG if (name, world.size) in LONG else rank_runs.STEPS
     return rank_runs.saved(job, world, folder, last) if folder else rank_runs.trained(job, world, 0, last)
 
 
 def resumed(name: str, tensor: int, world: World, folder: Path) -> dict[str, Any]:
     """The rest of a run that goes on from the checkpoint in `folder`."""
-    return rank_runs.trained(rank_runs.resumed(job_of(RUNS[name][0], tensor, world.size), folder), world, rank_runs.HALF)
+    return rank_runs.trained(rank_runs.resumed(job_of(RUNS[name][0], tensor, world.size), folder), world, rank_runs.SAVED)
 
 
 CONFIG = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2, "head_dim": 16,
@@ -173,7 +175,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         found[f"{name} resumed"] = resumed(name, 2, world, folder / name)
         job = rank_runs.resumed(job_of(RUNS[name][0], 2, 2), folder / f"one {name}")
         found[f"{name} as loaded"] = sharded_checkpoints.whole(job, world)["optimizer"]
-        found[f"{name} from one"] = rank_runs.trained(job, world, rank_runs.HALF)
+        found[f"{name} from one"] = rank_runs.trained(job, world, rank_runs.SAVED)
     found["state dict"], found["summary"] = refusal(job), str(job)
     found["memory"] = {words: memory_measurement.measure(job_of(words, 2, 2).recipe) for words in MEASURED}
     found["sent"] = {words: sent(words, world) for words in TRAFFIC}
@@ -311,9 +313,9 @@ def test_matrices_and_sequences_are_split_together(one: One, four: list[dict[str
 @pytest.mark.parametrize("name", RESUMED)
 def test_runs_resume_on_other_layouts(name: str, folder: Path, one: One, two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
     (_, loss, _), whole, again = RUNS[name], two[0][name], two[0][f"{name} resumed"]
-    rest = whole["losses"][rank_runs.HALF:]
+    rest = whole["losses"][rank_runs.SAVED:]
     assert again["losses"] == rest and again["val"] == whole["val"]
-    assert two[0][f"{name} from one"]["losses"] == pytest.approx(one(name)["losses"][rank_runs.HALF:rank_runs.STEPS], rel=loss)
+    assert two[0][f"{name} from one"]["losses"] == pytest.approx(one(name)["losses"][rank_runs.SAVED:rank_runs.STEPS], rel=loss)
     assert four[0][f"{name} from two"]["losses"] == pytest.approx(rest, rel=loss)
     assert resumed(name, 1, World(), folder / name)["losses"] == pytest.approx(rest, rel=loss)
 
@@ -322,7 +324,7 @@ def test_runs_resume_on_other_layouts(name: str, folder: Path, one: One, two: li
 @pytest.mark.parametrize("name", RESUMED)
 def test_parts_are_those_of_the_whole_bit_for_bit(name: str, folder: Path, two: list[dict[str, Any]]) -> None:
     """Codes and scales of the optimizer's state among them; a block that a cut goes through has decoded ones."""
-    (tensors, _), found = checkpoint.load(folder / f"one {name}" / "step-00000002"), two[0][f"{name} as loaded"]
+    (tensors, _), found = checkpoint.load(folder / f"one {name}" / "step-00000001"), two[0][f"{name} as loaded"]
     decoded = {n for n, t in tensors["optimizer"].items() if n in found and t.dtype != found[n].dtype}
     assert {n.rpartition(".")[2] for n in decoded} == ({"exp_avg", "exp_avg_sq"} if "cut" in name else set())
     assert {n for n in tensors["optimizer"] if n.removesuffix(".scale_inv") not in decoded} == found.keys() - decoded

@@ -17,15 +17,17 @@ from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.train_step import Step, evaluate, train_step
 from tests.support import sharded_checkpoints
 
-HALF, STEPS, LONG = 2, 4, 8
-"""Steps before the evaluation and the checkpoint of a run, of a run, and of the float32 runs that are held to one rank for longest."""
+SAVED, STEPS, LONG = 1, 3, 8
+"""Steps before the evaluation and the checkpoint of a run, of a run (the third has moments and scales of two), and of the float32 runs that
+are held to one rank for longest."""
+
 
 def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
-    """Losses and norms of steps `first` to `last`, the validation loss in their midst, and in FP8 coverage and scales."""
+    """Losses and norms of steps `first` to `last`, the validation loss in their midst where it is asked for, and in FP8 coverage and scales."""
     batches, held_out = run_data(job.recipe)
     steps, val = list[Step](), list[float]()
     for step in range(first, last):
-        if step == HALF:
+        if step == SAVED and job.recipe.trainer.val_check_interval:
             val.append(evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked))
         steps.append(train_step(job, batches, step, world))
     found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps], "stepped": [s.stepped for s in steps], "val": val}
@@ -33,10 +35,10 @@ def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[s
 
 
 def saved(job: Job, world: World, folder: Path, last: int = STEPS) -> dict[str, Any]:
-    """`trained`, with a checkpoint of half of the steps in `folder`."""
-    start = trained(job, world, 0, HALF)
-    sharded_checkpoints.saved(job, world, folder, HALF)
-    rest = trained(job, world, HALF, last)
+    """`trained`, with a checkpoint on the way in `folder`."""
+    start = trained(job, world, 0, SAVED)
+    sharded_checkpoints.saved(job, world, folder, SAVED)
+    rest = trained(job, world, SAVED, last)
     return rest | {key: [*start[key], *rest[key]] for key in ("losses", "norms", "stepped")}
 
 
@@ -47,7 +49,7 @@ def in_fp8(job: Job) -> dict[str, Any]:
     return {"coverage": str(job.prove()), "scales": {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")}}
 
 
-def resumed(job: Job, folder: Path, step: int = HALF) -> Job:
+def resumed(job: Job, folder: Path, step: int = SAVED) -> Job:
     """`job` as the checkpoint of `step` in `folder` has it."""
     saved = checkpoint.load_named(RunFiles.at(folder), f"step-{step:08d}")
     assert job_state.restore(job, *saved, run_data(job.recipe)[0]) == step
