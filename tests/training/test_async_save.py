@@ -107,7 +107,7 @@ def test_without_saves_on_the_way_it_has_no_effect() -> None:
         small("checkpoint.every_n_steps=0", "checkpoint.async_save=true")
 
 
-KILLED = (*small_words("precision=bf16_fp8", "trainer.max_steps=8", "checkpoint.every_n_steps=2", "checkpoint.async_save=true"),)
+KILLED = (*small_words("precision=bf16_fp8", "model.num_layers=1", "trainer.max_steps=8", "checkpoint.every_n_steps=2", "checkpoint.async_save=true"),)
 
 
 @pytest.fixture(scope="module")
