@@ -18,6 +18,7 @@ from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import resume_rules
 from fp8cfg.training.compiled_gradients import compare
 from fp8cfg.training.distributed.world import World
+from tests.support import sharded_checkpoints
 from tests.support.fsdp_runs import (
     CURRENT,
     EVERYWHERE,
@@ -93,25 +94,21 @@ def test_a_split_model_is_not_copied_and_what_is_said_instead_works(words: str) 
     assert not torch.equal(before["layers.1.mlp.linear_fc1.weight"], now["layers.1.mlp.linear_fc1.weight"])
 
 
-@pytest.mark.parametrize(("words", "more", "cure"), [
-    ("precision=bf16", "storage.shard=none", "its weights are float32: resume it with storage.weight=fp32 --allow storage.weight, or start a new run"),
-    (CURRENT, "storage.shard=none", "its weights are float32: resume it with storage.weight=fp32 --allow storage.weight, or start a new run"),
-    ("precision=bf16", "storage.shard=zero2", "its weights are float32: resume it with storage.weight=fp32 --allow storage.weight, or start a new run"), ("precision=bf16", "storage.shard=none storage.weight=bf16", "start a new run"),
-])
-def test_a_run_goes_on_whole_with_the_key_that_is_named(words: str, more: str, cure: str, tmp_path: Path) -> None:
-    split, whole = (small("trainer.micro_batch_size=8", *words.split(), *NOT_CLIPPED.split(), *shard.split()) for shard in (FSDP, more))
-    with pytest.raises(fp8cfg.ConfigError) as e:
-        resume_rules.refuse_changes(split, whole, ["storage.weight"])
-    assert f"{more.split()[0]}: this run was started with fsdp; {cure}" in e.value.problems
-    if "--allow" in cure:
-        whole.storage.weight = "fp32"
-        resume_rules.refuse_changes(split, whole, ["storage.weight"])
-        job = fp8cfg.build(split)
-        run(job, World(), 0, SAVED)
-        save(job, World(), tmp_path)
-        losses = run(job, World(), SAVED, STEPS)
-        again = run(load(fp8cfg.build(whole), tmp_path), World(), SAVED, STEPS)
-        assert [loss for loss, _ in again] == pytest.approx([loss for loss, _ in losses], abs=2e-3), "embedding and norms are read in float32 now"
+@pytest.mark.parametrize("words", ["precision=bf16", f"precision=bf16_fp8 {EVERYWHERE} storage.exp_avg=bf16", f"precision=bf16_mxfp8 {EVERYWHERE}"])
+def test_a_run_goes_on_split_and_whole_again(words: str, tmp_path: Path) -> None:
+    """Float32 shards are taken for masters and masters for shards; weights are made from them again, the same."""
+    recipes = [small("trainer.micro_batch_size=8", *words.split(), *NOT_CLIPPED.split(), shard) for shard in (WHOLE, FSDP, WHOLE)]
+    jobs, world = [fp8cfg.build(recipe) for recipe in recipes], World()
+    run(jobs[0], world, 0, SAVED)
+    for before, after, folder in zip(jobs, jobs[1:], ("whole", "split"), strict=False):
+        resume_rules.refuse_changes(before.recipe, after.recipe, [])
+        save(before, world, tmp_path / folder)
+        load(after, tmp_path / folder)
+    there, _, again = ({(group, name): sharded_checkpoints.flat(t).tobytes() for group, named in sharded_checkpoints.whole(job, world).items()
+                        for name, t in named.items()} for job in jobs)
+    assert again == there
+    losses = [[loss for loss, _ in run(job, world, SAVED, STEPS)] for job in jobs]
+    assert losses[0] == losses[2] and losses[1] == pytest.approx(losses[0], abs=2e-3)
 
 
 @pytest.mark.slow

@@ -38,8 +38,15 @@ def recoded(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Saved state with the moments of a parameter in this layout's codec, where one layout has them in blocks and the other in
     float32, since its shards would cut these; `columns` are those of tensors here, of whole ones too, `mine` is this optimizer's
-    own JSON, and `parts` are parameters that are parts of tensors. Other differences are left."""
+    own JSON, and `parts` are parameters that are parts of tensors. A float32 weight is called its own master, or a float32 master
+    the weight, as here. Other differences are left."""
     tensors, entries = dict(tensors), {name: {**entry, "codecs": {**entry["codecs"]}} for name, entry in json["state"].items()}
+    for name in entries.keys() & mine.keys():
+        there, here = (each[name]["codecs"].get("master") for each in (entries, mine))
+        if {there, here} == {None, "fp32"}:
+            entries[name]["codecs"] = {**entries[name]["codecs"], "master": "fp32"}
+            if here is None:
+                del entries[name]["codecs"]["master"]
     for column in ("exp_avg", "exp_avg_sq"):
         codecs = {str(codec): codec for each in columns if (codec := getattr(each, column)).block}
         for p, name in names.items():

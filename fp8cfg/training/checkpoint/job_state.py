@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8cfg.composition.flatten import listed
@@ -20,7 +21,7 @@ from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.checkpoint.pipeline_stages import json_part, whole_json
 from fp8cfg.training.checkpoint.resume_rules import FREE, ORIGIN, changes, matches
 from fp8cfg.training.checkpoint.saved_state import WRONG_CONTENTS, check, one_line
-from fp8cfg.training.checkpoint.sharded_masters import to_sharded
+from fp8cfg.training.checkpoint.sharded_masters import PLAIN, exchange_masters
 from fp8cfg.training.checkpoint.shared_save import Share
 from fp8cfg.training.checkpoint.tensor_box import to_write
 from fp8cfg.training.distributed.world import World
@@ -57,9 +58,9 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     try:
         # None before a step where parameters are their own masters, nor of plain SGD.
         optimizer = of_this_layout(job, tensors.get("optimizer", {}))
-        _restore_model(job, tensors, optimizer, any(matches(k, ["fp8", "storage.weight"]) for k in changed))
+        otherwise = _restore_model(job, tensors, optimizer, any(matches(k, ["fp8", "storage.weight"]) for k in changed))
         job.optimizer.load_state(optimizer, json_part(job, state["optimizer"]))
-        if any(matches(k, ["fp8", "storage.weight"]) for k in changed):
+        if otherwise:
             job.optimizer.write_parameters()
     except WRONG_CONTENTS as e:
         if changed or job.foreign:
@@ -69,14 +70,23 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     return batches.resume(state["data"])
 
 
-def _restore_model(job: Job, tensors: Tensors, optimizer: dict[str, Tensor], otherwise: bool) -> None:
-    """Load the model, of which `optimizer` may have the masters. Where weights are stored `otherwise` they come from the masters,
-    and scales and histories are taken where they still mean something."""
+def _restore_model(job: Job, tensors: Tensors, optimizer: dict[str, Tensor], otherwise: bool) -> bool:
+    """Load the model, of which `optimizer` may have the masters, or gets them. Where weights are stored `otherwise` they come from
+    the masters, which is returned, and scales and histories are taken where they still mean something."""
     saved = of_this_layout(job, tensors["model"]) | of_this_layout(job, tensors.get("fp8", {}))
-    to_sharded(job, saved, optimizer)
+    otherwise |= exchange_masters(job, saved, optimizer)
     saved = completed(job.recipe, job.model, saved)
     if otherwise:
         own = stored_state_dict(job.model)
-        saved = {**own, **{k: v for k, v in saved.items() if k in own and own[k].dtype == v.dtype
-                           and (own[k].shape == v.shape or k.endswith("fp8_amax_history"))}}
+        saved = {**own, **{k: t for k, v in saved.items() if k in own and (t := _as_stored(k, v, own[k])) is not None}}
     job.model.load_state_dict(saved)
+    return otherwise
+
+
+def _as_stored(name: str, saved: Tensor, own: Tensor) -> Tensor | None:
+    """A tensor of a checkpoint as a model has its `own`; None where it means something else there."""
+    if saved.shape != own.shape and not name.endswith("fp8_amax_history"):
+        return None
+    if saved.dtype == torch.float32 and own.dtype in PLAIN:
+        return saved.to(own.dtype)
+    return saved if saved.dtype == own.dtype else None

@@ -10,7 +10,7 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.key_names import full, short
 from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import Recipe, short_keys
-from fp8cfg.config.storage import columns_of, low_bit, others
+from fp8cfg.config.storage import Columns, columns_of, low_bit, others
 from fp8cfg.layer_plan import plan
 
 FREE = (
@@ -53,7 +53,7 @@ def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
         if key in ORIGIN or free or (matches(key, allow) and not matches(key, fixed)):
             continue
         was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
-        cure = _instead(saved, wanted, key) if matches(key, fixed) else f"resume it with --allow {key}"
+        cure = "start a new run" if matches(key, fixed) else f"resume it with --allow {key}"
         lines.append(f"{key}={now}: this run was started with {was}; {cure}")
     if lines:
         raise ConfigError(lines)
@@ -68,25 +68,19 @@ def goes_on(saved: Recipe, wanted: Recipe, allow: list[str]) -> bool:
     return True
 
 
-def _instead(saved: Recipe, wanted: Recipe, key: str) -> str:
-    """What to do where a checkpoint cannot change `key`. One of float32 weights that were split goes on in float32 alone."""
-    if key == "storage.shard" and saved.storage.shard == "fsdp" and wanted.storage.weight == "auto":
-        wide = wanted.model_copy(deep=True)
-        wide.storage.weight = "fp32"
-        if _kept(wide) == _kept(saved):
-            return "its weights are float32: resume it with storage.weight=fp32 --allow storage.weight, or start a new run"
-    return "start a new run"
-
-
 def _kept(recipe: Recipe) -> dict[str, Any]:
-    """What a checkpoint has of the weight of each linear layer and, under an empty name, of all other parameters: the columns
-    that the low-bit optimizer keeps, or else whether there are masters."""
+    """What a checkpoint has of the weight of each linear layer and, under an empty name, of all other parameters: float32 values,
+    in a master or the weight itself, or the columns of both; and those of moments that the low-bit optimizer keeps."""
     precision = recipe.precision
     tied = {"output_layer"} if recipe.model.share_embeddings_and_output_weights else set()
     columns = {p.name: columns_of(precision, p.name not in tied, p.fp8) for p in plan(recipe)} | {"": others(precision)}
-    state = ("weight", "master_weight", "exp_avg", "exp_avg_sq")
-    narrow = low_bit(precision)
-    return {name: [c[k] for k in state] if narrow else c["weight"] != "fp32" for name, c in columns.items()}
+    narrow, made = low_bit(precision), ("fp32", "fp8", precision.compute)  # from masters, if not float32
+
+    def state(c: Columns) -> list[str | bool]:
+        exact = "fp32" in (c["master_weight"], c["weight"]) and c["weight"] in made
+        return [narrow, "" if exact else c["weight"], "fp32" if exact else c["master_weight"], c["exp_avg"], c["exp_avg_sq"]]
+
+    return {name: state(c) for name, c in columns.items()}
 
 
 def matches(key: str, patterns: tuple[str, ...] | list[str]) -> bool:

@@ -1,8 +1,8 @@
-"""Sharded masters in checkpoints: the float32 shards that FSDP2 keeps under zero1 and zero2, as the unsharded run's weights and
-masters.
+"""Sharded masters in checkpoints: the float32 shards that FSDP2 keeps, and the unsharded run's weights and masters.
 
-A parameter is its own master there, and its weight is made as it is gathered. A checkpoint has what the unsharded run has, the
-weight as storage.weight says and `<name>.master`, so that it goes on with any layout.
+A parameter is its own master there, and its weight is made as it is gathered. Under zero1 and zero2 a checkpoint has what the
+unsharded run has, the weight as storage.weight says and `<name>.master`; under fsdp float32 weights. Either goes on with any
+layout: a master is taken for a float32 weight, and a float32 weight for a master, from which the weight is made.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8cfg.backends.stored_weights import DTYPES
@@ -19,6 +20,10 @@ from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored
 from fp8cfg.numerics.shard_scales import FLOAT32, split_fields, stored_bytes
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training.checkpoint.tensor_layout import distributed
+
+
+PLAIN = (torch.bfloat16, torch.float16)
+"""Dtypes that a weight is cast to."""
 
 
 def as_unsharded(job: Job, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -43,15 +48,25 @@ def as_unsharded(job: Job, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor]
     return weights, masters
 
 
-def to_sharded(job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
-    """Let what this rank keeps of a checkpoint's `model` have the masters of `optimizer`, whose others are left, in place."""
-    names = _narrow(job)
-    masters = {first: optimizer.pop(f"{first}.master", None) for first in {*names.values()}}
-    for name, first in names.items():
-        if (master := masters[first]) is not None:
+def exchange_masters(job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> bool:
+    """Let what this rank keeps of a checkpoint, in place, have float32 values where `job` has them: in `model` where a parameter is
+    its own master, else in `optimizer`, and beside plain weights that stand otherwise in the checkpoint in both. Masters of other
+    ranks are left. Whether any master comes from a weight, which is to be made from it."""
+    own, first, made = job.optimizer.state_tensors(), dict[Tensor, str](), False
+    for name, p in job.model.named_parameters(remove_duplicate=False):
+        key = f"{first.setdefault(p, name)}.master"
+        master, weight = optimizer.get(key), model.get(name)
+        if master is not None and key not in own:
             model[name] = master
             for buffer in WEIGHT_BUFFERS:
                 model.pop(f"{name.rpartition('.')[0]}.{buffer}", None)
+        elif master is None and key in own and weight is not None and weight.dtype == torch.float32:
+            optimizer[key], made = weight, True
+        elif master is not None and weight is not None and weight.dtype != p.dtype and p.dtype in PLAIN:
+            model[name] = master
+    for key in [key for key in optimizer if key.endswith(".master") and key not in own]:
+        del optimizer[key]
+    return made
 
 
 def weight_bytes(job: Job) -> int:
