@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fp8cfg.backends.backend_choice import against_layout
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import LayoutRefusal
 from fp8cfg.config.storage import low_bit_refused
@@ -24,7 +25,9 @@ def of_precision(recipe: Recipe, ranks: int) -> list[str]:
     """Those lines that are about what is stored and logged, whatever the sizes."""
     s = recipe.trainer.strategy
     key, alike = f"pipeline_model_parallel_size={s.pipeline_model_parallel_size}", max(1, ranks // s.size) * s.context_parallel_size
-    lines = [*low_bit_refused(recipe.precision, alike, key, "models", uncut=True)]
+    lines: list[str] = [*low_bit_refused(recipe.precision, alike, key, "models", uncut=True)]
+    if recipe.fp8.enabled:
+        lines += against_layout(recipe.backend, stages=s.pipeline_model_parallel_size)
     if every := recipe.log.fp8_stats_every_n_steps:
         lines.append(LayoutRefusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has all layers; "
                                    "write 0", {"log.fp8_stats_every_n_steps": 0}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from fp8cfg.backends.backend_choice import ALIGNMENT
+from fp8cfg.backends.backend_choice import ALIGNMENT, against_layout
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import LayoutRefusal
 from fp8cfg.config.storage import low_bit_refused
@@ -45,6 +45,7 @@ def _fp8(recipe: Recipe, tensor: int) -> Iterator[str]:
     f, key = recipe.fp8, f"tensor_model_parallel_size={tensor}"
     if not f.enabled:
         return
+    yield from against_layout(recipe.backend, tensor=tensor)
     scaling = SCALINGS[f.scaling]
     if f.dot_product_attention:
         yield LayoutRefusal(f"fp8.dot_product_attention=True: attention in FP8 takes all heads, and {key} splits them; write false",

@@ -28,7 +28,7 @@ TOP = {  # room -> rooms that its modules may import at their top
     "composition": {"config"},
     "backends": {"config", "numerics", "scalings"},
     "layer_plan": {"backends", "config", "models"},
-    "tensor_limits": {"backends", "config", "layer_plan", "scalings"}, "pipeline_limits": {"config"},
+    "tensor_limits": {"backends", "config", "layer_plan", "scalings"}, "pipeline_limits": {"backends", "config"},
     "report": {"backends", "composition", "config", "layer_plan", "models", "pipeline_limits", "scalings", "smoke", "tensor_limits"},
     "interop": {"composition", "config", "layer_plan", "scalings"},
     "training.distributed": {"backends", "config", "numerics", "optim", "parallel", "report"},

@@ -10,10 +10,11 @@ from fp8cfg.backends.native.rules import ALIGNMENT, BLOCK_CUDA, FP8_CAPABILITY
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.precision import Precision
+from fp8cfg.config.refusal import LayoutRefusal
 from fp8cfg.config.storage import as_held
 from fp8cfg.config.training_nodes import Strategy
 
-__all__ = ["ALIGNMENT", "BLOCK_CUDA", "FP8_CAPABILITY", "Choice", "Hardware", "against", "choose"]
+__all__ = ["ALIGNMENT", "BLOCK_CUDA", "FP8_CAPABILITY", "Choice", "Hardware", "against", "against_layout", "choose"]
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,7 @@ def against(
         lines.append(f"log.fp8_stats_every_n_steps={statistics}: backend={name} has no such statistics; write backend=native, or "
                      "drop it")
     has, split = backend_registry.capabilities(name), strategy or Strategy()
-    if (tensor := split.tensor_model_parallel_size) > 1 and not has.tensor_parallel:
-        lines.append(f"backend={name}: its layers are not split by tensor_model_parallel_size={tensor}; write backend={REFERENCE}")
-    if (stages := split.pipeline_model_parallel_size) > 1 and not has.pipeline_parallel:
-        lines.append(f"backend={name}: its scales are not those of the stages of pipeline_model_parallel_size={stages}; write "
-                     f"backend={REFERENCE}")
+    lines += against_layout(name, split.tensor_model_parallel_size, split.pipeline_model_parallel_size)
     if (groups := split.data_parallel_replicate_size) > 1 and not has.fully_shards:
         lines.append(f"backend={name}: FSDP2 does not shard its layers, as data_parallel_replicate_size={groups} has it; write "
                      f"backend={REFERENCE}")
@@ -92,6 +89,19 @@ def against(
     if here:
         lines += rules.against_environment(precision.fp8, os.environ)
     return lines + rules.refusals(as_held(precision), hardware)
+
+
+def against_layout(name: str, tensor: int = 1, stages: int = 1) -> list[str]:
+    """Why an explicit backend `name` does not train parts of matrices of `tensor` ranks, or so many pipeline `stages`: a line each,
+    with the backend that does."""
+    if name == "auto" or not backend_registry.exists(name):
+        return []
+    has, lines = backend_registry.capabilities(name), list[str]()
+    if tensor > 1 and not has.tensor_parallel:
+        lines.append(f"its layers are not split by tensor_model_parallel_size={tensor}")
+    if stages > 1 and not has.pipeline_parallel:
+        lines.append(f"its scales are not those of the stages of pipeline_model_parallel_size={stages}")
+    return [LayoutRefusal(f"backend={name}: {line}; write backend={REFERENCE}", {"backend": REFERENCE}) for line in lines]
 
 
 def _choice(name: str, precision: Precision, hardware: Hardware, asked: str, passed_over: tuple[str, ...] = ()) -> Choice:

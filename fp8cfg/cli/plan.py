@@ -44,7 +44,8 @@ that runs there at the least cost follows the plan, and one that changes nothing
 of what the first does, such as opt_level=O2 where that recomputes. Where the
 GPUs are no whole replicas of the layout, or it does not divide the model or the
 global batch, there is no plan, and the lines change layout and memory together.
-For a GPU that cannot do what the recipe asks for there is no line.
+For a GPU that cannot do what the recipe asks for there is no line, but for a
+backend that does not split its layers as the layout has it.
 """
 _OUTPUTS = ("--json", "--tree", "--dot", "--code")
 
@@ -85,7 +86,7 @@ def run(argv: list[str]) -> int:
     whole_line = whole_lines(arguments, settle)
     plan = planned(recipe, world, gpu, whole_line, found.problems)
     print(_shown(plan, *arguments.flags))
-    refuse_if(plan.refusals)
+    refuse_if(offering(plan.refusals, "there", plan.lines) if plan.refusals else [])
     if not {"--tree", "--dot", "--code"} & arguments.flags:  # a graph, which export and tools of Fiddle take, runs nothing
         refuse_if(offering(plan.problems, "there", plan.lines) if plan.problems else [])
         if not arguments.flags and (name or ranks) and (line := whole_line(Fit(_there(recipe, world), ()))):

@@ -36,8 +36,10 @@ def launch(
     say = print if os.environ.get("RANK", "0") == "0" else _nothing
     say(run_header.head(recipe))
     hardware = machine.find_hardware(recipe.trainer.accelerator)
-    say(run_header.body(recipe, hardware))
-    before_run.refuse(recipe, hardware, whole_line or words_alone, takes=takes)
+    try:
+        say(run_header.body(recipe, hardware))
+    finally:  # of a backend that does not split its layers so: with lines that run here
+        before_run.refuse(recipe, hardware, whole_line or words_alone, takes=takes)
     refuse_absent(recipe)
     for line in remarks.lines(recipe, layout.shards(recipe, layout.ranks())):
         say(line, file=sys.stderr)

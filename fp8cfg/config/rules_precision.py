@@ -199,7 +199,7 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
         needs = (f"storage.weight_grad in FP8, not {gradient}; drop it or write fp8" if shards else
                  f"storage.weight_grad and storage.comm in one FP8 codec, not {gradient} and {comm}; drop it or write fp8 for both")
         yield Refusal(f"storage.accumulate={p.storage.accumulate}: needs {needs}", [("storage.accumulate", "wide")],
-                      ["storage.weight_grad", "storage.comm", "opt_level", "storage.shard"])
+                      ["storage.weight_grad", "storage.comm", "opt_level", "backend", "storage.shard"])
     rounded = {columns["weight"], columns["master_weight"]} - {"fp32", "none"}
     if p.storage.rounding != "nearest" and (not rounded or (fp8_weights(p) and master == "fp32")):
         why = "FP8 layers round their weights themselves" if rounded else "weights are float32"

@@ -176,8 +176,9 @@ def make(
     ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend),
                   of_step(recipe, part, backend or multiplying(recipe)) if world > 1 else ()) for part in layout]
     coverage = planned(recipe, plan(recipe, backend))
-    problems = refused(recipe, world) or _too_large(recipe, ranks, gpu) if choice else []
-    offered = _offered(recipe, world, hardware, memory_of_each) if problems else []
+    layout_problems = refused(recipe, world)
+    problems = layout_problems or _too_large(recipe, ranks, gpu) if choice else []
+    offered = _offered(recipe, world, hardware, memory_of_each) if problems or layout_problems else []
     return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, offered,
                 list(filter(None, map(whole_line, offered))))
 

@@ -99,6 +99,28 @@ def test_launch_refuses_before_there_is_a_folder(words: list[str], tmp_path: Pat
     assert [main(line) for line in offered] == [0] * len(offered) == [0] * len(started)
 
 
+@pytest.mark.parametrize("backend", ["torchao", "te", "msamp"])
+def test_a_backend_that_splits_no_matrices_is_refused_with_one_that_does(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    """By launch, by the ranks that a launcher starts, and for GPUs that are not here."""
+    words = ["recipe=llama_tiny", "precision=bf16_fp8_current", f"backend={backend}", f"{TENSOR}=2", f"log.dir={tmp_path}"]
+    why = f"backend={backend}: its layers are not split by tensor_model_parallel_size=2; write backend=native"
+    assert main(["plan", *words, "--gpus", "2"]) == 2
+    for line in lines(capsys.readouterr().err, "there"):
+        assert main(["plan", *line, "--gpus", "2"]) == 0
+    words += ["trainer.accelerator=cpu"]
+    assert main(["launch", "--local", "2", *words]) == 2
+    err = capsys.readouterr().err
+    offered = lines(err, "here")
+    assert why in err
+    monkeypatch.setattr(runs, "run", lambda recipe, executor: fp8cfg.Execution(tmp_path, 0))
+    assert "backend=native" in offered[0] and f"{TENSOR}=2" in offered[0] and [main(line) for line in offered] == [0] * len(offered)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(words) == 2
+    assert all({*started} <= {*line, "trainer.devices=2"} for started, line in zip(lines(capsys.readouterr().err, "here"), offered, strict=True))
+    assert not list(tmp_path.iterdir())
+
+
 def test_launch_takes_a_layout_of_its_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[fp8cfg.Recipe] = []
     monkeypatch.setattr(runs, "run", lambda recipe, executor: started.append(recipe) or fp8cfg.Execution(tmp_path, 0))
@@ -140,7 +162,7 @@ def test_of_several_nodes_a_line_is_printed_where_it_runs(machine_of: Machine, m
     """A backend that the GPUs here do not have does not multiply on the nodes, which have such GPUs, nor in a smoke run here."""
     monkeypatch.setattr(machine, "gpus", lambda: 0)
     monkeypatch.setattr(machine, "find_hardware", lambda _: Hardware("cpu"))
-    assert main(["recipe=llama_70b", "precision=bf16_fp8", "backend=te"]) == 2
+    assert main(["recipe=qwen25_14b", "precision=bf16_fp8", "backend=te", "trainer.num_nodes=2", f"{TENSOR}=1"]) == 2
     assert capsys.readouterr().err.endswith("FIRST_NODE is the name of one of them, which the scripts of fp8cfg export slurm find\n")
     begun = machine_of(4)
     assert main(["recipe=llama_70b", "precision=bf16_fp8_block"]) == 2 and capsys.readouterr().err.startswith("error: fp8.format=hybrid: ")
@@ -199,8 +221,8 @@ def test_torchrun_takes_a_layout_of_its_own_ranks(local: dict[str, str], machine
 def test_a_smoke_run_is_offered_where_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Transformer Engine has no CPU, and a smoke run is none that a smoke run cures."""
     words = ["precision=bf16_fp8", f"{TENSOR}=2", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]
-    assert main(["recipe=llama_tiny", "backend=te", *words]) == 2 and "smoke" not in capsys.readouterr().err
-    assert main(["recipe=llama_tiny", *words]) == 2 and "smoke" in capsys.readouterr().err
+    assert main(["recipe=llama_tiny", "backend=te", *words]) == 2 and "trainer.smoke" not in capsys.readouterr().err
+    assert main(["recipe=llama_tiny", *words]) == 2 and "trainer.smoke" in capsys.readouterr().err
     assert main(["plan", "recipe=llama_405b", "trainer.smoke=true", "precision=bf16_fp8", "model.num_layers=1", "--gpus", "3"]) == 0
 
 

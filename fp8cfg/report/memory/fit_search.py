@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import gcd
 from typing import Any, NamedTuple, get_args
 
+from fp8cfg.backends import REFERENCE
 from fp8cfg.composition.authors import Author
 from fp8cfg.composition.flatten import assigned, flat, typed
 from fp8cfg.composition.giving_way import settled
@@ -38,6 +38,7 @@ from fp8cfg.report.memory.fit_costs import (
     TRANSPOSED,
     UNQUANTIZED,
 )
+from fp8cfg.report.memory.fit_layouts import layouts
 from fp8cfg.report.memory.layout import refused
 from fp8cfg.report.memory.peak import linears_of, memory, persistent, widest
 
@@ -132,22 +133,7 @@ class Search:
 
     @cached_property
     def _layouts(self) -> list[Strategy]:
-        """Layouts that run on these ranks: the recipe's own, or as much of it as they and the model's sizes have; without a
-        pipeline; without split matrices too; of whole replicas on each rank."""
-        own, m = self.recipe.trainer.strategy, self.recipe.model
-        tensor, stages, context = own.tensor_model_parallel_size, own.pipeline_model_parallel_size, own.context_parallel_size
-        tensor = gcd(tensor, m.num_attention_heads, m.num_query_groups, m.ffn_hidden_size, m.vocab_size)
-        found = [own] if self.world % own.size == 0 else []
-        for tp, pp, cp in ((tensor, stages, context), (tensor, 1, context), (1, 1, context), (1, 1, 1)):
-            tp = gcd(tp, self.world)
-            pp = gcd(pp, self.world // tp)
-            layout = Strategy(tensor_model_parallel_size=tp, sequence_parallel=own.sequence_parallel and tp > 1,
-                              context_parallel_size=gcd(cp, self.world // (tp * pp)), pipeline_model_parallel_size=pp)
-            if pp > 1:
-                layout = layout.model_copy(update={"virtual_pipeline_model_parallel_size": own.virtual_pipeline_model_parallel_size,
-                                                   "pipeline_schedule": own.pipeline_schedule})
-            found += [layout] if layout not in found else []
-        return found
+        return layouts(self.recipe, self.world)
 
     @cached_property
     def _recompute(self) -> list[str]:
@@ -163,11 +149,18 @@ class Search:
 
     @cached_property
     def _cures(self) -> list[dict[str, Any]]:
-        """For each layout what the lines that refuse it say to write."""
-        found = [self.changed({"trainer.micro_batch_size": next(iter(self._micro(i)), 1), **self.also, **_keys(layout)})
+        """For each layout what the lines that refuse it say to write, and the backend that has it where its own does not run."""
+        found = [self.changed({"trainer.micro_batch_size": (self._micro(i) or [1])[-1], **self.also, **_keys(layout)})
                  for i, layout in enumerate(self._layouts)]
-        lines = [refused(recipe, self.world) if recipe else [] for recipe in found]
-        return [{k: v for line in those if isinstance(line, LayoutRefusal) for k, v in line.write.items()} for those in lines]
+        return [self._cure(recipe) if recipe else {} for recipe in found]
+
+    def _cure(self, recipe: Recipe) -> dict[str, Any]:
+        written = {k: v for line in refused(recipe, self.world) if isinstance(line, LayoutRefusal) for k, v in line.write.items()}
+        try:
+            self.backend(recipe)
+        except ConfigError:
+            return {**written, "backend": REFERENCE} if recipe.backend != REFERENCE else written
+        return written
 
     def _micro(self, layout: int) -> list[int]:
         """Microbatches, halved from that of the recipe on, that divide the global batch over the data-parallel ranks."""
