@@ -42,6 +42,8 @@ def run(argv: list[str]) -> int:
     file = next((word for word in arguments.plain[2:] if is_recipe_file(word)), None)
     if arguments.plain[:1] != ["prepare"] or len(arguments.plain) != 2 + bool(file):
         raise ConfigError("data: writes token files, as in: fp8cfg data prepare OUT data=text data.path=FOLDER")
+    if "://" in (out := arguments.plain[1]):
+        raise ConfigError(f"{out}: token files are written here, not to an address; write a path, as in runs/tokens")
     from fp8cfg.cli.composed import composed
     from fp8cfg.composition.authors import of_words, written
     from fp8cfg.composition.config_groups import Library
@@ -49,7 +51,6 @@ def run(argv: list[str]) -> int:
     from fp8cfg.data.prepare import prepare
     from fp8cfg.data.tokenizer import load_tokenizer
 
-    out = arguments.plain[1]
     folder = arguments.one("--config-dir")
     d = composed(arguments.words, folder, recipe_path(file) if file else None).data
     idle = sorted(written(of_words(arguments.words, Library(Path(folder) if folder else None))) - {*_READ})

@@ -7,6 +7,7 @@ import sys
 
 from fp8cfg.cli.argv import split
 from fp8cfg.cli.run_precisions import in_precisions, loaded, whole
+from fp8cfg.config.data import NO_ADDRESS
 from fp8cfg.config.errors import ConfigError, printable
 from fp8cfg.report.tables import table
 
@@ -32,11 +33,13 @@ def run(argv: list[str]) -> int:
     arguments = split(argv, ("--data", "--precision", "--step", "--samples", "--accelerator"))
     if len(arguments.plain) != 1 or arguments.words:
         raise ConfigError("evaluate: needs one run folder, as in: fp8cfg evaluate runs/NAME --precision bf16,bf16_fp8")
+    path = arguments.one("--data")
+    if path and "://" in path:
+        raise ConfigError(f"--data {path}: {NO_ADDRESS}")
     limit = whole(arguments, "--samples", 1)
     found = loaded(arguments)
     from fp8cfg.training.held_out import held_out, held_out_loss, samples_of
 
-    path = arguments.one("--data")
     samples = held_out(found.recipe) if path is None else samples_of(found.recipe, path)
     if not len(samples):
         raise ConfigError(f"--data: has no sample of model.seq_length={found.recipe.model.seq_length} tokens")

@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
     arguments = split(argv, ("--config-dir",))
     if len(arguments.plain) != 1:
         raise ConfigError("rerun: needs one run folder, as in: fp8cfg rerun runs/NAME")
-    first = RunFolder.reading(Path(arguments.plain[0]))
+    first = RunFolder.reading(arguments.plain[0])
     if not first.files.kind(RECIPE):
         RunFolder.open(first.path, lock=False)  # says what is missing
     before = first.read_recipe()

@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     if len(arguments.plain) != 1:
         raise ConfigError("resume: needs one run folder, as in: fp8cfg resume runs/NAME")
     path, folder, allow = Path(arguments.plain[0]), arguments.one("--config-dir"), arguments.options.get("--allow", [])
-    with RunFolder.open(path, lock=False) as run_folder:
+    with RunFolder.open(arguments.plain[0], lock=False) as run_folder:
         before = runs.newest_recipe(run_folder)
 
     def settle(words: Sequence[str]) -> Settled:

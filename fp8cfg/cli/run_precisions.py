@@ -20,7 +20,7 @@ def loaded(arguments: Arguments) -> RunModel:
     from fp8cfg.training.run_folder import RunFolder
 
     path, change, step = Path(arguments.plain[0]), _on(arguments.one("--accelerator")), whole(arguments, "--step", 0)
-    RunFolder.open(path, lock=False).close()  # before torch is loaded: a folder that is none is said first
+    RunFolder.open(arguments.plain[0], lock=False).close()  # before torch is loaded: a folder that is none is said first
     from fp8cfg.training import run_model
 
     return run_model.load(path, _say, change, step)

@@ -20,6 +20,9 @@ _PART: dict[str, Any] = {
 SHIPPED = ("stdlib", "tiny")
 """Data that is there without a path."""
 
+NO_ADDRESS = "data are files, not an address; download them, and write where they are"
+"""Why there are no data at hf://OWNER/NAME or the like."""
+
 
 class Data(Node):
     """What is trained on."""
@@ -53,6 +56,13 @@ class Data(Node):
     """What is validated on, of the same kind as data.path, of which nothing is held out then. Default null."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=0.5)
     """Share of the corpus, at its end, that is held out, cut at a document where one begins nearby. Default 0.05."""
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """What is trained and validated on, by key."""
+        parts = {f"data.mixture[{number}].path": part["path"] for number, part in enumerate(self.mixture)}
+        found = {"data.path": self.path, "data.validation_path": self.validation_path, **parts}
+        return {key: path for key, path in found.items() if path}
 
     @property
     def resets(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from fp8cfg.config.data import SHIPPED
+from fp8cfg.config.data import NO_ADDRESS, SHIPPED
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.refusal import WRITTEN, Refusal, holds, idle
 from fp8cfg.config.rules_lora import lora_rules
@@ -92,6 +92,7 @@ def data_rules(recipe: Recipe) -> Iterator[str]:
         yield f"data.path={d.path}: has no effect with data={d.name}; write data=text or data=tokens"
     elif d.mixture and d.path:
         yield f"data.path={d.path}: has no effect beside data.mixture; put it in there, with a weight"
+    yield from (f"{key}={path}: {NO_ADDRESS}" for key, path in d.paths.items() if "://" in path)
     if shipped:
         yield from idle(d, ("mixture",), f" with data={d.name}, which is one corpus; write data=text", "data.name")
     if shipped:

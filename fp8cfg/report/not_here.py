@@ -55,9 +55,7 @@ def _count() -> int:
 
 def _paths(recipe: Recipe) -> list[str]:
     d, found = recipe.data, list(missing_data(recipe))
-    paths = {"data.path": d.path, "data.validation_path": d.validation_path}
-    paths |= {f"data.mixture[{number}].path": part["path"] for number, part in enumerate(d.mixture)}
-    found += [f"{key}={path}: {line}" for key, path in paths.items() if path and (line := _absent(d.name, path))]
+    found += [f"{key}={path}: {line}" for key, path in d.paths.items() if (line := _absent(d.name, path))]
     key, folder = ("log.folder", recipe.log.folder) if recipe.log.folder else ("log.dir", recipe.log.dir)
     above = Path(folder).absolute()
     while not above.exists() and above != above.parent:

@@ -69,7 +69,7 @@ class RunFolder:
             return run
 
     @classmethod
-    def open(cls, path: Path, lock: bool = True) -> RunFolder:
+    def open(cls, path: str | Path, lock: bool = True) -> RunFolder:
         """An existing run folder, locked unless `lock` is False (readers, and ranks other than the one that locked it).
 
         Raises RunFolderError naming what is missing, StrangeFile, RunFolderInUse, RunFolderNotWritable.
@@ -83,7 +83,7 @@ class RunFolder:
         return run
 
     @classmethod
-    def reading(cls, path: Path) -> RunFolder:
+    def reading(cls, path: str | Path) -> RunFolder:
         """The folder at `path`, whatever is in it, to read. Raises RunFolderError where there is none."""
         try:
             return cls(RunFiles.at(Path(path)))

@@ -88,6 +88,8 @@ CASES = [
     ("bf16", {"model__rope_scaling__low_freq_factor": 2.0}, "has no effect while model.rope_scaling.factor=1"),
     ("bf16", {"data__name": "text"}, "data=text: needs data.path"),
     ("bf16", {"data__path": "x"}, "data.path=x: has no effect with data=stdlib"),
+    ("bf16", {"data__name": "jsonl", "data__mixture": ({"path": "hf://a/b", "weight": 1.0},)},
+     "data.mixture[0].path=hf://a/b: data are files, not an address; download them, and write where they are"),
     ("bf16", {"optim__min_lr": 1.0}, "optim.min_lr=1: more than optim.lr=0.003"),
     ("bf16", {"optim__momentum": 0.5}, "optim.momentum=0.5: has no effect with optim.name=adamw"),
     ("bf16", {"optim__lr_decay_style": "constant", "optim__min_lr": 0.0}, "has no effect with optim.lr_decay_style=constant"),
