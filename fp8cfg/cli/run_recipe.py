@@ -49,7 +49,7 @@ def launch(
         from fp8cfg.training.distributed.world import world
 
         with world(hardware.device, recipe.trainer) as ranks:
-            _train(build(recipe), folder() if ranks.first else None, start_from, ranks, say)
+            _train(build(recipe), folder, start_from, ranks, say)
     return 0
 
 
@@ -99,13 +99,17 @@ def sized(recipe: Recipe) -> Recipe:
     return small
 
 
-def _train(job: Job, run_folder: RunFolder | None, start_from: Loaded | None, ranks: World, say: Callable[[str], None]) -> None:
+def _train(
+    job: Job, folder: Callable[[], RunFolder], start_from: Loaded | None, ranks: World, say: Callable[[str], None]
+) -> None:
+    from fp8cfg.training.data import run_data
     from fp8cfg.training.loop import train
 
-    recipe = job.recipe
+    recipe, data = job.recipe, run_data(job.recipe)
+    run_folder = folder() if ranks.first else None
     try:
-        result = train(job, run_folder, start_from, ranks, say)
-        del job
+        result = train(job, run_folder, start_from, ranks, say, data=data)
+        del job, data
         losses = {"training loss": result.loss, "validation loss": result.val_loss}
         say(f"done: {result.steps} steps" + "".join(f", {k} {v:.4f}" for k, v in losses.items() if v is not None))
         if recipe.trainer.smoke and start_from is None:

@@ -11,10 +11,9 @@ from pathlib import Path
 from fp8cfg.data.corpus import Corpus, fingerprint, from_documents
 from fp8cfg.data.errors import DataError, require
 from fp8cfg.data.indexed import read_indexed, required_prefix
-from fp8cfg.data.rows import TABLES, table_documents, table_files
+from fp8cfg.data.rows import TABLES, kind_of, table_documents, table_files
 from fp8cfg.data.sources import (
     Documents,
-    is_pattern,
     refuse_too_much,
     stdlib_documents,
     text_documents,
@@ -63,7 +62,9 @@ def require_source(name: str, path: str) -> None:
     """Raise DataError where there is nothing at `path` of the source called `name`; what is there is not read."""
     if name == "tokens":
         required_prefix(path)
-    elif not is_pattern(Path(path)):
+    elif name == "chat":
+        require_source(kind_of(path), path)
+    elif not source_files(name, path):
         require(Path(path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -46,15 +47,22 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
     (path / REQUEST).write_text(to_yaml(recipe), encoding="utf-8")
     try:
         code = chosen.execute(Command(path, ranks=t.devices, nodes=t.num_nodes, smoke=t.smoke))
-    except ConfigError:  # nothing has started
-        (path / REQUEST).unlink()
-        with contextlib.suppress(OSError):
-            for each in (path, *absent):
-                each.rmdir()
+    except ConfigError:
+        _remove(path, absent)
         raise
+    if code == ConfigError.exit_code and not (path / STARTED).exists():
+        _remove(path, absent)
     if code:
         raise RunFailed(path, code)
     return Execution(path, code)
+
+
+def _remove(path: Path, above: Sequence[Path]) -> None:
+    """Take the request of a run that has not started away, and, once they are empty, its folder and those `above`."""
+    (path / REQUEST).unlink()
+    with contextlib.suppress(OSError):
+        for each in (path, *above):
+            each.rmdir()
 
 
 def _new(recipe: Recipe) -> Path:

@@ -68,9 +68,9 @@ def _paths(recipe: Recipe) -> list[str]:
 
 
 def _absent(source: str, path: str) -> str:
-    """What is not here of the data at `path`; empty where it is, and for a pattern."""
+    """What is not here of the data at `path`; empty where it is."""
     if source != "tokens":
-        return "" if glob.has_magic(path) or Path(path).exists() else "no such file or folder here"
+        return "" if Path(path).exists() or any(glob.iglob(path, recursive=True)) else "no such file or folder here"
     prefix = path.removesuffix(".idx").removesuffix(".bin")
     missing = [name for end in (".bin", ".idx") if not Path(name := prefix + end).is_file()]
     return f"no file {' and '.join(missing)} here" if missing else ""

@@ -20,9 +20,12 @@ from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer, refuse_vocabulary
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.training.distributed.world import World
 
+RunData = tuple[Batches, Samples | None]
+"""The training samples and the held-out part; None of a stream without data.validation_path."""
 
-def run_data(recipe: Recipe) -> tuple[Batches, Samples | None]:
-    """The training samples and the held-out part; None of a stream without data.validation_path. Raises ConfigError for data that
+
+def run_data(recipe: Recipe) -> RunData:
+    """What `recipe` trains and validates on. Raises ConfigError for data that
     cannot be had or do not fit."""
     t, d = recipe.trainer, recipe.data
     refuse_if(list(missing_data(recipe)))

@@ -26,7 +26,7 @@ from fp8cfg.training.checkpoint.saver import Diverged, Saver
 from fp8cfg.training.compile_choice import compiles
 from fp8cfg.training.compiled_gradients import compare
 from fp8cfg.training.coverage_record import coverage_record
-from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.data import RunData, run_data, validation_batches
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.logs import RunLogs
 from fp8cfg.training.metrics import Progress, Value
@@ -65,17 +65,17 @@ Loaded = tuple[Tensors, dict[str, Any]]
 
 def train(
     job: Job, run: RunFolder | None = None, start_from: Loaded | None = None, world: World | None = None,
-    say: Callable[[str], None] = print, callbacks: Sequence[Callback] = (),
+    say: Callable[[str], None] = print, callbacks: Sequence[Callback] = (), data: RunData | None = None,
 ) -> Result:
-    """Train `job` to trainer.max_steps. With `run`, which the first rank alone has, metrics, coverage and checkpoints are
-    written; with `start_from`, a loaded checkpoint, the run goes on where that one was. `say` gets each message, on the
-    first rank alone.
+    """Train `job` to trainer.max_steps, on `data` if they were read before. With `run`, which the first rank alone has, metrics,
+    coverage and checkpoints are written; with `start_from`, a loaded checkpoint, the run goes on where that one was. `say` gets
+    each message, on the first rank alone.
 
     Raises NotFP8Error where the first step did not run as planned, Interrupted after a signal, Diverged, ConfigError for
     data or batches that do not fit the recipe, CheckpointError.
     """
     try:
-        return _Training(job, run, world or current(), say, callbacks).run_all(start_from)
+        return _Training(job, run, world or current(), say, callbacks, data).run_all(start_from)
     except DataError as e:  # a token outside of the vocabulary is found as it is read
         raise ConfigError(f"data={job.recipe.data.name}: {e}") from None
     except OSError as e:
@@ -84,13 +84,14 @@ def train(
 
 class _Training:
     def __init__(
-        self, job: Job, run: RunFolder | None, world: World, say: Callable[[str], None], callbacks: Sequence[Callback]
+        self, job: Job, run: RunFolder | None, world: World, say: Callable[[str], None], callbacks: Sequence[Callback],
+        data: RunData | None,
     ) -> None:
         self.job, self.run, self.world = job, run, world
         self.say = say if world.first else lambda _: None
         self.callbacks = callbacks if world.first else ()
         self.recipe = job.recipe
-        self.batches, self.held_out = run_data(job.recipe)
+        self.batches, self.held_out = data or run_data(job.recipe)
         if self.batches.remark:
             self.say(wrapped(f"data: {self.batches.remark}") + "\n")
         refuse_layout(self.recipe, self.world.size, job.foreign)

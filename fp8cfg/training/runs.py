@@ -18,6 +18,7 @@ from fp8cfg.report.memory.layout import ranks
 from fp8cfg.training.callback import Callback
 from fp8cfg.training.checkpoint import checkpoint, resume_rules, saved_state, step_folders
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
+from fp8cfg.training.data import RunData, run_data
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.loop import Loaded, Result, train
 from fp8cfg.training.run_folder import CHECKPOINTS, RECIPE, RunFolder
@@ -52,8 +53,9 @@ def fit(
     if not world.first or isinstance(folder, RunFolder):
         run = folder if isinstance(folder, RunFolder) and world.first else None
         return _left(train(job, run, start_from, world, say, callbacks), run)
+    data = run_data(r)
     with RunFolder.create(Path(r.log.dir), r.name, datetime.now(), to_yaml(r), exactly) as run:
-        return _trained(job, run, start_from, world, say, callbacks)
+        return _trained(job, run, start_from, world, say, callbacks, data)
 
 
 def _gone_on(job: Job, folder: Path, world: World, say: Say, callbacks: Sequence[Callback]) -> Result:
@@ -156,10 +158,11 @@ def continued(
 
 
 def _trained(
-    job: Job, run: RunFolder | None, start_from: Loaded | None, world: World, say: Say, callbacks: Sequence[Callback]
+    job: Job, run: RunFolder | None, start_from: Loaded | None, world: World, say: Say, callbacks: Sequence[Callback],
+    data: RunData | None = None,
 ) -> Result:
     try:
-        return _left(train(job, run, start_from, world, say, callbacks), run)
+        return _left(train(job, run, start_from, world, say, callbacks, data), run)
     finally:
         if run and run.files.there:
             say(f"run folder: {printable(str(run.path))}")

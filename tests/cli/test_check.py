@@ -96,6 +96,7 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
     ("data=text data.path=nowhere", ["data.path=nowhere: no such file or folder here"]),
     ("data=text data.path=there.idx data.validation_path=gone", ["data.validation_path=gone: no such file or folder here"]),
     ("data=jsonl data.mixture=[{path:there.idx,weight:1},{path:gone,weight:1}]", ["data.mixture[1].path=gone: no such file or folder here"]),
+    ("data=jsonl data.path=*.nope data.validation_path=*.idx", ["data.path=*.nope: no such file or folder here"]),
     ("data=tokens data.path=there", ["data.path=there: no file there.bin here"]),
     ("data=tokens data.path=gone.bin", ["data.path=gone.bin: no file gone.bin and gone.idx here"]),
     ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is no folder"]),

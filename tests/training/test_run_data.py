@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.data.prepare import prepare
 from fp8cfg.data.tokenizer import BYTES
+from fp8cfg.execution.executor import RunFailed
 from fp8cfg.training.checkpoint import resume_rules
 from fp8cfg.training.data import run_data
 from tests.support.small import SMALL, small
@@ -103,6 +105,8 @@ def test_token_files_train_on_the_batches_of_their_source(folder: Path) -> None:
 @pytest.mark.parametrize(("words", "says"), [
     ("data=jsonl data.path={}/a.jsonl data.validation_path={}/c.jsonl", "data=jsonl: {}/c.jsonl: no such file or folder; did you mean {}/"),
     ("data=jsonl data.mixture=[{{path: {}/*.jsonl, weight: 1}}, {{path: {}/c, weight: 1}}]", "data=jsonl: {}/c: no such file or folder"),
+    ("data=jsonl data.path={}/*.nope", "data=jsonl: {}/*.nope: no .jsonl file has such a name"), ("data=chat data.path={}/*.nope", "data=chat: {}/*.nope: no .jsonl file has"),
+    ("data=text data.path={}", "data=text: {}: no text file below this folder"),
     ("data=tokens data.path={}/token", "data=tokens: {}/token.idx: no such file or folder; did you mean {}/tokens.idx?"),
     ("data=tokens data.path={}", "data=tokens: {}: a folder; add the common name of a .bin/.idx pair in it (there is: tokens)"),
 ])
@@ -114,3 +118,16 @@ def test_what_is_not_there_is_said_before_a_model_is_made(
     assert main([*(w for w in SMALL if not w.startswith("data=")), *said, f"log.dir={tmp_path}/runs"]) == 2
     assert says.replace("{}", str(folder)) in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_data_that_cannot_be_used_leave_no_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the command line, from Python, and through an executor."""
+    (tmp_path / "short.txt").write_text("a")
+    words = [*(w for w in SMALL if not w.startswith("data=")), "data=text", f"data.path={tmp_path}/short.txt", f"log.dir={tmp_path}/runs"]
+    assert main(words) == 2 and "too few to train and validate" in capsys.readouterr().err
+    recipe = fp8cfg.compose(words)
+    with pytest.raises(fp8cfg.ConfigError, match="too few to train and validate"):
+        fp8cfg.fit(fp8cfg.build(recipe))
+    with pytest.raises(RunFailed) as caught:
+        fp8cfg.run(recipe, SimpleNamespace(execute=lambda command: main(command.words())))
+    assert caught.value.exit_code == 2 and [*tmp_path.iterdir()] == [tmp_path / "short.txt"]
