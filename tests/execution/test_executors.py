@@ -155,8 +155,13 @@ def test_without_slurm_or_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_a_slurm_job_whose_time_is_over_goes_on_in_the_queue(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's warning comes at the first checkpoint; the run stops with 75, is put back, and goes on to the end."""
-    (queue / "srun").write_text(SRUN.replace('exec "$@"', '''"$@" &
+    """Slurm's warning comes at the first checkpoint, which alone ends so many steps; the run stops with 75, is put back, and goes on
+    to the end, which is three steps on."""
+    (queue / "srun").write_text(SRUN.replace('exec "$@"', '''if [ $SLURM_RESTART_COUNT == 1 ]; then
+  last=$(ls $RUN/checkpoints | grep -E '^step-[0-9]+$' | tail -1)
+  sed -i "s/max_steps: 1000000/max_steps: $((10#${last#step-} + 3))/" $RUN/request.yaml
+fi
+"$@" &
 task=$!
 if [ $SLURM_RESTART_COUNT == 0 ]; then
   until ls $RUN/checkpoints/step-*/MANIFEST.json; do sleep 0.1; done
@@ -165,12 +170,13 @@ fi
 wait $task'''))
     folder = tmp_path / "run"
     monkeypatch.setenv("RUN", str(folder))
-    recipe = tiny(tmp_path, "trainer.max_steps=400", "checkpoint.every_n_steps=50", "trainer.accelerator=cpu", "optim.warmup_steps=2")
+    recipe = tiny(tmp_path, "trainer.max_steps=1000000", "checkpoint.every_n_steps=10", "trainer.accelerator=cpu", "optim.warmup_steps=2")
     done = fp8cfg.run(recipe, fp8cfg.SlurmExecutor(wait=True), folder)
     log = "".join(p.read_text() for p in sorted(queue.glob("job.*.log")))
     assert done.exit_code == 0, log
     assert (queue / "scontrol.log").read_text() == "requeue 77\n" and sorted(p.name for p in queue.glob("job.*.log")) == ["job.0.log", "job.1.log"]
-    assert [m["step"] for m in metrics.read(folder / "metrics.jsonl")] == list(range(1, 401))
+    last = fp8cfg.from_yaml(folder / "request.yaml").trainer.max_steps
+    assert [m["step"] for m in metrics.read(folder / "metrics.jsonl")] == list(range(1, last + 1))
 
 
 @pytest.mark.slow
