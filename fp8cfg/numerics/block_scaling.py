@@ -90,7 +90,7 @@ def tile_scales(
     if seen is not None and amax.numel():
         seen.append((torch.where(amax >= 0, amax, 0) if keep_nan else amax).amax())  # but for tiles that have NaN
     if group is not None:
-        amax = largest(amax, group)
+        amax = (largest_or_nan if keep_nan else largest)(amax, group)
     return Scales(*(_written_out(s) for s in scales_of_amaxes(amax, fmt, scaling, whole, dtype)))
 
 

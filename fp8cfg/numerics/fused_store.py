@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, library
 
 from fp8cfg.numerics.amax_group import AmaxGroup, largest_or_nan
-from fp8cfg.numerics.block_scaling import sizes
+from fp8cfg.numerics.block_scaling import amax_or_nan, sizes
 from fp8cfg.numerics.formats import BY_DTYPE
 from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.fused_nvfp4 import FOUR
@@ -32,16 +32,17 @@ LEAST = (8, 9)
 """The least CUDA compute capability whose hardware converts to FP8."""
 
 
-def amaxes_of(tensors: Sequence[Tensor]) -> Tensor:
-    """`amax_of` each of some tensors on one device, [tensors]; on a GPU each is read in one launch."""
+def amaxes_of(tensors: Sequence[Tensor], keep_nan: bool = False) -> Tensor:
+    """`amax_of` each of some tensors on one device, or with `keep_nan` `amax_or_nan`, [tensors]; on a GPU each is read in one
+    launch."""
     if not TRITON or not tensors[0].is_cuda:
-        return torch.stack([amax_of(t) for t in tensors])
+        return torch.stack([(amax_or_nan if keep_nan else amax_of)(t) for t in tensors])
     from fp8cfg.numerics import triton_kernels
 
     parts = torch.zeros(len(tensors), triton_kernels.PARTS, device=tensors[0].device)
     for t, of in zip(tensors, parts.unbind(), strict=True):
         if t.numel():
-            triton_kernels.amaxes_of_parts(t.contiguous(), of)
+            triton_kernels.amaxes_of_parts(t.contiguous(), of, keep_nan=keep_nan)
     return parts.amax(1)
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fp8cfg.numerics.amax_group import largest
+from fp8cfg.numerics.amax_group import largest_or_nan
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.fp8_weights import Stored
 from fp8cfg.numerics.pass_records import amax_record
@@ -178,11 +178,11 @@ def refresh_shards(layers: Iterable[Any]) -> None:
     shards = [layer.parameter.to_local()._tensor for layer in those]
     if (codec := those[0].shard_codec) and not codec.per_tensor:
         return
-    found = shard_amaxes(shards, those[0].scaling, [layer.shard_place for layer in those])
+    found = shard_amaxes(shards, those[0].scaling, [layer.shard_place for layer in those], keep_nan=codec is not None)
     if not any(found):
         return
     flat = torch.cat([amax.flatten() for each in found for amax in each])
-    dist.all_reduce(flat, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group(axis))  # by their bits, as largest_or_nan
     if codec:
         for layer, scale_inv in zip(those, codec.scale_inv(flat).unbind(), strict=True):
             layer.shard_scales = ShardScales(scale_inv)
@@ -197,7 +197,7 @@ def refresh_shards(layers: Iterable[Any]) -> None:
         amaxes = [next(left).view(shape) for shape in amax_shapes(layer.scaling, layer.shard_place, layer.in_features)]
         layer.shard_scales = shard_scales(amaxes, layer.scaling, layer.shard_place)
         for amax in amaxes:
-            record_amax(amax_record(layer)[0, WEIGHT], amax.amax())
+            record_amax(amax_record(layer)[0, WEIGHT], torch.where(amax >= 0, amax, 0).amax())  # but for tiles that have NaN
 
 
 def _over_parts(layers: list[Any], flat: Tensor, counts: Sequence[int]) -> Tensor:
@@ -208,7 +208,7 @@ def _over_parts(layers: list[Any], flat: Tensor, counts: Sequence[int]) -> Tenso
         return flat
     pieces = torch.split(flat, [*counts])
     shared = [amax for amax, flag in zip(pieces, flags, strict=True) if flag]
-    whole = largest(torch.cat(shared), layers[0].amax_group.group)  # all of them are split over the same ranks
+    whole = largest_or_nan(torch.cat(shared), layers[0].amax_group.group)  # all of them are split over the same ranks
     left = iter(torch.split(whole, [len(amax) for amax in shared]))
     return torch.cat([next(left) if flag else amax for amax, flag in zip(pieces, flags, strict=True)])
 

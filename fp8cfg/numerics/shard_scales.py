@@ -96,11 +96,13 @@ def span_tensor_ranks(scaling: Scaling, place: ShardPlace, parts: AmaxGroup | No
     return [parts is not None and parts.over(WEIGHT, tile) is not None for tile in _of_amaxes(scaling, place)]
 
 
-def shard_amaxes(shards: Sequence[Tensor], scaling: Scaling, places: Sequence[ShardPlace]) -> list[list[Tensor]]:
+def shard_amaxes(
+    shards: Sequence[Tensor], scaling: Scaling, places: Sequence[ShardPlace], keep_nan: bool = False
+) -> list[list[Tensor]]:
     """Of each shard [rows, in], each of a weight of its own, the amaxes whose maximum over the shards of that weight scales are
-    made of; 0 where it has nothing."""
+    made of; 0 where it has nothing. That of a whole shard is NaN where it has one, with `keep_nan` and for nvfp4's first level."""
     one = scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels
-    wholes = [[amax] for amax in amaxes_of(shards).unbind()] if one else [[] for _ in shards]
+    wholes = [[amax] for amax in amaxes_of(shards, keep_nan or scaling.layout.two_levels).unbind()] if one else [[] for _ in shards]
     return [whole + [_amaxes(shard, tile, scaling, place) for _, tile in _tiles(scaling) if place.cuts(tile)]
             for whole, shard, place in zip(wholes, shards, places, strict=True)]
 

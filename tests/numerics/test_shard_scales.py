@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial, reduce
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed import multi_threaded_pg
 
-from fp8cfg.numerics import E2M1, E4M3, Scaling
+from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling
+from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.fp8_weights import Stored, store
+from fp8cfg.numerics.fused_store import store_recorded
+from fp8cfg.numerics.gathered_weight import WeightShard, refresh_shards
 from fp8cfg.numerics.scaling import WEIGHT, amax_of, scale_now
 from fp8cfg.numerics.shard_scales import (
     ShardPlace,
@@ -18,6 +29,8 @@ from fp8cfg.numerics.shard_scales import (
     split_fields,
     stored_bytes,
 )
+from fp8cfg.training.distributed.world import World
+from tools.gradient_sums.threaded_ranks import on_threads
 
 SCALINGS = {
     "tensor": Scaling("current"), "rows": Scaling("current", granularity="row", power_2_scales=True),
@@ -28,12 +41,17 @@ SCALINGS = {
 SHAPES = [(256, 128, 2), (96, 80, 2), (160, 64, 3), (16, 48, 4), (304, 32, 20)]  # rows, columns, ranks: even, cut tiles, uneven, empty
 
 
+def bits(t: Tensor) -> Tensor:
+    return t.flatten().view(torch.uint8)
+
+
+@pytest.mark.parametrize("odd", [1.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize(("rows", "columns", "ranks"), SHAPES)
-def test_shards_are_the_rows_of_the_whole_weight(name: str, rows: int, columns: int, ranks: int) -> None:
+def test_shards_are_the_rows_of_the_whole_weight(name: str, rows: int, columns: int, ranks: int, odd: float) -> None:
     scaling = SCALINGS[name]
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * torch.logspace(-4, 2, rows)[:, None]
-    weight[3] = 0
+    weight[3], weight[5, 7] = 0, odd
     scale = scale_now(weight, WEIGHT, scaling, None, None, record=False) if name == "tensor" else None
     whole = store(weight, scaling, scale)
     size = -(-rows // ranks)
@@ -54,9 +72,46 @@ def test_shards_are_the_rows_of_the_whole_weight(name: str, rows: int, columns: 
             continue
         made = torch.cat(mine) if field in split else mine[0]
         assert made.dtype == expected.dtype and made.shape == expected.shape, field
-        assert len(made) == split[field] if field in split else all(torch.equal(t.view(torch.uint8) if t.dim() else t, made.view(torch.uint8) if t.dim() else made) for t in mine)
-        assert torch.equal(made.flatten().view(torch.uint8), expected.flatten().view(torch.uint8)), field
+        assert len(made) == split[field] if field in split else all(torch.equal(bits(t), bits(made)) for t in mine)
+        assert torch.equal(bits(made), bits(expected)), field
     assert stored_bytes(scaling, rows, columns) == sum(t.nbytes for t in whole if t is not None)
+
+
+FOURTH = "nvfp4", "nvfp4, both ways", "squares of 32", "mxfp8", "rows", "tensor"
+"""Scalings of weights whose rows and columns are split, a part on each of four ranks."""
+
+
+def quantized_parts(world: World, weight: Tensor) -> dict[str, list[Tensor]]:
+    """By scaling the data, and nvfp4's first level, of this rank's rows and columns of `weight`: those of tensor-parallel and of
+    data-parallel ranks, two by two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    column, row = (mesh.get_local_rank(axis) for axis in ("tp", "dp"))
+    shard, found = weight.chunk(2, 1)[column].chunk(2)[row].contiguous(), dict[str, list[Tensor]]()
+    for name in FOURTH:
+        linear = nn.Linear(weight.shape[1] // 2, len(weight), bias=False)
+        linear.amax_group = AmaxGroup(((WEIGHT, 1),), mesh.get_group("tp").group_name)  # type: ignore[assignment]
+        layer = FP8Linear.from_linear(linear, SCALINGS[name], Region(active=True))
+        layer.shard_in_fp8()
+        layer._parameters["weight"] = nn.Parameter(DTensor.from_local(WeightShard(shard), mesh["dp"], [Shard(0)], run_check=False))
+        refresh_shards([layer])
+        stored = layer.quantized_shard(shard)
+        found[name] = [t for t in (stored.data, stored.global_scale_inv) if t is not None]
+    return found
+
+
+def test_a_nan_on_one_rank_is_in_the_scales_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in those of the whole weight, over collectives whose largest number is none of them NaN, whichever rank has it."""
+    monkeypatch.setitem(multi_threaded_pg._reduce_ops, dist.ReduceOp.MAX, partial(reduce, torch.fmax))
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(1))
+    weight[50, 70] = math.nan  # in a tile that the cut goes through, 32 to 63
+    found = on_threads(4, partial(quantized_parts, weight=weight))
+    for name in FOURTH:
+        scaling = SCALINGS[name]
+        data, *_, whole = store_recorded(weight, scaling, None, None, None)
+        for rank, (mine, *first) in enumerate(each[name] for each in found):
+            assert torch.equal(bits(mine), bits(data.chunk(2, 1)[rank // 2].chunk(2)[rank % 2].contiguous())), (name, rank)
+            assert whole is None or torch.equal(bits(first[0]), bits(whole)), (name, rank)
+        assert bool(data.float().isnan().all()) == scaling.layout.two_levels and data.float().isnan().any()
 
 
 def test_a_tile_is_cut_where_no_rank_has_all_its_rows() -> None:
