@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fp8cfg.numerics.amax_group import largest, largest_or_nan
 from fp8cfg.numerics.formats import E2M1, E4M3, Format, cast
-from fp8cfg.numerics.scaling import FLT_MAX, Scaling, floor_to_power_of_2, record_amax, scale_from_amax
+from fp8cfg.numerics.scaling import FLT_MAX, Scaling, floor_to_power_of_2, scale_from_amax
 from fp8cfg.scalings import Tile
 
 
@@ -141,13 +141,10 @@ def e8m0_bytes(decode: Tensor) -> Tensor:
     return (decode.view(torch.int32) >> 23).to(torch.uint8)
 
 
-def first_level(t: Tensor, record: Tensor | None = None, group: str | None = None) -> Tensor:
-    """nvfp4's scale of a whole tensor, a float32 scalar: it brings the largest E4M3 scale of a tile to 448. The amax is folded into
-    the running maximum `record`, [], if there is one. Where ranks of `group` have other parts of the tensor, the scale is that of
-    the largest over these."""
+def first_level(t: Tensor, group: str | None = None) -> Tensor:
+    """nvfp4's scale of a whole tensor, a float32 scalar: it brings the largest E4M3 scale of a tile to 448. Where ranks of `group`
+    have other parts of the tensor, the scale is that of the largest over these."""
     amax = amax_or_nan(t)
-    if record is not None:
-        record_amax(record, amax)
     return first_level_of(amax if group is None else largest_or_nan(amax, group))
 
 

@@ -22,7 +22,7 @@ from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.microscaled_mm import laid_out, swizzled, swizzled_size
 from fp8cfg.numerics.quantize import quantize_tiles
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, amax_of, scale_now
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, amax_of, record_amax, scale_now
 from fp8cfg.numerics.stochastic_rounding import Random
 from fp8cfg.scalings import Tile
 from tests.support.interpreted import interpreted, not_interpreted, quantize_by_kernels, under_the_interpreter
@@ -183,14 +183,15 @@ def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
 def test_four_bits(shape: tuple[int, int], kind: str) -> None:
     """Codes, scales of tiles and of the tensor, and the recorded amax of NVFP4; here the kernel rounds, not the hardware."""
     from fp8cfg.numerics import triton_block_kernel
-    from fp8cfg.numerics.block_scaling import first_level
+    from fp8cfg.numerics.block_scaling import amax_or_nan, first_level_of
 
     scaling, square = Scaling("nvfp4", forward=E2M1, backward=E2M1), kind == "squares"
     random = (torch.tensor([12345, -678901], dtype=torch.int32), torch.tensor(3, dtype=torch.int32)) if kind == "at random" else None
     for i, (name, t) in enumerate(contents(shape).items()):
         x, lane = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3]), i % 2
         seen, kept = torch.full((), 0.5), torch.full((), 0.5)
-        q = quantize_tiles(x, (16, 16) if square else (1, 16), E2M1, scaling, E2M1.dtype, first_level(x, kept), Random(*random, lane) if random else None)
+        record_amax(kept, amax := amax_or_nan(x))
+        q = quantize_tiles(x, (16, 16) if square else (1, 16), E2M1, scaling, E2M1.dtype, first_level_of(amax), Random(*random, lane) if random else None)
         sides = [q, q.t()] if square else [q]
         made = [room for side in sides for room in four_bit_room(*side.data.shape)]
         whole = torch.empty(())

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fp8cfg.numerics import E2M1, E4M3, Scaling, amax_of, fused_store
 from fp8cfg.numerics import fused_quantize as fused
-from fp8cfg.numerics.block_scaling import first_level
+from fp8cfg.numerics.block_scaling import amax_or_nan, first_level_of
 from fp8cfg.numerics.fp8_weights import store
 from fp8cfg.numerics.fused_nvfp4 import quantize_four_bits_fused
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.microscaled_mm import laid_out
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, scale_now
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, record_amax, scale_now
 from tools.gpu_rows.byte_counts import ByteCounts
 
 SCALINGS = {
@@ -78,7 +78,9 @@ def plainly(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = None
         made = quantize(t, scale_now(t, role, scaling, scales, history, record=True), fmt, fmt.dtype)
         return made._replace(other=made.t())
     record = None if history is None else history[0, role]
-    whole = first_level(t, record) if scaling.layout.scale == "e4m3" else None
+    whole = first_level_of(amax := amax_or_nan(t)) if scaling.layout.scale == "e4m3" else None
+    if whole is not None and record is not None:
+        record_amax(record, amax)
     along, across = (quantize_tiles(t, tile, fmt, scaling, fmt.dtype, whole, record=None if whole is not None else record) for tile in tiles if tile)
     return along._replace(other=across.t())
 
