@@ -55,11 +55,13 @@ def run(argv: list[str]) -> int:
         return settled([*words, f"trainer.devices={ranks}"], arguments.one("--config-dir"), file)
 
     found = settle(arguments.words)
-    lines = [*_two_counts(arguments.words, found.recipe, ranks), *_of_machine(found.recipe, ranks)]
-    refuse_if([*lines, *([] if ranks and found.layout_alone else found.problems)])
+    whole_line = whole_lines(arguments, settle, "launch", "--local", str(ranks))
+    problems = [] if ranks and found.layout_alone else found.problems
+    lines = [*_two_counts(arguments.words, found.recipe, ranks), *_too_many(found.recipe, ranks), *problems]
+    refuse_if([*_other_machines(found.recipe, ranks, None if lines else whole_line), *lines])
     say(found.notes)
     if ranks is not None:
-        _refuse(found, ranks, whole_lines(arguments, settle, "launch", "--local", str(ranks)))
+        _refuse(found, ranks, whole_line)
     done = runs.run(found.recipe, executor)
     if done.exit_code is None:
         print(f"run folder: {printable(str(done.folder))}")
@@ -77,16 +79,32 @@ def _two_counts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list
     return [f"--local {ranks}: trainer.devices={typed} is another number of processes; drop it, or write --local {typed}"]
 
 
-def _of_machine(recipe: Recipe, ranks: int | None) -> list[str]:
-    """A line for each way in which this machine cannot start so many `ranks` of `recipe`; none where there are none to start."""
+def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
+    """A line where this machine has fewer GPUs than `ranks` that are to be started on them."""
     from fp8cfg.report import machine
 
-    t, lines = recipe.trainer, list[str]()
-    if ranks and t.num_nodes > 1 and not t.smoke:
-        lines.append(f"trainer.num_nodes={t.num_nodes}: --local has one machine; write trainer.num_nodes=1, or launch with --slurm")
-    if ranks and t.accelerator != "cpu" and 0 < (gpus := machine.gpus()) < ranks:
-        lines.append(f"--local {ranks}: each process takes a GPU, and this machine has {gpus}; write --local {gpus}")
-    return lines
+    if ranks and recipe.trainer.accelerator != "cpu" and 0 < (gpus := machine.gpus()) < ranks:
+        return [f"--local {ranks}: each process takes a GPU, and this machine has {gpus}; write --local {gpus}"]
+    return []
+
+
+def _other_machines(recipe: Recipe, ranks: int | None, whole_line: Line | None) -> list[str]:
+    """A line where `ranks` of this machine alone are to be started of a `recipe` for several; with those that run here, as
+    `whole_line` has them, where nothing else is wrong."""
+    from fp8cfg.report import before_run
+    from fp8cfg.report.machine import find_hardware
+    from fp8cfg.report.memory.machines import placed
+    from fp8cfg.report.memory.nearest_fit import offering
+
+    t = recipe.trainer
+    if ranks is None or t.num_nodes == 1 or t.smoke:
+        return []
+    lines = [f"trainer.num_nodes={t.num_nodes}: --local has one machine; write trainer.num_nodes=1, or launch with --slurm"]
+    if whole_line is None:
+        return lines
+    here, hardware = placed(recipe, 1, ranks), find_hardware(t.accelerator)
+    found = [*before_run.fits(here, hardware, ranks), *before_run.smoke_run_here(recipe, hardware, ranks)]
+    return offering(lines, "here", list(map(whole_line, found)))
 
 
 def _refuse(found: Settled, ranks: int, whole_line: Line) -> None:

@@ -40,10 +40,8 @@ def test_words_go_to_an_executor(options: list[str], executor: Any, tmp_path: Pa
     (["--local", "2", "fp8.margn=1"], "fp8.margn: no such key; did you mean 'fp8.margin'?"),
     (["--local", "3", "trainer.accelerator=cpu", "trainer.global_batch_size=16"], "trainer.global_batch_size=16: not a multiple of trainer.micro_batch_size x data-parallel size = 48; "
      "nearest is 48"),
-    (["--local", "2", "trainer.num_nodes=2", "trainer.accelerator=cpu"], "trainer.num_nodes=2: --local has one machine; write trainer.num_nodes=1, or launch with --slurm"),
     (["--local", "2", "trainer.devices=4"], "--local 2: trainer.devices=4 is another number of processes; drop it, or write --local 4"),
     (["--local", "2", "data=text", "data.path=/gone/x", "trainer.accelerator=cpu", "trainer.micro_batch_size=8"], "data=text: /gone/x: no such file or folder; the nearest folder that exists is /"),
-    (["--local", "2", "recipe=llama_70b", "trainer.accelerator=cpu"], "trainer.num_nodes=4: --local has one machine; write trainer.num_nodes=1, or launch with --slurm"),
 ])
 def test_mistakes(argv: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", *argv, *([f"log.dir={tmp_path}"] if argv else [])]) == 2

@@ -121,6 +121,21 @@ def test_a_backend_that_splits_no_matrices_is_refused_with_one_that_does(backend
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("words", "nodes", "more"), [
+    ("recipe=llama_70b precision=bf16_fp8", 4, ["trainer.smoke=true"]), ("recipe=llama_tiny trainer.num_nodes=2", 2, ["trainer.num_nodes=1", "trainer.smoke=true"]),
+])
+def test_launch_on_one_machine_of_what_is_meant_for_several_ends_with_lines_that_it_starts(
+    words: str, nodes: int, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--local", "2", *words.split(), "trainer.accelerator=cpu", f"log.dir={tmp_path}"]) == 2
+    err = capsys.readouterr().err
+    offered = lines(err, "here")
+    assert err.startswith(f"error: trainer.num_nodes={nodes}: --local has one machine; write trainer.num_nodes=1, or launch with --slurm; runs here: ")
+    assert not list(tmp_path.iterdir()) and [word in line for word, line in zip(more, offered, strict=True)] == [True] * len(more)
+    monkeypatch.setattr(runs, "run", lambda recipe, executor: fp8cfg.Execution(tmp_path, 0))
+    assert [main(line) for line in offered] == [0] * len(offered)
+
+
 def test_launch_takes_a_layout_of_its_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[fp8cfg.Recipe] = []
     monkeypatch.setattr(runs, "run", lambda recipe, executor: started.append(recipe) or fp8cfg.Execution(tmp_path, 0))
