@@ -104,7 +104,7 @@ def _project(arguments: Arguments) -> str | None:
         return None
     name = arguments.plain[0]
     if name not in DOORS:
-        near = nearest(name, DOORS)
+        near = nearest(name, [*DOORS, "hf", "peft", "slurm"])
         if near:
             raise ConfigError([f"{name}: no such project; did you mean {near!r}?", *wrong_words(arguments)])
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.composition import to_yaml
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, NotWritable
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.execution import nemo
 from fp8cfg.execution.executor import REQUEST, STARTED, Command, Executor, LocalExecutor, RunFailed
@@ -29,8 +29,8 @@ class Execution:
 def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) -> Execution:
     """Train `recipe` through `executor` into `folder`, by default log.folder, or a new one under log.dir: LocalExecutor (the
     default), TorchrunExecutor, SlurmExecutor, one of nemo_run's, or whatever has `execute(command)`. A folder with a run in it is
-    refused, or gone on with under log.resume=auto. Raises ConfigError for a recipe that breaks a rule, before anything starts, and
-    RunFailed with the exit code of a run that failed."""
+    refused, or gone on with under log.resume=auto. Raises ConfigError for a recipe that breaks a rule, before anything starts,
+    NotWritable, and RunFailed with the exit code of a run that failed."""
     if not isinstance(recipe, Recipe):
         raise ConfigError(f"run: expected a Recipe, got {type(recipe).__name__}; to train a job write fp8cfg.fit(job)")
     chosen = nemo.NemoExecutor(executor) if nemo.is_one(executor) else LocalExecutor() if executor is None else executor
@@ -40,11 +40,10 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
     t, given = recipe.trainer, folder or recipe.log.folder
     home = (Path(given).parent if given else Path(recipe.log.dir)).absolute()
     absent = [each for each in (home, *home.parents) if not each.exists()]
-    path = (Path(given) if given else _new(recipe)).absolute()
-    if (path / STARTED).exists() and recipe.log.resume == "never":
-        raise ConfigError(f"{path} already holds a run; write fp8cfg.resume({str(path)!r}), or name another folder")
-    path.mkdir(parents=True, exist_ok=True)
-    (path / REQUEST).write_text(to_yaml(recipe), encoding="utf-8")
+    try:
+        path = _requested(recipe, Path(given).absolute() if given else None)
+    except OSError as e:
+        raise NotWritable(f"{given or recipe.log.dir}: cannot be written ({e.strerror or e})") from None
     try:
         code = chosen.execute(Command(path, ranks=t.devices, nodes=t.num_nodes, smoke=t.smoke))
     except ConfigError:
@@ -55,6 +54,17 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
     if code:
         raise RunFailed(path, code)
     return Execution(path, code)
+
+
+def _requested(recipe: Recipe, given: Path | None) -> Path:
+    """The folder `given`, or a new one, with the request of a run of `recipe`. Raises ConfigError where a run is there already that
+    is not to go on, and OSError."""
+    path = given or _new(recipe).absolute()
+    if (path / STARTED).exists() and recipe.log.resume == "never":
+        raise ConfigError(f"{path} already holds a run; write fp8cfg.resume({str(path)!r}), or name another folder")
+    path.mkdir(parents=True, exist_ok=True)
+    (path / REQUEST).write_text(to_yaml(recipe), encoding="utf-8")
+    return path
 
 
 def _remove(path: Path, above: Sequence[Path]) -> None:

@@ -170,7 +170,7 @@ def make(
         refuse_if(problems_of_layout)
         layout = parts(recipe, world)
     except ConfigError as e:  # there are no ranks of which to say more
-        found = _offered(recipe, world, hardware, memory_of_each) if choice else []
+        found = _offered(recipe, world, hardware, memory_of_each) if choice or recipe.backend != "auto" else []
         raise ConfigError([*refusals, *offering(e.problems, "there", list(map(whole_line, found)))]) from None
     backend = choice.backend if choice else None
     ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend),

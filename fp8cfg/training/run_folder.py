@@ -91,7 +91,8 @@ class RunFolder:
             if isinstance(e, OSError) and e.errno == errno.ENAMETOOLONG:
                 raise RunFolderError(f"{str(path)[:40]}...: {e.strerror}") from None
             missing = isinstance(e, FileNotFoundError | NotADirectoryError)
-            raise RunFolderError(f"{path} is not a run folder: " + (f"there is no {path}" if missing else str(e))) from None
+            why = "it is a file" if Path(path).is_file() else f"there is no {path}" if missing else str(e)
+            raise RunFolderError(f"{path} is not a run folder: {why}") from None
 
     @property
     def path(self) -> Path:

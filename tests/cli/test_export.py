@@ -214,6 +214,7 @@ def test_a_path_that_is_no_text_is_escaped(capsys: Out) -> None:
 
 @pytest.mark.parametrize(("argv", "lines"), [
     (["--yaml", "--json", "fp8.margn=1"], ["export: --yaml and --json; choose one", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
+    (["slrum"], ["slrum: no such project; did you mean 'slurm'?"]),
     (["fp8.margin=1"], ["fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"]),
     (["--output", "a", "--output", "b"], ["--output: given 2 times"]),
     (["--output"], ["--output: needs a value"]),

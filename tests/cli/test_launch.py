@@ -55,6 +55,13 @@ def test_the_exit_code_of_the_run_is_that_of_the_command(tmp_path: Path, monkeyp
     assert "the run ended with exit code 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["log.dir", "log.folder"])
+def test_a_folder_that_cannot_be_made_is_one_line(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["launch", "--local", "2", "trainer.accelerator=cpu", "trainer.micro_batch_size=8", f"{key}={tmp_path}/file/new"]) == 5
+    assert capsys.readouterr().err == f"error: {tmp_path}/file/new: cannot be written (Not a directory)\n"
+
+
 def test_a_smoke_run_of_a_recipe_of_several_machines_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under torchrun, whose ranks get the recipe that is asserted here."""
     ran: list[list[str]] = []

@@ -68,6 +68,12 @@ def test_not_a_run_folder(tmp_path: Path, part: str) -> None:
     assert caught.value.exit_code == 2
 
 
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=f"^{tmp_path}/file is not a run folder: it is a file$"):
+        RunFolder.open(tmp_path / "file")
+
+
 def test_lock_in_one_process(tmp_path: Path) -> None:
     run = create(tmp_path)
     with pytest.raises(RunFolderInUse, match=f"pid {os.getpid()} on {socket.gethostname()}") as caught:
