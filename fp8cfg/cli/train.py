@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from fp8cfg.composition.giving_way import Settled
     from fp8cfg.config.recipe import Recipe
-    from fp8cfg.training.run_folder import RunFolder
 
 USAGE = """
 fp8cfg [train] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
@@ -83,11 +83,13 @@ def run(argv: list[str]) -> int:
         exactly = Path(log.folder)
         if log.resume == "auto" and is_run(exactly):
             return go_on(exactly, lambda _: recipe, whole_line, anew=True)
+    from fp8cfg.training.run_folder import RunFolder
+
+    if exactly and os.environ.get("RANK", "0") == "0":  # which alone makes the folder
+        RunFolder.refuse_taken(exactly)
     now = datetime.now()
 
     def folder() -> RunFolder:
-        from fp8cfg.training.run_folder import RunFolder
-
         return RunFolder.create(Path(log.dir), recipe.name, now, to_yaml(recipe), exactly)
 
     return launch(recipe, folder, None, whole_line)

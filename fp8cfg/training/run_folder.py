@@ -54,7 +54,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             files = RunFiles.at(path)
             if files.kind(RECIPE):
-                raise RunFolderError(f"{path} already holds a run; resume it, or choose another folder")
+                raise _taken(path)
             run = cls(files, take_lock(files))
             try:
                 preflight(files, need_bytes)
@@ -67,6 +67,12 @@ class RunFolder:
                 run.close()
                 raise
             return run
+
+    @staticmethod
+    def refuse_taken(path: Path) -> None:
+        """Raise RunFolderError, as `create` does, where `path` has a run in it: before what takes time."""
+        if (path / RECIPE).exists():
+            raise _taken(path)
 
     @classmethod
     def open(cls, path: str | Path, lock: bool = True) -> RunFolder:
@@ -179,6 +185,10 @@ def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
         free = files.free()
     if free < need_bytes:
         raise RunFolderNotWritable(f"{shown}: not enough space: needs {need_bytes} bytes, {free} are free")
+
+
+def _taken(path: Path) -> RunFolderError:
+    return RunFolderError(f"{path} already holds a run; resume it, or choose another folder")
 
 
 def _new_folder(root: Path, name: str) -> Path:

@@ -53,6 +53,8 @@ def fit(
     if not world.first or isinstance(folder, RunFolder):
         run = folder if isinstance(folder, RunFolder) and world.first else None
         return _left(train(job, run, start_from, world, say, callbacks), run)
+    if exactly:
+        RunFolder.refuse_taken(exactly)
     data = run_data(r)
     with RunFolder.create(Path(r.log.dir), r.name, datetime.now(), to_yaml(r), exactly) as run:
         return _trained(job, run, start_from, world, say, callbacks, data)

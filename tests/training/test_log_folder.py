@@ -69,6 +69,13 @@ def test_what_is_refused(words: list[str], line: str, tmp_path: Path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_is_taken_is_said_before_a_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fp8cfg.builder.build", None)
+    (tmp_path / "recipe.yaml").write_text("")
+    assert main([*SAVES, f"log.folder={tmp_path}"]) == 2
+    assert capsys.readouterr().err.endswith(f"error: {tmp_path} already holds a run; resume it, or choose another folder\n")
+
+
 COMMANDS = {  # which stand for Slurm's: two tasks on this machine, and a queue
     "srun": 'for r in 0 1; do SLURM_PROCID=$r SLURM_LOCALID=$r "$@" & pids="$pids $!"; done\nfor p in $pids; do wait $p || code=$?; done; exit ${code:-0}',
     "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$QUEUE"; fi',
