@@ -142,12 +142,11 @@ def float32_masters(precision: Precision) -> bool:
     return precision.storage.rounding == "nearest" and exact(resolved(precision)) and exact(others(precision))
 
 
-def moments_alone(precision: Precision) -> bool:
-    """Whether what is of fewer bits than float32, if anything is, is moments, which any part of a tensor has by itself: masters are
-    float32, and weights are stored as products read them, or cast from their masters."""
+def in_parts(precision: Precision) -> bool:
+    """Whether what is of fewer bits than float32, if anything is, is moments and gradients, which any part of a tensor has by
+    itself: masters are float32, and weights are stored as products read them, or cast from their masters."""
     held = {"fp32", precision.compute, *(("fp8",) if fp8_weights(precision) else ())}
-    return float32_masters(precision) and all(columns["weight"] in held and columns["weight_grad"] not in SCALED
-                                              for columns in (resolved(precision), others(precision)))
+    return float32_masters(precision) and {resolved(precision)["weight"], others(precision)["weight"]} <= held
 
 
 def sharding(precision: Precision, ranks: int) -> str:
@@ -218,7 +217,7 @@ def against_gathered_params(fp8: FP8, backend: str) -> list[str]:
 
 
 _WIDE = {"weight": "auto", "master_weight": "auto", "weight_grad": "auto", "rounding": "nearest"}
-"""Storage keys that leave moments alone in fewer bits than float32."""
+"""Storage keys with which state is `in_parts`."""
 
 
 def _widened(precision: Precision, but: str) -> Precision:
@@ -228,21 +227,23 @@ def _widened(precision: Precision, but: str) -> Precision:
 
 
 def low_bit_refused(precision: Precision, ranks: int, key: str, what: str, uncut: bool = False) -> Iterator[str]:
-    """Why state in fewer bits, but for moments, is not had over so many ranks with the same parameters under `key`, a layout that
-    splits `what`. One that leaves tensors `uncut` has it where no rank owns it for others and gradients are of plain dtypes."""
+    """Why state in fewer bits that is not `in_parts` is not had over so many ranks with the same parameters under `key`, a layout
+    that splits `what`. One that leaves tensors `uncut` has it where no rank owns it for others and gradients are sent in plain
+    dtypes."""
     if level(precision):
         yield f"opt_level={level(precision)}: low-bit state is that of whole {what}, and {key} splits them; write opt_level=null"
         return
-    own = as_sharded(precision, ranks)
-    plain = uncut and not {*SCALED} & {columns[k] for columns in (resolved(own), others(own)) for k in ("weight_grad", "comm")}
-    if not low_bit(own) or moments_alone(own) or (plain and (ranks == 1 or own.storage.shard == "none")):
+    own, columns = as_sharded(precision, ranks), resolved(precision)
+    plain, as_sent = uncut and columns["comm"] not in SCALED, {columns["weight_grad"], columns["comm"]} <= {*SCALED}
+    if not low_bit(own) or (in_parts(own) and not as_sent) or (plain and (ranks == 1 or own.storage.shard == "none")):
         return
     if plain:
         yield LayoutRefusal(f"storage.shard={own.storage.shard}: whole tensors of state in fewer bits than float32 have owners, "
                             f"and {key} has none; write storage.shard=none", {"storage.shard": "none"})
     else:
-        keys = [key for key in _WIDE if not moments_alone(_widened(own, but=key))] or ["weight_grad"]
-        write = {f"storage.{key}": _WIDE[key] for key in keys}
+        sent = {"storage.comm": "auto", **({} if own.storage.accumulate == "wide" else {"storage.accumulate": "wide"})}
+        keys = [key for key in _WIDE if not in_parts(_widened(own, but=key))] or ["weight_grad"] * (not as_sent)
+        write = {**{f"storage.{key}": _WIDE[key] for key in keys}, **(sent if as_sent else {})}
         words = " ".join(f"{key}={value}" for key, value in write.items())
-        yield LayoutRefusal(f"storage: state in fewer bits, but for moments over float32 masters, is that of whole {what}, and "
-                            f"{key} splits them; write {words}", write)
+        yield LayoutRefusal("storage: state in fewer bits, but for moments, and gradients sent in plain dtypes, over float32 "
+                            f"masters, is that of whole {what}, and {key} splits them; write {words}", write)

@@ -27,6 +27,7 @@ from fp8cfg.config.weight_workspace import quantizes_once
 from fp8cfg.job import Job
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.weight_workspace import weights_kept
+from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.report.memory.cross_entropy import logit_bytes
 from fp8cfg.report.memory.fsdp_gather import root_bytes
 from fp8cfg.report.memory.layout import ranks, stage_parts, summed_at_the_end
@@ -132,12 +133,14 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
         kept = stored(job)
         quantized = sum(layer.kept_bytes for layer in fp8_linears(job.model))
         known = [*batch, *(t for tensors in kept.values() for t in tensors)]
-        storing = nullcontext() if between else job.optimizer.storing()
+        storing = nullcontext() if between or here is not None else job.optimizer.storing()
         with LiveBytes(known, [*gradients(job), *_partial_sums(job)], gathered) as live, storing:
             one_pass(live, last=not between)
         if between:
             with job.optimizer.storing():
                 one_pass()
+    if isinstance(job.optimizer, LowBitTraining):
+        job.optimizer.store_grads()  # which came in stages
     kept["gradients"] = gradients(job)
     measured = {kind: sum(_local(t).nbytes for t in tensors) for kind, tensors in kept.items()}
     with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:

@@ -135,7 +135,7 @@ def _passes(job: Job, every: Iterable[Part], world: World) -> Iterator[tuple[Ten
     for i, (batch, parts) in enumerate(every):
         if job.prepared.fsdp2:
             fsdp.microbatch(job.model, job.prepared.shard, i + 1 == count)
-        stores = not again and i + 1 == count and stores_early(job.prepared, world)
+        stores = not again and i + 1 == count and stores_early(job.prepared)
         sums = i + 1 == count and not job.foreign
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
             loss = _loss(job, batch)

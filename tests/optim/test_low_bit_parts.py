@@ -24,6 +24,13 @@ def strided(shard: TensorShard, part: Tensor) -> Strided:
     return Strided(0, shard.run(part.shape), shard.rank, shard.ranks)
 
 
+def scales_of_part(scales: Tensor, cut: str) -> Tensor:
+    """The one scale of a tensor, or those of the blocks of its part."""
+    if not scales.dim():
+        return scales
+    return block_scales.own(scales, SHAPE[0], CUTS[cut]) if cut == "columns" else CUTS[cut].part(scales)
+
+
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_a_part_has_the_bits_of_the_whole(moments: str, cut: str) -> None:
@@ -48,19 +55,18 @@ def test_a_part_has_the_bits_of_the_whole(moments: str, cut: str) -> None:
         theirs = every.state_tensors()[name]
         if not name.endswith("scale_inv"):
             wanted = shard.part(theirs.view(torch.uint8) if t.itemsize == 1 else theirs)
-        elif not t.dim():
-            wanted = theirs
         else:
-            wanted = block_scales.own(theirs, SHAPE[0], shard) if cut == "columns" else TensorShard(shard.rank, shard.ranks, 0, shard.pieces).part(theirs)
+            wanted = scales_of_part(theirs, cut)
         assert torch.equal(bits(t), bits(wanted)), name
 
 
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("grad", ["fp8", "fp8_pow2", "fp16_scaled", "fp8_block"])
-def test_a_shard_of_a_gradient_has_the_codes_of_the_whole(grad: str) -> None:
+def test_a_part_of_a_gradient_has_the_codes_of_the_whole(grad: str, cut: str) -> None:
     """Added up in its codec too; and where another rank has one that is not a number, none here is."""
-    columns, whole = named_columns(weight_grad=grad), nn.Parameter(normal(*SHAPE))
-    shard = nn.Parameter(whole.detach()[:4].clone())
-    every, mine = build(columns, {"p0": whole}), build(columns, {"p0": shard})
+    shard, columns, whole = CUTS[cut], named_columns(weight_grad=grad), nn.Parameter(normal(*SHAPE))
+    part = nn.Parameter(shard.part(whole.detach()).clone())
+    every, mine = build(columns, {"p0": whole}), build(columns, {"p0": part})
     amaxes: list[Tensor] = []
 
     def recorded(found: Tensor) -> Tensor:
@@ -68,17 +74,17 @@ def test_a_shard_of_a_gradient_has_the_codes_of_the_whole(grad: str) -> None:
         return found
 
     every.gradients.largest, mine.gradients.largest = recorded, lambda here: torch.maximum(here, amaxes.pop())
-    mine.gradients.ends = {shard}
-    for step, last in enumerate((1.0, 1.0, float("nan"))):
-        gradient = normal(*SHAPE, seed=step) * torch.tensor([1.0] * 11 + [last])[:, None]
-        for optimizer, p, g in ((every, whole, gradient), (mine, shard, gradient[:4])):
+    mine.gradients.groups = {part: {part}}
+    for step, first in enumerate((1.0, 1.0, float("nan"))):
+        gradient = normal(*SHAPE, seed=step)
+        gradient[0, 0] *= first
+        for optimizer, p, g in ((every, whole, gradient), (mine, part, shard.part(gradient))):
             with optimizer.storing(add=True):
                 (p * g).sum().backward()
-        theirs, own = every.stored_grads[whole], mine.stored_grads[shard]
-        if grad == "fp8_block":
-            assert torch.equal(bits(own[0]), bits(theirs[0][:4])) and torch.equal(own[1], theirs[1][: len(own[1])])
-        elif step < 2:
-            assert torch.equal(bits(own[0]), bits(theirs[0][:4])) and torch.equal(own[1], theirs[1])
+        theirs, own = every.stored_grads[whole], mine.stored_grads[part]
+        if grad == "fp8_block" or step < 2:
+            assert torch.equal(bits(own[0]), bits(shard.part(theirs[0].view(torch.uint8) if theirs[0].itemsize == 1 else theirs[0])))
+            assert torch.equal(own[1], scales_of_part(theirs[1], cut))
         else:
             assert columns.read.decode(own).isnan().all() and columns.read.decode(theirs).isnan().all()
 

@@ -40,8 +40,8 @@ BITS = {  # name -> words of runs whose losses are those of one rank, bit for bi
     "zero1": f"precision=bf16_fp8 {EXACT} {SMALL} storage.shard=zero1",
     "torchao": f"{CURRENT} {EXACT} {SMALL} backend=torchao fp8.params=false fp8.output_layer=false",
     "compiled": f"precision=bf16_fp8 {EXACT} {COMPILED}",
-    "masters": f"precision=bf16_precision_aware {EXACT} {SMALL}", "moments": f"precision=bf16_fp8_te_fused_adam {EXACT} {SMALL}",
-    "moments in blocks": f"precision=bf16_fp8_current_coat {EXACT} {FEW} {TWO_CHUNKS}",
+    "masters": f"precision=bf16_precision_aware {EXACT} {SMALL} storage.weight_grad=fp8", "moments": f"precision=bf16_fp8_te_fused_adam {EXACT} {SMALL}",
+    "moments in blocks": f"precision=bf16_fp8_current_coat {EXACT} {FEW} {TWO_CHUNKS} storage.weight_grad=fp8_block",
     "gpt": f"precision=bf16_fp8 {EXACT} {SMALL} model.position_embedding_type=learned_absolute model.max_position_embeddings=32 "
            "model.normalization=LayerNorm model.activation=gelu model.add_bias_linear=true model.sliding_window=9 "
            "model.window_attn_skip_freq=2",
@@ -63,6 +63,7 @@ FOUR = {  # name -> words of runs on four ranks, the axis beside the pipeline, l
     "context": (f"{CLIPPED} {FEW} {TWO_CHUNKS} trainer.strategy.context_parallel_size=2", 1e-6, 1e-5),
     "data": (f"{CLIPPED} {TIED} storage.shard=zero1", 1e-6, 1e-5),
     "data zero2": (f"{CLIPPED} {FEW} {TWO_CHUNKS} storage.shard=zero2", 1e-6, 1e-5),
+    "data stored": (f"precision=bf16_fp8 {SMALL} {TIED} storage.weight_grad=fp8 storage.shard=zero2", 2e-3, 0.1),
     "data delayed": (f"precision=bf16_fp8 {SMALL}", 2e-3, 0.1),
     "data float32 weights": (f"precision=bf16_fp8_amp {FEW} {TIED} {TWO_CHUNKS}", 2e-3, 0.1),
     "data none": (f"{CLIPPED} {TIED} {TWO_CHUNKS} storage.shard=none", 1e-6, 1e-5),
@@ -140,7 +141,7 @@ SUMS = {"zero1": (3, 3), "zero2": (3, 3 * 4), "fsdp": (1 + 2 * 2 * 4, 3 * 4)}
 """Gathers and sums of two layers and the rest of a stage in a step of four microbatches: fsdp gathers layers for each pass."""
 
 
-MEASURED = ("precision=fp32", "precision=bf16", f"precision=bf16_fp8 model.recompute_granularity=full {TWO_CHUNKS}", f"precision=bf16_fp8 {TIED}")
+MEASURED = ("precision=fp32", "precision=bf16", f"precision=bf16_fp8 model.recompute_granularity=full {TWO_CHUNKS}", f"precision=bf16_fp8 {TIED} storage.weight_grad=fp8")
 
 
 @pytest.fixture(scope="module")

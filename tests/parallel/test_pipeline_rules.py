@@ -19,8 +19,9 @@ TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
     (f"model.num_layers=4 trainer.global_batch_size=24 {TWO_CHUNKS}",
      f"{PIPELINE}=2: a step has 3 microbatches on each rank, and interleaved stages take a multiple of 2; write trainer.micro_batch_size=6"),
     ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: low-bit state is that of whole models, and {KEY} splits them; write opt_level=null"),
-    ("precision=bf16_fp8 storage.weight_grad=fp8", "storage: state in fewer bits, but for moments over float32 masters, is that of whole models, "
-     f"and {KEY} splits them; write storage.weight_grad=auto"),
+    ("precision=bf16_fp8 storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored", "storage: state in fewer bits, but for moments, and "
+     f"gradients sent in plain dtypes, over float32 masters, is that of whole models, and {KEY} splits them; write storage.comm=auto "
+     "storage.accumulate=wide"),
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
      f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has all layers; write 0"),
     ("task=lora", f"{PIPELINE}=2: splits the model, and adapters stand beside a whole one (lora.enabled=True); write 1"),

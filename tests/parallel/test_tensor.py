@@ -67,19 +67,22 @@ RUNS = {  # name -> words, the largest relative difference of a loss from that o
     "rows exact": (f"{ROWS} precision.compute=fp32 {SMALL}", 1e-4, 1e-3),
     # The steps between four-bit numbers are a third of a number at most, not an eighth: 8.4e-5 and 4.3e-4 were seen.
     "nvfp4 exact": (f"{NVFP4} {SP} precision.compute=fp32 {SMALL}", 5e-4, 5e-3),
+    # 1.8e-7 and 1.9e-6 were seen.
+    "gradients": (f"{CLIPPED} {SP} {SMALL} storage.weight_grad=fp8", 1e-5, 1e-4),
+    "gradients zero2": (f"{CLIPPED} {SP} {SMALL} storage.weight_grad=fp8 storage.shard=zero2", 1e-5, 1e-4),
     "moments": (f"{CLIPPED} {SP} {SMALL} storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled", 1e-6, 1e-5),
     # A moment at the edge between two codes falls to the other side now and then: on one machine 1.2e-6, on another 1.7e-5.
     "moments in blocks": (f"{EXACT} {SP} {SMALL} {BLOCKS} model.hidden_size=256 model.ffn_hidden_size=256", 1e-4, 1e-3),
     "moments in cut blocks": (f"{EXACT} {SP} {SMALL} {BLOCKS}", 1e-4, 1e-3),  # two matrices have them in float32, on one rank none
 }
-SAME = {"whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zero2": "clipped", "delayed fsdp": "delayed",
+SAME = {"gradients zero2": "gradients", "whole sequences": "fp32", "recomputed": "fp32", "fsdp": "clipped", "zero2": "clipped", "delayed fsdp": "delayed",
         "rows fsdp": "rows", "nvfp4 whole sequences": "nvfp4"}
 """Runs that on one rank are another one."""
 LONG = {("fp32", 2), ("whole sequences", 2), ("fsdp", 4), ("fp32", 1), ("clipped", 1)}
 """Runs of more steps, by name and ranks: with and without sequence parallelism, with FSDP2, and those of one rank which these are held to."""
 QUICK, SLOW = ("packed", "delayed"), ("fp32", "whole sequences", "clipped", "recomputed", "fsdp", "bf16", "compiled", "current", "mxfp8",
-                                     "current exact", "mxfp8 exact", "rows", "rows exact", "nvfp4", "nvfp4 whole sequences", "nvfp4 exact", "moments", "moments in blocks", "moments in cut blocks")
-FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp", "rows fsdp", "nvfp4 zero2")
+                                     "current exact", "mxfp8 exact", "rows", "rows exact", "nvfp4", "nvfp4 whole sequences", "nvfp4 exact", "gradients", "moments", "moments in blocks", "moments in cut blocks")
+FOUR = ("clipped", "fsdp", "zero2", "delayed", "delayed fsdp", "rows fsdp", "nvfp4 zero2", "gradients zero2")
 SHARDED = ("precision=fp32 storage.shard=fsdp", "precision=bf16_fp8 storage.shard=zero1")
 """Words of runs in which each of two ranks has shards of parts of matrices, whose memory is measured."""
 
@@ -164,7 +167,7 @@ def quick_on_two(world: World) -> dict[str, Any]:
     return found | {name: trained(name, 2, world) for name in QUICK}
 
 
-MEASURED = ("precision=fp32", f"precision=bf16 {SP}", f"precision=bf16_fp8 model.recompute_granularity=full {SP}")
+MEASURED = ("precision=fp32", f"precision=bf16 {SP} storage.weight_grad=fp8", f"precision=bf16_fp8 model.recompute_granularity=full {SP}")
 
 
 def on_two(folder: Path, world: World) -> dict[str, Any]:
@@ -381,8 +384,8 @@ KEY = "tensor_model_parallel_size=2"
     (f"model.seq_length=31 {SP}",
      "trainer.strategy.sequence_parallel=True: splits model.seq_length=31 over 2 ranks; write model.seq_length=32"),
     ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: low-bit state is that of whole matrices, and {KEY} splits them; write opt_level=null"),
-    ("precision=bf16_precision_aware", "storage: state in fewer bits, but for moments over float32 masters, is that of whole matrices, "
-     f"and {KEY} splits them; write storage.master_weight=auto"),
+    ("precision=bf16_precision_aware storage.weight_grad=fp8", "storage: state in fewer bits, but for moments, and gradients sent in plain dtypes, "
+     f"over float32 masters, is that of whole matrices, and {KEY} splits them; write storage.master_weight=auto"),
     ("precision=bf16_fp8 fp8.dot_product_attention=true",
      f"fp8.dot_product_attention=True: attention in FP8 takes all heads, and {KEY} splits them; write false"),
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",

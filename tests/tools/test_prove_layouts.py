@@ -48,8 +48,8 @@ CELLS = {  # of the table, as the recipes stand
     "llama_70b --ranks 64 --precision bf16_fp8 --places middle --sent": ("TP4 PP4 CP2 DP2 zero1", ["middle 32"]),
     "llama_405b --ranks 16384 --precision bf16 --places first,last": ("TP8 PP8 CP4 DP64 zero1", ["first 0", "last 16383"])}
 WRONG = "gpt3_125m --precision bf16 --places first model.num_layers=1"
-CUT = "model.num_layers=1 trainer.strategy.tensor_model_parallel_size=4 storage.exp_avg=fp8_expand storage.exp_avg_sq=fp8_block"
-"""Cuts that go through some blocks of moments, 192 columns and biases of 576 elements among them."""
+CUT = "model.num_layers=1 trainer.strategy.tensor_model_parallel_size=4 storage.exp_avg=fp8_expand storage.exp_avg_sq=fp8_block storage.weight_grad=fp8_block"
+"""Cuts that go through some blocks of moments and gradients, 192 columns and biases of 576 elements among them."""
 MORE = {
     "llama_70b --ranks 1024 --precision bf16_fp8 --places middle --sent model.num_layers=4 trainer.strategy.virtual_pipeline_model_parallel_size=null": ("TP4 PP4 CP2 DP32 zero1", ["middle 512"]),
     "llama_70b --ranks 64 --precision bf16_nvfp4 --places middle --sent model.num_layers=8 trainer.strategy.virtual_pipeline_model_parallel_size=null": ("TP4 PP4 CP2 DP2 zero1", ["middle 32"]),
@@ -67,7 +67,7 @@ MORE = {
     "llama_8b --ranks 8 --precision bf16_fp8 --places last --sent --accumulate 2 task=lora model.num_layers=2 storage.shard=fsdp": ("TP1 PP1 CP2 DP4 fsdp", ["last 7"]),
     "llama_8b --ranks 1024 --precision bf16_fp8 --places last --sent fp8.scaling=mxfp8 fp8.format=e4m3 fp8.params=true model.num_layers=1 model.ffn_hidden_size=14368": ("TP1 PP1 CP2 DP512 zero1", ["last 1023"]),  # rows that are cut unevenly
     f"llama_8b --ranks 8 --precision bf16 --places last --sent --accumulate 2 model.num_layers=1 storage.comm=bf16 storage.weight_grad=fp32 storage.shard=zero2 {REPLICAS}": ("TP1 PP1 CP2 DP4 zero2", ["last 7"]),
-    "llama_70b --ranks 1024 --precision bf16_fp8 --places first,last --sent model.num_layers=4 trainer.strategy.virtual_pipeline_model_parallel_size=null storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled": ("TP4 PP4 CP2 DP32 zero1", ["first 0", "last 1023"]),
+    "llama_70b --ranks 1024 --precision bf16_fp8 --places first,last --sent model.num_layers=4 trainer.strategy.virtual_pipeline_model_parallel_size=null storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled storage.weight_grad=fp8": ("TP4 PP4 CP2 DP32 zero1", ["first 0", "last 1023"]),
     "gpt3_125m --precision bf16 --places first,last --sent model.num_layers=2 trainer.strategy.pipeline_model_parallel_size=2 storage.master_weight=fp16_scaled storage.exp_avg=fp8": ("TP1 PP2 CP1 DP4 none", ["first 0", "last 7"]),
     "gpt3_125m --precision bf16_fp8 --places first,last --sent --accumulate 2 model.num_layers=2 trainer.strategy.pipeline_model_parallel_size=2 storage.weight=fp32": ("TP1 PP2 CP1 DP4 zero1", ["first 0", "last 7"]),
     f"gpt3_125m --precision bf16_fp8 --places last --sent {CUT} storage.shard=none": ("TP4 PP1 CP1 DP2 none", ["last 7"]),

@@ -19,7 +19,7 @@ from fp8cfg import smoke
 from fp8cfg.__main__ import main
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import low_bit, moments_alone
+from fp8cfg.config.storage import in_parts, low_bit
 from fp8cfg.layer_plan import plan
 from fp8cfg.report.coverage import planned
 from fp8cfg.report.memory.layout import parts_that_differ, refused
@@ -69,7 +69,7 @@ def test_every_recipe_and_preset_is_planned_in_four_gib_over_all_ranks(words: tu
 def test_a_layout_that_a_precision_does_not_have_is_cut_too(preset: str) -> None:
     small = cut("recipe=llama_8b", f"precision={preset}", "trainer.strategy.tensor_model_parallel_size=2", ranks=4)
     assert not refused(small, 4)
-    whole = low_bit(small.precision) and not moments_alone(small.precision)  # state in fewer bits
+    whole = low_bit(small.precision) and not in_parts(small.precision)  # state in fewer bits
     assert small.trainer.strategy.tensor_model_parallel_size == (1 if whole else 2)
 
 

@@ -3,14 +3,14 @@
 A gradient with a scale of the whole tensor takes three launches on a GPU, its amax, the scale and the values, and so do several
 together: as they come in a backward pass, small ones wait for the next ones there.
 
-A rank that has a shard of a gradient, once FSDP2 has summed it, stores that. Shards of one sum wait for one another, for scales of
-whole tensors are made of their largest amaxes over the ranks, which one collective finds for all of them.
+A rank that has a part of a gradient, of FSDP2's once that has summed it, stores that. Parts of one layer wait for one another, for
+scales of whole tensors are made of their largest amaxes over the ranks, which one collective finds for all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -28,8 +28,8 @@ WAITING = 1 << 26
 
 class StoredGradients:
     """The gradients of the parameters in `codecs`, in `stored` by parameter. `key` gives the random numbers of a parameter's
-    rounding, `names` what errors call it. Where parameters are shards `largest` is the elementwise maximum over the ranks that have
-    the others, and `ends` are those that come last of the ones whose gradients are summed together."""
+    rounding, `names` what errors call it. Where parameters are parts `largest` is the elementwise maximum over the ranks that have
+    the others, and `groups` has for each those whose gradients are stored with its own."""
 
     def __init__(self, names: Mapping[nn.Parameter, str], key: Callable[[nn.Parameter, str], Tensor]) -> None:
         self.codecs: dict[nn.Parameter, Codec] = {}
@@ -38,7 +38,7 @@ class StoredGradients:
         """Whether a step has read what is stored; the next one takes its place, for a Trainer calls the model's zero_grad, which
         does not know of them."""
         self.largest: Callable[[Tensor], Tensor] | None = None
-        self.ends: Container[nn.Parameter] = ()
+        self.groups: Mapping[nn.Parameter, Set[nn.Parameter]] = {}
         self._names, self._key = names, key
 
     def of(self, p: nn.Parameter) -> Stored | None:
@@ -105,8 +105,8 @@ class StoredGradients:
         def arrived(p: Tensor) -> None:
             assert isinstance(p, nn.Parameter), "hooks are those of parameters"
             waiting[p] = None
-            if self.largest is not None:
-                full = p in self.ends
+            if p in self.groups:
+                full = waiting.keys() >= self.groups[p]
             else:
                 full = len(waiting) >= together(p.device) or sum(each.numel() for each in waiting) > WAITING or add
             if full or not self.codecs[p].per_tensor:

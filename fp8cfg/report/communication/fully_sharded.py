@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
@@ -14,7 +13,7 @@ from fp8cfg.report.communication.fp8_shards import amaxes_of_cut_tiles, gathered
 from fp8cfg.report.communication.shared_amaxes import of_written_weight
 from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.operands import CODEC
-from fp8cfg.report.memory.shards import parameter_columns, shard_elements, stored_gradients, summed_with, trained_shapes
+from fp8cfg.report.memory.shards import parameter_columns, shard_elements, summed_with, trained_shapes
 
 
 def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, passes: int) -> Iterator[Collective]:
@@ -46,9 +45,6 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
         yield from axis.all_gather("weights", weights, (2 * passes if layer else rest) if shard == "fsdp" else 1)
         yield from axis.reduce_scatter("gradients", part_bytes, sums * bool(part_bytes))
         yield from apart.all_reduce("gradients", int(sum(n for n, _ in shards) * in_groups), over_groups * bool(part_bytes))
-    scales = Counter(summed_with(name) for name, codec in stored_gradients(recipe, part, linears).items() if codec in PER_TENSOR)
-    for count in scales.values():
-        yield from axis.all_reduce_amaxes(count, sums if p.storage.accumulate == "stored" else 1)
     written = {name: shape for name, shape in in_fp8.items() if name in trained}  # in each step
     over_shards = sum(amaxes_of_cut_tiles(p.fp8, shape, part.shards, name in by_columns) for name, shape in written.items())
     yield from axis.all_reduce_amaxes(over_shards)

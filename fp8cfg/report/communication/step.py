@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import SCALED, fp8_weights, gathers_params, resolved, sharding
+from fp8cfg.config.storage import PER_TENSOR, SCALED, fp8_weights, gathers_params, resolved, sharding
 from fp8cfg.report.communication import gradients, passes, shared_amaxes, state
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, same_parameters, together
 from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, split_dimension
 from fp8cfg.report.memory.peak import linears_of
-from fp8cfg.report.memory.shards import BLOCKS, owner_of, trained_shapes
+from fp8cfg.report.memory.shards import BLOCKS, owner_of, stored_gradients, summed_with, trained_shapes
 from fp8cfg.scalings import SCALINGS
 
 
@@ -28,7 +28,7 @@ def of_step(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -
     return together([
         *state.data_axis(recipe, part, linears, backend, count, rank), *gradients.shared_gradients(recipe, part, backend, rank),
         *(one.times(count) for one in in_passes), *_numbers(recipe, part, linears, backend),
-        *_amaxes(recipe, part, linears, backend, rank),
+        *_amaxes(recipe, part, linears, backend, rank), *_of_gradients(recipe, part, linears, backend),
         *_written(recipe, part, linears, backend, rank)])
 
 
@@ -64,6 +64,21 @@ def _amaxes(
     yield from Axis("tensor", part.tensor).all_reduce("amaxes", each)
     if sharded:
         yield from same_parameters(part).all_reduce("amaxes", each)
+
+
+def _of_gradients(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str) -> Iterator[Collective]:
+    """The amaxes of gradients that are stored with a scale of the whole tensor, where others have parts of it: of a layer as it is
+    stored, in the last pass or in each, or of all in the step."""
+    sharded, columns = by_fsdp2(recipe, part.shards, backend), resolved(recipe.precision)
+    stored = stored_gradients(recipe, part, linears, sharded)
+    layers = Counter(summed_with(name) for name, codec in stored.items() if codec in PER_TENSOR)
+    each = recipe.storage.accumulate == "stored"
+    early = sharded or part.shards == 1 or columns["comm"] == columns["weight_grad"]
+    if not each and (not early or recipe.trainer.strategy.pipeline_model_parallel_size > 1):
+        layers = Counter({"": layers.total()})
+    for axis in (Axis("tensor", part.tensor), *([same_parameters(part)] if sharded else [])):
+        for count in layers.values():
+            yield from axis.all_reduce_amaxes(count, microbatches(recipe, part) if each else 1)
 
 
 def _written(

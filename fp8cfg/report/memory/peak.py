@@ -92,7 +92,7 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
         kinds["accumulation"] = whole + there
     elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
         kinds["accumulation"] = wide
-    elif device == "cuda" and (wait := waiting(recipe, part, linears, backend)):
+    elif (device == "cuda" or part.tensor > 1) and (wait := waiting(recipe, part, linears, backend)):
         kinds["accumulation"] = wait
     kinds |= {"activations": live.pop("kept"), **live}
     step = step_bytes(recipe, part, linears, device, backend)
@@ -167,12 +167,13 @@ def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) ->
 
 
 def waiting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], backend: str) -> int:
-    """Bytes of float32 gradients that wait on a GPU until several, each with one scale, are stored together."""
+    """Bytes of float32 gradients that wait until several, each with one scale, are stored together: of a layer where other ranks
+    have parts, else on a GPU."""
     alone = backend_registry.capabilities(backend).own_state or recipe.storage.accumulate == "stored"
     if alone or chart.row(recipe)["weight_grad"] not in PER_TENSOR or microbatches(recipe, part) > 1:
         return 0
-    largest = sorted((p.in_features * p.out_features // part.tensor for p in linears), reverse=True)
-    return 4 * min(WAITING, sum(largest[:TOGETHER]))
+    largest = sorted((p.in_features * p.out_features for p in linears), reverse=True)
+    return until_stored(recipe, part, linears) if part.tensor > 1 else 4 * min(WAITING, sum(largest[:TOGETHER]))
 
 
 def parameters(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear] | None = None) -> Parameters:

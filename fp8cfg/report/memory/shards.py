@@ -35,25 +35,28 @@ def state_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
     layers of `part`, and `backend` multiplies."""
     shard, shapes, moments = sharding(recipe.precision, part.shards), trained_shapes(recipe, part), chart.row(recipe)
     columns, split = parameter_columns(recipe, linears, shapes), SPLIT[shard]
+    by_rows = by_fsdp2(recipe, part.shards, backend)
+    stored = stored_gradients(recipe, part, linears, by_rows)
+    columns = {name: {**one, "weight_grad": stored.get(name, "fp32")} if by_rows or one["weight_grad"] in SCALED else one
+               for name, one in columns.items()}
     whole = own = {name: prod(shape) for name, shape in shapes.items()}
-    if by_rows := by_fsdp2(recipe, part.shards, backend):
+    if by_rows:
         split = SPLIT["fsdp" if shard == "fsdp" else "zero2"]
-        masters, stored = {} if shard == "fsdp" else {"master_weight": "fp32"}, stored_gradients(recipe, part, linears)
-        columns = {name: {**one, **masters, "weight_grad": stored.get(name, "fp32")} for name, one in columns.items()}
+        masters = {} if shard == "fsdp" else {"master_weight": "fp32"}
+        columns = {name: {**one, **masters} for name, one in columns.items()}
         own = {name: shard_elements(recipe, name, shape, part.shards, rank or 0) for name, shape in shapes.items()}
     elif split:
         owner, loads = owner_of(recipe, part, linears)
         rank = max(loads, key=lambda one: loads[one]) if rank is None else rank
         own = {name: count for name, count in whole.items() if owner[name] == rank}
     plain = {**moments, **{k: "fp32" for k in KINDS["moments"] if moments[k] in BLOCKS}}
-    uncut = {name: (not by_rows or whole_blocks(shape, part.shards)) and blocks_of_columns(recipe, part, name, shape)
-             for name, shape in shapes.items()}
+    uncut = {name for name, shape in shapes.items() if keeps_blocks(recipe, part, name, shape, by_rows)}
     found = {}
     for kind in KINDS if "weights" in split else [kind for kind in KINDS if kind != "weights"]:
         found[kind] = 0
         for name, count in (own if kind in split else whole).items():
             # Moments are float32 where parts are no whole blocks.
-            codecs = columns[name] if kind != "moments" else moments if uncut[name] else plain
+            codecs = columns[name] if kind != "moments" else moments if name in uncut else plain
             for k in KINDS[kind]:
                 found[kind] += stored_bytes(codecs[k], count)
     return found
@@ -68,16 +71,16 @@ def row_scales(recipe: Recipe, part: Part, linears: Iterable[PlannedLinear]) -> 
     return sum(4 * sum(shapes.get(f"{linear.name}.weight", ())) for linear in linears if linear.fp8)
 
 
-def stored_gradients(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, str]:
-    """By name the codecs in which gradients of shards are stored with scales: not of those whose blocks would be cut. Others
-    are float32."""
+def stored_gradients(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], by_rows: bool = True) -> dict[str, str]:
+    """By name the codecs in which gradients, of shards or of whole tensors, are stored with scales: not of those whose blocks would
+    be cut. These are float32."""
     shapes = trained_shapes(recipe, part)
     codecs = {name: columns["weight_grad"] for name, columns in parameter_columns(recipe, linears, shapes).items()}
     return {name: codec for name, codec in codecs.items()
-            if codec in SCALED and (codec not in BLOCKS or whole_blocks(shapes[name], part.shards))}
+            if codec in SCALED and (codec not in BLOCKS or keeps_blocks(recipe, part, name, shapes[name], by_rows))}
 
 
-def until_stored(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> int:
+def until_stored(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
     """Bytes that shards of gradients take more in float32 until FSDP2 has summed those that they are stored with: of all where each
     microbatch's are added to those before, else of the layer that has most."""
     shapes, groups, more = trained_shapes(recipe, part), dict[str, int](), 0
@@ -100,6 +103,11 @@ def whole_blocks(shape: tuple[int, ...], ranks: int) -> bool:
     return shape[0] % ranks == 0 and (shape[0] // ranks * prod(shape[1:])) % CODEC_BLOCK == 0
 
 
+def keeps_blocks(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...], by_rows: bool) -> bool:
+    """Whether what a rank has of the parameter `name`, of that `shape` in `part`, is whole blocks, also where FSDP2 cuts it."""
+    return (not by_rows or whole_blocks(shape, part.shards)) and blocks_of_columns(recipe, part, name, shape)
+
+
 def blocks_of_columns(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...]) -> bool:
     """Whether tensor parallelism leaves whole blocks in each run of a rank's part of the parameter `name`, of that `shape`."""
     if part.tensor == 1 or (split := split_dimension(recipe, name)) is None:
@@ -117,7 +125,7 @@ def trained_shapes(recipe: Recipe, part: Part) -> dict[str, tuple[int, ...]]:
             for matrix, shape in (("A", (rank, p.in_features)), ("B", (p.out_features, rank)))}
 
 
-def parameter_columns(recipe: Recipe, linears: list[PlannedLinear], names: Iterable[str]) -> dict[str, Columns]:
+def parameter_columns(recipe: Recipe, linears: Sequence[PlannedLinear], names: Iterable[str]) -> dict[str, Columns]:
     """The storage columns of each parameter by name."""
     p, runs = recipe.precision, {f"{linear.name}.weight": linear.fp8 for linear in linears}
     kinds = {fp8: columns_of(p, fp8 is not None, bool(fp8)) for fp8 in (None, False, True)}

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     Optimizer = MixedPrecisionOptimizer | LowBitTraining
 
 
-def stores_early(prepared: PreparedModel, world: World) -> bool:
-    """Whether gradients can be encoded into their storage codec as they come: with one rank, where the same bytes are communicated,
-    or where FSDP2 has summed them by then."""
-    return world.size == 1 or prepared.fsdp2 or all(
+def stores_early(prepared: PreparedModel) -> bool:
+    """Whether gradients can be encoded into their storage codec as they come: with no rank to sum them with, where the same bytes
+    are communicated, or where FSDP2 has summed them by then."""
+    return prepared.fsdp2 or sharing(prepared).size == 1 or all(
         columns["comm"] == columns["weight_grad"] or columns["weight_grad"] not in SCALED for columns in prepared.columns.values())
 
 

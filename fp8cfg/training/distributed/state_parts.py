@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping, Set
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,6 @@ def attach(optimizer: LowBitTraining, prepared: PreparedModel, precision: Precis
         optimizer.masters_of = {name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"}
         optimizer.sharded = precision.storage.shard != "fsdp"
         optimizer.on_written.append(partial(fsdp.let_go, prepared.model))
-        optimizer.gradients.ends = _last_of_sums(prepared.model, optimizer.gradients.codecs)  # type: ignore[arg-type]
     if not worlds:
         return
 
@@ -52,13 +51,12 @@ def attach(optimizer: LowBitTraining, prepared: PreparedModel, precision: Precis
         return amaxes
 
     optimizer.largest = optimizer.gradients.largest = largest
+    optimizer.gradients.groups = _layers(prepared.model, optimizer.gradients.codecs)  # type: ignore[arg-type]
     optimizer.parts = parts
     optimizer.whole = {columns_of(prepared, precision, name) for name in optimizer.names.values()}
 
 
-def _last_of_sums(model: Transformer, chosen: Container[nn.Parameter]) -> set[nn.Parameter]:
-    """Of each group of parameters whose gradients are summed together, a layer's or the rest, the last one of `chosen`."""
-    groups = [[p for p in layer.parameters() if p in chosen] for layer in model.layers]
-    inside = {p for group in groups for p in group}
-    groups.append([p for p in model.parameters() if p in chosen and p not in inside])
-    return {group[-1] for group in groups if group}
+def _layers(model: Transformer, chosen: Iterable[nn.Parameter]) -> dict[nn.Parameter, Set[nn.Parameter]]:
+    """Of each of `chosen` those of the same layer, or in none, whose gradients FSDP2 sums together."""
+    groups = {p: {*layer.parameters()} & {*chosen} for layer in model.layers for p in layer.parameters()}
+    return {p: groups.get(p, {*chosen} - groups.keys()) for p in chosen}
