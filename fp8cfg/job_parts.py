@@ -136,7 +136,7 @@ def _fully_sharded(
         fp8 = precision.fp8.model_copy(update={"params": False})  # of layers; a shard is float32
         backend.convert(
             model, fp8, plan, region, choice.product, compute=stored_weights.DTYPES[precision.compute], fp8_gather=in_fp8)
-    elif whole and resolved(precision)["weight"] != gathered_plain(precision):
+    if whole and not in_fp8 and resolved(precision)["weight"] != gathered_plain(precision):
         stored_weights.shard_in_codec(model, precision, plan, columns, region)
     for layer in fp8_linears(model):
         layer.weight_grad_dtype, layer.gathered_once = gradient, whole

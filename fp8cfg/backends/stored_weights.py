@@ -72,15 +72,16 @@ def hold(
 def shard_in_codec(
     model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear], columns: Mapping[str, Columns], region: Region
 ) -> None:
-    """Let FSDP2 gather the weights of the linear layers of `plan`, none of which runs in FP8, in their codecs, in place."""
+    """Let FSDP2 gather the weights of the linear layers of `plan`, FP8Linears or plain ones, in their codecs, in place."""
     for planned in plan:
         named = columns.get(f"{planned.name}.weight", others(precision))  # a tied weight has another name
         if named["weight"] != others(precision)["weight"]:
             layer = model.get_submodule(planned.name)
-            assert type(layer) is nn.Linear
-            high = FP8Linear.from_linear(layer, Scaling(kind="current"), region, high_precision=(True, True, True))
-            high.shard_in_fp8(codec(named["weight"]))
-            replaced(model, planned.name, high)
+            if not isinstance(layer, FP8Linear):
+                assert type(layer) is nn.Linear
+                layer = FP8Linear.from_linear(layer, Scaling(kind="current"), region, high_precision=(True, True, True))
+                replaced(model, planned.name, layer)
+            layer.shard_in_fp8(codec(named["weight"]))
     model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))  # type: ignore[no-untyped-call]
 
 

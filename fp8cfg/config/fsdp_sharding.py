@@ -2,9 +2,9 @@
 
 `storage.shard=fsdp` always; zero1 and zero2 where masters are float32, gradients are sent in plain dtypes, and each trained weight
 can be gathered as the unsharded run stores it. Moments and gradients may be of any codec, encoded by shard. Masters of fewer bits,
-and beside FP8 products or parts of matrices weights in a codec that is neither float32 nor what these read, are those of whole
-tensors, each of which has one owner (training/distributed/zero.py). Under zero1 and zero2 weights that are frozen beside adapters
-are whole on each rank, as Megatron's distributed optimizer leaves them.
+and beside parts of matrices or other backends' FP8 products weights in a codec that is neither float32 nor what these read, are
+those of whole tensors, each of which has one owner (training/distributed/zero.py). Under zero1 and zero2 weights that are frozen
+beside adapters are whole on each rank, as Megatron's distributed optimizer leaves them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _gathered_as_stored(recipe: Recipe, backend: str) -> bool:
         return True
     if fp8_weights(p):
         return capabilities(backend).fp8_gather == "params" or not against_gathered_params(p.fp8, backend)
-    return linear["weight"] == rest["weight"] or not (p.fp8.enabled or tensor > 1)
+    in_codec = tensor == 1 and (not p.fp8.enabled or capabilities(backend).fp8_gather == "params")
+    return in_codec or linear["weight"] == rest["weight"]
 
 
 def gathered_plain(precision: Precision) -> str:

@@ -5,8 +5,8 @@
     post-gather     the bytes are the weight [out, in], with its scales
 
 The numbers are those of a layer that holds its weight in float8 (fp8_weights.py), to the bit (shard_scales.py). Where dgrad reads
-another matrix than fprop both are gathered, as many bytes as bfloat16 would be. A weight that no product reads in FP8 may be
-gathered in a codec (`storage.weight`), which each pass decodes.
+another matrix than fprop both are gathered, as many bytes as bfloat16 would be. A weight may be gathered in a codec instead
+(`storage.weight`), which each pass decodes, before it quantizes it for FP8 products.
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (torch/distributed/fsdp/_fully_shard/_fsdp_param.py); torchao's
 WeightWithDynamicFloat8CastTensor is the like of it for its own layers.
@@ -81,7 +81,7 @@ class WeightShard(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         stored: Stored = module.quantized_shard(self._tensor)
-        split = split_fields(module.scaling, module.shard_place)
+        split = split_fields(module.shard_scaling, module.shard_place)
         if mesh.size() == 1:  # torch takes nothing but the first from one rank, which has the whole of the others. Seen with 2.13
             split = dict([*split.items()][:1])
         sent = {name: getattr(stored, name) for name in split}
@@ -178,7 +178,7 @@ def refresh_shards(layers: Iterable[Any]) -> None:
     shards = [layer.parameter.to_local()._tensor for layer in those]
     if (codec := those[0].shard_codec) and not codec.per_tensor:
         return
-    found = shard_amaxes(shards, those[0].scaling, [layer.shard_place for layer in those], keep_nan=codec is not None)
+    found = shard_amaxes(shards, those[0].shard_scaling, [layer.shard_place for layer in those], keep_nan=codec is not None)
     if not any(found):
         return
     flat = torch.cat([amax.flatten() for each in found for amax in each])

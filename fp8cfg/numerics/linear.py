@@ -111,6 +111,11 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         """Let FSDP2, which is to split the weight, gather it in FP8, or in `codec`, which each pass decodes."""
         self._parameters["weight"], self.sharded, self.shard_codec = shard_parameter(self.parameter), True, codec
 
+    @property
+    def shard_scaling(self) -> Scaling:
+        """How the weight that FSDP2 gathers is scaled: as products read it, or in a codec as a whole."""
+        return Scaling(kind="current") if self.shard_codec else self.scaling
+
     def quantized_shard(self, shard: Tensor) -> Stored:
         """This rank's rows of the weight in float8, made once a step; kept unless they are gathered once a step too, as those in a
         codec are."""

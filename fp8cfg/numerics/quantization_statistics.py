@@ -26,6 +26,7 @@ from fp8cfg.numerics.nvfp4 import hadamard
 from fp8cfg.numerics.pass_records import AMAX, BACKWARD_AMAX, RAN
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, amax_of, scale_now
 from fp8cfg.numerics.stochastic_rounding import Random
+from fp8cfg.numerics.weight_access import decoded
 
 TENSORS = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -116,6 +117,8 @@ class _Probe:
         weight: Tensor | None = layer.parameter
         if layer.codec:
             weight = layer.dequantized_weight(torch.float32)
+        elif isinstance(weight, GatheredWeight) and weight.codec:
+            weight = decoded(weight.stored, weight.codec, torch.float32)
         elif isinstance(weight, GatheredWeight):
             weight = whole_master(self.shards[layer]) if layer in self.shards else None
         elif layer.fp8_params and isinstance(weight, nn.Parameter):

@@ -136,7 +136,7 @@ def _kept(layers: list[FP8Layer], device: torch.device) -> Tensor:
 
 def _holds_weight(layer: FP8Layer) -> bool:
     """Whether the amax of its weight was recorded when that was written, and stays until it is written again."""
-    return isinstance(layer, FP8Linear) and (layer.fp8_params or layer.sharded)
+    return isinstance(layer, FP8Linear) and (layer.fp8_params or (layer.sharded and not layer.shard_codec))
 
 
 def _update(

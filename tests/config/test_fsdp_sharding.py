@@ -16,7 +16,7 @@ from tests.support.small import small
     ("precision=bf16_fp8_block fp8.params=true", 2, "native", True), ("precision=bf16 storage.weight=fp32", 2, "native", True),
     ("precision=bf16 storage.comm=bf16", 2, "native", True), ("precision=bf16 storage.weight_grad=bf16 storage.comm=fp32", 2, "native", True), ("precision=bf16 storage.comm=bf16 storage.weight_grad=bf16", 2, "native", True),
     ("precision=bf16 storage.weight_grad=fp8", 2, "native", True), ("precision=bf16_fp8 fp8.params=false storage.weight_grad=fp8_block", 2, "te", True), ("precision=fp32 storage.weight_grad=fp16_scaled", 2, "native", True),
-    ("precision=bf16 storage.weight=fp8", 2, "native", True), ("precision=fp32 storage.weight=bf16", 2, "native", True), ("precision=bf16_fp8 fp8.params=false storage.weight=fp16", 2, "native", False),
+    ("precision=bf16 storage.weight=fp8", 2, "native", True), ("precision=fp32 storage.weight=bf16", 2, "native", True), ("precision=bf16_fp8 fp8.params=false storage.weight=fp16", 2, "native", True), ("precision=bf16_fp8 fp8.params=false storage.weight=fp16", 2, "te", False),
     ("precision=bf16 storage.comm=fp8", 2, "native", False), ("precision=bf16 storage.comm=fp8 storage.weight_grad=fp8", 2, "native", False), ("precision=bf16_fp8 opt_level=O2 storage.shard=zero1", 2, "native", False),
     ("precision=bf16_fp8_te_fused_adam storage.shard=zero1", 2, "native", True), ("precision=bf16_fp8_current_coat storage.shard=zero2", 2, "native", True),
     ("precision=bf16_precision_aware storage.shard=zero1", 2, "native", False), ("precision=bf16 storage.shard=zero1 storage.exp_avg=bf16 storage.rounding=stochastic", 2, "native", False),

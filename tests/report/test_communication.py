@@ -42,7 +42,7 @@ LAYOUTS = {
                         "storage.shard=fsdp backend=torchao",
     "zero1": "precision=bf16_fp8", "zero2": "precision=bf16 storage.shard=zero2", "none": "precision=bf16 storage.shard=none",
     "owners": "precision=bf16_fp8 storage.shard=zero1 storage.master_weight=fp16_scaled",
-    "scales": "precision=bf16_fp8 opt_level=O2 storage.shard=zero1", "FP8 without operands": "precision=bf16 storage.weight=fp8 storage.shard=zero2",
+    "scales": "precision=bf16_fp8 opt_level=O2 storage.shard=zero1", "fp16 beside FP8": "precision=bf16_fp8 fp8.params=false storage.weight=fp16_scaled", "FP8 without operands": "precision=bf16 storage.weight=fp8 storage.shard=zero2",
     "two hops": "precision=bf16 opt_level=O2", "LoRA": "precision=bf16_fp8 task=lora storage.shard=zero2", "LoRA owners": "precision=bf16_fp8 storage.comm=fp8 task=lora storage.shard=zero2",
 }
 

@@ -37,17 +37,18 @@ ROWS = {
     "bf16 sums": "precision=bf16 storage.comm=bf16", "bf16 gradients": "precision=bf16 storage.weight_grad=bf16",
     "gradients by tensor": "precision=bf16_fp8 storage.weight_grad=fp8 model.share_embeddings_and_output_weights=true fp8.output_layer=true", "gradients in blocks": "precision=fp32 storage.weight_grad=fp8_block model.hidden_size=256",
     "weights in FP8": "precision=bf16 storage.weight=fp8 model.share_embeddings_and_output_weights=true", "weights in fp16": "precision=bf16 storage.weight=fp16 storage.weight_grad=bf16",
+    "fp16 beside FP8": "precision=bf16_mxfp8 fp8.params=false storage.weight=fp16_scaled fp8.high_precision_at_start=0 fp8.high_precision_at_end=0",
     "momentum": "precision=bf16 optim.name=sgd optim.momentum=0.9 optim.lr=0.1",
     "float32 weights": "precision=bf16_fp8_amp model.share_embeddings_and_output_weights=true", "fp16 AMP": "precision=fp16_amp precision.initial_loss_scale=65536",
 }
 CUT, NORMS = "cut blocks", 3 * 64
 """A row whose shards of norms are parts of blocks, and the elements of these."""
 SHARDS = ("none", "zero1", "zero2")
-ONCE = ("current", "rows", "nvfp4", "moments by tensor", "momentum", "fp16 AMP")
+ONCE = ("fp16 beside FP8", "current", "rows", "nvfp4", "moments by tensor", "momentum", "fp16 AMP")
 """Rows without a run of zero2, which is zero1 but for when gradients are summed: their weights and moments see nothing of that."""
 RUNS = [(row, shard) for row in ROWS for shard in SHARDS if shard != "zero2" or row not in ONCE]
 RESUMED = [("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "none"), ("momentum", "zero1", "zero2"), ("bf16", "none", "zero2"), ("current", "zero1", "zero1"), ("MX", "none", "zero1"), ("blocks", "zero2", "none"),
-           ("moments by tensor", "zero1", "none"), ("moments in blocks", "none", "zero2"), ("cut blocks", "none", "zero1"), ("cut blocks", "zero1", "none"), ("gradients in blocks", "zero2", "none"), ("weights in FP8", "none", "zero1"), ("weights in FP8", "zero2", "none"), ("weights in fp16", "zero1", "none"), ("float32 weights", "zero1", "none"), ("float32 weights", "none", "zero2")]
+           ("moments by tensor", "zero1", "none"), ("moments in blocks", "none", "zero2"), ("cut blocks", "none", "zero1"), ("cut blocks", "zero1", "none"), ("gradients in blocks", "zero2", "none"), ("weights in FP8", "none", "zero1"), ("weights in FP8", "zero2", "none"), ("weights in fp16", "zero1", "none"), ("fp16 beside FP8", "none", "zero1"), ("float32 weights", "zero1", "none"), ("float32 weights", "none", "zero2")]
 MEASURED = ("precision=fp16 precision.initial_loss_scale=128 storage.shard=zero1 model.num_layers=2 model.seq_length=32", "precision=bf16 storage.comm=bf16 storage.shard=zero1", "precision=bf16 storage.weight_grad=bf16 storage.shard=zero1", "precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16 storage.weight=fp8 storage.shard=zero1 trainer.micro_batch_size=8", "precision=bf16_fp8 storage.weight_grad=fp8 storage.shard=zero2", "precision=bf16 storage.weight_grad=fp8_block storage.shard=zero1", "precision=bf16_fp8 fp8.keep_transpose_cache=true storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1", "precision=fp16_amp precision.initial_loss_scale=128 storage.shard=zero1",
             "precision=bf16 storage.shard=zero2 trainer.global_batch_size=8", "precision=bf16 storage.shard=zero2 storage.comm=bf16 model.seq_length=32",
             "precision=bf16 storage.shard=zero1 model.num_layers=2 model.seq_length=64 trainer.micro_batch_size=1 trainer.global_batch_size=4")

@@ -36,7 +36,7 @@ def as_unsharded(job: Job, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor]
         if job.prepared.columns[first]["weight"] not in DTYPES:
             layer: Any = job.model.get_submodule(owner)
             data, *beside = layer.quantized_shard(local(p))
-            split = split_fields(layer.scaling, layer.shard_place)
+            split = split_fields(layer.shard_scaling, layer.shard_place)
             for field, buffer, t in zip(Stored._fields[1:], WEIGHT_BUFFERS, beside, strict=True):
                 if t is not None:  # in rows as the weight, or whole on all ranks
                     weights[f"{owner}.{buffer}"] = distributed(t, p, (split[field], t.shape[1])) if field in split else t
