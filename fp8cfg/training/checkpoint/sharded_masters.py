@@ -21,7 +21,6 @@ from fp8cfg.numerics.shard_scales import FLOAT32, split_fields, stored_bytes
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training.checkpoint.tensor_layout import distributed
 
-
 PLAIN = (torch.bfloat16, torch.float16)
 """Dtypes that a weight is cast to."""
 
