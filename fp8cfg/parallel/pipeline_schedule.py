@@ -87,6 +87,8 @@ class _Stage(PipelineStage):
         if self.sync is not None:
             self.sync.backward(*self.layers, last=bwd_chunk_id == self.last)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if (loss := kwargs.get("loss")) is not None:
+            loss.detach_()  # the schedule keeps it, and with its graph what the stage received
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in infos.get(bwd_chunk_id, ()):
                 info.buffer = None

@@ -33,7 +33,8 @@ The final norm and the output layer's input come on top, and logits and loss (re
 cD a layer, and all this for the one at hand; selective recomputation is in report/memory/selective.py.
 
 A pipeline stage keeps what it has received and what it has sent, cD each for each chunk, until the backward pass of the microbatch;
-of several chunks each has two sends under way and about as many receives.
+beside that the gradient that it receives for this pass, to its end, and the one that it has sent after the pass before. Of several
+chunks each has two sends under way and about as many receives.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def activations(
     received = part.chunks - part.embedding if alone else 0  # else the first layer of a chunk keeps it
     ends = (received + part.chunks - part.output) / part.chunks * model.c * model.d
     each = sum(model.c * model.d if recompute else layer.kept for layer in layers) + ends
-    transit = 4 * part.chunks * model.c * model.d if part.chunks > 1 else 0
-    kept = (each * model.tokens + masks) * part.in_flight + transit * model.tokens
+    streams = 4 * part.chunks if part.chunks > 1 else 2 - part.embedding - part.output
+    kept = (each * model.tokens + masks) * part.in_flight + streams * model.c * model.d * model.tokens
     head = _Head(model, linears[-1]) if part.output else None
     final, logits = (head.kept * model.tokens, logit_bytes(model).widest) if head else (0.0, 0)
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
