@@ -118,7 +118,11 @@ class StoredGradients:
             here.update(waiting)
             waiting.clear()
 
-        handles = [p.register_post_accumulate_grad_hook(arrived) for p in self.codecs]  # type: ignore[no-untyped-call]
+        def alone(p: Tensor) -> None:
+            if p.grad is not None and local(p.grad).untyped_storage().nbytes() > local(p.grad).nbytes:
+                p.grad = p.grad.clone()  # else a norm's shard keeps the memory of all that FSDP2 has summed it with
+
+        handles = [p.register_post_accumulate_grad_hook(arrived if p in self.codecs else alone) for p in self._names]  # type: ignore[no-untyped-call]
         try:
             yield
             store()

@@ -96,7 +96,7 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
         kinds["accumulation"] = wait
     kinds |= {"activations": live.pop("kept"), **live}
     step = step_bytes(recipe, part, linears, device, backend)
-    kinds["optimizer step"] = max(0, step - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
+    kinds["optimizer step"] = max(0, step - whole - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
     if not shards or (counts.adapters and not fsdp):
         kinds["to start"] = max(0, starting(recipe, part, linears) - sum(kinds.values()))
     return kinds

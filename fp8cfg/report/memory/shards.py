@@ -81,15 +81,15 @@ def stored_gradients(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear
 
 
 def until_stored(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
-    """Bytes that shards of gradients take more in float32 until FSDP2 has summed those that they are stored with: of all where each
-    microbatch's are added to those before, else of the layer that has most."""
-    shapes, groups, more = trained_shapes(recipe, part), dict[str, int](), 0
+    """Bytes that shards of gradients take more in float32 until FSDP2 has summed those that they are stored with, where each
+    microbatch's are added to those before; else that is a layer's sum alone."""
+    if recipe.storage.accumulate == "stored" or microbatches(recipe, part) == 1 or sharding(recipe.precision, part.shards) == "zero1":
+        return 0
+    shapes, more = trained_shapes(recipe, part), 0
     for name, codec in stored_gradients(recipe, part, linears).items():
         count = shard_elements(recipe, name, shapes[name], part.shards)
         more += 4 * count - stored_bytes(codec, count)
-        groups[summed_with(name)] = groups.get(summed_with(name), 0) + 4 * count
-    added = recipe.storage.accumulate == "wide" and sharding(recipe.precision, part.shards) != "zero1"
-    return more if added and microbatches(recipe, part) > 1 else max(groups.values(), default=0)
+    return more
 
 
 def summed_with(name: str) -> str:
