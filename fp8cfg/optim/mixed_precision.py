@@ -123,10 +123,10 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             self._step_inner()
         for hook in self.on_step if finite else self.on_skip:
             hook()
+        for master in self._narrow.values():
+            master.grad = None  # before parameters are written, which may take memory
         if finite:
             self.write_parameters()
-        for master in self._narrow.values():
-            master.grad = None
         self._elsewhere.clear()
         return finite
 
