@@ -118,7 +118,7 @@ def sum_tied(model: Transformer, here: PipelineRank) -> Tensor | None:
     group = here.process_group
     ops = [dist.P2POp(op, t, group=group, group_peer=peer) for op, t in ((dist.isend, mine), (dist.irecv, theirs))]
     wait_for(dist.batch_isend_irecv(ops), group)
-    mine.copy_(mine + theirs)  # commutes: the same bits on both
+    mine.add_(theirs)  # commutes: the same bits on both
     return mine
 
 

@@ -94,12 +94,14 @@ class OverlappedSums:
         if not there:
             self._started.append(Started([], None))
             return
-        flat, others = torch.cat([g.detach().reshape(-1).to(bucket.dtype) for _, g in there]), list[tuple[Tensor, Tensor]]()
-        for (p, gradient), part in zip(there, torch.split(flat, [g.numel() for _, g in there]), strict=True):
+        flat, others = there[0][1].new_empty(sum(g.numel() for _, g in there), dtype=bucket.dtype), list[tuple[Tensor, Tensor]]()
+        parts = [part.view(p.shape) for (p, _), part in zip(there, torch.split(flat, [g.numel() for _, g in there]), strict=True)]
+        torch._foreach_copy_(parts, [g.detach() for _, g in there])  # a cat would have a copy of those of another dtype beside it
+        for (p, gradient), part in zip(there, parts, strict=True):
             if gradient.dtype == bucket.dtype:
-                p.grad = part.view(p.shape)
+                p.grad = part
             else:
-                others.append((gradient, part.view(p.shape)))
+                others.append((gradient, part))
         self.world.traffic.add("gradients", on_ring(flat, self.world.size))
         self._started.append(Started(others, dist.all_reduce(flat, group=self.world.group, async_op=True)))
 
