@@ -30,12 +30,13 @@ from fp8cfg.numerics.weight_workspace import weights_kept
 from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.report.memory.cross_entropy import logit_bytes
 from fp8cfg.report.memory.fsdp_gather import root_bytes
+from fp8cfg.report.memory.gradient_sums import after_backward
 from fp8cfg.report.memory.layout import ranks, stage_parts, summed_at_the_end
 from fp8cfg.report.memory.linears import LinearBytes
 from fp8cfg.report.memory.peak import before_step, linears_of, memory, parameters, persistent, step_bytes
 from fp8cfg.report.memory.shards import until_stored
 from fp8cfg.report.tables import size, table
-from fp8cfg.training.distributed.gradient_sync import stored_grads
+from fp8cfg.training.distributed.gradient_sync import stored_grads, sum_gradients, summed_in_backward
 from fp8cfg.training.distributed.world import current
 from fp8cfg.training.train_step import microbatches, pipeline
 
@@ -94,9 +95,9 @@ BOUNDS = {"weights": 0.05, "masters": 0.05, "gradients": 0.05, "moments": 0.05, 
 
 def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     """Planned and measured bytes of `recipe` on this machine: of what stays from step to step; and over that, after the
-    forward pass, at the peak of forward and backward pass together where gradients are all there, and at the peak of the
-    optimizer's step. A microbatch is random tokens. Of a pipeline those of this rank's stage, over all passes of a step,
-    which under zero1 begins without gradients."""
+    forward pass, at the peak of forward and backward pass together where gradients are all there, as they are summed after it,
+    and at the peak of the optimizer's step. A microbatch is random tokens. Of a pipeline those of this rank's stage, over all
+    passes of a step, which under zero1 begins without gradients."""
     job = build(recipe)
     here, world = job.prepared.pipeline, current()
     passes = microbatches(job, world)
@@ -120,7 +121,8 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
                 return
             loss = job.model(*batch)
             passed.append(live.now if live else 0)
-            job.backward(loss)
+            with summed_in_backward(job.prepared, job.optimizer) if last else nullcontext():
+                job.backward(loss)
 
     one_pass()
     job.optimizer.step()  # makes moments
@@ -143,10 +145,12 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
         job.optimizer.store_grads()  # which came in stages
     kept["gradients"] = gradients(job)
     measured = {kind: sum(_local(t).nbytes for t in tensors) for kind, tensors in kept.items()}
+    with LiveBytes(t for tensors in kept.values() for t in tensors) as summing:
+        sum_gradients(job.prepared, job.optimizer, world)
     with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
         job.optimizer.step()
     made = measured["gradients"] if whole else 0
-    measured |= {"peak": live.peak + quantized - made, "optimizer step": stepping.peak}
+    measured |= {"peak": live.peak + quantized - made, "gradient sums": summing.peak, "optimizer step": stepping.peak}
     measured |= {"after forward": max(passed) + quantized} if passed else {}
     found = planned(recipe, job.device.type, job.choice.backend, here.rank if here is not None else 0)
     return {kind: (n, measured[kind]) for kind, n in found.items() if kind in measured}
@@ -227,7 +231,9 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
             gathered -= before_step(recipe, part, linears) - kinds["gradients"]  # are there before the last pass
     peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + gathered
     step = step_bytes(recipe, part, linears, device, backend)
-    return {**stays, "FP8 state": state, "after forward": kept, "peak": peak, "optimizer step": step}
+    sums = after_backward(recipe, part, linears, device, backend)
+    found = {"after forward": kept, "peak": peak, "gradient sums": sums, "optimizer step": step}
+    return {**stays, "FP8 state": state, **{kind: n for kind, n in found.items() if n or kind != "gradient sums"}}
 
 
 def measured_table(recipe: Recipe) -> str:

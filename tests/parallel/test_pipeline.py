@@ -141,7 +141,7 @@ SUMS = {"zero1": (3, 3), "zero2": (3, 3 * 4), "fsdp": (1 + 2 * 2 * 4, 3 * 4)}
 """Gathers and sums of two layers and the rest of a stage in a step of four microbatches: fsdp gathers layers for each pass."""
 
 
-MEASURED = ("precision=fp32", "precision=bf16", f"precision=bf16_fp8 model.recompute_granularity=full {TWO_CHUNKS}", f"precision=bf16_fp8 {TIED} storage.weight_grad=fp8")
+MEASURED = ("precision=fp32", "precision=bf16", "precision=bf16 trainer.global_batch_size=32 model.seq_length=128", f"precision=bf16_fp8 model.recompute_granularity=full {TWO_CHUNKS}", f"precision=bf16_fp8 {TIED} storage.weight_grad=fp8")
 
 
 @pytest.fixture(scope="module")

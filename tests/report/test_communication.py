@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg.report.communication import gradients
 from fp8cfg.report.communication.collectives import Axis, together
 from fp8cfg.report.communication.step import of_step
+from fp8cfg.report.memory import gradient_sums
 from fp8cfg.report.memory.layout import stage_parts
 from fp8cfg.report.memory.peak import multiplying
 from fp8cfg.training.data import run_data
@@ -42,6 +42,8 @@ LAYOUTS = {
                         "storage.shard=fsdp backend=torchao",
     "zero1": "precision=bf16_fp8", "zero2": "precision=bf16 storage.shard=zero2", "none": "precision=bf16 storage.shard=none",
     "owners": "precision=bf16_fp8 storage.shard=zero1 storage.master_weight=fp16_scaled",
+    "owners of rows": "precision=bf16_fp8_current fp8.params=true fp8.granularity=row storage.shard=zero1 storage.master_weight=fp16_scaled",
+    "owners of nvfp4": "precision=bf16_nvfp4 fp8.params=true storage.shard=zero1 storage.master_weight=fp16_scaled",
     "scales": "precision=bf16_fp8 opt_level=O2 storage.shard=zero1", "fp16 beside FP8": "precision=bf16_fp8 fp8.params=false storage.weight=fp16_scaled", "FP8 without operands": "precision=bf16 storage.weight=fp8 storage.shard=zero2",
     "two hops": "precision=bf16 opt_level=O2", "LoRA": "precision=bf16_fp8 task=lora storage.shard=zero2", "LoRA owners": "precision=bf16_fp8 storage.comm=fp8 task=lora storage.shard=zero2",
 }
@@ -117,7 +119,7 @@ def test_four_bits_are_planned_over_split_matrices() -> None:
 
 
 def test_bytes_of_collectives_on_a_ring() -> None:
-    assert (gradients.MESSAGE, gradients.FIRST, gradients.LATER) == (shards.MESSAGE, overlapped_sums.FIRST, overlapped_sums.LATER)
+    assert (gradient_sums.MESSAGE, gradient_sums.FIRST, gradient_sums.LATER) == (shards.MESSAGE, overlapped_sums.FIRST, overlapped_sums.LATER)
     axis = Axis("data", 4)
     every = [*axis.all_reduce("gradients", 400, 2), *axis.all_gather("weights", 100), *axis.reduce_scatter("gradients", 100)]
     assert [one.bytes for one in every] == [1200, 300, 300] and not [*Axis("data", 1).all_reduce("gradients", 400)]

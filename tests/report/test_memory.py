@@ -6,6 +6,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.report.memory import gradient_sums
 from fp8cfg.report.memory import peak as report
 from fp8cfg.report.memory.fsdp_gather import gather_line
 from fp8cfg.report.memory.layout import Part, parts, stage_layers, whole
@@ -201,7 +202,7 @@ def test_the_plan_knows_the_optimizer_s_pieces() -> None:
     from fp8cfg.numerics import codecs
     from fp8cfg.optim.low_bit import compiled_code, gradients
 
-    assert report.PIECES == {"cpu": codecs.CHUNK, "cuda": codecs.GPU_CHUNK} and report.WAITING == gradients.WAITING
+    assert report.PIECES == {"cpu": codecs.CHUNK, "cuda": codecs.GPU_CHUNK} and gradient_sums.WAITING == gradients.WAITING
     recipe = small("precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", "opt_level=O2")
     part = whole(recipe)
     assert step_bytes(recipe, part, linears_of(recipe, part), "cpu") == 48 * codecs.CHUNK
@@ -209,7 +210,7 @@ def test_the_plan_knows_the_optimizer_s_pieces() -> None:
     assert memory(alone, "cuda", whole(alone))["accumulation"] == 4 * gradients.WAITING and "accumulation" not in memory(alone, "cpu", whole(alone))
     few, at_once = small("opt_level=O2"), ("storage.weight_grad=fp8_block", "storage.accumulate=stored opt_level=O2")
     largest = sorted((p.in_features * p.out_features for p in linears_of(few, whole(few))), reverse=True)
-    assert memory(few, "cuda", whole(few))["accumulation"] == 4 * sum(largest[:report.TOGETHER]) and report.TOGETHER == compiled_code.TOGETHER
+    assert memory(few, "cuda", whole(few))["accumulation"] == 4 * sum(largest[:gradient_sums.TOGETHER]) and gradient_sums.TOGETHER == compiled_code.TOGETHER
     assert not ["accumulation" for words in at_once if "accumulation" in memory(small(*words.split()), "cuda", whole(small(*words.split())))]
 
 

@@ -9,7 +9,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.job import Job
-from fp8cfg.report.communication import gradients
+from fp8cfg.report.memory import gradient_sums
 from fp8cfg.report.memory.layout import stage_parts
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
@@ -60,7 +60,7 @@ def sums(words: str, world: World) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("FIRST", "LATER"):  # buckets of 64 KiB
             patch.setattr(overlapped_sums, name, 1 << 16)
-            patch.setattr(gradients, name, 1 << 16)
+            patch.setattr(gradient_sums, name, 1 << 16)
         train_step(job, batches, 0, world)
         events.found.clear()
         with CollectiveCounter(job.recipe.trainer.strategy) as counter, events:

@@ -17,6 +17,7 @@ from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import resume_rules
 from fp8cfg.training.compiled_gradients import compare
+from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from tests.support import sharded_checkpoints
 from tests.support.fsdp_runs import (
@@ -135,3 +136,10 @@ def test_layers_that_gather_in_a_codec_have_multiplied_nothing_before_the_first_
         dist.destroy_process_group()
     layers = [*fp8_linears(job.model)]
     assert layers and not any(layer.gemms_ran.any() for layer in layers)
+
+
+def test_a_gradient_that_is_not_stored_keeps_no_more_memory_than_its_own() -> None:
+    job = job_of("precision=bf16 storage.weight_grad=fp8 storage.accumulate=stored", FSDP)
+    job.backward(job.model(*run_data(job.recipe)[0].batch(0, 0, 1, 0, 2)))
+    grads = [local(p.grad) for p in job.model.parameters() if p.grad is not None]
+    assert grads and all(g.untyped_storage().nbytes() == g.nbytes for g in grads), "not that of the layer's sum"

@@ -1,5 +1,5 @@
-"""Communication of gradients: sums on every rank, after the backward pass or in buckets during it, and those of parameters that
-ranks of another axis have too."""
+"""Communication of gradients: sums on every rank after the backward pass, and those of parameters that ranks of another axis have
+too."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, others
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, same_parameters
+from fp8cfg.report.memory.gradient_sums import MESSAGE
 from fp8cfg.report.memory.layout import Part, local_shapes, split_dimension
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.memory.shards import parameter_columns, shard_rows, trained_shapes
-
-MODULES = ("input_layernorm", "linear_qkv", "q_layernorm", "k_layernorm", "linear_proj", "post_self_attn_layernorm",
-           "pre_mlp_layernorm", "linear_fc1", "linear_fc2", "post_mlp_layernorm")
-"""The modules of a Transformer layer, in their order."""
-FIRST, LATER = 1 << 20, 25 << 20
-"""Bytes after which a bucket of gradients is full: of the first one, and of others (training/distributed/overlapped_sums.py)."""
-MESSAGE = 32 * 1024 * 1024
-"""Elements of a message, at most (training/distributed/shards.py)."""
 
 
 def sent_elements(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, dict[str, int]]:
@@ -50,20 +43,6 @@ def summed(recipe: Recipe, part: Part, linears: list[PlannedLinear], rank: int |
             yield from axis.all_reduce("scales", NUMBER * len(elements))
 
 
-def summed_in_backward(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> Iterator[Collective]:
-    """Sums on every rank in buckets, which start in the backward pass (training/distributed/overlapped_sums.py)."""
-    axis, shapes = same_parameters(part), trained_shapes(recipe, part)
-    columns = parameter_columns(recipe, linears, shapes)
-    full, filling = list[int](), dict[str, int]()
-    for name in reversed(sorted(shapes, key=_in_model)):
-        comm = columns[name]["comm"]
-        filling[comm] = filling.get(comm, 0) + int(prod(shapes[name]) * CODEC[comm])
-        if filling[comm] >= (LATER if full else FIRST):
-            full.append(filling.pop(comm))
-    for bucket in (*full, *filling.values()):
-        yield from axis.all_reduce("gradients", bucket)
-
-
 def shared_gradients(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -> Iterator[Collective]:
     """The gradients of parameters that all ranks which share matrices have, of their own tokens or heads, in one float32 sum; and
     of a tied embedding over the stages that have it."""
@@ -79,12 +58,3 @@ def shared_gradients(recipe: Recipe, part: Part, backend: str, rank: int | None 
         rows, width = local_shapes(recipe, part)["embedding.weight"]
         each = NUMBER if sharded else CODEC[others(recipe.precision)["weight_grad"]]
         yield from Axis("pipeline", stages).send("gradients", int(shard_rows(rows, cut, (rank or 0) % cut) * width * each))
-
-
-def _in_model(name: str) -> tuple[int, int]:
-    """The place of the module of a parameter, or of that which its adapter stands beside."""
-    first, *rest = name.partition(".lora.")[0].removesuffix(".weight").removesuffix(".bias").split(".")
-    if first != "layers":
-        around = ("embedding", "position_embedding", "final_layernorm", "output_layer")
-        return -1 if "embedding" in first else 1 << 30, around.index(first)
-    return int(rest[0]), MODULES.index(rest[-1])

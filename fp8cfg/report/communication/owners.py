@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from math import prod
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.config.fp8 import weights_2d
+from fp8cfg.config.fp8 import per_row, weights_2d
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_weights
 from fp8cfg.report.communication.collectives import NUMBER, Collective, same_parameters
-from fp8cfg.report.communication.gradients import MESSAGE, sent_elements
+from fp8cfg.report.communication.gradients import sent_elements
+from fp8cfg.report.memory.gradient_sums import MESSAGE
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.memory.shards import owner_of, parameter_columns, trained_shapes
-from fp8cfg.scalings import SCALINGS
+from fp8cfg.scalings import SCALE_BYTES, SCALINGS
 
 
 def summed_on_owners(recipe: Recipe, part: Part, linears: list[PlannedLinear], rank: int | None) -> Iterator[Collective]:
@@ -49,10 +50,13 @@ def handed_round(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> It
 
 def _beside(recipe: Recipe, shape: tuple[int, ...]) -> float:
     """Bytes of the scales of a weight held in FP8, and of its other matrix where it has one."""
-    tile = SCALINGS[recipe.fp8.scaling].tile(1, recipe.fp8.granularity, square=weights_2d(recipe.fp8))
+    fp8, scaling = recipe.fp8, SCALINGS[recipe.fp8.scaling]
+    tile = scaling.tile(1, fp8.granularity, square=weights_2d(fp8))
+    whole = NUMBER if tile is None or scaling.two_levels else 0
     if tile is None or tile[0] == tile[1]:
-        return NUMBER * prod(-(-n // side) for n, side in zip(shape, tile, strict=True)) if tile else NUMBER
-    return held_beside(recipe) * prod(shape)
+        tiles = prod(-(-n // side) for n, side in zip(shape, tile, strict=True)) if tile else 0
+        return whole + SCALE_BYTES[scaling.scale] * tiles
+    return whole + held_beside(recipe) * prod(shape) + (NUMBER * sum(shape) if per_row(fp8) else 0)
 
 
 def _loads(sizes: dict[str, int], owner: dict[str, int]) -> dict[int, int]:

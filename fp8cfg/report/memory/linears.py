@@ -7,12 +7,16 @@ from collections.abc import Iterable
 
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import fp8_weights, gathers_params, others, resolved, sharding
+from fp8cfg.config.storage import SCALED, columns_of, fp8_weights, gathers_params, others, sharding
 from fp8cfg.layer_plan import adapted, transformer_config
-from fp8cfg.report.memory.layout import Part, keeps_weights
+from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches
 from fp8cfg.report.memory.operands import CODEC, by_kernel, decoded, directions, emulated, operand, product, quantizing, row_scaled
 from fp8cfg.report.memory.torchao_linears import backward
+
+LOOKED_UP = 1 << 18
+"""Elements of float8 that a CPU looks up at a time (numerics/formats.py, PIECE)."""
 
 
 class LinearBytes:
@@ -49,7 +53,9 @@ class LinearBytes:
         materialized = device == "cuda" and self.c == 4 and m.num_query_groups < m.num_attention_heads
         self.softmax = m.num_attention_heads / tp * (4 * m.seq_length if materialized else 4)
         gathered = sharding(recipe.precision, part.shards) == "fsdp"  # by which adapters, too, are in the compute dtype
-        self.casts = resolved(recipe.precision)["weight"] == "fp32" != recipe.precision.compute and not gathered  # in each pass
+        self.in_compute_dtype = gathered
+        self.adds_stored = (recipe.storage.accumulate == "stored" and microbatches(recipe, part) > 1
+                            and not by_fsdp2(recipe, part.shards, backend))
         self.adapter = self.c if gathered else CODEC[others(recipe.precision)["weight"]]
         self.beside = Counter(projection.module for projection in adapted(recipe))
 
@@ -106,6 +112,12 @@ class LinearBytes:
         tied = self.recipe.model.share_embeddings_and_output_weights and linear.name == "output_layer"
         return self.in_fp8 and linear.fp8 and not tied
 
+    def casts(self, linear: PlannedLinear) -> bool:
+        """Whether the weight is stored in another dtype, from which each pass casts it: its gradient is not of that dtype."""
+        p, tied = self.recipe.precision, self.recipe.model.share_embeddings_and_output_weights and linear.name == "output_layer"
+        stored = (others(p) if tied else columns_of(p, True, bool(linear.fp8)))["weight"]
+        return stored != p.compute and not self.in_compute_dtype and not self.held(linear)
+
     def copy(self, linear: PlannedLinear) -> float:
         """The quantized weight that is kept for dgrad, all of it; none of one that is held in FP8, quantized again, or kept for all
         passes."""
@@ -146,18 +158,27 @@ class LinearBytes:
         """The gradient of the weight, all of it: at most while it is `made`, or while it is cast and accumulated."""
         if "wgrad" in linear.left_out:
             return 0
-        held = self.held(linear)
-        out = self.grads if held or self.casts else self.c
+        held, casts = self.held(linear), self.casts(linear)
+        out = self.grads if held or casts else self.c
         if not made:
-            return (out + (self.grads if self.grads > out else 0)) * self.elements(linear)
+            there = (out + (self.grads if self.grads > out else 0)) * self.elements(linear)
+            return max(there, self.grads * self.elements(linear) + self.added(linear))
         again = held and not self.transpose(linear)  # is decoded for dgrad, and stays beside the gradient
         beside = decoded(self.recipe, self.device) * self.elements(linear) if again else 0
-        if self.casts and not linear.gemms[1]:
+        if casts and not linear.gemms[1]:
             beside = self.c * self.elements(linear)
         if not linear.gemms[2]:
-            return beside + (self.c + (out if held or self.casts else 0)) * self.elements(linear)
+            return beside + (self.c + (out if held or casts else 0)) * self.elements(linear)
         channels = linear.in_features + linear.out_features / self.tp
         return beside + product(self.recipe, self.device, out, self.elements(linear), channels * self.tokens)
+
+    def added(self, linear: PlannedLinear) -> float:
+        """What the gradient of the weight that is stored takes to be decoded, which that of a microbatch is added to: float32, and
+        on a CPU the places in a table."""
+        if not self.adds_stored or columns_of(self.recipe.precision, True, bool(linear.fp8))["weight_grad"] not in SCALED:
+            return 0
+        places = min(LOOKED_UP, self.elements(linear)) if self.device == "cpu" else 0
+        return 4 * (self.elements(linear) + places)
 
     def fresh(self, linear: PlannedLinear) -> float:
         """The gradient of the weight, once it was made, where it was not there before."""
@@ -169,7 +190,9 @@ class LinearBytes:
         if not linear.gemms[pass_]:
             return self.c * made
         other = linear.in_features * linear.out_features / self.tp / width if width else 0
-        return product(self.recipe, self.device, self.c, made, self.elements(linear) + other * self.tokens)
+        again = pass_ == 1 and self.held(linear) and not self.transpose(linear)  # is decoded for dgrad
+        beside = decoded(self.recipe, self.device) * self.elements(linear) if again else 0
+        return beside + product(self.recipe, self.device, self.c, made, self.elements(linear) + other * self.tokens)
 
     def incoming(self, linear: PlannedLinear, width: float) -> tuple[float, float]:
         """The quantized gradient of `linear`'s output, `width` wide: bytes while it is made, and then; 0 where none is."""

@@ -16,7 +16,6 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import (
-    PER_TENSOR,
     SCALED,
     against_fp8_gather,
     fp8_layers_alone,
@@ -32,6 +31,7 @@ from fp8cfg.models.lora_shapes import adapter_parameters
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.memory.activations import activations
+from fp8cfg.report.memory.gradient_sums import after_backward, in_backward, stores_early, waiting
 from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, parts_that_differ, ranks, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.memory.sharded_pass import ShardedPass
@@ -42,9 +42,7 @@ from fp8cfg.scalings import SCALINGS
 PIECES, WORKING = {"cpu": 65536, "cuda": 64 * 65536}, 12 * 4
 """Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK and GPU_CHUNK), and the bytes that one takes in
 float32."""
-WAITING, TOGETHER = 1 << 26, 4
-"""Elements and tensors of gradients, at most, that wait there in float32 until they are stored together (optim/low_bit)."""
-NOT_PARAMETERS = ("activations", "logits", "backward", "optimizer step")
+NOT_PARAMETERS = ("activations", "logits", "backward", "gradient sums", "optimizer step")
 """Kinds that grow with tokens rather than with parameters."""
 
 
@@ -79,9 +77,10 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     fsdp = sharding(recipe.precision, part.shards) == "fsdp"  # which adds up gradients in parts alone
     added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
     sharded = ShardedPass(recipe, device, part, linears, backend, added) if shards else None
-    live = asdict(activations(recipe, device, part, linears, added, backend, sharded))
-    kinds["FP8 copies"] += live.pop("copies")
-    whole, counts = live.pop("whole"), parameters(recipe, part, linears)
+    buckets = in_backward(recipe, part, linears, backend)
+    live = asdict(activations(recipe, device, part, linears, added, backend, sharded, buckets))
+    whole, copies, counts = live.pop("whole"), live.pop("copies"), parameters(recipe, part, linears)
+    kinds["FP8 copies"] += copies
     if fsdp:
         if gathers_params(recipe.precision, backend):
             kinds["FP8 copies"] += sum(p.in_features * p.out_features for p in linears if p.fp8) // (part.tensor * part.shards)
@@ -95,8 +94,11 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     elif (device == "cuda" or part.tensor > 1) and (wait := waiting(recipe, part, linears, backend)):
         kinds["accumulation"] = wait
     kinds |= {"activations": live.pop("kept"), **live}
+    in_passes = whole + copies + sum(live.values()) + kinds["activations"]
+    gone = in_passes + (kinds.get("accumulation", 0) if stores_early(recipe, part, linears) else 0)
+    kinds["gradient sums"] = max(0, after_backward(recipe, part, linears, device, backend) - gone)
     step = step_bytes(recipe, part, linears, device, backend)
-    kinds["optimizer step"] = max(0, step - whole - sum(kinds[k] for k in NOT_PARAMETERS[:3]))
+    kinds["optimizer step"] = max(0, step - in_passes - kinds["gradient sums"])
     if not shards or (counts.adapters and not fsdp):
         kinds["to start"] = max(0, starting(recipe, part, linears) - sum(kinds.values()))
     return kinds
@@ -164,16 +166,6 @@ def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) ->
     added = summed or (part.shards > 1 and columns["comm"] != columns["weight_grad"])
     each = gradient_bytes(recipe) if added else CODEC[columns["weight_grad"]]
     return int(counts.linear * each + counts.other * CODEC[others(recipe.precision)["weight_grad"]])
-
-
-def waiting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], backend: str) -> int:
-    """Bytes of float32 gradients that wait until several, each with one scale, are stored together: of a layer where other ranks
-    have parts, else on a GPU."""
-    alone = backend_registry.capabilities(backend).own_state or recipe.storage.accumulate == "stored"
-    if alone or chart.row(recipe)["weight_grad"] not in PER_TENSOR or microbatches(recipe, part) > 1:
-        return 0
-    largest = sorted((p.in_features * p.out_features for p in linears), reverse=True)
-    return until_stored(recipe, part, linears) if part.tensor > 1 else 4 * min(WAITING, sum(largest[:TOGETHER]))
 
 
 def parameters(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear] | None = None) -> Parameters:
@@ -253,6 +245,7 @@ def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
         "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
         "logits": f"vocab_size={recipe.model.vocab_size}",
         "backward": "one layer again" if recipe.model.recompute_granularity == "full" else "gradients of activations",
+        "gradient sums": "messages, and sums in fp32",
         "optimizer step": "fp32 gradients" if widens else "pieces on their way to codecs",
         "to start": "more: the model in fp32, before it is stored in fewer bits",
         **other,

@@ -83,7 +83,8 @@ def stored_gradients(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear
 def until_stored(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
     """Bytes that shards of gradients take more in float32 until FSDP2 has summed those that they are stored with, where each
     microbatch's are added to those before; else that is a layer's sum alone."""
-    if recipe.storage.accumulate == "stored" or microbatches(recipe, part) == 1 or sharding(recipe.precision, part.shards) == "zero1":
+    added = recipe.storage.accumulate == "wide" and sharding(recipe.precision, part.shards) != "zero1"
+    if not added or microbatches(recipe, part) == 1:
         return 0
     shapes, more = trained_shapes(recipe, part), 0
     for name, codec in stored_gradients(recipe, part, linears).items():
