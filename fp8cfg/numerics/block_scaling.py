@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8cfg.numerics import exact_float32
 from fp8cfg.numerics.amax_group import largest, largest_or_nan
 from fp8cfg.numerics.formats import E2M1, E4M3, Format, cast
 from fp8cfg.numerics.scaling import FLT_MAX, Scaling, floor_to_power_of_2, scale_from_amax
@@ -150,7 +151,7 @@ def first_level(t: Tensor, group: str | None = None) -> Tensor:
 
 def amax_or_nan(t: Tensor) -> Tensor:
     """Largest magnitude in `t`, any shape, NaN where it has a NaN, float32 []; 0 of no elements."""
-    return t.detach().abs().amax().float() if t.numel() else torch.zeros((), device=t.device)
+    return exact_float32.largest(t.detach()).float()
 
 
 def first_level_of(amax: Tensor) -> Tensor:
