@@ -74,7 +74,7 @@ def _restore_model(job: Job, tensors: Tensors, optimizer: dict[str, Tensor], oth
     """Load the model, of which `optimizer` may have the masters, or gets them. Where weights are stored `otherwise` they come from
     the masters, which is returned, and scales and histories are taken where they still mean something."""
     saved = of_this_layout(job, tensors["model"]) | of_this_layout(job, tensors.get("fp8", {}))
-    otherwise |= exchange_masters(job, saved, optimizer)
+    otherwise |= exchange_masters(job, saved, optimizer, otherwise)
     saved = completed(job.recipe, job.model, saved)
     if otherwise:
         own = stored_state_dict(job.model)

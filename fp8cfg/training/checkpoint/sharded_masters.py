@@ -47,10 +47,10 @@ def as_unsharded(job: Job, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor]
     return weights, masters
 
 
-def exchange_masters(job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> bool:
+def exchange_masters(job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor], otherwise: bool) -> bool:
     """Let what this rank keeps of a checkpoint, in place, have float32 values where `job` has them: in `model` where a parameter is
-    its own master, else in `optimizer`, and beside plain weights that stand otherwise in the checkpoint in both. Masters of other
-    ranks are left. Whether any master comes from a weight, which is to be made from it."""
+    its own master, else in `optimizer`; and in both beside plain weights, where these are stored `otherwise` in the checkpoint.
+    Masters of other ranks are left. Whether any master comes from a weight, which is to be made from it."""
     own, first, made = job.optimizer.state_tensors(), dict[Tensor, str](), False
     for name, p in job.model.named_parameters(remove_duplicate=False):
         key = f"{first.setdefault(p, name)}.master"
@@ -61,8 +61,8 @@ def exchange_masters(job: Job, model: dict[str, Tensor], optimizer: dict[str, Te
                 model.pop(f"{name.rpartition('.')[0]}.{buffer}", None)
         elif master is None and key in own and weight is not None and weight.dtype == torch.float32:
             optimizer[key], made = weight, True
-        elif master is not None and weight is not None and weight.dtype != p.dtype and p.dtype in PLAIN:
-            model[name] = master
+        elif otherwise and weight is not None and master is not None and master.dtype == torch.float32:
+            model[name] = weight if weight.dtype == p.dtype or p.dtype not in PLAIN else master
     for key in [key for key in optimizer if key.endswith(".master") and key not in own]:
         del optimizer[key]
     return made
