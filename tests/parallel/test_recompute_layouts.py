@@ -9,9 +9,9 @@ import pytest
 
 import fp8cfg
 from fp8cfg.job import Job
-from fp8cfg.training import memory_measurement
 from fp8cfg.training.distributed.world import World
 from tests.parallel.test_tensor import sent
+from tests.support.measured_memory import measured
 from tests.support.rank_runs import trained
 from tests.support.ranks import on_ranks
 from tests.support.small import small
@@ -42,7 +42,7 @@ def on_two(world: World) -> dict[str, Any]:
             found[f"{name} {recompute}"] = trained(job_of(name, recompute), world, 0, 3)
     for name in MEASURED:
         for recompute in ("none", "selective"):
-            found[f"{name} {recompute} memory"] = memory_measurement.measure(job_of(name, recompute, *WIDE).recipe)
+            found[f"{name} {recompute} memory"] = measured(job_of(name, recompute, *WIDE).recipe, world, 0.09)
     for precision in ("bf16", "bf16_fp8"):
         found[f"{precision} sent"] = sent(f"precision={precision} {SP} model.recompute_granularity=selective", world)
     return found
@@ -72,8 +72,8 @@ def test_planned_bytes_are_the_measured_ones(name: str, two: list[dict[str, Any]
         for found in (plain, selective):
             for kind, bound in {"after forward": 0.05, "peak": 0.1}.items():
                 if kind in found:
-                    planned, measured = found[kind]
-                    assert measured == pytest.approx(planned, rel=bound), kind
+                    planned, here = found[kind]
+                    assert here == pytest.approx(planned, rel=bound), kind
         assert selective["after forward"][1] < 0.75 * plain["after forward"][1], "it saves little"
 
 
