@@ -55,14 +55,15 @@ def exchange_masters(job: Job, model: dict[str, Tensor], optimizer: dict[str, Te
     for name, p in job.model.named_parameters(remove_duplicate=False):
         key = f"{first.setdefault(p, name)}.master"
         master, weight = optimizer.get(key), model.get(name)
+        cast = weight is not None and weight.dtype != p.dtype and p.dtype in PLAIN
         if master is not None and key not in own:
             model[name] = master
             for buffer in WEIGHT_BUFFERS:
                 model.pop(f"{name.rpartition('.')[0]}.{buffer}", None)
         elif master is None and key in own and weight is not None and weight.dtype == torch.float32:
             optimizer[key], made = weight, True
-        elif otherwise and weight is not None and master is not None and master.dtype == torch.float32:
-            model[name] = weight if weight.dtype == p.dtype or p.dtype not in PLAIN else master
+        elif otherwise and cast and master is not None and master.dtype == torch.float32:
+            model[name] = master
     for key in [key for key in optimizer if key.endswith(".master") and key not in own]:
         del optimizer[key]
     return made
