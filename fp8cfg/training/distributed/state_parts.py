@@ -58,5 +58,9 @@ def attach(optimizer: LowBitTraining, prepared: PreparedModel, precision: Precis
 
 def _layers(model: Transformer, chosen: Iterable[nn.Parameter]) -> dict[nn.Parameter, Set[nn.Parameter]]:
     """Of each of `chosen` those of the same layer, or in none, whose gradients FSDP2 sums together."""
-    groups = {p: {*layer.parameters()} & {*chosen} for layer in model.layers for p in layer.parameters()}
-    return {p: groups.get(p, {*chosen} - groups.keys()) for p in chosen}
+    left, groups = {*chosen}, dict[nn.Parameter, Set[nn.Parameter]]()
+    for layer in model.layers:
+        own = {*layer.parameters()} & left
+        groups |= dict.fromkeys(own, own)
+    left -= groups.keys()
+    return groups | dict.fromkeys(left, left)
