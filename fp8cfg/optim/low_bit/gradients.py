@@ -122,7 +122,8 @@ class StoredGradients:
             if p.grad is not None and local(p.grad).untyped_storage().nbytes() > local(p.grad).nbytes:
                 p.grad = p.grad.clone()  # else a norm's shard keeps the memory of all that FSDP2 has summed it with
 
-        handles = [p.register_post_accumulate_grad_hook(arrived if p in self.codecs else alone) for p in self._names]  # type: ignore[no-untyped-call]
+        watched = self._names if self.codecs else ()  # where none is stored that memory stays
+        handles = [p.register_post_accumulate_grad_hook(arrived if p in self.codecs else alone) for p in watched]  # type: ignore[no-untyped-call]
         try:
             yield
             store()
