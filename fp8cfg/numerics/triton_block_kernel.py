@@ -30,6 +30,9 @@ WIDTH = 128
 """Rows and columns of a program's tile, and elements that share a scale under block scaling."""
 FOUR = 16
 """Elements that share a scale under NVFP4."""
+WARPS = 16
+"""Warps of a program: each of their threads then has up to 128 registers, and an SM 16 warps or more at once, where 8 warps of more
+registers, some 200, would be alone on it."""
 
 
 @triton.jit
@@ -171,7 +174,7 @@ def cast_blocks(
     return _cast_blocks[(tiles,)](
         t, *targets, (t if seen is None else seen.view(torch.int32)), t, t, t, t, rows, columns, 0, *strides, largest,
         1.0 / largest if mx else highest, largest, power_2, square, along, across, transpose, seen is not None, swizzled, False, 0,
-        PARTS, WIDTH, mx or WIDTH, num_warps=8)
+        PARTS, WIDTH, mx or WIDTH, num_warps=8 if mx and not square else WARPS)  # 1x32 takes more than 128 registers, and would spill
 
 
 @launched
@@ -197,4 +200,4 @@ def cast_four_bits(
     return _cast_blocks[(tiles,)](
         t, *targets, t if seen is None else seen.view(torch.int32), parts, whole_inv, *(random or (t, t)), rows, columns,
         count, *strides, 0.0, 0.0, 6.0, False, both == transpose, True, both, transpose, seen is not None, transpose,
-        random is not None, lane, PARTS, WIDTH, FOUR, num_warps=8)
+        random is not None, lane, PARTS, WIDTH, FOUR, num_warps=WARPS)

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Registers, spills and shared memory of fp8cfg's Triton kernels, as ptxas counts them for the GPU that is there, also a fake one.
+"""Registers, spills and shared memory of fp8cfg's Triton kernels, as ptxas counts them for the GPU that is there, also a fake one; warps
+that an SM has registers for at once.
 
     . FOLDER/env.sh; $FAKE_GPU_PYTHON -m tools.fake_gpu.kernel_code                # sm_90
     . FOLDER/env.sh; FAKE_CC=100 $FAKE_GPU_PYTHON -m tools.fake_gpu.kernel_code    # sm_100
@@ -24,6 +25,11 @@ class Resources(NamedTuple):
     registers: int
     spilled: int
     shared: int
+
+
+def resident_warps(registers: int, warps: int) -> int:
+    """Warps of programs of `warps` that the 65,536 registers of an SM hold at once. A thread has a multiple of 8, an SM 64 warps at most."""
+    return warps * min(64 // warps, 65536 // (-(-registers // 8) * 8 * 32 * warps))
 
 
 def resources(ptx: str, shared: int = 0) -> Resources:
@@ -115,12 +121,13 @@ def compiled() -> dict[str, Any]:
 
 
 def main() -> int:
-    print(f"{'kernel':48}{'target':>9}{'registers':>11}{'spilled':>9}{'shared':>8}")
+    print(f"{'kernel':48}{'target':>9}{'registers':>11}{'spilled':>9}{'shared':>8}{'warps':>7}{'an SM':>7}")
     wrong = 0
     for name, kernel in compiled().items():
         found = resources(kernel.asm["ptx"], kernel.metadata.shared)
         target = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE)
-        print(f"{name:48}{target[1] if target else '':>9}{found.registers:11}{found.spilled:9}{found.shared:8}")
+        print(f"{name:48}{target[1] if target else '':>9}{found.registers:11}{found.spilled:9}{found.shared:8}"
+              f"{kernel.metadata.num_warps:7}{resident_warps(found.registers, kernel.metadata.num_warps):7}")
         wrong += found.spilled > 0
     return bool(wrong)
 
