@@ -245,10 +245,15 @@ def block_case(args: argparse.Namespace, words: list[str]) -> ModuleCase:
 CASES = {"linear": linear_case, "block": block_case, "1b": ModelCase, "8b": ModelCase}
 
 
+PIECE = 1 << 26
+"""Elements that are compared at once: two models stand on the GPU beside them, and the largest gradient takes 2 GiB in float32."""
+
+
 def error(found: Found, want: Found) -> float:
     """The largest relative rms error of any of the groups of tensors."""
     def of(name: str) -> float:
-        pairs = ((a.float(), b.to(a.device)) for a, b in zip(found[name], want[name], strict=True))
+        pieces = (zip(*(t.reshape(-1).split(PIECE) for t in pair), strict=True) for pair in zip(found[name], want[name], strict=True))
+        pairs = ((a.float(), b.to(a.device)) for pair in pieces for a, b in pair)
         wrong, every = torch.stack([torch.stack([(a - b).square().sum(), b.square().sum()]) for a, b in pairs]).sum(0)
         return (wrong / every).sqrt().item()
 
