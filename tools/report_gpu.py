@@ -5,9 +5,9 @@
 
 Where a command may take ten minutes, these three, and whatever time is left:
 
-    python tools/report_gpu.py --out gpu.txt --stages probe check --minutes 9     # rows are appended
-    python tools/report_gpu.py --out gpu.txt --stages bench --minutes 9
-    python tools/report_gpu.py --out gpu.txt --stages tests --minutes 9
+    python tools/report_gpu.py --out gpu.txt --stages probe check --minutes 8.5     # rows are appended
+    python tools/report_gpu.py --out gpu.txt --stages bench --minutes 8.5
+    python tools/report_gpu.py --out gpu.txt --stages tests --minutes 8.5
 
     probe    gradients of compiled layers beside eager ones (bench_gpu.py): where these are wrong, nothing compiled means anything
     check    every backend under every scaling: losses side by side, share in FP8, bytes of kernels and of TE (check_gpu.py)
@@ -70,10 +70,10 @@ def tests(args: argparse.Namespace, minutes: float, results: Results) -> None:
         results.row("tests", Row([f"not run: {why}"]))
         return
     command = [sys.executable, "-u", "-m", "pytest", "-v", "-p", "no:cacheprovider", "--color=no", "--tb=short", *TESTS]
-    root = Path(__file__).parents[1]
+    root, given = Path(__file__).parents[1], os.environ.get("PYTHONPATH", "")  # where libraries may be that came with the tree
     several = {"TORCHINDUCTOR_COMPILE_THREADS": str(min(16, os.cpu_count() or 1))}  # one, where nothing is said (tests/conftest.py)
     process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                               env={**several, **os.environ, "PYTHONPATH": str(root)})
+                               env={**several, **os.environ, "PYTHONPATH": f"{root}{os.pathsep * bool(given)}{given}"})
     try:
         stopped, last = follow(process, time.monotonic() + 60 * minutes, results)
     finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
+import os
 import runpy
 import select
 import subprocess
@@ -72,6 +74,20 @@ def test_the_tests_of_a_gpu_ask_for_pytest_alone() -> None:
                 path = root / f"{name.replace('.', '/')}.py"
                 files += [path] if name.startswith("tests.") and path not in seen else []
     assert {path.name for path in seen} >= {"conftest.py", "test_gpu.py", "test_te.py", "small.py", "test_kernel_code.py"}
+
+
+def test_tests_find_libraries_that_came_with_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dict[str, str]()
+
+    def start(command: list[str], *, env: dict[str, str], **_: object) -> None:
+        given.update(env)
+        raise InterruptedError
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setenv("PYTHONPATH", "site")
+    with pytest.raises(InterruptedError):
+        runpy.run_path(str(TOOL))["tests"](argparse.Namespace(no_proof=False, small=False), 1.0, Results(stream=io.StringIO()))
+    assert given["PYTHONPATH"].split(os.pathsep) == [str(TOOL.parents[1]), "site"]
 
 
 @pytest.mark.parametrize("slow", [False, True])
