@@ -174,7 +174,7 @@ def cast_blocks(
     return _cast_blocks[(tiles,)](
         t, *targets, (t if seen is None else seen.view(torch.int32)), t, t, t, t, rows, columns, 0, *strides, largest,
         1.0 / largest if mx else highest, largest, power_2, square, along, across, transpose, seen is not None, swizzled, False, 0,
-        PARTS, WIDTH, mx or WIDTH, num_warps=8 if mx and not square else WARPS)  # 1x32 takes more than 128 registers, and would spill
+        PARTS, WIDTH, mx or WIDTH, num_warps=8 if mx and not square else WARPS)  # 1x32 takes more registers, and would spill
 
 
 @launched
