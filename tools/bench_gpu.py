@@ -27,7 +27,6 @@ it. Exits with 1 where one failed or was stopped. `--no-proof` is for the fake G
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import multiprocessing
 import sys
 import time
@@ -43,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, unsupported
 from tools.gpu_rows.bench_measurement import PROBE, start
-from tools.gpu_rows.results import Results
+from tools.gpu_rows.results import Results, machine
 from tools.gpu_rows.shapes import GOALS, WORDS
 from tools.gpu_rows.worker import Row, Worker
 
@@ -164,10 +163,8 @@ def run(args: argparse.Namespace, results: Results) -> dict[str, list[str]]:
 
 
 def head(args: argparse.Namespace) -> str:
-    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread, FP8 emulated"
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "transformer-engine", "torchao") if version(name))
     columns = ["ms", "est", "TFLOP/s", "tokens/s", "GiB", "plan", "xBF16", "error", "goal"]
-    return f"{where}; {versions}; compiled by {args.compiler}\n" + line("case", "", columns)
+    return f"{machine(args.device)}; compiled by {args.compiler}\n" + line("case", "", columns)
 
 
 def main() -> int:
@@ -175,16 +172,7 @@ def main() -> int:
     results = Results(args.out, sys.stderr)
     rows = run(args, results)
     print("\n".join([head(args), *(row for found in rows.values() for row in found)]))
-    results.say(results.summary())
-    print(f"{results.failures} failed" if results.failures else "none failed")
-    return bool(results.failures)
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return results.verdict()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ nothing. It has not run on a GPU yet.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import math
 import multiprocessing
 import statistics
@@ -43,7 +42,7 @@ from fp8cfg.training.train_step import train_step
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.gpu_rows import kernel_bits, proof, te_bits
-from tools.gpu_rows.results import Results
+from tools.gpu_rows.results import Results, machine
 from tools.gpu_rows.worker import Make, Row, Worker
 
 PLAIN = ["fp8.params=false", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"]
@@ -160,9 +159,7 @@ def run(args: argparse.Namespace, results: Results) -> None:
     context = multiprocessing.get_context("forkserver")  # which loads torch once, and never touches the GPU itself
     context.set_forkserver_preload(["__main__", "tools.check_gpu", "fiddle", "fp8cfg.composition.hydra_compose", "fp8cfg.models.transformer"])
     deadline = time.monotonic() + 60 * args.minutes
-    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread, FP8 emulated"
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "transformer-engine", "torchao") if version(name))
-    results.say(wrapped(f"{where}; {versions}"))
+    results.say(wrapped(machine(args.device)))
     results.say(line("model", "", [*(f"@{step}" for step in shown_steps(args.steps)), "fp8", "ms", "GiB"]))
     every = [("bits", row) for row in BITS] + [(model, row) for model in MODELS[args.small] for row in ROWS]
     bf16: dict[str, float] = {}  # last losses, by model
@@ -189,16 +186,7 @@ def main() -> int:
     args = parse()
     results = Results(args.out)
     run(args, results)
-    results.say(results.summary())
-    results.say(f"{results.failures} failed" if results.failures else "none failed")
-    return bool(results.failures)
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return results.verdict()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Results of tools on a GPU: lines appended to a file as they come, so that a run that is killed loses none of them, and a verdict on
-each row for the summary at the end."""
+"""Results of tools on a GPU: the machine, lines appended to a file as they come, so that a run that is killed loses none of them, and a
+verdict on each row for the summary at the end."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -61,7 +62,29 @@ class Results:
         lines += [wrapped(f"{', '.join(rows)}{f': {why}' if why else ''}", f"{state:8}", " " * 10) for (state, why), rows in groups.items()]
         return "\n".join(lines)
 
+    def verdict(self) -> int:
+        """Say the summary and how many rows failed; the exit code."""
+        self.say(self.summary())
+        self.say(f"{self.failures} failed" if self.failures else "none failed")
+        return int(bool(self.failures))
+
     @property
     def failures(self) -> int:
         """Rows that failed or were stopped."""
         return sum(one.state in ("FAILED", "STOPPED") for one in self.verdicts)
+
+
+def machine(device: str) -> str:
+    """The GPU, or the CPU, and the versions of what multiplies on it."""
+    import torch
+
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread, FP8 emulated"
+    return f"{where}; " + ", ".join(f"{name} {found}" for name in ("torch", "triton", "transformer-engine", "torchao") if (found := version(name)))
+
+
+def version(package: str) -> str:
+    """The installed version of `package`; empty where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
