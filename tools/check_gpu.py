@@ -4,6 +4,7 @@
     python tools/check_gpu.py                   # on a GPU, eight minutes
     python tools/check_gpu.py --small           # the same code on a CPU: small shapes, FP8 emulated, two minutes
 
+    gemm    each product of a layer by itself: which operands the GPU refuses, and how far from high precision outputs are
     bits    how many bytes differ of tensors that are quantized under each scaling: "kernels" by fp8cfg's Triton kernels, data,
             transposes, scales and amaxes, beside plain torch code on the CPU; "te" by Transformer Engine, beside those kernels
     tiny    optimizer steps of llama_tiny
@@ -41,7 +42,7 @@ from fp8cfg.training.train_step import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.gpu_rows import kernel_bits, proof, te_bits
+from tools.gpu_rows import kernel_bits, products, proof, te_bits
 from tools.gpu_rows.results import Results, machine
 from tools.gpu_rows.worker import Make, Row, Worker
 
@@ -53,6 +54,7 @@ MORE = {
 }
 SCALINGS = {"native": list(PRESETS), "te": [s for s in PRESETS if s != "row"], "torchao": ["current", "row", "mxfp8"], "msamp": ["delayed"]}
 ROWS = ["bf16", *(f"{backend} {scaling}" for backend, scalings in SCALINGS.items() for scaling in scalings), "te delayed parts", "te current parts"]
+GEMM = [f"native {scaling}" for scaling in products.SCALINGS]
 BITS = [*(f"kernels {scaling}" for scaling in kernel_bits.SCALINGS), *(f"te {scaling}" for scaling in te_bits.SCALINGS)]
 MODELS = {
     False: {"tiny": ["recipe=llama_tiny"],
@@ -115,8 +117,15 @@ def bits(args: argparse.Namespace, _: str, row: str) -> list[str]:
     return ["ran; the fake GPU's bytes are not compared" if args.no_proof else counts.verdict()]
 
 
+def gemm(args: argparse.Namespace, _: str, row: str) -> list[str]:
+    """How far each product is from high precision, in one cell."""
+    return [products.products(row.split()[1], args.device, not args.no_proof)]
+
+
 def refused(args: argparse.Namespace, model: str, row: str) -> str:
     """Why the row cannot run on this machine: what the backend's rules say; empty where it can."""
+    if model == "gemm":
+        return kernel_bits.refused(args.device) or refused(args, "tiny", row)
     if model == "bits":
         return refused(args, "tiny", row) if row.startswith("te ") else kernel_bits.refused(args.device)
     if row == "bf16":
@@ -125,10 +134,14 @@ def refused(args: argparse.Namespace, model: str, row: str) -> str:
     return next((line.partition("; ")[0] for line in against(found.backend, found.precision, find_hardware(args.device))), "")
 
 
+MADE = {"gemm": gemm, "bits": bits}
+"""What makes the rows of no model."""
+
+
 def start(args: argparse.Namespace, model: str) -> Make:
     """Begins the process of a row."""
     proof.start(args.device, args.no_proof)
-    return lambda row: Row((bits if model == "bits" else train)(args, model, row))
+    return lambda row: Row(MADE.get(model, train)(args, model, row))
 
 
 def line(model: str, row: str, cells: list[str]) -> str:
@@ -161,7 +174,7 @@ def run(args: argparse.Namespace, results: Results) -> None:
     deadline = time.monotonic() + 60 * args.minutes
     results.say(wrapped(machine(args.device)))
     results.say(line("model", "", [*(f"@{step}" for step in shown_steps(args.steps)), "fp8", "ms", "GiB"]))
-    every = [("bits", row) for row in BITS] + [(model, row) for model in MODELS[args.small] for row in ROWS]
+    every = [("gemm", row) for row in GEMM] + [("bits", row) for row in BITS] + [(model, row) for model in MODELS[args.small] for row in ROWS]
     bf16: dict[str, float] = {}  # last losses, by model
     for model, row in every:
         if args.only and not any(word in (model, *row.split()) for word in args.only):

@@ -10,8 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from fp8cfg.numerics.gemm import DGRAD
+from fp8cfg.numerics.gemm_operand import Operand
 from tests.support import te_standin
+from tools.gpu_rows import products
 
 TOOL = Path(__file__).parents[2] / "tools" / "check_gpu.py"
 
@@ -65,6 +69,21 @@ def test_bits_of_mx_are_those_of_the_stand_in_but_for_scales_of_zeros() -> None:
     tool = runpy.run_path(str(TOOL))
     with te_standin.transformer_engine(), pytest.raises(ArithmeticError, match=r"^0 of \d+ bytes of data, \d+ of \d+ bytes of scales"):
         tool["bits"](argparse.Namespace(device="cpu", no_proof=False), "bits", "te mxfp8")
+
+
+@pytest.mark.parametrize("scaling", ["current", "row"])
+def test_a_product_that_is_refused_or_wrong_is_named_beside_the_others(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gemm(a: Operand, b: Operand, out: torch.dtype, ran: None, slot: int) -> torch.Tensor:
+        if slot == DGRAD:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
+        assert a.scale_inv is not None and b.scale_inv is not None
+        y = (a.data.float() @ b.data.float().t()) * (a.scale_inv * b.scale_inv.t())  # torch takes seconds for it on a CPU
+        return y.to(out) * (2 if out == torch.float32 else 1)
+
+    monkeypatch.setattr(products, "gemm", gemm)
+    with pytest.raises(ArithmeticError, match=r"^dgrad e5m2 x e4m3 failed: RuntimeError: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED; wgrad in float32 "
+                                              r"e5m2 x e4m3 \d+\.\d%; fprop e4m3 x e4m3 [34]\.\d%; wgrad e5m2 x e4m3 [56]\.\d%$"):
+        products.products(scaling, "cpu")
 
 
 def test_without_a_gpu_it_says_what_to_write(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
