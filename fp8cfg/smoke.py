@@ -111,7 +111,7 @@ def _run(small: Recipe, ranks: int, pipeline: Strategy, accumulates: bool) -> No
     t.micro_batch_size = min(t.micro_batch_size, 2)
     t.global_batch_size = t.micro_batch_size * ranks // t.strategy.size * max(stages, 1 + accumulates)
     chunks, most = lcm(16, 2 * context * tensor), min(TOKENS, HELD_OUT // t.global_batch_size)
-    small.model.seq_length = min(small.model.seq_length, max(chunks, most // chunks * chunks))
+    small.model.seq_length = max(chunks, min(small.model.seq_length, most) // chunks * chunks)
     o.warmup_steps, o.constant_steps = min(1, o.warmup_steps), min(1, o.constant_steps)
     t.max_steps = t.val_check_interval = STEPS
     t.limit_val_batches, small.log.every_n_steps = 1, 1

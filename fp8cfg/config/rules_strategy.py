@@ -116,8 +116,9 @@ def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:
     """Of sequences that are split over `cp` ranks, each with two chunks of them."""
     length, key = recipe.model.seq_length, "trainer.strategy.context_parallel_size"
     if length % (2 * cp):
-        yield (f"model.seq_length={length}: must be a multiple of 2 x context_parallel_size = {2 * cp}; nearest is "
-               f"{multiple(length, 2 * cp)}")
+        nearest = multiple(length, 2 * cp)
+        yield LayoutRefusal(f"model.seq_length={length}: must be a multiple of 2 x context_parallel_size = {2 * cp}; nearest is "
+                            f"{nearest}", {"model.seq_length": nearest})
     if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
         yield Refusal(f"fp8.dot_product_attention=True: attention in FP8 takes whole sequences, and {key}={cp} splits them; write "
                       "false", [("fp8.dot_product_attention", False)], [key])

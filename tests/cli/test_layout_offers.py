@@ -21,6 +21,7 @@ from fp8cfg.report.memory.peak import memory
 from tests.support.small import small_words
 
 TENSOR, PIPELINE = "trainer.strategy.tensor_model_parallel_size", "trainer.strategy.pipeline_model_parallel_size"
+CONTEXT = "trainer.strategy.context_parallel_size"
 
 
 def lines(err: str, where: str) -> list[list[str]]:
@@ -211,6 +212,17 @@ def test_launch_says_what_this_machine_starts(words: str, line: str, machine_of:
     assert main(["launch", "--local", *words.split(), f"log.dir={tmp_path}/runs"]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: {line}\n") and "num_nodes=16" not in err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (f"{CONTEXT}=3", f"{CONTEXT}=3: so many ranks share a sequence, and 2 ranks are no multiple of it; start 3, or write 1"),
+    (f"{CONTEXT}=2 model.seq_length=30", "model.seq_length=30: must be a multiple of 2 x context_parallel_size = 4; nearest is 32"),
+])
+def test_sequences_that_ranks_do_not_share_are_refused_with_a_line_that_runs(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    start = "fp8cfg launch --local 2 recipe=llama_tiny"
+    assert main([*start.split()[1:], *words.split()]) == 2
+    said, _, offered = capsys.readouterr().err.strip().partition("; runs here: ")
+    assert said == f"error: {line}" and offered.endswith(f"{start} {words} trainer.smoke=true")
 
 
 @pytest.mark.parametrize(("local", "machines"), [({}, (1, 4)), ({"LOCAL_WORLD_SIZE": "2"}, (2, 2)), ({"LOCAL_WORLD_SIZE": "3"}, None)])

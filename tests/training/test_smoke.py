@@ -94,6 +94,11 @@ def test_a_global_batch_of_many_ranks_leaves_tokens_for_an_evaluation() -> None:
     assert small.trainer.global_batch_size * small.model.seq_length <= 10_000 and small.model.seq_length % 16 == 0
 
 
+def test_sequences_of_an_odd_length_are_cut_to_whole_chunks_of_the_ranks_that_share_them() -> None:
+    words = ("recipe=llama_tiny", "trainer.devices=2", "trainer.strategy.context_parallel_size=2")
+    assert [cut(*words, f"model.seq_length={length}", ranks=2).model.seq_length for length in (8, 32, 44)] == [16, 32, 32]
+
+
 def test_without_the_key_nothing_is_cut() -> None:
     recipe = composed("recipe=llama_405b")
     assert smoke.cut(recipe, 1) is recipe and smoke.note(recipe, recipe) == ""
