@@ -1,8 +1,8 @@
 """The comparison of the kernels' bytes (tools/gpu_rows/kernel_bits.py) under Triton's interpreter, whose conversions are exact here: none
 differs, and under its own, which rounds halves away, some do.
 
-What the interpreter of Triton 3.6 makes of float8 stands in tests/support/kernel_values.py; subnormal bfloat16 numbers it reads wrongly, too. It
-is chosen when Triton is imported, hence the process of its own."""
+What the interpreter of Triton 3.6 makes of float8 stands in tests/support/kernel_values.py; subnormal bfloat16 numbers it reads wrongly,
+too. It is chosen when Triton is imported, hence the process of its own."""
 
 from __future__ import annotations
 

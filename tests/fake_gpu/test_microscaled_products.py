@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0):
     pytest.skip("no CUDA device of compute capability 10.0, not even a fake one", allow_module_level=True)
 
 import fp8cfg
-from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, seed_rounding
+from fp8cfg.numerics import E2M1, E4M3, Scaling
+from tests.support.layer_passes import check_passes
 from tools.fake_gpu.recorder import is_fake
 
 SCALINGS = {
@@ -27,24 +27,7 @@ SCALINGS = {
     *((name, fp8_params, False) for name in SCALINGS for fp8_params in (False, True)), ("mxfp8", False, True), ("nvfp4", False, True)])
 def test_every_product_of_a_layer(name: str, fp8_params: bool, compiled: bool) -> None:
     for tokens, width, out, dtype in ((300, 256, 128, torch.bfloat16), (37, 80, 48, torch.float32))[:1 if compiled else 2]:
-        found = []
-        for product in ("scaled_mm",) if is_fake() else ("scaled_mm", "emulate"):
-            torch.manual_seed(0)
-            linear = nn.Linear(width, out, device="cuda", dtype=dtype)
-            layer = FP8Linear.from_linear(linear, SCALINGS[name], Region(active=True), product=product, fp8_params=fp8_params)  # type: ignore[arg-type]
-            seed_rounding(layer, 1)
-            if compiled:
-                torch._dynamo.reset()
-                layer.compile(fullgraph=True, dynamic=False)
-            x = torch.randn(tokens, width, device="cuda", dtype=dtype, requires_grad=True)
-            y = layer(x)
-            y.backward(torch.ones_like(y))
-            assert y.shape == (tokens, out) and x.grad is not None and layer.parameter.grad is not None
-            assert layer.parameter.grad.shape == (out, width)
-            found.append((y.detach(), x.grad, layer.parameter.grad))
-        if not is_fake():
-            for got, want in zip(*found, strict=True):
-                torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-5 * want.abs().max().item())
+        check_passes(SCALINGS[name], tokens, width, out, dtype, fp8_params, compiled)
 
 
 @pytest.mark.parametrize("words", ["precision=bf16_mxfp8", "precision=bf16_mxfp8 fp8.enable_2d_quantization=true", "precision=bf16_nvfp4"])

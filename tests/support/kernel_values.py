@@ -1,6 +1,6 @@
 """Contents and expectations of tests of the Triton kernels' values under Triton's interpreter (tests/fake_gpu).
 
-The last step, float32 to FP8, is the hardware's and not the interpreter's: test_kernel_code.py looks for its instruction. There the
+The last step, float32 to FP8, is the hardware's and not the interpreter's: test_kernel_code.py looks for its instruction. Here the
 kernels write float32 instead. That of Triton 3.6's interpreter rounds halves away from zero (17 becomes 18 in E4M3, 21 becomes 22),
 does not saturate (464, 480 and 1e6 are NaN in E4M3; in E5M2 1e6 is infinity), loses the carry into the exponent (480 is 256 in E5M2),
 makes 384 of NaN and 256 of infinity in E4M3, and truncates subnormal numbers (3 * 2^-10 is 2^-9 in E4M3). tools/gpu_rows/kernel_bits.py
