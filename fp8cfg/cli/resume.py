@@ -29,8 +29,9 @@ def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""
     from fp8cfg.cli.composed import say, settled_on_ranks
     from fp8cfg.cli.offered_lines import whole_lines
+    from fp8cfg.config.key_names import short
     from fp8cfg.training import runs
-    from fp8cfg.training.checkpoint.resume_rules import goes_on, refuse_changes
+    from fp8cfg.training.checkpoint.resume_rules import allowing_nothing, goes_on, refuse_changes
     from fp8cfg.training.run_folder import RunFolder
 
     arguments = split(argv, ("--config-dir", "--allow"))
@@ -52,6 +53,7 @@ def run(argv: list[str]) -> int:
     whole_line = whole_lines(arguments, settle, "resume", *(word for key in allow for word in ("--allow", key)))
     found = settle(arguments.words)
     refuse_if([] if found.layout_alone else found.problems)
-    refuse_changes(before, found.recipe, allow)
+    refuse_changes(before, found.recipe, allow, {short(c.key): c.cause for c in found.changes})
+    say(f"note: --allow {key}: allows nothing, no such key has changed" for key in allowing_nothing(before, found.recipe, allow))
     code = local_ranks.started(found, ["resume", *argv], whole_line, lambda other: goes_on(found.recipe, other, allow))
     return go_on(path, changed, whole_line, allow) if code is None else code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable, Sequence
 
 
@@ -67,6 +68,11 @@ def suggest(word: str, options: Iterable[str]) -> str:
     if near:
         return f"; did you mean {near!r}?"
     return f"; choose from {', '.join(options)}" if options and len(options) <= 16 else ""
+
+
+def taken(folder: str) -> str:
+    """The line of a run folder that a new run cannot have."""
+    return f"{folder} already holds a run; go on with it by fp8cfg resume {shlex.quote(folder)}, or name another folder"
 
 
 def refuse_if(problems: Sequence[str]) -> None:

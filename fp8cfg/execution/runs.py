@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.composition import to_yaml
-from fp8cfg.config.errors import ConfigError, NotWritable
+from fp8cfg.config.errors import ConfigError, NotWritable, taken
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.execution import nemo
 from fp8cfg.execution.executor import REQUEST, STARTED, Command, Executor, LocalExecutor, RunFailed
@@ -61,7 +61,7 @@ def _requested(recipe: Recipe, given: Path | None) -> Path:
     is not to go on, and OSError."""
     path = given or _new(recipe).absolute()
     if (path / STARTED).exists() and recipe.log.resume == "never":
-        raise ConfigError(f"{path} already holds a run; write fp8cfg.resume({str(path)!r}), or name another folder")
+        raise ConfigError(taken(str(path)))
     path.mkdir(parents=True, exist_ok=True)
     (path / REQUEST).write_text(to_yaml(recipe), encoding="utf-8")
     return path

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, taken
 from fp8cfg.config.files import plain_text
 from fp8cfg.training.environment import environment
 from fp8cfg.training.run_files import RunFiles
@@ -188,7 +188,7 @@ def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
 
 
 def _taken(path: Path) -> RunFolderError:
-    return RunFolderError(f"{path} already holds a run; resume it, or choose another folder")
+    return RunFolderError(taken(str(path)))
 
 
 def _new_folder(root: Path, name: str) -> Path:

@@ -43,7 +43,7 @@ def test_an_executor_gets_a_command_that_is_the_recipe(tmp_path: Path) -> None:
     file, *words = command.words()
     assert fp8cfg.from_yaml(Path(file)) == recipe and words == [f"log.folder='{done.folder}'", "log.resume=auto"]
     (done.folder / "recipe.yaml").write_text("")
-    with pytest.raises(fp8cfg.ConfigError, match=r"already holds a run; write fp8cfg\.resume"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"already holds a run; go on with it by fp8cfg resume"):
         fp8cfg.run(recipe, mine, done.folder)
     recipe.log.folder, recipe.log.resume = str(done.folder), "auto"
     assert fp8cfg.run(recipe, mine).folder == done.folder

@@ -73,7 +73,7 @@ def test_a_folder_that_is_taken_is_said_before_a_model_is_made(tmp_path: Path, m
     monkeypatch.setattr("fp8cfg.builder.build", None)
     (tmp_path / "recipe.yaml").write_text("")
     assert main([*SAVES, f"log.folder={tmp_path}"]) == 2
-    assert capsys.readouterr().err.endswith(f"error: {tmp_path} already holds a run; resume it, or choose another folder\n")
+    assert capsys.readouterr().err.endswith(f"error: {tmp_path} already holds a run; go on with it by fp8cfg resume {tmp_path}, or name another folder\n")
 
 
 COMMANDS = {  # which stand for Slurm's: two tasks on this machine, and a queue

@@ -223,7 +223,11 @@ def test_what_is_edited_in_a_run_folder_is_said_and_the_checkpoint_holds(tmp_pat
     file.write_text(file.read_text().replace("lr: 0.003", "lr: 0.004"))
     assert fp8cfg.from_yaml(file).optim.lr == 0.004
     capsys.readouterr()
-    assert main(["resume", str(folder), "trainer.max_steps=3"]) == 0
-    edited, = (line for line in capsys.readouterr().out.splitlines() if line.endswith("in recipe.yaml is not that of the checkpoint, which holds; "
-                                                                                     "give it as a word to change it"))
+    assert main(["resume", str(folder), "trainer.micro_batch_size=3"]) == 2
+    assert capsys.readouterr().err.startswith("error: trainer.micro_batch_size=3: trainer.global_batch_size=8, with which this run was started, would ")
+    assert main(["resume", str(folder), "trainer.max_steps=3", "--allow", "optim.lr", "--allow", "trainer"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "note: --allow optim.lr: allows nothing, no such key has changed\n"
+    edited, = (line for line in said.out.splitlines() if line.endswith("in recipe.yaml is not that of the checkpoint, which holds; give it as a "
+                                                                       "word to change it"))
     assert edited.startswith("optim.lr") and fp8cfg.from_yaml(file).optim.lr == 0.003

@@ -95,7 +95,7 @@ def test_a_folder_of_ones_own_is_resumed_by_either_door(trained: Any, tmp_path: 
     job = fp8cfg.build(fp8cfg.compose(["trainer.max_steps=2", "optim.lr_decay_style=constant"], base=recipe))
     run = fp8cfg.fit(job, tmp_path / "mine", say=lambda _: None)
     assert run.folder == tmp_path / "mine" and run.steps == 2
-    with pytest.raises(RunFolderError, match="already holds a run; resume it"):
+    with pytest.raises(RunFolderError, match="already holds a run; go on with it"):
         fp8cfg.fit(job, tmp_path / "mine")
     said: list[str] = []
     again = fp8cfg.resume(tmp_path / "mine", ["trainer.max_steps=3"], say=said.append)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -41,8 +42,9 @@ def changes(saved: Recipe, wanted: Recipe) -> list[str]:
     return [short(k) for k, v in _flat(wanted).items() if v != _flat(saved)[k]]
 
 
-def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
-    """Raise ConfigError for each change that a resumed run may not make, or not without being allowed."""
+def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str], causes: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError for each change that a resumed run may not make, or not without being allowed; with its cause where a value
+    gave way to it, by the short name of its key."""
     old, new = _flat(saved), _flat(wanted)
     allow = [short(full(key)) for key in allow]
     lines = [foreign_names.unknown(a, short_keys()) for a in allow if not any(matches(k, [a]) for k in short_keys())]
@@ -54,9 +56,17 @@ def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str]) -> None:
             continue
         was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
         cure = "start a new run" if matches(key, fixed) else f"resume it with --allow {key}"
-        lines.append(f"{key}={now}: this run was started with {was}; {cure}")
+        if cause := (causes or {}).get(key):
+            lines.append(f"{cause}: {key}={was}, with which this run was started, would give way to it and be {now}; {cure}")
+        else:
+            lines.append(f"{key}={now}: this run was started with {was}; {cure}")
     if lines:
         raise ConfigError(lines)
+
+
+def allowing_nothing(saved: Recipe, wanted: Recipe, allow: list[str]) -> list[str]:
+    """Those of `allow` that have no key that differs."""
+    return [key for key in allow if not any(matches(k, [short(full(key))]) for k in changes(saved, wanted))]
 
 
 def goes_on(saved: Recipe, wanted: Recipe, allow: list[str]) -> bool:
