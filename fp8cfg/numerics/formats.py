@@ -101,8 +101,10 @@ def widen(q: Tensor, dtype: torch.dtype) -> Tensor:
     256 values is four times faster, a piece at a time, for the places in it take as many bytes as float32."""
     if torch.compiler.is_compiling() or q.device.type != "cpu":
         return q.to(dtype)
-    table, codes, wide = _values(q.dtype, dtype), q.reshape(-1).view(torch.uint8), torch.empty(q.shape, dtype=dtype)
-    flat = wide.view(-1)
-    for start in range(0, len(codes), PIECE):
-        torch.index_select(table, 0, codes[start : start + PIECE].int(), out=flat[start : start + PIECE])
-    return wide
+    table, codes, count = _values(q.dtype, dtype), q.view(torch.uint8).flatten(), q.numel()
+    if count <= PIECE:
+        return table.index_select(0, codes.int()).view(q.shape)
+    wide = torch.empty(count, dtype=dtype)
+    for start in range(0, count, PIECE):
+        torch.index_select(table, 0, codes[start : start + PIECE].int(), out=wide[start : start + PIECE])
+    return wide.view(q.shape)
