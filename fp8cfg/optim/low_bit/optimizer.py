@@ -152,7 +152,7 @@ class LowBitOptimizer(NamedOptimizer):
                 state = self.state[p]
                 state["step"] += 1
                 if self.owns(p):
-                    slot = slot_of(local(p.detach()), state, grad, self._held(p), p in self.writers)
+                    slot = slot_of(local(p), state, grad, self._held(p), p in self.writers)
                     before = state["step"] - int(deferred is not None and deferred.waits_for(p))
                     factors = factors_of(state["step"], before, p.device)
                     key, first = self._step_key(p) if random else None, first_element(p, self.parts.get(p))
