@@ -37,8 +37,8 @@ Start = int | Strided
 """Where elements begin: in the whole tensor, or in a part of it."""
 
 
-def moved(start: Start, by: int) -> Start:
-    """`by` elements further."""
+def further(start: Start, by: int) -> Start:
+    """The place `by` elements after `start`."""
     return start._replace(start=start.start + by) if isinstance(start, Strided) else start + by
 
 

@@ -6,9 +6,9 @@
 All of it is float32, and w' is made from m' and v' as they are before rounding. This is MS-AMP's update, in its order of
 operations. Adam instead of AdamW adds decay x w to g, for the stored moments too.
 
-A scale for a whole tensor needs the amax of what is about to be stored. The values are computed twice, by `find_amaxes` and by
-`store_step`, so that they are never kept in float32. Compiled code takes the amaxes of rows; what follows from them is done for all
-tensors at once, and their scales are written when all are stored.
+A scale for a whole tensor needs the amax of what is about to be stored. The values are computed twice, for `find_amaxes` and for
+`store_step`, so that no more than a piece of them is kept in float32. Compiled code takes the amaxes of rows; what follows from
+them is done for all tensors at once, and their scales are written when all are stored.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ class Scales(NamedTuple):
     exp_avg_sq: Tensor | None = None
 
 
+Moved = tuple[Tensor, Tensor, Tensor]
+"""Weight and moments after a step, in float32."""
+
+
 def hyper(group: Mapping[str, Any], decoupled: bool, step: int, lr: float) -> list[float]:
     """The factors of step number `step`, from 1 on, of a parameter group, and `step`: nine numbers in double precision. What a step
     reads has a tenth: what gradients are multiplied by."""
@@ -73,8 +77,8 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
         raise ValueError(f"betas={tuple(group['betas'])} must lie in [0, 1)")
 
 
-def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight and moments after the step, in float32."""
+def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Moved:
+    """Weight and moments after the step."""
     decay, b1, one_less_b1, b2, one_less_b2, lr, correction, eps, _, grad_factor = hyper.unbind()
     w, g = columns.source.decode(slot.source), columns.read.decode(slot.grad) * grad_factor
     if decoupled:
@@ -86,10 +90,9 @@ def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> tuple
     return w - lr * (m / (square_root(v) / correction + eps)), m, v
 
 
-def find_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Tensor:
+def find_amaxes(columns: Columns, values: Moved) -> Tensor:
     """The amaxes of weight and moments for scales of whole tensors, [3]; 0 for a column without such a scale."""
-    values = zip(moved(columns, decoupled, slot, hyper), columns.amaxes, strict=True)
-    return torch.stack([largest(x) if wanted else hyper.new_zeros(()) for x, wanted in values])
+    return torch.stack([largest(x) if wanted else x.new_zeros(()) for x, wanted in zip(values, columns.amaxes, strict=True)])
 
 
 def scales_from(columns: Columns, amaxes: Tensor) -> Scales:
@@ -121,13 +124,13 @@ def scales_of_all(columns: Columns, decoupled: bool, amaxes: Tensor) -> Tensor:
 
 
 def store_step(
-    columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales, skip: Tensor | None,
+    columns: Columns, slot: Slot, values: Moved, key: Tensor | None, new: Scales, skip: Tensor | None,
     start: Start = 0, last: bool = True,
 ) -> None:  # fmt: skip
     """Write the result of the step, unless `skip`, a bool [], is true; `start` is the first element of this piece in its tensor.
-    The scales of whole tensors are written with the last piece, since the old ones are needed until then.
+    The scales of whole tensors are written with the `last` piece, since the old ones are needed until then.
     """
-    c, (w, m, v) = columns, moved(columns, decoupled, slot, hyper)
+    c, (w, m, v) = columns, values
     c.source.write(w, slot.source, new.source, key, 0, start, skip)
     c.exp_avg.write(m, slot.exp_avg, new.exp_avg, key, 1, start, skip)
     c.exp_avg_sq.write(v, slot.exp_avg_sq, new.exp_avg_sq, key, 2, start, skip)
@@ -150,7 +153,7 @@ def store_whole(
 ) -> None:
     """`store_step` of a tensor in one piece, whose own key is `key`, but for the scales of the whole tensor; of a shard that begins
     with element `first` of the whole."""
-    store_step(columns, decoupled, slot, hyper, key_of_step(key, hyper), new, skip, first, last=False)
+    store_step(columns, slot, moved(columns, decoupled, slot, hyper), key_of_step(key, hyper), new, skip, first, last=False)
 
 
 def find_row_amaxes_of_several(columns: Columns, decoupled: bool, slots: Sequence[Slot], hyper: Tensor) -> list[list[Tensor]]:

@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics.codecs import spans
-from fp8cfg.numerics.stochastic_rounding import Start, moved
+from fp8cfg.numerics.stochastic_rounding import Start, further
 from fp8cfg.optim.low_bit.adam_step import (
     ROW,
+    Moved,
     Scales,
     Slot,
     find_amaxes,
     find_row_amaxes_of_several,
     key_of_step,
+    moved,
     scales_from,
     scales_of_all,
     store_several,
@@ -70,8 +72,8 @@ def amaxes_of_steps(columns: Columns, decoupled: bool, works: Sequence[Work], co
     with _dtypes_may_mix():
         in_one = [work for work in works if _in_one(columns, work, compiled)]
         left = iter(_amaxes_compiled(columns, decoupled, in_one).unbind() if in_one else ())
-        each = [next(left) if _in_one(columns, work, compiled) else _amaxes_in_pieces(columns, decoupled, work) for work in works]
-        return torch.stack(each)
+        return torch.stack([next(left) if _in_one(columns, work, compiled) else _amaxes_in_pieces(columns, decoupled, work)[0]
+                            for work in works])  # fmt: skip
 
 
 def _amaxes_compiled(columns: Columns, decoupled: bool, works: Sequence[Work]) -> Tensor:
@@ -80,11 +82,15 @@ def _amaxes_compiled(columns: Columns, decoupled: bool, works: Sequence[Work]) -
     return torch.stack([next(found) if wanted else works[0].hyper.new_zeros(len(works)) for wanted in columns.amaxes], 1)
 
 
-def _amaxes_in_pieces(columns: Columns, decoupled: bool, work: Work) -> Tensor:
+def _amaxes_in_pieces(columns: Columns, decoupled: bool, work: Work) -> tuple[Tensor, Moved | None]:
+    """The amaxes [3] of a tensor, and the values of its last piece."""
     slot, hyper = work.slot, work.hyper
-    count, device = slot.source[0].numel(), slot.source[0].device
-    found = [find_amaxes(columns, decoupled, _part(columns, slot, a, b), hyper) for a, b in spans(count, device)]
-    return torch.stack(found).amax(0) if found else hyper.new_zeros(3)
+    found, values = list[Tensor](), None
+    for a, b in spans(slot.source[0].numel(), slot.source[0].device):
+        values = None  # those of one piece at a time
+        values = moved(columns, decoupled, _part(columns, slot, a, b), hyper)
+        found.append(find_amaxes(columns, values))
+    return torch.stack(found).amax(0) if found else hyper.new_zeros(3), values
 
 
 @contextmanager
@@ -103,12 +109,16 @@ def _in_one(columns: Columns, work: Work, compiled: bool) -> bool:
 def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Tensor | None) -> None:
     slot, hyper, key, skip, first = work
     count, device = slot.source[0].numel(), slot.source[0].device
-    scales = Scales()
+    scales, values = Scales(), None
     if columns.per_tensor:
-        scales = scales_from(columns, _amaxes_in_pieces(columns, decoupled, work) if of_whole is None else of_whole)
+        if of_whole is None:
+            of_whole, values = _amaxes_in_pieces(columns, decoupled, work)
+        scales = scales_from(columns, of_whole)
     key = key_of_step(key, hyper)
-    for a, b in [*spans(count, device)] or [(0, 0)]:
-        store_step(columns, decoupled, _part(columns, slot, a, b), hyper, key, scales, skip, moved(first, a), b == count)
+    for a, b in reversed([*spans(count, device)] or [(0, 0)]):  # from the last piece on, whose values are there
+        part = _part(columns, slot, a, b)
+        store_step(columns, part, values or moved(columns, decoupled, part, hyper), key, scales, skip, further(first, a), a == 0)
+        values = None
 
 
 def _step_compiled(columns: Columns, decoupled: bool, works: Sequence[tuple[Work, Tensor | None]]) -> None:
