@@ -85,17 +85,18 @@ class WeightShard(Tensor):
         if mesh.size() == 1:  # torch takes nothing but the first from one rank, which has the whole of the others. Seen with 2.13
             split = dict([*split.items()][:1])
         sent = {name: getattr(stored, name) for name in split}
-        return tuple(_padded(t, -(-split[name] // mesh.size())) for name, t in sent.items()), (stored, split, module.shard_codec)
+        of = stored, split, module.weight_grad_dtype, module.shard_codec
+        return tuple(_padded(t, -(-split[name] // mesh.size())) for name, t in sent.items()), of
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        stored, split, codec = metadata
+        stored, split, dtype, codec = metadata
         whole = stored._replace(**{
             name: output.view(getattr(stored, name).dtype)[:rows]
             for output, (name, rows) in zip(outputs, split.items(), strict=True)})
         if out is not None:
             out._hold(whole)
             return None
-        return GatheredWeight(whole, param_dtype, codec), outputs
+        return GatheredWeight(whole, dtype, codec), outputs
 
 
 def _padded(t: Tensor, rows: int) -> Tensor:
@@ -106,7 +107,7 @@ def _padded(t: Tensor, rows: int) -> Tensor:
 
 class GatheredWeight(Tensor):
     """A weight [out, in] that was gathered in float8, with its inverse scales, or in `codec`. To other code it is its values in the
-    compute dtype, in which its gradient is too."""
+    dtype of its gradient: compiled code hands a gradient over in the dtype of what it is of (torch 2.13)."""
 
     _data: Tensor
     _scale_inv: Tensor

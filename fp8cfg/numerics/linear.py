@@ -159,7 +159,6 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         beside: list[Tensor | None] = [getattr(self, name) for name in WEIGHT_BUFFERS]
         if isinstance(weight, GatheredWeight):
             stored, *beside = weight.stored
-            weight_grad = self.weight_grad_dtype
         product = None if self.product == "scaled_mm" else carrier
         learns = torch.is_grad_enabled()
         trains = learns and self.training

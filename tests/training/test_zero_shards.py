@@ -23,6 +23,7 @@ from tests.support import rank_runs, sharded_checkpoints
 from tests.support.measured_memory import measured, over_plan
 from tests.support.ranks import on_ranks
 from tests.support.small import small
+from tests.support.traced import trace_model
 
 ROWS = {
     "fp32": "precision=fp32", "bf16": "precision=bf16", "fp16": "precision=fp16 precision.initial_loss_scale=65536 storage.weight_grad=fp32 storage.comm=fp32",
@@ -139,6 +140,8 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
     for row, before, now in RESUMED:
         job = rank_runs.resumed(job_of(ROWS[row], f"storage.shard={now}", "trainer.micro_batch_size=2"), folder / f"{row} {before}", SAVED)
         found[f"{row} {before} {now}"] = run(job, world, SAVED, STEPS)
+    trace_model(compiled := job_of(ROWS["FP8 weights"], "storage.shard=zero1", "trainer.micro_batch_size=2"))
+    found["compiled"] = run(compiled, world, 0, STEPS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")  # torchrun's, for the plan
         found["memory"] = {words: measured(tiny(words), world, 0.03) for words in MEASURED}
@@ -199,6 +202,13 @@ def test_a_rank_keeps_half_of_masters_moments_and_gradients(row: str, shard: str
     else:
         assert first["gradients"] + second["gradients"] == 4 * whole["elements"]
     assert abs(first["moments"] - second["moments"]) < 0.02 * first["moments"]
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_eager_bits(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Gradients of gathered weights among them, which are float32 either way."""
+    for found in two[1]:
+        assert found["compiled"] == found["FP8 weights zero1"]["losses"]
 
 
 @pytest.mark.slow
