@@ -83,6 +83,14 @@ def test_a_repeated_forward_pass_quantizes_weights_beside_activations(words: str
     assert plan == pytest.approx(here, rel=0.03)
 
 
+@pytest.mark.parametrize("words", ["precision=bf16_nvfp4", "precision=bf16_nvfp4 fp8.stochastic_rounding=false", "precision=bf16_mxfp8 precision.compute=fp32",
+                                   "precision=bf16_fp8_current fp8.granularity=row model.recompute_granularity=full"])
+def test_what_rounding_and_scales_take_is_planned(words: str) -> None:
+    """Of few tokens, where a matrix that is rounded, or a product that is scaled, is the peak."""
+    plan, here = measure(tiny(*words.split(), "model.num_layers=2", "model.seq_length=128"))["peak"]
+    assert plan == pytest.approx(here, rel=0.01)
+
+
 @pytest.mark.parametrize("recipe", ["qwen3_tiny", pytest.param("olmo2_tiny", marks=pytest.mark.slow), pytest.param("gpt3_tiny", marks=pytest.mark.slow), "gemma2_tiny",
                                     pytest.param("gemma3_tiny", marks=pytest.mark.slow), pytest.param("llama_tiny task=lora", marks=pytest.mark.slow)])
 def test_selective_recomputation_keeps_what_was_planned(recipe: str) -> None:

@@ -152,7 +152,7 @@ class LinearBytes:
         """The most that quantizing the weight takes beside what is kept of it."""
         if self.held(linear) or self.requantizes or self.once or not linear.gemms[0]:
             return 0
-        return quantizing(self.recipe, self.device, self.elements(linear)) - self.copy(linear)
+        return quantizing(self.recipe, self.device, self.elements(linear), gradient=False) - self.copy(linear)
 
     def gradient(self, linear: PlannedLinear, made: bool) -> float:
         """The gradient of the weight, all of it: at most while it is `made`, or while it is cast and accumulated."""
@@ -201,6 +201,6 @@ class LinearBytes:
         elements = width * self.tokens
         if by_kernel(self.recipe, self.device):
             made = self.e * elements * (2 if linear.gemms[1] and linear.gemms[2] else 1)
-            return made + quantizing(self.recipe, self.device, elements) - 2 * self.e * elements, made
+            return made + quantizing(self.recipe, self.device, elements, gradient=True) - 2 * self.e * elements, made
         first = (directions(self.recipe) - 1) * self.e * elements if linear.gemms[1] and linear.gemms[2] else 0
-        return first + quantizing(self.recipe, self.device, elements), first + self.e * elements
+        return first + quantizing(self.recipe, self.device, elements, gradient=True), first + self.e * elements

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from fp8cfg.config.fp8 import FP8, power_2_scales, transforms, weights_2d
+from fp8cfg.config.fp8 import FP8, per_row, power_2_scales, transforms, weights_2d
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED
 from fp8cfg.scalings import SCALINGS, Tile
@@ -15,6 +15,8 @@ CODEC: dict[str, float] = {
 """One element in each codec of `storage`, with its share of a block's scale; one for a whole tensor is left out."""
 CODEC_BLOCK = 128
 """Elements that share a scale in the codecs of blocks."""
+CHUNK = 1 << 17
+"""Elements that a CPU quantizes at a time (numerics/quantize.py)."""
 
 
 @cache
@@ -85,13 +87,15 @@ def product(recipe: Recipe, device: str, out: float, made: float, read: float) -
     of its operands.
 
     Hardware writes the output. An emulated product has float32 sums (numerics/gemm.py), for which a CPU copies operands of two
-    bytes. Scales that are not in the operands are multiplied in afterwards, into another float32 matrix.
+    bytes. Scales that are not in the operands are multiplied in afterwards, into another float32 matrix; those of rows and columns
+    are one themselves then.
     """
     if not emulated(recipe, device):
         return out * made
     carrier, scaling = operand(recipe, device), SCALINGS[recipe.fp8.scaling]
     copies = 4 * read if device == "cpu" and carrier < 4 else 0
-    after = 4 + out if scaling.block and not scaling.two_levels and out < 4 else 8
+    cast = out if out < 4 else 0
+    after = 12 if per_row(recipe.fp8) else 4 + cast if scaling.block and not scaling.two_levels else 8
     return max(copies + 4 * made, after * made)
 
 
@@ -101,15 +105,36 @@ def by_kernel(recipe: Recipe, device: str) -> bool:
     return device == "cuda" and not emulated(recipe, device) and packs
 
 
-def quantizing(recipe: Recipe, device: str, elements: float) -> float:
-    """The most that quantizing a matrix of `elements` takes, its result among it. A CPU does so in chunks (numerics/quantize.py,
-    CHUNK): float32 scaled and cut to the range, its codes, their indices, the result; a GPU by a kernel that writes the result and
-    its transpose alone, or the whole matrix, eagerly. nvfp4 has a copy of the matrix and its Hadamard transform beside it; scales
-    of columns need all rows, in float32, twice."""
-    mixed = 2 * CODEC[recipe.precision.compute] * elements if transforms(recipe.fp8) else 0
+def quantizing(recipe: Recipe, device: str, elements: float, gradient: bool) -> float:
+    """The most that quantizing a matrix of `elements`, a `gradient` or a weight, takes, its result among it. A CPU does so in
+    chunks (numerics/quantize.py, CHUNK); a GPU by a kernel that writes the result and its transpose alone, or the whole matrix,
+    eagerly. The Hadamard transform of a gradient is made of a copy that runs along the other dimension, and quantized in its place;
+    scales of columns need all rows, in float32, twice."""
+    mixed = CODEC[recipe.precision.compute] * elements if gradient and transforms(recipe.fp8) else 0
     if by_kernel(recipe, device):
-        return mixed + 2 * operand(recipe, device) * elements
+        return 2 * mixed + 2 * operand(recipe, device) * elements
+    each = _rounding(recipe, device, gradient)
     if device == "cuda":
-        return mixed + (4 + 4 + 1) * elements
-    result = operand(recipe, device) * elements + 11 * min(1 << 17, elements)
-    return max(mixed + result, 8 * elements if 0 in (_tile(recipe.fp8) or ()) else 0)
+        return max(2 * mixed, mixed + each * elements)
+    return max(2 * mixed, mixed + _in_chunks(recipe, elements, each), 8 * elements if 0 in (_tile(recipe.fp8) or ()) else 0)
+
+
+def _in_chunks(recipe: Recipe, elements: float, each: float) -> float:
+    """The most that a CPU takes to quantize a matrix of `elements` in chunks, `each` bytes an element of one, with the result; of
+    tiles beside what the chunk before became, and float32 scales: of all that were, and of the chunk those to multiply by."""
+    result, chunk, tile = operand(recipe, "cpu"), min(CHUNK, elements), _tile(recipe.fp8)
+    if tile is None:
+        return result * elements + each * chunk
+    before, scale = min(chunk, elements - chunk), 0 if 0 in tile else 4 / (tile[0] * tile[1])
+    return result * (elements + before) + each * chunk + scale * (elements + chunk)
+
+
+def _rounding(recipe: Recipe, device: str, gradient: bool) -> float:
+    """The most that an element of a matrix takes while it is rounded without a kernel (numerics/formats.py): float32 scaled and cut
+    to the range, and its code; a CPU then looks up, beside what was scaled and the code, the place in a table and what stands
+    there. Four bits are rounded in steps: scaled, cut, its exponent, step, number of steps, product and that cut again, beside a
+    random number where a `gradient` is rounded stochastically. With scales of tiles what was scaled stays beside it."""
+    apart = 4 if _tile(recipe.fp8) and recipe.precision.compute != "fp32" else 0
+    if SCALINGS[recipe.fp8.scaling].two_levels:
+        return apart + 7 * 4 + 4 * (gradient and recipe.fp8.stochastic_rounding)
+    return apart + (4 + 1 + 4 + operand(recipe, device) if device == "cpu" else 4 + 4 + 1)
