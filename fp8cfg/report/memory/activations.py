@@ -89,7 +89,7 @@ def activations(
     streams = 4 * part.chunks if part.chunks > 1 else 2 - part.embedding - part.output
     kept = (each * model.tokens + masks) * part.in_flight + streams * model.c * model.d * model.tokens
     head = _Head(model, linears[-1]) if part.output else None
-    final, logits = (head.kept * model.tokens, logit_bytes(model).widest) if head else (0.0, 0)
+    final, _, forward, logits = (head.kept * model.tokens, *logit_bytes(model)) if head else (0.0, 0, 0, 0)
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
     kept_weights = sum(map(model.workspace, linears if part.output else linears[:4 * len(layers)]))
     first = sharded.start if sharded else 0
@@ -106,8 +106,9 @@ def activations(
     if part.embedding and not recipe.lora.enabled:
         making = model.v * recipe.model.hidden_size * (model.c + grads)
         moments.append((making - gone, sharded.back(len(layers)) if sharded else 0))
-    if sharded:
-        moments.append((-gone - others, sharded.summing(len(layers))))
+    if sharded:  # the loss, beside the residual stream, which the caller of the output layer has
+        stream = model.c * model.d * model.tokens if model.c < 4 else 0
+        moments += [(forward + stream, sharded.received), (-gone - others, sharded.summing(len(layers)))]
     widest, whole = max(((m + beside, beside) for m, beside in moments))
     whole = max(0, min(whole, widest - logits))  # the rest is in place of logits
     return Activations(int(kept + final), int(logits), int(copies + kept_weights), int(widest - logits - whole), int(whole))

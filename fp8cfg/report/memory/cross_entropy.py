@@ -16,9 +16,10 @@ CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 class LogitBytes(NamedTuple):
-    """Bytes of a microbatch: kept from the forward to the backward pass, and at the widest moment."""
+    """Bytes of a microbatch: kept from the forward to the backward pass, at the widest moment of the forward pass, and of both."""
 
     kept: int
+    forward: int
     widest: int
 
 
@@ -27,8 +28,9 @@ def logit_bytes(b: LinearBytes) -> LogitBytes:
     count, c = b.tokens * b.v, b.c
     chunk = min(count, CHUNK[b.device])
     capped = c * count if b.recipe.model.final_logit_softcapping is not None else 0
-    if b.tp == 1 and count == chunk:
-        return LogitBytes(int(4 * count + capped), int(12 * count + capped))
     cast = 4 if c == 4 else 8  # logits in float32 are no copy
-    widest = max(c * count + cast * chunk, 2 * c * count + (12 if b.tp == 1 else 4) * chunk)
-    return LogitBytes(int(c * count + capped), int(widest + capped))
+    forward = c * count + cast * chunk + capped
+    if b.tp == 1 and count == chunk:
+        return LogitBytes(int(4 * count + capped), int(forward), int(12 * count + capped))
+    widest = max(forward, 2 * c * count + (12 if b.tp == 1 else 4) * chunk + capped)
+    return LogitBytes(int(c * count + capped), int(forward), int(widest))

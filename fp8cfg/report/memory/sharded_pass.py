@@ -66,6 +66,10 @@ class ShardedPass:
         vocabulary = (prod(shape) for name, shape in shapes.items() if name in ("output_layer.weight", "embedding.weight"))
         self.head = self.fresh * max(vocabulary, default=0)
         """Bytes of the output layer's gradient, which is there from the start to the reduction of the root."""
+        gathers = not (self.fsdp or self.pipeline) and passes == 1 and part.shards > 1  # in the widest pass
+        self.received = self.groups[0].weights if gathers else 0.0
+        """Bytes in which the last layer's weights came from the ranks, which are there until the forward pass ends. Under fsdp the
+        backward pass begins with as many."""
         self.start = 0.0
         """Bytes at the backward pass of the output layer, beside which the last layer's weights are prefetched."""
         if self.fsdp:
