@@ -20,7 +20,7 @@ from fp8cfg.report.memory.fit_search import Fit, differences
 from fp8cfg.report.memory.layout import Part, parts, refused, shards, whole
 from fp8cfg.report.memory.machines import machines, placed
 from fp8cfg.report.memory.nearest_fit import Line, alternatives, offering, smoke_run, words_alone
-from fp8cfg.report.memory.peak import linears_of, memory, multiplying, parameters
+from fp8cfg.report.memory.peak import COMING, linears_of, memory, multiplying, parameters
 from fp8cfg.report.tables import size
 
 UNBOUNDED = 1 << 62
@@ -116,11 +116,12 @@ class Plan:
         return max(self.ranks, key=lambda rank: rank.total)
 
     def recomputing(self, granularity: str) -> int:
-        """Bytes of activations, logits and backward pass on the widest rank, under that model.recompute_granularity."""
+        """Bytes of activations, logits and backward pass on the widest rank, less gradients that are to come, under that
+        model.recompute_granularity."""
         other = self.recipe.model_copy(deep=True, update={
             "model": self.recipe.model.model_copy(update={"recompute_granularity": granularity})})
         kinds = memory(other, self.hardware.device, self.widest.part, self.backend)
-        return kinds["activations"] + kinds["logits"] + kinds["backward"]
+        return kinds["activations"] + kinds["logits"] + kinds["backward"] + kinds.get(COMING, 0)
 
     def too_small(self) -> dict[str, tuple[int, int]]:
         """Layers that are too small to gain: name -> (in, out) on one rank."""

@@ -48,7 +48,7 @@ def wrapped(text: str, first: str = "", more: str = "") -> str:
 def size(count: float) -> str:
     """Bytes for a person: 512 B, 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
+        if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError

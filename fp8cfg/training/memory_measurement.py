@@ -3,7 +3,7 @@
 Measured are live tensor bytes, counted by a dispatch mode that sees every tensor made and, by a weak reference, when its
 storage dies: saved tensors are among them, memory that the allocator keeps is not. The pass that is measured is the last of a
 step of two microbatches: it finds all gradients there, and stores those that have a codec. Of more under zero2 it is one that lets
-no weights go.
+no weights go. Where a step is one pass, and no FSDP2 has shards of gradients, it finds none, and its peak has those that came.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from fp8cfg.report.memory.fsdp_gather import root_bytes
 from fp8cfg.report.memory.gradient_sums import after_backward
 from fp8cfg.report.memory.layout import ranks, stage_parts, summed_at_the_end
 from fp8cfg.report.memory.linears import LinearBytes
-from fp8cfg.report.memory.peak import before_step, linears_of, memory, parameters, persistent, step_bytes
+from fp8cfg.report.memory.peak import COMING, before_step, linears_of, memory, parameters, persistent, step_bytes
 from fp8cfg.report.memory.shards import until_stored
+from fp8cfg.report.memory.single_pass import single_pass
 from fp8cfg.report.tables import size, table
 from fp8cfg.training.distributed.gradient_sync import stored_grads, sum_gradients, summed_in_backward
 from fp8cfg.training.distributed.world import current
@@ -95,13 +96,14 @@ BOUNDS = {"weights": 0.05, "masters": 0.05, "gradients": 0.05, "moments": 0.05, 
 
 def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     """Planned and measured bytes of `recipe` on this machine: of what stays from step to step; and over that, after the
-    forward pass, at the peak of forward and backward pass together where gradients are all there, as they are summed after it,
-    and at the peak of the optimizer's step. A microbatch is random tokens. Of a pipeline those of this rank's stage, over all
-    passes of a step, which under zero1 begins without gradients."""
+    forward pass, at the peak of forward and backward pass together where gradients are all there, or with those that come in a
+    step of one pass, as they are summed after it, and at the peak of the optimizer's step. A microbatch is random tokens. Of a
+    pipeline those of this rank's stage, over all passes of a step, which under zero1 begins without gradients."""
     job = build(recipe)
     here, world = job.prepared.pipeline, current()
     passes = microbatches(job, world)
     count = passes if here is not None else 1
+    single = _single(recipe, stage := here.rank if here is not None else 0, job.choice.backend)
     whole = here is not None and job.prepared.fsdp2 and job.prepared.shard == "zero1"  # gradients, of all passes
     between = passes > 2 and here is None and job.prepared.fsdp2 and job.prepared.shard == "zero2"
     shape = recipe.trainer.micro_batch_size * count, recipe.model.seq_length
@@ -130,7 +132,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     gathered = _gathered(job)  # before quantized weights are kept of them, which are of one gathering
     with weights_kept(job.model, quantizes_once(recipe, job.prepared.shard, passes)):
         one_pass(last=passes == 1)
-        if whole:
+        if whole or single:
             job.optimizer.zero_grad()
         kept = stored(job)
         quantized = sum(layer.kept_bytes for layer in fp8_linears(job.model))
@@ -152,8 +154,14 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     made = measured["gradients"] if whole else 0
     measured |= {"peak": live.peak + quantized - made, "gradient sums": summing.peak, "optimizer step": stepping.peak}
     measured |= {"after forward": max(passed) + quantized} if passed else {}
-    found = planned(recipe, job.device.type, job.choice.backend, here.rank if here is not None else 0)
+    found = planned(recipe, job.device.type, job.choice.backend, stage)
     return {kind: (n, measured[kind]) for kind, n in found.items() if kind in measured}
+
+
+def _single(recipe: Recipe, stage: int, backend: str) -> bool:
+    """Whether gradients come in the one pass of a step, which then has them in its peak."""
+    part = stage_parts(recipe, ranks())[stage]
+    return single_pass(recipe, part, linears_of(recipe, part), backend) is not None
 
 
 def _local(t: Tensor) -> Tensor:
@@ -230,6 +238,8 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
         elif recipe.trainer.strategy.pipeline_model_parallel_size == 1:
             gathered -= before_step(recipe, part, linears) - kinds["gradients"]  # are there before the last pass
     peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + gathered
+    if COMING in kinds:
+        peak += kinds["gradients"] + kinds[COMING]
     step = step_bytes(recipe, part, linears, device, backend)
     sums = after_backward(recipe, part, linears, device, backend)
     found = {"after forward": kept, "peak": peak, "gradient sums": sums, "optimizer step": step}

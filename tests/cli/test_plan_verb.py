@@ -80,8 +80,9 @@ FP8 copies       192.2 KiB      0.1  scales, amax histories
 activations       14.0 MiB           16 x 256 tokens, recompute full
 logits            12.8 MiB           vocab_size=272
 backward          39.3 MiB           one layer again
-total            119.7 MiB
-activations, backward: none 183.1 MiB, selective 153.2 MiB, full 66.1 MiB
+to come           -8.5 MiB           less: gradients come as activations go
+total            111.2 MiB
+activations, backward: none 170.6 MiB, selective 141.7 MiB, full 57.6 MiB
 fits h100, 79.1 GiB: 79.0 GiB to spare
 
 published gains of FP8 over BF16, not measured here

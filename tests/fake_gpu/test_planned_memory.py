@@ -1,6 +1,6 @@
 """Planned memory of a training step on a GPU against the peak that torch's allocator counts.
 
-Two layers of Llama 3.1 8B, one sequence of 8192 a microbatch, two of these. Runs where torch has a CUDA device, also a fake one
+Two layers of Llama 3.1 8B, one sequence of 8192 a microbatch, two of these or one alone. Runs where torch has a CUDA device, also a fake one
 (tools/fake_gpu), whose allocator is real."""
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SHAPE = ("recipe=llama_8b", "model.num_layers=2", "model.vocab_size=32000", "mod
 
 HOPPER = (
     "bf16", "bf16_fp8 backend=native", "bf16_fp8 backend=native fp8.params=false", "bf16_fp8_current backend=native fp8.params=false",
-    "bf16_fp8_block backend=native fp8.format=e4m3 fp8.params=false", "bf16_fp8 backend=native opt_level=O2")
+    "bf16_fp8_block backend=native fp8.format=e4m3 fp8.params=false", "bf16_fp8 backend=native opt_level=O2",
+    "bf16 trainer.global_batch_size=1", "bf16_fp8 backend=native fp8.params=false trainer.global_batch_size=1")
 BLACKWELL = ("bf16_mxfp8 backend=native", "bf16_mxfp8 backend=native fp8.params=false", "bf16_nvfp4 backend=native", "bf16_nvfp4 backend=native fp8.params=false")
 """What is multiplied from compute capability 10.0 on."""
 
@@ -51,7 +52,7 @@ def test_the_peak_of_a_step_is_the_planned_one(precision: str, recompute: str) -
     with patch.object(Transformer, "init_weights", _zero):
         job = fp8cfg.build(recipe)
     tokens = np.zeros(4 * recipe.model.seq_length + 1, dtype=np.int64)
-    batches = Batches(Windows(tokens, recipe.model.seq_length, recipe.model.vocab_size), 0, 2)
+    batches = Batches(Windows(tokens, recipe.model.seq_length, recipe.model.vocab_size), 0, recipe.trainer.global_batch_size)
     train_step(job, batches, 0, World())
     torch.cuda.reset_peak_memory_stats()
     train_step(job, batches, 1, World())

@@ -91,6 +91,16 @@ def test_what_rounding_and_scales_take_is_planned(words: str) -> None:
     assert plan == pytest.approx(here, rel=0.01)
 
 
+@pytest.mark.parametrize("words", ["precision=bf16", "precision=fp32 model.seq_length=32", "precision=bf16_fp8 model.recompute_granularity=full", "precision=bf16_fp8 opt_level=O3"])
+def test_gradients_of_one_microbatch_come_as_activations_go(words: str) -> None:
+    one, several = (tiny("model.num_layers=2", "model.seq_length=128", *words.split(), f"trainer.global_batch_size={n}") for n in (2, 4))
+    plan, here = measure(one)["peak"]
+    assert plan == pytest.approx(here, rel=0.02)
+    single, accumulated = memory(one, "cpu"), memory(several, "cpu")
+    assert single["to come"] < -0.2 * single["gradients"] and "to come" not in accumulated
+    assert sum(single.values()) >= sum(persistent(one, whole(one), linears_of(one, whole(one))).values())
+
+
 @pytest.mark.parametrize("recipe", ["qwen3_tiny", pytest.param("olmo2_tiny", marks=pytest.mark.slow), pytest.param("gpt3_tiny", marks=pytest.mark.slow), "gemma2_tiny",
                                     pytest.param("gemma3_tiny", marks=pytest.mark.slow), pytest.param("llama_tiny task=lora", marks=pytest.mark.slow)])
 def test_selective_recomputation_keeps_what_was_planned(recipe: str) -> None:

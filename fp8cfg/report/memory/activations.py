@@ -53,6 +53,7 @@ from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.linears import LinearBytes
 from fp8cfg.report.memory.selective import dropped
 from fp8cfg.report.memory.sharded_pass import ShardedPass
+from fp8cfg.report.memory.single_pass import SinglePass
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,19 @@ class Activations:
     backward: int
     whole: int
 
+    @property
+    def total(self) -> int:
+        """All of these."""
+        return self.kept + self.logits + self.copies + self.backward + self.whole
+
 
 def activations(
     recipe: Recipe, device: str, part: Part, linears: Sequence[PlannedLinear], grads: float, backend: str,
-    sharded: ShardedPass | None = None, buckets: Sequence[Bucket] = (),
+    sharded: ShardedPass | SinglePass | None = None, buckets: Sequence[Bucket] = (),
 ) -> Activations:
     """The bytes for `part`, whose linear layers are `linears` and multiplied by `backend`, on `device` ("cpu" or "cuda"); a
-    gradient has `grads` bytes. Under FSDP2 passes are `sharded`; else gradients are summed in `buckets`."""
+    gradient has `grads` bytes. Under FSDP2 passes are `sharded`, as they are said to be where a step is one alone; else gradients
+    are summed in `buckets`."""
     model = LinearBytes(recipe, device, part, grads, backend, sharded.fresh if sharded else 0)
     attends = {int(p.name.split(".")[1]) for p in attention_plan(recipe) if p.fp8_share}
     kinds: dict[Hashable, _Layer] = {}  # of layers that are alike one is looked at
@@ -106,16 +113,18 @@ def activations(
     if part.embedding and not recipe.lora.enabled:
         making = model.v * recipe.model.hidden_size * (model.c + grads)
         moments.append((making - gone, sharded.back(len(layers)) if sharded else 0))
-    if sharded:  # the loss, beside the residual stream, which the caller of the output layer has
+    if head:  # the loss, beside the residual stream, which the caller of the output layer has
         stream = model.c * model.d * model.tokens if model.c < 4 else 0
-        moments += [(forward + stream, sharded.received), (-gone - others, sharded.summing(len(layers)))]
+        moments.append((forward + stream, sharded.received if sharded else 0))
+    if sharded:
+        moments.append((-gone - others, sharded.summing(len(layers))))
     widest, whole = max(((m + beside, beside) for m, beside in moments))
     whole = max(0, min(whole, widest - logits))  # the rest is in place of logits
     return Activations(int(kept + final), int(logits), int(copies + kept_weights), int(widest - logits - whole), int(whole))
 
 
 def _of_layers(
-    model: LinearBytes, layers: Sequence[_Layer], gone: float, recompute: bool, sharded: ShardedPass | None,
+    model: LinearBytes, layers: Sequence[_Layer], gone: float, recompute: bool, sharded: ShardedPass | SinglePass | None,
     others: float,
 ) -> Iterator[tuple[float, float]]:
     """Bytes beyond those that were kept, at the moments of the layers' backward passes, and of whole weights and gradients beside

@@ -1,8 +1,8 @@
 """Peak memory of a training run on one rank, by kind, computed from shapes alone.
 
 Weights, masters, gradients and moments are sums over parameters; activations follow the model's code, run eagerly
-(report/memory/activations.py). The kinds add up to the peak of a step that accumulates microbatches, whose last backward pass finds
-all gradients there; a step of one microbatch peaks lower, since its gradients come as its activations go.
+(report/memory/activations.py). The kinds add up to the peak of a step, in its last backward pass, which finds the gradients of the
+microbatches before there. Those of a single one come as its activations go: what is not there at the peak is a kind below 0.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, parts
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.memory.sharded_pass import ShardedPass
 from fp8cfg.report.memory.shards import row_scales, state_bytes, until_stored
+from fp8cfg.report.memory.single_pass import single_pass
 from fp8cfg.report.tables import size, table
 from fp8cfg.scalings import SCALINGS
 
 PIECES, WORKING = {"cpu": 65536, "cuda": 64 * 65536}, 12 * 4
 """Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK and GPU_CHUNK), and the bytes that one takes in
 float32."""
-NOT_PARAMETERS = ("activations", "logits", "backward", "gradient sums", "optimizer step")
+COMING = "to come"
+"""The kind, below 0, of what is not there at the peak of one microbatch: gradients that come as activations go."""
+NOT_PARAMETERS = ("activations", "logits", "backward", COMING, "gradient sums", "optimizer step")
 """Kinds that grow with tokens rather than with parameters."""
 
 
@@ -78,7 +81,8 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
     sharded = ShardedPass(recipe, device, part, linears, backend, added) if shards else None
     buckets = in_backward(recipe, part, linears, backend)
-    live = asdict(activations(recipe, device, part, linears, added, backend, sharded, buckets))
+    found = activations(recipe, device, part, linears, added, backend, sharded, buckets)
+    live = asdict(found)
     whole, copies, counts = live.pop("whole"), live.pop("copies"), parameters(recipe, part, linears)
     kinds["FP8 copies"] += copies
     if fsdp:
@@ -94,7 +98,10 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     elif (device == "cuda" or part.tensor > 1) and (wait := waiting(recipe, part, linears, backend)):
         kinds["accumulation"] = wait
     kinds |= {"activations": live.pop("kept"), **live}
-    in_passes = whole + copies + sum(live.values()) + kinds["activations"]
+    in_passes = found.total
+    if single := single_pass(recipe, part, linears, backend):
+        in_passes = min(in_passes, activations(recipe, device, part, linears, added, backend, single).total)
+        kinds[COMING] = in_passes - found.total
     gone = in_passes + (kinds.get("accumulation", 0) if stores_early(recipe, part, linears) else 0)
     kinds["gradient sums"] = max(0, after_backward(recipe, part, linears, device, backend) - gone)
     step = step_bytes(recipe, part, linears, device, backend)
@@ -244,6 +251,7 @@ def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
         "FP8 copies": state if fp8_weights(recipe.precision) else f"quantized weights, {passes}",
         "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
         "logits": f"vocab_size={recipe.model.vocab_size}",
+        COMING: "less: gradients come as activations go",
         "backward": "one layer again" if recipe.model.recompute_granularity == "full" else "gradients of activations",
         "gradient sums": "messages, and sums in fp32",
         "optimizer step": "fp32 gradients" if widens else "pieces on their way to codecs",

@@ -1,0 +1,65 @@
+"""Single pass memory: gradients of a step of one microbatch, which come as its activations go.
+
+    loss        none of them is there, and all activations are
+    layers      the output layer's, and those of the layers whose backward pass has ended
+    embedding   all, and no activations any more
+
+Where FSDP2 shards gradients, or buckets of them are summed as they come, report/memory/sharded_pass.py and gradient_buckets.py have
+the moments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.fsdp_sharding import by_fsdp2
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.storage import SCALED, fp8_layers_alone, others, resolved
+from fp8cfg.report.memory.gradient_sums import in_backward
+from fp8cfg.report.memory.layout import Part, microbatches
+from fp8cfg.report.memory.operands import CODEC, stored_bytes
+from fp8cfg.report.memory.shards import parameter_columns, stored_gradients, summed_with, trained_shapes
+
+
+class SinglePass:
+    """Bytes at the moments of the backward pass beyond what stays from step to step and activations, where all gradients are taken
+    to stay: of those that are not there yet, below 0. Groups are numbered as in ShardedPass."""
+
+    adds_up = False
+
+    def __init__(self, recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> None:
+        p, shapes, found = recipe.precision, trained_shapes(recipe, part), Counter[str]()
+        columns, stored = parameter_columns(recipe, linears, shapes), stored_gradients(recipe, part, linears, by_rows=False)
+        codecs = {name: each["weight_grad"] if each["weight_grad"] not in SCALED else stored.get(name, "fp32")
+                  for name, each in columns.items()}
+        sizes = {name: stored_bytes(codecs[name], prod(shape)) for name, shape in shapes.items()}
+        for name, count in sizes.items():
+            found[summed_with(name)] += count
+        kinds = [resolved(p), others(p)] if fp8_layers_alone(p) else [resolved(p)]
+        self.fresh = max(CODEC[each["weight_grad"]] for each in kinds)
+        """Bytes an element of the gradient of a linear layer, which is not there before the backward pass of its group."""
+        head = [n for name, n in sizes.items() if part.output and name in ("output_layer.weight", "embedding.weight")]
+        self.groups = [found[f"layers.{layer}"] for layer in reversed(part.layers)] + [found[""] - max(head, default=0)]
+        """Of each layer, the last first, and of all others but the output layer."""
+        self.start = self.received = -float(found.total())
+        """At the backward pass of the output layer, and before it."""
+
+    def back(self, number: int) -> float:
+        """In the backward pass of that group."""
+        return -float(sum(self.groups[number:]))
+
+    def summing(self, number: int) -> float:
+        """At the end of that group's backward pass."""
+        return self.back(number + 1)
+
+
+def single_pass(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str) -> SinglePass | None:
+    """The gradients of a step of `part`, a whole model, where `backend` multiplies; None where a step has several microbatches, or
+    others have the moments."""
+    alone = recipe.trainer.strategy.pipeline_model_parallel_size == 1 and microbatches(recipe, part) == 1
+    if not alone or by_fsdp2(recipe, part.shards, backend) or in_backward(recipe, part, linears, backend):
+        return None
+    return SinglePass(recipe, part, linears)
