@@ -37,6 +37,7 @@ from pathlib import Path
 import torch
 
 import fp8cfg
+from fp8cfg.report.machine import no_cuda
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -134,7 +135,7 @@ def whole(taken: Taken, goals: bool, results: Results) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small shapes, and compilation without code generation")
     parser.add_argument("--minutes", type=float, default=8, help="of all rows together; default 8")
     parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row, which is stopped there; the first of a process has twice that; default 60")
@@ -144,8 +145,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders that have one of these words in their name")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append rows to it as they come")
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is none here; write --device cpu --small")
+    if args.device == "cuda" and (why := no_cuda()):
+        parser.error(f"torch has no CUDA device here ({why}); write --device cpu --small")
     args.compiler = "aot_eager" if args.small else "inductor"
     args.capability = torch.cuda.get_device_capability() if args.device == "cuda" else None
     args.goals = args.device == "cuda" and not args.small and "H200" in torch.cuda.get_device_name()

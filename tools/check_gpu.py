@@ -34,7 +34,7 @@ import torch
 import fp8cfg
 from fp8cfg.backends.backend_choice import against
 from fp8cfg.backends.te import decoder as te_decoder
-from fp8cfg.report.machine import find_hardware
+from fp8cfg.report.machine import find_hardware, no_cuda
 from fp8cfg.report.tables import wrapped
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
@@ -162,8 +162,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: at least 1")
     args.device = "cpu" if args.small else "cuda"
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device here; write --small")
+    if args.device == "cuda" and (why := no_cuda()):
+        parser.error(f"torch has no CUDA device here ({why}); write --small")
     return args
 
 

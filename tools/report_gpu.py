@@ -36,6 +36,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fp8cfg.report.machine import no_cuda
 from tools import bench_gpu, check_gpu
 from tools.gpu_rows.results import Results
 from tools.gpu_rows.worker import Row
@@ -120,7 +121,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="of each model in check; default 20")
     parser.add_argument("--small", action="store_true", help="on a CPU, with small shapes")
     parser.add_argument("--no-proof", action="store_true", help="prove no products, for the fake GPU")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.small and (why := no_cuda()):
+        parser.error(f"torch has no CUDA device here ({why}); write --small")
+    return args
 
 
 def main() -> int:

@@ -13,14 +13,26 @@ def find_hardware(accelerator: str) -> Hardware:
     """The device that `trainer.accelerator` means here. Raises ConfigError where it is cuda and there is none."""
     import torch
 
-    there = torch.cuda.is_available()
-    if accelerator == "cuda" and not there:
-        raise ConfigError("trainer.accelerator=cuda: this machine has no CUDA device; write cpu or auto")
-    if accelerator == "cpu" or not there:
+    if accelerator == "cuda" and (why := no_cuda()):
+        raise ConfigError(f"trainer.accelerator=cuda: torch has no CUDA device here ({why}); write cpu or auto")
+    if accelerator == "cpu" or not torch.cuda.is_available():
         return Hardware("cpu")
     major, minor = torch.cuda.get_device_capability()
     version = [int(part) for part in (torch.version.cuda or "0.0").split(".")]
     return Hardware("cuda", (major, minor), (version[0], version[1]))
+
+
+def no_cuda() -> str:
+    """Why torch has no CUDA device here, in its own words: an old driver, say, or a build without CUDA; empty where it has one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as e:
+        return str(e).partition(". ")[0]
+    return "none is visible"
 
 
 def gpus() -> int:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.ranks import launch
 from tests.support.small import SMALL
@@ -31,6 +32,7 @@ def test_version() -> None:
     assert started("--version").stdout.startswith("fp8cfg 0.")
 
 
+NO_CUDA = "No CUDA GPUs are available" if torch.version.cuda else "Torch not compiled with CUDA enabled"
 MISTAKES = [  # what a whole process ends with; tests/config/test_error_texts.py has the words
     (["fp8.margn=1"], "error: fp8.margn: no such key; did you mean 'fp8.margin'?"),
     (["--config-dir"], "error: --config-dir: needs a value"),
@@ -38,7 +40,7 @@ MISTAKES = [  # what a whole process ends with; tests/config/test_error_texts.py
     (["nowhere.yaml"], "error: nowhere.yaml: cannot be read (No such file or directory)"),
     (["precision=bf16_fp8", "fp8.exclude=['*.linear_fc9']"],
      "error: fp8.exclude=*.linear_fc9: matches no linear layer; did you mean 'layers.*.mlp.linear_fc2'?"),
-    (["trainer.accelerator=cuda"], "error: trainer.accelerator=cuda: this machine has no CUDA device; write cpu or auto"),
+    (["trainer.accelerator=cuda"], f"error: trainer.accelerator=cuda: torch has no CUDA device here ({NO_CUDA}); write cpu or auto"),
 ]
 
 

@@ -86,10 +86,16 @@ def test_a_product_that_is_refused_or_wrong_is_named_beside_the_others(scaling: 
         products.products(scaling, "cpu")
 
 
-def test_without_a_gpu_it_says_what_to_write(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = runpy.run_path(str(TOOL))
-    monkeypatch.setattr(sys, "argv", ["check_gpu.py"])
+@pytest.mark.parametrize("name", ["check_gpu", "bench_gpu", "report_gpu"])
+def test_without_a_gpu_nothing_runs_and_torch_says_why(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver")
+
+    tool = runpy.run_path(str(TOOL.with_name(f"{name}.py")))
+    monkeypatch.setattr(sys, "argv", [name])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit):
+    monkeypatch.setattr("torch.cuda.init", init)
+    with pytest.raises(SystemExit) as ended:
         tool["main"]()
-    assert "there is no CUDA device here; write --small" in capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "torch has no CUDA device here (The NVIDIA driver on your system is too old (found version 12040)); write " in capsys.readouterr().err

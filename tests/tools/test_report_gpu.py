@@ -25,6 +25,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "report_gpu.py"
 def _report(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> tuple[int, list[str], dict[str, float]]:
     """The exit code, lines and minutes of a run whose stages are stand-ins: check breaks, bench fails a row."""
     monkeypatch.setattr(sys, "argv", ["report_gpu.py", "--out", str(out), *words])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     tool, given = runpy.run_path(str(TOOL)), dict[str, float]()
 
     def stage(name: str) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8cfg.report.machine import no_cuda
 from tests.support.ranks import launch
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -36,12 +37,12 @@ def test_data_that_is_not_there_is_one_line(tool: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tool", "argv", "line"), [
     ("measure_bytes", ["--ranks", "3"], "trainer.global_batch_size=4: 3 ranks take a multiple of 6"), ("kill_resume", ["--ranks", "3"], "trainer.global_batch_size=8: 3 ranks take a multiple of 12"),
     ("kill_resume", ["--kills", "1", "backend=msamp", "opt_level=O9"], "opt_level=O9: not an option; choose from O1, O2, O3"),
-    ("measure_bytes", ["--ranks", "1", "trainer.accelerator=cuda"], "trainer.accelerator=cuda: this machine has no CUDA device; write cpu or auto"),
+    ("measure_bytes", ["--ranks", "1", "trainer.accelerator=cuda"], "trainer.accelerator=cuda: torch has no CUDA device here ({no_cuda}); write cpu or auto"),
     ("bench_step", ["--hidden", "100"], "model.hidden_size=100: not a multiple of model.num_attention_heads=8; nearest is 96, or set model.kv_channels"),
     ("compare_losses", ["--recipe", "lama_tiny"], "recipe=lama_tiny: no such recipe; did you mean 'llama_tiny'?")])
 def test_what_cannot_run_here_is_one_line(tool: str, argv: list[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert ends(tool, *argv) == (2, "", f"error: {line}\n")
+    assert ends(tool, *argv) == (2, "", f"error: {line.format(no_cuda=no_cuda())}\n")
 
 
 @pytest.mark.parametrize(("tool", "option"), [("kill_resume", "--kills"), ("compare_losses", "--seeds"), ("compare_losses", "--jobs"), ("measure_bytes", "--ranks")])
