@@ -81,9 +81,9 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
             if goal:
                 base, estimate = taken.get((name, "bf16"), (0.0, 0.0))[1], taken[name, scaling][1]
                 results.goal(f"{name} {scaling}", float(found.cells[6]), goal, base / estimate if estimate else 0.0)
-        results.row(f"{name} {what}", found)
         rows[name].append(line(name, what, found.cells))
         results.say(rows[name][-1])
+        results.row(f"{name} {what}", found)
         if name == PROBE and found.failed and not found.stopped:
             results.say(f"{'=' * 80}\nCOMPILED GRADIENTS FAILED under {what}: no row compiled under it means anything\n{'=' * 80}")
 
@@ -143,7 +143,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-probe", dest="probe", action="store_false", help="leave the gradient probe out")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES), help="all by default; none: the gradient probe alone")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders that have one of these words in their name")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append rows to it as they come")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append rows to it as they come, with where failed ones were")
     args = parser.parse_args(argv)
     if args.device == "cuda" and (why := no_cuda()):
         parser.error(f"torch has no CUDA device here ({why}); write --device cpu --small")

@@ -31,6 +31,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,7 +115,7 @@ STAGES: dict[str, Callable[[argparse.Namespace, float, Results], None]] = {"prob
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu.txt"), metavar="FILE", help="rows are appended to it; default gpu.txt")
+    parser.add_argument("--out", type=Path, default=Path("gpu.txt"), metavar="FILE", help="rows are appended to it, with where failed ones were; default gpu.txt")
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), help="all by default; always in the order above")
     parser.add_argument("--minutes", type=float, default=25, help="of all stages together; default 25")
     parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row; default 60")
@@ -139,7 +140,7 @@ def main() -> int:
         try:
             STAGES[name](args, minutes, results)
         except (Exception, SystemExit) as e:  # the stages after it run
-            results.row(name, Row([f"failed: {type(e).__name__}: {e}"], failed=True))
+            results.row(name, Row([f"failed: {type(e).__name__}: {e}"], failed=True, details=traceback.format_exc()))
     results.say(results.summary())
     return bool(results.failures)
 

@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ from tools.gpu_rows.results import Results
 from tools.gpu_rows.worker import Make, Row, Worker
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_gpu.py"
+SLEEPS, SLEEPS_TOO = (i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith("# SLEEPS"))
 
 
 def _start(made: str) -> Make:
@@ -35,12 +37,14 @@ def _start(made: str) -> Make:
 
     def make(what: str) -> Row:
         if what == "slow":
-            time.sleep(600)
+            time.sleep(600)  # SLEEPS
         if what == "dies":
             os.write(2, b"first\nlast words\n")
             os._exit(7)
         if what == "raises":
             raise KeyError(what)
+        if what == "has no compiler":
+            subprocess.run(["sh", "-c", "echo '  | #include'; echo 'main.c:3: fatal error: Python.h: No such file'; echo ended; exit 1"], stdout=2, check=True)
         if what == "breaks the device":
             torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, lambda: 1 / 0  # type: ignore[assignment]
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -52,17 +56,22 @@ def _start(made: str) -> Make:
 
 def test_a_row_over_its_budget_costs_one_row() -> None:
     with Worker(processes, _start, "made") as worker:
-        assert worker.row("a", 60) == (["made a"], False, False)
+        assert worker.row("a", 60) == (["made a"], False, False, "")
         assert worker.row("b", 60).cells == ["made a b"]  # in the same process
         began = time.monotonic()
-        assert worker.row("slow", 0.5) == (["stopped: over its time budget of 0.5 s"], True, True)
+        *stopped, where = worker.row("slow", 0.5)
+        assert stopped == [["stopped: over its time budget of 0.5 s"], True, True] and f'test_gpu_rows.py", line {SLEEPS} in make' in where
         assert time.monotonic() - began < 30
-        assert worker.row("c", 60) == (["made c"], False, False)  # in another one
-        assert worker.row("raises", 60) == (["failed: KeyError: 'raises'"], True, False)
+        assert worker.row("c", 60) == (["made c"], False, False, "")  # in another one
+        *raised, where = worker.row("raises", 60)
+        assert raised == [["failed: KeyError: 'raises'"], True, False] and where.startswith("Traceback") and "raise KeyError(what)" in where
         assert worker.row("d", 60).cells == ["made c d"]
+        compiling = worker.row("has no compiler", 60)
+        assert compiling.cells == ["failed: CalledProcessError: sh ended with 1 main.c:3: fatal error: Python.h: No such file"]
+        assert compiling.details.endswith("\nended\n") and "KeyError" not in compiling.details
         assert worker.row("breaks the device", 60).failed and not worker.begun
         assert worker.row("e", 60).cells == ["made e"], "no later row meets the error of that one"
-        assert worker.row("dies", 60) == (["failed: died with exit code 7 last words"], True, False)
+        assert worker.row("dies", 60) == (["failed: died with exit code 7 last words"], True, False, "first\nlast words\n")
         assert worker.row("f", 60).cells == ["made f"]
 
 
@@ -71,7 +80,7 @@ def _slow_case(args: argparse.Namespace, name: str) -> Make:
 
     def make(what: object) -> Row:
         if str(what) == "native delayed compiled":
-            time.sleep(600)
+            time.sleep(600)  # SLEEPS
         if name == "probe":
             return Row(["failed: torch compiles layers of this recipe wrongly"], failed=True) if what == "row" else Row(["they are equal"])
         ms = "1.00" if "bf16" in str(what) else "0.60"
@@ -102,7 +111,9 @@ def test_the_benchmark_stops_a_slow_row_and_goes_on(
         *(f"native {s} compiled" for s in HOPPER[1:]), *(f"native {s} eager" for s in HOPPER)]
     assert rows["linear"]["native current compiled"][-3:] == ["1.67", "0.0e+00", "1.65"] and rows["linear"]["native row compiled"][-1] == "-"
     said = capsys.readouterr().err
-    assert said == (tmp_path / "rows.txt").read_text()
+    kept = (tmp_path / "rows.txt").read_text().splitlines(keepends=True)
+    assert said == "".join(line for line in kept if not line.startswith("    | "))
+    assert any(f"line {SLEEPS_TOO} in make" in line for line in kept), "where the slow row was"
     assert " ".join(said.split()).count("- native mxfp8 compiled not run: mxfp8 needs compute capability 10.0, this GPU has 9.0") == 1
     assert "COMPILED GRADIENTS FAILED under row:" in said
     state = {v.row: v.state for v in results.verdicts}
@@ -117,8 +128,10 @@ def test_what_is_left_of_a_killed_run_is_every_row_that_came(tmp_path: Path) -> 
     for row in ("first", "second"):
         results.say(row)
         assert (tmp_path / "rows.txt").read_text().splitlines()[-1] == row
-    Results(tmp_path / "rows.txt", io.StringIO()).say("third")
-    assert (tmp_path / "rows.txt").read_text() == "first\nsecond\nthird\n"
+    others = Results(tmp_path / "rows.txt", io.StringIO())
+    others.say("third")
+    others.row("third", Row(["failed: KeyError"], True, details="where\n\nit was"))
+    assert (tmp_path / "rows.txt").read_text() == "first\nsecond\nthird\n    | where\n    | \n    | it was\n"
 
 
 def test_the_summary_says_what_wants_attention_first_and_why() -> None:
@@ -127,7 +140,7 @@ def test_the_summary_says_what_wants_attention_first_and_why() -> None:
     results.row("b", Row(["not run: te is not installed"]))
     results.row("c", Row(["not run: te is not installed"]))
     results.row("d", Row(["stopped: over its time budget of 4 s"], True, True))
-    results.row("e", Row(["failed: KeyError: 'k'"], True))
+    results.row("e", Row(["failed: KeyError: 'k'"], True, details="Traceback"))
     results.goal("linear delayed", 1.7, 1.75, 1.85)
     results.goal("linear block", 1.5, 1.45)
     assert results.summary().splitlines() == [

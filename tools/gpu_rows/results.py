@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -14,6 +15,9 @@ from tools.gpu_rows.worker import Row
 
 STATES = ("FAILED", "STOPPED", "MISSED", "not run", "met", "passed")
 """What may be said of a row, or of a goal (MISSED, met); what wants attention first."""
+
+LINES = 120
+"""Of a row's details, the last ones."""
 
 
 class Verdict(NamedTuple):
@@ -34,6 +38,9 @@ class Results:
     def say(self, text: str) -> None:
         """Print and write `text`; it is on the disk when this returns."""
         print(text, file=self._stream or sys.stdout, flush=True)
+        self._append(text)
+
+    def _append(self, text: str) -> None:
         if self._path:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(text + "\n")
@@ -41,7 +48,9 @@ class Results:
                 os.fsync(file.fileno())
 
     def row(self, name: str, row: Row) -> None:
-        """Remember what became of the row called `name`."""
+        """Remember what became of the row called `name`; its details are in the file alone."""
+        if row.details:
+            self._append(textwrap.indent("\n".join(row.details.splitlines()[-LINES:]), "    | ", lambda _: True))
         said = row.cells[0] if len(row.cells) == 1 else ""
         state, _, why = said.partition(": ")
         found = "STOPPED" if row.stopped else "FAILED" if row.failed else "not run" if state == "not run" else "passed"

@@ -7,22 +7,29 @@ more: an illegal access to memory, say, stays with the process.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
 
 
 class Row(NamedTuple):
-    """The cells of a row, or, where it `failed` or was `stopped`, one cell that says why."""
+    """The cells of a row, or, where it `failed` or was `stopped`, one cell that says why, and `details` of that in many lines: where
+    the process was, and what it and others that it started wrote to stderr."""
 
     cells: list[str]
     failed: bool = False
     stopped: bool = False
+    details: str = ""
 
 
 Make = Callable[[Any], Row]
@@ -57,9 +64,11 @@ class Worker:
             self._process.join()
             said = self._said()
             self.end()
-            return Row([f"failed: died with exit code {self._code} {said}".rstrip()], failed=True)
+            last = said.strip().splitlines()[-1][:200] if said.strip() else ""
+            return Row([f"failed: died with exit code {self._code} {last}".rstrip()], failed=True, details=said)
+        where = self._where()
         self.end()
-        return Row([f"stopped: over its time budget of {seconds:.3g} s"], failed=True, stopped=True)
+        return Row([f"stopped: over its time budget of {seconds:.3g} s"], failed=True, stopped=True, details=where)
 
     def end(self) -> None:
         """End the process, whatever it is at."""
@@ -79,8 +88,18 @@ class Worker:
         theirs.close()
 
     def _said(self) -> str:
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:200] if lines else ""
+        """What was written to stderr since this was asked last."""
+        return self._log.read().decode(errors="replace")
+
+    def _where(self) -> str:
+        """The lines at which the threads of the process are, and what it wrote before; within a second."""
+        said = self._said()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGUSR1)
+        until = time.monotonic() + 1
+        while not (stacks := self._said()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return said + stacks
 
     def __enter__(self) -> Worker:
         return self
@@ -91,18 +110,22 @@ class Worker:
 
 def _work(pipe: Any, log: str, start: Callable[..., Make], arguments: tuple[Any, ...]) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    faulthandler.register(signal.SIGUSR1, file=2)
     make: Make | None = None
-    while True:
-        try:
-            what = pipe.recv()
-        except EOFError:
-            return
-        try:
-            make = make or start(*arguments)
-            row = make(what)
-        except Exception as e:
-            row = Row([failure(e)], failed=True)
-        pipe.send((row, row.failed and _lost_device()))
+    with open(log, encoding="utf-8", errors="replace") as said:
+        while True:
+            try:
+                what = pipe.recv()
+            except EOFError:
+                return
+            said.seek(0, os.SEEK_END)
+            try:
+                make = make or start(*arguments)
+                row = make(what)
+            except Exception as e:
+                heard = said.read()
+                row = Row([failure(e, heard)], failed=True, details=traceback.format_exc() + heard)
+            pipe.send((row, row.failed and _lost_device()))
 
 
 def _lost_device() -> bool:
@@ -119,8 +142,11 @@ def _lost_device() -> bool:
     return False
 
 
-def failure(e: BaseException) -> str:
-    """One line on why a row failed: errors of fp8cfg in their own words."""
+def failure(e: BaseException, heard: str = "") -> str:
+    """One line on why a row failed: errors of fp8cfg in their own words, of a command that failed what was `heard` of it."""
     text = " ".join(str(e).split())
+    if isinstance(e, subprocess.CalledProcessError):  # Triton's C compiler, say
+        errors = [line for line in heard.splitlines() if "error" in line] or heard.splitlines()[-1:]
+        text = " ".join([f"{e.cmd if isinstance(e.cmd, str) else e.cmd[0]} ended with {e.returncode}", *errors[:1]])
     ours = type(e).__module__.startswith("fp8cfg.") or isinstance(e, ArithmeticError)
     return f"failed: {text if ours else f'{type(e).__name__}: {text}'}"[:300]
