@@ -19,8 +19,8 @@ milliseconds by FLOPs and bytes (tools/estimate_gpu.py), where the GPU and the s
 waiting for launches; nor does the time of a pass have those of its first kernels, which the host launches on a GPU that is still
 busy. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its own. The rows of a
 case share a process; one over its time budget is stopped, and says so, with that process. Cases follow one another, for each
-takes most of an H100's memory, and share --minutes equally; what one leaves goes to those after it. Rows appear on stderr as they
-come, and in --out. At the end stand the whole 8B step put together of the rows "8b" and "block", and every row by what became of
+takes most of an H100's memory, and share --minutes equally; what one leaves goes to those after it. A model that is planned to
+take more than is free beside BF16's is not run. Rows appear on stderr as they come, and in --out. At the end stand the whole 8B step put together of the rows "8b" and "block", and every row by what became of
 it. Exits with 1 where one failed or was stopped. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing.
 """
 
@@ -66,11 +66,9 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
     taken: Taken = {}
 
     def add(name: str, what: object, worker: Worker, until: float) -> None:
-        left = until - time.monotonic()
-        found = Row([f"not run: no time left, of {args.minutes:g} minutes this case has had its share"])
-        if left > 0:
-            # The first row of a process makes what all of them share: a float32 run, and compiled BF16.
-            found = worker.row(what, min(args.row_seconds * (1 if worker.begun else 2), left))
+        # The first row of a process makes what all of them share: a float32 run, and compiled BF16.
+        budget = args.row_seconds * (1 if worker.begun else 2)
+        found = worker.row_in_time(what, budget, until - time.monotonic(), f"no time left, of {args.minutes:g} minutes this case has had its share")
         scaling = what.scaling if isinstance(what, Contender) else ""
         if len(found.cells) > 1:
             mine = str(what) == f"native {scaling} compiled"
@@ -149,7 +147,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"torch has no CUDA device here ({why}); write --device cpu --small")
     args.compiler = "aot_eager" if args.small else "inductor"
     args.capability = torch.cuda.get_device_capability() if args.device == "cuda" else None
-    args.goals = args.device == "cuda" and not args.small and "H200" in torch.cuda.get_device_name()
+    args.goals = args.device == "cuda" and not args.small and not args.no_proof and "H200" in torch.cuda.get_device_name()
     args.scalings = [s for s in WORDS if s != "bf16" and not unsupported(s, args.capability)
                      and (not args.only or any(word in f"native {s} compiled" for word in args.only))]
     return args

@@ -179,12 +179,11 @@ def run(args: argparse.Namespace, results: Results) -> None:
     for model, row in every:
         if args.only and not any(word in (model, *row.split()) for word in args.only):
             continue
-        left = deadline - time.monotonic()
-        why = refused(args, model, row) or (f"no time left of {args.minutes:g} minutes" if left <= 0 else "")
+        why = refused(args, model, row)
         found = Row([f"not run: {why}"])
         if not why:
             with Worker(context, start, args, model) as worker:
-                found = worker.row(row, min(args.row_seconds, left))
+                found = worker.row_in_time(row, args.row_seconds, deadline - time.monotonic(), f"no time left of {args.minutes:g} minutes")
         results.say(line(model, row, found.cells))
         if len(found.cells) > 1:
             last = float(found.cells[-4])

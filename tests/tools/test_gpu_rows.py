@@ -12,6 +12,8 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +24,14 @@ from fp8cfg.backends import first_pass
 from fp8cfg.training import compiled_gradients
 from tests.support.forked import processes
 from tests.support.small import small, steps
-from tools.gpu_rows.bench_cases import CONTENDERS, unsupported
+from tools.gpu_rows import bench_cases
+from tools.gpu_rows.bench_cases import CONTENDERS, ModelCase, Runner, unsupported
+from tools.gpu_rows.bench_measurement import measure
 from tools.gpu_rows.byte_counts import ByteCounts
 from tools.gpu_rows.proof import without_proof
 from tools.gpu_rows.results import Results
-from tools.gpu_rows.worker import Make, Row, Worker
+from tools.gpu_rows.shapes import SHAPES
+from tools.gpu_rows.worker import Make, NotRun, Row, Worker
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_gpu.py"
 SLEEPS, SLEEPS_TOO = (i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith("# SLEEPS"))
@@ -43,6 +48,8 @@ def _start(made: str) -> Make:
             os._exit(7)
         if what == "raises":
             raise KeyError(what)
+        if what == "does not fit":
+            raise NotRun("needs 40 GiB")
         if what == "has no compiler":
             subprocess.run(["sh", "-c", "echo '  | #include'; echo 'main.c:3: fatal error: Python.h: No such file'; echo ended; exit 1"], stdout=2, check=True)
         if what == "breaks the device":
@@ -66,6 +73,7 @@ def test_a_row_over_its_budget_costs_one_row() -> None:
         *raised, where = worker.row("raises", 60)
         assert raised == [["failed: KeyError: 'raises'"], True, False] and where.startswith("Traceback") and "raise KeyError(what)" in where
         assert worker.row("d", 60).cells == ["made c d"]
+        assert worker.row("does not fit", 60) == (["not run: needs 40 GiB"], False, False, "")
         compiling = worker.row("has no compiler", 60)
         assert compiling.cells == ["failed: CalledProcessError: sh ended with 1 main.c:3: fatal error: Python.h: No such file"]
         assert compiling.details.endswith("\nended\n") and "KeyError" not in compiling.details
@@ -73,6 +81,13 @@ def test_a_row_over_its_budget_costs_one_row() -> None:
         assert worker.row("e", 60).cells == ["made e"], "no later row meets the error of that one"
         assert worker.row("dies", 60) == (["failed: died with exit code 7 last words"], True, False, "first\nlast words\n")
         assert worker.row("f", 60).cells == ["made f"]
+
+
+def test_a_row_that_the_time_of_all_rows_stops_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(processes, _start, "made")
+    monkeypatch.setattr(worker, "row", lambda what, seconds: Row([f"stopped: over {seconds} s"], True, True))
+    rows = [worker.row_in_time("a", 60, left, "no time left").cells[0] for left in (90, 5, 0)]
+    assert rows == ["stopped: over 60 s", "stopped: no time left", "not run: no time left"]
 
 
 def _slow_case(args: argparse.Namespace, name: str) -> Make:
@@ -154,6 +169,20 @@ def test_what_a_gpu_has_no_products_for_is_not_run() -> None:
            for capability in ((8, 0), (8, 9), (9, 0), (10, 0), None)}
     assert ran == {(8, 0): set(), (8, 9): {"delayed", "current", "row"}, (9, 0): set(HOPPER), None: set(HOPPER),
                    (10, 0): {"delayed", "current", "row", "mxfp8", "nvfp4"}}
+
+
+def test_a_model_that_does_not_fit_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_cases, "free_memory", lambda device: 1 << 20)
+    with pytest.raises(NotRun, match=r"^recipe=llama_tiny: needs .* this machine has 1\.0 MiB free on cpu$"):
+        ModelCase(argparse.Namespace(device="cpu"), SHAPES[True]["8b"])
+
+
+def test_a_ratio_is_over_bf16_alone() -> None:
+    """Where BF16 did not run, a contender has none, and is nobody's base."""
+    runner = Runner(lambda: sum(range(10_000)), lambda: {"y": [torch.ones(1)]})
+    case: Any = SimpleNamespace(runner=lambda contender: runner, want=runner.found(), flops=1.0, tokens=1)
+    ratios = [measure(case, contender, base, "cpu")[1][6] for contender, base in ((CONTENDERS[2], None), (CONTENDERS[0], None), (CONTENDERS[2], runner))]
+    assert ratios[0] == "-" and float(ratios[1]) > 0 and float(ratios[2]) > 0
 
 
 def test_when_the_time_is_over_nothing_begins() -> None:

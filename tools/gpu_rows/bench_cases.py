@@ -23,12 +23,15 @@ from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, fp8_linears, seed_rounding, update_scales
 from fp8cfg.report.coverage import planned as planned_flops
+from fp8cfg.report.machine import free_memory
+from fp8cfg.report.memory.nearest_fit import too_large
 from fp8cfg.report.memory.peak import memory
 from fp8cfg.scalings import SCALINGS as TABLE
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import train_step
 from tools.gpu_rows import estimate
 from tools.gpu_rows.shapes import BLACKWELL, WORDS
+from tools.gpu_rows.worker import NotRun
 
 SCALINGS = {"delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row", power_2_scales=True),
             "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True),
@@ -193,12 +196,12 @@ class ModelCase:
             estimate.step(device, scaling, fp8cfg.compose([*self.words, *WORDS[scaling]])).values())
         row = np.random.default_rng(0).integers(0, m.vocab_size, 4 * self.tokens)
         self.batches = Batches(Windows(row, m.seq_length, m.vocab_size), t.seed, t.global_batch_size)
-        exact = self._runner(fp8cfg.build(fp8cfg.compose([*self.words, "precision=fp32", "model.recompute_granularity=full"])))
+        exact = self._runner(self._build("precision=fp32", "model.recompute_granularity=full"))
         exact.step()
         self.want = {"dw": [g.cpu() for g in exact.found()["dw"]]}  # two whole models stand on the GPU beside them
 
     def runner(self, contender: Contender) -> Runner:
-        job = fp8cfg.build(fp8cfg.compose([*self.words, *WORDS[contender.scaling if contender.backend == "native" else "bf16"]]))
+        job = self._build(*WORDS[contender.scaling if contender.backend == "native" else "bf16"])
         if contender.backend != "native":
             context, _ = convert(job.model, contender)
 
@@ -210,6 +213,13 @@ class ModelCase:
         if contender.compiled:
             compile_layers(job.model, self.args.compiler)
         return self._runner(job)
+
+    def _build(self, *words: str) -> fp8cfg.Job:
+        """The job of these words. Raises NotRun where it is planned to take more memory than is free beside the models that stand there."""
+        recipe = fp8cfg.compose([*self.words, *words])
+        if why := too_large(recipe, self.args.device, free_memory(self.args.device)):
+            raise NotRun(why)
+        return fp8cfg.build(recipe)
 
     def _runner(self, job: fp8cfg.Job) -> Runner:
         planned = sum(size for kind, size in memory(job.recipe, self.args.device).items() if kind != "to start")

@@ -62,7 +62,8 @@ def measure(case: ModuleCase | ModelCase, contender: Contender, base: Runner | N
     took, other = map(statistics.median, times)
     rates = f"{case.flops / took / 1e12:.3g}", f"{case.tokens / took:,.0f}"
     planned = f"{runner.planned / 2**30:.1f}" if runner.planned else "-"
-    return runner, [f"{took * 1e3:.2f}", estimated(case, contender, device), *rates, peak, planned, f"{other / took:.2f}", f"{wrong:.1e}"]
+    ratio = f"{other / took:.2f}" if base or contender.backend == "torch" else "-"
+    return runner, [f"{took * 1e3:.2f}", estimated(case, contender, device), *rates, peak, planned, ratio, f"{wrong:.1e}"]
 
 
 def estimated(case: ModuleCase | ModelCase, contender: Contender, device: str) -> str:
@@ -96,7 +97,7 @@ def start(args: argparse.Namespace, name: str) -> Make:
             except Exception as e:  # its own row says it
                 print(failure(e), file=sys.stderr)
         runner, cells = measure(case, contender, bases[0] if bases else None, args.device)
-        if not bases:
+        if not bases and contender.backend == "torch":
             bases.append(runner)
         del runner
         collect(args.device)

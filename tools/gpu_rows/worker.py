@@ -32,6 +32,10 @@ class Row(NamedTuple):
     details: str = ""
 
 
+class NotRun(Exception):
+    """Why a row cannot run here, which is no failure of it."""
+
+
 Make = Callable[[Any], Row]
 
 
@@ -69,6 +73,14 @@ class Worker:
         where = self._where()
         self.end()
         return Row([f"stopped: over its time budget of {seconds:.3g} s"], failed=True, stopped=True, details=where)
+
+    def row_in_time(self, what: object, budget: float, left: float, why: str) -> Row:
+        """The row of `what`, whose budget is of so many seconds, where all together have so many `left`; `why` is said where these do
+        not suffice."""
+        if left <= 0:
+            return Row([f"not run: {why}"])
+        found = self.row(what, min(budget, left))
+        return found._replace(cells=[f"stopped: {why}"]) if found.stopped and left < budget else found
 
     def end(self) -> None:
         """End the process, whatever it is at."""
@@ -122,6 +134,8 @@ def _work(pipe: Any, log: str, start: Callable[..., Make], arguments: tuple[Any,
             try:
                 make = make or start(*arguments)
                 row = make(what)
+            except NotRun as e:
+                row = Row([f"not run: {e}"])
             except Exception as e:
                 heard = said.read()
                 row = Row([failure(e, heard)], failed=True, details=traceback.format_exc() + heard)
