@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, unsupported
 from tools.gpu_rows.bench_measurement import PROBE, start
+from tools.gpu_rows.estimate import Device, device_called
 from tools.gpu_rows.results import Results, machine
 from tools.gpu_rows.shapes import GOALS, WORDS
 from tools.gpu_rows.worker import Row, Worker
@@ -147,7 +148,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"torch has no CUDA device here ({why}); write --device cpu --small")
     args.compiler = "aot_eager" if args.small else "inductor"
     args.capability = torch.cuda.get_device_capability() if args.device == "cuda" else None
-    args.goals = args.device == "cuda" and not args.small and not args.no_proof and "H200" in torch.cuda.get_device_name()
+    args.goals = args.device == "cuda" and not args.small and not args.no_proof and device_called(torch.cuda.get_device_name()) == Device.of("h200")
     args.scalings = [s for s in WORDS if s != "bf16" and not unsupported(s, args.capability)
                      and (not args.only or any(word in f"native {s} compiled" for word in args.only))]
     return args

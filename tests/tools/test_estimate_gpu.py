@@ -44,7 +44,8 @@ def test_a_step_is_the_sum_of_its_passes() -> None:
 
 
 @pytest.mark.parametrize(("name", "device"), [
-    ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA B200", "b200"), ("NVIDIA L4", "")])
+    ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA B200", "b200"), ("NVIDIA L4", ""),
+    ("NVIDIA GH200 480GB", ""), ("NVIDIA H200 MIG 3g.71gb", "")])
 def test_devices_by_the_name_that_cuda_says(name: str, device: str) -> None:
     assert device_called(name) == (Device.of(device) if device else None)
     assert not device or Device.of(device).bandwidth == BANDWIDTH[device]

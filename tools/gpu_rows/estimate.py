@@ -103,6 +103,7 @@ def step(device: Device, scaling: str, recipe: Recipe) -> dict[str, float]:
 
 
 def device_called(name: str) -> Device | None:
-    """The device of which CUDA says this name, such as "NVIDIA H200"; None of one whose bandwidth is not known."""
-    found = [gpu for gpu in BANDWIDTH if gpu.partition("-")[0] in name.lower().replace("-", " ").split() and ("pcie" in gpu) == ("pcie" in name.lower())]
+    """The device of which CUDA says this name, such as "NVIDIA H200"; None of one whose bandwidth is not known, and of a part of one."""
+    words = name.lower().replace("-", " ").split()
+    found = [gpu for gpu in BANDWIDTH if gpu.partition("-")[0] in words and ("pcie" in gpu) == ("pcie" in words) and "mig" not in words]
     return Device.of(found[0]) if found else None
