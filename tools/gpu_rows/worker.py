@@ -32,6 +32,10 @@ class Row(NamedTuple):
     details: str = ""
 
 
+PATIENCE = 20
+"""Seconds in which a process that was killed is gone; one that a GPU's driver holds is left, and the rows after it run."""
+
+
 class NotRun(Exception):
     """Why a row cannot run here, which is no failure of it."""
 
@@ -65,7 +69,7 @@ class Worker:
                     self.end()
                 return row
         except (EOFError, ConnectionError):
-            self._process.join()
+            self._process.join(PATIENCE)
             said = self._said()
             self.end()
             last = said.strip().splitlines()[-1][:200] if said.strip() else ""
@@ -86,7 +90,7 @@ class Worker:
         """End the process, whatever it is at."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._process.join(PATIENCE)
             self._code = self._process.exitcode
             self._pipe.close()
             self._log.close()
