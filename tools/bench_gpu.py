@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, unsupported
 from tools.gpu_rows.bench_measurement import PROBE, start
 from tools.gpu_rows.estimate import Device, device_called
-from tools.gpu_rows.results import Results, machine
+from tools.gpu_rows.results import Results, machine, writable
 from tools.gpu_rows.shapes import GOALS, WORDS
 from tools.gpu_rows.worker import Row, Worker
 
@@ -142,7 +142,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-probe", dest="probe", action="store_false", help="leave the gradient probe out")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES), help="all by default; none: the gradient probe alone")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders that have one of these words in their name")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append rows to it as they come, with where failed ones were")
+    parser.add_argument("--out", type=writable, metavar="FILE", help="append rows to it as they come, with where failed ones were")
     args = parser.parse_args(argv)
     if args.device == "cuda" and (why := no_cuda()):
         parser.error(f"torch has no CUDA device here ({why}); write --device cpu --small")

@@ -43,7 +43,7 @@ from fp8cfg.training.train_step import train_step
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.gpu_rows import kernel_bits, products, proof, te_bits
-from tools.gpu_rows.results import Results, machine
+from tools.gpu_rows.results import Results, machine, writable
 from tools.gpu_rows.worker import Make, Row, Worker
 
 PLAIN = ["fp8.params=false", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"]
@@ -157,7 +157,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row, which is stopped there; default 60")
     parser.add_argument("--no-proof", action="store_true", help="prove no products, for the fake GPU")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="rows that have one of these words, as in: --only te bits")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append rows to it as they come, with where failed ones were")
+    parser.add_argument("--out", type=writable, metavar="FILE", help="append rows to it as they come, with where failed ones were")
     args = parser.parse_args(argv)
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: at least 1")

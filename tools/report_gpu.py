@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fp8cfg.report.machine import no_cuda
 from tools import bench_gpu, check_gpu
-from tools.gpu_rows.results import Results
+from tools.gpu_rows.results import Results, writable
 from tools.gpu_rows.worker import Row
 
 TESTS = ["tests/gpu", *(f"tests/fake_gpu/test_{name}.py" for name in ("block_products", "kernel_code", "microscaled_products", "planned_memory"))]
@@ -115,7 +115,7 @@ STAGES: dict[str, Callable[[argparse.Namespace, float, Results], None]] = {"prob
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu.txt"), metavar="FILE", help="rows are appended to it, with where failed ones were; default gpu.txt")
+    parser.add_argument("--out", type=writable, default="gpu.txt", metavar="FILE", help="rows are appended to it, with where failed ones were; default gpu.txt")
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), help="all by default; always in the order above")
     parser.add_argument("--minutes", type=float, default=25, help="of all stages together; default 25")
     parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row; default 60")

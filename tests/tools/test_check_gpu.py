@@ -99,3 +99,12 @@ def test_without_a_gpu_nothing_runs_and_torch_says_why(name: str, capsys: pytest
         tool["main"]()
     assert ended.value.code == 2
     assert "torch has no CUDA device here (The NVIDIA driver on your system is too old (found version 12040)); write " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["check_gpu", "bench_gpu", "report_gpu"])
+def test_a_file_that_cannot_be_written_is_refused_at_once(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tool, out = runpy.run_path(str(TOOL.with_name(f"{name}.py"))), tmp_path / "nowhere" / "gpu.txt"
+    monkeypatch.setattr(sys, "argv", [name, "--small", "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        tool["main"]()
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"argument --out: {out}: No such file or directory\n")

@@ -3,6 +3,7 @@ verdict on each row for the summary at the end."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import sys
@@ -81,6 +82,15 @@ class Results:
     def failures(self) -> int:
         """Rows that failed or were stopped."""
         return sum(one.state in ("FAILED", "STOPPED") for one in self.verdicts)
+
+
+def writable(name: str) -> Path:
+    """The file of that name, as argparse wants it: one that lines can be appended to."""
+    try:
+        with Path(name).open("a", encoding="utf-8"):
+            return Path(name)
+    except OSError as e:
+        raise argparse.ArgumentTypeError(f"{name}: {e.strerror}") from e
 
 
 def machine(device: str) -> str:
