@@ -75,7 +75,7 @@ class Results:
     def verdict(self) -> int:
         """Say the summary and how many rows failed; the exit code."""
         self.say(self.summary())
-        self.say(f"{self.failures} failed" if self.failures else "none failed")
+        self.say(f"{self.failures} failed or were stopped" if self.failures else "none failed")
         return int(bool(self.failures))
 
     @property
