@@ -57,3 +57,10 @@ def test_other_codecs_in_a_checkpoint_are_one_line() -> None:
         job_state.restore(job, tensors, state, run_data(job.recipe)[0])
     assert e.value.problems == ["the checkpoint does not fit this recipe: optimizer state: embedding.weight is stored as exp_avg e4m3 exact, exp_avg_sq fp16 pow2, "
                                 "expected exp_avg e4m3 pow2, exp_avg_sq fp16 pow2"]
+
+
+def test_time_limits_may_change_for_they_change_no_number() -> None:
+    recipe = small()
+    longer = fp8cfg.compose(["trainer.timeout.step=300", "trainer.timeout.start=900"], base=recipe)
+    assert resume_rules.changes(recipe, longer) == ["trainer.timeout.start", "trainer.timeout.step"]
+    resume_rules.refuse_changes(recipe, longer, [])

@@ -16,7 +16,8 @@ from fp8cfg.layer_plan import plan
 
 FREE = (
     "name", "log.*", "checkpoint.*", "trainer.max_steps", "trainer.val_check_interval", "trainer.limit_val_batches",
-    "trainer.micro_batch_size", "trainer.num_nodes", "trainer.devices", "trainer.strategy.*", "trainer.gradient_clip_val",
+    "trainer.micro_batch_size", "trainer.num_nodes", "trainer.devices", "trainer.strategy.*", "trainer.timeout.*",
+    "trainer.gradient_clip_val",
     "optim.lr", "optim.min_lr", "optim.weight_decay", "optim.warmup_steps", "optim.constant_steps", "optim.lr_decay_style",
     "data.path", "data.validation_path", "data.tokenizer", "storage.shard", "fp8.min_coverage", "fp8.use_autocast_during_eval",
     "model.recompute_granularity",
