@@ -59,24 +59,19 @@ def count(recipe: Recipe, gpus: int) -> int:
     """Ranks to start for `recipe` on a machine with that many GPUs: at most trainer.devices, in whole replicas over which the
     global batch divides. 1, this process, without GPUs and for a layout that is refused. Raises ConfigError for several nodes, on a
     login node without GPUs too."""
-    from fp8cfg.report.memory.layout import refused
+    from fp8cfg.report.memory.layout import refused, shared_by
 
     t = recipe.trainer
-    smoke, replica = t.smoke, 1 if t.smoke else t.strategy.size
     if t.accelerator == "cpu":
         return 1
-    if t.num_nodes > 1 and not smoke:
+    if t.num_nodes > 1 and not t.smoke:
         if refused(recipe, t.num_nodes * t.devices):
             return 1
         raise ConfigError(f"trainer.num_nodes={t.num_nodes}: this process would train alone; start it on each node with torchrun")
     if gpus == 0:
         return 1
     most = min(gpus, t.devices)
-    if smoke:
-        return most
-    whole = range(most // replica * replica, 0, -replica)
-    return next((n for n in whole if t.global_batch_size % (t.micro_batch_size * (n // replica)) == 0
-                 and not refused(recipe, n)), 1)
+    return most if t.smoke else shared_by(recipe, most) or 1
 
 
 def _say_idle(recipe: Recipe, gpus: int, ranks: int) -> None:

@@ -44,7 +44,8 @@ memory, or for a layout that this version plans and does not train, the line
 that runs there at the least cost follows the plan, and one that changes nothing
 of what the first does, such as opt_level=O2 where that recomputes. Where the
 GPUs are no whole replicas of the layout, or it does not divide the model or the
-global batch, there is no plan, and the lines change layout and memory together.
+global batch, there is no plan, and the lines change layout and memory together,
+or leave GPUs idle where nothing runs on all.
 For a GPU that cannot do what the recipe asks for there is no line, but for a
 backend that does not split its layers as the layout has it.
 """

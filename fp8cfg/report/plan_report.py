@@ -16,8 +16,8 @@ from fp8cfg.report.communication.collectives import Collective
 from fp8cfg.report.communication.step import of_step
 from fp8cfg.report.coverage import Coverage, planned
 from fp8cfg.report.gpus import GPU
-from fp8cfg.report.memory.fit_search import Fit, differences
-from fp8cfg.report.memory.layout import Part, parts, refused, shards, whole
+from fp8cfg.report.memory.fit_search import Backend, Fit, differences
+from fp8cfg.report.memory.layout import Part, parts, refused, shards, shared_by, whole
 from fp8cfg.report.memory.machines import machines, placed
 from fp8cfg.report.memory.nearest_fit import Line, alternatives, offering, smoke_run, words_alone
 from fp8cfg.report.memory.peak import COMING, linears_of, memory, multiplying, parameters
@@ -198,12 +198,19 @@ def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[s
 
 
 def _offered(recipe: Recipe, world: int, hardware: Hardware, free: int) -> list[Fit]:
-    """What runs on `world` ranks in the place of `recipe`, of which the machines that make these ranks are a part."""
-    here = recipe if world == recipe.trainer.num_nodes * recipe.trainer.devices else placed(recipe, *machines(world))
+    """What runs on `world` ranks in the place of `recipe`, of which the machines that make these ranks are a part; on as many of
+    them as a launch would start where nothing runs on all; or the smoke run."""
+    for ranks in filter(None, dict.fromkeys([world, shared_by(recipe, world)])):
+        if found := _fits(recipe, ranks, hardware, free):
+            return found
+    return smoke_run(recipe, world, _backend(hardware, world))
 
-    def backend(other: Recipe) -> str:
-        return _chosen(other, hardware, shards(other, world)).backend
 
-    found = alternatives(here, hardware.device, free, world, backend)
-    return [replace(fit, words=differences(recipe, fit.recipe)) for fit in found] or smoke_run(here, world, backend)
+def _fits(recipe: Recipe, ranks: int, hardware: Hardware, free: int) -> list[Fit]:
+    here = recipe if ranks == recipe.trainer.num_nodes * recipe.trainer.devices else placed(recipe, *machines(ranks))
+    found = alternatives(here, hardware.device, free, ranks, _backend(hardware, ranks))
+    return [replace(fit, words=differences(recipe, fit.recipe)) for fit in found]
 
+
+def _backend(hardware: Hardware, ranks: int) -> Backend:
+    return lambda recipe: _chosen(recipe, hardware, shards(recipe, ranks)).backend

@@ -90,7 +90,6 @@ def test_a_fit_of_another_kind_is_offered_beside_the_cheapest(capsys: pytest.Cap
      ["model.recompute_granularity=full storage.exp_avg=bf16 storage.exp_avg_sq=bf16 trainer.strategy.pipeline_model_parallel_size=2 "
       "trainer.strategy.context_parallel_size=1"]),
     ("recipe=llama_70b precision=bf16_fp8", "h200", 2, ["trainer.smoke=true"]),
-    ("recipe=llama_8b precision=bf16_fp8", "h100", 7, ["trainer.smoke=true"]),
     ("recipe=llama_8b precision=bf16_fp8 lora.enabled=true", "rtx4090", 1,
      ["model.recompute_granularity=full trainer.strategy.context_parallel_size=1"]),
 ])
@@ -113,6 +112,22 @@ def test_fewer_gpus_than_a_replica_are_offered_a_layout_and_memory_together(word
     alone = " · ".join(more + meant * (more != SMOKE) for more in offered)
     with pytest.raises(fp8cfg.ConfigError, match=f"; runs there: {alone}$"):
         fp8cfg.plan(fp8cfg.compose(words.split()), gpu, gpus)
+
+
+@pytest.mark.parametrize(("words", "gpu", "gpus", "offered"), [
+    ("recipe=llama_8b precision=bf16_fp8", "b200", 7, "trainer.devices=4"),
+    ("recipe=llama_8b precision=bf16_fp8", "h100", 6, "storage.shard=zero2 trainer.devices=4"),  # with memory together
+    ("recipe=llama_70b precision=bf16 trainer.num_nodes=6", "h100", 48, "trainer.num_nodes=4"),
+])
+def test_gpus_over_which_nothing_divides_are_offered_as_many_as_a_launch_starts(words: str, gpu: str, gpus: int, offered: str,
+                                                                               capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words.split(), "--gpu", gpu, "--gpus", str(gpus)]) == 2
+    line, *_ = capsys.readouterr().err.splitlines()[-1].partition("; runs there: ")[2].split(" · ")
+    kept = [word for word in words.split() if not word.startswith("trainer.num_nodes")]
+    assert line == f"fp8cfg {' '.join(kept)} {offered}"
+    assert main(["plan", *shlex.split(line)[1:], "--gpu", gpu]) == 0
+    if gpus < 8:  # of one machine
+        assert local_ranks.count(fp8cfg.compose(kept), gpus) == 4
 
 
 @pytest.mark.parametrize("way", ["tensor", "pipeline"])

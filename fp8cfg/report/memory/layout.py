@@ -143,6 +143,14 @@ def uneven_batch(recipe: Recipe, ranks: int) -> list[str]:
             f"{per_step}; nearest is {near}"]
 
 
+def shared_by(recipe: Recipe, most: int) -> int:
+    """The most ranks, `most` or fewer, that train `recipe`: whole replicas, over which its global batch divides; 0 without any."""
+    t, replica = recipe.trainer, recipe.trainer.strategy.size
+    replicas = min(most // replica, t.global_batch_size // t.micro_batch_size)
+    return next((n * replica for n in range(replicas, 0, -1)
+                 if t.global_batch_size % (t.micro_batch_size * n) == 0 and not refused(recipe, n * replica)), 0)
+
+
 def microbatches(recipe: Recipe, part: Part) -> int:
     """Backward passes of one step on each rank."""
     t = recipe.trainer
