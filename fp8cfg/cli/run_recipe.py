@@ -66,7 +66,6 @@ def go_on(
     """Go on with the run folder at `path` from its newest checkpoint that verifies, with what `changed` makes of the checkpoint's
     recipe, or, with `anew`, with the one that it starts with. A change that would not continue the same run is refused unless
     `allow` has its key. `whole_line` is as of `launch`. Returns the exit code."""
-    from fp8cfg.composition import to_yaml
     from fp8cfg.training.checkpoint.resume_rules import goes_on
     from fp8cfg.training.run_folder import RunFolder
 
@@ -80,7 +79,7 @@ def go_on(
 
             def taken() -> RunFolder:
                 folder.lock()  # which an attempt from a later checkpoint has given back
-                folder.write_recipe(to_yaml(recipe))  # what the folder says is what runs from here on
+                runs.write_recipe(folder, recipe, loaded)  # what the folder says is what runs from here on
                 return folder
 
             return launch(recipe, taken, loaded, whole_line, lambda other: goes_on(recipe, other, [*allow]))

@@ -68,7 +68,7 @@ def _gone_on(job: Job, folder: Path, world: World, say: Say, callbacks: Sequence
         def go_on(name: str, loaded: Loaded | None) -> Result:
             recipe = continued(run, name, loaded, lambda _: job.recipe, (), tell, anew=True)
             if world.first:
-                run.write_recipe(to_yaml(recipe))
+                write_recipe(run, recipe, loaded)
             return _trained(job, run if world.first else None, loaded, world, say, callbacks)
 
         return from_newest(run, go_on, tell)
@@ -93,7 +93,7 @@ def resume(
             job = build(recipe, model)
             if world.first:
                 run.lock()
-                run.write_recipe(to_yaml(recipe))
+                write_recipe(run, recipe, loaded)
             return _trained(job, run if world.first else None, loaded, world, say, callbacks)
 
         return from_newest(run, go_on, tell)
@@ -157,6 +157,12 @@ def continued(
     for key in resume_rules.changes(before, recipe):
         say(f"changed: {key}")
     return recipe
+
+
+def write_recipe(run: RunFolder, recipe: Recipe, loaded: Loaded | None) -> None:
+    """Put `recipe` in the place of recipe.yaml, unless the checkpoint `loaded` has all of its steps: none runs with it then."""
+    if not loaded or loaded[1]["step"] < recipe.trainer.max_steps:
+        run.write_recipe(to_yaml(recipe))
 
 
 def _trained(

@@ -112,7 +112,10 @@ def test_resume_refuses_what_is_another_run(trained: Any, tmp_path: Path) -> Non
         fp8cfg.resume(folder, ["fp8.margin=1"], say=lambda _: None)
     with pytest.raises(RunFolderError, match="is not a run folder"):
         fp8cfg.resume(tmp_path / "nothing")
-    assert fp8cfg.resume(folder, say=lambda _: None).steps == 4, "nothing left to do"
+    before = (folder / "recipe.yaml").read_text()
+    assert fp8cfg.resume(folder, ["trainer.max_steps=3", "optim.lr=1"], say=lambda _: None).steps == 4, "nothing left to do"
+    assert main(["resume", str(folder), "optim.lr=1"]) == 0
+    assert (folder / "recipe.yaml").read_text() == before, "no step has run with what was changed"
 
 
 def test_what_was_edited_in_a_graph_is_in_the_run_folder_and_runs_again(
