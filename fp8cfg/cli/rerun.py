@@ -169,6 +169,7 @@ def _compared(name: str, then: dict[int, float], now: dict[int, float]) -> str:
     last = common[-1]
     different = [step for step in common if then[step].hex() != now[step].hex()]
     if not different:
-        return f"{name}: equal bit for bit in all {len(common)} values, the last {now[last]!r}"
+        equal = f"all {len(common)} values, the last {now[last]!r}" if common[1:] else f"its one value, {now[last]!r}"
+        return f"{name}: equal bit for bit in {equal}"
     apart = f"{abs(now[last] - then[last]):.3g} apart"
     return f"{name}: {now[last]:.7g}, was {then[last]:.7g} at step {last}: {apart}, from step {different[0]}"

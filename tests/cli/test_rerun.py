@@ -37,7 +37,7 @@ def test_what_a_stranger_wrote_does_not_reach_the_terminal_raw() -> None:
     ({1: 3.0, 2: 0.1 + 0.2}, {1: 3.0, 2: 0.1 + 0.2}, ["training loss: equal bit for bit in all 2 values, the last 0.30000000000000004"]),
     ({1: 3.0, 2: 0.3}, {1: 3.0, 2: 0.1 + 0.2}, ["training loss: 0.3, was 0.3 at step 2: 5.55e-17 apart, from step 2"]),
     ({1: 3.0}, {1: 4.0, 2: 2.0}, ["compared up to step 1; the first run has 1 steps, this one 2", "training loss: 4, was 3 at step 1: 1 apart, from step 1"]),
-    ({1: float("nan")}, {1: float("nan")}, ["training loss: equal bit for bit in all 1 values, the last nan"]),
+    ({1: float("nan")}, {1: float("nan")}, ["training loss: equal bit for bit in its one value, nan"]),
     ({}, {1: 4.0}, ["compared up to step 0; the first run has 0 steps, this one 1", "training loss: the two runs have none in common"]),
 ])
 def test_losses_are_compared(then: dict[int, float], now: dict[int, float], lines: list[str]) -> None:
