@@ -99,7 +99,7 @@ def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
         if any(folder.iterdir()):
             raise ConfigError(f"hydra.sweep.dir={folder}: is not empty; a sweep takes a new folder")
     except OSError as e:
-        raise RunFolderNotWritable(f"{folder} cannot be written: {e}") from None
+        raise RunFolderNotWritable(f"{folder} cannot be written ({e.strerror})") from None
     return folder
 
 
