@@ -28,8 +28,12 @@ def model_rules(recipe: Recipe) -> Iterator[str]:
     if m.kv_channels is None and m.hidden_size % heads:
         yield (f"model.hidden_size={m.hidden_size}: not a multiple of model.num_attention_heads={heads}; "
                f"nearest is {multiple(m.hidden_size, heads)}, or set model.kv_channels")
-    if m.head_dim % 2 and m.position_embedding_type == "rope":
-        yield f"model.kv_channels={m.head_dim}: rotary positions need an even head width; nearest is {m.head_dim + 1}"
+    elif m.head_dim % 2 and m.position_embedding_type == "rope":
+        if m.kv_channels is None:
+            yield (f"model.hidden_size={m.hidden_size}: {heads} heads of {m.head_dim}, and rotary positions need an even head "
+                   f"width; nearest is {multiple(m.hidden_size, 2 * heads)}, or set model.kv_channels")
+        else:
+            yield f"model.kv_channels={m.head_dim}: rotary positions need an even head width; nearest is {m.head_dim + 1}"
     if heads % groups:
         near = _divisor(heads, groups)
         yield Refusal(f"model.num_query_groups={groups}: must divide model.num_attention_heads={heads}; nearest is {near}",

@@ -122,13 +122,16 @@ ELSEWHERE = {
     ("check", "8b.toml"): "8b.toml: is no recipe file; the name of one ends in .yaml or .json; write: fp8cfg import torchtitan 8b.toml",
     ("check", "typo.yaml"): "typo.yaml:4: fp8.margn: no such key; did you mean 'fp8.margin'?\n"
                             "error: typo.yaml:6: trainer.max_steps=ten: expected an integer, got str",
+    ("check", "recipe=typo"): "recipe=typo: no such recipe; a file stands by itself: fp8cfg typo.yaml",
+    ("check", "recipe=typo.yaml"): "recipe=typo.yaml: no such recipe; a file stands by itself: fp8cfg typo.yaml",
+    ("check", "typo"): "typo: no command, recipe file or key=value; did you mean 'typo.yaml'?",
     ("check", "preset.yaml"): "preset.yaml:2: precision=bf16_fp9: no such precision preset; did you mean 'bf16_fp8'?",
     ("import", "accelerate", "handler.py"): "handler.py: FP8RecipeKwargs(**KWARGS): KWARGS is not read; give its values by name",
     ("sweep", "fp8.margin=range(0,99)"): "fp8.margin=17: must be at most 16\nerror: fp8.margin=18: must be at most 16\n"
                                          "error: fp8.margin=range(0,99): and 80 lines more like these",
-    ("sweep", "recipe=llama_tiny", "model.num_attention_heads=range(5,8)"):
-        "model.hidden_size=256: not a multiple of model.num_attention_heads=5; nearest is 255, or set model.kv_channels\n"
-        "error: model.kv_channels=51: rotary positions need an even head width; nearest is 52\n"
+    ("sweep", "recipe=llama_tiny", "model.num_attention_heads=range(9,13)"):
+        "model.hidden_size=256: not a multiple of model.num_attention_heads=9; nearest is 252, or set model.kv_channels\n"
+        "error: model.hidden_size=256: not a multiple of model.num_attention_heads=10; nearest is 260, or set model.kv_channels\n"
         "error: the sweep: and 2 lines more like these",
 }
 FILES = {
