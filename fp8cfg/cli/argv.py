@@ -147,6 +147,8 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
         return f"{arg}: a command stands first, as in: fp8cfg {arg}"
     if chosen := chooses(arg):
         return f"{arg}: not of the form key=value; did you mean '{chosen}={arg}'?"
+    if os.path.isfile(f"{arg}.yaml"):
+        return f"{arg}: no command, recipe file or key=value; did you mean '{arg}.yaml'?"
     verb = _THEIRS.get(arg) or nearest(arg, verbs)
     if verb:
         return f"{arg}: no such command; did you mean {verb!r}?"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ def run(argv: list[str]) -> int:
     try:
         if argv and argv[0] and argv[0][0] not in "-+~" and "=" not in argv[0]:
             recipe_file(argv[:1], WORDS)  # before the options: those of a verb with a typo are nobody's
+        recipe_file([arg for before, arg in pairwise(argv) if arg in WORDS and not before.startswith("-")], WORDS)
         arguments = split(hydra_flags.spelled_out(argv), hydra_flags.OPTIONS, hydra_flags.FLAGS)
         asked = hydra_flags.asked(arguments)
         file = recipe_file(arguments.plain, WORDS)

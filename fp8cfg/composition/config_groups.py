@@ -10,6 +10,7 @@ resolve.py's. Make another to see what has changed on disk.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ class Library:
             return f"{group}=: needs the name of a choice; fp8cfg list {group} has them"
         if name.startswith("$"):
             return f"{group}={name}: is a variable, which no shell has replaced; write its value"
+        file = name if name.endswith((".yaml", ".yml", ".json")) else f"{name}.yaml"
+        if group == "recipe" and os.path.isfile(file):
+            return f"recipe={name}: no such recipe; a file stands by itself: fp8cfg {file}"
         if not NAME.fullmatch(stem):
             near = suggest(name.rpartition("/")[2].replace(".", "").replace("-", "_"), known)
             return f"{group}={name}: a choice is a name of letters, digits and '_', not a path" + near
@@ -86,9 +90,9 @@ class Library:
         family = [choice for choice in known if choice.startswith(f"{name}_") or choice.endswith(sized)]
         if ours := foreign_names.meant(group, name):
             return f"{refusal}; did you mean {ours!r}?"
-        if group == "precision":
-            return refusal + (suggest(name, spellings) or f"; fp8cfg list {group} has them")
-        return refusal + (f"; did you mean one of {', '.join(family)}?" if len(family) > 1 else suggest(name, spellings))
+        if len(family) > 1:
+            return f"{refusal}; did you mean one of {', '.join(family)}?"
+        return refusal + (suggest(name, spellings) or f"; fp8cfg list {group} has them")
 
     def stem(self, group: str, name: str) -> str:
         """The choice that `name` spells: functions of NeMo and hyphens are understood for precision."""

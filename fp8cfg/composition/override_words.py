@@ -182,6 +182,9 @@ def _mistake(word: str) -> str:
         return "quoted twice; leave the inner quotes out"
     if " " in word and all("=" in part for part in word.split()):
         return f"several words in one; write {' '.join(word.split())} without quotes"
+    if value.startswith("(") and _node(key):
+        node = fields()[full(key)].annotation
+        return f"expected keys{example(full(key), node, [each.strip() for each in value.strip('()').split(',')])}"  # type: ignore[arg-type]
     if value.startswith("("):
         return f"a list is written {key}=[{value.strip('()')}]"
     if key != key.strip() or value != value.strip():
@@ -206,7 +209,7 @@ def malformed(word: str) -> str:
         return f"{word}: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"
     if word in short_keys() or word in GROUPS:
         return f"{word}: needs a value, as in {word}={'NAME' if word in GROUPS else 'VALUE'}"
-    if (key := word.partition(":")[0].strip()) in short_keys() and ":" in word:
+    if (key := word.partition(":")[0].strip()) in {*short_keys(), *GROUPS} and ":" in word:
         return f"{word}: not of the form key=value; write {key}={word.partition(':')[2].strip()}"
     if word.startswith("$"):
         return f"{word}: {_SHELL}"

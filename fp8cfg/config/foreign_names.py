@@ -35,6 +35,8 @@ _BELONGS = {
     "dtype": "precision.compute", "steps": "trainer.max_steps", "epochs": "trainer.max_steps", "context_length": "model.seq_length",
     "peft_scheme": "task=lora", "lora_rank": "lora.rank", "lora_dim": "lora.rank", "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout", "lora_r": "lora.rank", "target_modules": "lora.targets", "lora_target_modules": "lora.targets",
+    "tp": "trainer.strategy.tensor_model_parallel_size", "cp": "trainer.strategy.context_parallel_size",
+    "pp": "trainer.strategy.pipeline_model_parallel_size",
     "plugin": "trainer.plugins", "recipe_name": "fp8.scaling",
     # transformers' TrainingArguments
     "output_dir": "log.dir", "run_name": "name", "logging_dir": "log.dir",

@@ -115,13 +115,22 @@ def _node_instead(key: str, node: type[Node], given: Any) -> str:
     if key == "precision":
         ours = foreign_names.meant(key, given)
         return f"; did you mean {ours!r}?" if ours else f"; write {given.__name__}()" if callable(given) else ""
-    if isinstance(given, (str, bool)):
+    if isinstance(given, (str, bool)) or _all_keys(node, given):
         return example(full(key), node, given)
     return ""
 
 
+def _all_keys(node: type[Node], value: Any) -> bool:
+    """Whether `value` is a list with a value for each key of `node`, as Accelerate's override_linear_precision is."""
+    return isinstance(value, (list, tuple)) and len(value) == len(node.model_fields)
+
+
 def example(key: str, node: type[Node], value: Any) -> str:
-    """The key of `node` that takes `value`: its switch for true and false, or the one of which it is an option; else its first."""
+    """The key of `node` that takes `value`: its switch for true and false, or the one of which it is an option; else its first.
+    For a list with a value for each key all of them."""
+    if _all_keys(node, value):
+        keys = ", ".join(f"{leaf}: {str(each).lower()}" for leaf, each in zip(node.model_fields, value, strict=True))
+        return f"; write '{short(key)}={{{keys}}}'"
     if isinstance(value, bool) and "enabled" in node.model_fields:
         return f"; write {short(key)}.enabled={str(value).lower()}"
     taken = (leaf for leaf, field in node.model_fields.items() if str(value).lower() in options(field.annotation))

@@ -94,6 +94,9 @@ ASSIGNED = {
     "recipe.fp8_margin = 1": "fp8_margin: no such key; it belongs to fp8.margin",
     "recipe.precision = 'bf16_fp8_delayed'": "precision=bf16_fp8_delayed: no such precision preset; did you mean 'bf16_fp8'?",
     "recipe.fp8 = True": "fp8=True: expected a mapping of keys, got bool; write fp8.enabled=true",
+    "recipe.fp8.override_linear_precision = (False, False, True)":
+        "fp8.override_linear_precision=[False, False, True]: expected a mapping of keys, got a list; "
+        "write 'fp8.override_linear_precision={fprop: false, dgrad: false, wgrad: true}'",
     "recipe.trainer.max_steps = '1_000'": "trainer.max_steps=1_000: expected an integer, got str; write it out, as 1000",
     "recipe.trainer.plugins = [fp8cfg.bf16_mixed()]": "precision: expected one, got a list; write it without the list",
     "fp8cfg.compose({'fp8.margin': 1})": "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",

@@ -24,6 +24,13 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("help lst", "lst: no such command; did you mean 'list'?"),
     ("lst --help", "lst: no such command; did you mean 'list'?"),
     ("recipe=llama_tiny resume", "resume: a command stands first, as in: fp8cfg resume"),
+    ("recipe=llama_tiny plan --gpu h100", "plan: a command stands first, as in: fp8cfg plan"),
+    ("recipe=xyz", "recipe=xyz: no such recipe; fp8cfg list recipe has them"),
+    ("recipe:llama_tiny", "recipe:llama_tiny: not of the form key=value; write recipe=llama_tiny"),
+    ("tp=2", "tp: no such key; it belongs to trainer.strategy.tensor_model_parallel_size"),
+    ("fp8.override_linear_precision=(True,False,True)",
+     "fp8.override_linear_precision=(True,False,True): expected keys; "
+     "write 'fp8.override_linear_precision={fprop: true, dgrad: false, wgrad: true}'"),
     ("frobnicate", "frobnicate: no command, recipe file or key=value; fp8cfg --help has them"),
     ("generate", "generate: no such command; did you mean 'sample'?"),
     ("llama_8b", "llama_8b: not of the form key=value; did you mean 'recipe=llama_8b'?"),
