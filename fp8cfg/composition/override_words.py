@@ -184,7 +184,7 @@ def _mistake(word: str) -> str:
         return f"several words in one; write {' '.join(word.split())} without quotes"
     if value.startswith("(") and _node(key):
         node = fields()[full(key)].annotation
-        return f"expected keys{example(full(key), node, [each.strip() for each in value.strip('()').split(',')])}"  # type: ignore[arg-type]
+        return f"expected keys{example(full(key), node, [each.strip() for each in value.strip('()').split(',')])}"
     if value.startswith("("):
         return f"a list is written {key}=[{value.strip('()')}]"
     if key != key.strip() or value != value.strip():
