@@ -28,6 +28,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import LayoutRefusal, Refusal, holds
 from fp8cfg.config.storage import as_held
 from fp8cfg.config.tasks import FINE_TUNING
+from fp8cfg.config.unread import unread
 
 _MOST = 100
 """Values that give way in one recipe, each of which may make another do so."""
@@ -98,8 +99,8 @@ def composed(
     task = task_of(words, library, file)
     if task not in FINE_TUNING or found.recipe.model.weights or found.recipe.trainer.smoke:
         return found
-    return replace(found, remarks=(f"note: task={task}: model.weights=null, so it starts from random weights; write "
-                                   "model.weights=FOLDER",))
+    line = f"note: task={task}: model.weights=null, so it starts from random weights; write model.weights=FOLDER"
+    return replace(found, remarks=(*found.remarks, line))
 
 
 def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, tacitly: bool = True) -> Settled:
@@ -122,7 +123,7 @@ def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, 
         changes[change.key] = Change(change.key, before.old, change.new, change.author, change.to)
         derived[change.key] = max(derived.get(full(key), Author.RECIPE) for key in change.to)
     problems = [line for line in dict.fromkeys(broken) if holds(line, by_user)]
-    return Settled(recipe, tuple(changes.values()), tuple(problems), by_user)
+    return Settled(recipe, tuple(changes.values()), tuple(problems), by_user, tuple(unread(recipe, by_user)))
 
 
 def fitted(recipe: Recipe) -> Recipe:

@@ -86,6 +86,11 @@ GIVES_WAY = [
     ("precision=own_gather fp8.granularity=row", "storage.gather fp8 -> auto: what the preset says gives way to fp8.granularity=row"),
     ("precision=own_gather precision.compute=bf16 fp8.scaling=delayed", "storage.gather fp8 -> auto: what the preset says gives way to "
      "fp8.scaling=delayed"),
+    ("optim.warmup_steps=9 trainer.max_steps=10 optim.min_lr=1e-6 optim.lr_decay_style=linear", "optim.min_lr=1e-06, optim.lr_decay_style=linear: of the decay, "
+     "and there is none; optim.warmup_steps=9, trainer.max_steps=10"),
+    ("optim.warmup_steps=8 trainer.max_steps=10 optim.min_lr=1e-6", None), ("optim.warmup_steps=10 trainer.max_steps=10", None),
+    ("model.sliding_window=256", "model.sliding_window=256: masks nothing, model.seq_length=256 is no longer; an exported checkpoint states it"),
+    ("model.sliding_window=255", None), ("recipe=mistral_7b", None),
     ("model.num_attention_heads=2", None), ("precision=bf16_fp8 opt_level=O3", None), ("precision=bf16_fp8 fp8.margin=0", None),
 ]
 

@@ -1,0 +1,21 @@
+"""Remarks on keys that the user wrote, and that nothing reads at the sizes of his recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from fp8cfg.config.recipe import Recipe
+
+
+def unread(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
+    """A line for each of the keys `written`, by their short names. Sizes are often cut for a trial, so none is refused."""
+    m, o, steps = recipe.model, recipe.optim, recipe.trainer.max_steps
+    if m.sliding_window is not None and m.sliding_window >= m.seq_length and "model.sliding_window" in written:
+        yield (f"note: model.sliding_window={m.sliding_window}: masks nothing, model.seq_length={m.seq_length} is no longer; an "
+               "exported checkpoint states it")
+    if o.warmup_steps < steps - 1:  # the step after warm-up is the first of the decay
+        return
+    found = [f"optim.{name}={getattr(o, name)}" for name in ("min_lr", "lr_decay_style") if f"optim.{name}" in written]
+    if found:
+        yield (f"note: {', '.join(found)}: of the decay, and there is none; optim.warmup_steps={o.warmup_steps}, "
+               f"trainer.max_steps={steps}")
