@@ -50,6 +50,7 @@ def run(argv: list[str]) -> int:
     from fp8cfg.cli.composed import say, settled_on_ranks
     from fp8cfg.cli.offered_lines import whole_lines
     from fp8cfg.composition import to_yaml
+    from fp8cfg.report import remarks
 
     arguments = Arguments(words=[a for a in argv if "=" in a and not a.startswith("-")])
     try:
@@ -81,6 +82,8 @@ def run(argv: list[str]) -> int:
     if (code := local_ranks.started(found, argv, whole_line)) is not None:
         return code
     recipe, log = sized(found.recipe), found.recipe.log
+    if exactly:
+        say(f"note: {line}" for line in remarks.idle_dir(log, "hydra.run.dir", str(exactly)))
     if log.folder:
         exactly = Path(log.folder)
         if log.resume == "auto" and is_run(exactly):

@@ -10,6 +10,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import changed
 from fp8cfg.config.rules_storage import late_updates, lost_averages, slow_averages
 from fp8cfg.config.storage import level, resolved, sharding
+from fp8cfg.config.training_nodes import Log
 
 
 def lines(recipe: Recipe, ranks: int) -> list[str]:
@@ -58,7 +59,16 @@ def _one_rank(recipe: Recipe, ranks: int) -> Iterator[str]:
 
 def _folders(recipe: Recipe) -> Iterator[str]:
     every, steps, log = recipe.checkpoint.every_n_steps, recipe.trainer.max_steps, recipe.log
+    saves, keep = -(-steps // every) if every else 1, recipe.checkpoint.keep
+    if 1 < saves < keep:
+        yield f"checkpoint.keep={keep}: there are {saves} checkpoints; checkpoint.every_n_steps={every}, trainer.max_steps={steps}"
     if every >= steps and (found := changed(recipe.checkpoint, "keep", "async_save")):
         yield f"{', '.join(found)}: there is one checkpoint, the last; checkpoint.every_n_steps={every}, trainer.max_steps={steps}"
-    if log.folder and (dirs := changed(log, "dir")) and Path(log.folder).absolute().parent != Path(log.dir).absolute():
-        yield f"{dirs[0]}: makes no folder, log.folder={log.folder} is the run folder"
+    if log.folder:
+        yield from idle_dir(log, "log.folder", log.folder)
+
+
+def idle_dir(log: Log, key: str, folder: str) -> Iterator[str]:
+    """A line where log.dir is changed and the run `folder`, which `key` names, is not in it."""
+    if (dirs := changed(log, "dir")) and Path(log.dir).absolute() not in Path(folder).absolute().parents:
+        yield f"{dirs[0]}: makes no folder, {key}={folder} is the run folder"

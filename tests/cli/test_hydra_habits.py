@@ -64,6 +64,9 @@ def test_hydra_run_dir_is_the_run_folder(folders: list[Path], tmp_path: Path, mo
     assert folders[0] == Path("here/it/is") and re.fullmatch(r"llama_tiny-7-\d{4}", folders[1].name)
     assert fp8cfg.RunFolder.open(folders[0], lock=False).read_recipe().fp8.margin == 1
     capsys.readouterr()
+    assert main(["hydra.run.dir=a", "log.dir=b"]) == 0
+    assert capsys.readouterr().err == "note: log.dir=b: makes no folder, hydra.run.dir=a is the run folder\n"
+    assert main(["hydra.run.dir=${log.dir}/c/d", "log.dir=b"]) == 0 and not capsys.readouterr().err
     assert main(["hydra.run.dir=here/it/is"]) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert main(["hydra.run.dir=x", "hydra.verbose=true"]) == 2

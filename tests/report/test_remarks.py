@@ -20,7 +20,8 @@ STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored pre
     (f"{STORED} trainer.micro_batch_size=4", 1, ""),
     ("checkpoint.every_n_steps=6 checkpoint.keep=3 checkpoint.async_save=true", 1, "checkpoint.keep=3, checkpoint.async_save=True: there is one checkpoint, "
      "the last; checkpoint.every_n_steps=6, trainer.max_steps=6"),
-    ("checkpoint.every_n_steps=5 checkpoint.keep=3", 1, ""),
+    ("checkpoint.every_n_steps=5 checkpoint.keep=3", 1, "checkpoint.keep=3: there are 2 checkpoints; checkpoint.every_n_steps=5, trainer.max_steps=6"),
+    ("checkpoint.every_n_steps=2 checkpoint.keep=3", 1, ""), ("checkpoint.every_n_steps=5", 1, ""),
     ("log.dir=a log.folder=b", 1, "log.dir=a: makes no folder, log.folder=b is the run folder"),
     ("log.dir=a log.folder=a/b", 1, ""),
 ])
