@@ -147,9 +147,9 @@ class FP8Attention(nn.Module):
     scaled dot product where nothing is given. `plain` may have a `scale` in the place of 1 / √D and a sliding `window`.
 
     q [B, H, T, D] and k, v [B, G, T, D] of any float dtype, H a multiple of G; output [B, H, T, D] in the autocast dtype, else
-    in that of q. `gemms_ran`, int32 [6] in the order of PRODUCTS, holds what each product last multiplied, 0 after a call in
-    high precision. Under delayed scaling `fp8_scale` [6] and `fp8_amax_history` [length, 6] work as in FP8Linear, with the
-    columns QKV, S, O, dO, dP, dQKV. A load that lacks them is a load of new weights and forgets them."""
+    in that of q. `gemms_ran`, int32 [6] in the order of PRODUCTS, holds what each product last multiplied, 0 after a
+    training pass in high precision. Under delayed scaling `fp8_scale` [6] and `fp8_amax_history` [length, 6] work as in FP8Linear,
+    with the columns QKV, S, O, dO, dP, dQKV. A load that lacks them is a load of new weights and forgets them."""
 
     gemms_ran: Tensor
     fp8_scale: Tensor | None
@@ -186,7 +186,8 @@ class FP8Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.region.applies():
-            self.gemms_ran.zero_()
+            if self.training and torch.is_grad_enabled():  # an evaluation in high precision is not recorded
+                self.gemms_ran.zero_()
             if self._plain[0] is not None:
                 plain: Tensor = self._plain[0](q, k, v)
                 return plain

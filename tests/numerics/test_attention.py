@@ -44,6 +44,10 @@ def test_outside_the_region_it_is_torchs() -> None:
     layer, t = FP8Attention(DELAYED, Region(True)), qkv(2)
     both_ways(layer, *t)
     before = [x.clone() for x in state(layer)]
+    with layer.region.entered(False), torch.no_grad():
+        layer.eval()(*t[:3])
+    layer.train()
+    assert ran(layer) == RAN  # of the training pass before the evaluation
     with layer.region.entered(False):
         for got, want in zip(both_ways(layer, *t), both_ways(exact, *t), strict=True):
             assert torch.equal(got, want)
