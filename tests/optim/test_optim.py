@@ -1,108 +1,30 @@
-"""Mixed-precision optimization against hand-written loops, bit for bit, and its resume, bit for bit."""
+"""Mixed-precision optimization against hand-written loops, bit for bit."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from fp8cfg.models import TransformerConfig
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.optim import LossScaler, Schedule
+from fp8cfg.optim import LossScaler
 from fp8cfg.optim.groups import param_groups, set_grad_dtype
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-INNER: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.95), eps=1e-5, fused=True),
-    "adamw unfused": partial(torch.optim.AdamW, betas=(0.9, 0.95), eps=1e-5, foreach=False),
-    "adam": partial(torch.optim.Adam, betas=(0.9, 0.95), fused=True),
-    "sgd": partial(torch.optim.SGD, momentum=0.9, fused=True),
-    "plain sgd": torch.optim.SGD,
-}
-SCHEDULE = Schedule(max_lr=1e-2, min_lr=1e-3, warmup_steps=3, max_steps=12)
-CONFIG = TransformerConfig(1, 16, 24, 2, 1, 8, 32, 8)
-CLIP, DECAY = 0.5, 0.1
-
-
-def make_model(dtype: torch.dtype, seed: int = 0) -> Transformer:
-    model = Transformer(CONFIG).to(dtype)
-    model.init_weights(seed)
-    if dtype == torch.bfloat16:
-        set_grad_dtype(model.parameters(), torch.float32)
-    return model
-
-
-def make_optimizer(model: nn.Module, inner: str = "adamw", **options: Any) -> MixedPrecisionOptimizer:
-    return MixedPrecisionOptimizer(param_groups(model, DECAY), INNER[inner], clip_grad=CLIP, **options)
-
-
-def scaler_for(dtype: torch.dtype) -> LossScaler | None:
-    return LossScaler(initial_loss_scale=2.0**18, loss_scale_window=2) if dtype == torch.float16 else None
-
-
-def tokens_of(step: int, microbatch: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + microbatch)
-    tokens = torch.randint(CONFIG.vocab_size, (2, 9), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def backward(model: Transformer, step: int, scale: float = 1.0) -> list[float]:
-    """Two microbatches, accumulated."""
-    losses = [model(*tokens_of(step, microbatch)) for microbatch in range(2)]
-    for loss in losses:
-        (loss * scale / 2).backward()
-    return [loss.item() for loss in losses]
-
-
-def train(model: Transformer, optimizer: MixedPrecisionOptimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        scale = 1.0 if optimizer.loss_scaler is None else optimizer.loss_scaler.scale
-        losses += backward(model, step, scale)
-        SCHEDULE.apply(optimizer, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def hand_loop(model: Transformer, make_inner: Callable[..., torch.optim.Optimizer], steps: range, scale: float) -> list[float]:
-    """What `train` must do, with nothing of ours in it; a skipped step where a gradient is not finite."""
-    named = list(model.named_parameters())
-    masters = {name: p.detach().clone().float() for name, p in named}
-    groups = [
-        {"params": [masters[name] for name, p in named if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [masters[name] for name, p in named if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    inner, losses, good = make_inner(groups), [], 0
-    forgiven = False
-    for step in steps:
-        losses += backward(model, step, scale)
-        for name, p in named:
-            masters[name].grad = p.grad.detach().float() * (1.0 / scale)
-            p.grad = None
-        if all(bool(m.grad.isfinite().all()) for m in masters.values()):
-            ordered = [m for group in groups for m in group["params"]]
-            torch.nn.utils.clip_grad_norm_(ordered, CLIP)
-            for group in inner.param_groups:
-                group["lr"] = SCHEDULE.lr_at(step)
-            inner.step()
-            with torch.no_grad():
-                for name, p in named:
-                    p.copy_(masters[name])
-            good += 1
-            if good % 2 == 0 and scale != 1.0:
-                scale, forgiven = scale * 2, False
-        else:
-            good = 0
-            scale, forgiven = (scale / 2, True) if forgiven else (scale, True)
-    return losses
+from tests.support.mixed_precision import (
+    DTYPES,
+    INNER,
+    backward,
+    hand_loop,
+    make_model,
+    make_optimizer,
+    save,
+    scaler_for,
+    train,
+)
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -121,76 +43,6 @@ def test_a_hand_written_loop_gives_the_same_bits(dtype: torch.dtype, inner: str)
     assert len(set(losses)) == 20
     assert all(master.grad is None for p, master in optimizer.masters.items() if master is not p)
     assert set(took) == ({True} if scaler is None else {True, False})
-
-
-def save(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> tuple[bytes, bytes, str]:
-    tensors = safetensors.torch.save(optimizer.state_tensors())
-    return safetensors.torch.save(model.state_dict()), tensors, json.dumps(optimizer.state_json())
-
-
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_resume_gives_the_same_bits(dtype: torch.dtype, inner: str) -> None:
-    model = make_model(dtype)
-    optimizer = make_optimizer(model, inner, loss_scaler=scaler_for(dtype))
-    train(model, optimizer, range(5))
-    weights, tensors, state = save(model, optimizer)
-    expected = train(model, optimizer, range(5, 10))
-
-    fresh = make_model(dtype, seed=99)
-    resumed = make_optimizer(fresh, inner, loss_scaler=scaler_for(dtype))
-    fresh.load_state_dict(safetensors.torch.load(weights))
-    resumed.load_state(safetensors.torch.load(tensors), json.loads(state))
-    assert train(fresh, resumed, range(5, 10)) == expected
-    assert save(fresh, resumed) == save(model, optimizer)
-
-
-def test_a_fresh_state_resumes_too() -> None:
-    model = make_model(torch.bfloat16)
-    before = make_optimizer(model)
-    fresh = before.state_json()
-    after = make_optimizer(model)
-    tensors = {name: tensor.clone() for name, tensor in before.state_tensors().items()}
-    train(model, after, range(2))
-    after.load_state(tensors, fresh)
-    assert after.state_json() == fresh
-    assert after.state_tensors().keys() == {f"{name}.master" for name, _ in model.named_parameters()}
-
-
-def test_loaded_state_shares_no_memory_with_the_file() -> None:
-    model = make_model(torch.bfloat16)
-    optimizer = make_optimizer(model)
-    train(model, optimizer, range(2))
-    tensors = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
-    other = make_optimizer(model)
-    other.load_state(tensors, optimizer.state_json())
-    expected = {name: tensor.clone() for name, tensor in tensors.items()}
-    for tensor in tensors.values():
-        tensor.zero_()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in other.state_tensors().items())
-
-
-def test_state_dict_and_its_inverse() -> None:
-    model = make_model(torch.float16)
-    optimizer = make_optimizer(model, loss_scaler=scaler_for(torch.float16))
-    train(model, optimizer, range(3))
-    other = make_optimizer(model, loss_scaler=scaler_for(torch.float16))
-    other.load_state_dict(optimizer.state_dict())
-    assert other.param_groups[0]["lr"] == SCHEDULE.lr_at(2)
-    assert save(model, other) == save(model, optimizer)
-
-
-def test_state_is_named_tensors_and_json() -> None:
-    model = make_model(torch.bfloat16)
-    optimizer = make_optimizer(model, loss_scaler=LossScaler(loss_scale=4.0))
-    train(model, optimizer, range(3))
-    name = "layers.0.mlp.linear_fc1.weight"
-    tensors, state = optimizer.state_tensors(), optimizer.state_json()
-    assert {key.removeprefix(name + ".") for key in tensors if key.startswith(name)} == {"master", "exp_avg", "exp_avg_sq"}
-    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
-    assert state["optimizer"] == "AdamW"
-    assert state["state"][name] == {"tensors": ["exp_avg", "exp_avg_sq"], "step": 3}
-    assert state["loss_scale"]["scale"] == 4.0
 
 
 def test_it_is_an_optimizer_of_the_models_parameters() -> None:
@@ -335,52 +187,6 @@ def test_weights_written_by_someone_else_are_not_undone_silently() -> None:
     backward(model, 0)
     with pytest.raises(RuntimeError, match=r"9 parameters, embedding.weight among them, were written after"):
         optimizer.step()
-
-
-def broken(change: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    name = "layers.0.mlp.linear_fc1.weight"
-    if change == "missing":
-        del tensors[f"{name}.exp_avg"]
-    elif change == "unexpected":
-        tensors["more"] = torch.zeros(1)
-    elif change == "shape":
-        tensors[f"{name}.exp_avg"] = torch.zeros(3)
-    elif change == "dtype":
-        tensors[f"{name}.master"] = tensors[f"{name}.master"].bfloat16()
-    elif change == "parameter":
-        del state["state"][name]
-    elif change == "optimizer":
-        state["optimizer"] = "SGD"
-    elif change == "scale":
-        state["loss_scale"] = LossScaler().state()
-    elif change == "json":
-        del state["loss_scale"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("missing", "1 tensors missing, among them layers.0.mlp.linear_fc1.weight.exp_avg"),
-        ("unexpected", "1 tensors unexpected, among them more"),
-        ("shape", r"linear_fc1.weight.exp_avg is torch.float32 \[3\], expected torch.float32 \[48, 16\]"),
-        ("dtype", r"linear_fc1.weight.master is torch.bfloat16 \[48, 16\], expected torch.float32"),
-        ("parameter", "1 parameters missing, among them layers.0.mlp.linear_fc1.weight"),
-        ("optimizer", "the saved state is of SGD, this optimizer is AdamW"),
-        ("scale", "the loss must be scaled by both"),
-        ("json", "the JSON has"),
-    ],
-)
-def test_other_state_is_refused_untouched(change: str, message: str) -> None:
-    model = make_model(torch.bfloat16)
-    optimizer = make_optimizer(model)
-    train(model, optimizer, range(2))
-    tensors, state = dict(optimizer.state_tensors()), optimizer.state_json()
-    broken(change, tensors, state)
-    other = make_optimizer(model)
-    before = save(model, other)
-    with pytest.raises(ValueError, match=message):
-        other.load_state(tensors, state)
-    assert save(model, other) == before
 
 
 def test_what_cannot_work_is_refused() -> None:

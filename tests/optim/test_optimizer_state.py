@@ -1,0 +1,134 @@
+"""State of mixed-precision optimization: resumed bit for bit, named tensors and JSON, another's refused untouched."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fp8cfg.optim import LossScaler
+from tests.support.mixed_precision import (
+    DTYPES,
+    INNER,
+    SCHEDULE,
+    make_model,
+    make_optimizer,
+    save,
+    scaler_for,
+    train,
+)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_resume_gives_the_same_bits(dtype: torch.dtype, inner: str) -> None:
+    model = make_model(dtype)
+    optimizer = make_optimizer(model, inner, loss_scaler=scaler_for(dtype))
+    train(model, optimizer, range(5))
+    weights, tensors, state = save(model, optimizer)
+    expected = train(model, optimizer, range(5, 10))
+
+    fresh = make_model(dtype, seed=99)
+    resumed = make_optimizer(fresh, inner, loss_scaler=scaler_for(dtype))
+    fresh.load_state_dict(safetensors.torch.load(weights))
+    resumed.load_state(safetensors.torch.load(tensors), json.loads(state))
+    assert train(fresh, resumed, range(5, 10)) == expected
+    assert save(fresh, resumed) == save(model, optimizer)
+
+
+def test_a_fresh_state_resumes_too() -> None:
+    model = make_model(torch.bfloat16)
+    before = make_optimizer(model)
+    fresh = before.state_json()
+    after = make_optimizer(model)
+    tensors = {name: tensor.clone() for name, tensor in before.state_tensors().items()}
+    train(model, after, range(2))
+    after.load_state(tensors, fresh)
+    assert after.state_json() == fresh
+    assert after.state_tensors().keys() == {f"{name}.master" for name, _ in model.named_parameters()}
+
+
+def test_loaded_state_shares_no_memory_with_the_file() -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(2))
+    tensors = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    other = make_optimizer(model)
+    other.load_state(tensors, optimizer.state_json())
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in other.state_tensors().items())
+
+
+def test_state_dict_and_its_inverse() -> None:
+    model = make_model(torch.float16)
+    optimizer = make_optimizer(model, loss_scaler=scaler_for(torch.float16))
+    train(model, optimizer, range(3))
+    other = make_optimizer(model, loss_scaler=scaler_for(torch.float16))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == SCHEDULE.lr_at(2)
+    assert save(model, other) == save(model, optimizer)
+
+
+def test_state_is_named_tensors_and_json() -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = make_optimizer(model, loss_scaler=LossScaler(loss_scale=4.0))
+    train(model, optimizer, range(3))
+    name = "layers.0.mlp.linear_fc1.weight"
+    tensors, state = optimizer.state_tensors(), optimizer.state_json()
+    assert {key.removeprefix(name + ".") for key in tensors if key.startswith(name)} == {"master", "exp_avg", "exp_avg_sq"}
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    assert state["optimizer"] == "AdamW"
+    assert state["state"][name] == {"tensors": ["exp_avg", "exp_avg_sq"], "step": 3}
+    assert state["loss_scale"]["scale"] == 4.0
+
+
+def broken(change: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    name = "layers.0.mlp.linear_fc1.weight"
+    if change == "missing":
+        del tensors[f"{name}.exp_avg"]
+    elif change == "unexpected":
+        tensors["more"] = torch.zeros(1)
+    elif change == "shape":
+        tensors[f"{name}.exp_avg"] = torch.zeros(3)
+    elif change == "dtype":
+        tensors[f"{name}.master"] = tensors[f"{name}.master"].bfloat16()
+    elif change == "parameter":
+        del state["state"][name]
+    elif change == "optimizer":
+        state["optimizer"] = "SGD"
+    elif change == "scale":
+        state["loss_scale"] = LossScaler().state()
+    elif change == "json":
+        del state["loss_scale"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", "1 tensors missing, among them layers.0.mlp.linear_fc1.weight.exp_avg"),
+        ("unexpected", "1 tensors unexpected, among them more"),
+        ("shape", r"linear_fc1.weight.exp_avg is torch.float32 \[3\], expected torch.float32 \[48, 16\]"),
+        ("dtype", r"linear_fc1.weight.master is torch.bfloat16 \[48, 16\], expected torch.float32"),
+        ("parameter", "1 parameters missing, among them layers.0.mlp.linear_fc1.weight"),
+        ("optimizer", "the saved state is of SGD, this optimizer is AdamW"),
+        ("scale", "the loss must be scaled by both"),
+        ("json", "the JSON has"),
+    ],
+)
+def test_other_state_is_refused_untouched(change: str, message: str) -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(2))
+    tensors, state = dict(optimizer.state_tensors()), optimizer.state_json()
+    broken(change, tensors, state)
+    other = make_optimizer(model)
+    before = save(model, other)
+    with pytest.raises(ValueError, match=message):
+        other.load_state(tensors, state)
+    assert save(model, other) == before
