@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+WORDS = ("precision=bf16_fp8", "backend=msamp", "fp8.amax_history_len=16", "fp8.reduce_amax=false", "storage.accumulate=stored")
 FLOAT8 = {"kFloat8E4M3": (torch.float8_e4m3fn, 448.0), "kFloat8E5M2": (torch.float8_e5m2, 57344.0), "kFloat16": (torch.float16, 65504.0)}
 PACKAGE = {
     "msamp/__init__.py": "", "msamp/nn/__init__.py": "from tests.support.msamp_standin import FP8Linear, LinearReplacer, ScalingParameter, clip_grad_norm_, model_state",
