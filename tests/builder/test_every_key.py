@@ -199,7 +199,7 @@ RUNS = {
     "trainer.strategy.context_parallel_size": "test_context.py", "trainer.strategy.data_parallel_replicate_size": "test_hsdp.py", "trainer.strategy.pipeline_schedule": "test_pipeline.py",
     "trainer.strategy.pipeline_model_parallel_size": "test_pipeline_runs.py", "trainer.strategy.virtual_pipeline_model_parallel_size": "test_pipeline.py",
     "checkpoint.async_save": "test_async_save.py", "lora.weights": "test_peft_format.py", "log.folder": "test_log_folder.py", "log.resume": "test_log_folder.py",
-    "trainer.timeout.start": "test_stalled_ranks.py", "trainer.timeout.step": "test_stalled_ranks.py",
+    "trainer.timeout.start": "test_stalled_launches.py", "trainer.timeout.step": "test_stalled_launches.py",
     "model.weights": "test_hf_checkpoint.py", "model.path": "test_hf_checkpoint.py", "fp8.emulate": "test_gemm_plan.py", "log.fp8_stats_every_n_steps": "test_quantization_statistics.py",
 }
 REFUSED: dict[str, list[str]] = {

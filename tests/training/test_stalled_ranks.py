@@ -1,14 +1,11 @@
-"""Ranks that stand still: the others say in which collective, who is missing, and end."""
+"""Ranks that stand still: the others say in which collective and who is missing."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -35,8 +32,7 @@ from fp8cfg.parallel.point_to_point import wait_for
 from fp8cfg.training.distributed import blocked_call, heartbeat, stalled_ranks
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.launched_step import LaunchedStep
-from tests.support.ranks import LIMIT, ROOT, ended, launch, ranks_environment, running
-from tests.training.test_log_folder import SAVES, steps
+from tests.support.ranks import ROOT
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
 CLOSED = f"{GLOO} Connection closed by peer [127.0.0.1]:58050. This is typically caused by a remote worker crashing. Check the logs of the remote worker"
@@ -160,7 +156,7 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
         assert not watch.beats._reads.check([heartbeat._WAITED])
         assert str(watch.diagnosis(late)) == (f"step 1: a collective ({GLOO} Timed out waiting 400ms) was not done in 0.4 s (trainer.timeout.start): "
                                               f"rank 1 {SILENT}")
-        _until(lambda: bool(watch.beats.heard), "no beat")
+        until(lambda: bool(watch.beats.heard), "no beat")
         store = watch.beats._reads
         assert watch.beats._found(store) == f"rank 1 {SILENT}"
         store.set(heartbeat._FOUND, "rank 3 is silent")
@@ -191,10 +187,10 @@ def test_a_store_that_was_late_once_does_not_end_the_heartbeat(two: dist.TCPStor
     try:
         store = beats._beats
         beats._beats = failing = Failing(dist.DistStoreError("wait timeout after 50ms, keys: /a"))
-        _until(lambda: failing.asked > 1, "no second try")
+        until(lambda: failing.asked > 1, "no second try")
         beats._beats = store
         beats._reads.delete_key(heartbeat._key(0))
-        _until(lambda: beats._reads.check([heartbeat._key(0)]), "no beat")
+        until(lambda: beats._reads.check([heartbeat._key(0)]), "no beat")
         beats._beats = Failing(dist.DistNetworkError("Broken pipe"))
         beats._thread.join(100)
         assert not beats._thread.is_alive() and not beats.ended.is_set()
@@ -205,10 +201,10 @@ def test_a_store_that_was_late_once_does_not_end_the_heartbeat(two: dist.TCPStor
 def test_a_connection_that_breaks_is_made_anew_where_the_store_is_there(two: dist.TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
     beats, key = heartbeat.Heartbeat(0.05), heartbeat._key(0)
     try:
-        _until(lambda: beats._reads.check([key]), "no beat")
+        until(lambda: beats._reads.check([key]), "no beat")
         _cut(two.port)
         beats._reads.delete_key(key)
-        _until(lambda: beats._reads.check([key]), "no beat after the fault")
+        until(lambda: beats._reads.check([key]), "no beat after the fault")
         assert beats._thread.is_alive() and "sendBytes failed" in capfd.readouterr().err
     finally:
         beats.close()
@@ -253,7 +249,7 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
             """Until it has looked once from the beginning to the end."""
             (beating.set if beats else beating.clear)()
             before = len(asked)
-            _until(lambda: len(asked) > before + 2, "no third look")
+            until(lambda: len(asked) > before + 2, "no third look")
             return capsys.readouterr().err
 
         other.set(heartbeat._key(1), "first somewhere")
@@ -318,100 +314,8 @@ def test_ranks_that_waited_in_vain_say_so_before_a_launcher_ends_them(monkeypatc
         lines.clear()
 
 
-ENDS = """
-import json, os, sys, time
-
-from fp8cfg.config.errors import Fp8cfgError
-from fp8cfg.config.training_nodes import Trainer
-from fp8cfg.training.distributed.world import world
-
-rank, case = int(os.environ["RANK"]), sys.argv[1]
-try:
-    with world("cpu", Trainer(timeout={"start": 60, "step": 4})) as ranks:
-        ranks.limits.timeout.start = 4
-        first = ranks.text(str(os.getpid()))
-        ranks.waits("step", 3)
-        if case == "data" and rank == 0:
-            raise RuntimeError("tokens of the data server: Connection refused")
-        if case == "data":
-            ranks.any(True)
-        if case == "late" and rank == 1:
-            while os.path.exists(f"/proc/{first}"):
-                time.sleep(0.1)
-except (RuntimeError, Fp8cfgError) as e:
-    print(json.dumps([rank, type(e).__name__, str(e)]), flush=True)
-"""
-
-
-@pytest.mark.parametrize("case", ["data", "late"])
-def test_how_ranks_end(case: str, tmp_path: Path) -> None:
-    """One with an error of its own that reads like one of gloo's, and one that is late at the end."""
-    (tmp_path / "ends.py").write_text(ENDS)
-    done = launch(2, case, script=tmp_path / "ends.py", TORCHELASTIC_USE_AGENT_STORE="False")
-    said = {rank: (kind, text) for rank, kind, text in map(json.loads, done.stdout.splitlines())}
-    if case == "data":
-        assert said[0] == ("RuntimeError", "tokens of the data server: Connection refused")
-        assert said[1][0] == "RankLost" and re.match(r"another rank has ended; it says why \(\[.*Connection (closed|reset) by peer", said[1][1])
-    else:
-        assert said[0][0] == "RankStalled" and said[1][0] == "RankLost"  # the store has ended meanwhile
-        assert said[0][1].startswith("step 3: barrier over dp_shard was not done in 4 s (trainer.timeout.start): rank 1 is in ends.py:")
-
-
-def _until(done: Callable[[], bool], what: str) -> None:
+def until(done: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + 100
     while not done():
         assert time.monotonic() < end, what
         time.sleep(0.1)
-
-
-LAYOUTS = {  # which ranks stand still, and how the others wait, some of them for those that wait themselves
-    "stages of tensor-parallel ranks, the first of the second": (
-        2, dict.fromkeys((0, 1, 3), r"((batch_isend_irecv|isend|irecv|all_gather) over pp|all_reduce over (pp|tp|all ranks))"),
-        ["trainer.strategy.pipeline_model_parallel_size=2", "model.num_layers=2", "trainer.global_batch_size=4",
-         "trainer.strategy.tensor_model_parallel_size=2", "model.num_query_groups=2"]),
-    "data-parallel ranks, the first": (0, {1: r"(all_reduce|all_gather\w+|reduce_scatter\w+) over dp_shard"}, ["trainer.micro_batch_size=1"]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_rank_that_stands_still_is_named(name: str, tmp_path: Path) -> None:
-    """By the others, which end and say in which collective they waited; it is then killed as a launcher does."""
-    stopped, waits, layout = LAYOUTS[name]
-    run, size = tmp_path / "run", len(waits) + 1
-    words = [*SAVES, *layout, f"trainer.devices={size}", f"log.folder={run}", "trainer.max_steps=100000", "trainer.timeout.start=90",
-             "trainer.timeout.step=2", "checkpoint.every_n_steps=0"]
-    with running(size, *words, TORCHELASTIC_USE_AGENT_STORE="False") as (ranks, said):
-        _until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 2, "no third step")
-        os.kill(ranks[stopped].pid or 0, signal.SIGSTOP)
-        assert not ended([ranks[rank] for rank in waits], 60)
-        lines = {rank: Path(said, f"{rank}.err").read_text().strip().splitlines()[-1] for rank in waits}
-        assert {ranks[rank].exitcode for rank in waits} == {1}
-    holds = ", which holds the store," if stopped == 0 else ""
-    for rank, collective in waits.items():
-        assert re.fullmatch(rf"{f'rank {rank}: ' if rank else ''}error: step \d+: {collective} was (not done in|broken off by a rank that had waited) "
-                            rf"2 s \(trainer\.timeout\.step\): rank {stopped}{holds} is silent: stopped, or gone with the machine"
-                            rf"{'' if holds else ', or busy outside of Python'}", lines[rank])
-
-
-KILLED_ONCE = """
-import os
-from fp8cfg.__main__ import entry
-
-if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
-    os.environ["FP8CFG_FAILPOINT"] = "shard:10"
-entry()
-"""
-"""`fp8cfg` under torchrun, of which a rank is killed in its third save or a later one."""
-
-
-@pytest.mark.slow
-def test_a_launcher_that_starts_ranks_again_goes_on(tmp_path: Path) -> None:
-    """torchrun --max-restarts, after a rank was killed: one run folder, and no step twice."""
-    (tmp_path / "killed_once.py").write_text(KILLED_ONCE)
-    words = [*SAVES, "trainer.micro_batch_size=1", f"log.folder={tmp_path}/run", "log.resume=auto", "trainer.max_steps=10"]
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
-                           str(tmp_path / "killed_once.py"), *words], cwd=ROOT, env={**ranks_environment(1), "PYTHONPATH": str(ROOT)},
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
-    assert done.returncode == 0 and f"resuming {tmp_path}/run from step-" in done.stdout, done.stdout
-    assert steps(tmp_path / "run") == list(range(1, 11))
