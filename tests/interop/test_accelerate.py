@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,8 @@ import pytest
 
 import fp8cfg
 from fp8cfg import interop
-from fp8cfg.__main__ import main
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.recipe import Recipe
 from fp8cfg.interop.accelerate.config_file import ACCELERATE
-from tests.support.verbs import refused
 
 TE = {"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}
 
@@ -230,137 +226,3 @@ def test_the_wizards_own_file(tmp_path: Path) -> None:
     found = interop.from_file("accelerate", file)
     assert (found.recipe.fp8.margin, found.recipe.fp8.amax_history_len, found.recipe.fp8.format, found.unknown) == (1, 16, "e4m3", ())
     assert found.lost == ("num_processes=8: how processes are started; torchrun says that",)
-
-
-@pytest.mark.parametrize(("text", "ours"), [  # of the documentation, in each of its years
-    ('kwargs = [FP8RecipeKwargs(backend="msamp", optimization_level="O2")]\naccelerator = Accelerator(mixed_precision="fp8", kwarg_handlers=kwargs)', ("msamp", "O2", 0)),
-    ('FP8RecipeKwargs(backend="te")', ("te", None, 0)), ('kwargs = TERecipeKwargs(fp8_format="HYBRID", margin=1)', ("te", None, 1)), ('accelerate.utils.MSAMPRecipeKwargs(opt_level="O1")', ("msamp", "O1", 0)),
-])
-def test_calls_of_handlers_are_read_and_not_run(text: str, ours: tuple[str, str | None, int], tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(f"import nothing_there\n{text}\n")
-    for recipe in (interop.from_words("accelerate", [text]).recipe, interop.from_file("accelerate", file).recipe):
-        assert (recipe.backend, recipe.opt_level, recipe.fp8.margin) == ours and recipe.fp8.enabled
-
-
-def handler(name: str, **values: Any) -> Any:
-    utils = pytest.importorskip("accelerate.utils")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return getattr(utils, name)(**values)
-
-
-def test_handler_objects_are_read() -> None:
-    te = interop.from_object(handler("TERecipeKwargs", margin=2, fp8_format="e4m3", amax_history_len=16, amax_compute_algo="max", override_linear_precision=(False, False, True)))
-    assert (te.recipe.backend, te.recipe.fp8.margin, te.recipe.fp8.format, te.recipe.fp8.amax_history_len, te.recipe.fp8.override_linear_precision.wgrad) == ("auto", 2, "e4m3", 16, True)  # TE 2 has no such override
-    old = interop.from_object(handler("FP8RecipeKwargs", backend="te", margin=3))
-    assert (old.recipe.backend, old.recipe.fp8.margin) == ("te", 3)
-    old = interop.from_object(handler("FP8RecipeKwargs", backend="msamp", opt_level="O1"))
-    assert (old.recipe.backend, old.recipe.opt_level) == ("msamp", "O1")
-    assert interop.from_object(handler("MSAMPRecipeKwargs")).recipe.opt_level == "O2"
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_torchaos_handler_is_read_by_its_config() -> None:
-    pytest.importorskip("torchao")
-    from torchao.float8 import Float8LinearConfig
-
-    for recipe, wanted in {"tensorwise": ("tensor", "hybrid", False, False), "rowwise": ("row", "e4m3", True, False), "rowwise_with_gw_hp": ("row", "e4m3", True, True)}.items():
-        found = interop.from_object(handler("AORecipeKwargs", config=Float8LinearConfig.from_recipe_name(recipe)))
-        fp8 = found.recipe.fp8
-        assert (fp8.granularity, fp8.format, bool(fp8.use_power_2_scales), fp8.override_linear_precision.wgrad) == wanted
-        assert (fp8.scaling, found.recipe.backend, found.unknown) == ("current", "torchao", ())
-        assert interop.from_object(Float8LinearConfig.from_recipe_name(recipe)).recipe == found.recipe
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("words", [
-    ["precision=bf16_fp8", "fp8.margin=2", "fp8.override_linear_precision.dgrad=true"], ["precision=bf16_mxfp8"], ["precision=bf16_fp8", "opt_level=O1", "backend=msamp"],
-    ["precision=bf16_fp8_current", "fp8.format=e4m3"], ["precision=bf16_fp8_current", "fp8={granularity: row, use_power_2_scales: true, override_linear_precision: {wgrad: true}}"]])
-def test_handler_objects_are_written_and_read_back(words: list[str]) -> None:
-    pytest.importorskip("accelerate")
-    recipe: Recipe = fp8cfg.compose(words)
-    written = interop.to_handler(recipe)
-    back = interop.from_object(written.value).recipe
-    lost = {line.partition("=")[0] for line in written.lost if ": is written" not in line}
-    from fp8cfg.interop.translation import table
-
-    ours, theirs = table(recipe), table(back)
-    follows = {"backend"} | {k for k in ours if k.startswith("storage.")}
-    assert {k for k in ours if k.startswith(("fp8.", "precision.", "opt_level")) and ours[k] != theirs[k]} - follows == lost - follows
-    of_library = {"fp8.first_step"} if recipe.backend == "te" else {"fp8.amax_history_len", "fp8.reduce_amax", "storage.accumulate"} if recipe.backend == "msamp" else set()
-    assert lost <= {"fp8.params", "fp8.output_layer", "fp8.high_precision_at_start", "fp8.high_precision_at_end"} | of_library
-
-
-GOLDEN = """# Imported from Accelerate. What has no counterpart here, or is read otherwise:
-# machine_rank=1: how processes are started; torchrun says that
-# fp8_config.marginn: no such key of Accelerate; did you mean
-#   'fp8_config.margin'?
-# Exported by fp8cfg {version}.
-recipe: llama_8b
-precision: bf16_fp8
-fp8:
-  margin: 2
-  amax_history_len: 16
-  first_step: te
-  params: false
-  output_layer: true
-backend: te
-"""
-
-
-def test_import_and_export_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "accelerate.yaml"
-    file.write_text("mixed_precision: fp8\nmachine_rank: 1\nfp8_config: {backend: TE, margin: 2, marginn: 3, amax_history_length: 16}\n")
-    assert main(["import", "accelerate", str(file), "recipe=llama_8b"]) == 0
-    out = capsys.readouterr()
-    assert out.out == GOLDEN.format(version=fp8cfg.__version__) and out.err == "warning: fp8_config.marginn: no such key of Accelerate; did you mean 'fp8_config.margin'?\n"
-    back = tmp_path / "recipe.yaml"
-    back.write_text(out.out)
-    recipe = fp8cfg.from_yaml(back)
-    assert (recipe.fp8.margin, recipe.backend) == (2, "te")
-    assert main(["export", "accelerate", str(back)]) == 0
-    again = capsys.readouterr()
-    assert again.err == "" and "  margin: 2\n" in again.out and again.out.startswith(f"# Exported by fp8cfg {fp8cfg.__version__} for Accelerate.\nmixed_precision: fp8\n")
-    assert main(["export", "accelerate", "precision=bf16_fp8", "fp8.first_step=in_time"]) == 0
-    noted = capsys.readouterr()
-    assert noted.err == "note: 3 of its keys Accelerate cannot say; they stand in the text as comments\n" and "# fp8.params=True: Accelerate has no key for it\n" in noted.out
-    assert "# fp8.first_step=in_time: Transformer Engine begins with scale 1\n" in noted.out
-
-
-@pytest.mark.parametrize(("name", "content", "line"), [
-    ("a.yaml", b"\xff\xfe\x00\x01", "is not UTF-8 text"), ("a.yaml", b"- 1\n- 2\n", "expected keys and values, got list"), ("a.yaml", b"", "is empty"),
-    ("a.yaml", b"a: !!python/object:os.system {}\n", "line 1: not valid YAML (could not determine a constructor for the tag 'tag:yaml.org,2002:python/object:os.system')"),
-    ("a.yaml", b"a: !!python/tuple [1, 2]\n", "line 1: not valid YAML (could not determine a constructor for the tag 'tag:yaml.org,2002:python/tuple')"),
-    ("a.yaml", b"x" * 300_000, "larger than 256 KB; not a configuration"), ("a.json", b"{", "line 1: not valid JSON (Expecting property name enclosed in double quotes)"),
-    ("a.json", b'{"fp8": 1, "a": {"b": 1, "b": 2}}', "key 'b' stands twice"), ("a.json", b'{"margin": ' + b"9" * 5000 + b"}", "a number has more digits than can be read"),
-    ("a.yaml", b"mixed_precison: fp8", "mixed_precison: no such key of Accelerate; did you mean 'mixed_precision'?"), ("a.yaml", b"fp8_config: TE", "fp8_config=TE: is a section, with keys such as fp8_config.backend"),
-    ("a.py", b"TERecipeKwargs(**x)", "TERecipeKwargs(**x): x is not read; give its values by name"), ("a.json", b"[1]", "expected keys and values, got list"), ("a.json", b"[" * 100_000, "nested too deeply"),
-    ("a.yaml", b"a: [\n", "line 2: not valid YAML (expected the node content, but found '<stream end>')"), ("a.yaml", b"a\0b: 1\n", "is not text"),
-    ("a.yaml", b"# nothing\n", "has no key that Accelerate says precision by, such as mixed_precision"),
-])
-def test_files_that_are_none(name: str, content: bytes, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / name
-    file.write_bytes(content)
-    assert refused(capsys, "import", "accelerate", str(file)) == [f"{file}: {line}"]
-
-
-@pytest.mark.parametrize(("argv", "lines"), [
-    ([], ["import: needs a project; choose from accelerate, deepspeed, nemo, bridge, megatron, torchtitan, te"]), (["acelerate", "x"], ["acelerate: no such project; did you mean 'accelerate'?"]),
-    (["accelerate"], ["import accelerate: needs a file, or words after --"]), (["accelerate", "nowhere.yaml"], ["nowhere.yaml: cannot be read (No such file or directory)"]),
-    (["accelerate", "a", "b"], ["import accelerate: b: a second file"]), (["accelerate", "a", "--", "b=1"], ["import accelerate: a file, or words after --, and not both"]),
-    (["accelerate", "--", "mixed_precision"], ["mixed_precision: expected key=value"]), (["accelerate", "x", "precision=bf16"], ["precision=: is what is imported; drop one of the two"]),
-    (["accelerate", "--json", "--python", "x"], ["import: --json and --python; choose one"]), (["accelerate", "tests"], ["tests: is a folder; expected a file"]),
-    (["nemo", "--", "bf16_wiht_fp8_mixed"], ["precision=bf16_wiht_fp8_mixed: no such precision preset; did you mean 'bf16_with_fp8_mixed'?"]),
-])
-def test_mistakes(argv: list[str], lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
-    assert refused(capsys, "import", *argv) == lines
-
-
-def test_export_for_a_project_refuses_what_it_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "export", "accelerate", "precision=bf16_fp8_block") == [
-        "fp8.scaling=block: Accelerate has no such scaling; it has delayed and mxfp8 (TE) and current (torchao)"]
-    assert refused(capsys, "export", "accelerate", "--python") == ["--python: not with accelerate, whose files have one form"]
-    assert refused(capsys, "export", "acelerate", "fp8.margn=1") == [
-        "acelerate: no such project; did you mean 'accelerate'?", "fp8.margn: no such key; did you mean 'fp8.margin'?"]

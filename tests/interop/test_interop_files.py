@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,8 @@ import pytest
 
 import fp8cfg
 from fp8cfg import interop
-from fp8cfg.__main__ import main
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.interop.projects import DOORS
 from fp8cfg.interop.translation import table
-from tests.support.verbs import loads, refused, said
+from tests.support.verbs import loads
 
 SCRIPT = r"""#!/bin/bash
 # --fp8-format none of this is read
@@ -171,14 +167,6 @@ def test_what_is_a_silent_no_op_there_is_said(data: dict[str, Any], lost: str) -
     found.recipe.check()
 
 
-def test_values_that_cannot_be_come_at_once() -> None:
-    with pytest.raises(ConfigError) as e:
-        interop.from_mapping("nemo", {"precision": "bf17", "fp8": "hybird", "fp8_recipe": "tensorwize", "fp8_margin": "x", "grad_reduce_in_fp32": "maybe"})
-    assert e.value.problems == [
-        "precision=bf17: not an option; did you mean 'bf16'?", "fp8=hybird: not an option; did you mean 'hybrid'?", "fp8_recipe=tensorwize: not an option; did you mean 'tensorwise'?",
-        "fp8_margin=x: expected an integer", "grad_reduce_in_fp32=maybe: expected true or false"]
-
-
 @pytest.mark.parametrize(("data", "ours"), [
     ({"bf16": {"enabled": True}, "msamp": {"enabled": True, "opt_level": "O3"}, "zero_optimization": {"stage": 2}}, {"backend": "native", "storage.comm": "fp8_pow2", "storage.accumulate": "stored", "opt_level": "O3", "storage.shard": "zero2", "fp8.enabled": True}),
     ({"bfloat16": {"enabled": True}}, {"precision.compute": "bf16"}),
@@ -191,60 +179,6 @@ def test_values_that_cannot_be_come_at_once() -> None:
 def test_deepspeeds_json(data: dict[str, Any], ours: dict[str, Any]) -> None:
     found = interop.from_mapping("deepspeed", data)
     assert {k: table(found.recipe)[k] for k in ours} == ours and found.unknown == ()
-
-
-@pytest.mark.parametrize(("project", "data"), [
-    ("nemo", {"bf16": True, "fp16": "true"}), ("nemo", {"precision": "bf16-mixed", "fp16": True}), ("bridge", {"bf16": True, "fp16": True, "fp8": "hybrid"}),
-    ("deepspeed", {"bf16": {"enabled": True}, "fp16": {"enabled": True}}), ("megatron", {"bf16": True, "fp16": True})])
-def test_two_half_precisions_are_refused_as_theirs_are(project: str, data: dict[str, Any]) -> None:
-    name = DOORS[project].dialect.name
-    with pytest.raises(ConfigError) as e:
-        interop.from_mapping(project, data)
-    assert e.value.problems == [f"{name}: bf16 and fp16 are both on; drop one"]
-    with pytest.raises(ConfigError) as e:  # beside what else is wrong
-        interop.from_mapping(project, {**data, "gradient_clipping": "x", "fp8_margin": "x"})
-    assert len(e.value.problems) > 1 and f"{name}: bf16 and fp16 are both on; drop one" in e.value.problems
-
-
-@pytest.mark.parametrize(("project", "data", "line"), [
-    ("bridge", {"bf16": True, "fp8": "hybrid", "fp4": "e2m1"}, "Megatron-Bridge: fp8 and fp4 are both on; drop one"),
-    ("nemo", {"precision": "bf16-mixed", "fp8": "hybrid", "fp4": "e2m1", "fp16": True}, "NeMo: bf16 and fp16 are both on; drop one\nNeMo: fp8 and fp4 are both on; drop one"),
-    ("megatron", {"bf16": True, "fp8_format": "hybrid", "fp4_format": "e2m1"}, "Megatron-LM: fp8_format and fp4_format are both on; drop one"),
-    ("torchtitan", {"model.converters": ["float8", "mx"]}, "torchtitan: model.converters: float8 and mx are both on; drop one")])
-def test_two_formats_are_refused(project: str, data: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError) as e:
-        interop.from_mapping(project, data)
-    assert str(e.value) == line
-
-
-@pytest.mark.parametrize(("project", "key", "near"), [
-    ("deepspeed", "zero_optimisation.stage", "zero_optimization.stage"), ("deepspeed", "zero_optimisation.reduce_bucket_size", "zero_optimization.reduce_bucket_size"),
-    ("deepspeed", "bf16.enabledd", "bf16.enabled"), ("deepspeed", "bf61.enabled", "bf16.enabled"), ("deepspeed", "steps_per_prnt", "steps_per_print"),
-    ("deepspeed", "loss_scale", "fp16.loss_scale"), ("deepspeed", "optimizer.params.weight_decy", "optimizer.params.weight_decay"), ("deepspeed", "wholly.other", None),
-    ("accelerate", "fp8_cofnig.margin", "fp8_config.margin"), ("accelerate", "margin", "fp8_config.margin"), ("accelerate", "deepspeed_config.zero_stge", "deepspeed_config.zero_stage"),
-    ("torchtitan", "float8.recipe_nme", "float8.recipe_name"), ("bridge", "fp8_margn", "fp8_margin"), ("te", "margn", "margin"), ("nemo", "fp32_", "fp32"), ("deepspeed", "fp32", None)])
-def test_an_unknown_key_or_section_is_named_with_the_nearest(project: str, key: str, near: str | None) -> None:
-    meant = f"; did you mean {near!r}?" if near else ""
-    assert interop.from_mapping(project, {key: "5"}).unknown == (f"{key}: no such key of {DOORS[project].dialect.name}{meant}",)
-
-
-def test_no_key_of_deepspeeds_own_is_called_a_typing_error() -> None:
-    """As its documentation lists them."""
-    keys = ("fp16.auto_cast", "fp16.consecutive_hysteresis", "fp16.fp16_master_weights_and_grads", "bf16.immediate_grad_update", "bf16.check_grad_overflow", "optimizer.legacy_fusion",
-            "optimizer.params.adam_w_mode", "optimizer.params.torch_adam", "optimizer.params.bias_correction", "optimizer.params.momentum", "zero_optimization.stage3_max_live_parameters",
-            "zero_optimization.sub_group_size", "zero_optimization.overlap_comm", "zero_optimization.allgather_partitions", "zero_optimization.offload_optimizer.device", "scheduler.type",
-            "scheduler.params.warmup_max_lr", "flops_profiler.enabled", "comms_logger.enabled", "amp.enabled", "amp.opt_level", "torch_autocast.enabled", "activation_checkpointing.profile",
-            "data_types.grad_accum_dtype", "steps_per_print", "wall_clock_breakdown", "prescale_gradients", "zero_allow_untested_optimizer", "aio.block_size")
-    assert interop.from_mapping("deepspeed", {**dict.fromkeys(keys, "x"), "bf16.enabled": True}).unknown == ()
-
-
-@pytest.mark.parametrize(("project", "data", "first"), [("deepspeed", {"bf16": True}, "bf16.enabled"), ("deepspeed", {"zero_optimization": 2}, "zero_optimization.stage"),
-                                                        ("accelerate", {"fp8_config": ["TE"]}, "fp8_config.backend"), ("torchtitan", {"model": "float8"}, "model.converters")])
-def test_a_value_where_a_section_stands_is_refused(project: str, data: dict[str, Any], first: str) -> None:
-    with pytest.raises(ConfigError) as e:
-        interop.from_mapping(project, data)
-    key, value = next(iter(data.items()))
-    assert e.value.problems == [f"{key}={value}: is a section, with keys such as {first}"]
 
 
 def test_the_section_that_ms_amp_reads() -> None:
@@ -288,116 +222,12 @@ def test_torchtitans_dtype_of_all_state(tmp_path: Path) -> None:
     assert interop.to_mapping("torchtitan", fp8cfg.compose(["precision=bf16"])).value["training"].keys() == {"mixed_precision_param", "mixed_precision_reduce"}
 
 
-def test_words_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    head = f"# Exported by fp8cfg {fp8cfg.__version__}.\n"
-    assert said(capsys, "import", "nemo", "recipe=llama_8b", "--", "bf16_with_mxfp8_mixed") == f"{head}recipe: llama_8b\nprecision: bf16_mxfp8\n"
-    assert said(capsys, "import", "megatron", "--", "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "blockwise") == f"{head}recipe: llama_tiny\nprecision: bf16_fp8_block\n"
-    assert said(capsys, "import", "te", "fp8.margin=2", "--", "DelayedScaling(amax_history_len=16)").endswith("precision: bf16_fp8\nfp8:\n  margin: 2\n  amax_history_len: 16\n  first_step: te\n  params: false\nbackend: te\n")
-    assert "recipe = llama_tiny()\nrecipe.precision = fp8cfg.bf16_with_mxfp8_mixed()\n" in said(capsys, "import", "bridge", "--python", "--", "bf16=true", "fp8=e4m3", "fp8_recipe=mxfp8", "fp8_param_gather=true")
-    assert refused(capsys, "import", "megatron", "--", "--tensorboard-dir", "x") == ["no flag of Megatron-LM that is known here, such as --fp8-format hybrid"]
-    assert refused(capsys, "import", "megatron", "--", "--bf16", "--fp16") == ["Megatron-LM: bf16 and fp16 are both on; drop one"]
-    assert refused(capsys, "import", "megatron", "--", "--fp8-format 'e4m3") == ["not the text of a shell (no closing quotation)"]
-
-
-def test_words_that_stand_on_the_wrong_side(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "import", "nemo", "recipe=llama_8b", "fp8=hybrid", "fp8_margin=1") == [
-        "import nemo: needs a file, or words after --, as in: fp8cfg import nemo -- fp8=hybrid fp8_margin=1"]
-    assert refused(capsys, "import", "megatron", "recipe=llama_8b", "--bf16", "--fp8-format=hybrid") == [
-        "import megatron: flags stand after --, as in: fp8cfg import megatron -- --bf16 --fp8-format=hybrid"]
-    assert refused(capsys, "import", "megatron", "x.sh", "--outptu", "y") == ["--outptu: no such option; did you mean '--output'?"]
-
-
-def test_a_preset_is_a_name_and_a_file_has_a_folder_or_an_ending(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "import", "nemo", "conf/nowhere") == ["conf/nowhere: cannot be read (No such file or directory)"]
-    assert refused(capsys, "import", "nemo", "./nowhere") == ["nowhere: cannot be read (No such file or directory)"]
-    assert refused(capsys, "import", "nemo", "nowhere.yaml") == ["nowhere.yaml: cannot be read (No such file or directory)"]
-    assert refused(capsys, "import", "nemo", "nowhere") == ["precision=nowhere: no such precision preset; fp8cfg list precision has them"]
-
-
 @pytest.mark.parametrize(("project", "ending", "text"), [("accelerate", "json", '{"mixed_precision": "bf16"}'), ("torchtitan", "toml", "[training]\nmixed_precision_param = 'bfloat16'\n"),
                                                          ("te", "py", "DelayedScaling(margin=1)"), ("megatron", "sh", "--bf16"), ("nemo", "yaml", "bf16: true\r\n")])
 def test_a_mark_of_windows_stands_before_a_text_and_is_none(project: str, ending: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / f"a.{ending}"
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert interop.from_file(project, file).recipe.precision.compute == "bf16"
-
-
-def test_a_model_that_nobody_chose_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    preset = "nemotron_h_bf16_with_fp8_current_scaling_mixed"
-    assert refused(capsys, "import", "nemo", preset) == [
-        "fp8.high_precision_at_start=2 and fp8.high_precision_at_end=2: leave no layer of model.num_layers=4 in FP8; nearest is fp8.high_precision_at_end=1 "
-        "(of llama_tiny, as no recipe is named); add recipe=NAME"]
-    assert "recipe: llama_8b\n" in said(capsys, "import", "nemo", preset, "recipe=llama_8b")
-
-
-@pytest.mark.parametrize("argv", [("torchtitan", "{file}"), ("bridge", "--", "bf16=true", "fp8=hybrid", "fp8_recipe=tensorwise"), ("accelerate", "--", "AORecipeKwargs()")])
-def test_the_preset_that_is_named_scales_alike(argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "a.toml"
-    file.write_text('[model]\nconverters = ["float8"]\n')
-    text = said(capsys, "import", *(word.format(file=file) for word in argv))
-    assert "\nprecision: bf16_fp8_current\n" in text and "scaling:" not in text and "storage:" not in text
-
-
-@pytest.mark.parametrize("sizes", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 3 --context-parallel-size 2 --num-layers 3", "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4"])
-def test_a_script_has_the_gpus_that_its_parallel_sizes_take(sizes: str) -> None:
-    found = interop.from_words("megatron", [f"--bf16 {sizes}"])
-    trainer = found.recipe.trainer
-    assert trainer.num_nodes * trainer.devices == trainer.strategy.size > 1
-    assert found.lost[0].startswith(f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not said there; ")
-    found.recipe.check()
-    large = fp8cfg.compose(["trainer.num_nodes=6", "trainer.devices=8", "trainer.global_batch_size=768"])
-    assert interop.from_words("megatron", [f"--bf16 {sizes}"], large).recipe.trainer.num_nodes == 6
-
-
-def test_an_exported_script_of_a_parallel_model_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8"])
-    file = tmp_path / "a.sh"
-    file.write_text(interop.to_text("megatron", recipe)[0])
-    assert recipe.trainer.strategy.size > 1
-    assert main(["import", "megatron", str(file)]) == 0 and "trainer:\n  devices: 2\n" in capsys.readouterr().out
-    assert interop.from_file("megatron", file, recipe) == (recipe, (), ())
-
-
-@pytest.mark.parametrize(("text", "warning"), [
-    ('[model]\nconverters = ["float9"]\n', "model.converters=float9: no such converter of torchtitan; did you mean 'float8'?"),
-    ('[modle]\nconverters = ["float8"]\n[float8]\nrecipe_name = "rowwise"\n', "modle.converters: no such key of torchtitan; did you mean 'model.converters'?"),
-    ('[model]\nconvertors = ["float8"]\n[training]\nmixed_precision_param = "bfloat16"\n', "model.convertors: no such key of torchtitan; did you mean 'model.converters'?")])
-def test_typing_errors_that_turn_fp8_off_are_warned_of(text: str, warning: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "a.toml"
-    file.write_text(text)
-    assert main(["import", "torchtitan", str(file)]) == 0
-    assert capsys.readouterr().err == f"warning: {warning}\n"
-
-
-def test_a_file_of_nothing_but_a_typing_error_is_refused_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "a.toml"
-    file.write_text('[modle]\nconverters = ["float8"]\n[job]\nname = "x"\n')
-    assert refused(capsys, "import", "torchtitan", str(file)) == [f"{file}: modle.converters: no such key of torchtitan; did you mean 'model.converters'?"]
-
-
-STRANGE = {
-    "empty": b"", "blank": b" \n\n", "large": b"a: 1\n" * 400_000, "latin": "a: \xe9\n".encode("latin-1"), "utf-16": "fp8: hybrid".encode("utf-16"), "binary": bytes(range(256)),
-    "list": b"- 1\n- 2\n", "word": b"hello\n", "deep": b'{"a":' * 5000, "twice": b"bf16: true\nbf16: false\n", "itself": b"a: &a {b: *a}\n",
-    "bomb": b"".join(b"%c: &%c [%s]\n" % (98 + i, 98 + i, b",".join([b"*%c" % (97 + i)] * 9)) for i in range(8)).replace(b"*a", b"x"),
-    "interpolated": b"mixed_precision: ${oc.env:HOME}\nfp8: ${oc.env:HOME}\n",
-}
-
-
-KINDS = [*STRANGE, "folder", "missing", "link", "pipe"]
-READ = [("accelerate", "yaml"), ("accelerate", "json"), ("accelerate", "py"), ("deepspeed", "json"), ("nemo", "yaml"), ("bridge", "yaml"), ("megatron", "sh"), ("torchtitan", "toml"),
-        ("te", "py")]
-
-
-@pytest.mark.parametrize(("project", "ending", "strange"), [
-    pytest.param(*read, kind, marks=[] if (i - j) % len(READ) in (0, 4) else pytest.mark.slow) for i, kind in enumerate(KINDS) for j, read in enumerate(READ)])
-def test_strange_files_end_in_one_line(project: str, ending: str, strange: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / f"a.{ending}"
-    if strange in STRANGE:
-        file.write_bytes(STRANGE[strange])
-    else:
-        {"folder": file.mkdir, "link": lambda: file.symlink_to(file), "pipe": lambda: os.mkfifo(file), "missing": lambda: None}[strange]()
-    line, = refused(capsys, "import", project, str(file))
-    assert line.startswith(f"{file}: ")
 
 
 def test_neither_torch_nor_their_libraries_are_loaded() -> None:
