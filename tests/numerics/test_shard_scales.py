@@ -114,6 +114,17 @@ def test_a_nan_on_one_rank_is_in_the_scales_that_ranks_share(monkeypatch: pytest
         assert bool(data.float().isnan().all()) == scaling.layout.two_levels and data.float().isnan().any()
 
 
+def test_the_largest_of_ranks_is_nan_where_one_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of either sign, over collectives whose largest number is none of them NaN; -1 is below all."""
+    monkeypatch.setitem(multi_threaded_pg._reduce_ops, dist.ReduceOp.MAX, partial(reduce, torch.fmax))
+    own = torch.tensor([[math.nan, 1.0, -1.0, 2.0, -1.0], [3.0, -math.nan, 0.0, math.inf, -1.0]])
+    assert own[1, 1].view(torch.int32) < 0
+    want = torch.tensor([math.nan, math.nan, 0.0, math.inf, -1.0])
+    for dtype in (torch.float32, torch.bfloat16):
+        for found in on_threads(2, lambda world: world.largest(own[world.rank].to(dtype))):  # noqa: B023
+            assert found.dtype == dtype and torch.equal(bits(found), bits(want.to(dtype)))
+
+
 def test_a_tile_is_cut_where_no_rank_has_all_its_rows() -> None:
     assert not ShardPlace(256, 2, 0).cuts((128, 128)) and ShardPlace(256, 4, 0).cuts((128, 128)) and ShardPlace(256, 2, 0).cuts((0, 1))
     assert not ShardPlace(8, 2, 0).cuts((1, 32)) and ShardPlace(7, 2, 0).cuts((1, 32)), "FSDP2 pads uneven rows"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,10 +59,13 @@ class World:
         return value
 
     def largest(self, value: Tensor) -> Tensor:
-        """The elementwise maximum of a tensor over the ranks."""
-        if self.size > 1:
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
-        return value
+        """The elementwise maximum over the ranks of numbers that are not negative, or -1, in the dtype of `value`; NaN where a rank
+        has NaN: by the bits of float32, since a maximum of floats may leave NaN out, as gloo's does."""
+        if self.size == 1:
+            return value
+        known = value.float().masked_fill(value.isnan(), math.nan)  # that of 0 / 0 has a sign on x86
+        dist.all_reduce(known.view(torch.int32), dist.ReduceOp.MAX, group=self.group)
+        return known.to(value.dtype)
 
     def gather(self, value: Tensor) -> list[Tensor]:
         """On the first rank the tensor of every rank, which all have one shape; nothing on the others."""
