@@ -21,7 +21,7 @@ from fp8cfg.report.coverage import low_share
 from fp8cfg.report.tables import wrapped
 from fp8cfg.training.callback import Callback
 from fp8cfg.training.checkpoint import job_state, saved_state
-from fp8cfg.training.checkpoint.loaded import LoadedTensors, Tensors
+from fp8cfg.training.checkpoint.loaded import LoadedTensors, Tensors, refuse_unlike
 from fp8cfg.training.checkpoint.saver import Diverged, Saver
 from fp8cfg.training.compile_choice import compiles
 from fp8cfg.training.compiled_gradients import compare
@@ -108,6 +108,7 @@ class _Training:
         self.skipped = 0
 
     def run_all(self, start_from: Loaded | None) -> Result:
+        refuse_unlike(start_from[1] if start_from else None, self.world)
         if start_from:
             if isinstance(start_from[0], LoadedTensors):
                 start_from[0].check_sums(self.world)
@@ -190,8 +191,9 @@ class _Training:
             self.say(f"coverage, observed in the first step ({_HOW[self.job.choice.product]})\n{seen}\n")
             if not self.job.foreign and (low := low_share(seen)):
                 self.say(wrapped(f"warning: {low}") + "\n")
+        record = coverage_record(self.job, seen)
         if self.run:
-            self.run.files.replace(COVERAGE, (json.dumps(coverage_record(self.job, seen), indent=1) + "\n").encode())
+            self.run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
 
     def _record(self, of: Done) -> None:
         if not self.proved:

@@ -26,10 +26,11 @@ from fp8cfg.training.checkpoint import box_file, checkpoint, job_state, saved_te
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError
 from fp8cfg.training.checkpoint.host_copies import HostCopies
 from fp8cfg.training.checkpoint.load_by_layer import load_by_layer
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify
+from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, read_manifest, verify
 from fp8cfg.training.checkpoint.tensor_box import TensorBox, to_write
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
+from fp8cfg.training.loop import train
 from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.train_step import train_step
 from tests.support import sharded_checkpoints
@@ -79,6 +80,9 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         tensors, _ = checkpoint.load_named(RunFiles.at(damage(folder, world)), STEP, 2)
         tensors.check_sums(world)
     found["damaged"] = str(damaged.value)
+    with pytest.raises(NoUsableCheckpoint) as unlike:
+        train(job, None, ({}, {"step": 4 - 2 * world.rank}), world)
+    found["unlike"] = str(unlike.value)
     return found
 
 
@@ -158,6 +162,12 @@ def test_what_one_rank_cannot_write_is_saved_by_none(two: tuple[Path, list[dict[
 def test_what_one_rank_finds_damaged_no_rank_goes_on_with(two: tuple[Path, list[dict[str, Any]]]) -> None:
     assert "model.safetensors: its sha256 is not the one in the manifest" in two[1][0]["damaged"]
     assert "damaged" in two[1][1]["damaged"]
+
+
+def test_ranks_that_read_unlike_checkpoints_do_not_go_on(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    """As where one sees another file system, or passed over the newest by itself: they trained, and the first ended well."""
+    said = "rank 0 would go on from step 4 and rank 1 from step 2 of another checkpoint; "
+    assert all(rank["unlike"].startswith(said) for rank in two[1])
 
 
 def test_a_rank_reads_what_it_keeps_alone(two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, Manifest, check_sums
+from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, Manifest, NoUsableCheckpoint, check_sums, sum_of
 from fp8cfg.training.checkpoint.saved_tensors import groups
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.folder_descriptor import StrangeFile
@@ -51,6 +51,19 @@ def read(folder: RunFiles, manifest: Manifest, unchecked: list[str]) -> tuple[Lo
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{folder.path}: {STATE}: not a JSON object")
     return LoadedTensors(folder, manifest, unchecked), state
+
+
+def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
+    """Raise NoUsableCheckpoint on all ranks, which all call it, unless they go on from one checkpoint, whose `state` each has read
+    by itself; None is the start. A rank that passed over the newest, or sees another file system, would train another model."""
+    if world.size == 1:
+        return
+    own = "the start" if state is None else f"step {state['step']}", state and sum_of(json.dumps(state, sort_keys=True).encode())
+    found = [json.loads(text) for text in world.texts(json.dumps(own))]
+    for rank, each in enumerate(found):
+        if each != found[0]:
+            raise NoUsableCheckpoint(f"rank 0 would go on from {found[0][0]} and rank {rank} from {each[0]} of another checkpoint; "
+                                     "all must read one run folder, on a file system that they share")
 
 
 def _refuse_constant(name: str) -> None:
