@@ -44,31 +44,42 @@ def name(choice: int) -> str:
 
 def sdpa_backends(model: nn.Module, batch: int, length: int, dtype: torch.dtype, documents: bool = False) -> dict[str, str]:
     """By the name of each attention in high precision, the backend for `batch` sequences of `length` tokens, trained in `dtype`;
-    `documents` are kept apart by a mask. Attention in FP8, of another library or over split sequences is left out."""
+    `documents` are kept apart by a mask. Of sequences that ranks split, those of all chunks, where they differ by " and ".
+    Attention in FP8 or of another library is left out."""
     made: dict[tuple[Any, ...], str] = {}
     found = {}
     for layer, module in model.named_modules():
-        if type(module) is not TransformerLayer:  # a library's own layer keeps our modules and does not call them
+        # FSDP2 makes a class below ours; a library's own layer keeps our modules and does not call them.
+        if not isinstance(module, TransformerLayer) or type(module).forward is not TransformerLayer.forward:
             continue
-        own, core = module.self_attention, module.self_attention.core_attention
+        own = module.self_attention
+        core, lengths = _calls(own.core_attention, length)
         if type(core) is CoreAttention:
             kind = own.num_query_groups, own.heads_per_group, own.head_dim, core.scale, core.window, core.softcap
             if kind not in made:
-                made[kind] = _chosen(own, core, batch, length, dtype, documents)
+                made[kind] = " and ".join(sorted({_chosen(own, core, batch, each, dtype, documents) for each in lengths}))
             found[f"{layer}.self_attention.core_attention"] = made[kind]
     return found
 
 
-def _chosen(own: SelfAttention, core: CoreAttention, batch: int, length: int, dtype: torch.dtype, documents: bool) -> str:
+def _calls(core: Any, length: int) -> tuple[nn.Module, list[tuple[int, int]]]:
+    """`core`, or that inside of an attention over split sequences (parallel/context.py), with queries and keys of its calls."""
+    return (core.core, core.lengths(length)) if hasattr(core, "lengths") else (core, [(length, length)])
+
+
+def _chosen(
+    own: SelfAttention, core: CoreAttention, batch: int, lengths: tuple[int, int], dtype: torch.dtype, documents: bool
+) -> str:
+    """The backend of as many queries and keys as `lengths` has."""
     if core.softcap is not None:
         return EXPLICIT
-    device = own.linear_qkv.weight.device
+    device, (queries, keys) = own.linear_qkv.weight.device, lengths
 
-    def heads(count: int) -> Tensor:
+    def heads(length: int, count: int) -> Tensor:
         return torch.empty(batch, length, count, own.head_dim, dtype=dtype, device=device, requires_grad=True).transpose(1, 2)
 
     groups = own.num_query_groups
-    mask = (torch.empty(batch, 1, length, length, dtype=dtype, device=device),) if documents else ()
+    mask = (torch.empty(batch, 1, queries, keys, dtype=dtype, device=device),) if documents else ()
     with torch.enable_grad(), _Asked() as asked:
-        core(heads(groups * own.heads_per_group), heads(groups), heads(groups), *mask)
+        core(heads(queries, groups * own.heads_per_group), heads(keys, groups), heads(keys, groups), *mask)
     return str(asked.chosen)

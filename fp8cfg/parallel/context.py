@@ -58,13 +58,22 @@ class ContextParallelAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.here.whole(torch.stack((k, v)))
-        length, window = q.shape[-2] // 2, cast("int | None", self.core.window)
         attended = []
         for queries, chunk in zip(q.chunk(2, dim=-2), self.here.chunks, strict=True):
-            first, end = chunk * length, (chunk + 1) * length
-            seen = slice(0 if window is None else max(0, first + 1 - window), end)
+            seen = self._seen(chunk, q.shape[-2] // 2)
             attended.append(self.core(queries, keys[..., seen, :], values[..., seen, :]))
         return torch.cat(attended, dim=-2)
+
+    def lengths(self, length: int) -> list[tuple[int, int]]:
+        """Queries and keys of the calls of `core` that the ranks make of a sequence of `length` tokens, by chunk."""
+        count = 2 * self.here.size
+        chunk = length // count
+        return [(chunk, seen.stop - seen.start) for seen in (self._seen(number, chunk) for number in range(count))]
+
+    def _seen(self, chunk: int, length: int) -> slice:
+        """The keys that the queries of a chunk of `length` tokens may see."""
+        window = cast("int | None", self.core.window)
+        return slice(0 if window is None else max(0, chunk * length + 1 - window), (chunk + 1) * length)
 
     def extra_repr(self) -> str:
         return f"rank {self.here.rank} of {self.here.size}"
@@ -76,7 +85,7 @@ def split_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group("cp")
     here = ContextRank(dist.get_rank(group), dist.get_world_size(group), group.group_name)
     chunk = cast(TransformerConfig, model.config).seq_length // (2 * here.size)
-    for number in here.chunks:
+    for number in range(2 * here.size):  # also those of other ranks: what all of them run can be asked of one
         expect_queries(chunk, (number + 1) * chunk)
     for layer in model.layers:  # type: ignore[union-attr]
         attention = layer.self_attention

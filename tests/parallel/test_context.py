@@ -20,6 +20,7 @@ from fp8cfg.models.transformer import Transformer
 from fp8cfg.parallel.context import ContextRank, split_sequences
 from fp8cfg.parallel.mesh import AXES, batch_share, coordinates, device_mesh, group_axes, neighbours
 from fp8cfg.training import memory_measurement
+from fp8cfg.training.coverage_record import attention_kernels
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.train_step import train_step
@@ -96,12 +97,21 @@ def family(changes: dict[str, Any], mesh: Any, world: World) -> dict[str, float]
     share.backward()
     logits = (split(tokens) - split.context.part(whole(tokens).mT).mT).abs().max().item()
     grads = [(world.sum(mine.grad) - want.grad).abs().max().item() for mine, want in zip(split.parameters(), whole.parameters(), strict=True)]
+    seen = list[tuple[int, int]]()
+    with pytest.MonkeyPatch.context() as patch:
+        core = split.layers[0].self_attention.core_attention.core
+        patch.setattr(core, "forward", lambda q, k, v: seen.append((q.shape[-2], k.shape[-2])) or q)
+        split(tokens)
+    asked = split.layers[0].self_attention.core_attention.lengths(32)
+    assert seen == [asked[number] for number in split.context.chunks], "what sdpa_backends asks for is what runs"
     return {"loss": (world.sum(share.detach()) - loss).abs().item(), "logits": logits, "gradients": max(grads)}
 
 
 def on_two(world: World) -> dict[str, Any]:
     mesh = device_mesh(Strategy(context_parallel_size=2), "cpu")
     found: dict[str, Any] = {"families": {name: family(changes, mesh, world) for name, changes in FAMILIES.items()}}
+    kernels = attention_kernels(job_of(FP8, 2, 2))
+    assert kernels == {f"layers.{n}.self_attention.core_attention": "flash" for n in range(2)}, "FSDP2 makes another class of a layer"
     return found | runs(TWO, world) | {"sent": sent(world)}
 
 

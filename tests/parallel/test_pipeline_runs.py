@@ -36,6 +36,7 @@ def test_a_run_leaves_the_folder_of_one_rank(tmp_path: Path) -> None:
     assert "runs here on 2 ranks = pipeline 2 x data 1, 4 microbatches a step on each" in done.stdout and "stage outputs" in " ".join(done.stdout.split())
     coverage = json.loads((tmp_path / "run" / "coverage.json").read_text())
     assert coverage["layers_in_fp8"] == 16 and len(coverage["linears"]) == 17
+    assert coverage["sdpa_backend"] == {f"layers.{n}.self_attention.core_attention": "flash" for n in range(4)}
     exported = launch(1, "export", "hf", str(tmp_path / "run"), str(tmp_path / "hf"))
     assert exported.returncode == 0, exported.stderr[-3000:]
     more = launch(1, *words, "model.num_layers=4", "trainer.max_steps=8")
