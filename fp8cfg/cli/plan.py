@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import recipe_file, split, wrong_words
@@ -87,14 +86,12 @@ def run(argv: list[str]) -> int:
     world = ranks or recipe.trainer.num_nodes * recipe.trainer.devices
     whole_line = whole_lines(arguments, settle)
     plan = planned(recipe, world, gpu, whole_line, found.problems)
-    starts = (name or ranks) and plan.choice and not plan.problems and whole_line(Fit(_there(recipe, world), ()))
-    if starts:
-        plan = replace(plan, lines=[starts])
     print(_shown(plan, *arguments.flags))
     refuse_if(offering(plan.refusals, "there", plan.lines) if plan.refusals else [])
     if not {"--tree", "--dot", "--code"} & arguments.flags:  # a graph, which export and tools of Fiddle take, runs nothing
         refuse_if(offering(plan.problems, "there", plan.lines) if plan.problems else [])
-        say([f"runs there: {starts}"] if starts and not arguments.flags else [])
+        if not arguments.flags and (name or ranks) and (line := whole_line(Fit(_there(recipe, world), ()))):
+            say([f"runs there: {line}"])
     if "--measure" in arguments.flags:
         from fp8cfg.training.memory_measurement import measured_table
 

@@ -48,12 +48,12 @@ def run(argv: list[str]) -> int:
         found = settled_on_ranks(arguments.words, folder, base=base)
         refuse_if(found.problems)
         say(found.notes)
+        say(f"note: --allow {key}: allows nothing, no such key has changed" for key in allowing_nothing(base, found.recipe, allow))
         return found.recipe
 
     whole_line = whole_lines(arguments, settle, "resume", *(word for key in allow for word in ("--allow", key)))
     found = settle(arguments.words)
     refuse_if([] if found.layout_alone else found.problems)
     refuse_changes(before, found.recipe, allow, {short(c.key): c.cause for c in found.changes})
-    say(f"note: --allow {key}: allows nothing, no such key has changed" for key in allowing_nothing(before, found.recipe, allow))
     code = local_ranks.started(found, ["resume", *argv], whole_line, lambda other: goes_on(found.recipe, other, allow))
     return go_on(path, changed, whole_line, allow) if code is None else code

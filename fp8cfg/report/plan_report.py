@@ -78,7 +78,7 @@ class Plan:
     """Recipes that run on these ranks in its place, with the words that change it into each; none where there are no `problems`."""
     lines: Sequence[str] = ()
     """Those as whole command lines, with every word that differs from what was typed, of machines and batch too; in Python the
-    words alone. Of `fp8cfg plan` for other machines the line of the recipe itself where it runs there."""
+    words alone."""
     built: Mapping[str, Mapping[str, Any]] | None = None
     """Autocast context, optimizer, schedule and loss scaler that will be built, each "name" and its arguments; None where
     nobody multiplies."""

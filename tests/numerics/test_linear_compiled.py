@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from fp8cfg.backends.compile_options import compile_options
+from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.precision import Precision
 from fp8cfg.numerics import FP8Linear, Region, Scaling
 from tests.support.fp8_net import CURRENT, DELAYED, TILED, Net, convert, data, fp8_state, in_fp8, ran, train
 
@@ -50,3 +53,22 @@ def test_compiled_under_autocast(scaling: Scaling, backend: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         want, got = layer(data(0)), torch.compile(layer, fullgraph=True, backend=backend)(data(0))
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["block", "mxfp8"])
+def test_compiled_incomplete_tiles_of_few_columns(name: str) -> None:
+    """Bit for bit, by Inductor: 224 columns in blocks of 128, and 80 and 48 ones in those of 32; a job's options for blocks."""
+    options = compile_options(Precision(fp8=FP8(enabled=True, scaling=name)), "cpu")
+    widths = {"block": (224, 112), "mxfp8": (80, 48)}[name]
+    passes = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer = FP8Linear.from_linear(nn.Linear(*widths, bias=False, dtype=torch.bfloat16), TILED[name], Region(active=True))
+        x = torch.randn(72, widths[0], dtype=torch.bfloat16, requires_grad=True)
+        y = (torch.compile(layer, fullgraph=True, dynamic=False, options=options) if compiled else layer)(x)
+        y.backward(torch.randn_like(y))
+        assert x.grad is not None and layer.parameter.grad is not None
+        passes.append((y.detach(), x.grad, layer.parameter.grad))
+    for a, b in zip(*passes, strict=True):
+        assert torch.equal(a, b)
