@@ -39,4 +39,4 @@ def writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFolderNotWritable(f"{folder} cannot be written ({error.strerror})") from error
+        raise RunFolderNotWritable(f"{folder} cannot be written ({error.strerror or error})") from error
