@@ -36,6 +36,8 @@ from tests.support.small import small
     ("recipe=llama_70b precision=bf16_fp8 fp8.reduce_amax=false", "b200", 64, ["fp8.reduce_amax=true"]),
     ("recipe=llama_8b precision=bf16_fp8 trainer.strategy.tensor_model_parallel_size=16 trainer.num_nodes=4", "h100", 32,
      ["trainer.strategy.tensor_model_parallel_size=8"]),
+    ("recipe=llama_8b precision=bf16_fp8 model.seq_length=524288", "h100", 32,  # over more ranks, where nothing else fits
+     ["model.recompute_granularity=full", "storage.shard=zero2", "trainer.strategy.context_parallel_size=8"]),
 ])
 def test_what_is_offered_fits_and_each_word_is_needed(words: str, gpu: str, gpus: int, write: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words.split(), "--gpu", gpu, "--gpus", str(gpus)]) == 2

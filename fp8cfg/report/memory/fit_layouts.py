@@ -1,4 +1,4 @@
-"""Layouts of a search for a fit: the recipe's own on a number of ranks, and those that have less of it."""
+"""Layouts of a search for a fit: the recipe's own on a number of ranks, those that have less of it, and those that split more."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from math import gcd
 
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.training_nodes import Strategy
+
+TENSOR = 8
+"""Ranks that split a matrix, at most: the GPUs of a machine, within which its activations are exchanged."""
 
 
 def layouts(recipe: Recipe, world: int) -> list[Strategy]:
@@ -25,3 +28,21 @@ def layouts(recipe: Recipe, world: int) -> list[Strategy]:
                                                "pipeline_schedule": own.pipeline_schedule})
         found += [layout] if layout not in found else []
     return found
+
+
+def wider_layouts(recipe: Recipe, world: int) -> list[Strategy]:
+    """The recipe's own layout, and those that split sequences or matrices over more ranks, as far as `world` ranks have whole replicas
+    of them: the fewest ranks first, and of as many those that split sequences."""
+    own, m = recipe.trainer.strategy, recipe.model
+    tensor, context = own.tensor_model_parallel_size, own.context_parallel_size
+    splits = [(tp, cp) for tp in _doubled(tensor, TENSOR) for cp in _doubled(context, world)
+              if not any(n % tp for n in (m.num_attention_heads, m.num_query_groups, m.ffn_hidden_size, m.vocab_size))
+              and m.seq_length % (2 * cp) == 0 and world % (tp * cp * own.pipeline_model_parallel_size) == 0]
+    return [own.model_copy(update={"tensor_model_parallel_size": tp, "context_parallel_size": cp,
+                                   "sequence_parallel": tp > 1 and (own.sequence_parallel or tensor == 1)})
+            for tp, cp in sorted(splits, key=lambda split: (split[0] * split[1], split[0]))]
+
+
+def _doubled(size: int, most: int) -> list[int]:
+    """`size`, and its doubles up to `most`."""
+    return [size, *(_doubled(2 * size, most) if 2 * size <= most else [])]

@@ -38,7 +38,7 @@ from fp8cfg.report.memory.fit_costs import (
     TRANSPOSED,
     UNQUANTIZED,
 )
-from fp8cfg.report.memory.fit_layouts import layouts
+from fp8cfg.report.memory.fit_layouts import layouts, wider_layouts
 from fp8cfg.report.memory.layout import refused
 from fp8cfg.report.memory.peak import linears_of, memory, persistent, widest
 
@@ -82,16 +82,19 @@ class Search:
     backend: Backend
     also: Mapping[str, Any] = field(default_factory=dict)
     takes: Takes | None = None
+    wider: bool = False
 
     def fits(self) -> Iterator[Fit]:
         """The cheapest fit of the whole model, and then the cheapest that changes nothing of what the first changes beyond the
-        layout that the ranks ask for. Where there is none, those without FP8 shards, and those with moments in fewer bits."""
+        layout that the ranks ask for. Where there is none, those without FP8 shards, and those with moments in fewer bits; and last
+        those that split sequences and matrices over more ranks."""
         columns, f = resolved(self.recipe.precision), self.recipe.fp8
         narrower = [UNQUANTIZED] if f.enabled and f.params else []
         if columns["exp_avg"] == columns["exp_avg_sq"] == "fp32":
             narrower += [MOMENTS, *({**each, **MOMENTS} for each in narrower)]
-        for also in ({}, *narrower):
-            if found := list((replace(self, also=also) if also else self)._cheapest()):
+        wider = [replace(self, wider=True)] if wider_layouts(self.recipe, self.world) else []
+        for search in (self, *(replace(self, also=also) for also in narrower), *wider):
+            if found := list(search._cheapest()):
                 yield from found
                 return
 
@@ -133,7 +136,7 @@ class Search:
 
     @cached_property
     def _layouts(self) -> list[Strategy]:
-        return layouts(self.recipe, self.world)
+        return (wider_layouts if self.wider else layouts)(self.recipe, self.world)
 
     @cached_property
     def _recompute(self) -> list[str]:
