@@ -31,8 +31,8 @@ def layouts(recipe: Recipe, world: int) -> list[Strategy]:
 
 
 def wider_layouts(recipe: Recipe, world: int) -> list[Strategy]:
-    """The recipe's own layout, and those that split sequences or matrices over more ranks, as far as `world` ranks have whole replicas
-    of them: the fewest ranks first, and of as many those that split sequences."""
+    """The recipe's own layout, and those that split sequences or matrices over more ranks, as far as `world` ranks have whole
+    replicas of them: the fewest ranks first, and of as many those that split sequences."""
     own, m = recipe.trainer.strategy, recipe.model
     tensor, context = own.tensor_model_parallel_size, own.context_parallel_size
     splits = [(tp, cp) for tp in _doubled(tensor, TENSOR) for cp in _doubled(context, world)
