@@ -124,10 +124,10 @@ def _report(lines: list[str], prefix: str, at_once: bool = False) -> None:
 
 
 def _warned(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """A warning about an installed package as one line, said by the first rank; every other warning as Python prints it."""
-    from fp8cfg.config.errors import PackageWarning
+    """A warning of ours to users as one line, said by the first rank; every other warning as Python prints it."""
+    from fp8cfg.config.errors import PlainWarning
 
-    if not issubclass(category, PackageWarning):
+    if not issubclass(category, PlainWarning):
         _PLAIN(message, category, *where, **more)
     elif os.environ.get("RANK", "0") == "0":
         _report([str(message)], "warning: ")

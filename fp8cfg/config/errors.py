@@ -50,7 +50,11 @@ class NotWritable(Fp8cfgError):
     exit_code = 5
 
 
-class PackageWarning(UserWarning):
+class PlainWarning(UserWarning):
+    """A warning that a command says as one line, without the place in the code."""
+
+
+class PackageWarning(PlainWarning):
     """An entry point of an installed package that cannot be used, and is left out: one line that names the package."""
 
 

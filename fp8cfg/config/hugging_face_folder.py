@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from fp8cfg.config import hub
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, PlainWarning
 from fp8cfg.config.hugging_face import Family, computed, of_config
 from fp8cfg.config.model import Model
 from fp8cfg.config.recipe import Recipe
@@ -62,5 +62,5 @@ def family_of_weights(model: Model) -> Family:
     family, found = model_in(model.weights, "model.weights")
     theirs, ours = computed(found), computed(model)
     if differs := [f"model.{key}={ours[key]} ({CONFIG}: {theirs[key]})" for key in ours if ours[key] != theirs[key]]:
-        warnings.warn(f"model.weights={model.weights}: were trained otherwise: {', '.join(differs)}", stacklevel=2)
+        warnings.warn(f"model.weights={model.weights}: were trained otherwise: {', '.join(differs)}", PlainWarning, stacklevel=2)
     return family

@@ -91,6 +91,7 @@ def test_an_explicit_backend_is_never_another_one(installed: SimpleNamespace) ->
 
 @pytest.mark.parametrize(("change", "hardware", "line"), [
     ({"fp8": DELAYED}, CPU, "fp8.scaling=delayed: torchao has current and mxfp8 alone"),
+    ({"compute": "fp16", "fp8": {"scaling": "mxfp8"}}, CPU, "precision.compute=fp16: torchao quantizes bf16 and fp32 to MXFP8; write backend=native, or bf16"),
     ({"fp8": {"scaling": "block"}}, HOPPER, "fp8.scaling=block: torchao has current and mxfp8 alone"),
     ({"fp8": CURRENT | {"params": True}}, CPU, "fp8.params=True: torchao does not multiply weights that are held in FP8"),
     ({"fp8": CURRENT | {"dot_product_attention": True}}, CPU, "fp8.dot_product_attention=True: torchao leaves attention"),

@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
 import fp8cfg  # noqa: E402
-from fp8cfg.config.errors import ConfigError  # noqa: E402
+from fp8cfg.config.errors import ConfigError, PlainWarning  # noqa: E402
 from fp8cfg.models.hf_checkpoint import Checkpoint, dequantized  # noqa: E402
 from fp8cfg.recipes.from_hf import of_folder  # noqa: E402
 
@@ -66,7 +66,7 @@ def test_weights_that_were_trained_otherwise_are_said(tmp_path: Path) -> None:
     saved(tmp_path)
     recipe = of_folder(str(tmp_path))
     recipe.model.rotary_base = 500.0
-    with pytest.warns(UserWarning, match=r"were trained otherwise: model.rotary_base=500.0 \(config.json: 10000.0\)"):
+    with pytest.warns(PlainWarning, match=r"were trained otherwise: model.rotary_base=500.0 \(config.json: 10000.0\)"):
         fp8cfg.lower(recipe)
     recipe.model.hidden_size, recipe.model.rotary_base = 80, 10000.0
     with pytest.warns(UserWarning, match=r"model.hidden_size=80"), pytest.raises(ConfigError, match=r"model.weights=.*has shape"):

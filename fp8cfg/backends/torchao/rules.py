@@ -36,7 +36,7 @@ def unavailable() -> str:
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[str]:
-    lines = [*_not_there(precision), *(_mxfp8(precision.fp8) if blocks(precision.fp8) else ())]
+    lines = [*_not_there(precision), *(_mxfp8(precision) if blocks(precision.fp8) else ())]
     emulates = product(precision, hardware)[0] == "emulate"
     return lines or ([] if emulates else no_units(precision, hardware) or _hardware_lacks(precision, hardware))
 
@@ -94,14 +94,17 @@ def _not_there(p: Precision) -> list[str]:
     return lines
 
 
-def _mxfp8(f: FP8) -> list[str]:
-    high = f.override_linear_precision
+def _mxfp8(p: Precision) -> list[str]:
+    f, high = p.fp8, p.fp8.override_linear_precision
     lines = [Refusal(f"fp8.override_linear_precision.{gemm}=True: torchao's MXFP8Linear keeps wgrad alone in high precision; write "
                      "backend=native, or drop it", [(f"fp8.override_linear_precision.{gemm}", False)], ["backend"])
              for gemm in ("fprop", "dgrad") if getattr(high, gemm)]
     if weights_2d(f):
         lines.append(Refusal("fp8.enable_2d_quantization=True: torchao scales weights along rows; write backend=native, or drop it",
                              [("fp8.enable_2d_quantization", False)], ["backend"]))
+    if p.compute == "fp16":
+        lines.append(Refusal("precision.compute=fp16: torchao quantizes bf16 and fp32 to MXFP8; write backend=native, or bf16",
+                             [("precision.compute", "bf16")], ["backend"]))
     return list(lines)
 
 
