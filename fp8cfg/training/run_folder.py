@@ -57,6 +57,8 @@ class RunFolder:
                 raise _taken(path)
             run = cls(files, take_lock(files))
             try:
+                if files.kind(RECIPE):  # of a run that began and ended since
+                    raise _taken(path)
                 preflight(files, need_bytes)
                 files.folder(CHECKPOINTS, make=True)
                 files.replace(ENVIRONMENT, (json.dumps(environment(), indent=1) + "\n").encode(), mode=0o600)

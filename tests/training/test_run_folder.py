@@ -8,14 +8,17 @@ import shutil
 import signal
 import socket
 from datetime import datetime
+from io import FileIO
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 
-from fp8cfg.training import environment
+from fp8cfg.training import environment, run_folder
+from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.run_folder import RunFolder, preflight
 from fp8cfg.training.run_folder_errors import RunFolderError, RunFolderInUse, RunFolderNotWritable
+from fp8cfg.training.run_lock import take_lock
 from tests.support.forked import processes
 
 NOW = datetime(2024, 2, 29, 23, 59, 1)
@@ -49,6 +52,20 @@ def test_explicit_folder(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="already holds a run"):
         create(tmp_path, folder=folder)
     assert RunFolder.open(folder, lock=False).recipe.exists()
+
+
+def test_a_run_that_was_faster_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that begins and ends between the look into the folder and its lock."""
+    recipe = tmp_path / "recipe.yaml"
+
+    def late(files: RunFiles) -> FileIO:
+        recipe.write_text("theirs")
+        return take_lock(files)
+
+    monkeypatch.setattr(run_folder, "take_lock", late)
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        create(tmp_path, folder=tmp_path)
+    assert recipe.read_text() == "theirs" and not (tmp_path / "environment.json").exists()
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", "", ".x", "a\0b", "a b", "x" * 101, "x\n"])
