@@ -43,7 +43,7 @@ from fp8cfg.conversion.given_recipe import given_recipe, of_no_effect
 from fp8cfg.conversion.preset_values import fit_layers, leave_parameters
 from fp8cfg.numerics import Region, seed_rounding
 from fp8cfg.numerics.stored_form import fp8_state_dict, load_fp8_state_dict
-from fp8cfg.report.coverage import coverage, of_layers, warn_of_share
+from fp8cfg.report.coverage import Coverage, coverage, of_layers, warn_of_share
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.report.tables import wrapped
 from fp8cfg.scalings import SCALINGS
@@ -100,11 +100,11 @@ class Conversion:
         of other FP8 layers. Where it is not loaded, scales start anew, and the next step says so."""
         load_fp8_state_dict(self.model, state_dict)
 
-    def prove(self) -> None:
-        """Raise NotFP8Error where what ran since the conversion is not what was planned, or is less than fp8.min_coverage.
+    def prove(self) -> Coverage:
+        """What ran since the conversion. Raises NotFP8Error where that is not what was planned, or is less than fp8.min_coverage.
         Layers and gradients that a step leaves out are no fault, nor are evaluations; a converted layer that ran outside of the
         context in training is one."""
-        prove(self.model, self.plan, self.choice, self.fp8)
+        return prove(self.model, self.plan, self.choice, self.fp8)
 
     def __str__(self) -> str:
         backend = wrapped(f"backend {self.choice.backend} ({self.choice.why})", more="  ")
@@ -189,8 +189,8 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
     return _has(model, "transformer_engine") or _has(model, "fp8cfg.backends.te.layers")
 
 
-def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> None:
-    """Raise NotFP8Error where what ran in `model` is not what was planned, or too little of it is in FP8."""
+def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> Coverage:
+    """What ran in `model`. Raises NotFP8Error where that is not what was planned, or too little of it is in FP8."""
     lines = not_engaged(plan, backend_registry.backend(choice.backend).observed(model))
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
@@ -198,6 +198,7 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
     if (seen := coverage(model)).share < fp8.min_coverage:
         raise NotFP8Error(f"fp8.min_coverage={fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8")
     warn_of_share(model, seen)
+    return seen
 
 
 def checked(recipe: Recipe, model: nn.Module) -> Recipe:

@@ -82,7 +82,7 @@ def test_the_root_itself(backend: str) -> None:
     assert fp8.model is not root and fp8.model.weight is root.weight and [p.name for p in fp8.plan] == ["model"]
     with fp8.autocast():
         fp8.model(torch.randn(16, 64)).sum().backward()
-    fp8.prove()
+    assert fp8.prove() == fp8cfg.coverage(fp8.model)
     back = fp8cfg.convert_back(fp8.model)
     assert type(back) is nn.Linear and back.weight is root.weight
 
