@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.refusal import changed
 
 
 def unread(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
@@ -15,7 +16,7 @@ def unread(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
                "exported checkpoint states it")
     if o.warmup_steps < steps - 1:  # the step after warm-up is the first of the decay
         return
-    found = [f"optim.{name}={getattr(o, name)}" for name in ("min_lr", "lr_decay_style") if f"optim.{name}" in written]
+    found = [said for name in ("min_lr", "lr_decay_style") if f"optim.{name}" in written for said in changed(o, name)]
     if found:
         yield (f"note: {', '.join(found)}: of the decay, and there is none; optim.warmup_steps={o.warmup_steps}, "
                f"trainer.max_steps={steps}")
