@@ -42,7 +42,7 @@ def on_two(world: World) -> dict[str, Any]:
             found[f"{name} {recompute}"] = trained(job_of(name, recompute), world, 0, 3)
     for name in MEASURED:
         for recompute in ("none", "selective"):
-            found[f"{name} {recompute} memory"] = measured(job_of(name, recompute, *WIDE).recipe, world, 0.04)
+            found[f"{name} {recompute} memory"] = measured(job_of(name, recompute, *WIDE).recipe, world, 0.09)
     for precision in ("bf16", "bf16_fp8"):
         found[f"{precision} sent"] = sent(f"precision={precision} {SP} model.recompute_granularity=selective", world)
     return found

@@ -8,10 +8,10 @@ from fp8cfg.training.distributed.world import World
 
 
 def measured(recipe: Recipe, world: World, bound: float) -> dict[str, tuple[int, int]]:
-    """Planned and measured bytes of `recipe` by kind; where a rank's plan is below its peak, or below what is there after a forward pass, by
-    more than the share `bound` of this, the least of up to three measures. All ranks call it."""
+    """Planned and measured bytes of `recipe` by kind; where a rank's plan is below its peak by more than the share `bound` of this, or below what
+    is there after a forward pass by half of that, the least of up to three measures. All ranks call it."""
     times = [memory_measurement.measure(recipe)]
-    while len(times) < 3 and world.any(any(over_plan(*times[-1][kind], bound) for kind in ("peak", "after forward") if kind in times[-1])):
+    while len(times) < 3 and world.any(any(over_plan(*times[-1][kind], share) for kind, share in {"peak": bound, "after forward": bound / 2}.items() if kind in times[-1])):
         times.append(memory_measurement.measure(recipe))
     return {kind: (planned, min(one[kind][1] for one in times)) for kind, (planned, _) in times[0].items()}
 
