@@ -20,8 +20,9 @@ waiting for launches; nor does the time of a pass have those of its first kernel
 busy. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its own. The rows of a
 case share a process; one over its time budget is stopped, and says so, with that process. Cases follow one another, for each
 takes most of an H100's memory, and share --minutes equally; what one leaves goes to those after it. A model that is planned to
-take more than is free beside BF16's is not run. Rows appear on stderr as they come, and in --out. At the end stand the whole 8B step put together of the rows "8b" and "block", and every row by what became of
-it. Exits with 1 where one failed or was stopped. `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing.
+take more than is free beside BF16's is not run. Rows appear on stderr as they come, and in --out. At the end stand the whole 8B step
+put together of the rows "8b" and "block", and every row by what became of it. Exits with 1 where one failed or was stopped.
+`--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing.
 """
 
 from __future__ import annotations
