@@ -31,13 +31,14 @@ def layouts(recipe: Recipe, world: int) -> list[Strategy]:
 
 
 def wider_layouts(recipe: Recipe, world: int) -> list[Strategy]:
-    """The recipe's own layout, and those that split sequences or matrices over more ranks, as far as `world` ranks have whole
-    replicas of them: the fewest ranks first, and of as many those that split sequences."""
+    """Layouts that split sequences or matrices over more ranks than the recipe's own, as far as `world` ranks have whole replicas of
+    them: the fewest ranks first, and of as many those that split sequences."""
     own, m = recipe.trainer.strategy, recipe.model
     tensor, context = own.tensor_model_parallel_size, own.context_parallel_size
+    cut = gcd(m.num_attention_heads, m.num_query_groups, m.ffn_hidden_size, m.vocab_size)
     splits = [(tp, cp) for tp in _doubled(tensor, TENSOR) for cp in _doubled(context, world)
-              if not any(n % tp for n in (m.num_attention_heads, m.num_query_groups, m.ffn_hidden_size, m.vocab_size))
-              and m.seq_length % (2 * cp) == 0 and world % (tp * cp * own.pipeline_model_parallel_size) == 0]
+              if (tp, cp) != (tensor, context) and world % (tp * cp * own.pipeline_model_parallel_size) == 0
+              and cut % tp == 0 and (cp == 1 or m.seq_length % (2 * cp) == 0)]
     return [own.model_copy(update={"tensor_model_parallel_size": tp, "context_parallel_size": cp,
                                    "sequence_parallel": tp > 1 and (own.sequence_parallel or tensor == 1)})
             for tp, cp in sorted(splits, key=lambda split: (split[0] * split[1], split[0]))]
