@@ -31,8 +31,8 @@ def layouts(recipe: Recipe, world: int) -> list[Strategy]:
 
 
 def wider_layouts(recipe: Recipe, world: int) -> list[Strategy]:
-    """Layouts that split sequences or matrices over more ranks than the recipe's own, as far as `world` ranks have whole replicas of
-    them: the fewest ranks first, and of as many those that split sequences."""
+    """Layouts that split sequences or matrices over more ranks than the recipe's own, as far as `world` ranks have whole replicas
+    of them: the fewest ranks first, and of as many those that split sequences."""
     own, m = recipe.trainer.strategy, recipe.model
     tensor, context = own.tensor_model_parallel_size, own.context_parallel_size
     cut = gcd(m.num_attention_heads, m.num_query_groups, m.ffn_hidden_size, m.vocab_size)
