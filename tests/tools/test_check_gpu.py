@@ -87,11 +87,12 @@ def test_a_product_that_is_refused_or_wrong_is_named_beside_the_others(scaling: 
 
 
 @pytest.mark.parametrize("name", ["check_gpu", "bench_gpu", "report_gpu"])
-def test_without_a_gpu_nothing_runs_and_torch_says_why(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_runs_and_torch_says_why(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver")
 
     tool = runpy.run_path(str(TOOL.with_name(f"{name}.py")))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [name])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.init", init)
@@ -99,6 +100,7 @@ def test_without_a_gpu_nothing_runs_and_torch_says_why(name: str, capsys: pytest
         tool["main"]()
     assert ended.value.code == 2
     assert "torch has no CUDA device here (The NVIDIA driver on your system is too old (found version 12040)); write " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "no empty file of results"
 
 
 @pytest.mark.parametrize("name", ["check_gpu", "bench_gpu", "report_gpu"])

@@ -85,10 +85,15 @@ class Results:
 
 
 def writable(name: str) -> Path:
-    """The file of that name, as argparse wants it: one that lines can be appended to."""
+    """The file of that name, as argparse wants it: one that lines can be appended to. It makes none."""
+    path = Path(name)
+    there = path.exists()
     try:
-        with Path(name).open("a", encoding="utf-8"):
-            return Path(name)
+        with path.open("a", encoding="utf-8"):
+            pass
+        if not there:
+            path.unlink()
+        return path
     except OSError as e:
         raise argparse.ArgumentTypeError(f"{name}: {e.strerror}") from e
 
