@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -22,11 +23,19 @@ import fp8cfg
 from fp8cfg.job import Job
 from fp8cfg.models.tensor_shard import TensorShard
 from fp8cfg.training import run_model
-from fp8cfg.training.checkpoint import box_file, checkpoint, job_state, saved_tensors, step_folders
+from fp8cfg.training.checkpoint import (
+    checkpoint,
+    folder_file_system,
+    group_reader,
+    job_state,
+    saved_tensors,
+    share_writer,
+    step_folders,
+)
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError
 from fp8cfg.training.checkpoint.host_copies import HostCopies
 from fp8cfg.training.checkpoint.load_by_layer import load_by_layer
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, read_manifest, verify
+from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, FileEntry, NoUsableCheckpoint, read_manifest, verify
 from fp8cfg.training.checkpoint.tensor_box import TensorBox, to_write
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
@@ -72,7 +81,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
     job = job_of("fsdp")
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(box_file, "write_all", full)
+            patch.setattr(folder_file_system.SummedFile, "write", full)
         with pytest.raises(CheckpointError) as failed:
             sharded_checkpoints.saved(job, world, folder / "full", 1)
     found["full"] = str(failed.value)
@@ -173,8 +182,8 @@ def test_ranks_that_read_unlike_checkpoints_do_not_go_on(two: tuple[Path, list[d
 def test_a_rank_reads_what_it_keeps_alone(two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, _ = checkpoint.load_named(RunFiles.at(two[0] / "fsdp"), STEP)
     name, read = "layers.0.mlp.linear_fc1.weight", list[int]()
-    real = saved_tensors._cut
-    monkeypatch.setattr(saved_tensors, "_cut", lambda *args: (part := real(*args), read.append(part.numel()))[0])
+    real = group_reader._part
+    monkeypatch.setattr(group_reader, "_part", lambda *args: (part := real(*args), read.append(part.numel()))[0])
     shape = tensors["model"].shape(name)
     part = tensors["model"].read(name, (shape[0] // 2 - 2, 1), (4, 3))  # over the border between two ranks' rows
     assert torch.equal(part, tensors["model"][name][shape[0] // 2 - 2: shape[0] // 2 + 2, 1:4])
@@ -206,10 +215,10 @@ def test_a_model_is_loaded_a_layer_at_a_time(two: tuple[Path, list[dict[str, Any
 
 
 def files(folder: Path, *places: tuple[int, ...], shape: tuple[int, ...] = (2, 2)) -> RunFiles:
-    inside = RunFiles.at(folder)
     for number, offsets in enumerate(places):
-        box_file.write(inside, f"{number}.safetensors", [TensorBox("w", (4, 2), offsets, torch.full(shape, float(number)))])
-    return inside
+        header = {group_reader.SHARDING: json.dumps({"w": {group_reader.OFFSETS: offsets}})}
+        save_file({"w": torch.full(shape, float(number))}, folder / f"{number}.safetensors", header)
+    return RunFiles.at(folder)
 
 
 @pytest.mark.parametrize("places", [[(0, 0)] * 2, [(0, 0), (1, 0)], [(0, 0), (3, 0)], [(0, 0), (2, 1)]])
@@ -224,33 +233,54 @@ def test_parts_that_make_no_whole_are_damage(places: list[tuple[int, ...]], tmp_
 
 @pytest.mark.parametrize("said", ["[0]", "[-1, 0]", "[0.0, 0]", "null", '{"a": 1}', "[true, 0]"])
 def test_places_are_checked(said: str, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({"w": torch.zeros(2, 2)}, tmp_path / "w.safetensors", {box_file.SHARDING: json.dumps({"w": {box_file.OFFSETS: json.loads(said)}})})
+    save_file({"w": torch.zeros(2, 2)}, tmp_path / "w.safetensors", {group_reader.SHARDING: json.dumps({"w": {group_reader.OFFSETS: json.loads(said)}})})
     with pytest.raises(DamagedCheckpoint, match=r"w\.safetensors: cannot be read"):
         saved_tensors.SavedTensors(RunFiles.at(tmp_path), ["w.safetensors"])
 
 
-@pytest.mark.parametrize("dtype", list(box_file.DTYPES))
-def test_written_bytes_are_those_that_the_library_reads(dtype: torch.dtype, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64]
 
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_written_bytes_are_those_that_the_library_reads(dtype: torch.dtype, tmp_path: Path) -> None:
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (6, 4 * dtype.itemsize), dtype=torch.uint8)
     whole = bits.view(dtype)
     there = {"full": whole, "t": whole.t(), "rows": whole[2:4], "scalar": whole[0, 0], "empty": whole[:0]}
-    entry = box_file.write(RunFiles.at(tmp_path), "x.safetensors", [TensorBox(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in there.items()])
-    data = (tmp_path / "x.safetensors").read_bytes()
-    assert entry.size == len(data) and entry.sha256 == hashlib.sha256(data).hexdigest()
-    back = load_file(tmp_path / "x.safetensors")
-    assert back.keys() == there.keys()
-    for name, t in there.items():
-        assert back[name].dtype == dtype and torch.equal(back[name].contiguous().view(-1).view(torch.uint8), t.contiguous().view(-1).view(torch.uint8))
+    (tmp_path / "g").mkdir()
+    writer = share_writer.ShareWriter(tmp_path, "g", 0)
+    boxes = [TensorBox(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in there.items()]
+    dcp.save({}, storage_writer=writer, planner=share_writer.SharePlanner(boxes), no_dist=True)
+    file = tmp_path / "g" / "rank-00000-1.safetensors"
+    data = file.read_bytes()
+    assert writer.entries == {"g/rank-00000-1.safetensors": FileEntry(len(data), hashlib.sha256(data).hexdigest())}
+    back = saved_tensors.SavedTensors(RunFiles.at(tmp_path / "g"), [file.name])
+    for found in (load_file(file), back):
+        assert found.keys() == there.keys()
+        for name, t in there.items():
+            assert found[name].dtype == dtype and torch.equal(bytes_of(found[name]), bytes_of(t))
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    return t.contiguous().view(-1).view(torch.uint8)
 
 
 def test_a_name_stands_in_a_file_once_and_files_are_bounded() -> None:
     boxes = [TensorBox(name, (8,), (at,), torch.zeros(4)) for name, at in (("a", 0), ("a", 4), ("b", 0), ("c", 0), ("c", 4))]
-    assert [[(b.name, b.offsets) for b in file] for file in box_file.files_of(boxes, 32)] == [
+    items = share_writer.SharePlanner(boxes).create_local_plan().items
+    assert [[(i.index.fqn, i.index.offset) for i in file] for file in share_writer.files_of(items, 32)] == [
         [("a", (0,)), ("b", (0,))], [("a", (4,)), ("c", (0,))], [("c", (4,))]]
+
+
+def test_a_box_that_is_larger_than_a_file_is_written_in_parts() -> None:
+    t = torch.arange(14.0).view(7, 2)
+    found = share_writer.parts(TensorBox("w", (20, 6), (8, 2), t), limit=24)
+    assert [(part.offsets, part.shape) for part in found] == [((8, 2), (20, 6)), ((11, 2), (20, 6)), ((14, 2), (20, 6))]
+    assert torch.equal(torch.cat([part.tensor for part in found]), t)
+    assert [len(part.tensor) for part in share_writer.parts(TensorBox("w", (7, 2), (0, 0), t), limit=1)] == [1] * 7
 
 
 def test_copies_are_written_once_and_shared_out() -> None:

@@ -17,14 +17,16 @@ from fp8cfg.training.run_files import RunFiles
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """Tensors by group and name."""
 STATE, RNG = "state.json", "rng"
+ALSO = "also"
+"""Of the state of a checkpoint by several ranks: other names of tensors, by group."""
 MAX_STATE = 1 << 30
 
 
 class LoadedTensors(dict[str, Mapping[str, Tensor]]):
     """The groups of tensors of a checkpoint. Sums of `unchecked` files are still to be compared with the manifest."""
 
-    def __init__(self, folder: RunFiles, manifest: Manifest, unchecked: list[str]) -> None:
-        found = groups(folder)
+    def __init__(self, folder: RunFiles, manifest: Manifest, unchecked: list[str], also: Mapping[str, dict[str, str]]) -> None:
+        found = groups(folder, also)
         super().__init__({name: tensors.whole() if name == RNG else tensors for name, tensors in found.items()})
         self._folder, self._manifest, self._unchecked = folder, manifest, unchecked
 
@@ -50,7 +52,9 @@ def read(folder: RunFiles, manifest: Manifest, unchecked: list[str]) -> tuple[Lo
         raise DamagedCheckpoint(f"{folder.path}: {STATE}: cannot be read ({error})") from error
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{folder.path}: {STATE}: not a JSON object")
-    return LoadedTensors(folder, manifest, unchecked), state
+    if not _names(also := state.get(ALSO, {})):
+        raise DamagedCheckpoint(f"{folder.path}: {STATE}: {ALSO} must map groups to names of tensors")
+    return LoadedTensors(folder, manifest, unchecked, also), state
 
 
 def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
@@ -64,6 +68,11 @@ def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
         if each != found[0]:
             raise NoUsableCheckpoint(f"rank 0 would go on from {found[0][0]} and rank {rank} from {each[0]} of another checkpoint; "
                                      "all must read one run folder, on a file system that they share")
+
+
+def _names(also: Any) -> bool:
+    return isinstance(also, dict) and all(isinstance(named, dict) and all(isinstance(name, str) for name in named.values())
+                                          for named in also.values())
 
 
 def _refuse_constant(name: str) -> None:

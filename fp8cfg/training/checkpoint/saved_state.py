@@ -54,6 +54,7 @@ class SavedState(BaseModel):
     compiled: bool
     backend: str | None = None  # who multiplied; none in checkpoints of earlier versions
     base: SavedBase | None = None
+    also: dict[str, dict[str, str]] = {}  # other names of tensors, of checkpoints by several ranks
 
 
 def check(tensors: Tensors, state: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
-"""Shared save: a checkpoint written by all ranks at once, each its own boxes; nothing is gathered but names and sums.
+"""Shared save: a checkpoint written by all ranks at once, each its own boxes; nothing is gathered but names, places and sums.
 
-The first rank makes the folder and says where; every rank writes `<group>/rank-<rank>-<n>.safetensors` below it, summing as it
-writes; the first collects lengths and sums, writes the manifest last and renames the folder, as `checkpoint.save` does. Where one
-rank fails none has saved: the folder is removed and all say so. Ranks must see one file system.
+The first rank makes the folder and says where; every rank writes `<group>/rank-<rank>-<n>.safetensors` below it by
+torch.distributed.checkpoint, summing as it writes; the first collects lengths and sums, writes the manifest last and renames the
+folder, as `checkpoint.save` does. Where one rank fails none has saved: the folder is removed and all say so. Ranks must see one
+file system.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ import json
 import re
 import uuid
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save as safetensors_bytes
 from torch import Tensor, float64, tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from fp8cfg.training.checkpoint import box_file, checkpoint
+from fp8cfg.training.checkpoint import checkpoint
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, OldCheckpointStays
 from fp8cfg.training.checkpoint.failpoint import failpoint
-from fp8cfg.training.checkpoint.loaded import RNG, STATE
+from fp8cfg.training.checkpoint.loaded import ALSO, RNG, STATE
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, FileEntry, sum_of, write_given
+from fp8cfg.training.checkpoint.share_writer import SUFFIX, SharePlanner, ShareWriter
 from fp8cfg.training.checkpoint.step_folders import free_name, remove_old
-from fp8cfg.training.checkpoint.tensor_box import Groups, TensorBox
+from fp8cfg.training.checkpoint.tensor_box import Groups
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.folder_descriptor import StrangeFile
 from fp8cfg.training.run_files import RunFiles
@@ -56,7 +63,7 @@ def save(root: Path | RunFiles | None, step: int, share: Share, keep: int | None
     said = json.loads(world.text(json.dumps(_made(files, staged, int(needed), list(share.boxes)) if files else {})))
     if not said["problem"]:
         written = world.texts(json.dumps(_written(Path(said["folder"]), share, world)))
-        said = json.loads(world.text(json.dumps(_finished(files, staged, step, written, world) if files else {})))
+        said = json.loads(world.text(json.dumps(_finished(files, staged, step, written, share.state) if files else {})))
     if said["problem"]:
         raise CheckpointError(f"cannot save step {step} in {said['root']}: {said['problem']}")
     if files is None:
@@ -92,29 +99,31 @@ def _made(files: RunFiles, staged: str, needed: int, groups: list[str]) -> dict[
 
 
 def _written(folder: Path, share: Share, world: World) -> dict[str, Any]:
-    """The length and the sum of each file that this rank wrote, by its name; or why it could not."""
+    """The length and the sum of each file that this rank wrote, by its name, and other names of tensors by group; or why it, or
+    another, could not."""
     entries: dict[str, FileEntry] = {}
     try:
-        files = RunFiles.at(folder)
         for group, boxes in share.boxes.items():
-            inside = files.folder(group)
-            for number, part in enumerate(box_file.files_of(boxes), 1):
-                name = f"rank-{world.rank:05d}-{number}{box_file.SUFFIX}"
-                entries[f"{group}/{name}"] = box_file.write(inside, name, part)
-        if world.first:
-            text = checkpoint.strict_json(share.state).encode()
-            files.replace(STATE, text)
-            entries[STATE] = FileEntry(len(text), sum_of(text))
-            random = [TensorBox(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in share.random.items()]
-            entries[f"{RNG}{box_file.SUFFIX}"] = box_file.write(files, f"{RNG}{box_file.SUFFIX}", random, placed=False)
+            writer = ShareWriter(folder, group, world.rank)
+            dcp_save({}, storage_writer=writer, planner=SharePlanner(boxes), process_group=world.group)
+            entries |= writer.entries
+        if share.random:
+            data, name = safetensors_bytes(share.random), f"{RNG}{SUFFIX}"
+            RunFiles.at(folder).replace(name, data)
+            entries[name] = FileEntry(len(data), sum_of(data))
+            failpoint("shard")
+    except CheckpointException as failed:  # the same on all ranks
+        rank, (error, _) = min(failed.failures.items())
+        if not isinstance(error, FAILED):
+            raise RuntimeError(str(failed)) from error
+        return {"problem": f"rank {rank}: {_reason(error)}"}
     except FAILED as error:
-        missing = isinstance(error, FileNotFoundError) and not folder.exists()
-        why = f"{folder}: not seen here; machines need a file system that they share" if missing else _reason(error)
-        return {"problem": f"rank {world.rank}: {why}"}
-    return {"files": {name: asdict(entry) for name, entry in entries.items()}}
+        return {"problem": f"rank {world.rank}: {_reason(error)}"}
+    also = {group: {other: box.name for box in boxes for other in box.also} for group, boxes in share.boxes.items()}
+    return {"files": {name: asdict(entry) for name, entry in entries.items()}, "also": also}
 
 
-def _finished(files: RunFiles, staged: str, step: int, written: list[str], world: World) -> dict[str, str]:
+def _finished(files: RunFiles, staged: str, step: int, written: list[str], state: dict[str, Any]) -> dict[str, str]:
     """On the first rank: the name of the folder, whole and in its place; or why there is none."""
     said = {"root": str(files.path), "problem": "", "name": ""}
     found = [json.loads(text) for text in written]
@@ -123,9 +132,13 @@ def _finished(files: RunFiles, staged: str, step: int, written: list[str], world
         if problems:
             raise OSError(problems[0])
         entries = {name: FileEntry(**entry) for each in found for name, entry in each["files"].items()}
-        failpoint("manifest")
+        also = {group: reduce(or_, (each["also"][group] for each in found)) for group in found[0]["also"]}
+        text = checkpoint.strict_json({**state, ALSO: also}).encode()
         inside = files.folder(staged)
-        write_given(inside, step, world.size, entries)
+        inside.replace(STATE, text)
+        entries[STATE] = FileEntry(len(text), sum_of(text))
+        failpoint("manifest")
+        write_given(inside, step, len(found), entries)
         failpoint("rename")
         said["name"] = free_name(files, step)
         files.rename(staged, said["name"])
