@@ -28,6 +28,7 @@ from fp8cfg.training.compiled_gradients import compare
 from fp8cfg.training.coverage_record import coverage_record
 from fp8cfg.training.data import RunData, run_data, validation_batches
 from fp8cfg.training.distributed.world import World, current
+from fp8cfg.training.evaluation import Stopped, evaluate
 from fp8cfg.training.logs import RunLogs
 from fp8cfg.training.metrics import Progress, Value
 from fp8cfg.training.overflow_watch import OverflowWatch
@@ -35,7 +36,7 @@ from fp8cfg.training.run_folder import COVERAGE, RunFolder
 from fp8cfg.training.run_folder_errors import RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
 from fp8cfg.training.step_sequence import Done, StepSequence, may_launch_ahead
-from fp8cfg.training.train_step import Step, Stopped, evaluate, microbatches
+from fp8cfg.training.train_step import Step, microbatches
 
 _HOW = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
 SKIPS = 100

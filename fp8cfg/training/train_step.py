@@ -1,10 +1,10 @@
-"""Training step: one optimizer step over its microbatches, and one evaluation."""
+"""Training step: one optimizer step over its microbatches."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,10 +41,6 @@ class Step:
     lr: float
     grad_norm: float
     stepped: bool
-
-
-class Stopped(Exception):
-    """An evaluation was asked to end before its last batch."""
 
 
 def microbatches(job: Job, world: World) -> int:
@@ -186,7 +182,7 @@ def _microbatches(job: Job, batches: Batches, step: int, world: World) -> tuple[
     if not batches.samples.masked:
         return ((batches.batch(step, *share, i, count), count * shares) for i in range(count)), None
     passes = [batches.batch(step, *share, i, count) for i in range(count)]
-    targets = [_targets(job, each[1]) for each in passes]
+    targets = [targets_here(job, each[1]) for each in passes]
     here = float(sum(targets))
     if world.size == 1:
         if not here:
@@ -198,7 +194,7 @@ def _microbatches(job: Job, batches: Batches, step: int, world: World) -> tuple[
     return ((each, whole / n) for each, n in zip(passes, targets, strict=True)), whole
 
 
-def _targets(job: Job, targets: Tensor) -> int:
+def targets_here(job: Job, targets: Tensor) -> int:
     """Of whole sequences, the targets that this rank takes a loss of."""
     context = getattr(job.model, "context", None)
     part = targets if context is None else context.part(targets)
@@ -221,52 +217,3 @@ def _loss(job: Job, parts: Iterable[Tensor]) -> Tensor:
         what = f"gives {f'a tensor of shape {[*loss.shape]}' if isinstance(loss, Tensor) else type(loss).__name__}"
     raise ConfigError(f"fit: trains models whose model(tokens, targets) is the loss, and {kind} {what}; give build a module that "
                       "returns the loss, or train job.model in a loop of your own")
-
-
-@torch.no_grad()
-def evaluate(
-    job: Job, batches: Iterable[tuple[Tensor, ...]], world: World, stop: Callable[[], bool] = lambda: False, masked: bool = False
-) -> float:
-    """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval; of their targets where these
-    are `masked`, and so not as many in each. Moves no FP8 state. Raises Stopped where `stop`, which all ranks ask before each
-    microbatch, says so."""
-    training = job.model.training
-    job.model.eval()
-    losses, counts = [torch.zeros((), device=job.device)], [0.0]  # of stages without an output layer
-    passes = _evaluated if job.prepared.pipeline is None else _evaluated_in_stages
-    try:
-        with job.autocast(job.recipe.fp8.use_autocast_during_eval):
-            found = [each for batch in batches for each in passes(job, batch, world, stop)]
-            losses, counts = (list(each) for each in zip(*found, strict=True)) if found else (losses, counts)
-    finally:
-        job.model.train(training)
-        if job.prepared.fsdp2:
-            from fp8cfg.training.distributed.fsdp import let_go
-
-            let_go(job.model)
-    if masked:
-        weights = torch.tensor(counts, dtype=torch.float64, device=job.device)
-        sums = world.sum(torch.stack([(torch.stack(losses) * weights).sum(), weights.sum()]))
-        return (sums[0] / sums[1]).item()
-    mean = torch.stack(losses).mean() * job.recipe.trainer.strategy.pipeline_model_parallel_size / world.size
-    return world.sum(mean).item()
-
-
-def _evaluated(job: Job, batch: tuple[Tensor, ...], world: World, stop: Callable[[], bool]) -> Iterator[tuple[Tensor, float]]:
-    """The loss of each microbatch of `batch`, and the number of its targets here."""
-    parts = [torch.split(t, job.recipe.trainer.micro_batch_size) for t in batch]
-    for part in zip(*parts, strict=True):
-        if stop():
-            raise Stopped
-        yield job.model(*on_device(part, job.device)), float(_targets(job, part[1]))
-
-
-def _evaluated_in_stages(
-    job: Job, batch: tuple[Tensor, ...], world: World, stop: Callable[[], bool]
-) -> Iterator[tuple[Tensor, float]]:
-    """The same of a pipeline, on its last stage."""
-    if stop():
-        raise Stopped
-    losses = pipeline(job, world).evaluate(on_device(batch, job.device))
-    targets = torch.split(batch[1], job.recipe.trainer.micro_batch_size)
-    yield from zip(losses, (float(_targets(job, each)) for each in targets), strict=False)

@@ -27,7 +27,8 @@ from fp8cfg.report.machine import find_hardware
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed import gradient_sync
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import evaluate, train_step
+from fp8cfg.training.evaluation import evaluate
+from fp8cfg.training.train_step import train_step
 from tests.support import msamp_standin, te_standin, te_table
 from tests.support.backend_cells import ALL, BASE, PLAIN, WHERE, Applied, Refused, refusal
 from tests.support.backend_table import BACKENDS, keys, lines, markdown, text

@@ -15,7 +15,8 @@ from fp8cfg.training import loop
 from fp8cfg.training.checkpoint import job_state
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import evaluate, train_step
+from fp8cfg.training.evaluation import evaluate
+from fp8cfg.training.train_step import train_step
 from tests.support import te_tex
 from tests.support.small import small, steps
 from tests.support.te_cases import CASES, backend

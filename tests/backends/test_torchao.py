@@ -16,7 +16,7 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.numerics import Region
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import evaluate
+from fp8cfg.training.evaluation import evaluate
 from tests.support.small import small, steps
 
 pytest.importorskip("torchao", minversion="0.18")

@@ -17,11 +17,11 @@ from fp8cfg.report.machine import find_hardware
 from fp8cfg.training import memory_measurement, run_model
 from fp8cfg.training.data import validation_batches
 from fp8cfg.training.distributed.world import World
+from fp8cfg.training.evaluation import evaluate
 from fp8cfg.training.held_out import held_out, held_out_loss
 from fp8cfg.training.run_checkpoint import newest
 from fp8cfg.training.run_model import in_precision, load
 from fp8cfg.training.sampling import sample
-from fp8cfg.training.train_step import evaluate
 from tests.support.small import small
 from tests.support.verbs import refused
 

@@ -9,7 +9,8 @@ import fp8cfg
 from fp8cfg.job import Job
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import evaluate, train_step
+from fp8cfg.training.evaluation import evaluate
+from fp8cfg.training.train_step import train_step
 from tests.support import rank_runs, sharded_checkpoints
 from tests.support.small import small
 

@@ -13,8 +13,9 @@ from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World
+from fp8cfg.training.evaluation import evaluate
 from fp8cfg.training.run_files import RunFiles
-from fp8cfg.training.train_step import Step, evaluate, train_step
+from fp8cfg.training.train_step import Step, train_step
 from tests.support import sharded_checkpoints
 
 SAVED, STEPS, LONG = 1, 3, 8

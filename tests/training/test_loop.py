@@ -22,9 +22,9 @@ from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.training import loop
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World
+from fp8cfg.training.evaluation import evaluate
 from fp8cfg.training.metrics import read
 from fp8cfg.training.run_folder import RunFolder
-from fp8cfg.training.train_step import evaluate
 from tests.support.small import PACKED, losses, small, steps
 from tests.support.traced import trace_model
 

@@ -15,9 +15,10 @@ from fp8cfg.data import IGNORED
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World
+from fp8cfg.training.evaluation import evaluate
 from fp8cfg.training.held_out import held_out_loss
 from fp8cfg.training.run_model import RunModel
-from fp8cfg.training.train_step import evaluate, train_step
+from fp8cfg.training.train_step import train_step
 from tests.support.small import PACKED, small, steps
 
 ANSWERS = ["yes", "a much longer answer than the others", "no", "perhaps", "one two three", "x", "it is eight bits", "4"]

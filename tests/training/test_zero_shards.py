@@ -18,7 +18,8 @@ from fp8cfg.training import memory_measurement
 from fp8cfg.training.checkpoint.job_tensors import checkpoint_bytes
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import evaluate, train_step
+from fp8cfg.training.evaluation import evaluate
+from fp8cfg.training.train_step import train_step
 from tests.support import rank_runs, sharded_checkpoints
 from tests.support.measured_memory import measured, over_plan
 from tests.support.ranks import on_ranks
