@@ -59,9 +59,9 @@ def train(words: list[str]) -> Run:
     from fp8cfg.training.compile_choice import compiles
     from fp8cfg.training.data import run_data, validation_batches
     from fp8cfg.training.distributed.world import World
-    from fp8cfg.training.memory_measurement import by_kind
     from fp8cfg.training.evaluation import evaluate
-from fp8cfg.training.train_step import train_step
+    from fp8cfg.training.memory_measurement import by_kind
+    from fp8cfg.training.train_step import train_step
 
     torch.set_num_threads(1)
     began, recipe = time.perf_counter(), fp8cfg.compose(words)

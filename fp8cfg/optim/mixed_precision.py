@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fp8cfg.optim.deferred_step import Either, lr_after, taken, unscale
-from fp8cfg.optim.inner_state import collect_json, collect_tensors, from_low_bit, moments, restore, stepped
+from fp8cfg.optim.inner_state import collect_json, collect_tensors, from_low_bit, restore, stepped
 from fp8cfg.optim.loss_scale import LossScaler
 from fp8cfg.optim.masters import make_masters
 from fp8cfg.optim.named_state import NamedOptimizer, hyperparameters
@@ -167,11 +167,6 @@ class MixedPrecisionOptimizer(NamedOptimizer):
     def state_tensors(self) -> dict[str, Tensor]:
         """The state itself, no copies: `<parameter>.master` where there is one, `<parameter>.exp_avg`, and so on; of owned ones."""
         return collect_tensors(self.names, self.masters, self.inner)
-
-    def state_names(self, p: nn.Parameter) -> list[str]:
-        """What stands in the state of `p`, whoever owns it: its master, where it has one, and moments after its first step."""
-        own = ["master"] if p.dtype != torch.float32 else []
-        return own + (moments(self.inner) if self.counts[p] else [])
 
     def state_json(self) -> dict[str, Any]:
         """The rest of the state, for JSON: inner optimizer, step counts, loss scale. The learning rate is a schedule's."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8cfg.models import TransformerConfig
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.optim import LossScaler
-from fp8cfg.optim.groups import param_groups, set_grad_dtype
+from fp8cfg.optim.groups import param_groups
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 from tests.support.mixed_precision import (
     DTYPES,
@@ -79,24 +79,6 @@ def test_updates_too_small_for_bfloat16_add_up() -> None:
     assert torch.equal(weight, torch.full((4,), 0.99).bfloat16())
 
 
-def test_gradients_accumulate_in_the_asked_dtype() -> None:
-    gradients = [torch.full((4,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
-
-    def accumulated(dtype: torch.dtype) -> Tensor:
-        weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-        set_grad_dtype([weight], dtype)
-        for gradient in gradients:
-            (weight * gradient).sum().backward()
-        assert weight.grad is not None and weight.grad.dtype == dtype
-        return weight.grad
-
-    assert accumulated(torch.float32)[0] == 258.0
-    assert accumulated(torch.bfloat16)[0] == 256.0  # 257 is no bfloat16
-    exact = nn.Parameter(torch.zeros(4))
-    set_grad_dtype([exact], torch.bfloat16)
-    assert exact.grad_dtype == torch.float32
-
-
 def test_norm_and_clipping_are_of_the_unscaled_float32_gradient() -> None:
     weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     options = {"loss_scaler": LossScaler(loss_scale=1024.0), "clip_grad": 1.0}
@@ -136,7 +118,7 @@ class Float8Weight(nn.Module):
         super().__init__()
         self.scale = weight.abs().max() / 448
         self.weight = nn.Parameter((weight / self.scale).to(torch.float8_e4m3fn))
-        set_grad_dtype([self.weight], torch.float32)
+        self.weight.grad_dtype = torch.float32
 
     def set_weight(self, master: Tensor) -> None:
         self.weight.copy_((master / self.scale).to(torch.float8_e4m3fn))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fp8cfg.models import TransformerConfig
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.optim import LossScaler, Schedule
-from fp8cfg.optim.groups import param_groups, set_grad_dtype
+from fp8cfg.optim.groups import param_groups
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,7 +34,8 @@ def make_model(dtype: torch.dtype, seed: int = 0) -> Transformer:
     model = Transformer(CONFIG).to(dtype)
     model.init_weights(seed)
     if dtype == torch.bfloat16:
-        set_grad_dtype(model.parameters(), torch.float32)
+        for p in model.parameters():
+            p.grad_dtype = torch.float32
     return model
 
 
