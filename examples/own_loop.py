@@ -32,4 +32,5 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
 
 
 if __name__ == "__main__":
-    train(fp8cfg.compose(["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]))
+    with fp8cfg.exit_codes():  # a mistake is a line and exit code 2, as of the command
+        train(fp8cfg.compose(["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors the same names as in _HOMES; 
     from fp8cfg.config.data import Data as Data
     from fp8cfg.config.errors import ConfigError as ConfigError
     from fp8cfg.config.errors import NotFP8Error as NotFP8Error
+    from fp8cfg.config.exit_codes import exit_codes as exit_codes
     from fp8cfg.config.fp8 import FP8 as FP8
     from fp8cfg.config.fp8 import OverrideLinearPrecision as OverrideLinearPrecision
     from fp8cfg.config.lora import LoRA as LoRA
@@ -100,6 +101,7 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
         "fp8cfg.composition.structured_config": "structured_config",
         "fp8cfg.config.data": "Data",
         "fp8cfg.config.errors": "ConfigError NotFP8Error",
+        "fp8cfg.config.exit_codes": "exit_codes",
         "fp8cfg.config.fp8": "FP8 OverrideLinearPrecision",
         "fp8cfg.config.lora": "LoRA",
         "fp8cfg.config.model": "Model RopeScaling",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import sys
-import time
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 from fp8cfg.cli import VERBS, WORDS
@@ -17,36 +15,17 @@ from fp8cfg.cli import VERBS, WORDS
 def main(argv: list[str] | None = None, own_process: bool = False) -> int:
     """Run one verb; `train` where none is given. Returns the exit code. In a process of its own a second signal ends it at once; in
     one of others it is theirs."""
-    from fp8cfg.config.errors import Fp8cfgError, RankLost, RankStalled
-    from fp8cfg.config.out_of_memory import out_of_memory
+    from fp8cfg.config.exit_codes import flush, said
 
     warnings.showwarning = _warned
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv), own_process)
-        _flush()
+        flush()
         return code
-    except Fp8cfgError as e:
-        lines = getattr(e, "problems", None) or [str(e)]
-        _report(lines, "" if e.exit_code == 75 else "error: ", at_once=isinstance(e, RankStalled))
-        if isinstance(e, RankLost | RankStalled):
-            sys.stderr.flush()
-            time.sleep(5)  # torchrun ends the other ranks as soon as one fails, and those that know why have yet to say it
-        return e.exit_code
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
-        _silence()
-        return 0
-    except KeyboardInterrupt:
-        return 130
-    except (OSError, MemoryError, RuntimeError, ImportError) as e:
-        if line := out_of_memory(e):
-            e.__traceback__ = None  # what it holds of memory may be needed to say so
-            _report([line], "error: ")
-            return 1
-        if not isinstance(e, OSError) or e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
+    except BaseException as e:
+        if (ended := said(e)) is None:
             raise
-        full = e.errno != errno.ENAMETOOLONG
-        _report([f"out of space: {e}" if full else f"{str(e.filename)[:40]}...: {e.strerror}"], "error: ")
-        return 5 if full else 2
+        return ended
 
 
 def _run(argv: list[str], own_process: bool) -> int:
@@ -94,43 +73,15 @@ def _help(argv: list[str]) -> int:
     return 0
 
 
-def _flush() -> None:
-    if sys.stdout is not None:  # it is closed: fp8cfg ... >&-
-        sys.stdout.flush()
-
-
-def _silence() -> None:
-    """Whatever is printed from here on, and at the end of the process, goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _report(lines: list[str], prefix: str, at_once: bool = False) -> None:
-    """The lines of an error, each one line whatever a word or a file has put into it. What all ranks found is said by the
-    first: torchrun ends the others as soon as that one fails. What one rank alone found is said by it, a little later or `at_once`.
-    """
-    from fp8cfg.config.errors import printable
-
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        time.sleep(0 if at_once else 2)
-        prefix = f"rank {rank}: {prefix}"
-    try:
-        _flush()
-    except OSError:  # no reader, or no space: the error is said all the same
-        _silence()
-    for line in lines:
-        with suppress(OSError):  # a terminal that has gone; the exit code says it still
-            print(f"{prefix}{printable(line)}", file=sys.stderr)
-
-
 def _warned(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
     """A warning of ours to users as one line, said by the first rank; every other warning as Python prints it."""
     from fp8cfg.config.errors import PlainWarning
+    from fp8cfg.config.exit_codes import report
 
     if not issubclass(category, PlainWarning):
         _PLAIN(message, category, *where, **more)
     elif os.environ.get("RANK", "0") == "0":
-        _report([str(message)], "warning: ")
+        report([str(message)], "warning: ")
 
 
 _PLAIN = warnings.showwarning

@@ -249,3 +249,8 @@ def test_scripts_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "linear layers' FLOPs" in out or "matmul FLOPs" in out
     assert len(re.findall(r"step \d: loss \d|'loss'", out)) == 2
     assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 60
+    monkeypatch.setattr(sys, "argv", [name, "fp8.margn=1", "precision=bf16_pf8"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[0] == "error: fp8.margn: no such key; did you mean 'fp8.margin'?"

@@ -20,7 +20,7 @@ NAMES = {
     "Recipe", "Model", "LoRA", "RopeScaling", "FP8", "OverrideLinearPrecision", "Precision", "Storage", "Data", "Optim", "Trainer", "Strategy", "Timeout",
     "Checkpoint", "Log", "ConfigError", "NotFP8Error", "recipe", "recipes", "compose", "from_yaml", "to_yaml", "structured_config", "interop",
     # what one does with them
-    "plan", "Plan", "explain", "Explanation", "lower", "build", "Job", "fit", "resume", "RunFolder", "Callback", "coverage",
+    "plan", "Plan", "explain", "Explanation", "lower", "build", "Job", "fit", "resume", "RunFolder", "Callback", "coverage", "exit_codes",
     "run", "Execution", "Executor", "LocalExecutor", "TorchrunExecutor", "SlurmExecutor",
     # models of one's own
     "convert_model", "convert_back", "has_fp8_layers", "has_transformer_engine_layers", "contextual_fp8_autocast", "apply_fp8_autowrap",
