@@ -54,7 +54,7 @@ def part(path: Path, group: str, library: Library) -> Part:
     """What the file `path` of `group`, one of one's own, says. Raises ConfigError for keys that are none, and for a package that is
     no node."""
     data = dict(library.data(path))
-    chosen = _overrides(data, library)
+    chosen = _overrides(data, group, library)
     package = package_of(path, group) or library.home(group)
     at = "" if package == "_global_" else full(package.removeprefix("_global_."))
     if at and (at not in fields() or not _has_keys(at)):
@@ -80,11 +80,13 @@ def refuse_package(path: Path, group: str, library: Library) -> None:
         raise ConfigError(f"# @package {package}: packages are fixed, {group} stands at {home}; drop the line")
 
 
-def _overrides(data: dict[str, Any], library: Library) -> dict[str, str]:
+def _overrides(data: dict[str, Any], group: str, library: Library) -> dict[str, str]:
     """Take `defaults` out of `data`: choices of other groups, which stand in the recipe already."""
     named = {"defaults": data.pop("defaults", None)}
     found = taken(named, library)
     plain = [c for c in found if c.group != "_self_" and not c.override]
+    others = [c.name for c in plain if c.group == "recipe" and library.problem("recipe", c.name)]  # to Hydra of the file's group
+    refuse_if([f"defaults: {name}: a file of {group}/ builds on no other; write its keys here" for name in others])
     refuse_if([f"defaults: {c.group}: stands in every recipe already; write 'override /{c.group}: {c.name}'" for c in plain])
     own = [c for c in found if library.own(c.group) and c.group not in PARTS]
     refuse_if([f"defaults: {c.group}: a group of your own is a word: {c.group}={c.name}" for c in own])

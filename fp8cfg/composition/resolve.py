@@ -99,7 +99,11 @@ def part_of(group: str, stem: str, library: Library) -> Part:
 
 def _whole(group: str, path: Path, library: Library) -> Node:
     refuse_package(path, group, library)
-    return LEAVES[group][0](**library.data(path))
+    data = library.data(path)
+    if "defaults" in data:
+        raise ConfigError(f"defaults: a {group} preset builds on no other; write all its keys here, or '/{group}: NAME' in the "
+                          "defaults of a recipe's file, and there what differs")
+    return LEAVES[group][0](**data)
 
 
 def recipe_from(path: Path, library: Library) -> Recipe:

@@ -167,6 +167,9 @@ FILES = {
     "experiment/typo.yaml": ("# @package _global_\ntrainer: {max_step: 5}\n", "experiment=typo", "trainer.max_step: no such key; did you mean"),
     "experiment/plain.yaml": ("# @package _global_\ndefaults: [{/precision: bf16}]\n", "experiment=plain",
                               "defaults: precision: stands in every recipe already; write 'override /precision: bf16'"),
+    "precision/on_top.yaml": ("defaults: [bf16_fp8]\nfp8: {margin: 1}\n", "precision=on_top",
+                              "on_top.yaml:1: defaults: a precision preset builds on no other; write all its keys here, or '/precision: NAME'"),
+    "optim/on_top.yaml": ("defaults: [fast]\nlr: 1e-4\n", "optim=on_top", "defaults: fast: a file of optim/ builds on no other; write its keys here"),
     "optim/range.yaml": ("lr: -1\n", "optim=range", "optim.lr=-1: must be more than 0"),
     "optim/code.yaml": ("_target_: os.system\n", "optim=code", "_target_: a recipe cannot name code to run"),
 }
