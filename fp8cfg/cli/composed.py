@@ -43,6 +43,21 @@ def settled_on_ranks(
     return launched_ranks.composed(words, Library(Path(config_dir) if config_dir else None), file, base)
 
 
+def idle_folder(words: Sequence[str], config_dir: str | None) -> list[str]:
+    """A line where nothing of `config_dir` is read beside the recipe of a run: none of `words`, which are right, names it."""
+    from fp8cfg.composition.config_groups import Library
+    from fp8cfg.composition.override_words import parse
+
+    if config_dir is None:
+        return []
+    library = Library(Path(config_dir))
+    chosen = parse(words, library, has_recipe=True)[0].items()
+    files = [library.file(group, library.stem(group, name)) for group, name in chosen]
+    if any(file.is_relative_to(Path(config_dir).resolve()) for file in files if file):
+        return []
+    return [f"note: --config-dir {config_dir}: changes nothing, no word chooses what it has; the recipe is the run's own"]
+
+
 def say(notes: Iterable[str]) -> None:
     """Print notes once, whatever the ranks."""
     for line in notes if os.environ.get("RANK", "0") == "0" else ():

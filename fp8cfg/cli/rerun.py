@@ -38,7 +38,7 @@ recipe.yaml alone: what else is missing or damaged is named, and not compared.
 
 def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import say, settled_on_ranks
+    from fp8cfg.cli.composed import idle_folder, say, settled_on_ranks
     from fp8cfg.cli.offered_lines import whole_lines
     from fp8cfg.cli.run_recipe import launch, sized
     from fp8cfg.composition import to_yaml
@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
 
     found, whole_line = settle(arguments.words), whole_lines(arguments, settle, "rerun")
     refuse_if([] if found.layout_alone else found.problems)
-    say(found.notes)
+    say([*found.notes, *idle_folder(arguments.words, arguments.one("--config-dir"))])
     if (ended := local_ranks.started(found, ["rerun", *argv], whole_line)) is not None:
         return ended
     recipe = sized(found.recipe)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 USAGE = """
 fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...]
+              [--config-dir FOLDER]
 
 Goes on with a run from its newest checkpoint that verifies, on as many GPUs of
 this machine as training takes. A change that would not continue the same run
@@ -27,7 +28,7 @@ is refused unless allowed by its key (fp8 or 'fp8.*' for all of a node).
 
 def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import say, settled_on_ranks
+    from fp8cfg.cli.composed import idle_folder, say, settled_on_ranks
     from fp8cfg.cli.offered_lines import whole_lines
     from fp8cfg.config.key_names import short
     from fp8cfg.training import runs
@@ -48,6 +49,7 @@ def run(argv: list[str]) -> int:
         found = settled_on_ranks(arguments.words, folder, base=base)
         refuse_if(found.problems)
         say(found.notes)
+        say(idle_folder(arguments.words, folder))
         say(f"note: --allow {key}: allows nothing, no such key has changed" for key in allowing_nothing(base, found.recipe, allow))
         return found.recipe
 

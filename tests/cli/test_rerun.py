@@ -102,6 +102,17 @@ def test_what_is_missing_or_damaged_is_named_and_the_recipe_runs(file: str, text
     assert out[0] == "rerun of ." and out[1].startswith(f"cannot compare {line}") and out[2:] == ["runs llama_tiny"]
 
 
+def test_presets_that_no_word_chooses_are_said_to_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fp8cfg.cli.run_recipe.launch", lambda *_: 0)
+    for name, text in {"recipe.yaml": "recipe: llama_tiny\n", "conf/precision/mine.yaml": "compute: fp32\n", "conf/optim/slow.yaml": "lr: 1e-4\n"}.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    for words, said in (("precision=bf16", 1), ("precision=mine", 0), ("optim=slow", 0)):
+        assert main(["rerun", ".", "--config-dir", "conf", words]) == 0
+        assert capsys.readouterr().err.count("note: --config-dir conf: changes nothing, no word chooses what it has") == said
+
+
 @pytest.mark.parametrize(("text", "part"), [
     ("hydra: {run: {dir: x}}", "recipe.yaml: hydra: settings of Hydra itself are not part of a recipe"), ("x" * (1 << 20), "recipe.yaml: larger than 256 KB"),
     (None, "is not a run folder: there is no "),

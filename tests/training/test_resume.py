@@ -225,9 +225,10 @@ def test_what_is_edited_in_a_run_folder_is_said_and_the_checkpoint_holds(tmp_pat
     capsys.readouterr()
     assert main(["resume", str(folder), "trainer.micro_batch_size=3"]) == 2
     assert capsys.readouterr().err.startswith("error: trainer.micro_batch_size=3: trainer.global_batch_size=8, with which this run was started, would ")
-    assert main(["resume", str(folder), "trainer.max_steps=3", "--allow", "optim.lr", "--allow", "trainer"]) == 0
+    assert main(["resume", str(folder), "trainer.max_steps=3", "--allow", "optim.lr", "--allow", "trainer", "-cd", str(tmp_path)]) == 0
     said = capsys.readouterr()
-    assert said.err == "note: --allow optim.lr: allows nothing, no such key has changed\n"
+    assert said.err == (f"note: --config-dir {tmp_path}: changes nothing, no word chooses what it has; the recipe is the run's own\n"
+                        "note: --allow optim.lr: allows nothing, no such key has changed\n")
     edited, = (line for line in said.out.splitlines() if line.endswith("in recipe.yaml is not that of the checkpoint, which holds; give it as a "
                                                                        "word to change it"))
     assert edited.startswith("optim.lr") and fp8cfg.from_yaml(file).optim.lr == 0.003
