@@ -49,12 +49,16 @@ def _one_microbatch(recipe: Recipe, ranks: int) -> Iterator[str]:
 def _one_rank(recipe: Recipe, ranks: int) -> Iterator[str]:
     """What ranks send one another, and how long they wait; not of gradients that are sent as they are stored."""
     p, s = recipe.precision, recipe.trainer.strategy
-    if ranks * s.size * s.data_parallel_replicate_size > 1:
-        return
-    sent = changed(p.storage, "comm") if resolved(p)["comm"] != resolved(p)["weight_grad"] else []
-    scales = changed(p.fp8, "reduce_amax", "tp_only_amax_red") if not capabilities(p.backend).own_state else []
-    if found := [*sent, *scales, *changed(recipe.trainer.timeout)]:
-        yield f"{', '.join(found)}: of several ranks; one sends nothing and waits for none"
+    same = ranks * s.data_parallel_replicate_size  # with the same parameters: data-parallel and context ranks
+    sent = changed(p.storage, "comm") if same == 1 and resolved(p)["comm"] != resolved(p)["weight_grad"] else []
+    if not capabilities(p.backend).own_state:
+        sent += changed(p.fp8, "reduce_amax") if same * s.tensor_model_parallel_size == 1 else []
+        sent += changed(p.fp8, "tp_only_amax_red") if same == s.context_parallel_size else []
+    if same * s.size == 1:
+        if found := [*sent, *changed(recipe.trainer.timeout)]:
+            yield f"{', '.join(found)}: of several ranks; one sends nothing and waits for none"
+    elif sent:
+        yield f"{', '.join(sent)}: of several data-parallel ranks, and there is one"
 
 
 def _folders(recipe: Recipe) -> Iterator[str]:
