@@ -13,7 +13,6 @@ from fp8cfg.config.rules import missing_data
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU that NVIDIA's driver has, by which they are counted without loading torch."""
-_PRESETS = ("recipe", "precision", "data")
 
 
 def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
@@ -77,6 +76,6 @@ def _absent(source: str, path: str) -> str:
 
 
 def _presets(config_dir: str | None) -> list[str]:
-    if config_dir is None or any((Path(config_dir) / group).is_dir() for group in _PRESETS):
+    if config_dir is None or next(Path(config_dir).glob("*/**/*.yaml"), None):
         return []
-    return [f"--config-dir {config_dir}: has none of {', '.join(f'{group}/' for group in _PRESETS)}, and no presets"]
+    return [f"--config-dir {config_dir}: has no GROUP/NAME.yaml, such as precision/mine.yaml, and so no presets"]

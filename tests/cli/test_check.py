@@ -102,13 +102,16 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
     ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is no folder"]),
     ("log.dir=new/runs", []),
     ("log.folder=there.idx/run", ["log.folder=there.idx/run: {tmp}/there.idx is no folder"]),
-    ("-cd empty", ["--config-dir empty: has none of recipe/, precision/, data/, and no presets"]),
+    ("-cd empty", ["--config-dir empty: has no GROUP/NAME.yaml, such as precision/mine.yaml, and so no presets"]),
+    ("-cd own", []),
 ])
 def test_what_is_not_here_is_noted(capsys: Out, words: str, wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8cfg.backends.te.rules.unavailable", lambda: "no kernels")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.idx").touch()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "own/trainer/strategy").mkdir(parents=True)
+    (tmp_path / "own/trainer/strategy/two.yaml").touch()
     assert notes(capsys, *words.split()) == [line.replace("{tmp}", str(tmp_path)) for line in wanted]
 
 
