@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.data import NO_ADDRESS, SHIPPED
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.refusal import WRITTEN, Refusal, holds, idle
@@ -158,6 +159,10 @@ def trainer_rules(recipe: Recipe) -> Iterator[str]:
         yield from idle(t, ("limit_val_batches",), f"{never}; {cure}", key)
         if recipe.fp8.enabled:
             yield from idle(recipe.fp8, ("use_autocast_during_eval",), never, key)
+    backend = recipe.precision.backend
+    if t.compile == "on" and not capabilities(backend).compiles:
+        yield Refusal(f"trainer.compile=on: layers of backend={backend} are not compiled; write off", [("trainer.compile", "off")],
+                      ["backend"])
     if recipe.checkpoint.every_n_steps == 0:
         yield from idle(recipe.checkpoint, ("keep", "async_save"), " while checkpoint.every_n_steps=0 (the end alone)",
                         "checkpoint.every_n_steps")

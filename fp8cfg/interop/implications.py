@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
+from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
@@ -27,9 +28,8 @@ def by_backend(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
     """Put into `ours` what the backend does that it names, or another backend where that one could not run it. A line for each
     thing that is not as somebody wrote it, in their words (`origin`)."""
     lines = _under_fsdp(ours, origin) if ours.get("storage.shard") == "fsdp" else []
-    if ours.get("backend") == "te":
-        return lines + _under_te(ours, origin)
-    return lines + (_under_msamp(ours, origin) if ours.get("backend") == "msamp" else [])
+    under = {"te": _under_te, "msamp": _under_msamp}.get(ours.get("backend", "auto"))
+    return lines + (under(ours, origin) if under else []) + _compiled(ours, origin)
 
 
 def contradictions(ours: Values, origin: Mapping[str, str]) -> list[str]:
@@ -39,6 +39,14 @@ def contradictions(ours: Values, origin: Mapping[str, str]) -> list[str]:
         return []
     both = list(dict.fromkeys(origin[key] for key in ("storage.shard", "opt_level", "backend") if key in origin))[:2]
     return [f"{' and '.join(both)}: MS-AMP splits no weights; write DeepSpeed's ZeRO stage 1 or 2, or drop MS-AMP"]
+
+
+def _compiled(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
+    backend = ours.get("backend", "auto")
+    if ours.get("trainer.compile") != "on" or capabilities(backend).compiles:
+        return []
+    del ours["trainer.compile"]
+    return [f"{origin.get('trainer.compile', 'trainer.compile=on')}: layers of backend={backend} are not compiled here"]
 
 
 def _under_fsdp(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:

@@ -99,6 +99,7 @@ CASES = [
     ("bf16", {"optim__betas": (0.9, 1.0)}, "each must be at least 0 and less than 1"),
     ("bf16", {"trainer__global_batch_size": 17}, "not a multiple of trainer.micro_batch_size=16; nearest is 16"),
     ("bf16", {"trainer__val_check_interval": 0}, "trainer.limit_val_batches=4: has no effect"),
+    ("bf16_fp8", {"trainer__compile": "on", "precision__backend": "te"}, "trainer.compile=on: layers of backend=te are not compiled; write off"),
     ("bf16", {"trainer__strategy__tensor_model_parallel_size": 2}, "does not divide trainer.num_nodes x trainer.devices = 1; nearest is "
      "trainer.devices=2, or trainer.strategy.tensor_model_parallel_size=1"),
     ("bf16", {"trainer__strategy__context_parallel_size": 4, "trainer__devices": 6},

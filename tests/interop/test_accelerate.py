@@ -104,6 +104,10 @@ def test_what_stands_around_fp8() -> None:
                           "deepspeed_config.zero_stage=3: weights are split by torch's FSDP2 here",
                           "fsdp_config.fsdp_offload_params=True: how FSDP wraps, moves and saves; storage.shard=fsdp splits each layer by FSDP2")
     assert interop.from_mapping("accelerate", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}).recipe.trainer.compile == "on"
+    for backend in ("TE", "MSAMP"):
+        found = interop.from_mapping("accelerate", {"mixed_precision": "fp8", "fp8_config": {"backend": backend}, "dynamo_config": {"dynamo_backend": "INDUCTOR"}})
+        assert found.recipe.trainer.compile == "auto"
+        assert f"dynamo_config.dynamo_backend=INDUCTOR: layers of backend={backend.lower()} are not compiled here" in found.lost
     assert interop.from_mapping("accelerate", {"distributed_type": "NO"}).recipe.precision.compute == "fp32"  # Accelerate's default
 
 
