@@ -23,7 +23,7 @@ from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.preset_keys import preset_keys
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.conversion.convert import prove, strangers
+from fp8cfg.conversion.convert import no_recipe, prove, strangers
 from fp8cfg.conversion.given_recipe import given_recipe
 from fp8cfg.conversion.preset_values import GIVE_WAY
 
@@ -41,9 +41,13 @@ def contextual_fp8_autocast(
     another `fp8` node than the recipe's.
     Compile a model before, not after."""
     recipe = given_recipe(recipe)
+    refuse_if(no_recipe(recipe))
     owner, function = getattr(model_forward, "__self__", None), getattr(model_forward, "__func__", None)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, nn.Module):
+            raise ConfigError(f"contextual_fp8_autocast: its function takes the model first, not a {type(self).__name__}; "
+                              "write model.forward = types.MethodType(function, model), or apply_fp8_autowrap(model, recipe)")
         with _pass(self, recipe, use_during_eval):
             if function is not None and isinstance(self, type(owner)):  # a copy of the model runs itself
                 return function(self, *args, **kwargs)

@@ -214,9 +214,13 @@ def checked(recipe: Recipe, model: nn.Module) -> Recipe:
 
 def strangers(recipe: Recipe, model: nn.Module) -> list[str]:
     """A line for each argument of the wrong type."""
-    wanted = {"Recipe": (recipe, Recipe, "; compose(['precision=bf16_fp8']) gives one"), "torch.nn.Module": (model, nn.Module, "")}
-    return [f"expected a {name}, got {type(given).__name__}{more}" for name, (given, cls, more) in wanted.items()
-            if not isinstance(given, cls)]
+    return no_recipe(recipe) + ([] if isinstance(model, nn.Module) else [f"expected a torch.nn.Module, got {type(model).__name__}"])
+
+
+def no_recipe(given: Any) -> list[str]:
+    """A line where that is none."""
+    return [] if isinstance(given, Recipe) else [
+        f"expected a Recipe, got {type(given).__name__}; compose(['precision=bf16_fp8']) gives one"]
 
 
 def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:

@@ -32,6 +32,16 @@ def test_autowrap_runs_training_in_fp8_and_evaluation_not(backend: str) -> None:
     assert not torch.equal(loss_of(model), loss_of(plain))
 
 
+def test_the_function_of_autowrap_takes_a_recipe_and_then_the_model() -> None:
+    model = Model()
+    fp8cfg.convert_model(model, recipe())
+    with pytest.raises(fp8cfg.ConfigError, match="expected a Recipe, got str"):
+        fp8cfg.contextual_fp8_autocast(model.forward, "bf16_fp8")
+    model.forward = fp8cfg.contextual_fp8_autocast(model.forward, recipe())
+    with pytest.raises(fp8cfg.ConfigError, match=r"takes the model first, not a Tensor; write model\.forward = types\.MethodType\(function, model\)"):
+        loss_of(model)
+
+
 def test_autowrap_of_a_forward_that_was_wrapped_keeps_its_arguments() -> None:
     """As Accelerate's hooks leave it; a Trainer picks the columns of its data by them."""
     model = Model()
