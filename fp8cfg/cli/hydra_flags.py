@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.cli.argv import Arguments, is_hydra, wrong_words
-from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.config.errors import ConfigError, nearest, refuse_if, suggest
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -88,7 +88,9 @@ def refuse_idle(arguments: Arguments) -> None:
     """Raise ConfigError for words of Hydra's that would do nothing in a single run."""
     idle = [w for w in arguments.words if is_hydra(w) and not w.startswith(RUN_DIR)]
     if idle:
-        lines = [f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in idle]
+        meant = RUN_DIR.rstrip("=")
+        lines = [f"{w}: no such setting of Hydra; did you mean {meant!r}?" if nearest(w.partition("=")[0], [meant], 0.9) else
+                 f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in idle]
         raise ConfigError(lines + wrong_words(arguments))
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.composition.config_groups import GROUPS, LEAVES
+from fp8cfg.composition.flatten import flat_data
 from fp8cfg.composition.override_words import parser
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, nearest
 from fp8cfg.config.files import primary_config
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ _PLUGINS = {
     "hydra/sweeper/optuna": "hydra-optuna-sweeper", "hydra/sweeper/ax": "hydra-ax-sweeper",
 }  # fmt: skip
 """What brings choices of Hydra's own groups."""
+_OVERRIDE = re.compile(r"\s*Could not override '(hydra\.[\w.]+)'")
 
 
 def merge(nodes: dict[str, dict[str, Any]], chosen: dict[str, str], values: list[str]) -> dict[str, Any]:
@@ -124,8 +127,22 @@ def _one_line(error: BaseException) -> str:
     listed = any(line.startswith("Available options") for line in lines)
     if lines[0].startswith("Error merging override") and error.__cause__:
         return f"{lines[0]}: {_one_line(error.__cause__)}"
+    if (wrong := _OVERRIDE.match(lines[0])) and (instead := _instead(wrong[1])):
+        return lines[0].strip().rstrip(".") + instead
     missing = next((f"; pip install {package}" for name, package in _PLUGINS.items() if name in lines[0]), "")
     return lines[0].strip() + (f"; choose from {', '.join(options)}" if listed and options else "") + missing
+
+
+def _instead(key: str) -> str:
+    """What may be meant by a setting that Hydra has not: one of its own, or of a launcher or sweeper; empty where nothing is."""
+    from hydra.conf import HydraConf
+    from omegaconf import OmegaConf
+
+    known = flat_data({"hydra": OmegaConf.to_container(OmegaConf.structured(HydraConf))})
+    if near := nearest(key, known, 0.8):
+        return f"; did you mean {near!r}?"
+    kind = key.split(".")[1]
+    return f"; hydra/{kind}=NAME chooses a {kind} that has it" if kind in ("launcher", "sweeper") else ""
 
 
 @contextlib.contextmanager

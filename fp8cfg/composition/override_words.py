@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 
+_FUNCTIONS = ("choice", "range", "interval", "glob", "shuffle", "sort")
 _SHELL = "is a variable, which no shell has replaced; write its value"
 
 
@@ -195,6 +196,9 @@ def _mistake(word: str) -> str:
         return f"two signs '='; write {key}={value.lstrip('=')}"
     if value.endswith(","):
         return f"ends in a comma; write {key}={value.rstrip(',')}"
+    called = value.partition("(")[0] if value.endswith(")") else ""
+    if called and (near := nearest(called, _FUNCTIONS)):
+        return f"no such function {called!r}; did you mean {near!r}?"
     for opening, closing in ("[]", "{}"):
         if value.count(opening) > value.count(closing):
             return f"{opening!r} without its {closing!r}; quote the word where it has spaces"

@@ -124,6 +124,7 @@ def _values(parsed: Override, word: str, library: Library) -> list[str]:
         if group not in library.groups():
             raise ConfigError(f"{word}: glob() chooses among presets, and {short(full(key))} is no group of them")
         found = value.filter(library.choices(group))
+        refuse_if([] if found else [f"{word}: no {group} matches; fp8cfg list {group} has them"])
     else:
         try:
             found = list(islice(parsed.sweep_string_iterator(), MAX_JOBS + 1))

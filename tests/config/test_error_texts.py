@@ -90,6 +90,7 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("~fp8.margin", "~fp8.margin: keys cannot be removed; set fp8.margin to its default instead"),
     ("precision@x=bf16", "precision@x=bf16: packages are fixed; write precision=bf16"),
     ("name=${oc.env:HOME}", "name=${oc.env:HOME}: interpolation is not accepted; write the value"),
+    ("hydra.run.dri=x", "hydra.run.dri=x: no such setting of Hydra; did you mean 'hydra.run.dir'?"),
     ("hydra.verbose=true", "hydra.verbose=true: does nothing in a single run; -m, --cfg and --info take it"),
     ("hydra/launcher=basic", "hydra/launcher=basic: does nothing in a single run; -m, --cfg and --info take it"),
     # all at once: options, verbs and words
