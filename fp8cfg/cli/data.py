@@ -57,13 +57,13 @@ def run(argv: list[str]) -> int:
     refuse_if([f"{key}: has no effect on token files; write it where these are trained on" for key in idle])
     if d.mixture:
         raise ConfigError("data.mixture: token files are written one by one and mixed in training; prepare each data.path")
-    began = time.perf_counter()
+    began, key = time.perf_counter(), "data.tokenizer"
     try:
         with _stopped_cleanly():
-            tokenizer = load_tokenizer(tokenizer_path(d.tokenizer))
+            tokenizer, key = load_tokenizer(tokenizer_path(d.tokenizer)), f"data={d.name}"
             made = prepare(out, d.name, d.path, d.text_key, tokenizer)
     except DataError as e:
-        raise ConfigError(f"data={d.name}: {e}") from None
+        raise ConfigError(f"{key}: {e}") from None
     except OSError as e:
         raise NotWritable(f"{out}: cannot be written ({e.strerror or e})") from None
     print(f"wrote {printable(str(made.path))}.bin and .idx: {made.tokens} tokens of {made.documents} documents in "

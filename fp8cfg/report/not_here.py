@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fp8cfg import pipeline_limits, tensor_limits
 from fp8cfg.backends import backend_registry
+from fp8cfg.config.hub import PREFIX
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules import missing_data
 
@@ -55,6 +56,9 @@ def _count() -> int:
 def _paths(recipe: Recipe) -> list[str]:
     d, found = recipe.data, list(missing_data(recipe))
     found += [f"{key}={path}: {line}" for key, path in d.paths.items() if (line := _absent(d.name, path))]
+    named = {"data.tokenizer": d.tokenizer, "model.weights": recipe.model.weights, "lora.weights": recipe.lora.weights}
+    found += [f"{key}={path}: no such file or folder here" for key, path in named.items()
+              if path and not path.startswith(PREFIX) and not Path(path).expanduser().exists()]
     key, folder = ("log.folder", recipe.log.folder) if recipe.log.folder else ("log.dir", recipe.log.dir)
     above = Path(folder).absolute()
     while not above.exists() and above != above.parent:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
 from fp8cfg.config.errors import ConfigError, refuse_if
-from fp8cfg.config.hub import tokenizer_path
+from fp8cfg.config.hub import PREFIX, tokenizer_path
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules import missing_data
 from fp8cfg.data import Batches, Corpus, DataError, Samples, Windows, eval_batches, load_corpus, split
 from fp8cfg.data.conversations import Conversations, load_conversations
 from fp8cfg.data.corpora import require_source, source_files
+from fp8cfg.data.errors import require
 from fp8cfg.data.mixture import Mixture
 from fp8cfg.data.shards import Shards
 from fp8cfg.data.stream import Stream, StreamBatches
@@ -24,13 +26,21 @@ RunData = tuple[Batches, Samples | None]
 """The training samples and the held-out part; None of a stream without data.validation_path."""
 
 
+def named_tokenizer(name: str | None) -> Tokenizer:
+    """The tokenizer that data.tokenizer names. Raises ConfigError, which names that key, where there is none."""
+    try:
+        return load_tokenizer(tokenizer_path(name))
+    except DataError as e:
+        raise ConfigError(f"data.tokenizer: {e}") from None
+
+
 def run_data(recipe: Recipe) -> RunData:
     """What `recipe` trains and validates on. Raises ConfigError for data that
     cannot be had or do not fit."""
     t, d = recipe.trainer, recipe.data
     refuse_if(list(missing_data(recipe)))
     try:
-        tokenizer = load_tokenizer(tokenizer_path(d.tokenizer))
+        tokenizer = named_tokenizer(d.tokenizer)
         held_out = _validation(recipe, d.validation_path, tokenizer) if d.validation_path else None
         if d.streaming:
             stream = _stream(recipe, tokenizer)
@@ -49,8 +59,14 @@ def run_data(recipe: Recipe) -> RunData:
 
 
 def refuse_absent(recipe: Recipe) -> None:
-    """Raise ConfigError, as `run_data` does where a model is there already, where there is nothing at a path of the data."""
+    """Raise ConfigError, as `run_data` does where a model is there already, where there is nothing at a path of the data, or of the
+    tokenizer."""
     d = recipe.data
+    try:
+        if d.tokenizer and not d.tokenizer.startswith(PREFIX):
+            require(Path(d.tokenizer))
+    except DataError as e:
+        raise ConfigError(f"data.tokenizer: {e}") from None
     try:
         for path in filter(None, (d.validation_path, d.path, *(part["path"] for part in d.mixture))):
             require_source(d.name, path)
@@ -88,7 +104,7 @@ def all_samples(recipe: Recipe) -> Samples:
     """All of what is at data.path, without a part to train on. Raises ConfigError as `run_data`."""
     d = recipe.data
     try:
-        return _samples(recipe, _whole(recipe, d.path, load_tokenizer(tokenizer_path(d.tokenizer))), masked=False)
+        return _samples(recipe, _whole(recipe, d.path, named_tokenizer(d.tokenizer)), masked=False)
     except DataError as e:
         raise ConfigError(f"data={d.name}: {e}") from None
 

@@ -9,11 +9,10 @@ import torch
 
 from fp8cfg.config.data import SHIPPED
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.hub import tokenizer_path
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.data import IGNORED, DataError, Samples
-from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer
-from fp8cfg.training.data import all_samples, run_data
+from fp8cfg.data.tokenizer import Tokenizer
+from fp8cfg.training.data import all_samples, named_tokenizer, run_data
 from fp8cfg.training.run_model import RunModel
 
 
@@ -70,10 +69,7 @@ def run_tokenizer(run: RunModel, path: str | None = None) -> Tokenizer:
     if path is None and d.name == "tokens":
         raise ConfigError("--tokenizer: the run was trained on token files, which do not say how they were made; name a "
                           "tokenizer.json or its folder, or write --tokenizer bytes")
-    try:
-        found = load_tokenizer(None if path == "bytes" else tokenizer_path(path))
-    except DataError as e:
-        raise ConfigError(f"data.tokenizer: {e}") from None
+    found = named_tokenizer(None if path == "bytes" else path)
     if run.tokenizer_sha256 not in (None, found.sha256):
         raise ConfigError(f"{path or 'bytes'}: not the tokenizer that the run was trained with, whose sha256 is "
                           f"{run.tokenizer_sha256[:16] if run.tokenizer_sha256 else None}...")

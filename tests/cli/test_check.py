@@ -99,6 +99,8 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
     ("data=jsonl data.path=*.nope data.validation_path=*.idx", ["data.path=*.nope: no such file or folder here"]),
     ("data=tokens data.path=there", ["data.path=there: no file there.bin here"]),
     ("data=tokens data.path=gone.bin", ["data.path=gone.bin: no file gone.bin and gone.idx here"]),
+    ("data.tokenizer=gone model.weights=there.idx", ["data.tokenizer=gone: no such file or folder here"]),
+    ("model.weights=gone", ["model.weights=gone: no such file or folder here"]), ("model.weights=hf://a/b", []),
     ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is no folder"]),
     ("log.dir=new/runs", []),
     ("log.folder=there.idx/run", ["log.folder=there.idx/run: {tmp}/there.idx is no folder"]),

@@ -129,6 +129,7 @@ def test_a_model_that_is_loaded_has_no_float32_original(run: Path, monkeypatch: 
     (["evaluate"], "evaluate: needs one run folder"), (["evaluate", "RUN", "--samples", "x"], "--samples x: needs a whole number"), (["evaluate", "EMPTY"], "has no checkpoint yet"),
     (["evaluate", "RUN", "--accelerator", "tpu"], "--accelerator tpu: write auto, cpu or cuda"), (["sample", "RUN", "x", "--accelerator", "gpu"], "--accelerator gpu: write auto"),
     (["data"], "data: writes token files"), (["data", "prepare", "OUT", "data=text"], "needs data.path"), (["data", "prepare", "OUT", "data=jsonl", "data.path=gone"], "gone: no such file"),
+    (["data", "prepare", "OUT", "data=tiny", "data.tokenizer=gone"], "data.tokenizer: gone: no such file"),
     (["data", "prepare", "OUT", "data=tiny", "data.eod_mask_loss=true"], "data.eod_mask_loss: has no effect on token files"),
     (["data", "prepare", "OUT", "data=text", "data.mixture=[{path: a, weight: 1}]"], "prepare each data.path"), (["data", "prepare", "OUT", "data=chat", "data.path=x"], "no documents of text"),
 ])

@@ -16,7 +16,7 @@ import torch
 import fp8cfg
 from fp8cfg.config import hub
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.training.held_out import load_tokenizer, tokenizer_path
+from fp8cfg.training.data import named_tokenizer
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 transformers = pytest.importorskip("transformers")
@@ -107,7 +107,7 @@ def test_an_id_gives_the_shape_the_weights_and_the_tokenizer(served: list[str], 
     model = fp8cfg.build(recipe).model
     local = fp8cfg.build(fp8cfg.compose(["recipe=from_hf", f"model.path={folder}", *WORDS])).model
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), local.parameters(), strict=True))
-    assert load_tokenizer(tokenizer_path("hf://owner/small")).eos == 1
+    assert named_tokenizer("hf://owner/small").eos == 1
     held = [file.name for file in (tmp_path / "cache").glob("models--owner--small/snapshots/*/*")]
     assert "model.safetensors" in held and not {"run.py", "consolidated.safetensors"} & set(held)
     asked = len(served)

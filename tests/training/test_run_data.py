@@ -108,6 +108,7 @@ def test_token_files_train_on_the_batches_of_their_source(folder: Path) -> None:
     ("data=jsonl data.path={}/*.nope", "data=jsonl: {}/*.nope: no .jsonl file has such a name"), ("data=chat data.path={}/*.nope", "data=chat: {}/*.nope: no .jsonl file has"),
     ("data=text data.path={}", "data=text: {}: no text file below this folder"),
     ("data=tokens data.path={}/token", "data=tokens: {}/token.idx: no such file or folder; did you mean {}/tokens.idx?"),
+    ("data=tiny data.tokenizer={}/tokenizr", "data.tokenizer: {}/tokenizr: no such file or folder; did you mean {}/tokenizer?"),
     ("data=tokens data.path={}", "data=tokens: {}: a folder; add the common name of a .bin/.idx pair in it (there is: tokens)"),
 ])
 def test_what_is_not_there_is_said_before_a_model_is_made(
