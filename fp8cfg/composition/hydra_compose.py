@@ -129,20 +129,26 @@ def _one_line(error: BaseException) -> str:
         return f"{lines[0]}: {_one_line(error.__cause__)}"
     if (wrong := _OVERRIDE.match(lines[0])) and (instead := _instead(wrong[1])):
         return lines[0].strip().rstrip(".") + instead
+    if "INTERVAL_SWEEP" in lines[0]:
+        return f"{lines[0].strip()}; one that searches does: hydra/sweeper=optuna"
     missing = next((f"; pip install {package}" for name, package in _PLUGINS.items() if name in lines[0]), "")
     return lines[0].strip() + (f"; choose from {', '.join(options)}" if listed and options else "") + missing
 
 
 def _instead(key: str) -> str:
-    """What may be meant by a setting that Hydra has not: one of its own, or of a launcher or sweeper; empty where nothing is."""
+    """What may be meant by a setting that Hydra has not with its launcher and its sweeper; empty where nothing is."""
     from hydra.conf import HydraConf
+    from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    known = flat_data({"hydra": OmegaConf.to_container(OmegaConf.structured(HydraConf))})
-    if near := nearest(key, known, 0.8):
-        return f"; did you mean {near!r}?"
-    kind = key.split(".")[1]
-    return f"; hydra/{kind}=NAME chooses a {kind} that has it" if kind in ("launcher", "sweeper") else ""
+    known = dict.fromkeys(flat_data({"hydra": OmegaConf.to_container(OmegaConf.structured(HydraConf))}), "")
+    for kind in ("launcher", "sweeper"):
+        del known[f"hydra.{kind}"]
+        for file, said in ConfigStore.instance().repo["hydra"].get(kind, {}).items():
+            if file.endswith(".yaml"):
+                known |= {f"hydra.{kind}.{name}": f"hydra/{kind}={file.removesuffix('.yaml')}" for name in said.node}
+    near = nearest(key, known, 0.8)
+    return "" if near is None else f"; it is of {known[key]}" if near == key else f"; did you mean {near!r}?"
 
 
 @contextlib.contextmanager

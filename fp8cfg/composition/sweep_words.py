@@ -118,7 +118,10 @@ def _values(parsed: Override, word: str, library: Library) -> list[str]:
 
     value, key = parsed.value(), parsed.key_or_group
     if isinstance(value, IntervalSweep):
-        return [str(value.start), str(value.end)]
+        start, end = value.start, value.end
+        if start is not None and end is not None and start > end:
+            raise ConfigError(f"{word}: begins above its end; write {key}=interval({end:g},{start:g})")
+        return [str(start), str(end)]
     if isinstance(value, Glob):
         group = library.own(key) or key
         if group not in library.groups():

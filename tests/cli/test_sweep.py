@@ -79,7 +79,8 @@ REFUSED = [
     ("hydra.searchpath=[/tmp]", ["hydra.searchpath=[/tmp]: not accepted; presets of your own go to --config-dir FOLDER"]),
     ("hydra.nothing=1", ["Could not override 'hydra.nothing'."]),
     ("hydra.sweep.dri=x", ["Could not override 'hydra.sweep.dri'; did you mean 'hydra.sweep.dir'?"]),
-    ("hydra.launcher.partition=gpu", ["Could not override 'hydra.launcher.partition'; hydra/launcher=NAME chooses a launcher that has it"]),
+    ("hydra.sweeper.max_batch_sze=2", ["Could not override 'hydra.sweeper.max_batch_sze'; did you mean 'hydra.sweeper.max_batch_size'?"]),
+    ("optim.lr=interval(1e-2,1e-4)", ["optim.lr=interval(1e-2,1e-4): begins above its end; write optim.lr=interval(0.0001,0.01)"]),
     ("hydra.sweeper.max_batch_size=x", ["Error merging override hydra.sweeper.max_batch_size=x: Value 'x' of type 'str' could not be converted to Integer"]),
     ("hydra.verbose=true,false", ["Sweeping over Hydra's configuration is not supported : 'hydra.verbose=true,false'"]),
     ("hydra/sweeper=ax", [f"In 'hydra/config': Could not find 'hydra/sweeper/ax'; choose from {offered('hydra/sweeper')}; pip install hydra-ax-sweeper"]),
@@ -87,6 +88,12 @@ REFUSED = [
      ["hydra.sweep.subdir=x: one folder for all of 2 runs; name the run in it, as in 'hydra.sweep.subdir=${hydra.job.num}'"]),
     ("hydra/sweeper=nothing", [f"In 'hydra/config': Could not find 'hydra/sweeper/nothing'; choose from {offered('hydra/sweeper')}"]),
 ]
+
+
+def test_a_setting_of_another_launcher_is_said_to_be_its(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    assert main(["-m", "trainer.seed=1,2", "hydra.launcher.partition=gpu"]) == 2
+    assert capsys.readouterr().err == "error: Could not override 'hydra.launcher.partition'; it is of hydra/launcher=submitit_slurm\n"
 
 
 @pytest.mark.parametrize(("words", "lines"), REFUSED, ids=[words for words, _ in REFUSED])
@@ -120,7 +127,7 @@ def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(("word", "code", "line"), [
     ("hydra.job.env_copy=[NOPE_NOT_SET]", 1, "the sweep failed: KeyError: 'NOPE_NOT_SET'"),
     ("hydra.sweeper.max_batch_size=0", 1, "the sweep failed: AssertionError: no reason given"),
-    ("optim.lr=interval(1e-5,1e-3)", 2, "BasicSweeper does not support sweep type : INTERVAL_SWEEP"),
+    ("optim.lr=interval(1e-5,1e-3)", 2, "BasicSweeper does not support sweep type : INTERVAL_SWEEP; one that searches does: hydra/sweeper=optuna"),
 ])
 def test_what_a_launcher_or_sweeper_throws_is_one_line(word: str, code: int, line: str, tmp_path: Path) -> None:
     """In a process of its own, since Hydra sets up logging, over pytest's."""
