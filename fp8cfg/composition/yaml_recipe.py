@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8cfg.composition.flatten import deep_merge, listed, nested
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, expect
 from fp8cfg.config.files import dump_yaml
 from fp8cfg.config.key_names import full
 from fp8cfg.config.recipe import Recipe
@@ -19,7 +19,8 @@ _SCHEMA_LINE = "# A whole recipe of fp8cfg, as composed.\n"
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The whole recipe as YAML text; `from_yaml` reads it back equal."""
+    """The whole recipe as YAML text; `from_yaml` reads it back equal. Raises ConfigError for what is no Recipe."""
+    expect("to_yaml", recipe, Recipe, "a Recipe, such as job.recipe")
     return _SCHEMA_LINE + dump_yaml(listed(recipe))
 
 

@@ -85,6 +85,12 @@ def refuse_if(problems: Sequence[str]) -> None:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
+def expect(call: str, given: object, kind: type, what: str) -> None:
+    """Raise ConfigError where `given` is no `kind`, `what` `call` takes."""
+    if not isinstance(given, kind):
+        raise ConfigError(f"{call}: expected {what}, got {type(given).__name__}")
+
+
 def printable(text: str) -> str:
     """`text` as one line that a terminal shows as it stands, whoever wrote it: what is no printable character is escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

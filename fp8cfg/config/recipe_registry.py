@@ -11,7 +11,7 @@ from os import PathLike, fspath
 from typing import Any, Protocol
 
 from fp8cfg.config import entry_points, tasks
-from fp8cfg.config.errors import ConfigError, refuse_if, suggest
+from fp8cfg.config.errors import ConfigError, expect, refuse_if, suggest
 from fp8cfg.config.files import NAME
 from fp8cfg.config.recipe import Recipe
 
@@ -41,6 +41,7 @@ _ARGUMENTS = {"name": "name", "dir": "log.dir", "num_nodes": "trainer.num_nodes"
 def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
     """Register the recipe function `fn` under its own name, so that `recipe=NAME` finds it. What is returned takes the arguments of
     a RecipeFunction, and those of `fn`, which go before them."""
+    expect("recipe", fn, Callable, "a function that gives a Recipe; those of fp8cfg.recipes are called")  # type: ignore[arg-type]
     own = {name: p for name, p in inspect.signature(fn).parameters.items() if p.kind is not p.VAR_KEYWORD}
 
     @functools.wraps(fn)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends.linear_stand_ins import shells
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, expect
 from fp8cfg.conversion.convert import convert_back
 from fp8cfg.job import Job
 from fp8cfg.numerics.low_bit_weight import NarrowWeight
@@ -59,6 +59,7 @@ def averaged(job: Job, decay: float = 0.999) -> Average:
 
     Where a weight has no master it is its own, decoded. Raises ConfigError for a decay outside of 0 to 1, and where a rank has
     parts of the model or of the masters alone (storage.shard)."""
+    expect("averaged", job, Job, "a Job; fp8cfg.build(recipe) gives one")
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(f"averaged: decay={decay} is not between 0 and 1; 0.999 is usual")
     if job.prepared.fsdp2 or job.prepared.owner:

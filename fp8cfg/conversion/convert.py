@@ -34,7 +34,7 @@ from fp8cfg.backends.module_swap import replaced
 from fp8cfg.backends.observed_gemms import beside
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.composition.giving_way import fitted
-from fp8cfg.config.errors import ConfigError, NotFP8Error, refuse_if
+from fp8cfg.config.errors import ConfigError, NotFP8Error, expect, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import changed
@@ -152,8 +152,9 @@ def convert_model(model: nn.Module, recipe: Any, linear: Collection[type[nn.Line
 def convert_back(model: nn.Module) -> nn.Module:
     """Put an nn.Linear with the very same Parameters in the place of each FP8 layer of `model`; returns it, or its replacement
     where it is itself such a layer. Weights that were held in FP8 alone, or in a codec,
-    come back in the dtype that most other parameters have, float32 where there are none. Raises ConfigError for a model that
-    FSDP2 has split."""
+    come back in the dtype that most other parameters have, float32 where there are none. Raises ConfigError for what is no
+    nn.Module, and for a model that FSDP2 has split."""
+    expect("convert_back", model, nn.Module, "a torch.nn.Module, such as job.model")
     if _has(model, "torch.distributed.fsdp"):
         raise ConfigError("convert_back: FSDP2 has split the model, and its layers cannot be exchanged; a checkpoint has whole "
                           "weights (model.safetensors)")
@@ -179,6 +180,7 @@ def convert_back(model: nn.Module) -> nn.Module:
 def has_fp8_layers(model: nn.Module) -> bool:
     """Whether any layer of `model` can multiply in FP8: ours, torchao's Float8Linear, or Transformer Engine's. A layer of ours that
     only holds its weight in fewer bits cannot."""
+    expect("has_fp8_layers", model, nn.Module, "a torch.nn.Module, such as job.model")
     modules = [module for name in backend_registry.names() for module in backend_registry.capabilities(name).layer_modules]
     return (any(not all(getattr(layer, "high_precision", (False,))) for layer in _ours(model))
             or any(_has(model, module) for module in modules))
@@ -186,6 +188,7 @@ def has_fp8_layers(model: nn.Module) -> bool:
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
     """Whether any layer of `model` is Transformer Engine's. That does not say whether it runs in FP8: see `coverage`."""
+    expect("has_transformer_engine_layers", model, nn.Module, "a torch.nn.Module, such as job.model")
     return _has(model, "transformer_engine") or _has(model, "fp8cfg.backends.te.layers")
 
 

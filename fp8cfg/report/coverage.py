@@ -22,6 +22,7 @@ from fp8cfg.backends.gemm_plan import (
     Unwatched,
 )
 from fp8cfg.backends.protocol import Observed
+from fp8cfg.config.errors import expect
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import adapted, attention_plan, transformer_config
@@ -201,9 +202,13 @@ def ran(recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], seen: O
 
 def coverage(model: nn.Module) -> Coverage:
     """What ran in each linear layer of `model`, by its name, since the record was last cleared, whatever loop it runs in; and in
-    attention where that is in FP8. A product of a converted layer that has not run counts as high precision."""
+    attention where that is in FP8. A product of a converted layer that has not run counts as high precision. Raises ConfigError for
+    what is no nn.Module."""
+    from torch import nn
+
     from fp8cfg.backends.observed_gemms import beside, observed
 
+    expect("coverage", model, nn.Module, "a torch.nn.Module, such as job.model")
     linears, attentions = observed(model)
     return Coverage(linears, attentions, 0.0, "high precision", beside(model))
 

@@ -60,6 +60,18 @@ def test_the_exported_names_are_these() -> None:
         assert getattr(fp8cfg, name) is not None, name
 
 
+@pytest.mark.parametrize(("name", "what"), [
+    ("coverage", "a torch.nn.Module, such as job.model"), ("convert_back", "a torch.nn.Module, such as job.model"),
+    ("has_fp8_layers", "a torch.nn.Module, such as job.model"), ("has_transformer_engine_layers", "a torch.nn.Module, such as job.model"),
+    ("averaged", "a Job; fp8cfg.build(recipe) gives one"), ("to_yaml", "a Recipe, such as job.recipe"),
+    ("recipe", "a function that gives a Recipe; those of fp8cfg.recipes are called"),
+])
+def test_what_is_given_for_something_else_is_answered_in_a_line(name: str, what: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        getattr(fp8cfg, name)("llama_tiny")
+    assert e.value.problems == [f"{name}: expected {what}, got str"]
+
+
 def test_type_checkers_read_the_same_names_from_the_same_modules() -> None:
     tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
     shown = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
