@@ -14,6 +14,12 @@ def unread(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
     if m.sliding_window is not None and m.sliding_window >= m.seq_length and "model.sliding_window" in written:
         yield (f"note: model.sliding_window={m.sliding_window}: masks nothing, model.seq_length={m.seq_length} is no longer; an "
                "exported checkpoint states it")
+    if (every := m.window_attn_skip_freq) and every > m.num_layers and "model.window_attn_skip_freq" in written:
+        yield (f"note: model.window_attn_skip_freq={every}: leaves the window to all layers, there are "
+               f"model.num_layers={m.num_layers}")
+    p, good = recipe.precision, recipe.precision.loss_scale_window
+    if p.compute == "fp16" and p.loss_scale is None and good >= steps and "precision.loss_scale_window" in written:
+        yield f"note: precision.loss_scale_window={good}: doubles no scale, the run ends with trainer.max_steps={steps}"
     if o.warmup_steps < steps - 1:  # the step after warm-up is the first of the decay
         return
     found = [said for name in ("min_lr", "lr_decay_style") if f"optim.{name}" in written for said in changed(o, name)]

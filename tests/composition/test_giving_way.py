@@ -89,6 +89,8 @@ GIVES_WAY = [
     ("optim.warmup_steps=9 trainer.max_steps=10 optim.min_lr=1e-6 optim.lr_decay_style=linear", "optim.min_lr=1e-06, optim.lr_decay_style=linear: of the decay, "
      "and there is none; optim.warmup_steps=9, trainer.max_steps=10"),
     ("optim.warmup_steps=8 trainer.max_steps=10 optim.min_lr=1e-6", None), ("optim.warmup_steps=10 trainer.max_steps=10", None),
+    ("model.sliding_window=16 model.window_attn_skip_freq=5", "model.window_attn_skip_freq=5: leaves the window to all layers, there are model.num_layers=4"),
+    ("precision=fp16 precision.loss_scale_window=100", "precision.loss_scale_window=100: doubles no scale, the run ends with trainer.max_steps=100"),
     ("model.sliding_window=256", "model.sliding_window=256: masks nothing, model.seq_length=256 is no longer; an exported checkpoint states it"),
     ("model.sliding_window=255", None), ("recipe=mistral_7b", None),
     ("model.num_attention_heads=2", None), ("precision=bf16_fp8 opt_level=O3", None), ("precision=bf16_fp8 fp8.margin=0", None),
