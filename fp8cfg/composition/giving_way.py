@@ -112,7 +112,7 @@ def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, 
     changes: dict[str, Change] = {}
     broken = rules.broken(recipe, by_user)
     for _ in range(_MOST):
-        lines = [*broken, *([] if any(holds(line, by_user) for line in broken) else _of_backend(recipe))]
+        lines = [*broken, *_of_backend(recipe)]
         refusals = [line for line in lines if isinstance(line, Refusal) and (tacitly or not line.tacit)]
         change = next((c for line in refusals if (c := _given(line, recipe, authors, derived))), None)
         if change is None:

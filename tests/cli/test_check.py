@@ -55,6 +55,8 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
         "fp8.multi_head_attention=True: needs FP8 outputs of the projections: backend=te; drop it"]),
     (["precision=bf16_fp8", "storage.rounding=stochastic"], [
         "storage.rounding=stochastic: has no effect, FP8 layers round their weights themselves; drop it"]),
+    (["precision=bf16_fp8", "backend=msamp", "trainer.strategy.sequence_parallel=true"], [  # and nothing of values that give way
+        "trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1; write false"]),
     (["fp8.margn=1", "precision=bf16_pf8"], [
         "fp8.margn: no such key; did you mean 'fp8.margin'?", "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"]),
     (["nonsense", "fp8.margn=1"], ["nonsense: no command, recipe file or key=value; fp8cfg --help has them", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
