@@ -21,7 +21,7 @@ from fp8cfg.config.recipe import Recipe
 
 _SCALING, _COMPUTE = {f"{PLUGIN}.fp8.enabled", f"{PLUGIN}.fp8.scaling"}, f"{PLUGIN}.compute"
 _HEAD = f"Exported by fp8cfg {__version__}"
-_RUN = 'if __name__ == "__main__":\n    fp8cfg.fit(fp8cfg.build(recipe))\n'
+_RUN = 'if __name__ == "__main__":\n    with fp8cfg.exit_codes():\n        fp8cfg.fit(fp8cfg.build(recipe))\n'
 
 
 @dataclass(frozen=True)

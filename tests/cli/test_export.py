@@ -55,7 +55,8 @@ recipe.precision = fp8cfg.bf16_with_fp8_mixed()
 recipe.fp8.margin = 1
 
 if __name__ == "__main__":
-    fp8cfg.fit(fp8cfg.build(recipe))
+    with fp8cfg.exit_codes():
+        fp8cfg.fit(fp8cfg.build(recipe))
 '''
     full = said(capsys, "export", "--python", "--full", *FP8)
     assert "        plugins=fp8cfg.Precision(\n            compute='bf16',\n            fp8=fp8cfg.FP8(\n                enabled=True,\n" in full
