@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 
+_EQUALS = re.compile(r"(?<=[{,])(\w+)=")
 _FUNCTIONS = ("choice", "range", "interval", "glob", "shuffle", "sort")
 _SHELL = "is a variable, which no shell has replaced; write its value"
 
@@ -196,6 +198,10 @@ def _mistake(word: str) -> str:
         return f"two signs '='; write {key}={value.lstrip('=')}"
     if value.endswith(","):
         return f"ends in a comma; write {key}={value.rstrip(',')}"
+    if len(parts := re.split(r",\s*(?=[\w.]+=)", word)) > 1 and not set(word) & set("[]{}'\""):
+        return f"several words in one; write {' '.join(parts)}"
+    if value[:1] in "[{" and "{" in value and (mapped := _EQUALS.sub(r"\1: ", value)) != value:
+        return f"inside of braces stands a colon and a space, as in '{key}={mapped}'"
     called = value.partition("(")[0] if value.endswith(")") else ""
     if called and (near := nearest(called, _FUNCTIONS)):
         return f"no such function {called!r}; did you mean {near!r}?"

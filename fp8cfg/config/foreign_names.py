@@ -123,6 +123,7 @@ _VALUES = {  # of our keys: their word -> ours
                    | {"dynamic": "current", "rowwise": "current fp8.granularity=row", "row": "current fp8.granularity=row"},
     "backend": {"ao": "torchao", "transformer_engine": "te", "transformer-engine": "te", "transformerengine": "te",
                 "ms-amp": "msamp", "ms_amp": "msamp"},
+    "trainer.accelerator": {"gpu": "cuda", "nvidia": "cuda"}, "trainer.compile": {"yes": "on", "no": "off"},
     "recipe": {"llama_7b": "llama2_7b", "llama_13b": "llama2_13b"},
     "storage.shard": {"zero3": "fsdp", "fsdp2": "fsdp", "full_shard": "fsdp", "fully_shard": "fsdp", "ddp": "none"},
     **dict.fromkeys(("storage.exp_avg", "storage.exp_avg_sq"), dict.fromkeys(("int8", "8bit", "8-bit"), "fp8_block")),
