@@ -190,11 +190,11 @@ def _on_rank(world: World) -> dict[str, Any]:
 
 def _masked(world: World, *words: str) -> Any:
     """What a run writes whose samples have unlike numbers of targets, and its fifth step none; and how it ends."""
-    lines, targets = [], train_step._targets
+    lines, targets = [], train_step.targets_here
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.RunLogs, "write", lambda self, done, values: lines.append((values["loss"], values["grad_norm"])))
         job = fp8cfg.build(small("data.eod_mask_loss=true", *words))
-        patch.setattr(train_step, "_targets", lambda job, given: 0 if job.optimizer.steps == 4 else targets(job, given))
+        patch.setattr(train_step, "targets_here", lambda job, given: 0 if job.optimizer.steps == 4 else targets(job, given))
         with pytest.raises(ConfigError) as end:
             loop.train(job, world=world, say=lambda _: None)
     weights = sum(t.double().abs().sum() for t in stored_state_dict(job.model).values())

@@ -63,7 +63,7 @@ class World:
         has NaN: by the bits of float32, since a maximum of floats may leave NaN out, as gloo's does."""
         if self.size == 1:
             return value
-        known = value.float().masked_fill(value.isnan(), math.nan)  # that of 0 / 0 has a sign on x86
+        known = value.float().nan_to_num(math.nan, math.inf, -math.inf)  # a NaN without a sign: that of 0 / 0 has one on x86
         dist.all_reduce(known.view(torch.int32), dist.ReduceOp.MAX, group=self.group)
         return known.to(value.dtype)
 
