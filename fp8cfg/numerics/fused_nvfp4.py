@@ -13,6 +13,7 @@ from fp8cfg.numerics.formats import E2M1
 from fp8cfg.numerics.fused_quantize import TRITON
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.microscaled_mm import ALIGNED, swizzled_size
+from fp8cfg.numerics.overflowed_values import counter
 from fp8cfg.numerics.stochastic_rounding import Random
 
 FOUR = 16
@@ -52,9 +53,10 @@ def quantize_four_bits(
     made = _empty(t, square)
     data, scale_inv, data_t, scale_inv_t, whole_inv = made
     random = None if key is None or draw is None else (key, draw)
-    seen = None if history is None else history[0, role]
+    seen, counts = (None, None) if history is None else (history[0, role], counter(t.device, role))
     triton_block_kernel.cast_four_bits(
-        t, data, scale_inv, data_t if square else None, scale_inv_t if square else None, whole_inv, random, lane, seen, amax=amax)
+        t, data, scale_inv, data_t if square else None, scale_inv_t if square else None, whole_inv, random, lane, seen, amax=amax,
+        counts=counts)
     return made
 
 

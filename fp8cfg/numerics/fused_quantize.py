@@ -19,6 +19,7 @@ from fp8cfg.numerics.block_scaling import sizes
 from fp8cfg.numerics.formats import BY_DTYPE
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.microscaled_mm import swizzled_size
+from fp8cfg.numerics.overflowed_values import counter
 from fp8cfg.numerics.scaling import FLT_MAX, Scaling
 from fp8cfg.scalings import Tile
 
@@ -126,13 +127,14 @@ def cast_tiles(
     from fp8cfg.numerics import triton_block_kernel, triton_row_kernel
 
     (top,) = {BY_DTYPE[x.dtype].max for x in (data, data_t) if x is not None}
-    seen = None if history is None else history[0, role]
+    seen, counts = (None, None) if history is None else (history[0, role], counter(t.device, role))
     if width == 0:
-        triton_row_kernel.cast_rows(t, top, power_2, data, scale_inv, data_t, scale_inv_t, transpose, seen, amaxes, amaxes_t)
+        triton_row_kernel.cast_rows(
+            t, top, power_2, data, scale_inv, data_t, scale_inv_t, transpose, seen, amaxes, amaxes_t, counts)
     else:
         highest, mx = min(torch.finfo(t.dtype).max, FLT_MAX), width if width == MX else 0
         triton_block_kernel.cast_blocks(
-            t, highest, top, power_2, square, data, scale_inv, data_t, scale_inv_t, mx, transpose, seen)
+            t, highest, top, power_2, square, data, scale_inv, data_t, scale_inv_t, mx, transpose, seen, counts)
 
 
 def _empty_blocks(
@@ -181,7 +183,8 @@ def quantize_tensor(
 
     data, transposed, scale_inv = _empty(t, dtype, both)
     other = transposed if both else None
-    triton_kernels.cast(t, scales, history, role, target, BY_DTYPE[dtype].max, power_2, data, other, scale_inv, amax)
+    fmt, counts = BY_DTYPE[dtype], None if history is None else counter(t.device, role)
+    triton_kernels.cast(t, scales, history, role, target, fmt.max, power_2, data, other, scale_inv, amax, counts, fmt.reach)
     return data, transposed, scale_inv
 
 

@@ -25,6 +25,7 @@ from fp8cfg.numerics.fused_quantize import (
     fuses_tiles,
     scale_source,
 )
+from fp8cfg.numerics.overflowed_values import count_values, counter
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, amax_of, scale_now
 from fp8cfg.scalings import Tile
 
@@ -55,21 +56,29 @@ def store_recorded(
     master: Tensor, scaling: Scaling, scales: Tensor | None, history: Tensor | None, parts: AmaxGroup | None,
     held: Stored | None = None,
 ) -> Stored:
-    """`store` of a matrix [out, in], whose amax is recorded in `history`. One scale for all of it is that of this moment. Kernels
-    write into the tensors that are `held`, where they can, and give these back."""
+    """`store` of a matrix [out, in], whose amax is recorded in `history`, and its overflow counted. One scale for all of it is that
+    of this moment. Kernels write into the tensors that are `held`, where they can, and give these back."""
     held = held if held is not None and _writable(held, master) else None
     if four := store_four_bits_fused(master, scaling, history, held, parts):
         return four
     if scaling.tile(WEIGHT, 1) is not None:
         made = store_tiles_fused(master, scaling, (1, 0) if scaling.directional(WEIGHT) else (1,), history, held, parts)
         record = None if history is None else history[0, WEIGHT]
-        return Stored(*made[1], *made.get(0, (None, None))) if made else store(master, scaling, record=record, parts=parts)
+        if made:
+            return Stored(*made[1], *made.get(0, (None, None)))
+        stored = store(master, scaling, record=record, parts=parts)
+        if record is not None:
+            count_values(master, WEIGHT, record, None, scaling.forward)
+        return stored
     if fuses_store(master) and fuses(master, scaling, None):
         t = master.contiguous()
         data, scale_inv = held[:2] if held else _empty(t, scaling.forward.dtype)
         store_tensor(t, scales, history, *scale_source(t, WEIGHT, scaling, scales, parts), WEIGHT, data, scale_inv)
         return Stored(data, scale_inv)
-    return store(master, scaling, scale_now(master, WEIGHT, scaling, scales, history, record=True, parts=parts))
+    scale = scale_now(master, WEIGHT, scaling, scales, history, record=True, parts=parts)
+    if history is not None:
+        count_values(master, WEIGHT, history[0, WEIGHT], scale, scaling.forward)
+    return store(master, scaling, scale)
 
 
 def store_scaled(t: Tensor, scaling: Scaling, scale: Tensor) -> Stored:
@@ -168,9 +177,10 @@ def store_four_bits(
     into `history`, if that is."""
     from fp8cfg.numerics import triton_block_kernel
 
-    seen = None if history is None else history[0, WEIGHT]
+    seen, counts = (None, None) if history is None else (history[0, WEIGHT], counter(t.device, WEIGHT))
     triton_block_kernel.cast_four_bits(
-        t, data, scale_inv, dgrad, dgrad_scale_inv, global_scale_inv, seen=seen, transpose=False, amax=amax)
+        t, data, scale_inv, dgrad, dgrad_scale_inv, global_scale_inv, seen=seen, transpose=False, amax=amax,
+        counts=counts)
 
 
 @library.custom_op("fp8cfg::store_tensor", mutates_args=("data", "scale_inv", "history"))
@@ -181,4 +191,5 @@ def store_tensor(
     """The contiguous matrix `t` into float8 `data` and its inverse scale, by the rule of `quantize_tensor`."""
     from fp8cfg.numerics import triton_kernels
 
-    triton_kernels.cast(t, scales, history, role, target, BY_DTYPE[data.dtype].max, power_2, data, None, scale_inv, amax)
+    fmt, counts = BY_DTYPE[data.dtype], counter(t.device, WEIGHT)
+    triton_kernels.cast(t, scales, history, role, target, fmt.max, power_2, data, None, scale_inv, amax, counts, fmt.reach)

@@ -26,6 +26,7 @@ from fp8cfg.numerics.fused_quantize import fuses, fuses_tiles, quantize_fused, q
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, gemm
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.nvfp4 import quantize_nvfp4
+from fp8cfg.numerics.overflowed_values import count_values
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, scale_now
 
@@ -114,13 +115,18 @@ class Plan(NamedTuple):
             return quantize_fused(t, role, self.scaling, state.scales, state.history, self.record, both, self.parts)
         if tile is None:
             scale = scale_now(t, role, self.scaling, state.scales, state.history, self.record, self.parts)
+            if self.record:
+                count_values(t, role, state.history[0, role], scale, fmt)
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
         if fuses_tiles(t, tile, self.scaling, self.carrier):
             return quantize_tiles_fused(t, role, self.scaling, axis, both, seen, self.parts)
         if self.scaling.layout.two_levels:
             return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random, seen, self.parts, both)
         record, group = None if seen is None else seen[0, role], self.parts and self.parts.over(role, tile)
-        return quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype, record=record, group=group)
+        made = quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype, record=record, group=group)
+        if record is not None:
+            count_values(t, role, record, None, fmt)
+        return made
 
     def weights(self, w: Tensor, state: State, kept: Sequence[Tensor | None], slots: Sequence[int]) -> dict[int, Operand]:
         """The weight in each product of `slots`: what is `kept` of it (weight_workspace.py), and what is left to be made."""

@@ -26,6 +26,7 @@ from fp8cfg.numerics.fused_nvfp4 import fuses_four_bits, quantize_four_bits_fuse
 from fp8cfg.numerics.fused_quantize import amax_where_unset
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.host_copy import sent
+from fp8cfg.numerics.overflowed_values import count_values
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import Scaling, record_amax
 from fp8cfg.numerics.stochastic_rounding import Random
@@ -109,6 +110,7 @@ def _quantized(
         amax = amax_or_nan(form) if amax is None else amax
         if history is not None:
             record_amax(history[0, role], amax)
+            count_values(form, role, history[0, role], None, scaling.format_of(role))
         made = quantize_tiles(form, tile, scaling.format_of(role), scaling, carrier or E2M1.dtype, first_level_of(amax), draw)
     return made.t() if mixes else made
 

@@ -23,6 +23,7 @@ from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
 from fp8cfg.numerics.linear import FP8Linear
 from fp8cfg.numerics.linear_function import CONTRACTED
 from fp8cfg.numerics.nvfp4 import hadamard
+from fp8cfg.numerics.overflowed_values import not_counted
 from fp8cfg.numerics.pass_records import AMAX, BACKWARD_AMAX, RAN
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, amax_of, scale_now
 from fp8cfg.numerics.stochastic_rounding import Random
@@ -93,7 +94,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     for p in parameters:
         p.grad = None
     try:
-        with torch.random.fork_rng(sorted(devices)):
+        with torch.random.fork_rng(sorted(devices)), not_counted():
             yield
     finally:
         for t, old in zip(changing, before, strict=True):

@@ -18,6 +18,7 @@ from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.block_scaling import Scales, first_level_of, scales_of_amaxes, sizes, tile_amax, tiled
 from fp8cfg.numerics.fp8_weights import Stored, pack
 from fp8cfg.numerics.fused_store import amaxes_of, store_four_bits_fused, store_scaled, store_tiles_fused
+from fp8cfg.numerics.overflowed_values import count_values
 from fp8cfg.numerics.quantize import quantize_tiles, rounded
 from fp8cfg.numerics.scaling import WEIGHT, Scaling
 from fp8cfg.scalings import SCALE_BYTES, Tile
@@ -122,6 +123,8 @@ def quantized_shard(
     """The shard [rows, in] in float8, with the scales of its tiles, and of those that are cut with all of the weight's. An infinite
     amax of the others goes into row 0 of `history`, if it is given."""
     fmt = scaling.forward
+    if history is not None:
+        count_values(shard, WEIGHT, history[0, WEIGHT], known.scale, fmt)
     if known.scale is not None:
         return store_scaled(shard, scaling, known.scale)
     if not known.tiles and (four := store_four_bits_fused(shard, scaling, history, amax=known.amax)):

@@ -17,6 +17,7 @@ from torch import Tensor
 from fp8cfg.numerics.triton_four_bits import _e2m1, _e4m3, _e4m3_of_e2m1, _first_level, _store_packed
 from fp8cfg.numerics.triton_kernels import (
     PARTS,
+    _count_infinite,
     _note_infinite,
     _saturated,
     _scale_of,
@@ -93,10 +94,10 @@ def _store_scales(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast_blocks(  # type: ignore[no-untyped-def]
-    t, data, scale_inv, data_t, scale_inv_t, seen, parts, whole_inv, key, draw, rows, columns, count, by_row, by_column, by_row_t,
-    by_column_t, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr, SQUARE: tl.constexpr, ALONG: tl.constexpr,
-    ACROSS: tl.constexpr, TRANSPOSE: tl.constexpr, RECORD: tl.constexpr, SWIZZLED: tl.constexpr, RANDOM: tl.constexpr,
-    LANE: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    t, data, scale_inv, data_t, scale_inv_t, seen, counts, parts, whole_inv, key, draw, rows, columns, count, by_row, by_column,
+    by_row_t, by_column_t, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr, SQUARE: tl.constexpr, ALONG: tl.constexpr,
+    ACROSS: tl.constexpr, TRANSPOSE: tl.constexpr, RECORD: tl.constexpr, COUNT: tl.constexpr, SWIZZLED: tl.constexpr,
+    RANDOM: tl.constexpr, LANE: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n: tl.constexpr = WIDTH // BLOCK
     four: tl.constexpr = BLOCK == 16
@@ -119,8 +120,12 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
             tl.store(whole_inv, tl.div_rn(1.0, whole))
             if RECORD:
                 tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == amax)
-    elif RECORD:
-        _note_infinite(seen, tl.max(tl.max(a, 1), 0))
+    elif RECORD or COUNT:
+        amax = tl.max(tl.max(a, 1), 0)
+        if RECORD:
+            _note_infinite(seen, amax)
+    if COUNT:
+        _count_infinite(counts, v, amax)
     if SQUARE:
         scale, inverse = _scales(_square(a, WIDTH, BLOCK), _square(odd, WIDTH, BLOCK), whole, target, highest, POWER_2, BLOCK)
         q = _saturated(tl.reshape(tl.reshape(v, [n, BLOCK, n, BLOCK]) * scale[:, None, :, None], [WIDTH, WIDTH]), LARGEST)
@@ -158,37 +163,39 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
 def cast_blocks(
     t: Tensor, highest: float, largest: float, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None,
     data_t: Tensor | None, scale_inv_t: Tensor | None, mx: int = 0, transpose: bool = True,
-    seen: Tensor | None = None,
+    seen: Tensor | None = None, counts: Tensor | None = None,
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] with a scale for 1x128 elements, or 128x128 where it is `square`: into `data` and
     `scale_inv`, of any strides, and its transpose into `data_t` and `scale_inv_t`; either pair may be None. `highest` is the scale
     where that would be infinite, `largest` the format's maximum. With `mx` scales are for so many elements, powers of two as MX
     has them, of `largest` alone, and bytes of E8M0; swizzled where they are flat. Without `transpose` the second pair is laid out
-    as `t` is, with scales for 128x1. `seen`, float32 [], becomes infinite where `t` has an infinite element. `data` in float32
-    receives the scaled values. Returns the compiled kernel."""
+    as `t` is, with scales for 128x1. `seen`, float32 [], becomes infinite where `t` has an infinite element, and these are added to
+    `counts`, if they are given. `data` in float32 receives the scaled values. Returns the compiled kernel."""
     (rows, columns), along, across = t.shape, data is not None, data_t is not None
     targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
     swizzled = (targets[1] if along else targets[3]).dim() == 1
     strides = [0] * 4 if swizzled else [*targets[1].stride(), *targets[3].stride()[:: 1 if transpose else -1]]
     tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
     return _cast_blocks[(tiles,)](
-        t, *targets, (t if seen is None else seen.view(torch.int32)), t, t, t, t, rows, columns, 0, *strides, largest,
-        1.0 / largest if mx else highest, largest, power_2, square, along, across, transpose, seen is not None, swizzled, False, 0,
-        PARTS, WIDTH, mx or WIDTH, num_warps=8 if mx and not square else WARPS)  # 1x32 takes more registers, and would spill
+        t, *targets, (t if seen is None else seen.view(torch.int32)), t if counts is None else counts, t, t, t, t, rows, columns, 0,
+        *strides, largest, 1.0 / largest if mx else highest, largest, power_2, square, along, across, transpose, seen is not None,
+        counts is not None, swizzled, False, 0, PARTS, WIDTH, mx or WIDTH,
+        num_warps=8 if mx and not square else WARPS)  # 1x32 takes more registers, and would spill
 
 
 @launched
 def cast_four_bits(
     t: Tensor, data: Tensor, scale_inv: Tensor, data_t: Tensor | None, scale_inv_t: Tensor | None, whole_inv: Tensor,
     random: tuple[Tensor, Tensor] | None = None, lane: int = 0, seen: Tensor | None = None, transpose: bool = True,
-    amax: Tensor | None = None,
+    amax: Tensor | None = None, counts: Tensor | None = None,
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] to E2M1, with a scale for 1x16 elements, or for 16x16 where its transpose is
     wanted, and one of the tensor: into bytes `data` and `scale_inv`, its transpose into `data_t` and `scale_inv_t`, all as hardware
     reads them (microscaled_mm.py), and `whole_inv`, float32 []. Without `transpose` they are as a weight is stored, all row-major
     and a byte an element, E4M3: one matrix with scales for 16x16, or one with scales for 1x16 and one for 16x1. `random`, the key
     and the count of draws, and `lane` are those of stochastic rounding. The amax is folded into the running maximum `seen`, float32
-    []; where `t` is a part of the tensor, its `amax` is given, []. Returns the compiled kernel."""
+    [], and infinite elements are added to `counts`, if these are given; where `t` is a part of the tensor, its `amax` is
+    given, []. Returns the compiled kernel."""
     (rows, columns), both = t.shape, data_t is not None
     parts, count = amax, 1
     if parts is None:
@@ -198,6 +205,6 @@ def cast_four_bits(
     strides = [0] * 4 if transpose else [*targets[1].stride(), *targets[3].stride()[::-1]]
     tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
     return _cast_blocks[(tiles,)](
-        t, *targets, t if seen is None else seen.view(torch.int32), parts, whole_inv, *(random or (t, t)), rows, columns,
-        count, *strides, 0.0, 0.0, 6.0, False, both == transpose, True, both, transpose, seen is not None, transpose,
-        random is not None, lane, PARTS, WIDTH, FOUR, num_warps=WARPS)
+        t, *targets, t if seen is None else seen.view(torch.int32), t if counts is None else counts, parts, whole_inv,
+        *(random or (t, t)), rows, columns, count, *strides, 0.0, 0.0, 6.0, False, both == transpose, True, both, transpose,
+        seen is not None, counts is not None, transpose, random is not None, lane, PARTS, WIDTH, FOUR, num_warps=WARPS)

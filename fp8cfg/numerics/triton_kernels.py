@@ -80,6 +80,22 @@ def _note_infinite(seen, amax):  # type: ignore[no-untyped-def]
     tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == float("inf"))
 
 
+@triton.jit
+def _count(counts, beyond, infinite):  # type: ignore[no-untyped-def]
+    """The elements of a tile that are finite and `beyond` what fits, and those that are `infinite`, added to `counts`. It is called
+    where there are some."""
+    n = tl.sum(tl.sum(infinite.to(tl.float32), 1), 0)
+    tl.atomic_add(counts, tl.sum(tl.sum(beyond.to(tl.float32), 1), 0) - n)
+    tl.atomic_add(counts + 1, n)
+
+
+@triton.jit
+def _count_infinite(counts, v, amax):  # type: ignore[no-untyped-def]
+    """The infinite elements of the tile `v`, where the `amax` says that there may be some, added to `counts`."""
+    if amax == float("inf"):
+        tl.atomic_add(counts + 1, tl.sum(tl.sum((tl.abs(v) == float("inf")).to(tl.float32), 1), 0))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _saturated(v, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
     v = tl.where(v > LARGEST, LARGEST, v)
@@ -96,9 +112,9 @@ def _store_across(to, q, at, inside, at_t, inside_t, TRANSPOSE: tl.constexpr):  
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast(  # type: ignore[no-untyped-def]
-    t, scales, history, parts, data, transposed, scale_inv, rows, columns, count, target, LARGEST: tl.constexpr,
-    ROLE: tl.constexpr, DELAYED: tl.constexpr, RECORD: tl.constexpr, POWER_2: tl.constexpr, TRANSPOSE: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    t, scales, history, parts, counts, data, transposed, scale_inv, rows, columns, count, target, LARGEST: tl.constexpr,
+    REACH: tl.constexpr, ROLE: tl.constexpr, DELAYED: tl.constexpr, RECORD: tl.constexpr, COUNT: tl.constexpr,
+    POWER_2: tl.constexpr, TRANSPOSE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     old = tl.load(scales + ROLE) if DELAYED else 0.0
     of = tl.arange(0, PARTS)
@@ -112,12 +128,16 @@ def _cast(  # type: ignore[no-untyped-def]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row[:, None].to(tl.int64) * columns + column[None, :]
     v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
-    if RECORD:  # float32 numbers that are not negative are in the order of their bits
-        if DELAYED:
-            a = tl.abs(v)
-            seen = tl.max(tl.max(tl.where(a >= 0, a, 0.0), 1), 0)
-            tl.atomic_max(history + ROLE, seen.to(tl.int32, bitcast=True))
-        elif program == 0:
+    if DELAYED and (RECORD or COUNT):
+        a = tl.abs(v)
+        amax = tl.max(tl.max(tl.where(a >= 0, a, 0.0), 1), 0)
+        if COUNT:  # noqa: SIM102, one is decided as this is compiled, the other as it runs
+            if amax * scale > REACH:
+                _count(counts, a * scale > REACH, a == float("inf"))
+    elif COUNT:
+        _count_infinite(counts, v, amax)
+    if RECORD:  # noqa: SIM102
+        if DELAYED or program == 0:  # float32 numbers that are not negative are in the order of their bits
             tl.atomic_max(history + ROLE, amax.to(tl.int32, bitcast=True))
     q = _saturated(v * scale, LARGEST).to(data.dtype.element_ty)
     tl.store(data + at, q, mask=inside)
@@ -145,12 +165,13 @@ def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role
 @launched
 def cast(
     t: Tensor, scales: Tensor | None, history: Tensor | None, role: int, target: float, largest: float, power_2: bool, data: Tensor,
-    transposed: Tensor | None, scale_inv: Tensor, amaxes: Tensor | None = None,
+    transposed: Tensor | None, scale_inv: Tensor, amaxes: Tensor | None = None, counts: Tensor | None = None, reach: float = 0.0,
 ) -> Any:
     """Quantize the contiguous matrix `t` into `data`, `transposed` and `scale_inv`. `scales` and `history` are those of delayed
     scaling, None under current scaling; `history` also where no amax is recorded. `target` is what the amax is brought to,
     `largest` the format's maximum. `amaxes`, PARTS at most, are those of parts, where they are known; none is read where a delayed
-    scale is set. `data` in float32 receives the scaled values. Returns the compiled kernel."""
+    scale is set. How many finite values are beyond `reach`, once scaled, and how many are infinite, is added to `counts`, if given.
+    `data` in float32 receives the scaled values. Returns the compiled kernel."""
     (rows, columns), parts, count = t.shape, amaxes, 0 if amaxes is None else amaxes.numel()
     if parts is None:
         parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), part_count(t)
@@ -159,5 +180,6 @@ def cast(
     other = data if transposed is None else transposed
     tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
     return _cast[(tiles,)](
-        t, of, seen, parts, data, other, scale_inv, rows, columns, count, target, largest, role, scales is not None,
-        history is not None, power_2, transposed is not None, PARTS, ROWS, COLUMNS, num_warps=4)
+        t, of, seen, parts, parts if counts is None else counts, data, other, scale_inv, rows, columns, count, target,
+        largest, reach, role, scales is not None, history is not None, counts is not None, power_2, transposed is not None,
+        PARTS, ROWS, COLUMNS, num_warps=4)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8cfg.numerics.triton_kernels import _note_infinite, _saturated, _scale_of, _store_across, launched
+from fp8cfg.numerics.triton_kernels import _count_infinite, _note_infinite, _saturated, _scale_of, _store_across, launched
 
 FLT_MAX = 3.4028234663852886e38
 STRIP, LONG = 16, 256
@@ -55,20 +55,22 @@ def _amaxes_of_columns(t, first, rows, columns, STRIP: tl.constexpr, LONG: tl.co
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _strip_of_rows(  # type: ignore[no-untyped-def]
-    t, data, scale_inv, seen, amaxes, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
-    RECORD: tl.constexpr, KNOWN: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
+    t, data, scale_inv, seen, counts, amaxes, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
+    RECORD: tl.constexpr, COUNT: tl.constexpr, KNOWN: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     row = first + tl.arange(0, STRIP)
     at = row[:, None].to(tl.int64) * columns
     amax = tl.load(amaxes + row, mask=row < rows, other=0.0) if KNOWN else _amaxes_of_rows(t, first, rows, columns, STRIP, LONG)
     if RECORD:
         _note_infinite(seen, tl.max(amax, 0))
-    scale = _scale_of(amax, target, highest, POWER_2)
+    scale, most = _scale_of(amax, target, highest, POWER_2), tl.max(amax, 0)
     start = first * 0
     while start < columns:
         column = start + tl.arange(0, LONG)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         v = tl.load(t + at + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if COUNT:
+            _count_infinite(counts, v, most)
         tl.store(data + at + column[None, :], _saturated(v * scale[:, None], LARGEST).to(data.dtype.element_ty), mask=inside)
         start += LONG
     tl.store(scale_inv + row, tl.div_rn(1.0, scale), mask=row < rows)
@@ -76,8 +78,9 @@ def _strip_of_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _strip_of_columns(  # type: ignore[no-untyped-def]
-    t, data_t, scale_inv_t, seen, amaxes, first, rows, columns, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr,
-    RECORD: tl.constexpr, TRANSPOSE: tl.constexpr, KNOWN: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
+    t, data_t, scale_inv_t, seen, counts, amaxes, first, rows, columns, target, highest, LARGEST: tl.constexpr,
+    POWER_2: tl.constexpr, RECORD: tl.constexpr, COUNT: tl.constexpr, TRANSPOSE: tl.constexpr, KNOWN: tl.constexpr,
+    STRIP: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     column = first + tl.arange(0, STRIP)
     if KNOWN:
@@ -86,13 +89,15 @@ def _strip_of_columns(  # type: ignore[no-untyped-def]
         amax = _amaxes_of_columns(t, first, rows, columns, STRIP, LONG)
     if RECORD:
         _note_infinite(seen, tl.max(amax, 0))
-    scale = _scale_of(amax, target, highest, POWER_2)
+    scale, most = _scale_of(amax, target, highest, POWER_2), tl.max(amax, 0)
     start = first * 0
     while start < rows:
         row = start + tl.arange(0, LONG)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None].to(tl.int64) * columns + column[None, :]
         v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
+        if COUNT:
+            _count_infinite(counts, v, most)
         q = _saturated(v * scale[None, :], LARGEST).to(data_t.dtype.element_ty)
         inside_t = (column < columns)[:, None] & (row < rows)[None, :]
         _store_across(data_t, q, at, inside, column[:, None].to(tl.int64) * rows + row[None, :], inside_t, TRANSPOSE)
@@ -102,39 +107,41 @@ def _strip_of_columns(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast_rows(  # type: ignore[no-untyped-def]
-    t, data, scale_inv, data_t, scale_inv_t, seen, amaxes, amaxes_t, rows, columns, target, highest, LARGEST: tl.constexpr,
-    POWER_2: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr, RECORD: tl.constexpr, TRANSPOSE: tl.constexpr,
-    KNOWN: tl.constexpr, KNOWN_T: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr, STRIP_T: tl.constexpr,
-    LONG_T: tl.constexpr,
+    t, data, scale_inv, data_t, scale_inv_t, seen, counts, amaxes, amaxes_t, rows, columns, target, highest, LARGEST: tl.constexpr,
+    POWER_2: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr, RECORD: tl.constexpr, COUNT: tl.constexpr,
+    TRANSPOSE: tl.constexpr, KNOWN: tl.constexpr, KNOWN_T: tl.constexpr, STRIP: tl.constexpr, LONG: tl.constexpr,
+    STRIP_T: tl.constexpr, LONG_T: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     along = tl.cdiv(rows, STRIP) if ALONG else 0
     if program < along:
         first = program * STRIP
         _strip_of_rows(
-            t, data, scale_inv, seen, amaxes, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD, KNOWN, STRIP, LONG)
+            t, data, scale_inv, seen, counts, amaxes, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD, COUNT,
+            KNOWN, STRIP, LONG)
     elif ACROSS:
         first = (program - along) * STRIP_T
         _strip_of_columns(
-            t, data_t, scale_inv_t, seen, amaxes_t, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD and not ALONG,
-            TRANSPOSE, KNOWN_T, STRIP_T, LONG_T)
+            t, data_t, scale_inv_t, seen, counts, amaxes_t, first, rows, columns, target, highest, LARGEST, POWER_2,
+            RECORD and not ALONG, COUNT and not ALONG, TRANSPOSE, KNOWN_T, STRIP_T, LONG_T)
 
 
 @launched
 def cast_rows(
     t: Tensor, largest: float, power_2: bool, data: Tensor | None, scale_inv: Tensor | None, data_t: Tensor | None,
     scale_inv_t: Tensor | None, transpose: bool = True, seen: Tensor | None = None, amaxes: Tensor | None = None,
-    amaxes_t: Tensor | None = None,
+    amaxes_t: Tensor | None = None, counts: Tensor | None = None,
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] with a scale for each row into `data` and `scale_inv` [R, 1], and with one for each
     column, transposed, into `data_t` [C, R] and `scale_inv_t` [C, 1]; without `transpose` they are [R, C] and [1, C]. Either pair
     may be None. `largest` is the format's maximum. The amaxes of rows and of columns are read from `amaxes` [R] and `amaxes_t` [C],
-    where they are given. `seen`, float32 [], becomes infinite where an amax is. `data` in float32 receives the scaled values.
-    Returns the compiled kernel."""
+    where they are given. `seen`, float32 [], becomes infinite where an amax is, and infinite elements are added to `counts`, if
+    these are given. `data` in float32 receives the scaled values. Returns the compiled kernel."""
     (rows, columns), along, across = t.shape, data is not None, data_t is not None
     targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
     programs = along * triton.cdiv(rows, STRIP) + across * triton.cdiv(columns, STRIP_T)
     return _cast_rows[(programs,)](
-        t, *targets, (t if seen is None else seen.view(torch.int32)), t if amaxes is None else amaxes,
-        t if amaxes_t is None else amaxes_t, rows, columns, largest, FLT_MAX, largest, power_2, along, across, seen is not None,
-        transpose, amaxes is not None, amaxes_t is not None, STRIP, LONG, STRIP_T, LONG_T, num_warps=4)
+        t, *targets, (t if seen is None else seen.view(torch.int32)), t if counts is None else counts,
+        t if amaxes is None else amaxes, t if amaxes_t is None else amaxes_t, rows, columns, largest, FLT_MAX, largest, power_2,
+        along, across, seen is not None, counts is not None, transpose, amaxes is not None, amaxes_t is not None, STRIP, LONG,
+        STRIP_T, LONG_T, num_warps=4)

@@ -1,0 +1,83 @@
+"""Overflowed values: how many elements of FP8 tensors were clipped or infinite, counted where they are quantized.
+
+A kernel counts the elements that it has at hand, where their amax, which it has too, says that some do not fit; on a CPU, where
+nothing waits, plain code reads such a tensor once more. A step in which all fits pays nothing. What a pass counts is added up, over
+the microbatches too. One that is computed again in a backward pass counts nothing: its tensors were counted in their first pass.
+Plain operations on a GPU and compiled ones on a CPU count nothing.
+
+A device has one counter for all layers. Kernels add to it, and no compiler knows of it, for no graph reads it. Each step has a
+place of its own in a ring that was made of zeros: no launch clears one, and steps that are launched ahead are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fp8cfg.numerics.formats import Format
+from fp8cfg.numerics.scaling import GRAD_OUTPUT
+
+PLACES = 4096
+"""Places of a ring, of which the first is for what is not counted. After the steps that the others serve another ring is made."""
+
+
+class _Ring:
+    """Places [PLACES, 4], float32: numbers of clipped and of infinite values, and two that keep kernels' pointers at 16 bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.places, self.at = torch.zeros(PLACES, 4, device=device), 1
+
+
+_rings: dict[torch.device, _Ring] = {}
+_counts = True
+
+
+def _ring(device: torch.device) -> _Ring:
+    if device not in _rings or _rings[device].at == PLACES:
+        _rings[device] = _Ring(device)
+    return _rings[device]
+
+
+@contextmanager
+def not_counted() -> Iterator[None]:
+    """A context of passes beside those of a step."""
+    global _counts
+    before, _counts = _counts, False
+    try:
+        yield
+    finally:
+        _counts = before
+
+
+def counter(device: torch.device, role: int) -> Tensor:
+    """Where a tensor of `role` that is quantized now is counted, float32 [4]. In a backward pass gradients are quantized first, and
+    other tensors again."""
+    ring = _ring(device)
+    again = role != GRAD_OUTPUT and torch._C._current_graph_task_id() != -1
+    return ring.places[ring.at if _counts and not again else 0]
+
+
+def take_values(device: torch.device) -> Tensor:
+    """How many values were clipped and how many were infinite since the last call, the first two of float32 [4], on `device`: to
+    the unit up to 2^24, to seven digits beyond. Nothing waits and nothing is launched."""
+    ring = _ring(device)
+    ring.at += 1
+    return ring.places[ring.at - 1]
+
+
+def count_values(t: Tensor, role: int, amax: Tensor, scale: Tensor | None, fmt: Format) -> None:
+    """Count what of `t`, any shape and float dtype, does not fit into `fmt` under `scale`, [], or is infinite, in code on a CPU
+    that is not compiled. No value of `t` is larger than `amax`, []. Without a `scale` finite values fit."""
+    if t.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    most = amax.item()
+    if most < torch.inf and (scale is None or most * scale.item() <= fmt.reach):
+        return
+    a = t.detach().abs()
+    infinite = (a == torch.inf).sum()
+    beyond = infinite if scale is None else (a.float() * scale > fmt.reach).sum()
+    counter(t.device, role)[:2] += torch.stack([beyond - infinite, infinite])

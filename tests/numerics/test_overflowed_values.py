@@ -1,0 +1,109 @@
+"""Counts of clipped and infinite values in layers: of each tensor once, where it is quantized first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, overflow, overflowed_values, seed_rounding, update_scales
+from fp8cfg.numerics.overflowed_values import take_values
+from fp8cfg.numerics.quantization_statistics import collect
+
+CPU = torch.device("cpu")
+SCALINGS = {
+    "delayed": Scaling(amax_history_len=4), "delayed te": Scaling(amax_history_len=4, first_step="te"), "current": Scaling("current"),
+    "row": Scaling("current", granularity="row"), "mxfp8": Scaling("mxfp8", backward=E4M3), "block": Scaling("block", backward=E4M3),
+    "nvfp4": Scaling("nvfp4", forward=E2M1, backward=E2M1),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def counted_from_here_on() -> None:
+    take_values(CPU)
+
+
+def layer(scaling: Scaling, **how: bool) -> FP8Linear:
+    torch.manual_seed(0)
+    made = FP8Linear.from_linear(nn.Linear(32, 48, bias=False), scaling, Region(True), **how)  # type: ignore[arg-type]
+    seed_rounding(made, 1)
+    return made
+
+
+def taken() -> list[float]:
+    return take_values(CPU)[:2].tolist()
+
+
+def microbatch(model: nn.Module, x: Tensor, gradient: Tensor, again: bool = False) -> None:
+    """A pass forth and back, whose forward pass is computed again where it says so."""
+    x = x.clone().requires_grad_()
+    y = checkpoint(model, x, use_reentrant=False) if again else model(x)
+    y.backward(gradient)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_clipped_values_are_those_beyond_the_reach_of_the_scale(again: bool) -> None:
+    """Of the input, the weight and the gradient, over two microbatches; the largest finite and an infinite value of each count apart."""
+    model, x, gradient = layer(SCALINGS["delayed"]), torch.randn(64, 32), torch.randn(64, 48)
+    microbatch(model, x, gradient, again)
+    update_scales([model], step=1)
+    assert taken() == [0, 0]
+    assert model.fp8_scale is not None
+    x, gradient = x * 2, gradient * 3
+    x[3, 3], gradient[5, :2] = torch.inf, -torch.inf
+    scales, expected = model.fp8_scale.tolist(), 0
+    for t, scale, fmt in ((x, scales[0], E4M3), (gradient, scales[2], E5M2)):
+        expected += int(((t.abs() * scale > fmt.reach) & t.isfinite()).sum())
+    assert expected > 20
+    for _ in range(2):
+        microbatch(model, x, gradient, again)
+    assert taken() == [2 * expected, 2 * 3] and taken() == [0, 0]
+    update_scales([model], step=2)
+    found = overflow(model)
+    assert found is not None and found.infinite == 2
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_infinite_values_are_counted_once_however_many_products_read_them(kind: str) -> None:
+    """Tensors that are quantized along both dimensions among them; finite ones fit into scales of their own."""
+    model, x, gradient = layer(SCALINGS[kind]), torch.randn(64, 32), torch.randn(64, 48)
+    model.weight.data[1, 2] = torch.inf
+    x[3, 3:5] = torch.inf
+    gradient[5:10, 7] = -torch.inf
+    with torch.no_grad():
+        model(x)
+    assert taken() == [0, 0], "of an evaluation"
+    microbatch(model, x, gradient, again=True)
+    clipped, infinite = taken()
+    assert infinite == 8 and (clipped == 0 or kind == "delayed te")
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_a_stored_weight_is_counted_where_it_is_written(kind: str) -> None:
+    model = layer(SCALINGS[kind], fp8_params=True)
+    assert taken() == [0, 0]
+    master = torch.randn(48, 32)
+    master[3, :3] = torch.inf
+    model.set_weight(master)
+    assert taken() == [0, 3]
+    microbatch(model, torch.randn(64, 32), torch.randn(64, 48))
+    assert taken() == [0, 0], "and not where it is read"
+
+
+def test_statistics_beside_a_step_are_not_counted() -> None:
+    model, x = layer(SCALINGS["current"]), torch.randn(64, 32)
+    x[3, 3] = torch.inf
+    collect(model, lambda: microbatch(model, x, torch.randn(64, 48)))
+    assert taken() == [0, 0]
+
+
+def test_a_ring_of_places_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overflowed_values, "PLACES", 3)
+    monkeypatch.setattr(overflowed_values, "_rings", {})
+    model, x = layer(SCALINGS["current"]), torch.randn(64, 32)
+    for many in (1, 0, 2, 3, 0, 5):
+        x[3, :] = 1.0
+        x[3, :many] = torch.inf
+        microbatch(model, x, torch.randn(64, 48))
+        assert taken() == [0, many]
