@@ -207,7 +207,7 @@ class _Training:
             "tokens": done * tokens, "seconds": of.seconds}
         if scaler:
             values["loss_scale"] = scaler.scale
-        values |= self.overflows.values(of.overflow, done)
+        values |= self.overflows.values(of.overflow, of.values, done)
         if self.world.size > 1:
             values["sent_bytes"], sent = of.sent
             if result.stepped and not self.traffic_said:  # the first that was not skipped, which hands weights round

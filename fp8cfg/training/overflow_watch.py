@@ -12,6 +12,8 @@ from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.job import Job
 from fp8cfg.numerics import Overflow
 from fp8cfg.numerics.fp8_overflow import RangesUsed
+from fp8cfg.numerics.fused_quantize import TRITON
+from fp8cfg.numerics.overflowed_values import take_values
 from fp8cfg.report.tables import wrapped
 from fp8cfg.scalings import SCALINGS
 from fp8cfg.training.distributed.world import World, same_layers
@@ -19,6 +21,8 @@ from fp8cfg.training.metrics import Value
 
 SAID = 2.0
 """A tensor that grows a little from step to step is clipped by as little; a line is worth one whose largest value is halved."""
+VALUES = ("fp8_clipped_values", "fp8_infinite_values")
+"""Numbers of values in metrics.jsonl, of the inputs, weights and gradients of linear layers."""
 
 
 class OverflowWatch:
@@ -28,9 +32,9 @@ class OverflowWatch:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._left = say, {"clipped", "infinite"}
 
-    def values(self, found: Overflow | None, done: int) -> dict[str, Value]:
-        """`fp8_clipped` and `fp8_infinite`, numbers of tensors, as metrics.jsonl has them of step `done`; empty without layers
-        that tell: the native backend's, and Transformer Engine's under delayed scaling."""
+    def values(self, found: Overflow | None, counted: list[int] | None, done: int) -> dict[str, Value]:
+        """`fp8_clipped` and `fp8_infinite`, numbers of tensors, as metrics.jsonl has them of step `done`, and VALUES where these
+        were `counted`; empty without layers that tell: the native backend's, and Transformer Engine's under delayed scaling."""
         if found is None:
             return {}
         if found.infinite:
@@ -38,7 +42,7 @@ class OverflowWatch:
                        f"scalings ({found.infinite} tensors)")
         elif found.largest >= SAID:
             self._once("clipped", _clipped(found, done))
-        return {"fp8_clipped": found.clipped, "fp8_infinite": found.infinite}
+        return {"fp8_clipped": found.clipped, "fp8_infinite": found.infinite, **dict(zip(VALUES, counted or (), strict=False))}
 
     def _once(self, kind: str, line: str) -> None:
         if kind in self._left:
@@ -49,6 +53,14 @@ class OverflowWatch:
 def over_ranks(used: RangesUsed | None, ranks: World) -> RangesUsed | None:
     """The largest that the tensors of a layer used over `ranks`, which have the same layers and all call it."""
     return used and used._replace(ratios=ranks.largest(used.ratios))
+
+
+def values_of(job: Job) -> Tensor | None:
+    """The counter of values of the step of `job` that ends here, float32 [4] (overflowed_values.py); None where there is none.
+    Kernels on a GPU that multiplies FP8 count, and code on a CPU that is not compiled."""
+    backend, product = job.choice.backend, job.choice.product
+    counts = product == "scaled_mm" and TRITON if job.device.type == "cuda" else product != "none" and not job.compiled
+    return take_values(job.device) if counts and backend == "native" else None
 
 
 def with_own_amaxes(job: Job) -> World:

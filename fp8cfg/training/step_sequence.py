@@ -18,19 +18,21 @@ from fp8cfg.numerics.fp8_overflow import overflow_of, ranges_used
 from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.training.distributed.world import World, stages
 from fp8cfg.training.launched_step import LaunchedStep, launch_step
-from fp8cfg.training.overflow_watch import over_ranks, over_stages, with_own_amaxes
+from fp8cfg.training.overflow_watch import over_ranks, over_stages, values_of, with_own_amaxes
 from fp8cfg.training.signals import StopSignals
 from fp8cfg.training.train_step import Step, train_step
 
 
 @dataclass(frozen=True)
 class Done:
-    """Optimizer step `number`, from 1, that is done, what its FP8 tensors did not hold, of all stages of a pipeline, the bytes that
-    this rank sent in it, and as text, and how long it took: launched ahead, since the step before was done."""
+    """Optimizer step `number`, from 1, that is done, what its FP8 tensors did not hold, of all stages of a pipeline, how many
+    values were clipped and infinite on the rank that has most, where these are counted, the bytes that this rank sent in it, and as
+    text, and how long it took: launched ahead, since the step before was done."""
 
     number: int
     step: Step
     overflow: Overflow | None
+    values: list[int] | None
     sent: tuple[int, str]
     seconds: float
 
@@ -52,6 +54,7 @@ class StepSequence:
         self._launched: LaunchedStep | None = None
         self._asked = False
         self._entered = ExitStack()
+        values_of(job)  # of whatever was quantized before
 
     def take(self, step: int, settled: bool) -> None:
         """Make step number `step`, the first being 0; where it may be launched ahead and need not be `settled`, it may go on."""
@@ -63,7 +66,9 @@ class StepSequence:
             sent = sum(self._world.traffic.bytes.values()), str(self._world.traffic)
             used = over_ranks(ranges_used(self._job.model), with_own_amaxes(self._job))
             over = over_stages(overflow_of(used), stages(self._job.prepared))
-            self._record(Done(step + 1, result, over, sent, seconds))
+            counted = values_of(self._job)
+            values = None if counted is None else self._world.largest(counted[:2]).long().tolist()
+            self._record(Done(step + 1, result, over, values, sent, seconds))
             return
         if self._launched is None:
             self._began = time.perf_counter()
@@ -86,7 +91,7 @@ class StepSequence:
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self._asked = self._asked or seen.stop
-        self._record(Done(launched.done, seen.step, seen.overflow, launched.traffic, seconds))
+        self._record(Done(launched.done, seen.step, seen.overflow, seen.values, launched.traffic, seconds))
 
     def _wish(self) -> bool:
         return self._stop is not None and self._stop.received is not None

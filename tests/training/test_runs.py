@@ -165,8 +165,11 @@ class Spoils(fp8cfg.Callback):
 def test_what_delayed_scaling_clips_is_counted_and_said_once(tmp_path: Path) -> None:
     job, said = fp8cfg.build(small("precision=bf16_fp8", "fp8.margin=4", "trainer.max_steps=4")), list[str]()
     fp8cfg.fit(job, tmp_path / "run", say=said.append, callbacks=[Spoils(job, 2)])
-    counts = [(row["fp8_clipped"], row["fp8_infinite"]) for row in rows(tmp_path / "run") if "loss" in row]
+    steps = [row for row in rows(tmp_path / "run") if "loss" in row]
+    counts = [(row["fp8_clipped"], row["fp8_infinite"]) for row in steps]
     assert counts == [(0, 0), (0, 0), (3, 0), (0, 0)], "input, weight and grad_output of the layer, until its scales move again"
+    assert [row["fp8_clipped_values"] > 1000 for row in steps] == [False, False, True, False]
+    assert {row["fp8_infinite_values"] for row in steps} == {0}
     (line,) = [" ".join(s.split()) for s in said if "clipped" in s]
     assert line.startswith("warning: step 3: layers.1.mlp.linear_fc1 ") and "times what its delayed scale holds" in line
 
@@ -180,8 +183,8 @@ def test_infinite_values_are_counted_and_said_once_without_delayed_scaling(tmp_p
 
     job.model.get_submodule("layers.1.mlp.linear_fc1").register_forward_pre_hook(spoil)
     fp8cfg.fit(job, tmp_path / "run", say=said.append)
-    counts = [(row["fp8_clipped"], row["fp8_infinite"]) for row in rows(tmp_path / "run") if "loss" in row]
-    assert counts == [(0, 0), (0, 1), (0, 1), (0, 0)], "one pass a step"
+    counts = [(row["fp8_clipped"], row["fp8_infinite"], row["fp8_infinite_values"]) for row in rows(tmp_path / "run") if "loss" in row]
+    assert counts == [(0, 0, 0), (0, 1, 1), (0, 1, 1), (0, 0, 0)], "one pass a step"
     (line,) = [" ".join(s.split()) for s in said if "infinite values" in s]
     assert line.startswith("warning: step 2: layers.1.mlp.linear_fc1 input had infinite values, which FP8 makes finite under most scalings (1 tensors)")
 
@@ -193,6 +196,13 @@ def test_infinite_values_of_any_rank_are_counted() -> None:
 
     found = overflow_of(over_ranks(RangesUsed(torch.tensor([2.0, 0.0, 0.5]), ["a input", "a weight", "a grad_output"]), Others()))
     assert found == Overflow(2, 1, torch.inf, "a weight") and over_ranks(None, Others()) is None
+
+
+def test_values_are_counted_where_layers_count_them() -> None:
+    job = fp8cfg.build(small("precision=bf16_fp8"))
+    assert overflow_watch.values_of(job) is not None and overflow_watch.values_of(fp8cfg.build(small("precision=bf16"))) is None
+    job.compiled = True  # on a CPU
+    assert overflow_watch.values_of(job) is None
 
 
 @pytest.mark.parametrize(("words", "asked"), [("", False), ("fp8.reduce_amax=false", True), ("precision=bf16_fp8_current", True)])
