@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fp8cfg.backends import REFERENCE, backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, NotFP8Error
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.job import Job
 from fp8cfg.report.coverage import planned
+from fp8cfg.training.compiled_gradients import compare
+from fp8cfg.training.distributed.world import World
 
 WORTH_FLOPS = {"cpu": 4e13, "cuda": 1e17}
 """Matmul FLOPs of a run from which compiling pays for itself: a few minutes of a core, or of a GPU."""
@@ -32,3 +37,28 @@ def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend
     per_token = coverage.attention_flops + sum(6.0 * p.in_features * p.out_features for p in plan)
     t = recipe.trainer
     return there and per_token * t.global_batch_size * recipe.model.seq_length * t.max_steps >= WORTH_FLOPS[device]
+
+
+def compile_as_chosen(job: Job, before: dict[str, Any] | None, world: World, say: Callable[[str], None]) -> None:
+    """Compile the model of `job` as trainer.compile says; a resumed run, which had the state `before`, as it was then, since
+    compiled sums round differently. Raises ConfigError, and NotFP8Error where compiled gradients are wrong."""
+    compiled = compiles(job.recipe, job.plan, job.device.type, job.choice.backend)
+    if before and before["recipe"]["trainer"]["compile"] == job.recipe.trainer.compile:
+        compiled = before["compiled"]
+    if compiled and not job.compiled:
+        _compare_compiled(job, world, say)
+        say("compiling the model; the first steps take longer")
+        job.compile_model()
+
+
+def _compare_compiled(job: Job, world: World, say: Callable[[str], None]) -> None:
+    """On the first rank; where compiled gradients are wrong there, no rank trains."""
+    began, wrong = time.perf_counter(), None
+    try:
+        compared = world.first and compare(job) is not None
+    except NotFP8Error as e:
+        wrong = e
+    if world.any(wrong is not None):
+        raise wrong or NotFP8Error("the first rank found compiled gradients wrong; it says which")
+    if compared:
+        say(f"compiled gradients of one layer are the eager ones ({time.perf_counter() - began:.1f} s)")

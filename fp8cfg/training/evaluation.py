@@ -10,7 +10,8 @@ from torch import Tensor
 from fp8cfg.job import Job
 from fp8cfg.training.device_copy import on_device
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import pipeline, targets_here
+from fp8cfg.training.microbatches import targets_here
+from fp8cfg.training.train_step import pipeline
 
 
 class Stopped(Exception):

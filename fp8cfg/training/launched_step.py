@@ -20,8 +20,9 @@ from fp8cfg.numerics.fp8_overflow import RangesUsed, overflow_of, ranges_used
 from fp8cfg.numerics.host_copy import HostCopy
 from fp8cfg.optim.deferred_step import DeferredSteps, Either, lr_after
 from fp8cfg.training.distributed.world import World, stages
+from fp8cfg.training.microbatches import refuse_without_targets
 from fp8cfg.training.overflow_watch import counts_over_stages, of_counts, over_ranks, values_of, with_own_amaxes
-from fp8cfg.training.train_step import Step, refuse_without_targets, run_step
+from fp8cfg.training.train_step import Step, run_step
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.quantization_statistics import collect
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.metrics import MetricsLog, TensorBoardLog, Value
+from fp8cfg.training.microbatches import microbatches
 from fp8cfg.training.run_files import RunFiles
 from fp8cfg.training.run_folder import FP8_STATS, METRICS, RunFolder
-from fp8cfg.training.train_step import microbatches
 
 
 class RunLogs:

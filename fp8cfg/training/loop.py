@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from fp8cfg.backends import backend_registry
-from fp8cfg.config.errors import ConfigError, Fp8cfgError, NotFP8Error
+from fp8cfg.config.errors import ConfigError, Fp8cfgError
 from fp8cfg.data import DataError
 from fp8cfg.job import Job
 from fp8cfg.report.before_run import refuse_layout
-from fp8cfg.report.coverage import low_share
 from fp8cfg.report.tables import wrapped
 from fp8cfg.training.callback import Callback
 from fp8cfg.training.checkpoint import job_state, saved_state
 from fp8cfg.training.checkpoint.loaded import LoadedTensors, Tensors, refuse_unlike
 from fp8cfg.training.checkpoint.saver import Diverged, Saver
-from fp8cfg.training.compile_choice import compiles
-from fp8cfg.training.compiled_gradients import compare
-from fp8cfg.training.coverage_record import coverage_record
+from fp8cfg.training.compile_choice import compile_as_chosen
 from fp8cfg.training.data import RunData, run_data, validation_batches
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.evaluation import Stopped, evaluate
 from fp8cfg.training.logs import RunLogs
-from fp8cfg.training.metrics import Progress, Value
-from fp8cfg.training.overflow_watch import OverflowWatch
-from fp8cfg.training.run_folder import COVERAGE, RunFolder
+from fp8cfg.training.metrics import Progress
+from fp8cfg.training.microbatches import microbatches
+from fp8cfg.training.run_folder import RunFolder
 from fp8cfg.training.run_folder_errors import RunFolderNotWritable
 from fp8cfg.training.signals import StopSignals
-from fp8cfg.training.step_sequence import Done, StepSequence, may_launch_ahead
-from fp8cfg.training.train_step import Step, microbatches
-
-_HOW = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
-SKIPS = 100
-"""Skipped steps in a row after which a run is not training and stops."""
+from fp8cfg.training.step_record import StepRecord
+from fp8cfg.training.step_sequence import StepSequence, may_launch_ahead
 
 
 class Interrupted(Fp8cfgError):
@@ -103,10 +94,6 @@ class _Training:
             validation_batches(self.recipe, self.held_out, world)  # a batch that cannot be had is said before the first step
         self.val_loss: float | None = None
         self.saver = Saver(job, run, world, self.batches, self.say, self._saved)
-        self.overflows = OverflowWatch(self.say)
-        self.traffic_said = self.proved = False
-        self.loss: float | None = None
-        self.skipped = 0
 
     def run_all(self, start_from: Loaded | None) -> Result:
         refuse_unlike(start_from[1] if start_from else None, self.world)
@@ -114,11 +101,12 @@ class _Training:
             if isinstance(start_from[0], LoadedTensors):
                 start_from[0].check_sums(self.world)
             saved_state.check(*start_from)
-        self._compile(start_from)
+        compile_as_chosen(self.job, start_from[1] if start_from else None, self.world, self.say)
         first, last = self._load(start_from), self.recipe.trainer.max_steps
         self.world.waits("start", first + 1)  # the groups that the job has made, too
         with ExitStack() as stack:
             self.logs = stack.enter_context(RunLogs(self.job, self.run, first))
+            self.record = StepRecord(self.job, self.run, self.world, self.say, self.callbacks, self.logs)
             agree = self.world.any if self.world.size > 1 else None
             self.stop = stack.enter_context(StopSignals(agree)) if _main_thread() else None
             if first and self._evaluates(first) and self.world.any(not self.logs.evaluated(first)):
@@ -129,14 +117,15 @@ class _Training:
             self.saver.check_room()
             if self._asked():
                 raise Interrupted(f"stopped before step {first + 1} of {last}; resume goes on from there")
-            self.progress = stack.enter_context(Progress(last, self.recipe.log.every_n_steps)) if self.world.first else None
+            if self.world.first:
+                self.record.progress = stack.enter_context(Progress(last, self.recipe.log.every_n_steps))
             # A callback finds the job as the step that it is called of left it.
             ahead = may_launch_ahead(self.job) and not self.world.any(bool(self.callbacks))
             stack.enter_context(self.saver)
-            steps = stack.enter_context(StepSequence(self.job, self.batches, self.world, self.stop, self._record, ahead))
+            steps = stack.enter_context(StepSequence(self.job, self.batches, self.world, self.stop, self.record.add, ahead))
             for step in range(first, last):
                 self.logs.statistics(self.batches, step, self.world)
-                steps.take(step, settled=not self.proved or self._looks(step + 1))
+                steps.take(step, settled=not self.record.proved or self._looks(step + 1))
                 self.world.waits("start", step + 1)
                 self._after(step + 1)
                 self.world.waits("step", step + 2)
@@ -146,36 +135,14 @@ class _Training:
         if self.job.optimizer.steps == 0:
             raise Diverged(f"all {last} steps were skipped, gradients overflowed; raise trainer.max_steps or lower "
                            "precision.initial_loss_scale")
-        return Result(last, self.loss, self.val_loss)
+        return Result(last, self.record.loss, self.val_loss)
 
     def _asked(self) -> bool:
         return self.stop is not None and self.stop.stop_requested()
 
     def _interrupt(self, done: int) -> None:
-        self.saver.save(done, self.skipped > 0, last=True)
+        self.saver.save(done, self.record.skipped > 0, last=True)
         raise Interrupted(f"stopped after step {done} of {self.recipe.trainer.max_steps}; resume goes on from there")
-
-    def _compile(self, start_from: Loaded | None) -> None:
-        """As trainer.compile says; a resumed run as it was before, since compiled sums round differently."""
-        compiled = compiles(self.recipe, self.job.plan, self.job.device.type, self.job.choice.backend)
-        if start_from and start_from[1]["recipe"]["trainer"]["compile"] == self.recipe.trainer.compile:
-            compiled = start_from[1]["compiled"]
-        if compiled and not self.job.compiled:
-            self._compare_compiled()
-            self.say("compiling the model; the first steps take longer")
-            self.job.compile_model()
-
-    def _compare_compiled(self) -> None:
-        """On the first rank; where compiled gradients are wrong there, no rank trains."""
-        began, wrong = time.perf_counter(), None
-        try:
-            compared = self.world.first and compare(self.job) is not None
-        except NotFP8Error as e:
-            wrong = e
-        if self.world.any(wrong is not None):
-            raise wrong or NotFP8Error("the first rank found compiled gradients wrong; it says which")
-        if compared:
-            self.say(f"compiled gradients of one layer are the eager ones ({time.perf_counter() - began:.1f} s)")
 
     def _load(self, start_from: Loaded | None) -> int:
         if not start_from:
@@ -184,57 +151,9 @@ class _Training:
             self.say(other)
         return job_state.restore(self.job, *start_from, self.batches)
 
-    def _prove(self) -> None:
-        """After the first step: what ran must be what was planned, or the run stops here."""
-        self.proved = True
-        seen = self.job.prove()
-        if self.recipe.fp8.enabled:
-            self.say(f"coverage, observed in the first step ({_HOW[self.job.choice.product]})\n{seen}\n")
-            if not self.job.foreign and (low := low_share(seen)):
-                self.say(wrapped(f"warning: {low}") + "\n")
-        record = coverage_record(self.job, seen)
-        if self.run:
-            self.run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
-
-    def _record(self, of: Done) -> None:
-        if not self.proved:
-            self._prove()
-        t, scaler, done, result = self.recipe.trainer, self.job.loss_scaler, of.number, of.step
-        self.loss = result.loss
-        tokens = t.global_batch_size * self.recipe.model.seq_length
-        values: dict[str, Value] = {
-            "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm, "stepped": result.stepped,
-            "tokens": done * tokens, "seconds": of.seconds}
-        if scaler:
-            values["loss_scale"] = scaler.scale
-        values |= self.overflows.values(of.overflow, of.values, done)
-        if self.world.size > 1:
-            values["sent_bytes"], sent = of.sent
-            if result.stepped and not self.traffic_said:  # the first that was not skipped, which hands weights round
-                self.traffic_said = True
-                self.say(fill(f"sent in a step by the first rank: {sent}", 80, subsequent_indent="  "))
-        self.logs.write(done, values)
-        if self.progress:
-            self.progress.update(done, result.loss, result.lr, tokens / of.seconds)
-        for callback in self.callbacks:
-            callback.step(done, values)
-        self._watch(done, result)
-
     def _saved(self, done: int, folder: Path) -> None:
         for callback in self.callbacks:
             callback.save(done, folder)
-
-    def _watch(self, done: int, result: Step) -> None:
-        if self.run:
-            self.run.check_there()
-        if result.stepped and self.skipped:
-            scale = self.job.loss_scaler.scale if self.job.loss_scaler else 1.0
-            self.say(f"step {done}: {self.skipped} steps before it were skipped, gradients overflowed; loss scale {scale:g}")
-        self.skipped = 0 if result.stepped else self.skipped + 1
-        if not result.stepped and (self.job.loss_scaler is None or self.skipped >= SKIPS):
-            often = f" for {self.skipped} steps in a row" if self.skipped > 1 else ""
-            raise Diverged(f"step {done}: the gradient norm is {result.grad_norm}{often} (loss {result.loss}); weights are those "
-                           "of the step before, lower optim.lr or resume from an earlier checkpoint")
 
     def _after(self, done: int) -> None:
         if self._evaluates(done):
@@ -242,7 +161,7 @@ class _Training:
         self.saver.settle()
         if self._saves(done):
             began = time.perf_counter()
-            self.saver.save(done, self.skipped > 0, done == self.recipe.trainer.max_steps)
+            self.saver.save(done, self.record.skipped > 0, done == self.recipe.trainer.max_steps)
             if self.recipe.checkpoint.async_save:
                 self.logs.write(done, {"save_seconds": time.perf_counter() - began})
 

@@ -39,7 +39,8 @@ from fp8cfg.report.memory.single_pass import single_pass
 from fp8cfg.report.tables import size, table
 from fp8cfg.training.distributed.gradient_sync import stored_grads, sum_gradients, summed_in_backward
 from fp8cfg.training.distributed.world import current
-from fp8cfg.training.train_step import microbatches, pipeline
+from fp8cfg.training.microbatches import microbatches
+from fp8cfg.training.train_step import pipeline
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

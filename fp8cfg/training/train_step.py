@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,18 +13,17 @@ from torch import Tensor
 
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.config.weight_workspace import quantizes_once
-from fp8cfg.data import IGNORED, Batches
+from fp8cfg.data import Batches
 from fp8cfg.job import Job
 from fp8cfg.numerics.weight_workspace import weights_kept
 from fp8cfg.optim.deferred_step import Either, either, loss_factors, lr_after
 from fp8cfg.optim.schedule import set_lr
-from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.pipeline import PipelineRank
 from fp8cfg.training.device_copy import on_device
 from fp8cfg.training.distributed.gradient_sync import drop_sums, overlapped_sums, stores_early, sum_gradients, summed_in_backward
 from fp8cfg.training.distributed.world import World
+from fp8cfg.training.microbatches import Part, microbatches, parts_of_step, shares_of_batch
 from fp8cfg.training.model_traffic import count_pass
 
 if TYPE_CHECKING:
@@ -41,19 +39,6 @@ class Step:
     lr: float
     grad_norm: float
     stepped: bool
-
-
-def microbatches(job: Job, world: World) -> int:
-    """Forward and backward passes of one optimizer step on each rank. Raises ConfigError where batches do not divide."""
-    t = job.recipe.trainer
-    _, data = batch_share(t.strategy, world.rank, world.size)
-    per_pass = t.micro_batch_size * data
-    if t.global_batch_size % per_pass:
-        nearest = max(1, round(t.global_batch_size / per_pass)) * per_pass
-        kind = "" if data == world.size else "data-parallel "
-        raise ConfigError(f"trainer.global_batch_size={t.global_batch_size}: not a multiple of trainer.micro_batch_size x "
-                          f"{data} {kind}ranks = {per_pass}; nearest is {nearest}")
-    return t.global_batch_size // per_pass
 
 
 def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
@@ -85,16 +70,12 @@ def run_step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
         raise
 
 
-def refuse_without_targets(job: Job, step: int) -> None:
-    """Raises ConfigError for step number `step`, the first being 0."""
-    raise ConfigError(f"data={job.recipe.data.name}: no token of step {step + 1} has a loss")
-
-
 def _step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
     count = microbatches(job, world)
     strategy = job.recipe.trainer.strategy
-    whole = 1 if batches.samples.masked else count * _shares(strategy, world)  # a mean of equal parts is divided once, at its end
-    every, targets = _microbatches(job, batches, step, world)
+    # A mean of equal parts is divided once, at its end.
+    whole = 1 if batches.samples.masked else count * shares_of_batch(strategy, world)
+    every, targets = parts_of_step(job, batches, step, world)
     if targets is not None and job.optimizer.deferred is not None:
         job.optimizer.deferred.begin(targets)
     total = torch.zeros((), device=job.device)
@@ -112,15 +93,6 @@ def _step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
     set_lr(job.optimizer, lr_after(lr, made=True))
     mean = world.sum(total / (whole * strategy.tensor_model_parallel_size))  # so many ranks have the same loss
     return RunStep(mean, lr, stepped, targets)
-
-
-def _shares(strategy: Strategy, world: World) -> int:
-    """Into how many parts the ranks cut each microbatch of all."""
-    return world.size // (strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size)
-
-
-Part = tuple[tuple[Tensor, ...], float | Tensor]
-"""A microbatch, as Batches gives it, and of how many parts of the step's loss its loss is one."""
 
 
 def _passes(job: Job, every: Iterable[Part], world: World) -> Iterator[tuple[Tensor, float | Tensor]]:
@@ -168,37 +140,6 @@ def pipeline(job: Job, world: World) -> Pipeline:
         here.schedule = Pipeline(job.model, here, microbatches(job, world), t.micro_batch_size, dtype, job.device, sync)  # type: ignore[arg-type]
     made: Pipeline = here.schedule
     return made
-
-
-def _microbatches(job: Job, batches: Batches, step: int, world: World) -> tuple[Iterable[Part], Tensor | None]:
-    """This rank's microbatches, and the targets of all ranks where somebody has to look at them later.
-
-    The step's loss is the mean over all targets of the global batch of which one is taken. Where these are as many in each
-    microbatch, each is one of equal parts; else as large as its share of them, which all ranks count together before the first
-    pass, on the device: nobody waits for the others. Raises ConfigError where there are none, if the host knows or may wait.
-    """
-    strategy, count = job.recipe.trainer.strategy, microbatches(job, world)
-    share, shares = batch_share(strategy, world.rank, world.size), _shares(strategy, world)
-    if not batches.samples.masked:
-        return ((batches.batch(step, *share, i, count), count * shares) for i in range(count)), None
-    passes = [batches.batch(step, *share, i, count) for i in range(count)]
-    targets = [targets_here(job, each[1]) for each in passes]
-    here = float(sum(targets))
-    if world.size == 1:
-        if not here:
-            refuse_without_targets(job, step)
-        return ((each, here / n if n else math.inf) for each, n in zip(passes, targets, strict=True)), None
-    whole = world.sum(torch.full((), here, dtype=torch.float64, device=job.device)) * shares / world.size
-    if job.optimizer.deferred is None and not whole:
-        refuse_without_targets(job, step)
-    return ((each, whole / n) for each, n in zip(passes, targets, strict=True)), whole
-
-
-def targets_here(job: Job, targets: Tensor) -> int:
-    """Of whole sequences, the targets that this rank takes a loss of."""
-    context = getattr(job.model, "context", None)
-    part = targets if context is None else context.part(targets)
-    return int((part != IGNORED).sum())
 
 
 def _loss(job: Job, parts: Iterable[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ import fp8cfg
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.optim.deferred_step import DeferredSteps
-from fp8cfg.training import loop, train_step
+from fp8cfg.training import loop, microbatches
 from fp8cfg.training.callback import Callback
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.step_sequence import may_launch_ahead
@@ -190,11 +190,11 @@ def _on_rank(world: World) -> dict[str, Any]:
 
 def _masked(world: World, *words: str) -> Any:
     """What a run writes whose samples have unlike numbers of targets, and its fifth step none; and how it ends."""
-    lines, targets = [], train_step.targets_here
+    lines, targets = [], microbatches.targets_here
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.RunLogs, "write", lambda self, done, values: lines.append((values["loss"], values["grad_norm"])))
         job = fp8cfg.build(small("data.eod_mask_loss=true", *words))
-        patch.setattr(train_step, "targets_here", lambda job, given: 0 if job.optimizer.steps == 4 else targets(job, given))
+        patch.setattr(microbatches, "targets_here", lambda job, given: 0 if job.optimizer.steps == 4 else targets(job, given))
         with pytest.raises(ConfigError) as end:
             loop.train(job, world=world, say=lambda _: None)
     weights = sum(t.double().abs().sum() for t in stored_state_dict(job.model).values())
