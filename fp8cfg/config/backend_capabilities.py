@@ -43,6 +43,8 @@ class Capabilities:
     """Whether torch.compile takes its layers."""
     statistics: bool = False
     """Whether it has log.fp8_stats_every_n_steps."""
+    counts_values: bool = False
+    """Whether its layers count the values that FP8 clips, and infinite ones, as they quantize (numerics/overflowed_values.py)."""
     moves_scales: bool = False
     """Whether `Backend.after_step` is what rolls delayed scaling's histories and moves its scales."""
     skips_on_device: bool = False

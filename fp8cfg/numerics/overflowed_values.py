@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8cfg.numerics.formats import Format
 from fp8cfg.numerics.scaling import GRAD_OUTPUT
 
-PLACES = 4096
+PLACES = 512
 """Places of a ring, of which the first is for what is not counted. After the steps that the others serve another ring is made."""
 
 

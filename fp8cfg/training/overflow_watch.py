@@ -60,7 +60,7 @@ def values_of(job: Job) -> Tensor | None:
     Kernels on a GPU that multiplies FP8 count, and code on a CPU that is not compiled."""
     backend, product = job.choice.backend, job.choice.product
     counts = product == "scaled_mm" and TRITON if job.device.type == "cuda" else product != "none" and not job.compiled
-    return take_values(job.device) if counts and backend == "native" else None
+    return take_values(job.device) if counts and capabilities(backend).counts_values else None
 
 
 def with_own_amaxes(job: Job) -> World:
