@@ -1,4 +1,4 @@
-"""Group reader: what torch.distributed.checkpoint reads of a group of a checkpoint, below a descriptor and checked.
+"""Group reader: what torch.distributed.checkpoint (DCP) reads of a group of a checkpoint, below a descriptor and checked.
 
 Torch's reader of safetensors files (2.13) opens paths, whatever file system it is given, and trusts their contents.
 """
@@ -36,8 +36,8 @@ OF_TORCH = ("DCP_VERSION", "format")
 
 
 class GroupReader(HuggingFaceStorageReader):
-    """The `files` of a group in `folder`. `tensors` are those that they have, and `also` other names in their headers, once
-    `read_metadata` was called. Raises DamagedCheckpoint for files that cannot be read or do not make whole tensors."""
+    """DCP storage reader of the `files` of a group in `folder`. Once `read_metadata` was called `tensors` are those that they have,
+    and `also` other names in their headers. Raises DamagedCheckpoint for files that cannot be read or do not make whole tensors."""
 
     def __init__(self, folder: RunFiles, files: list[str]) -> None:
         super().__init__(path=str(folder.path))

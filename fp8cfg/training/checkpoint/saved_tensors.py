@@ -69,7 +69,7 @@ class SavedTensors(Mapping[str, Tensor]):
 
 
 class _Into(DefaultLoadPlanner):
-    """What is read of one tensor goes into `part`."""
+    """DCP load planner that puts what is read of one tensor into `part`."""
 
     def __init__(self, part: Tensor) -> None:
         super().__init__()

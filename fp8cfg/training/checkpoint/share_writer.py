@@ -1,4 +1,4 @@
-"""Share writer: what a rank writes of a group of tensors, by torch.distributed.checkpoint's storage for safetensors.
+"""Share writer: what a rank writes of a group of tensors, by the safetensors storage of torch.distributed.checkpoint (DCP).
 
 Torch's writer (2.13) writes the second box of a name over the first where both stand in one file, and builds a file twice in memory
 before it writes that: here a file has a name once, and LIMIT bytes at most. Files stand below a descriptor, not at paths, and their
@@ -34,7 +34,7 @@ LIMIT = 512 << 20
 
 
 class ShareWriter(HuggingFaceStorageWriter):
-    """Torch's writer of safetensors files, of which each rank writes its own into the folder `group` of `folder`:
+    """DCP storage writer of safetensors files, of which each rank writes its own into the folder `group` of `folder`:
     `rank-<rank>-<n>.safetensors`. `entries` are their lengths and sums by name, from `folder`."""
 
     def __init__(self, folder: Path, group: str, rank: int) -> None:
@@ -65,8 +65,8 @@ class ShareWriter(HuggingFaceStorageWriter):
 
 
 class SharePlanner(DefaultSavePlanner):
-    """What this rank writes: `boxes`, of which large ones are written in parts. Before that the boxes of all ranks are looked at:
-    ValueError where they do not make whole tensors."""
+    """DCP save planner of this rank's `boxes`, of which large ones are written in parts. Before that the boxes of all ranks are
+    looked at: ValueError where they do not make whole tensors."""
 
     def __init__(self, boxes: Sequence[TensorBox]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -91,8 +91,8 @@ def parts(box: TensorBox, limit: int = LIMIT) -> list[TensorBox]:
     if t.nbytes <= limit or t.dim() == 0:
         return [box]
     rows = max(limit * len(t) // t.nbytes, 1)
-    return [replace(box, offsets=(box.offsets[0] + at, *box.offsets[1:]), tensor=part)
-            for at, part in ((at, t[at : at + rows]) for at in range(0, len(t), rows))]
+    return [replace(box, offsets=(box.offsets[0] + at, *box.offsets[1:]), tensor=t[at : at + rows])
+            for at in range(0, len(t), rows)]
 
 
 def files_of(items: Sequence[WriteItem], limit: int = LIMIT) -> list[list[WriteItem]]:
