@@ -22,7 +22,7 @@ from fp8cfg.models import hf, peft  # noqa: E402
 from fp8cfg.models.lora import adapted  # noqa: E402
 from fp8cfg.models.lora_shapes import projections  # noqa: E402
 from fp8cfg.training import run_model  # noqa: E402
-from tests.models.test_hf_checkpoint import WORDS, logits, saved  # noqa: E402
+from tests.support.hf_models import WORDS, logits, saved  # noqa: E402
 from tests.support.peft_library import peft as library  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks transformers 5 for it

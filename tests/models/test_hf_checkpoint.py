@@ -1,8 +1,7 @@
-"""Local Hugging Face checkpoints: read whole and in shards, tied and in FP8; trained, exported, and loaded by transformers again."""
+"""Local Hugging Face checkpoints: read whole and in shards, tied and in FP8; what in one is refused."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -18,26 +17,7 @@ import fp8cfg  # noqa: E402
 from fp8cfg.config.errors import ConfigError, PlainWarning  # noqa: E402
 from fp8cfg.models.hf_checkpoint import Checkpoint, dequantized  # noqa: E402
 from fp8cfg.recipes.from_hf import of_folder  # noqa: E402
-
-SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 144, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "vocab_size": 272, "max_position_embeddings": 64, "head_dim": 16, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-WORDS = ["data=tiny", "precision=fp32", "model.seq_length=32", "trainer.global_batch_size=4", "trainer.micro_batch_size=4",
-         "trainer.accelerator=cpu"]
-
-
-def saved(folder: Path, kind: str = "qwen3", shards: str = "10GB", **said: Any) -> Any:
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **{**SHAPE, "initializer_range": 0.1, **said})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model.save_pretrained(folder, max_shard_size=shards)
-    return model
-
-
-def logits(model: Any) -> torch.Tensor:
-    tokens = torch.randint(272, (2, 32), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        found = model(tokens)
-    return getattr(found, "logits", found)
+from tests.support.hf_models import WORDS, logits, saved  # noqa: E402
 
 
 @pytest.mark.parametrize(("kind", "shards", "tied"), [("qwen3", "10GB", True), ("llama", "40KB", False), ("gemma2", "40KB", True)])
@@ -198,129 +178,3 @@ def test_a_quantization_of_other_kinds_is_one_line(said: Any, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
     with pytest.raises(ValueError, match=r"not read here|expected two whole numbers"):
         Checkpoint(tmp_path)
-
-
-WIDE = ["recipe=qwen3_tiny", "data=tiny", "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.kv_channels=64",
-        "model.seq_length=32", "trainer.global_batch_size=4", "trainer.micro_batch_size=4", "trainer.max_steps=2", "optim.warmup_steps=1",
-        "trainer.val_check_interval=0", "checkpoint.every_n_steps=2", "trainer.compile=off", "trainer.accelerator=cpu"]
-
-
-def trained(folder: Path, *words: str) -> Path:
-    """A run folder."""
-    from fp8cfg.__main__ import main
-
-    base = [w for w in WIDE if not w.startswith(tuple(f"{word.partition('=')[0]}=" for word in words))]
-    assert main([*base, *words, f"log.dir={folder}"]) == 0
-    (run,) = folder.iterdir()
-    return run
-
-
-@pytest.fixture(scope="module")
-def in_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that holds its weights in FP8 by blocks."""
-    return trained(tmp_path_factory.mktemp("block"), "precision=bf16_fp8_block", "fp8.params=true")
-
-
-def loaded(folder: Path, dtype: torch.dtype) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-
-
-def plain(run: Path) -> Any:
-    """The run's model with plain weights, dequantized in float32."""
-    from fp8cfg.training import run_model
-
-    found = run_model.load(run, print)
-    return fp8cfg.convert_back(found.model.float())
-
-
-@pytest.mark.parametrize("words", [
-    ["precision=bf16"], ["recipe=gpt3_tiny", "precision=bf16", "model.kv_channels=null"], ["recipe=gemma2_tiny", "precision=bf16"]], ids=["qwen3", "gpt2", "gemma2"])
-def test_an_exported_run_has_equal_logits_in_transformers(tmp_path: Path, words: list[str]) -> None:
-    from fp8cfg.__main__ import main
-
-    run = trained(tmp_path / "runs", *words)
-    assert main(["export", "hf", str(run), str(tmp_path / "out")]) == 0
-    rounding = 1e-2 if "recipe=gpt3_tiny" in words else 1e-4  # weights around 0 are rounded again around 1
-    torch.testing.assert_close(logits(loaded(tmp_path / "out", torch.float32)), logits(plain(run)), rtol=rounding, atol=rounding)
-    recipe = fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path / 'out'}", *WORDS])
-    torch.testing.assert_close(logits(fp8cfg.build(recipe).model), logits(plain(run)), rtol=rounding, atol=rounding)
-
-
-@pytest.mark.parametrize("fp8", ["block", "tensor"])
-def test_fp8_weights_are_exported_bit_for_bit(tmp_path: Path, in_fp8: Path, fp8: str) -> None:
-    """As transformers dequantizes them they are ours: blocks under powers of two; whole weights under the scale that they had."""
-    from fp8cfg.__main__ import main
-
-    run = in_fp8 if fp8 == "block" else trained(tmp_path / "runs", "precision=bf16_fp8_current", "fp8.params=true",
-                                                "fp8={high_precision_at_start: 0, high_precision_at_end: 0}")
-    assert main(["export", "hf", str(run), str(tmp_path / "out"), "--fp8", fp8]) == 0
-    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
-    assert config["weight_block_size"] == ([128, 128] if fp8 == "block" else None) and config["modules_to_not_convert"] == ["lm_head"]
-    stored = Checkpoint(tmp_path / "out")
-    assert stored.where["model.layers.0.mlp.gate_proj.weight"].get_tensor("model.layers.0.mlp.gate_proj.weight").dtype == torch.float8_e4m3fn
-    from fp8cfg.training import run_model
-
-    ours = dict(run_model.load(run, print).model.named_modules())
-    for number in (0, 1):
-        wide = ours[f"layers.{number}.mlp.linear_fc1"].dequantized_weight(torch.float32)
-        found = [stored.read(f"model.layers.{number}.mlp.{part}_proj.weight") for part in ("gate", "up")]
-        assert torch.equal(torch.cat(found), wide)
-    theirs = loaded(tmp_path / "out", torch.float32)
-    torch.testing.assert_close(theirs.model.layers[0].mlp.gate_proj.weight.float(), found_gate(stored), rtol=0, atol=0)
-    read = fp8cfg.build(fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path / 'out'}", *WORDS])).model
-    torch.testing.assert_close(logits(theirs.float()), logits(read), rtol=1e-4, atol=1e-4)
-
-
-def found_gate(stored: Checkpoint) -> torch.Tensor:
-    return stored.read("model.layers.0.mlp.gate_proj.weight")
-
-
-def test_export_hf_says_what_is_wrong(tmp_path: Path, in_fp8: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fp8cfg.__main__ import main
-
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/file").touch()
-    for words, message in ((["hf"], "needs a run folder and a new folder"), (["hf", str(in_fp8), str(tmp_path / "full")], "exists already"),
-                           (["hf", str(in_fp8), str(tmp_path / "new"), "--fp8", "row"], "--fp8 row: not an option"),
-                           (["hf", str(tmp_path / "none"), str(tmp_path / "new")], "is not a run folder")):
-        assert main(["export", *words]) == 2
-        assert message in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_an_export_is_whole_or_is_not_there(tmp_path: Path, in_fp8: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from fp8cfg.__main__ import main
-    from fp8cfg.models.safetensors_file import SafetensorsFile
-
-    (tmp_path / "file").touch()
-    (tmp_path / "dangling").symlink_to(tmp_path / "elsewhere")
-    assert main(["export", "hf", str(in_fp8), str(tmp_path / "dangling")]) == 2
-    assert main(["export", "hf", str(in_fp8), str(tmp_path / "file" / "new")]) in (2, 5)
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SafetensorsFile, "write", full)
-        assert main(["export", "hf", str(in_fp8), str(tmp_path / "new")]) == 5
-    err = capsys.readouterr().err.splitlines()
-    assert len(err) == 3 and err[2] == f"error: {tmp_path}/new: cannot be written (No space left on device)"
-    assert sorted(os.listdir(tmp_path)) == ["dangling", "file"]
-    (tmp_path / "empty").mkdir()
-    assert main(["export", "hf", str(in_fp8), str(tmp_path / "empty")]) == 0
-    assert sorted(os.listdir(tmp_path / "empty")) == ["config.json", "model.safetensors"] and len(os.listdir(tmp_path)) == 3
-
-
-def test_shards_are_named_by_the_index(tmp_path: Path) -> None:
-    from fp8cfg.models import TransformerConfig, hf, hf_export
-    from fp8cfg.models.transformer import Transformer
-
-    config = TransformerConfig(2, 64, 96, 4, 2, 16, 272, 32)
-    model = Transformer(config)
-    model.init_weights(0)
-    state = model.state_dict()
-    hf_export.write(tmp_path, config, {}, hf.Layout(hf.LLAMA), lambda name: (state[name], None), shard=40_000)
-    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
-    stored = Checkpoint(tmp_path)
-    back = hf.from_hf({name: stored.read(name) for name in stored.shapes}, config)
-    assert all(torch.equal(back[name], tensor.bfloat16()) for name, tensor in model.state_dict().items())

@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from tests.models.test_hf_checkpoint import WORDS, saved
 from tests.support.forked import processes
+from tests.support.hf_models import WORDS, saved
 from tests.support.small import small
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}

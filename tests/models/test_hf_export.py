@@ -20,7 +20,7 @@ from fp8cfg.models.lora import adapted
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.training import run_model, run_weights
 from fp8cfg.training.run_weights import RunWeights
-from tests.models.test_hf_checkpoint import WIDE, trained
+from tests.support.hf_models import WIDE, trained
 from tests.support.ranks import launch
 
 ALL = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"

@@ -15,7 +15,7 @@ from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.hf import Layout, to_hf
 from fp8cfg.models.lora import adapted
 from fp8cfg.training import run_model
-from tests.models.test_hf_checkpoint import WORDS, loaded, logits, plain, saved
+from tests.support.hf_models import WORDS, loaded, logits, plain, saved
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": False}
 FP8 = {"block": ["precision=bf16_fp8_block"], "tensor": ["precision=bf16_fp8_current", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"]}

@@ -18,15 +18,15 @@ from fp8cfg.job import Job
 from fp8cfg.models import TransformerConfig, attention
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.parallel.context import ContextRank, split_sequences
-from fp8cfg.parallel.mesh import AXES, batch_share, coordinates, device_mesh, group_axes, neighbours
+from fp8cfg.parallel.mesh import device_mesh
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.coverage_record import attention_kernels
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.train_step import train_step
 from tests.support import rank_runs
-from tests.support.ranks import launch, on_ranks
-from tests.support.small import small, small_words
+from tests.support.ranks import on_ranks
+from tests.support.small import small
 
 EXACT = "precision=fp32 trainer.gradient_clip_val=0"
 FP8 = "precision=bf16_fp8"
@@ -259,62 +259,3 @@ def test_chunks_of_a_sequence_are_dealt_out_evenly() -> None:
     assert [rank.chunks for rank in ranks] == [(0, 5), (1, 4), (2, 3)]
     assert ranks[1].part(torch.arange(12)).tolist() == [2, 3, 8, 9]
     assert sorted(c for rank in ranks for c in rank.chunks) == list(range(6))
-
-
-def test_the_axes_of_a_process_group_are_those_along_which_its_ranks_differ() -> None:
-    layout = Strategy(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=2)
-    groups = {"tp": [4, 5], "cp": [1, 3], "dp_shard": [8, 12], "pp": [3, 19], "dp_shard x cp": [0, 2, 4, 6, 8, 10, 12, 14],
-              "cp x tp": [0, 1, 2, 3], "all ranks": range(32)}
-    assert {axes: group_axes(layout, list(members), 32) for axes, members in groups.items()} == {axes: axes for axes in groups}
-    assert group_axes(Strategy(context_parallel_size=2), [0, 1], 2) == "cp" and group_axes(Strategy(), [0, 1], 2) == "dp_shard"
-    assert group_axes(Strategy(data_parallel_replicate_size=2), [1, 3], 4) == "dp_replicate"
-    assert neighbours(layout, 0, 32) == [1, *range(2, 16, 2), 16]
-    assert neighbours(Strategy(), 14, 16) == [*range(7), 15]
-
-
-def test_ranks_of_a_replica_are_neighbours_and_read_one_share() -> None:
-    strategy = Strategy(pipeline_model_parallel_size=2, context_parallel_size=2)
-    assert coordinates(strategy, 5, 8) == dict(zip(AXES, (1, 0, 0, 1, 0), strict=True))
-    assert [batch_share(strategy, rank, 8) for rank in range(8)] == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
-    with pytest.raises(ValueError, match="6 ranks are no whole number of replicas, each of 4"):
-        batch_share(strategy, 0, 6)
-
-
-CONTEXT = "trainer.strategy.context_parallel_size"
-
-
-@pytest.mark.parametrize(("words", "line"), [
-    ("model.seq_length=30", "model.seq_length=30: must be a multiple of 2 x context_parallel_size = 4; nearest is 32"),
-    ("precision=bf16_fp8 fp8.dot_product_attention=true",
-     f"fp8.dot_product_attention=True: attention in FP8 takes whole sequences, and {CONTEXT}=2 splits them; write false"),
-    ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
-     f"log.fp8_stats_every_n_steps=2: one rank measures, and under {CONTEXT}=2 none has whole sequences; drop it"),
-])
-def test_what_split_sequences_do_not_have_is_refused(words: str, line: str) -> None:
-    with pytest.raises(fp8cfg.ConfigError) as e:
-        small("trainer.devices=2", "trainer.val_check_interval=0", f"{CONTEXT}=2", *words.split())
-    assert line in e.value.problems
-
-
-def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> None:
-    recipe = small("trainer.devices=4", "trainer.micro_batch_size=1", f"{CONTEXT}=4")
-    with pytest.raises(fp8cfg.ConfigError) as e:
-        fp8cfg.build(recipe)
-    assert e.value.problems == [f"{CONTEXT}=4: so many ranks share a sequence, and 1 rank is no multiple of it; start 4, or write 1"]
-    with pytest.raises(fp8cfg.ConfigError, match="not those of a model of your own; write 1"):
-        fp8cfg.fit(fp8cfg.build(recipe, model=torch.nn.Sequential(torch.nn.Linear(64, 64))))
-
-
-@pytest.mark.slow
-def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> None:
-    done = launch(4, "recipe=llama_8b", "precision=bf16_fp8", "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "runs here on 4 ranks = context 2 x data 2, " in done.stdout and "keys and values" in done.stdout
-    assert "resume: step 3 from step-00000002 gave " in done.stdout and CONTEXT not in done.stderr
-
-
-@pytest.mark.slow
-def test_three_ranks_are_refused_with_a_line_that_runs_there() -> None:
-    done = launch(3, *small_words("trainer.devices=2", "trainer.micro_batch_size=2", "trainer.global_batch_size=12", f"{CONTEXT}=2"))
-    assert done.returncode == 2
-    assert f"{CONTEXT}=2: so many ranks share a sequence, and 3 ranks are no multiple of it; start 4, or write 1; runs here: " in done.stderr

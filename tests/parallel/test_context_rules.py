@@ -1,0 +1,51 @@
+"""Rules of context parallelism: what is refused beside it, with words that do, and a large recipe's layout rehearsed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8cfg
+from tests.support.ranks import launch
+from tests.support.small import small, small_words
+
+CONTEXT = "trainer.strategy.context_parallel_size"
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("model.seq_length=30", "model.seq_length=30: must be a multiple of 2 x context_parallel_size = 4; nearest is 32"),
+    ("precision=bf16_fp8 fp8.dot_product_attention=true",
+     f"fp8.dot_product_attention=True: attention in FP8 takes whole sequences, and {CONTEXT}=2 splits them; write false"),
+    ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
+     f"log.fp8_stats_every_n_steps=2: one rank measures, and under {CONTEXT}=2 none has whole sequences; drop it"),
+])
+def test_what_split_sequences_do_not_have_is_refused(words: str, line: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        small("trainer.devices=2", "trainer.val_check_interval=0", f"{CONTEXT}=2", *words.split())
+    assert line in e.value.problems
+
+
+def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> None:
+    recipe = small("trainer.devices=4", "trainer.micro_batch_size=1", f"{CONTEXT}=4")
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        fp8cfg.build(recipe)
+    assert e.value.problems == [f"{CONTEXT}=4: so many ranks share a sequence, and 1 rank is no multiple of it; start 4, or write 1"]
+    with pytest.raises(fp8cfg.ConfigError, match="not those of a model of your own; write 1"):
+        fp8cfg.fit(fp8cfg.build(recipe, model=torch.nn.Sequential(torch.nn.Linear(64, 64))))
+
+
+@pytest.mark.slow
+def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> None:
+    done = launch(4, "recipe=llama_8b", "precision=bf16_fp8", "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "runs here on 4 ranks = context 2 x data 2, " in done.stdout and "keys and values" in done.stdout
+    assert "resume: step 3 from step-00000002 gave " in done.stdout and CONTEXT not in done.stderr
+
+
+@pytest.mark.slow
+def test_three_ranks_are_refused_with_a_line_that_runs_there() -> None:
+    done = launch(3, *small_words("trainer.devices=2", "trainer.micro_batch_size=2", "trainer.global_batch_size=12", f"{CONTEXT}=2"))
+    assert done.returncode == 2
+    assert f"{CONTEXT}=2: so many ranks share a sequence, and 3 ranks are no multiple of it; start 4, or write 1; runs here: " in done.stderr
