@@ -20,7 +20,8 @@ fp8cfg import PROJECT [recipe=NAME] [key=value ...] -- WORDS
 
 A recipe from what another project says about precision, on top of recipe=NAME
 (llama_tiny), with the values of key=value on top. What it says and no recipe
-can is a comment; a key that it does not have is a warning too.
+can is a comment. A key that it does not have is refused in words and in a call
+of Python, as there; in other files, of whatever version, it is a warning too.
 
   accelerate  its configuration file, or Python with one of its handlers, which
               is read and not run: -- 'TERecipeKwargs(margin=1)'

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.config import tasks
-from fp8cfg.config.errors import ConfigError, suggest
+from fp8cfg.config.errors import ConfigError, refuse_if, suggest
 from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.interop import file_writers, source_files
@@ -43,7 +43,8 @@ class Door:
 
 
 def _te_text(text: str) -> source_files.Said:
-    return source_files.Said(te_objects.from_text(text))
+    found = te_objects.from_text(text)
+    return source_files.Said(found, called="printed" not in found)  # by a Transformer Engine that may be newer
 
 
 DOORS = {
@@ -87,14 +88,15 @@ def from_file(name: str, path: Path, base: Recipe | None = None) -> Read:
 
 
 def from_words(name: str, words: Sequence[str], base: Recipe | None = None) -> Read:
-    """The recipe in words of the project `name`: flags, key=value, a call, or the name of a preset."""
+    """The recipe in words of the project `name`: flags, key=value, a call, or the name of a preset. Raises ConfigError for what is
+    none, and for an unknown key, which the project would refuse too."""
     found = door(name)
     if found.presets and len(words) == 1 and "=" not in words[0]:
         return _read(found, source_files.Said({}, preset=words[0]), base)
     if found.call and "(" in words[0]:
         return found.call(source_files.joined(words), base)
     said = found.text(source_files.joined(words)) if found.text else source_files.Said(source_files.pairs(words))
-    return _read(found, said, base)
+    return _read(found, said._replace(called="printed" not in said.data), base)
 
 
 def _read(found: Door, said: source_files.Said, base: Recipe | None) -> Read:
@@ -107,6 +109,7 @@ def _read(found: Door, said: source_files.Said, base: Recipe | None) -> Read:
         recipe.precision = precision_preset(said.preset)
         return Read(recipe, said.lost, ())
     back = read(found.dialect, said.data, base)
+    refuse_if(back.unknown if said.called else ())
     if not any(map(found.dialect.knows, said.data)):
         none = f"has no key that {found.dialect.name} says precision by, such as {found.dialect.entries[0].theirs}"
         raise ConfigError([line for line in (*said.unknown, *back.unknown) if "did you mean" in line] or none)

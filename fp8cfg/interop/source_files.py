@@ -22,7 +22,8 @@ _CODE = re.compile(r"(^\s*(?:- +)?|[{,]\s*)_(target|partial|args|call)_(?=\s*:)"
 
 class Said(NamedTuple):
     """What a source says: a flat table, with a line on each thing that is left out of it, and on each key that looks like a typing
-    error; or the name of a preset. `task` is what it is trained for, and `lora` has values of that node."""
+    error; or the name of a preset. `task` is what it is trained for, and `lora` has values of that node. `called` says that its
+    keys are words of a call, of which the project itself takes no unknown one."""
 
     data: dict[str, Any]
     lost: tuple[str, ...] = ()
@@ -30,6 +31,7 @@ class Said(NamedTuple):
     unknown: tuple[str, ...] = ()
     task: str | None = None
     lora: Mapping[str, Any] = MappingProxyType({})
+    called: bool = False
 
 
 def text_of(path: Path) -> str:

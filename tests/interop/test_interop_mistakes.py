@@ -88,6 +88,29 @@ def test_typing_errors_that_turn_fp8_off_are_warned_of(text: str, warning: str, 
     assert capsys.readouterr().err == f"warning: {warning}\n"
 
 
+@pytest.mark.parametrize(("project", "words", "lines"), [
+    ("te", ["te.common.recipe.DelayedScaling(margin=1, marign=1, foo=2)"],
+     ["marign: no such key of Transformer Engine; did you mean 'margin'?", "foo: no such key of Transformer Engine"]),
+    ("accelerate", ["FP8RecipeKwargs(marign=1)"], ["marign: no such key of Accelerate; did you mean 'margin'?"]),
+    ("nemo", ["bf16=true", "fp8=hybrid", "fp8_marign=1"], ["fp8_marign: no such key of NeMo; did you mean 'fp8_margin'?"]),
+    ("megatron", ["--bf16", "--fp8-marign", "1"], ["--fp8-marign: no such flag of Megatron-LM; did you mean '--fp8-margin'?"])])
+def test_an_unknown_keyword_of_a_call_or_word_is_refused_as_the_project_does(project: str, words: list[str], lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "import", project, "--", *words) == lines
+
+
+def test_an_unknown_keyword_of_a_plugin_in_a_script_is_refused_and_those_that_nemo_has_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.py"
+    file.write_text('plugin = MegatronMixedPrecision(precision="bf16-mixed", fp8="hybrid", fp8_interval=1, device="cuda", params_dtype=None)\n')
+    assert interop.from_file("nemo", file)[1:] == ((), ())
+    file.write_text(file.read_text().replace("fp8_interval", "fp8_intreval"))
+    assert refused(capsys, "import", "nemo", str(file)) == [f"{file}: fp8_intreval: no such key of NeMo; did you mean 'fp8_interval'?"]
+
+
+def test_a_recipe_that_a_newer_transformer_engine_prints_is_read_with_a_warning() -> None:
+    found = interop.from_words("te", ["recipe_type=DelayedScaling, margin=1, format=HYBRID, later=3"])
+    assert found.unknown == ("later: no such key of Transformer Engine",) and found.recipe.fp8.margin == 1
+
+
 def test_a_file_of_nothing_but_a_typing_error_is_refused_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a.toml"
     file.write_text('[modle]\nconverters = ["float8"]\n[job]\nname = "x"\n')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from fp8cfg.config.errors import refuse_if
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.interop.accelerate import config_file as accelerate
 from fp8cfg.interop.accelerate.fp8_keys import (
@@ -65,13 +66,15 @@ def from_handler(handler: Any, base: Recipe | None = None) -> Read:
 
 def from_call(text: str, base: Recipe | None = None) -> Read:
     """The recipe of the one call of a handler in Python text, which is read and not run; where there is none, that of the mixed
-    precision of an Accelerator."""
+    precision of an Accelerator. Raises ConfigError where there is neither, and for keywords that no handler takes."""
     if not any(name in text for name in NAMES) and "Accelerator" in text:
         return read(accelerate.ACCELERATE, {"mixed_precision": call_in(text, ("Accelerator",), "class", ("mixed_precision",)).get(
             "mixed_precision", "no")}, base)
     given = call_in(text, NAMES, "handler of Accelerate")
     name = given.pop("class")
-    return _taken(read(HANDLERS, {"backend": _CLASSES.get(name, "TE"), **given}, base), name, given.get("backend"))
+    found = read(HANDLERS, {"backend": _CLASSES.get(name, "TE"), **given}, base)
+    refuse_if(found.unknown)
+    return _taken(found, name, given.get("backend"))
 
 
 def _taken(found: Read, name: str, backend: object) -> Read:

@@ -147,6 +147,7 @@ _DTYPE = Unsaid("follows from precision.compute",
                 (None, True, False, *(at + name for at in ("", "torch.") for name in ("float32", "bfloat16", "float16", "half"))))
 UNSAID = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype", "autocast_enabled"), _DTYPE),
+    "fp8_interval": Unsaid("Megatron ignores it", (1,)),
     "reuse_grad_buf_for_mxfp8_param_ag": Unsaid("a buffer of Megatron's distributed optimizer", (True, False)),
     "keep_fp8_transpose_cache": Unsaid("of Megatron-FSDP, which gathers weights for each pass; backend=native has "
                                        "fp8.keep_transpose_cache where they stay", (False,)),

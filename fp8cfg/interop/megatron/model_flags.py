@@ -73,7 +73,6 @@ MODEL = (
 )
 MODEL_UNSAID = {
     "transformer_impl": Unsaid("backend says who multiplies", ("transformer_engine",)),
-    "fp8_interval": Unsaid("Megatron ignores it"),
     "recompute_modules": Unsaid("selective recomputes core attention, norms and the activation function here", ("core_attn",)),
     "te_rng_tracker": Unsaid("random numbers follow from trainer.seed"),
 }

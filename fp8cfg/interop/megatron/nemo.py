@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8cfg.interop.key_table import SILENT, Dialect, Entry, Values
+from fp8cfg.interop.key_table import SILENT, Dialect, Entry, Unsaid, Values
 from fp8cfg.interop.megatron.core_fields import (
     DOUBTS,
     DYNAMIC,
@@ -60,8 +60,8 @@ NEMO = Dialect(
     (*(read_only(e.theirs, e.read) for e in _SWITCHES),
      Entry("precision", lambda value: {} if value in OFF else {"precision.compute": one_of(value, _PRECISIONS)},
            lambda ours: _WORDS[ours["precision.compute"]]), *_SHARED, *loss_scaling("fp16_")),
-    {**_SPELLINGS, **{k: f"fp16_{k}" for k in ("loss_scale", *DYNAMIC)}}, _DEFAULTS, UNSAID, _prepare, refuse, why=WHY,
-    doubts=DOUBTS)
+    {**_SPELLINGS, **{k: f"fp16_{k}" for k in ("loss_scale", *DYNAMIC)}}, _DEFAULTS,
+    {**UNSAID, "device": Unsaid("trainer.accelerator says it", ("cuda",))}, _prepare, refuse, why=WHY, doubts=DOUBTS)
 BRIDGE = Dialect(
     "Megatron-Bridge", (*_SWITCHES, *_SHARED, *loss_scaling()), _SPELLINGS, {**_DEFAULTS, "fp8_recipe": "tensorwise"}, UNSAID,
     _prepare, refuse, why=WHY, doubts=DOUBTS)

@@ -40,7 +40,7 @@ def precision(text: str, function: str = "") -> Said:
         return Said({}, later, preset=next(iter(presets)), task=asked, lora=values)
     call = ast.unparse(objects[0]).replace(f"Config({_class(objects[0])}, ", f"{_class(objects[0])}(")
     fields = call_in(call[call.index(_class(objects[0])):], _CLASSES, "plugin of NeMo")
-    return Said({k: v for k, v in fields.items() if k != "class"}, later, task=asked, lora=values)
+    return Said({k: v for k, v in fields.items() if k != "class"}, later, task=asked, lora=values, called=True)
 
 
 def _preset(node: ast.AST) -> str:

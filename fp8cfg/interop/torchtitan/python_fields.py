@@ -40,7 +40,8 @@ class Settings:
                 data |= {f"{CONVERTERS[name]}.{key}": value for key, value in values.items()}
         refuse_if([f"{name}: NVFP4 of torchao has no counterpart; precision=bf16_nvfp4 is Transformer Engine's"
                    for name, _ in self.converters if name in _NOT_HERE])
-        return Said(data, tuple(f"{name}: has no counterpart here" for name, _ in self.converters if name not in CONVERTERS))
+        lost = tuple(f"{name}: has no counterpart here" for name, _ in self.converters if name not in CONVERTERS)
+        return Said(data, lost, called=True)
 
 
 def is_config(node: ast.AST) -> bool:
