@@ -18,5 +18,5 @@ def run(arguments: Arguments) -> int:
     folder, said = arguments.one("--config-dir"), arguments.plain[1:]
     recipe = composed(arguments.words, folder, recipe_file(said, ()))
     words = [*said, *arguments.words, *(["--config-dir", folder] if folder else [])]
-    text = batch_script(recipe, words, settings(arguments.one("--slurm") or ""))
+    text = batch_script(recipe, words, settings(arguments.one("--slurm") or "", submitit=False))
     return print_or_write(text, arguments.one("--output"))

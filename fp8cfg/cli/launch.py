@@ -138,9 +138,14 @@ def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
     return SlurmExecutor(parameters, "--wait" in arguments.flags)
 
 
-def settings(said: str) -> dict[str, str]:
-    """The settings of `KEY=VALUE,...`. Raises ConfigError for what has another form."""
+def settings(said: str, submitit: bool = True) -> dict[str, str]:
+    """The settings of `KEY=VALUE,...`. Raises ConfigError for what has another form, and for misspelt options of sbatch, or
+    parameters of `submitit`."""
+    from fp8cfg.execution.slurm_settings import unknown
+
     pairs = [pair.partition("=") for pair in said.split(",")] if said else []
     if wrong := next(("".join(pair) for pair in pairs if not (pair[0] and pair[2])), ""):
         raise ConfigError(f"--slurm {wrong}: not of the form key=value, as in --slurm partition=gpu,time=240")
-    return {key: value for key, _, value in pairs}
+    found = {key: value for key, _, value in pairs}
+    refuse_if([f"--slurm {line}" for line in unknown(found, submitit)])
+    return found

@@ -7,6 +7,7 @@ and the first one puts the job back into the queue (`scontrol requeue`). Started
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.execution.executor import REQUEUE, Command, environment
+from fp8cfg.execution.slurm_settings import parameters, unknown
 
 WARNING = signal.SIGUSR2
 """What submitit has Slurm send before the limit."""
@@ -53,22 +55,31 @@ class Rank:
 
 @dataclass(frozen=True)
 class SlurmExecutor:
-    """A Slurm job of trainer.num_nodes machines with trainer.devices ranks each, a GPU for each rank. `parameters` are sbatch's, as
-    submitit has them (`time` in minutes, `partition`, `account`, `qos`, `cpus_per_task`, `gpus_per_node`, `setup`, ...). `wait`
-    stays until the job has ended, however often it is put back into the queue."""
+    """A Slurm job of trainer.num_nodes machines with trainer.devices ranks each, a GPU for each rank. `parameters` are sbatch's
+    options (`time` in minutes, `partition`, `account`, `qos`, `cpus_per_task`, `gpus_per_node`, `reservation`, ...) and submitit's
+    (`setup`, `signal_delay_s`, ...). `wait` stays until the job has ended, however often it is put back into the queue."""
 
     parameters: Mapping[str, Any] = field(default_factory=dict)
     wait: bool = False
 
     def execute(self, command: Command) -> int | None:
-        executor = _submitit().SlurmExecutor(folder=command.folder / "slurm", max_num_timeout=10_000)
+        refuse_if([f"SlurmExecutor: {line}" for line in unknown(self.parameters)])
+        submitit = _submitit()
+        files = command.folder / "slurm"
+        before = files.exists()
+        executor = submitit.SlurmExecutor(folder=files, max_num_timeout=10_000)
         own = {"job_name": command.folder.name, "nodes": command.nodes, "ntasks_per_node": command.ranks,
-               "gpus_per_node": command.ranks, "additional_parameters": {"requeue": True}}
+               "gpus_per_node": command.ranks}
         try:
-            executor.update_parameters(**{**own, **self.parameters})
+            executor.update_parameters(**{**own, **parameters(self.parameters)})
         except (TypeError, ValueError, NameError) as e:
             raise ConfigError(f"SlurmExecutor: {' '.join(str(e).split())[:200]}") from None
-        job = executor.submit(Rank(command))
+        try:
+            job = executor.submit(Rank(command))
+        except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError, OSError) as e:
+            if not before:
+                shutil.rmtree(files, ignore_errors=True)
+            raise ConfigError(f"SlurmExecutor: {' '.join(str(e).split())[:200]}") from None  # in sbatch's words
         print(f"job {job.job_id} is in the queue: {command.folder}")
         return int(job.result()) if self.wait else None
 

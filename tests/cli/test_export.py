@@ -215,6 +215,8 @@ def test_a_path_that_is_no_text_is_escaped(capsys: Out) -> None:
 
 @pytest.mark.parametrize(("argv", "lines"), [
     (["--yaml", "--json", "fp8.margn=1"], ["export: --yaml and --json; choose one", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
+    (["slurm", "--slurm", "cpus-per-tsk=4,setup=x"], ["--slurm cpus-per-tsk=4: no option of sbatch; did you mean 'cpus-per-task'?",
+                                                      "--slurm setup=x: a parameter of submitit, which a script does without; drop it"]),
     (["slrum"], ["slrum: no such project; did you mean 'slurm'?"]),
     (["fp8.margin=1"], ["fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"]),
     (["--output", "a", "--output", "b"], ["--output: given 2 times"]),

@@ -36,6 +36,9 @@ def test_words_go_to_an_executor(options: list[str], executor: Any, tmp_path: Pa
     ([], "launch: needs one of --local N and --slurm KEY=VALUE,..."), (["--local", "2", "--slurm", "a=b"], "launch: needs one of --local N and --slurm KEY=VALUE,..."),
     (["--local", "two"], "--local two: expected a number of processes, as in --local 2"), (["--local", "0"], "--local 0: expected a number of processes, as in --local 2"),
     (["--slurm", "gpu"], "--slurm gpu: not of the form key=value, as in --slurm partition=gpu,time=240"),
+    (["--slurm", "partiton=gpu,time=5"], "--slurm partiton=gpu: no option of sbatch; did you mean 'partition'?"),
+    (["--slurm", "timeout_min=5"], "--slurm timeout_min=5: no option of sbatch; did you mean 'time'?"),
+    (["--slurm", "signal=USR1"], "--slurm signal=USR1: submitit sends its own signal; write signal_delay_s=SECONDS"),
     (["--local", "2", "--wait"], "--wait: is of --slurm; processes of this machine are waited for"),
     (["--local", "2", "fp8.margn=1"], "fp8.margn: no such key; did you mean 'fp8.margin'?"),
     (["--local", "3", "trainer.accelerator=cpu", "trainer.global_batch_size=16"], "trainer.global_batch_size=16: not a multiple of trainer.micro_batch_size x data-parallel size = 48; "

@@ -143,8 +143,19 @@ def test_slurm_is_asked_for_what_the_recipe_is_meant_for(queue: Path, tmp_path: 
     script = (done.folder / "slurm/5_submission.sh").read_text() if done.exit_code is None else ""
     for line in ("--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--partition=gpu", "--time=30", "--requeue", "--signal=USR2@90", f"--job-name={done.folder.name}"):
         assert f"#SBATCH {line}\n" in script, script
-    with pytest.raises(fp8cfg.ConfigError, match="partitoin"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"^SlurmExecutor: partitoin=gpu: no option of sbatch; did you mean 'partition'\?$"):
         fp8cfg.run(recipe, fp8cfg.SlurmExecutor({"partitoin": "gpu"}))
+
+
+def test_what_submitit_has_no_name_for_goes_to_sbatch_whose_refusal_is_one_line(queue: Path, tmp_path: Path) -> None:
+    (queue / "sbatch").write_text("#!/bin/bash\ncp $1 $QUEUE/script\necho \"sbatch: unrecognized option '--gizmo=1'\" >&2\nexit 1\n")
+    given = {"reservation": "mine", "gizmo": 1, "cpus-per-task": 4, "setup": "module load cuda"}
+    with pytest.raises(fp8cfg.ConfigError, match=r"^SlurmExecutor: sbatch: unrecognized option '--gizmo=1'$"):
+        fp8cfg.run(tiny(tmp_path), fp8cfg.SlurmExecutor(given))
+    script = (queue / "script").read_text()
+    for line in ("#SBATCH --reservation=mine", "#SBATCH --gizmo=1", "#SBATCH --cpus-per-task=4", "#SBATCH --requeue", "module load cuda"):
+        assert f"\n{line}\n" in script, script
+    assert [each.name for each in tmp_path.iterdir()] == ["queue"]
 
 
 def test_without_slurm_or_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
