@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import changed
+from fp8cfg.scalings import SCALINGS
 
 
 def unread(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
@@ -20,9 +21,23 @@ def unread(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
     p, good = recipe.precision, recipe.precision.loss_scale_window
     if p.compute == "fp16" and p.loss_scale is None and good >= steps and "precision.loss_scale_window" in written:
         yield f"note: precision.loss_scale_window={good}: doubles no scale, the run ends with trainer.max_steps={steps}"
+    yield from _history(recipe, written)
     if o.warmup_steps < steps - 1:  # the step after warm-up is the first of the decay
         return
     found = [said for name in ("min_lr", "lr_decay_style") if f"optim.{name}" in written for said in changed(o, name)]
     if found:
         yield (f"note: {', '.join(found)}: of the decay, and there is none; optim.warmup_steps={o.warmup_steps}, "
                f"trainer.max_steps={steps}")
+
+
+def _history(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
+    """Of a history of amaxes that no step reads whole. One amax is all that the rules leave to read with it."""
+    f, steps = recipe.fp8, recipe.trainer.max_steps
+    length = f.amax_history_len
+    if not f.enabled or not SCALINGS[f.scaling].history or "fp8.amax_history_len" not in written:
+        return
+    if f.amax_compute_algo == "most_recent":
+        if length > 1:
+            yield f"note: fp8.amax_history_len={length}: fp8.amax_compute_algo=most_recent reads the last amax alone"
+    elif length > steps:
+        yield f"note: fp8.amax_history_len={length}: is never full, the run ends with trainer.max_steps={steps}"

@@ -11,11 +11,13 @@ from fp8cfg.config.refusal import changed
 from fp8cfg.config.rules_storage import late_updates, lost_averages, slow_averages
 from fp8cfg.config.storage import level, resolved, sharding
 from fp8cfg.config.training_nodes import Log
+from fp8cfg.layer_plan import idle_patterns
 
 
 def lines(recipe: Recipe, ranks: int) -> list[str]:
     """A line for each, where so many ranks have the same parameters."""
-    every = (*_storage(recipe, ranks), *_one_microbatch(recipe, ranks), *_one_rank(recipe, ranks), *_folders(recipe))
+    every = (*_storage(recipe, ranks), *_one_microbatch(recipe, ranks), *_one_rank(recipe, ranks), *_folders(recipe),
+             *(idle_patterns(recipe) if recipe.fp8.enabled else ()))
     return [f"note: {line}" for line in every]
 
 

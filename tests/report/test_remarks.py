@@ -29,6 +29,14 @@ STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored pre
      "the last; checkpoint.every_n_steps=6, trainer.max_steps=6"),
     ("checkpoint.every_n_steps=5 checkpoint.keep=3", 1, "checkpoint.keep=3: there are 2 checkpoints; checkpoint.every_n_steps=5, trainer.max_steps=6"),
     ("checkpoint.every_n_steps=2 checkpoint.keep=3", 1, ""), ("checkpoint.every_n_steps=5", 1, ""),
+    *((f"precision=bf16_fp8 backend={backend} {words}", 1, said) for backend, words, said in (
+        ("native", "fp8.exclude=[output_layer]", "fp8.exclude=output_layer: changes nothing, its layers stay in high precision without it (fp8.output_layer=false)"),
+        ("native", "fp8.high_precision_at_start=1 fp8.exclude=[layers.0.*]",
+         "fp8.exclude=layers.0.*: changes nothing, its layers stay in high precision without it (fp8.high_precision_at_start=1)"),
+        ("te", "fp8.high_precision_at_start=1 fp8.exclude=[layers.0.*]", ""),  # whose norms it names
+        ("native", "fp8.exclude=[*.linear_qkv,layers.1.self_attention.linear_qkv]",
+         "fp8.exclude=layers.1.self_attention.linear_qkv: changes nothing, its layers stay in high precision without it (fp8.exclude *.linear_qkv)"),
+        ("native", "fp8.include=['*',layers.0.*] fp8.exclude=[*.linear_fc1]", "fp8.include=layers.0.*: changes nothing, without it the same layers run"))),
     ("log.dir=a log.folder=b", 1, "log.dir=a: makes no folder, log.folder=b is the run folder"),
     ("log.dir=a log.folder=a/b", 1, ""),
 ])
