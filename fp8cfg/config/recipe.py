@@ -9,6 +9,7 @@ from pydantic import Field
 
 from fp8cfg.config import recipe_text
 from fp8cfg.config.data import Data
+from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.key_names import ALIASES, short
 from fp8cfg.config.lora import LoRA
@@ -101,7 +102,12 @@ class Recipe(Node):
         return recipe_text.page(self.name, self)
 
     def diff(self, other: Recipe) -> recipe_text.Differences:
-        """The keys, by their short names, in which `other` differs, each with both values, in the order of the schema."""
+        """The keys, by their short names, in which `other` differs, each with both values, in the order of the schema. Raises
+        ConfigError for what is no recipe."""
+        if not isinstance(other, Recipe):
+            of_job = isinstance(getattr(other, "recipe", None), Recipe)
+            cure = "write job.recipe" if of_job else "compose(['recipe=llama_8b']) gives one"
+            raise ConfigError(f"diff: expected a Recipe, got {type(other).__name__}; {cure}")
         return recipe_text.differences(self, other)
 
     def check(self) -> None:

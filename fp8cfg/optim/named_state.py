@@ -99,7 +99,8 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`, for a model whose weights are loaded; raises ValueError as `load_state` does, and for
-        another number of groups or other FP8 layers."""
+        another number of groups or other FP8 layers, or what is no such state dict."""
+        _refuse_strange(state_dict)
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(f"optimizer state: {len(groups)} parameter groups, expected {len(self.param_groups)}")
@@ -111,6 +112,21 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an optimizer cannot be copied or pickled, it belongs to one model; save its state_dict() or build another")
+
+
+def _refuse_strange(state_dict: Any) -> None:
+    """Raise ValueError for what is no state dict of a NamedOptimizer."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"optimizer state: expected what state_dict() gives, not {type(state_dict).__name__}")
+    if lacks := [key for key in ("param_groups", "tensors", "json") if key not in state_dict]:
+        torchs = "; it is keyed by position, as torch's optimizers have it, and this one by names" if "state" in state_dict else ""
+        raise ValueError(f"optimizer state: has no {', '.join(lacks)}{torchs}")
+    groups = state_dict["param_groups"]
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
+        raise ValueError("optimizer state: param_groups is no list of groups")
+    for key in ("tensors", "json", "fp8"):
+        if not isinstance(state_dict.get(key, {}), Mapping):
+            raise ValueError(f"optimizer state: {key} is no table, but {type(state_dict[key]).__name__}")
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,12 @@ def test_diff_has_both_values_by_short_names(recipe: fp8cfg.Recipe) -> None:
     assert not recipe.diff(recipe) and str(recipe.diff(recipe)) == "no difference"
 
 
+def test_diff_with_what_is_no_recipe_is_one_line(recipe: fp8cfg.Recipe) -> None:
+    for other in ("llama_8b", None, recipe.fp8):
+        with pytest.raises(fp8cfg.ConfigError, match=rf"^diff: expected a Recipe, got {type(other).__name__}; compose\(\['recipe=llama_8b'\]\) gives one$"):
+            recipe.diff(other)  # type: ignore[arg-type]
+
+
 VALUES = {"name": "mine", "model": {"num_layers": 2}, "fp8": {"enabled": True, "exclude": ["*.linear_fc2"]}, "optim": {"betas": [0.8, 0.9]},
           "trainer": {"plugins": {"compute": "fp16"}, "strategy": {"context_parallel_size": 2}}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -73,6 +74,19 @@ def test_state_dict_and_its_inverse() -> None:
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["lr"] == SCHEDULE.lr_at(2)
     assert save(model, other) == save(model, optimizer)
+
+
+def test_what_is_no_state_dict_of_its_kind_is_one_line_and_changes_nothing() -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = make_optimizer(model)
+    before, good = save(model, optimizer), optimizer.state_dict()
+    torchs = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]).state_dict()
+    for wrong, line in (({"a": 1}, "has no param_groups, tensors, json"), ("x", "expected what state_dict() gives, not str"),
+                        (torchs, "has no tensors, json; it is keyed by position, as torch's optimizers have it, and this one by names"),
+                        ({**good, "param_groups": [1]}, "param_groups is no list of groups"), ({**good, "tensors": 3}, "tensors is no table, but int")):
+        with pytest.raises(ValueError, match=f"^{re.escape(f'optimizer state: {line}')}$"):
+            optimizer.load_state_dict(wrong)  # type: ignore[arg-type]
+    assert save(model, optimizer) == before
 
 
 def test_state_is_named_tensors_and_json() -> None:
