@@ -73,7 +73,8 @@ class Plan:
     ranks: Sequence[Rank]
     """Ranks that differ, one of each kind."""
     problems: Sequence[str] = ()
-    """Why it does not run as it stands where somebody multiplies: its layout, or its memory. Empty where it does run."""
+    """Why it does not run as it stands where somebody multiplies: its layout, its memory, or too little in FP8. Empty where it
+    does run."""
     offered: Sequence[Fit] = ()
     """Recipes that run on these ranks in its place, with the words that change it into each; none where there are no `problems`."""
     lines: Sequence[str] = ()
@@ -180,6 +181,7 @@ def make(
     layout_problems = refused(recipe, world)
     problems = layout_problems or _too_large(recipe, ranks, gpu) if choice else []
     offered = _offered(recipe, world, hardware, memory_of_each) if problems or layout_problems else []
+    problems = [*problems, *_below_least(recipe, coverage)]
     return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, offered,
                 list(filter(None, map(whole_line, offered))))
 
@@ -188,6 +190,13 @@ def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
     statistics = recipe.log.fp8_stats_every_n_steps
     return choose(as_sharded(recipe.precision, ranks), hardware, statistics=statistics, here=hardware.device == "cpu",
                   strategy=recipe.trainer.strategy, adapters=recipe.lora.enabled)
+
+
+def _below_least(recipe: Recipe, coverage: Coverage) -> list[str]:
+    least = recipe.fp8.min_coverage
+    if not recipe.fp8.enabled or coverage.share >= least:
+        return []
+    return [f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8"]
 
 
 def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:

@@ -226,6 +226,7 @@ def test_the_graph_as_paths_for_graphviz_and_as_code(capsys: pytest.CaptureFixtu
     (["--gpu", "h100", "trainer.accelerator=cpu"], "--gpu h100: trainer.accelerator=cpu runs on none; drop one of the two"),
     (["--tree", "--dot"], "--tree --dot: choose one"), (["--jsn"], "--jsn: no such option; did you mean '--json'?"),
     (["precision=bf16_fp8", "fp8.exclude=['x']"], "fp8.exclude=x: matches no linear layer"),
+    (["precision=bf16_fp8", "fp8.min_coverage=0.95"], "fp8.min_coverage=0.95: 90.5% of matmul FLOPs would run in FP8"),
     (["precision=bf16_fp8", "--gpu", "a100-40", "--tree"], "fp8.enabled=True: this GPU has compute capability 8.0"),
     (["trainer.accelerator=cuda"], "trainer.accelerator=cuda: name the GPU, as in --gpu h100; there are a100-40, "),
     (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
