@@ -31,6 +31,7 @@ from fp8cfg.numerics.autocast_region import Region
 from fp8cfg.numerics.fp8_state_dict import complete_delayed
 from fp8cfg.numerics.gemm import encode
 from fp8cfg.numerics.gemm_operand import Operand, in_dtype
+from fp8cfg.numerics.overflowed_values import count_values
 from fp8cfg.numerics.pass_records import AMAX, amax_record
 from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.scaling import (
@@ -72,7 +73,14 @@ class Plan(NamedTuple):
     window: int | None
 
     def scale(self, column: int, state: State, *tensors: Tensor) -> Tensor:
-        """The scale that all `tensors`, which share one column of the state, are quantized with."""
+        """The scale that all `tensors`, which share one column of the state, are quantized with; of what does not fit values are
+        counted."""
+        scale, fmt = self._scale(column, state, *tensors), self.scaling.format_of(ROLES[column])
+        for t in tensors if self.record else ():
+            count_values(t, ROLES[column], state.history[0, column], scale, fmt)
+        return scale
+
+    def _scale(self, column: int, state: State, *tensors: Tensor) -> Tensor:
         role = ROLES[column]
         t = tensors[0] if len(tensors) == 1 else torch.stack([amax_of(t) for t in tensors])
         if state.scales is None:

@@ -22,7 +22,7 @@ from fp8cfg.training.metrics import Value
 SAID = 2.0
 """A tensor that grows a little from step to step is clipped by as little; a line is worth one whose largest value is halved."""
 VALUES = ("fp8_clipped_values", "fp8_infinite_values")
-"""Numbers of values in metrics.jsonl, of the inputs, weights and gradients of linear layers."""
+"""Numbers of values in metrics.jsonl, of the tensors that native layers quantize."""
 
 
 class OverflowWatch:

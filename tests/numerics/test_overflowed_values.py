@@ -7,7 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, overflow, overflowed_values, seed_rounding, update_scales
+from fp8cfg.numerics import (
+    E2M1,
+    E4M3,
+    E5M2,
+    FP8Linear,
+    Region,
+    Scaling,
+    overflow,
+    overflowed_values,
+    seed_rounding,
+    update_scales,
+)
+from fp8cfg.numerics.attention import FP8Attention
 from fp8cfg.numerics.overflowed_values import take_values
 from fp8cfg.numerics.quantization_statistics import collect
 
@@ -77,6 +89,26 @@ def test_infinite_values_are_counted_once_however_many_products_read_them(kind: 
     microbatch(model, x, gradient, again=True)
     clipped, infinite = taken()
     assert infinite == 8 and (clipped == 0 or kind == "delayed te")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_values_of_attention_are_counted(again: bool) -> None:
+    """What grows where a tensor was largest is clipped to what it was, so that all that is made of it still fits."""
+    torch.manual_seed(0)
+    attention = FP8Attention(Scaling(amax_history_len=4), Region(True))
+    q, k, v, gradient = (torch.randn(2, 2, 16, 16) for _ in range(4))
+    v[0, 0, 3, 3], gradient[1, 1, 5, 5] = 9.0, -9.0
+
+    def step() -> list[float]:
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        y = checkpoint(attention, *inputs, use_reentrant=False) if again else attention(*inputs)
+        y.backward(gradient)
+        update_scales([attention], step=1)
+        return taken()
+
+    assert step() == [0, 0]
+    v[0, 0, 3, 3], gradient[1, 1, 5, 5] = 900.0, -torch.inf
+    assert step() == [1, 1]
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
