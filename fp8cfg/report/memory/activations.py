@@ -107,8 +107,9 @@ def activations(
     if buckets:
         stream, ahead = model.c * model.d * model.tokens, final + (head.copies if head else 0)
         again = (stream, model.shared * model.tokens) if recompute else None
-        copying = of_buckets(buckets, part.layers, layers, ahead, head.summing if head else 0, again)
-        moments += [(m - earlier, 0) for m in copying]
+        copying = of_buckets(buckets, part.layers, layers, ahead, head.summing if head else 0, again,
+                             sharded.back if sharded else lambda _: 0.0)
+        moments += [(m - earlier, coming if sharded else 0) for m, coming in copying]
     gone = kept / part.in_flight + final + copies
     if part.embedding and not recipe.lora.enabled:
         making = model.v * recipe.model.hidden_size * (model.c + grads)

@@ -36,12 +36,13 @@ WAITING, TOGETHER = 1 << 26, 4
 
 
 class Bucket(NamedTuple):
-    """Gradients that are sent together once that of the parameter `last` is there: bytes of all, and of those that stay beside it,
-    which are of another dtype."""
+    """Gradients that are sent together once that of the parameter `last` is there: bytes of all, of those that stay beside it,
+    which are of another dtype, and of all that come later."""
 
     last: str
     bytes: int
     beside: int
+    later: int
 
 
 def in_backward(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str) -> list[Bucket]:
@@ -52,10 +53,13 @@ def in_backward(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
     columns = parameter_columns(recipe, linears, shapes)
     if low_bit(recipe.precision) or any(each["comm"] in SCALED for each in columns.values()):
         return []
+    sizes = {name: int(prod(shape) * CODEC[columns[name]["weight_grad"]]) for name, shape in shapes.items()}
+    later = sum(sizes.values())
     for name in sorted(shapes, key=_in_model, reverse=True):
-        comm = columns[name]["comm"]
-        each, before = int(prod(shapes[name]) * CODEC[comm]), filling.get(comm, Bucket("", 0, 0))
-        filling[comm] = Bucket(name, before.bytes + each, before.beside + each * (columns[name]["weight_grad"] != comm))
+        comm, later = columns[name]["comm"], later - sizes[name]
+        each, before = int(prod(shapes[name]) * CODEC[comm]), filling.get(comm, Bucket("", 0, 0, 0))
+        beside = before.beside + each * (columns[name]["weight_grad"] != comm)
+        filling[comm] = Bucket(name, before.bytes + each, beside, later)
         if filling[comm].bytes >= (LATER if full else FIRST):
             full.append(filling.pop(comm))
     return [*full, *filling.values()]

@@ -4,8 +4,8 @@
     layers      the output layer's, and those of the layers whose backward pass has ended
     embedding   all, and no activations any more
 
-Where FSDP2 shards gradients, or buckets of them are summed as they come, report/memory/sharded_pass.py and gradient_buckets.py have
-the moments.
+Where FSDP2 shards gradients report/memory/sharded_pass.py has the moments, and of buckets that are summed as gradients come
+report/memory/gradient_buckets.py has those that come on top.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_layers_alone, others, resolved
-from fp8cfg.report.memory.gradient_sums import in_backward
 from fp8cfg.report.memory.layout import Part, microbatches
 from fp8cfg.report.memory.operands import CODEC, stored_bytes
 from fp8cfg.report.memory.shards import parameter_columns, stored_gradients, summed_with, trained_shapes
@@ -58,8 +57,8 @@ class SinglePass:
 
 def single_pass(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str) -> SinglePass | None:
     """The gradients of a step of `part`, a whole model, where `backend` multiplies; None where a step has several microbatches, or
-    others have the moments."""
+    shards of gradients have the moments."""
     alone = recipe.trainer.strategy.pipeline_model_parallel_size == 1 and microbatches(recipe, part) == 1
-    if not alone or by_fsdp2(recipe, part.shards, backend) or in_backward(recipe, part, linears, backend):
+    if not alone or by_fsdp2(recipe, part.shards, backend):
         return None
     return SinglePass(recipe, part, linears)
