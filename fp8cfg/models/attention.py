@@ -38,6 +38,12 @@ def expect_queries(queries: int, keys: int) -> None:
     _LOWER_RIGHT[queries, keys] = causal_lower_right(queries, keys)
 
 
+def _by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values for each of the query heads."""
+    times = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+
+
 class CoreAttention(nn.Module):
     """softmax(q kᵀ x scale) v, causal: q [B, heads, T, head_dim], k and v [B, G, S, head_dim], out as q. S is T, or more: the
     queries are the last of the keys.
@@ -61,6 +67,8 @@ class CoreAttention(nn.Module):
         window = self.window if self.window is not None and self.window < keys else None
         bias = _LOWER_RIGHT.get((queries, keys)) if q.is_cuda else None
         if self.softcap is None and window is None and mask is None and (queries == keys or bias is not None):
+            if q.is_cuda and q.dtype == torch.float32 and q.shape[1] > k.shape[1]:
+                k, v = _by_head(q, k, v)  # flash attention takes no float32, and what does no grouped queries
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=bias, is_causal=bias is None, scale=self.scale, enable_gqa=q.shape[1] > k.shape[1])
         given = (q, k, v) if mask is None else (q, k, v, mask)
@@ -71,7 +79,7 @@ class CoreAttention(nn.Module):
         queries, keys = q.shape[-2], k.shape[-2]
         window = self.window if self.window is not None and self.window < keys else None
         mask = additive(hidden_from(queries, keys, window, q.device), q.dtype) if mask is None else mask
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))  # no kernel has both a mask and grouped queries
+        k, v = _by_head(q, k, v)  # no kernel has both a mask and grouped queries
         if self.softcap is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale

@@ -28,7 +28,7 @@ SHAPE = ("recipe=llama_8b", "model.num_layers=2", "model.vocab_size=32000", "mod
          "trainer.strategy.context_parallel_size=1", "trainer.micro_batch_size=1", "trainer.global_batch_size=2", "optim.warmup_steps=0")
 
 HOPPER = (
-    "bf16", "bf16_fp8 backend=native", "bf16_fp8 backend=native fp8.params=false", "bf16_fp8_current backend=native fp8.params=false",
+    "fp32", "bf16", "bf16_fp8 backend=native", "bf16_fp8 backend=native fp8.params=false", "bf16_fp8_current backend=native fp8.params=false",
     "bf16_fp8_block backend=native fp8.format=e4m3 fp8.params=false", "bf16_fp8 backend=native opt_level=O2",
     "bf16 trainer.global_batch_size=1", "bf16_fp8 backend=native fp8.params=false trainer.global_batch_size=1")
 BLACKWELL = ("bf16_mxfp8 backend=native", "bf16_mxfp8 backend=native fp8.params=false", "bf16_nvfp4 backend=native", "bf16_nvfp4 backend=native fp8.params=false")

@@ -30,7 +30,7 @@ def kept(b: LinearBytes, layer: int, proj_quantized: bool) -> tuple[float, float
     if window is not None or b.device == "cpu":
         masked = b.softmax + copied + b.c * keys
         return found + masked, masked + outputs
-    return found + b.softmax + gathered(b), 0.0
+    return found + b.softmax + (copied if b.c == 4 and b.q > b.k else gathered(b)), 0.0  # by head: as in models/attention.py
 
 
 def gathered(b: LinearBytes) -> float:

@@ -49,9 +49,7 @@ class LinearBytes:
             self.norms += self.head_norms
         self.shared = 4 * self.d if self.c == 4 else 0  # a layer's input is its first norm's float32 input, not a copy of it
         self.norm_backward = (16 if parts else 8) * self.d  # float32 gradients; on a CPU one for each of its parts
-        # Flash attention takes no float32, and what does takes no grouped queries: the probabilities are kept then.
-        materialized = device == "cuda" and self.c == 4 and m.num_query_groups < m.num_attention_heads
-        self.softmax = m.num_attention_heads / tp * (4 * m.seq_length if materialized else 4)
+        self.softmax = m.num_attention_heads / tp * 4
         gathered = sharding(recipe.precision, part.shards) == "fsdp"  # by which adapters, too, are in the compute dtype
         self.in_compute_dtype = gathered
         self.adds_stored = (recipe.storage.accumulate == "stored" and microbatches(recipe, part) > 1
@@ -62,7 +60,8 @@ class LinearBytes:
     def scores(self, layer: int) -> float:
         """What attention in high precision keeps beside queries, keys, values and its output."""
         m = self.recipe.model
-        copied = 2 * self.c * (self.q - self.k) if self.masked(layer) else 0  # keys and values by head
+        by_head = self.masked(layer) or (self.device == "cuda" and self.c == 4)  # flash attention takes neither
+        copied = 2 * self.c * (self.q - self.k) if by_head else 0  # of keys and values
         if m.attn_logit_softcapping is not None:  # tanh, the softmax, and that in the compute dtype
             return copied + m.seq_length * m.num_attention_heads / self.tp * (8 + (self.c if self.c < 4 else 0))
         return self.softmax + copied
