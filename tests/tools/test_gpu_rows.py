@@ -24,7 +24,7 @@ from fp8cfg.backends import first_pass
 from fp8cfg.training import compiled_gradients
 from tests.support.forked import processes
 from tests.support.small import small, steps
-from tools.gpu_rows import bench_cases
+from tools.gpu_rows import bench_cases, bench_measurement
 from tools.gpu_rows.bench_cases import CONTENDERS, ModelCase, Runner, unsupported
 from tools.gpu_rows.bench_measurement import measure
 from tools.gpu_rows.byte_counts import ByteCounts
@@ -102,6 +102,14 @@ def _slow_case(args: argparse.Namespace, name: str) -> Make:
         return Row([ms, ms, "1", "1", "-", "-", f"{1 / float(ms):.2f}", "0.0e+00"])
 
     return make
+
+
+def test_the_probe_compiles_as_a_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setattr(bench_measurement, "compare", lambda job: found.append(job.compiler().keywords))
+    for compiler in ("inductor", "aot_eager"):
+        bench_measurement.probe(argparse.Namespace(device="cpu", compiler=compiler, no_proof=False), "delayed")
+    assert found[0] == fp8cfg.build(small("precision=bf16_fp8")).compiler().keywords and found[1]["backend"] == "aot_eager"
 
 
 HOPPER = ("delayed", "current", "row", "block")
