@@ -29,7 +29,7 @@ from fp8cfg.config.training_nodes import Strategy, Timeout
 from fp8cfg.numerics import waited_collective
 from fp8cfg.numerics.host_copy import HostCopy
 from fp8cfg.parallel.point_to_point import wait_for
-from fp8cfg.training.distributed import blocked_call, heartbeat, stalled_ranks
+from fp8cfg.training.distributed import blocked_call, heartbeat, stalled_ranks, world
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.launched_step import LaunchedStep
 from tests.support.ranks import ROOT
@@ -294,9 +294,12 @@ def test_where_a_thread_is() -> None:
     assert blocked_call.doing(None) == "no Python" and heartbeat._ranks([3]) == "rank 3" and heartbeat._ranks(list(range(20))).endswith("15 and 4 more")
 
 
-def test_not_all_ranks_come() -> None:
-    with pytest.raises(RankStalled, match=r"not all ranks came within 1 s \(trainer\.timeout\.start\)"), stalled_ranks.all_started(Timeout(start=1)):
-        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=2, timeout=stalled_ranks.timedelta(seconds=1))
+def test_not_all_ranks_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(world, "_MEETING", [(dist.TCPStore("127.0.0.1", 0, is_master=True), 0, 2)])
+    said = r"^not all ranks came within 1 s \(trainer\.timeout\.start\): rank 1 did not: stopped, or gone with the machine, or not started$"
+    with pytest.raises(RankStalled, match=said):
+        world._start_group("gloo", Timeout(start=1))
 
 
 def test_ranks_that_waited_in_vain_say_so_before_a_launcher_ends_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,6 +127,20 @@ class Heartbeat:
         return bytes(store.get(_FOUND)).decode() if store.check([_FOUND]) else None
 
 
+def come(store: Any, rank: int) -> None:
+    """Let the others know in `store` that `rank` is here, before there is a process group."""
+    store.set(f"fp8cfg/came/{rank}", "")
+
+
+def absent(store: Any, size: int) -> str | None:
+    """Which of `size` ranks have not come to `store`; None where all have, and where it is silent."""
+    def found() -> list[int]:
+        return [rank for rank in range(size) if not store.check([f"fp8cfg/came/{rank}"])]
+
+    ranks = _within(_UNSAID, found, [])
+    return f"{_ranks(ranks)} did not: {_GONE}, or not started" if ranks else None
+
+
 def _agent_holds_store() -> bool:
     """Whether the store is that of torchrun's agent, not the first rank's (torch.distributed.rendezvous)."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

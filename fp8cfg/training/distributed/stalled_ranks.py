@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal, cast
@@ -122,11 +122,12 @@ def _late(error: BaseException) -> bool:
 
 
 @contextmanager
-def all_started(timeout: Timeout) -> Iterator[None]:
-    """Around the start of a process group: raises RankStalled where not all ranks came."""
+def all_started(timeout: Timeout, absent: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Around the start of a process group: raises RankStalled where not all ranks came, with what `absent` says of those."""
     try:
         yield
     except RuntimeError as e:  # DistStoreError, DistNetworkError
         if not _late(e):
             raise
-        raise RankStalled(f"not all ranks came within {timeout.start:g} s (trainer.timeout.start): {first_line(e)}") from e
+        why = absent() or first_line(e)
+        raise RankStalled(f"not all ranks came within {timeout.start:g} s (trainer.timeout.start): {why}") from e

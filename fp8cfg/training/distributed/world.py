@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch.distributed.rendezvous import rendezvous
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.errors import ConfigError, RankLost
 from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.training_nodes import Strategy, Trainer
+from fp8cfg.config.training_nodes import Strategy, Timeout, Trainer
 from fp8cfg.report.memory.layout import ranks
+from fp8cfg.training.distributed import heartbeat
 from fp8cfg.training.distributed.stalled_ranks import Phase, StallWatch, all_started, broken, first_line
 from fp8cfg.training.distributed.traffic import Traffic
 
@@ -131,8 +133,7 @@ def world(device: str, trainer: Trainer) -> Iterator[World]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    with all_started(trainer.timeout):
-        _start_group("nccl" if device == "cuda" else "gloo", timedelta(seconds=trainer.timeout.start))
+    _start_group("nccl" if device == "cuda" else "gloo", trainer.timeout)
     watch = StallWatch(trainer.timeout, trainer.strategy)
     try:
         yield replace(current(), limits=watch)
@@ -149,18 +150,22 @@ def world(device: str, trainer: Trainer) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def _start_group(backend: str, limit: timedelta) -> None:
+def _start_group(backend: str, timeout: Timeout) -> None:
     """The process group of torchrun's environment. Ranks that torchrun has started again find the addresses of those before them in
     its store (pytorch/pytorch#167288, in torch 2.11 to 2.13 at least), and so do those that start a group after another, to go on
     from an older checkpoint; all meet under names of their own. On several machines the count of restarts is not one for all: there
     torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "0"
+    limit = timedelta(seconds=timeout.start)
     if not _MEETING:
-        _MEETING.append(next(rendezvous("env://", timeout=limit)))  # one store for all: a second one may meet the end of the first
-    store, rank, size = _MEETING[0]
-    name = f"restart {again}, group {next(_GROUPS)}"
-    dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=size, timeout=limit)
+        with all_started(timeout):
+            _MEETING.append(next(rendezvous("env://", timeout=limit)))  # one for all: a second may meet the end of the first
+    meeting, rank, size = _MEETING[0]
+    store = PrefixStore(f"restart {again}, group {next(_GROUPS)}", meeting)
+    with all_started(timeout, partial(heartbeat.absent, store, size)):
+        heartbeat.come(store, rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 _MEETING: list[tuple[Any, int, int]] = []
