@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from fp8cfg import smoke
 from fp8cfg.backends.backend_choice import Choice, Hardware, choose
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.recipe import Recipe
@@ -62,9 +63,19 @@ def fits(recipe: Recipe, hardware: Hardware, ranks: int | None = None, takes: Ta
 
 
 def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None) -> list[Fit]:
-    """The smoke run of `recipe` on `ranks` that are to be started here, or those that start by themselves, if there is one."""
+    """The smoke run of `recipe` on `ranks` that are to be started here, or those that start by themselves, if there is one that
+    has the memory."""
     there = ranks or (min(gpus(), recipe.trainer.devices) if _starts_here(hardware.device) else layout.ranks())
-    return smoke_run(recipe, there, lambda other: choose_backend(other, hardware, there).backend)
+    free = free_memory(hardware.device, ranks)
+
+    def backend(other: Recipe) -> str:
+        return choose_backend(other, hardware, there).backend
+
+    def fit(found: Fit) -> bool:
+        small = smoke.cut(found.recipe, there)
+        return not too_large(small, hardware.device, free, backend(small), there)
+
+    return list(filter(fit, smoke_run(recipe, there, backend)))
 
 
 def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:

@@ -254,6 +254,13 @@ def test_a_smoke_run_is_offered_where_there_is_one(tmp_path: Path, capsys: pytes
     assert main(["plan", "recipe=llama_405b", "trainer.smoke=true", "precision=bf16_fp8", "model.num_layers=1", "--gpus", "3"]) == 0
 
 
+def test_a_smoke_run_for_which_there_is_no_memory_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on so many ranks that none has a share of the machine in which it fits."""
+    monkeypatch.setattr(before_run, "free_memory", lambda device, ranks=None: 1 << 20)
+    assert main(["launch", "--local", "2", "recipe=llama_tiny", "trainer.accelerator=cpu", f"log.dir={tmp_path}"]) == 2
+    assert capsys.readouterr().err.endswith("this machine has 1.0 MiB free on cpu\n")
+
+
 def test_chunks_that_are_too_many_are_refused_with_as_many_as_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "recipe=llama_8b", "--gpu", "h200", f"{PIPELINE}=8", "trainer.strategy.context_parallel_size=1"]
     chunks = "trainer.strategy.virtual_pipeline_model_parallel_size"
