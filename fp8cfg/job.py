@@ -106,7 +106,7 @@ class Job:
         backend = backend_registry.backend(self.choice.backend)
 
         def entered() -> AbstractContextManager[None]:
-            if self.recipe.fp8.enabled:
+            if self._converts:
                 first_pass.entered(self.model, enabled)
             return autocast(backend, self.model, enabled, self.torch_autocast)
 
@@ -238,10 +238,18 @@ class Job:
         raise TypeError("a Job cannot be copied, its optimizer belongs to one model; build another, or copy job.model: "
                         "fp8cfg.convert_back(copy.deepcopy(job.model)) gives plain weights, fp8cfg.averaged(job) an average (EMA)")
 
+    @property
+    def _converts(self) -> bool:
+        """Whether layers of the model are converted to FP8: a stage of a pipeline may have none of them."""
+        from fp8cfg.backends.exclusions import PLANNED
+
+        stage = self.prepared.pipeline is not None
+        return self.recipe.fp8.enabled and not (stage and all(PLANNED not in vars(layer) for layer in self.model.modules()))
+
     def _check_first_pass(self) -> None:
         from fp8cfg.backends import first_pass
 
-        if first_pass.check(self.model) and self.foreign:  # `fit` says it of our own
+        if self._converts and first_pass.check(self.model) and self.foreign:  # `fit` says it of our own
             warn_of_share(self.model, ran(self.recipe, self.model, self.plan, self._observed(), self.foreign))
 
     def _check_sums(self) -> None:

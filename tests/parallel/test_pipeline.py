@@ -33,7 +33,7 @@ BITS = {  # name -> words of runs whose losses are those of one rank, bit for bi
     "delayed interleaved": f"precision=bf16_fp8 {EXACT} {TWO_CHUNKS} trainer.strategy.pipeline_schedule=interleaved_1f1b",
     "fp32": f"precision=fp32 {EXACT}",
     "recomputed": f"precision=bf16_fp8 {EXACT} {SMALL} model.recompute_granularity=full",
-    "current": f"{CURRENT} {EXACT} {SMALL}", "mxfp8 interleaved": f"precision=bf16_mxfp8 {EXACT} {FEW} {TWO_CHUNKS}",
+    "current": f"{CURRENT} {EXACT} {SMALL}", "first stage in bf16": f"precision=bf16_fp8_current fp8.high_precision_at_end=0 {EXACT} {SMALL}", "mxfp8 interleaved": f"precision=bf16_mxfp8 {EXACT} {FEW} {TWO_CHUNKS}",
     "fp16": f"precision=fp16_fp8 {EXACT} {SMALL} precision.initial_loss_scale=1048576 precision.hysteresis=1",  # the first steps overflow
     "masked": f"precision=fp32 {EXACT} {SMALL} data.eod_mask_loss=true",
     "documents": f"precision=bf16_fp8 {EXACT} {SMALL} data.reset_attention_mask=true data.reset_position_ids=true",
