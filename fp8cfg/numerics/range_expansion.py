@@ -8,12 +8,14 @@ where all values of a block are equal; here it ends at 16, and below at 3/16, un
 is a normal number.
 
 Compilers disagree about the last bit of a power, so none is taken of a tensor. For each k a table, computed in double precision,
-says what the codes stand for, and where one code ends and the next begins.
+says what the codes stand for, and where one code ends and the next begins. All tables are searched as one, by integers: a row of
+them for each block would take as much memory as the float32 values of all.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,35 +35,49 @@ def _below(x: Tensor) -> Tensor:
     return torch.where(nearest.double() > x, nearest.nextafter(torch.full_like(nearest, -math.inf)), nearest)
 
 
-def _tables() -> tuple[Tensor, Tensor, Tensor]:
-    """By k, in steps: the values of the 127 codes [.., 127], over the largest, and where they meet [.., 126]. And, ascending, the
-    widest range of a block for each k, from MOST down to LEAST."""
+def _keys(values: Tensor, k: Tensor) -> Tensor:
+    """Float32 `values` from 0 to 1, [.., n], of rows whose k, in steps, is `k`, int64 [..], as int64 that ascend with k and, for
+    one k, with values, as the bits of a float32 do, of which 1 has 30. NaN is beyond all of its row."""
+    return k[:, None] * 2**30 + values.view(torch.int32)
+
+
+class _Tables(NamedTuple):
+    """By k, in steps: the values of the 127 codes, over the largest, [.. x 127] and their keys, the keys of where they meet
+    [.. x 126]. And, ascending, the widest range of a block for each k, from MOST down to LEAST."""
+
+    values: Tensor
+    codes: Tensor
+    meets: Tensor
+    ranges: Tensor
+
+
+def _tables() -> _Tables:
     codes = torch.arange(127, dtype=torch.uint8, device="cpu").view(E4M3.dtype).double() / E4M3.max
-    steps = torch.arange(MOST + 1, dtype=torch.float64, device="cpu").clamp(min=LEAST)
-    roots = STEPS / steps[:, None]
+    steps = torch.arange(MOST + 1, device="cpu")
+    roots = STEPS / steps[:, None].double().clamp(min=LEAST)
     meets = ((codes[1:] + codes[:-1]) / 2) ** roots
-    return (codes**roots).float(), _below(meets), _below((E4M3.max**2 / 2) ** roots[LEAST:, 0].flip(0))
+    values = (codes**roots).float()
+    return _Tables(values.flatten(), _keys(values, steps).flatten(), _keys(_below(meets), steps).flatten(),
+                   _below((E4M3.max**2 / 2) ** roots[LEAST:, 0].flip(0)))
 
 
 _TABLES = _tables()
-_ON_GPU: dict[int | None, tuple[Tensor, Tensor, Tensor]] = {}
+_ON_GPU: dict[int | None, _Tables] = {}
 """The tables on each GPU, sent once: compiled code would send them anew for each tensor, and wait each time."""
 
 
 def send_tables(device: torch.device) -> None:
     """Send the tables to `device`, if it is a GPU that has none yet: before code that uses them there is compiled."""
     if device.type == "cuda" and device.index not in _ON_GPU:
-        values, meets, ranges = _TABLES
-        _ON_GPU[device.index] = sent(values, device), sent(meets, device), sent(ranges, device)
+        _ON_GPU[device.index] = _Tables(*(sent(table, device) for table in _TABLES))
 
 
-def _on(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _on(device: torch.device) -> _Tables:
     if device.type == "cuda":
         if not torch.compiler.is_compiling():
             send_tables(device)
         return _ON_GPU[device.index]
-    values, meets, ranges = _TABLES
-    return values.to(device), meets.to(device), ranges.to(device)
+    return _Tables(*(table.to(device) for table in _TABLES))
 
 
 def scales(rows: Tensor) -> Tensor:
@@ -69,7 +85,7 @@ def scales(rows: Tensor) -> Tensor:
     something in the row is not finite."""
     x = rows.abs()
     largest, smallest = x.amax(-1), torch.where(x == 0, math.inf, x).amin(-1)
-    narrower = torch.searchsorted(_on(x.device)[2], largest / smallest)
+    narrower = torch.searchsorted(_on(x.device).ranges, largest / smallest)
     k = (MOST - narrower).clamp(min=LEAST).float() / STEPS
     return torch.stack([torch.where(largest < math.inf, largest.clamp(min=2.0**-126), math.nan), k], -1)
 
@@ -77,14 +93,13 @@ def scales(rows: Tensor) -> Tensor:
 def encode(rows: Tensor, scales: Tensor, u: Tensor | None = None) -> Tensor:
     """The codes, E4M3 [blocks, block], of float32 `rows`: nearest among the powers, as COAT has it, or with the random numbers `u`
     stochastic among the values themselves. What is not 0 does not become 0."""
-    x = (rows.abs() / scales[:, :1]).contiguous()
-    k, (tables, meets, _) = _steps(scales), _on(x.device)
+    x, k, tables = rows.abs() / scales[:, :1], _steps(scales), _on(rows.device)
     if u is None:
-        code = torch.searchsorted(meets[k], x)
+        code = (torch.bucketize(_keys(x, k), tables.meets) - 126 * k[:, None]).clamp(max=126)
     else:
-        values = tables[k]
-        code = (torch.searchsorted(values, x, right=True) - 1).clamp(0, 125)
-        lower, upper = values.gather(1, code), values.gather(1, code + 1)
+        first = 127 * k[:, None]
+        code = (torch.bucketize(_keys(x, k), tables.codes, right=True) - 1 - first).clamp(0, 125)
+        lower, upper = tables.values[first + code], tables.values[first + code + 1]
         code = code + (u < (x - lower) / (upper - lower))
     code = torch.where(rows != 0, code.clamp(min=1), code)
     return torch.where(rows < 0, code + 128, code).to(torch.uint8).view(E4M3.dtype)
@@ -93,7 +108,7 @@ def encode(rows: Tensor, scales: Tensor, u: Tensor | None = None) -> Tensor:
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """The float32 values of `codes`, the bytes [blocks, block] that `encode` returned."""
     code = codes.long()
-    values = _on(codes.device)[0].view(-1)[_steps(scales)[:, None] * 127 + (code & 127)]
+    values = _on(codes.device).values[_steps(scales)[:, None] * 127 + (code & 127)]
     return torch.where(code > 127, -values, values) * scales[:, :1]
 
 
