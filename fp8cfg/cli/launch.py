@@ -139,13 +139,21 @@ def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
 
 
 def settings(said: str, submitit: bool = True) -> dict[str, str]:
-    """The settings of `KEY=VALUE,...`. Raises ConfigError for what has another form, and for misspelt options of sbatch, or
-    parameters of `submitit`."""
-    from fp8cfg.execution.slurm_settings import unknown
+    """The settings of `KEY=VALUE,...`, where a value may be a list, as in nodelist=a,b. Raises ConfigError for what has another
+    form, for a key given twice, and for misspelt options of sbatch, or parameters of `submitit`."""
+    from fp8cfg.execution.slurm_settings import option, unknown
 
-    pairs = [pair.partition("=") for pair in said.split(",")] if said else []
-    if wrong := next(("".join(pair) for pair in pairs if not (pair[0] and pair[2])), ""):
-        raise ConfigError(f"--slurm {wrong}: not of the form key=value, as in --slurm partition=gpu,time=240")
-    found = {key: value for key, _, value in pairs}
+    pairs: list[list[str]] = []
+    for part in said.split(",") if said else ():
+        key, _, value = part.partition("=")
+        if key and value:
+            pairs.append([key, value])
+        elif part and pairs and "=" not in part and not option(part):
+            pairs[-1][1] += f",{part}"
+        else:
+            raise ConfigError(f"--slurm {part or repr(said)}: not of the form key=value, as in --slurm partition=gpu,time=240")
+    found = dict(pairs)
+    keys = [key for key, _ in pairs]
+    refuse_if([f"--slurm {key}: given {keys.count(key)} times" for key in found if keys.count(key) > 1])
     refuse_if([f"--slurm {line}" for line in unknown(found, submitit)])
     return found

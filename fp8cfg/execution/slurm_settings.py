@@ -43,14 +43,25 @@ _SPELLINGS = {"timeout_min": "time", "mem_gb": "mem", "tasks_per_node": "ntasks_
 """What submitit's AutoExecutor, or an older one, calls them."""
 
 
+_OURS = {"nodes": "trainer.num_nodes", "ntasks_per_node": "trainer.devices"}
+"""Options that a recipe has."""
+
+
+def option(name: str) -> bool:
+    """Whether `name` is an option of sbatch, or nearly one."""
+    return bool(nearest(name.replace("-", "_"), SBATCH))
+
+
 def unknown(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]:
-    """A line for each of `settings` that looks like a misspelt option of sbatch, or parameter of `submitit`."""
+    """A line for each of `settings` that looks like a misspelt option of sbatch, or parameter of `submitit`, or is the recipe's."""
     known = SBATCH | _OWN if submitit else SBATCH
     for key, value in settings.items():
         name = key.replace("-", "_")
         near = _SPELLINGS.get(name) or (None if name.startswith("container_") else nearest(name, known))  # pyxis' options
         if submitit and name == "signal":
             yield f"{key}={value}: submitit sends its own signal; write signal_delay_s=SECONDS"
+        elif name in _OURS:
+            yield f"{key}={value}: follows {_OURS[name]}; write {_OURS[name]}={value}"
         elif not submitit and name in _OWN:
             yield f"{key}={value}: a parameter of submitit, which a script does without; drop it"
         elif name not in known and near:
