@@ -214,6 +214,8 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
 def test_a_line_says_in_what_weights_are_gathered() -> None:
     said = {words: gather_line(small("precision=bf16", *words.split()), 2, "native") for words in ("", "storage.weight=fp8", "storage.weight=fp8 storage.comm=fp8")}
     assert [*said.values()] == ["", "weights of linear layers are gathered in fp8 once a step", ""]
+    cast = gather_line(small("precision=bf16_fp8_current", "storage.shard=fsdp", "fp8.params=false"), 2, "torchao")
+    assert " ".join(cast.split()).endswith("gathered in fp8, as torchao casts them, whatever fp8.params is; storage.gather=bf16 leaves them in that")
 
 
 def test_the_plan_knows_the_optimizer_s_pieces() -> None:

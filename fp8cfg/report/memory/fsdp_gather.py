@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.fsdp_sharding import by_fsdp2, gathered_plain
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import against_fp8_gather, fp8_weights, gathered, resolved, sharding
@@ -28,6 +29,9 @@ def gather_line(recipe: Recipe, ranks: int, backend: str) -> str:
         two = ", two matrices of each: dgrad reads other scales" if held_beside(recipe) >= 1 else ""
         return f"weights are gathered in fp8 once a step{two}"
     said = f"weights are split over the ranks and gathered in {gathered(p, backend)}"
+    if gathered(p, backend) == "fp8" and capabilities(backend).fp8_gather == "cast":
+        said = f"{said}, as {backend} casts them, whatever fp8.params is; storage.gather={p.compute} leaves them in that"
+        return wrapped(said, more="  ")
     if gathered(p, backend) == "fp8" or not (p.fp8.enabled and p.fp8.params and p.storage.gather == "auto"):
         return said
     return wrapped(f"{said}: {against_fp8_gather(p, backend)[0].partition(';')[0]}", more="  ")
