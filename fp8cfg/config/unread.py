@@ -39,5 +39,5 @@ def _history(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
     if f.amax_compute_algo == "most_recent":
         if length > 1:
             yield f"note: fp8.amax_history_len={length}: fp8.amax_compute_algo=most_recent reads the last amax alone"
-    elif length > steps:
+    elif length > steps and length != type(f).model_fields["amax_history_len"].default:  # which a run that is cut has unsaid, too
         yield f"note: fp8.amax_history_len={length}: is never full, the run ends with trainer.max_steps={steps}"

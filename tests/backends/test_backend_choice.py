@@ -111,7 +111,7 @@ def test_blocks_with_e5m2_gradients_have_no_product_on_a_gpu() -> None:
     """torch's scaled_mm takes E4M3 x E4M3 alone with scales of blocks: three of the block presets would fail in their first step."""
     hybrid = Precision(fp8={"enabled": True, "scaling": "block", "format": "hybrid"})
     assert native_rules.refusals(hybrid, HOPPER) == [
-        "fp8.format=hybrid: torch multiplies block scaling in E4M3 alone, gradients too; write fp8.format=e4m3, or fp8.emulate=true to emulate"]
+        "fp8.format=hybrid: torch multiplies fp8.scaling=block in E4M3 alone, gradients too; write fp8.format=e4m3, or fp8.emulate=true to emulate"]
     assert native_rules.refusals(hybrid, CPU) == []
     for words in ({"format": "e4m3"}, {"emulate": True}, {"override_linear_precision": {"dgrad": True, "wgrad": True}}):
         assert native_rules.refusals(Precision(fp8={"enabled": True, "scaling": "block", **words}), HOPPER) == []

@@ -94,7 +94,7 @@ GIVES_WAY = [
     ("precision=bf16_fp8 fp8.amax_history_len=101", "fp8.amax_history_len=101: is never full, the run ends with trainer.max_steps=100"),
     ("precision=bf16_fp8 fp8.amax_history_len=16 fp8.amax_compute_algo=most_recent",
      "fp8.amax_history_len=16: fp8.amax_compute_algo=most_recent reads the last amax alone"),
-    ("precision=bf16_fp8 fp8.amax_history_len=100", None), ("precision=bf16_fp8 fp8.amax_compute_algo=most_recent", None),
+    ("precision=bf16_fp8 fp8.amax_history_len=100", None), ("precision=bf16_fp8 fp8.amax_history_len=1024", None), ("precision=bf16_fp8 fp8.amax_compute_algo=most_recent", None),
     ("model.sliding_window=256", "model.sliding_window=256: masks nothing, model.seq_length=256 is no longer; an exported checkpoint states it"),
     ("model.sliding_window=255", None), ("recipe=mistral_7b", None),
     ("model.num_attention_heads=2", None), ("precision=bf16_fp8 opt_level=O3", None), ("precision=bf16_fp8 fp8.margin=0", None),

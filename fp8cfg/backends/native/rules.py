@@ -98,7 +98,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
     kept = p.fp8.override_linear_precision
     if p.fp8.format not in scaling.multiplied and not (kept.dgrad and kept.wgrad):
         takes = scaling.multiplied[0]
-        return [f"fp8.format={p.fp8.format}: torch multiplies {name} scaling in {takes.upper()} alone, gradients too; write "
+        return [f"fp8.format={p.fp8.format}: torch multiplies fp8.scaling={name} in {takes.upper()} alone, gradients too; write "
                 f"fp8.format={takes}, or {EMULATE.removeprefix('write ')}"]
     if p.fp8.dot_product_attention:
         return [f"fp8.dot_product_attention=True: the native backend has it by emulation alone; {EMULATE}, or drop it"]
