@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.backends import backend_registry
+from fp8cfg.backends.compile_options import compile_options
 from fp8cfg.data import Batches, Windows
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.layers import TransformerLayer
@@ -125,9 +127,14 @@ def replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
             model.set_submodule(name, make(module))
 
 
-def compile_layers(model: nn.Module, compiler: str) -> None:
+def compile_layers(model: nn.Module, contender: Contender, args: argparse.Namespace) -> None:
+    """Native layers with the options of a run of theirs, others with torch's own."""
+    how: dict[str, Any] = {"backend": args.compiler}
+    if args.compiler == "inductor" and contender.backend == "native":
+        recipe = fp8cfg.compose(["recipe=llama_tiny", *WORDS[contender.scaling]])
+        how = {"options": compile_options(recipe.precision, args.device)}
     for module in getattr(model, "layers", [model]):
-        module.compile(fullgraph=True, dynamic=False, backend=compiler)
+        module.compile(fullgraph=True, dynamic=False, **how)
 
 
 class OneLayer(nn.Module):
@@ -160,7 +167,7 @@ class ModuleCase:
         model = copy.deepcopy(self.module)
         context, after = convert(model, contender)
         if contender.compiled:
-            compile_layers(model, self.args.compiler)
+            compile_layers(model, contender, self.args)
         return self._runner(model, self.x.clone(), self.dy, context, after)
 
     def _runner(self, model: nn.Module, x: Tensor, dy: Tensor, context: Callable[[], AbstractContextManager[object]],
@@ -211,7 +218,7 @@ class ModelCase:
 
             job.forward = forward
         if contender.compiled:
-            compile_layers(job.model, self.args.compiler)
+            compile_layers(job.model, contender, self.args)
         return self._runner(job)
 
     def _build(self, *words: str) -> fp8cfg.Job:
