@@ -187,6 +187,8 @@ def run(args: argparse.Namespace, results: Results) -> None:
         results.say(line(model, row, found.cells))
         if len(found.cells) > 1:
             last = float(found.cells[-4])
+            if row != "bf16" and model not in bf16:
+                results.say(f"note: {model} has no loss of bf16 to hold this one against")
             base = bf16.setdefault(model, last) if row == "bf16" else bf16.get(model, last)
             if abs(last - base) > FOLLOWS * base and not args.no_proof:
                 found = Row([f"failed: loss {last:.4f}, BF16's is {base:.4f}"], failed=True)
