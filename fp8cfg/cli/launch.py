@@ -141,14 +141,14 @@ def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
 def settings(said: str, submitit: bool = True) -> dict[str, str]:
     """The settings of `KEY=VALUE,...`, where a value may be a list, as in nodelist=a,b. Raises ConfigError for what has another
     form, for a key given twice, and for misspelt options of sbatch, or parameters of `submitit`."""
-    from fp8cfg.execution.slurm_settings import option, unknown
+    from fp8cfg.execution.slurm_settings import SBATCH, unknown
 
     pairs: list[list[str]] = []
     for part in said.split(",") if said else ():
         key, _, value = part.partition("=")
         if key and value:
             pairs.append([key, value])
-        elif part and pairs and "=" not in part and not option(part):
+        elif part and pairs and "=" not in part and part.replace("-", "_") not in SBATCH:
             pairs[-1][1] += f",{part}"
         else:
             raise ConfigError(f"--slurm {part or repr(said)}: not of the form key=value, as in --slurm partition=gpu,time=240")

@@ -47,11 +47,6 @@ _OURS = {"nodes": "trainer.num_nodes", "ntasks_per_node": "trainer.devices"}
 """Options that a recipe has."""
 
 
-def option(name: str) -> bool:
-    """Whether `name` is an option of sbatch, or nearly one."""
-    return bool(nearest(name.replace("-", "_"), SBATCH))
-
-
 def unknown(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]:
     """A line for each of `settings` that looks like a misspelt option of sbatch, or parameter of `submitit`, or is the recipe's."""
     known = SBATCH | _OWN if submitit else SBATCH

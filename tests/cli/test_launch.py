@@ -16,7 +16,7 @@ from fp8cfg.report.memory.layout import refused
 
 @pytest.mark.parametrize(("options", "executor"), [
     (["--local", "2"], fp8cfg.TorchrunExecutor(2)), (["--slurm", "partition=gpu,time=240"], fp8cfg.SlurmExecutor({"partition": "gpu", "time": 240})),
-    (["--slurm=qos=high", "--wait"], fp8cfg.SlurmExecutor({"qos": "high"}, wait=True))])
+    (["--slurm=nodelist=node1,node2", "--wait"], fp8cfg.SlurmExecutor({"nodelist": "node1,node2"}, wait=True))])
 def test_words_go_to_an_executor(options: list[str], executor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Any] = []
 
@@ -37,7 +37,7 @@ def test_words_go_to_an_executor(options: list[str], executor: Any, tmp_path: Pa
     (["--local", "two"], "--local two: expected a number of processes, as in --local 2"), (["--local", "0"], "--local 0: expected a number of processes, as in --local 2"),
     (["--slurm", "gpu"], "--slurm gpu: not of the form key=value, as in --slurm partition=gpu,time=240"),
     (["--slurm", "a=b,,c=d"], "--slurm 'a=b,,c=d': not of the form key=value, as in --slurm partition=gpu,time=240"),
-    (["--slurm", "partition=gpu,exclusve"], "--slurm exclusve: not of the form key=value, as in --slurm partition=gpu,time=240"),
+    (["--slurm", "partition=gpu,exclusive"], "--slurm exclusive: not of the form key=value, as in --slurm partition=gpu,time=240"),
     (["--slurm", "time=1,time=2"], "--slurm time: given 2 times"), (["--slurm", "nodes=4"], "--slurm nodes=4: follows trainer.num_nodes; write trainer.num_nodes=4"),
     (["--slurm", "partiton=gpu,time=5"], "--slurm partiton=gpu: no option of sbatch; did you mean 'partition'?"),
     (["--slurm", "timeout_min=5"], "--slurm timeout_min=5: no option of sbatch; did you mean 'time'?"),
