@@ -32,12 +32,8 @@ def unread(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
 
 def _history(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
     """Of a history of amaxes that no step reads whole. One amax is all that the rules leave to read with it."""
-    f, steps = recipe.fp8, recipe.trainer.max_steps
-    length = f.amax_history_len
+    f = recipe.fp8
     if not f.enabled or not SCALINGS[f.scaling].history or "fp8.amax_history_len" not in written:
         return
-    if f.amax_compute_algo == "most_recent":
-        if length > 1:
-            yield f"note: fp8.amax_history_len={length}: fp8.amax_compute_algo=most_recent reads the last amax alone"
-    elif length > steps and length != type(f).model_fields["amax_history_len"].default:  # which a run that is cut has unsaid, too
-        yield f"note: fp8.amax_history_len={length}: is never full, the run ends with trainer.max_steps={steps}"
+    if f.amax_compute_algo == "most_recent" and f.amax_history_len > 1:
+        yield f"note: fp8.amax_history_len={f.amax_history_len}: fp8.amax_compute_algo=most_recent reads the last amax alone"
