@@ -13,25 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from fp8cfg.config.precision import Codec as CodecName
 from fp8cfg.numerics import codecs
-from fp8cfg.numerics.codecs import BF16, FP16, FP32, NAMES, Codec, codec
-from fp8cfg.numerics.exact_float32 import largest, pow2_scale, square_root
-from fp8cfg.numerics.formats import E4M3, E5M2
-from fp8cfg.numerics.stochastic_rounding import random_key, round_stochastic, uniform
+from fp8cfg.numerics.codecs import BF16, FP32, NAMES, Codec, codec
+from fp8cfg.numerics.exact_float32 import largest, square_root
+from fp8cfg.numerics.formats import E4M3
+from fp8cfg.numerics.stochastic_rounding import random_key
+from tests.support.codec_values import ALL, KEY, normal, values
 
 CPU = torch.device("cpu")
-KEY = random_key(0, "test")
-ALL = {
-    **NAMES, "fp8 e5m2": codec("fp8", fp8=E5M2), "fp8_pow2 e5m2": codec("fp8_pow2", fp8=E5M2), "root": codec("fp8_block", second_moment=True),
-    **{f"{name} stochastic": codec(name, "stochastic") for name in NAMES if name != "fp32"},
-}
-
-
-def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def values(c: Codec, x: torch.Tensor) -> torch.Tensor:
-    return c.decode(c.encode(x, KEY))
 
 
 def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
@@ -56,59 +44,6 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             call()
-
-
-# What MS-AMP's tests state (Azure/MS-AMP, tests/): common/dtype, common/tensor/test_meta, test_cast, test_tensor.
-
-def test_msamp_largest_values() -> None:
-    assert [f.max for f in (E4M3, E5M2, FP16)] == [448.0, 57344.0, 65504.0]
-
-
-def test_msamp_scales() -> None:
-    assert pow2_scale(torch.tensor([0.0, 10.0, 10000.0]), 448.0).tolist() == [1.0, 32.0, 1 / 32]
-
-
-@pytest.mark.parametrize("top", [448.0, 57344.0, 65504.0])
-def test_pow2_scale_is_msamps_formula(top: float) -> None:
-    """Always in double precision. In float32 the logarithm of a quotient just below a power of two is rounded up to it."""
-    amax = torch.cat([torch.exp(normal(500_000, scale=16.0)), top * torch.exp2(torch.arange(-60.0, 60.0)), torch.exp2(torch.arange(-60.0, 60.0))])
-    scale = pow2_scale(amax, top)
-    assert torch.equal(scale, torch.exp2(torch.floor(torch.log2(top / amax.double()))).float())
-    exponent = torch.floor(torch.log2(top / amax))
-    in_float32 = torch.where(exponent < 0, 1 / torch.round(torch.exp2(-exponent)), torch.round(torch.exp2(exponent)))
-    assert (scale != in_float32).float().mean() < 1e-5 and ((in_float32 / scale) <= 2).all()
-
-
-def test_msamp_cast() -> None:
-    x = torch.rand(4, 4, generator=torch.Generator().manual_seed(100))
-    half = x.half().float()
-    assert torch.allclose(values(NAMES["fp8_pow2"], half), half, rtol=0, atol=0.1)
-    assert torch.allclose(values(NAMES["fp16_scaled"], x), x, rtol=0, atol=1e-3)
-
-
-MSAMP_TYPES = [NAMES["fp8_pow2"], ALL["fp8_pow2 e5m2"], NAMES["fp16_scaled"], NAMES["bf16"], NAMES["fp32"]]
-
-
-@pytest.mark.parametrize("first", MSAMP_TYPES, ids=str)
-@pytest.mark.parametrize("second", MSAMP_TYPES, ids=str)
-def test_msamp_every_pair_of_types(first: Codec, second: Codec) -> None:
-    x = normal(4, 4)
-    tolerance = 0.15 if E5M2 in (first.format, second.format) else 0.1  # half a unit of E5M2 is an eighth
-    assert torch.allclose(values(second, values(first, x)), x, rtol=tolerance, atol=tolerance)
-
-
-def test_msamp_small_values() -> None:
-    assert values(NAMES["bf16"], torch.tensor([1 / 512])).item() == 1 / 512
-    through = values(NAMES["fp8_pow2"], values(NAMES["fp16_scaled"], torch.full((4, 4), 2.0**-17)))
-    assert torch.allclose(through, torch.full((4, 4), 2.0**-17))
-
-
-def test_msamp_mul_and_div_touch_the_scale_alone() -> None:
-    for name in ("fp16_scaled", "fp8_pow2", "fp8", "fp8_block"):
-        data, scale_inv = codec(name).encode(normal(300))
-        value = codec(name).decode((data, scale_inv))
-        assert torch.equal(codec(name).decode((data, scale_inv * 2)), value * 2)
-        assert torch.equal(codec(name).decode((data, scale_inv * 0.25)), value * 0.25)
 
 
 # Extremes: the first two are traps of MS-AMP.
@@ -251,56 +186,6 @@ def test_safetensors_round_trip(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "state.safetensors")
     read = load_file(tmp_path / "state.safetensors")
     assert all(same((stored[k],), (read[k],)) for k in stored)
-
-
-# Stochastic rounding.
-
-def test_random_numbers_are_uniform_and_depend_on_nothing_else() -> None:
-    u = uniform(KEY, 0, 0, 1 << 18)
-    counts = torch.histc(u, 64, 0, 1)
-    assert u.min() >= 0 and u.max() < 1 and ((counts - 4096) ** 2 / 4096).sum() < 110  # chi squared, 63 degrees: p = 0.0002
-    assert torch.equal(u[1000:1500], uniform(KEY, 0, 1000, 500))
-    for other in (uniform(KEY, 1, 0, 1 << 18), uniform(random_key(0, "test", 1), 0, 0, 1 << 18), uniform(random_key(1, "test"), 0, 0, 1 << 18), u.roll(1), u.roll(128)):
-        assert abs(torch.corrcoef(torch.stack([u, other]))[0, 1]) < 0.01
-    assert torch.equal(random_key(3, "a", 2), random_key(3, "a", 2)) and not torch.equal(random_key(3, "a", 2), random_key(3, "a", 3))
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=lambda f: f.name)
-def test_stochastic_rounding_keeps_the_mean_and_takes_neighbours(fmt: codecs.Format) -> None:
-    x = torch.cat([normal(50), 2.0**fmt.min_exponent * normal(50, seed=1), torch.tensor([0.0, 2.0**fmt.min_exponent, -1.0, fmt.max])])
-    x[50:100] *= fmt is not BF16  # its subnormal numbers have no normal reciprocal
-    u = uniform(KEY, 0, 0, 4096 * len(x)).view(4096, -1)
-    drawn = round_stochastic(x.expand(4096, -1).contiguous(), fmt, u)
-    assert torch.equal(drawn.to(fmt.dtype).float(), drawn)
-    unit = torch.exp2(torch.floor(torch.log2(x.abs().clamp(min=2.0**fmt.min_exponent))) - fmt.mantissa_bits)
-    assert ((drawn - x).abs() < unit).all() and ((drawn.double().mean(0) - x).abs() <= 0.04 * unit).all()
-    on_grid = x.to(fmt.dtype).float()
-    assert torch.equal(round_stochastic(on_grid, fmt, u[0]), on_grid)
-
-
-def test_stochastic_rounding_leaves_what_is_not_finite() -> None:
-    x = torch.tensor([math.inf, -math.inf, math.nan])
-    assert str(round_stochastic(x, BF16, torch.rand(3)).tolist()) == "[inf, -inf, nan]"
-
-
-@pytest.mark.parametrize(("name", "left"), [("fp16_scaled", -1.03e-4), ("fp16_scaled stochastic", -5.0e-4), ("fp32", -5.0e-4)])
-def test_trap_updates_below_half_a_unit(name: str, left: float) -> None:
-    """500 updates of -1e-6 on weights of 0.02: to nearest a fifth of it arrives."""
-    c, w = ALL[name], normal(20_000, scale=0.02)
-    stored = c.encode(w, random_key(0))
-    start = c.decode(stored)
-    for step in range(500):
-        stored = c.encode(c.decode(stored) - 1e-6, random_key(0, step))
-    assert (c.decode(stored) - start).mean().item() == pytest.approx(left, rel=0.03)
-
-
-@pytest.mark.parametrize(("spread", "update", "changed", "realised"), [(0.02, 1e-6, 0.156, 0.22), (0.1, 1e-5, 0.246, 0.30)])
-def test_trap_share_of_weights_that_change(spread: float, update: float, changed: float, realised: float) -> None:
-    w = values(NAMES["fp16_scaled"], normal(200_000, scale=spread))
-    signs = torch.where(normal(200_000, seed=1) > 0, update, -update)
-    step = values(NAMES["fp16_scaled"], w + signs) - w
-    assert (step != 0).float().mean().item() == pytest.approx(changed, abs=0.01)
-    assert (step / signs).mean().item() == pytest.approx(realised, abs=0.01)
 
 
 def test_str_says_what_the_bytes_mean() -> None:

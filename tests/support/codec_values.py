@@ -1,0 +1,23 @@
+"""Storage codecs by the names of their tests, and what they make of random values."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8cfg.numerics.codecs import NAMES, Codec, codec
+from fp8cfg.numerics.formats import E5M2
+from fp8cfg.numerics.stochastic_rounding import random_key
+
+KEY = random_key(0, "test")
+ALL = {
+    **NAMES, "fp8 e5m2": codec("fp8", fp8=E5M2), "fp8_pow2 e5m2": codec("fp8_pow2", fp8=E5M2), "root": codec("fp8_block", second_moment=True),
+    **{f"{name} stochastic": codec(name, "stochastic") for name in NAMES if name != "fp32"},
+}
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def values(c: Codec, x: torch.Tensor) -> torch.Tensor:
+    return c.decode(c.encode(x, KEY))
