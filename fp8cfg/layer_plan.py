@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -39,40 +38,19 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
 def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
     """What each linear layer of `recipe` is meant to do under `backend`, by default the one it names, or native. Raises
     ConfigError where a layer pattern matches nothing; norms are left out by those backends that have some, which auto may take."""
-    name, norms = _planned_with(recipe, backend)
+    name, norms = planned_with(recipe, backend)
     misfit = backend_registry.rules(name).misfit
     shapes = linear_layers(transformer_config(recipe))
     found = plan_linears(shapes, recipe.fp8, layers(recipe.model.num_layers), misfit, norms=norms)
     return _frozen(found, {p.module for p in adapted(recipe)}) if recipe.lora.enabled else found
 
 
-def _planned_with(recipe: Recipe, backend: str | None = None) -> tuple[str, Collection[str]]:
+def planned_with(recipe: Recipe, backend: str | None = None) -> tuple[str, Collection[str]]:
     """The backend of a plan, and the norms that patterns of fp8.exclude may name."""
     name = backend or (recipe.backend if backend_registry.exists(recipe.backend) else backend_registry.REFERENCE)
     any_of = [name] if backend or recipe.backend != "auto" else backend_registry.preference()
     has_norms = recipe.fp8.exclude and any(backend_registry.capabilities(each).norms for each in any_of)
     return name, norm_names(transformer_config(recipe)) if has_norms else ()
-
-
-def idle_patterns(recipe: Recipe) -> list[str]:
-    """A line for each pattern of fp8.exclude and fp8.include without which the plan of `recipe`, which has one, is the same."""
-    found, lines = {p.name: p for p in plan(recipe)}, []
-    for key in ("exclude", "include"):
-        patterns = getattr(recipe.fp8, key)
-        norms = _planned_with(recipe)[1] if key == "exclude" else ()
-        for pattern in patterns:
-            rest = tuple(other for other in patterns if other != pattern)
-            without = recipe.model_copy(deep=True)
-            setattr(without.fp8, key, rest)
-            after = plan(without)
-            if fnmatch.filter(norms, pattern) or any(p.fp8 != found[p.name].fp8 for p in after):
-                continue
-            why = "without it the same layers run"
-            if key == "exclude":
-                reason = next(p.reason for p in after if fnmatch.fnmatchcase(p.name, pattern))
-                why = f"its layers stay in high precision without it ({reason})"
-            lines.append(f"fp8.{key}={pattern}: changes nothing, {why}")
-    return lines
 
 
 def attention_plan(recipe: Recipe) -> list[PlannedAttention]:

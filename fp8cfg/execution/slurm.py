@@ -73,15 +73,19 @@ class SlurmExecutor:
         try:
             executor.update_parameters(**{**own, **parameters(self.parameters)})
         except (TypeError, ValueError, NameError) as e:
-            raise ConfigError(f"SlurmExecutor: {' '.join(str(e).split())[:200]}") from None
+            raise _refusal(e) from None
         try:
             job = executor.submit(Rank(command))
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError, OSError) as e:
             if not before:
                 shutil.rmtree(files, ignore_errors=True)
-            raise ConfigError(f"SlurmExecutor: {' '.join(str(e).split())[:200]}") from None  # in sbatch's words
+            raise _refusal(e) from None  # in sbatch's words
         print(f"job {job.job_id} is in the queue: {command.folder}")
         return int(job.result()) if self.wait else None
+
+
+def _refusal(error: Exception) -> ConfigError:
+    return ConfigError(f"SlurmExecutor: {' '.join(str(error).split())[:200]}")
 
 
 def _submitit() -> Any:

@@ -32,31 +32,28 @@ SBATCH = _names("""
 _OWN = _names("setup teardown signal_delay_s stderr_to_stdout srun_args use_srun array_parallelism additional_parameters")
 """Parameters of submitit's SlurmExecutor (1.5) that are no options of sbatch."""
 _PASSED = _names("""
-    job_name partition time nodes ntasks_per_node cpus_per_task cpus_per_gpu gpus_per_node gpus_per_task qos mem
+    job_name partition time cpus_per_task cpus_per_gpu gpus_per_node gpus_per_task qos mem
     mem_per_gpu mem_per_cpu comment constraint exclude account gres mail_type mail_user nodelist dependency exclusive
     wckey
 """)
 """Those that it has under the name of sbatch's option."""
 _LISTS = ("setup", "teardown", "srun_args")
-_SPELLINGS = {"timeout_min": "time", "mem_gb": "mem", "tasks_per_node": "ntasks_per_node", "name": "job_name",
-              "num_gpus": "gpus_per_node"}
+_SPELLINGS = {"timeout_min": "time", "mem_gb": "mem", "name": "job_name", "num_gpus": "gpus_per_node"}
 """What submitit's AutoExecutor, or an older one, calls them."""
-
-
-_OURS = {"nodes": "trainer.num_nodes", "ntasks_per_node": "trainer.devices"}
-"""Options that a recipe has."""
+_RECIPES = {"nodes": "trainer.num_nodes", "ntasks_per_node": "trainer.devices", "tasks_per_node": "trainer.devices"}
+"""Those that are keys of a recipe."""
 
 
 def unknown(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]:
-    """A line for each of `settings` that looks like a misspelt option of sbatch, or parameter of `submitit`, or is the recipe's."""
+    """A line for each of `settings` that looks like a misspelt option of sbatch or parameter of `submitit`, or is in a recipe."""
     known = SBATCH | _OWN if submitit else SBATCH
     for key, value in settings.items():
         name = key.replace("-", "_")
         near = _SPELLINGS.get(name) or (None if name.startswith("container_") else nearest(name, known))  # pyxis' options
         if submitit and name == "signal":
             yield f"{key}={value}: submitit sends its own signal; write signal_delay_s=SECONDS"
-        elif name in _OURS:
-            yield f"{key}={value}: follows {_OURS[name]}; write {_OURS[name]}={value}"
+        elif name in _RECIPES:
+            yield f"{key}={value}: follows {_RECIPES[name]}; write {_RECIPES[name]}={value}"
         elif not submitit and name in _OWN:
             yield f"{key}={value}: a parameter of submitit, which a script does without; drop it"
         elif name not in known and near:

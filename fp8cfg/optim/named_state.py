@@ -100,7 +100,7 @@ class NamedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`, for a model whose weights are loaded; raises ValueError as `load_state` does, and for
         another number of groups or other FP8 layers, or what is no such state dict."""
-        _refuse_strange(state_dict)
+        _expect_state_dict(state_dict)
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(f"optimizer state: {len(groups)} parameter groups, expected {len(self.param_groups)}")
@@ -114,7 +114,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         raise TypeError("an optimizer cannot be copied or pickled, it belongs to one model; save its state_dict() or build another")
 
 
-def _refuse_strange(state_dict: Any) -> None:
+def _expect_state_dict(state_dict: Any) -> None:
     """Raise ValueError for what is no state dict of a NamedOptimizer."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"optimizer state: expected what state_dict() gives, not {type(state_dict).__name__}")

@@ -11,7 +11,7 @@ from fp8cfg.config.refusal import changed
 from fp8cfg.config.rules_storage import late_updates, lost_averages, slow_averages
 from fp8cfg.config.storage import level, resolved, sharding
 from fp8cfg.config.training_nodes import Log
-from fp8cfg.layer_plan import idle_patterns
+from fp8cfg.report.idle_patterns import idle_patterns
 
 
 def lines(recipe: Recipe, ranks: int) -> list[str]:

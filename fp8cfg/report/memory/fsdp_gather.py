@@ -29,10 +29,10 @@ def gather_line(recipe: Recipe, ranks: int, backend: str) -> str:
         two = ", two matrices of each: dgrad reads other scales" if held_beside(recipe) >= 1 else ""
         return f"weights are gathered in fp8 once a step{two}"
     said = f"weights are split over the ranks and gathered in {gathered(p, backend)}"
-    if gathered(p, backend) == "fp8" and capabilities(backend).fp8_gather == "cast":
-        said = f"{said}, as {backend} casts them, whatever fp8.params is; storage.gather={p.compute} leaves them in that"
-        return wrapped(said, more="  ")
-    if gathered(p, backend) == "fp8" or not (p.fp8.enabled and p.fp8.params and p.storage.gather == "auto"):
+    if gathered(p, backend) == "fp8":
+        cast = f", as {backend} casts them, whatever fp8.params is; storage.gather={p.compute} leaves them in that"
+        return wrapped(said + cast * (capabilities(backend).fp8_gather == "cast"), more="  ")
+    if not (p.fp8.enabled and p.fp8.params and p.storage.gather == "auto"):
         return said
     return wrapped(f"{said}: {against_fp8_gather(p, backend)[0].partition(';')[0]}", more="  ")
 

@@ -127,15 +127,15 @@ class Heartbeat:
         return bytes(store.get(_FOUND)).decode() if store.check([_FOUND]) else None
 
 
-def come(store: Any, rank: int) -> None:
+def arrive(store: Any, rank: int) -> None:
     """Let the others know in `store` that `rank` is here, before there is a process group."""
-    store.set(f"fp8cfg/came/{rank}", "")
+    store.set(f"fp8cfg/arrived/{rank}", "")
 
 
-def absent(store: Any, size: int) -> str | None:
-    """Which of `size` ranks have not come to `store`; None where all have, and where it is silent."""
+def not_arrived(store: Any, size: int) -> str | None:
+    """Which of `size` ranks have not arrived in `store`; None where all have, and where it is silent."""
     def found() -> list[int]:
-        return [rank for rank in range(size) if not store.check([f"fp8cfg/came/{rank}"])]
+        return [rank for rank in range(size) if not store.check([f"fp8cfg/arrived/{rank}"])]
 
     ranks = _within(_UNSAID, found, [])
     return f"{_ranks(ranks)} did not: {_GONE}, or not started" if ranks else None

@@ -122,12 +122,12 @@ def _late(error: BaseException) -> bool:
 
 
 @contextmanager
-def all_started(timeout: Timeout, absent: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Around the start of a process group: raises RankStalled where not all ranks came, with what `absent` says of those."""
+def all_started(timeout: Timeout, not_arrived: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Around the start of a process group: raises RankStalled where not all ranks came, with what `not_arrived` says of those."""
     try:
         yield
     except RuntimeError as e:  # DistStoreError, DistNetworkError
         if not _late(e):
             raise
-        why = absent() or first_line(e)
+        why = not_arrived() or first_line(e)
         raise RankStalled(f"not all ranks came within {timeout.start:g} s (trainer.timeout.start): {why}") from e

@@ -163,8 +163,8 @@ def _start_group(backend: str, timeout: Timeout) -> None:
             _MEETING.append(next(rendezvous("env://", timeout=limit)))  # one for all: a second may meet the end of the first
     meeting, rank, size = _MEETING[0]
     store = PrefixStore(f"restart {again}, group {next(_GROUPS)}", meeting)
-    with all_started(timeout, partial(heartbeat.absent, store, size)):
-        heartbeat.come(store, rank)
+    with all_started(timeout, partial(heartbeat.not_arrived, store, size)):
+        heartbeat.arrive(store, rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
