@@ -11,26 +11,24 @@ from collections.abc import Iterator
 from fp8cfg.backends.backend_choice import against_layout
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import LayoutRefusal
-from fp8cfg.config.storage import low_bit_refused
 
 
 def limits(recipe: Recipe, ranks: int) -> list[str]:
     """A line for each reason why `recipe` is not trained with its pipeline_model_parallel_size on `ranks` ranks."""
     if recipe.trainer.strategy.pipeline_model_parallel_size == 1:
         return []
-    return [*_microbatches(recipe, ranks), *of_precision(recipe, ranks)]
+    return [*_microbatches(recipe, ranks), *of_precision(recipe)]
 
 
-def of_precision(recipe: Recipe, ranks: int) -> list[str]:
-    """Those lines that are about what is stored and logged, whatever the sizes."""
-    s = recipe.trainer.strategy
-    key, alike = f"pipeline_model_parallel_size={s.pipeline_model_parallel_size}", max(1, ranks // s.size) * s.context_parallel_size
-    lines: list[str] = [*low_bit_refused(recipe.precision, alike, key, "models", uncut=True)]
+def of_precision(recipe: Recipe) -> list[str]:
+    """Those lines that are about who multiplies and what is logged, whatever the sizes."""
+    stages, lines = recipe.trainer.strategy.pipeline_model_parallel_size, list[str]()
     if recipe.fp8.enabled:
-        lines += against_layout(recipe.backend, stages=s.pipeline_model_parallel_size)
+        lines += against_layout(recipe.backend, stages=stages)
     if every := recipe.log.fp8_stats_every_n_steps:
-        lines.append(LayoutRefusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has all layers; "
-                                   "write 0", {"log.fp8_stats_every_n_steps": 0}))
+        lines.append(LayoutRefusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under "
+                                   f"pipeline_model_parallel_size={stages} none has all layers; write 0",
+                                   {"log.fp8_stats_every_n_steps": 0}))
     return lines
 
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from math import gcd, lcm
 from typing import Any
 
-from fp8cfg import pipeline_limits, tensor_limits
+from fp8cfg import pipeline_limits, state_limits, tensor_limits
 from fp8cfg.composition.flatten import flat
 from fp8cfg.config.key_names import short
 from fp8cfg.config.lora import LoRA
@@ -85,7 +85,8 @@ def _stages(small: Recipe, ranks: int) -> Strategy:
     most."""
     own = small.trainer.strategy
     stages = gcd(own.pipeline_model_parallel_size, ranks // gcd(ranks, own.tensor_model_parallel_size, 2), 2)
-    if stages == 1 or pipeline_limits.of_precision(small, ranks) or small.lora.enabled:
+    limits = [*pipeline_limits.of_precision(small), *state_limits.limits(small, 2 * own.size)]
+    if stages == 1 or limits or small.lora.enabled:
         return Strategy()
     return Strategy(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=2 if own.chunks > 1 else None)
 
@@ -101,8 +102,10 @@ def _run(small: Recipe, ranks: int, pipeline: Strategy, accumulates: bool) -> No
     staged = {name: getattr(pipeline, name) for name in ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")}
     t.strategy = Strategy(tensor_model_parallel_size=tensor, sequence_parallel=sequence, context_parallel_size=context, **staged)
     if small.lora.enabled or tensor_limits.limits(small, ranks):
-        context = gcd(own.context_parallel_size, ranks // stages)
+        tensor, context = 1, gcd(own.context_parallel_size, ranks // stages)
         t.strategy = Strategy(context_parallel_size=context, **staged)
+    if state_limits.limits(small, ranks):
+        tensor, context, t.strategy = 1, 1, Strategy()
     if (data := ranks // t.strategy.size) % 4 == 0 and own.data_parallel_replicate_size > 1:
         t.strategy.data_parallel_replicate_size = gcd(own.data_parallel_replicate_size, data // 2)
     t.num_nodes, t.devices = 1, ranks

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from math import gcd
 
 from fp8cfg.backends.backend_choice import ALIGNMENT, against_layout
+from fp8cfg.config.precision import Precision
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import LayoutRefusal
-from fp8cfg.config.storage import low_bit_refused
+from fp8cfg.config.storage import in_parts, level, low_bit
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.scalings import SCALINGS
 
@@ -19,7 +20,7 @@ from fp8cfg.scalings import SCALINGS
 def limits(recipe: Recipe, ranks: int) -> list[str]:
     """A line for each reason why `recipe` is not trained with its tensor_model_parallel_size on `ranks` ranks."""
     tensor = recipe.trainer.strategy.tensor_model_parallel_size
-    return [] if tensor == 1 else [*_sizes(recipe, tensor), *_state(recipe, ranks), *_fp8(recipe, tensor)]
+    return [] if tensor == 1 else [*_sizes(recipe, tensor), *_state(recipe, tensor), *_fp8(recipe, tensor)]
 
 
 def _sizes(recipe: Recipe, tensor: int) -> Iterator[str]:
@@ -35,10 +36,25 @@ def _sizes(recipe: Recipe, tensor: int) -> Iterator[str]:
                f"model.seq_length={-(-m.seq_length // step) * step}")
 
 
-def _state(recipe: Recipe, ranks: int) -> Iterator[str]:
-    s = recipe.trainer.strategy
-    key, alike = f"tensor_model_parallel_size={s.tensor_model_parallel_size}", max(1, ranks // s.size) * s.context_parallel_size
-    yield from low_bit_refused(recipe.precision, alike, key, "matrices")
+_WIDE = {"weight": "auto", "master_weight": "auto", "weight_grad": "auto", "rounding": "nearest"}
+"""Storage keys with which state is `in_parts`."""
+
+
+def _state(recipe: Recipe, tensor: int) -> Iterator[str]:
+    """Of state in fewer bits that is that of whole matrices. Levels are refused beside any layout (state_limits.py)."""
+    p = recipe.precision
+    if level(p) or not low_bit(p) or in_parts(p):
+        return
+    write = {f"storage.{key}": _WIDE[key] for key in _WIDE if not in_parts(_widened(p, but=key))}
+    words = " ".join(f"{key}={value}" for key, value in write.items())
+    yield LayoutRefusal("storage: state in fewer bits, but for moments and gradients over float32 masters, is that of whole "
+                        f"matrices, and tensor_model_parallel_size={tensor} splits them; write {words}", write)
+
+
+def _widened(precision: Precision, but: str) -> Precision:
+    """A copy of `precision` with those keys, `but` for one."""
+    wide = {key: value for key, value in _WIDE.items() if key != but}
+    return precision.model_copy(update={"storage": precision.storage.model_copy(update=wide)})
 
 
 def _fp8(recipe: Recipe, tensor: int) -> Iterator[str]:

@@ -6,12 +6,10 @@ its own, concern linear layers; embeddings and norms stay in float32 then, as MS
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fp8cfg.config.backend_capabilities import capabilities, gathering
 from fp8cfg.config.fp8 import FP8, per_row, power_2_scales, weights_2d
-from fp8cfg.config.refusal import LayoutRefusal
 from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
@@ -214,36 +212,3 @@ def against_gathered_params(fp8: FP8, backend: str) -> list[str]:
         lines.append(f"fp8.scaling={fp8.scaling}{of} needs two matrices of a weight, which take as many bytes as "
                      "bf16; write storage.gather=auto")
     return lines
-
-
-_WIDE = {"weight": "auto", "master_weight": "auto", "weight_grad": "auto", "rounding": "nearest"}
-"""Storage keys with which state is `in_parts`."""
-
-
-def _widened(precision: Precision, but: str) -> Precision:
-    """A copy of `precision` with those keys, `but` for one."""
-    wide = {key: value for key, value in _WIDE.items() if key != but}
-    return precision.model_copy(update={"storage": precision.storage.model_copy(update=wide)})
-
-
-def low_bit_refused(precision: Precision, ranks: int, key: str, what: str, uncut: bool = False) -> Iterator[str]:
-    """Why state in fewer bits that is not `in_parts` is not had over so many ranks with the same parameters under `key`, a layout
-    that splits `what`. One that leaves tensors `uncut` has it where no rank owns it for others and gradients are sent in plain
-    dtypes."""
-    if level(precision):
-        yield f"opt_level={level(precision)}: low-bit state is that of whole {what}, and {key} splits them; write opt_level=null"
-        return
-    own, columns = as_sharded(precision, ranks), resolved(precision)
-    plain, as_sent = uncut and columns["comm"] not in SCALED, {columns["weight_grad"], columns["comm"]} <= {*SCALED}
-    if not low_bit(own) or (in_parts(own) and not as_sent) or (plain and (ranks == 1 or own.storage.shard == "none")):
-        return
-    if plain:
-        yield LayoutRefusal(f"storage.shard={own.storage.shard}: whole tensors of state in fewer bits than float32 have owners, "
-                            f"and {key} has none; write storage.shard=none", {"storage.shard": "none"})
-    else:
-        sent = {"storage.comm": "auto", **({} if own.storage.accumulate == "wide" else {"storage.accumulate": "wide"})}
-        keys = [key for key in _WIDE if not in_parts(_widened(own, but=key))] or ["weight_grad"] * (not as_sent)
-        write = {**{f"storage.{key}": _WIDE[key] for key in keys}, **(sent if as_sent else {})}
-        words = " ".join(f"{key}={value}" for key, value in write.items())
-        yield LayoutRefusal("storage: state in fewer bits, but for moments, and gradients sent in plain dtypes, over float32 "
-                            f"masters, is that of whole {what}, and {key} splits them; write {words}", write)

@@ -6,7 +6,7 @@ import glob
 import os
 from pathlib import Path
 
-from fp8cfg import pipeline_limits, tensor_limits
+from fp8cfg import pipeline_limits, state_limits, tensor_limits
 from fp8cfg.backends import backend_registry
 from fp8cfg.config.hub import PREFIX
 from fp8cfg.config.recipe import Recipe
@@ -24,7 +24,7 @@ def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
 def _layout(recipe: Recipe) -> list[str]:
     """Parallel layouts that are planned and exported, and not trained."""
     ranks = recipe.trainer.num_nodes * recipe.trainer.devices
-    return [*tensor_limits.limits(recipe, ranks), *pipeline_limits.limits(recipe, ranks)]
+    return [line for those in (tensor_limits, pipeline_limits, state_limits) for line in those.limits(recipe, ranks)]
 
 
 def _backend(recipe: Recipe) -> list[str]:

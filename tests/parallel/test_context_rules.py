@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg.report.memory.layout import refused
 from tests.support.ranks import launch
 from tests.support.small import small, small_words
 
 CONTEXT = "trainer.strategy.context_parallel_size"
+ALONE = "with data parallelism alone, not with context_parallel_size=2"
 
 
 @pytest.mark.parametrize(("words", "line"), [
@@ -25,6 +27,29 @@ def test_what_split_sequences_do_not_have_is_refused(words: str, line: str) -> N
     with pytest.raises(fp8cfg.ConfigError) as e:
         small("trainer.devices=2", "trainer.val_check_interval=0", f"{CONTEXT}=2", *words.split())
     assert line in e.value.problems
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: goes {ALONE}; write opt_level=null, or {CONTEXT}=1"),
+    ("precision=bf16_fp8 backend=msamp", f"backend=msamp: its level O2 goes {ALONE}; write backend=native"),
+    ("precision=bf16_fp8 storage.comm=fp8 storage.weight_grad=fp8 storage.accumulate=stored",
+     f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto storage.accumulate=wide"),
+    ("precision=bf16_precision_aware storage.shard=zero1",
+     f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; write storage.shard=none"),
+])
+def test_what_data_parallel_ranks_alone_have_is_refused(words: str, line: str) -> None:
+    """With words that are taken, by which the search goes too."""
+    words = f"trainer.devices=2 trainer.micro_batch_size=2 {CONTEXT}=2 {words}"
+    assert refused(small(*words.split()), 2) == [line]
+    write = line.partition("; write ")[2].split(", or ")[0].split()
+    assert refused(small(*words.split(), *write), 2) == refused(small(*words.replace(f"{CONTEXT}=2", "").split()), 2) == []
+
+
+@pytest.mark.slow
+def test_a_smoke_run_of_a_level_keeps_it_and_not_the_layout(tmp_path: Path) -> None:
+    done = launch(2, "recipe=llama_8b", "precision=bf16_fp8", "opt_level=O2", "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "weight: fp16_scaled, master_weight: none" in done.stdout and "gave the same losses" in done.stdout and "context_parallel_size 2 -> 1" in done.stderr
 
 
 def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> None:

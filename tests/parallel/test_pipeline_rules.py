@@ -11,6 +11,7 @@ from tests.support.small import small
 
 PIPELINE = "trainer.strategy.pipeline_model_parallel_size"
 KEY = "pipeline_model_parallel_size=2"
+ALONE = f"with data parallelism alone, not with {KEY}"
 TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
 
 
@@ -18,10 +19,9 @@ TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
     ("", f"{PIPELINE}=2: a step has 1 microbatch on each rank, and so few do not fill 2 stages; write trainer.micro_batch_size=4"),
     (f"model.num_layers=4 trainer.global_batch_size=24 {TWO_CHUNKS}",
      f"{PIPELINE}=2: a step has 3 microbatches on each rank, and interleaved stages take a multiple of 2; write trainer.micro_batch_size=6"),
-    ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: low-bit state is that of whole models, and {KEY} splits them; write opt_level=null"),
-    ("precision=bf16_fp8 storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored", "storage: state in fewer bits, but for moments, and "
-     f"gradients sent in plain dtypes, over float32 masters, is that of whole models, and {KEY} splits them; write storage.comm=auto "
-     "storage.accumulate=wide"),
+    ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: goes {ALONE}; write opt_level=null, or {PIPELINE}=1"),
+    ("precision=bf16_fp8 storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored",
+     f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto storage.accumulate=wide"),
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
      f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has all layers; write 0"),
     ("task=lora", f"{PIPELINE}=2: splits the model, and adapters stand beside a whole one (lora.enabled=True); write 1"),
@@ -34,7 +34,7 @@ def test_what_stages_do_not_have_is_refused(words: str, line: str, monkeypatch: 
 def test_owners_of_whole_tensors_are_not_had_in_stages() -> None:
     words = ("precision=bf16_precision_aware", "storage.shard=zero1", "trainer.micro_batch_size=2", f"{PIPELINE}=2")
     assert refused(small("trainer.devices=4", *words), 4) == [
-        f"storage.shard=zero1: whole tensors of state in fewer bits than float32 have owners, and {KEY} has none; write storage.shard=none"]
+        f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; write storage.shard=none"]
     assert refused(small("trainer.devices=2", *words), 2) == []
 
 

@@ -9,6 +9,7 @@ from tests.support.small import small
 
 TENSOR = "trainer.strategy.tensor_model_parallel_size"
 KEY = "tensor_model_parallel_size=2"
+ALONE = f"with data parallelism alone, not with {KEY}"
 
 
 @pytest.mark.parametrize(("words", "line"), [
@@ -17,9 +18,10 @@ KEY = "tensor_model_parallel_size=2"
     ("model.ffn_hidden_size=129", f"{TENSOR}=2: does not divide model.ffn_hidden_size=129; write model.ffn_hidden_size=130"),
     ("model.seq_length=31 trainer.strategy.sequence_parallel=true",
      "trainer.strategy.sequence_parallel=True: splits model.seq_length=31 over 2 ranks; write model.seq_length=32"),
-    ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: low-bit state is that of whole matrices, and {KEY} splits them; write opt_level=null"),
-    ("precision=bf16_precision_aware storage.weight_grad=fp8", "storage: state in fewer bits, but for moments, and gradients sent in plain dtypes, "
+    ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: goes {ALONE}; write opt_level=null, or {TENSOR}=1"),
+    ("precision=bf16_precision_aware storage.weight_grad=fp8", "storage: state in fewer bits, but for moments and gradients "
      f"over float32 masters, is that of whole matrices, and {KEY} splits them; write storage.master_weight=auto"),
+    ("precision=bf16_fp8 storage.comm=fp8", f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto"),
     ("precision=bf16_fp8 fp8.dot_product_attention=true",
      f"fp8.dot_product_attention=True: attention in FP8 takes all heads, and {KEY} splits them; write false"),
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",

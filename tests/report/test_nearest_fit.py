@@ -163,9 +163,9 @@ def test_shards_in_fp8_are_given_up_before_moments_of_float32() -> None:
 
 
 def test_the_words_of_a_plan_have_the_machines_that_it_is_for() -> None:
-    plan = fp8cfg.plan(fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8"]), "h100", 2)
-    assert plan.write == ("model.recompute_granularity=full", "storage.shard=zero2", "trainer.devices=2")
-    assert plan.data()["lines"] == [" ".join(plan.write), " ".join(plan.alternative)]
+    plan = fp8cfg.plan(fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8", "trainer.strategy.context_parallel_size=1"]), "h200", 1)
+    assert plan.write == ("model.recompute_granularity=full", "trainer.devices=1")
+    assert plan.data()["lines"] == [" ".join(plan.write), " ".join(plan.alternative)] and plan.alternative[-1] == "trainer.devices=1"
 
 
 def refused_here(words: list[str], gpus: int, gib: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
-from fp8cfg import pipeline_limits, tensor_limits
+from fp8cfg import pipeline_limits, state_limits, tensor_limits
 from fp8cfg.config.backend_capabilities import capabilities
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.recipe import Recipe
@@ -84,7 +84,8 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
     `ranks`; or, of a model that is `given`, not at all."""
     s = recipe.trainer.strategy
     pp, tp, cp = s.pipeline_model_parallel_size, s.tensor_model_parallel_size, s.context_parallel_size
-    lines = [] if given else [*tensor_limits.limits(recipe, ranks), *pipeline_limits.limits(recipe, ranks)]
+    rooms = () if given else (tensor_limits, pipeline_limits, state_limits)
+    lines = [line for room in rooms for line in room.limits(recipe, ranks)]
     keys = {"tensor_model_parallel_size": (tp, "each matrix", "matrices"), "context_parallel_size": (cp, "a sequence", "sequences"),
             "pipeline_model_parallel_size": (pp, "the layers", "layers")}
     for name, (size, what, those) in keys.items():
