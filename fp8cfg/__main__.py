@@ -91,14 +91,7 @@ def entry() -> None:
     """The console script: `main`, and then the end of the process."""
     if sys.stdout is not None:  # a path may hold what the terminal, or no terminal, has a character for
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    code = main(own_process=True)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        # gloo's threads may still want the interpreter's lock while it is torn down, which aborts a rank that is done. Seen with
-        # torch 2.13; ends with the torch whose gloo threads are joined before.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    sys.exit(main(own_process=True))
 
 
 if __name__ == "__main__":

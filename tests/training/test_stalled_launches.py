@@ -86,9 +86,10 @@ def test_a_rank_that_stands_still_is_named(name: str, tmp_path: Path) -> None:
 
 
 KILLED_ONCE = """
-import os
+import atexit, os
 from fp8cfg.__main__ import entry
 
+atexit.register(lambda: os.write(1, b"left as Python is left\\n"))
 if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
     os.environ["FP8CFG_FAILPOINT"] = "shard:10"
 entry()
@@ -106,3 +107,4 @@ def test_a_launcher_that_starts_ranks_again_goes_on(tmp_path: Path) -> None:
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
     assert done.returncode == 0 and f"resuming {tmp_path}/run from step-" in done.stdout, done.stdout
     assert steps(tmp_path / "run") == list(range(1, 11))
+    assert done.stdout.count("left as Python is left") >= 2, "a launcher's hooks run at the end of each rank"
