@@ -9,6 +9,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.report.memory.layout import refused
+from fp8cfg.smoke import cut
 from tests.support.ranks import launch
 from tests.support.small import small, small_words
 
@@ -45,11 +46,16 @@ def test_what_data_parallel_ranks_alone_have_is_refused(words: str, line: str) -
     assert refused(small(*words.split(), *write), 2) == refused(small(*words.replace(f"{CONTEXT}=2", "").split()), 2) == []
 
 
-@pytest.mark.slow
-def test_a_smoke_run_of_a_level_keeps_it_and_not_the_layout(tmp_path: Path) -> None:
-    done = launch(2, "recipe=llama_8b", "precision=bf16_fp8", "opt_level=O2", "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "weight: fp16_scaled, master_weight: none" in done.stdout and "gave the same losses" in done.stdout and "context_parallel_size 2 -> 1" in done.stderr
+@pytest.mark.parametrize(("words", "size"), [
+    ("recipe=llama_70b precision=bf16_fp8 opt_level=O2", 1), ("recipe=llama_70b precision=bf16_fp8 storage.comm=fp8", 1),
+    ("recipe=llama_8b precision=bf16_fp8 storage.master_weight=fp16_scaled storage.shard=zero1", 1),
+    ("recipe=llama_8b precision=bf16_fp8 storage.master_weight=fp16_scaled", 2), ("recipe=llama_70b precision=bf16_fp8", 4),
+])
+def test_a_smoke_run_keeps_what_is_stored_and_sent_before_the_layout(words: str, size: int) -> None:
+    recipe = fp8cfg.compose([*words.split(), "trainer.smoke=true"])
+    small = cut(recipe, 4)
+    assert small.trainer.strategy.size == size and refused(small, 4) == []
+    assert (small.precision.opt_level, small.storage) == (recipe.precision.opt_level, recipe.storage)
 
 
 def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> None:
