@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fp8cfg.config.backend_capabilities import ordered
+from fp8cfg.config.backend_capabilities import capabilities, ordered
 from fp8cfg.config.fsdp_sharding import ZERO, by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import LayoutRefusal
-from fp8cfg.config.storage import SCALED, in_parts, level, low_bit, others, resolved, sharding
+from fp8cfg.config.storage import SCALED, in_parts, level, low_bit, resolved, sharding
 
 
 def limits(recipe: Recipe, ranks: int) -> list[str]:
@@ -22,7 +22,7 @@ def limits(recipe: Recipe, ranks: int) -> list[str]:
              if (size := getattr(s, name)) > 1}
     if not sizes:
         return []
-    alone = f"with data parallelism alone, not with {' and '.join(f'{name}={size}' for name, size in sizes.items())}"
+    alone = f"with data parallelism alone, not with {', '.join(f'{name}={size}' for name, size in sizes.items())}"
     if level(recipe.precision):
         return [_level(recipe, alone, [s.key(name) for name in sizes])]
     return [*_sent(recipe, alone), *_owned(recipe, max(1, ranks // s.size) * s.context_parallel_size, alone)]
@@ -30,8 +30,9 @@ def limits(recipe: Recipe, ranks: int) -> list[str]:
 
 def _level(recipe: Recipe, alone: str, keys: list[str]) -> str:
     p = recipe.precision
-    if not p.opt_level:
-        return LayoutRefusal(f"backend={p.backend}: its level {level(p)} goes {alone}; write backend=native", {"backend": "native"})
+    if capabilities(p.backend).level:
+        plain = "backend=native opt_level=null" if p.opt_level else "backend=native"
+        return LayoutRefusal(f"backend={p.backend}: its level {level(p)} goes {alone}; write {plain}", {"backend": "native"})
     # The search for what fits gives levels up by itself, at their cost, and writes what a stage more needs.
     other = f", or {keys[0]}=1" if len(keys) == 1 and recipe.trainer.strategy.chunks == 1 else ""
     return f"opt_level={p.opt_level}: goes {alone}; write opt_level=null{other}"
@@ -39,7 +40,7 @@ def _level(recipe: Recipe, alone: str, keys: list[str]) -> str:
 
 def _sent(recipe: Recipe, alone: str) -> Iterator[str]:
     p, storage = recipe.precision, recipe.storage
-    if {resolved(p)["comm"], others(p)["comm"]}.isdisjoint(SCALED):
+    if resolved(p)["comm"] not in SCALED:
         return
     write = {"storage.comm": "auto", **({} if storage.accumulate == "wide" else {"storage.accumulate": "wide"})}
     words = " ".join(f"{key}={value}" for key, value in write.items())

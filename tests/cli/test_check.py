@@ -90,7 +90,7 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
 
 @pytest.mark.parametrize(("words", "wanted"), [
     ("recipe=llama_8b trainer.strategy.pipeline_model_parallel_size=2 opt_level=O2", [
-        "opt_level=O2: goes with data parallelism alone, not with pipeline_model_parallel_size=2 and context_parallel_size=2; write opt_level=null",
+        "opt_level=O2: goes with data parallelism alone, not with pipeline_model_parallel_size=2, context_parallel_size=2; write opt_level=null",
         "trainer.devices=8: meant for 8 GPUs, this machine has none; fp8cfg plan needs none"]),
     ("trainer.accelerator=cuda", ["trainer.accelerator=cuda: this machine has no NVIDIA GPU"]),
     ("trainer.accelerator=cpu trainer.devices=2 trainer.micro_batch_size=8", []),
