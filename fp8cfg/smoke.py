@@ -39,6 +39,8 @@ def cut(recipe: Recipe, ranks: int) -> Recipe:
     if not recipe.trainer.smoke:
         return recipe
     small = recipe.model_copy(deep=True)
+    if state_limits.limits(small, 2 * small.trainer.strategy.size):  # what is stored and sent stays, and the layout goes
+        small.trainer.strategy = Strategy()
     stages = _stages(small, ranks)
     _shape(small, stages)
     _run(small, ranks, stages, accumulates=_microbatches(recipe) > 1)
@@ -85,8 +87,7 @@ def _stages(small: Recipe, ranks: int) -> Strategy:
     most."""
     own = small.trainer.strategy
     stages = gcd(own.pipeline_model_parallel_size, ranks // gcd(ranks, own.tensor_model_parallel_size, 2), 2)
-    limits = [*pipeline_limits.of_precision(small), *state_limits.limits(small, 2 * own.size)]
-    if stages == 1 or limits or small.lora.enabled:
+    if stages == 1 or pipeline_limits.of_precision(small) or small.lora.enabled:
         return Strategy()
     return Strategy(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=2 if own.chunks > 1 else None)
 
@@ -102,10 +103,8 @@ def _run(small: Recipe, ranks: int, pipeline: Strategy, accumulates: bool) -> No
     staged = {name: getattr(pipeline, name) for name in ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")}
     t.strategy = Strategy(tensor_model_parallel_size=tensor, sequence_parallel=sequence, context_parallel_size=context, **staged)
     if small.lora.enabled or tensor_limits.limits(small, ranks):
-        tensor, context = 1, gcd(own.context_parallel_size, ranks // stages)
+        context = gcd(own.context_parallel_size, ranks // stages)
         t.strategy = Strategy(context_parallel_size=context, **staged)
-    if state_limits.limits(small, ranks):
-        tensor, context, t.strategy = 1, 1, Strategy()
     if (data := ranks // t.strategy.size) % 4 == 0 and own.data_parallel_replicate_size > 1:
         t.strategy.data_parallel_replicate_size = gcd(own.data_parallel_replicate_size, data // 2)
     t.num_nodes, t.devices = 1, ranks

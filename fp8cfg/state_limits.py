@@ -12,7 +12,8 @@ from fp8cfg.config.backend_capabilities import capabilities, ordered
 from fp8cfg.config.fsdp_sharding import ZERO, by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.refusal import LayoutRefusal
-from fp8cfg.config.storage import SCALED, in_parts, level, low_bit, resolved, sharding
+from fp8cfg.config.storage import SCALED, level, resolved, sharding
+from fp8cfg.tensor_limits import of_state
 
 
 def limits(recipe: Recipe, ranks: int) -> list[str]:
@@ -25,7 +26,8 @@ def limits(recipe: Recipe, ranks: int) -> list[str]:
     alone = f"with data parallelism alone, not with {', '.join(f'{name}={size}' for name, size in sizes.items())}"
     if level(recipe.precision):
         return [_level(recipe, alone, [s.key(name) for name in sizes])]
-    return [*_sent(recipe, alone), *_owned(recipe, max(1, ranks // s.size) * s.context_parallel_size, alone)]
+    owned = [] if [*of_state(recipe)] else _owned(recipe, max(1, ranks // s.size) * s.context_parallel_size, alone)
+    return [*_sent(recipe, alone), *owned]
 
 
 def _level(recipe: Recipe, alone: str, keys: list[str]) -> str:
@@ -53,8 +55,6 @@ def _owned(recipe: Recipe, alike: int, alone: str) -> Iterator[str]:
     p, backend = recipe.precision.model_copy(deep=True), recipe.precision.backend
     p.storage.comm = "auto"
     recipe = recipe.model_copy(update={"precision": p})
-    if recipe.trainer.strategy.tensor_model_parallel_size > 1 and low_bit(p) and not in_parts(p):  # which tensor_limits.py refuses
-        return
     shard, backends = sharding(p, alike), ordered() if backend == "auto" else [backend]
     if alike > 1 and shard in ZERO and not any(by_fsdp2(recipe, alike, name) for name in backends):
         said = f"storage.shard={p.storage.shard}" + ("" if p.storage.shard == shard else f", which is {shard}")

@@ -20,7 +20,7 @@ from fp8cfg.scalings import SCALINGS
 def limits(recipe: Recipe, ranks: int) -> list[str]:
     """A line for each reason why `recipe` is not trained with its tensor_model_parallel_size on `ranks` ranks."""
     tensor = recipe.trainer.strategy.tensor_model_parallel_size
-    return [] if tensor == 1 else [*_sizes(recipe, tensor), *_state(recipe, tensor), *_fp8(recipe, tensor)]
+    return [] if tensor == 1 else [*_sizes(recipe, tensor), *of_state(recipe), *_fp8(recipe, tensor)]
 
 
 def _sizes(recipe: Recipe, tensor: int) -> Iterator[str]:
@@ -40,10 +40,11 @@ _WIDE = {"weight": "auto", "master_weight": "auto", "weight_grad": "auto", "roun
 """Storage keys with which state is `in_parts`."""
 
 
-def _state(recipe: Recipe, tensor: int) -> Iterator[str]:
-    """Of state in fewer bits that is that of whole matrices. Levels are refused beside any layout (state_limits.py)."""
-    p = recipe.precision
-    if level(p) or not low_bit(p) or in_parts(p):
+def of_state(recipe: Recipe) -> Iterator[str]:
+    """Of state in fewer bits that is that of whole matrices, under tensor parallelism. Levels are refused beside any layout
+    (state_limits.py)."""
+    p, tensor = recipe.precision, recipe.trainer.strategy.tensor_model_parallel_size
+    if tensor == 1 or level(p) or not low_bit(p) or in_parts(p):
         return
     write = {f"storage.{key}": _WIDE[key] for key in _WIDE if not in_parts(_widened(p, but=key))}
     words = " ".join(f"{key}={value}" for key, value in write.items())

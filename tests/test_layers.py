@@ -29,7 +29,7 @@ TOP = {  # room -> rooms that its modules may import at their top
     "backends": {"config", "numerics", "scalings"},
     "layer_plan": {"backends", "config", "models"},
     "tensor_limits": {"backends", "config", "layer_plan", "scalings"}, "pipeline_limits": {"backends", "config"},
-    "state_limits": {"config"},
+    "state_limits": {"config", "tensor_limits"},
     "report": {"backends", "composition", "config", "layer_plan", "models", "pipeline_limits", "scalings", "smoke", "state_limits",
                "tensor_limits"},
     "interop": {"composition", "config", "layer_plan", "scalings"},

@@ -6,11 +6,11 @@ import glob
 import os
 from pathlib import Path
 
-from fp8cfg import pipeline_limits, state_limits, tensor_limits
 from fp8cfg.backends import backend_registry
 from fp8cfg.config.hub import PREFIX
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules import missing_data
+from fp8cfg.report.memory.layout import limits
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU that NVIDIA's driver has, by which they are counted without loading torch."""
@@ -24,7 +24,7 @@ def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
 def _layout(recipe: Recipe) -> list[str]:
     """Parallel layouts that are planned and exported, and not trained."""
     ranks = recipe.trainer.num_nodes * recipe.trainer.devices
-    return [line for those in (tensor_limits, pipeline_limits, state_limits) for line in those.limits(recipe, ranks)]
+    return limits(recipe, ranks)
 
 
 def _backend(recipe: Recipe) -> list[str]:

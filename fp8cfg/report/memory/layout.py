@@ -79,13 +79,17 @@ def shards(recipe: Recipe, ranks: int) -> int:
     return whole(recipe, ranks).shards
 
 
+def limits(recipe: Recipe, ranks: int) -> list[str]:
+    """A line for each reason why training has no such parallel layout for what `recipe` stores, sends and multiplies on `ranks`."""
+    return [*tensor_limits.limits(recipe, ranks), *pipeline_limits.limits(recipe, ranks), *state_limits.limits(recipe, ranks)]
+
+
 def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
     """A line for each way in which `recipe` splits a model replica over ranks that training does not have, or not on so many
     `ranks`; or, of a model that is `given`, not at all."""
     s = recipe.trainer.strategy
     pp, tp, cp = s.pipeline_model_parallel_size, s.tensor_model_parallel_size, s.context_parallel_size
-    rooms = () if given else (tensor_limits, pipeline_limits, state_limits)
-    lines = [line for room in rooms for line in room.limits(recipe, ranks)]
+    lines = [] if given else limits(recipe, ranks)
     keys = {"tensor_model_parallel_size": (tp, "each matrix", "matrices"), "context_parallel_size": (cp, "a sequence", "sequences"),
             "pipeline_model_parallel_size": (pp, "the layers", "layers")}
     for name, (size, what, those) in keys.items():
