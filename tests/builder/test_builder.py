@@ -125,7 +125,7 @@ KEPT = ("fp8.override_linear_precision.wgrad=true", "fp8.exclude=['*.linear_fc2'
     (("precision=bf16_fp8",), False), (("precision=bf16_fp8_current", "model.num_layers=4"), False),
     (("precision=bf16_fp8", "fp8.format=e4m3"), False), (("precision=bf16_fp8", *KEPT), False),
     (("precision=bf16_fp8", "model.recompute_granularity=full"), False),
-    # Each of these keys, in two graphs; tests/training/test_loop.py has a run under Inductor.
+    # Each of these keys, in two graphs; tests/training/test_compiled_runs.py has a run under Inductor.
     pytest.param(("precision=bf16_fp8", "model.num_layers=1", *KEPT, "fp8.format=e4m3", "model.recompute_granularity=full"), True, marks=pytest.mark.slow),
     pytest.param(("precision=bf16_fp8_current", "model.num_layers=1"), True, marks=pytest.mark.slow)])
 def test_what_ran_is_what_was_planned(words: tuple[str, ...], traced: bool) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 
 import fp8cfg
 from fp8cfg.composition import to_yaml
-from fp8cfg.job import Job
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.training import loop
@@ -25,8 +23,7 @@ from fp8cfg.training.distributed.world import World
 from fp8cfg.training.evaluation import evaluate
 from fp8cfg.training.metrics import read
 from fp8cfg.training.run_folder import RunFolder
-from tests.support.small import PACKED, losses, small, steps
-from tests.support.traced import trace_model
+from tests.support.small import losses, small, steps
 
 FP8 = "precision=bf16_fp8"
 
@@ -135,31 +132,6 @@ def test_evaluation_moves_no_fp8_state(in_fp8: bool) -> None:
     assert loss != evaluate(reference, validation_batches(job.recipe, held_out, World()), World()), "the key acts"
 
 
-def test_fp16_scales_the_loss_skips_overflows_and_trains() -> None:
-    job = fp8cfg.build(small("precision=fp16", "precision.initial_loss_scale=4194304", "trainer.max_steps=40", "precision.hysteresis=1"))
-    taken = list(steps(job, 40))
-    assert not taken[0].stepped and job.loss_scaler.scale < 2.0**22
-    assert sum(s.stepped for s in taken) > 20 and taken[-1].loss < taken[0].loss - 0.5
-    assert job.optimizer.steps == sum(s.stepped for s in taken)
-
-
-def test_a_run_whose_gradients_are_not_finite_stops_with_its_weights(tmp_path: Path) -> None:
-    job = fp8cfg.build(small("precision=bf16"))
-    with torch.no_grad():
-        job.optimizer.masters[job.model.final_layernorm.weight].fill_(math.inf)
-        job.optimizer.write_parameters()
-    before = job.model.embedding.weight.clone()
-    with pytest.raises(loop.Diverged, match="step 1: the gradient norm is nan"):
-        loop.train(job, say=lambda _: None)
-    assert torch.equal(before, job.model.embedding.weight)
-
-
-def test_an_overflow_that_never_ends_stops_the_run() -> None:
-    with pytest.raises(loop.Diverged, match="100 steps in a row"):
-        loop.train(fp8cfg.build(small("precision=fp16", "precision.loss_scale=1e30", "trainer.max_steps=200",
-                                      "trainer.val_check_interval=0")), say=lambda _: None)
-
-
 def test_a_signal_stops_at_a_checkpoint(tmp_path: Path) -> None:
     recipe = small(FP8, "trainer.max_steps=50", "trainer.val_check_interval=1")
     with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:
@@ -196,34 +168,6 @@ def test_a_loop_of_ones_own_gives_the_same_losses() -> None:
     assert mine == losses(FP8)
 
 
-@pytest.mark.parametrize(("words", "compiles"), [
-    (("precision=bf16",), trace_model), ((FP8, "model.num_layers=1"), Job.compile_model), ((FP8, "fp8.params=false"), trace_model),
-    (("precision=bf16_fp8_current", "model.num_layers=4"), trace_model), (("precision=bf16", "model.num_layers=1", *PACKED), trace_model),
-    pytest.param(("precision=bf16", "model.num_layers=1", *PACKED), Job.compile_model, marks=pytest.mark.slow)],
-    ids=["bf16", "delayed under Inductor", "wide weights", "current", "packed and masked", "packed under Inductor"])
-def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, ...], compiles: Callable[[Job], None]) -> None:
-    eager, compiled = (fp8cfg.build(small(*words, "trainer.micro_batch_size=4")) for _ in range(2))
-    compiles(compiled)
-    assert compiled.compiled and not eager.compiled
-    want = [s.loss for s in steps(eager, 4)]
-    got = [s.loss for s in steps(compiled, 2)]
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        _, held_out = run_data(compiled.recipe)
-        evaluate(compiled, validation_batches(compiled.recipe, held_out, World()), World(), masked=held_out.masked)
-        got += [s.loss for s in steps(compiled, 2, first=2)]
-    assert got == pytest.approx(want, rel=2e-3)
-
-
-@pytest.mark.slow
-def test_fit_compiles_where_the_recipe_says_so() -> None:
-    for word, compiled in (("on", True), ("off", False)):
-        job, said = fp8cfg.build(small(FP8, "trainer.compile=" + word, "trainer.max_steps=2", "model.num_layers=1")), []
-        loop.train(job, say=said.append)
-        assert job.compiled == compiled and any("compiling" in text for text in said) == compiled
-        compared = [text for text in said if "compiled gradients of one layer are the eager ones (" in text]
-        assert len(compared) == compiled
-
-
 def test_a_parallel_layout_is_refused_by_name_on_any_number_of_ranks() -> None:
     recipe = small("trainer.devices=2", "trainer.strategy.tensor_model_parallel_size=2")
     with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: so many ranks share each matrix, and 1 rank is no"):
@@ -232,34 +176,6 @@ def test_a_parallel_layout_is_refused_by_name_on_any_number_of_ranks() -> None:
     for world in (World(0, 1), World(0, 2)):
         with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: splits the matrices of a recipe's Transformer"):
             loop.train(job, world=world, say=lambda _: None)
-
-
-def test_when_to_compile() -> None:
-    from fp8cfg.layer_plan import plan
-    from fp8cfg.recipes import llama_8b
-    from fp8cfg.training.compile_choice import compiles
-
-    def decision(recipe: fp8cfg.Recipe) -> bool:
-        return compiles(recipe, plan(recipe), "cpu")
-
-    assert decision(small("trainer.compile=on")) and not decision(small("trainer.compile=off"))
-    assert not decision(small()) and decision(llama_8b())
-
-
-def test_skipped_steps_do_not_use_up_the_warm_up() -> None:
-    job = fp8cfg.build(small("precision=fp16", "precision.initial_loss_scale=16777216", "trainer.max_steps=24", "optim.warmup_steps=5"))
-    taken = list(steps(job, 24))
-    first = next(i for i, s in enumerate(taken) if s.stepped)
-    assert first > 3 and taken[first].lr == job.schedule.lr_at(0)
-    assert [s.lr for s in taken if s.stepped][-1] == job.schedule.lr_at(job.optimizer.steps - 1)
-
-
-def test_skips_are_said_and_a_run_of_skips_alone_is_not_done() -> None:
-    said: list[str] = []
-    loop.train(fp8cfg.build(small("precision=fp16", "trainer.max_steps=30")), say=said.append)
-    assert any("steps before it were skipped, gradients overflowed" in text for text in said)
-    with pytest.raises(loop.Diverged, match="all 6 steps were skipped"):
-        loop.train(fp8cfg.build(small("precision=fp16")), say=lambda _: None)
 
 
 def test_evaluation_takes_micro_batches() -> None:
@@ -283,20 +199,6 @@ def test_a_damaged_metrics_file_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(fp8cfg.config.errors.Fp8cfgError) as e:
             fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
         assert e.value.exit_code == 5
-
-
-@pytest.mark.slow
-def test_a_resumed_run_compiles_as_before_unless_the_key_changed() -> None:
-    recipe = small("trainer.max_steps=2")
-    job = fp8cfg.build(recipe)
-    list(steps(job, 1))
-    from fp8cfg.training.checkpoint import job_state
-
-    tensors, state = job_state.collect(job, run_data(recipe)[0], 1)
-    for word, compiled in (("auto", False), ("on", True)):
-        again = fp8cfg.build(fp8cfg.compose([f"trainer.compile={word}"], base=recipe))
-        loop.train(again, start_from=(tensors, state), say=lambda _: None)
-        assert again.compiled == compiled
 
 
 def test_a_run_with_less_than_half_in_fp8_says_so() -> None:

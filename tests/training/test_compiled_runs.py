@@ -1,0 +1,73 @@
+"""Compiled runs: the numbers of eager ones without recompiling, and when a run compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import fp8cfg
+from fp8cfg.job import Job
+from fp8cfg.training import loop
+from fp8cfg.training.data import run_data, validation_batches
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.evaluation import evaluate
+from tests.support.small import PACKED, small, steps
+from tests.support.traced import trace_model
+
+FP8 = "precision=bf16_fp8"
+
+
+@pytest.mark.parametrize(("words", "compiles"), [
+    (("precision=bf16",), trace_model), ((FP8, "model.num_layers=1"), Job.compile_model), ((FP8, "fp8.params=false"), trace_model),
+    (("precision=bf16_fp8_current", "model.num_layers=4"), trace_model), (("precision=bf16", "model.num_layers=1", *PACKED), trace_model),
+    pytest.param(("precision=bf16", "model.num_layers=1", *PACKED), Job.compile_model, marks=pytest.mark.slow)],
+    ids=["bf16", "delayed under Inductor", "wide weights", "current", "packed and masked", "packed under Inductor"])
+def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, ...], compiles: Callable[[Job], None]) -> None:
+    eager, compiled = (fp8cfg.build(small(*words, "trainer.micro_batch_size=4")) for _ in range(2))
+    compiles(compiled)
+    assert compiled.compiled and not eager.compiled
+    want = [s.loss for s in steps(eager, 4)]
+    got = [s.loss for s in steps(compiled, 2)]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        _, held_out = run_data(compiled.recipe)
+        evaluate(compiled, validation_batches(compiled.recipe, held_out, World()), World(), masked=held_out.masked)
+        got += [s.loss for s in steps(compiled, 2, first=2)]
+    assert got == pytest.approx(want, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_fit_compiles_where_the_recipe_says_so() -> None:
+    for word, compiled in (("on", True), ("off", False)):
+        job, said = fp8cfg.build(small(FP8, "trainer.compile=" + word, "trainer.max_steps=2", "model.num_layers=1")), []
+        loop.train(job, say=said.append)
+        assert job.compiled == compiled and any("compiling" in text for text in said) == compiled
+        compared = [text for text in said if "compiled gradients of one layer are the eager ones (" in text]
+        assert len(compared) == compiled
+
+
+def test_when_to_compile() -> None:
+    from fp8cfg.layer_plan import plan
+    from fp8cfg.recipes import llama_8b
+    from fp8cfg.training.compile_choice import compiles
+
+    def decision(recipe: fp8cfg.Recipe) -> bool:
+        return compiles(recipe, plan(recipe), "cpu")
+
+    assert decision(small("trainer.compile=on")) and not decision(small("trainer.compile=off"))
+    assert not decision(small()) and decision(llama_8b())
+
+
+@pytest.mark.slow
+def test_a_resumed_run_compiles_as_before_unless_the_key_changed() -> None:
+    recipe = small("trainer.max_steps=2")
+    job = fp8cfg.build(recipe)
+    list(steps(job, 1))
+    from fp8cfg.training.checkpoint import job_state
+
+    tensors, state = job_state.collect(job, run_data(recipe)[0], 1)
+    for word, compiled in (("auto", False), ("on", True)):
+        again = fp8cfg.build(fp8cfg.compose([f"trainer.compile={word}"], base=recipe))
+        loop.train(again, start_from=(tensors, state), say=lambda _: None)
+        assert again.compiled == compiled

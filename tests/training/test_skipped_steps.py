@@ -1,0 +1,54 @@
+"""Steps that are skipped: overflow under a loss scale, gradients that are not finite, and what is said of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8cfg
+from fp8cfg.training import loop
+from tests.support.small import small, steps
+
+
+def test_fp16_scales_the_loss_skips_overflows_and_trains() -> None:
+    job = fp8cfg.build(small("precision=fp16", "precision.initial_loss_scale=4194304", "trainer.max_steps=40", "precision.hysteresis=1"))
+    taken = list(steps(job, 40))
+    assert not taken[0].stepped and job.loss_scaler.scale < 2.0**22
+    assert sum(s.stepped for s in taken) > 20 and taken[-1].loss < taken[0].loss - 0.5
+    assert job.optimizer.steps == sum(s.stepped for s in taken)
+
+
+def test_a_run_whose_gradients_are_not_finite_stops_with_its_weights(tmp_path: Path) -> None:
+    job = fp8cfg.build(small("precision=bf16"))
+    with torch.no_grad():
+        job.optimizer.masters[job.model.final_layernorm.weight].fill_(math.inf)
+        job.optimizer.write_parameters()
+    before = job.model.embedding.weight.clone()
+    with pytest.raises(loop.Diverged, match="step 1: the gradient norm is nan"):
+        loop.train(job, say=lambda _: None)
+    assert torch.equal(before, job.model.embedding.weight)
+
+
+def test_an_overflow_that_never_ends_stops_the_run() -> None:
+    with pytest.raises(loop.Diverged, match="100 steps in a row"):
+        loop.train(fp8cfg.build(small("precision=fp16", "precision.loss_scale=1e30", "trainer.max_steps=200",
+                                      "trainer.val_check_interval=0")), say=lambda _: None)
+
+
+def test_skipped_steps_do_not_use_up_the_warm_up() -> None:
+    job = fp8cfg.build(small("precision=fp16", "precision.initial_loss_scale=16777216", "trainer.max_steps=24", "optim.warmup_steps=5"))
+    taken = list(steps(job, 24))
+    first = next(i for i, s in enumerate(taken) if s.stepped)
+    assert first > 3 and taken[first].lr == job.schedule.lr_at(0)
+    assert [s.lr for s in taken if s.stepped][-1] == job.schedule.lr_at(job.optimizer.steps - 1)
+
+
+def test_skips_are_said_and_a_run_of_skips_alone_is_not_done() -> None:
+    said: list[str] = []
+    loop.train(fp8cfg.build(small("precision=fp16", "trainer.max_steps=30")), say=said.append)
+    assert any("steps before it were skipped, gradients overflowed" in text for text in said)
+    with pytest.raises(loop.Diverged, match="all 6 steps were skipped"):
+        loop.train(fp8cfg.build(small("precision=fp16")), say=lambda _: None)
