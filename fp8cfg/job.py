@@ -125,14 +125,15 @@ class Job:
         along."""
         from fp8cfg.numerics.stored_form import fp8_state_dict
 
-        return fp8_state_dict(self.model)
+        return fp8_state_dict(self.model) | self._coded()
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """The inverse of `state_dict`: load the model's weights first, and the optimizer's state, where it is loaded by itself,
         afterwards. Raises ValueError, before anything is changed, for the state of other FP8 layers."""
         from fp8cfg.numerics.stored_form import load_fp8_state_dict
 
-        load_fp8_state_dict(self.model, state_dict)
+        made = self._coded().keys()  # of the masters
+        load_fp8_state_dict(self.model, {name: t for name, t in state_dict.items() if name not in made})
 
     def backward(self, loss: Tensor, parts: float | Tensor = 1) -> None:
         """The backward pass of `loss`, which is one of `parts` shares of a step's mean loss, times the loss scale under fp16. Where
@@ -232,11 +233,19 @@ class Job:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         if self.prepared.fsdp2:
-            from fp8cfg.training.distributed.fsdp import COPY
+            from fp8cfg.training.distributed.fsdp import copy_refusal
 
-            raise TypeError(f"a Job cannot be copied, nor its model: {COPY.format(self.prepared.shard)}")
+            raise TypeError(f"a Job cannot be copied, nor its model: {copy_refusal(self.prepared.shard)}")
         raise TypeError("a Job cannot be copied, its optimizer belongs to one model; build another, or copy job.model: "
                         "fp8cfg.convert_back(copy.deepcopy(job.model)) gives plain weights, fp8cfg.averaged(job) an average (EMA)")
+
+    def _coded(self) -> dict[str, Tensor]:
+        """What FP8 state has of weights that FSDP2 makes of their masters."""
+        if not self.prepared.fsdp2 or self.prepared.shard != "none":
+            return {}
+        from fp8cfg.training.checkpoint.sharded_masters import coded_weights
+
+        return coded_weights(self)
 
     @property
     def _converts(self) -> bool:

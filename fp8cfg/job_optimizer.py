@@ -52,8 +52,7 @@ def optimizer(
         if prepared.fsdp2:
             from fp8cfg.training.distributed import fsdp
 
-            built.sharded = precision.storage.shard != "fsdp"
-            built.on_written.append(partial(fsdp.let_go, model))  # weights that a loop of one's own has gathered meanwhile
+            fsdp.attach(built, prepared)
     gradient_sync.sum_norms(built, prepared)
     built.can_defer = not precision.fp8.enabled or backend_registry.capabilities(choice.backend).skips_on_device
     if prepared.owner:

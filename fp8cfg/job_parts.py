@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
-from fp8cfg.config.fsdp_sharding import ZERO, gathered_plain
+from fp8cfg.config.fsdp_sharding import gathered_plain
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import Columns, as_held, foreign_others, fp8_weights, gathered, others, resolved
 from fp8cfg.models.config import TransformerConfig
@@ -53,7 +53,7 @@ def prepared_model(
     """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
     originals become the optimizer's masters, so that no second copy is made. One on the meta device gets memory on `device`, and
     its weights by `fill`: under `fsdp2` no more than this rank's shards. Under `adapters` all of that is frozen, without
-    masters; weights of linear layers are filled in the compute dtype then, and under zero1 and zero2 `fsdp2` splits adapters alone.
+    masters; weights of linear layers are filled in the compute dtype then, and but for shard=fsdp `fsdp2` has adapters alone.
     One that is `loaded` next, and not trained, has no float32 originals.
 
     Where storage leaves embeddings and norms in float32, that goes for our Transformer, which multiplies them with activations of
@@ -66,7 +66,7 @@ def prepared_model(
     from fp8cfg.numerics import Region, seed_rounding
 
     region = Region()
-    if fsdp2 and not (adapters and precision.storage.shard in ZERO):
+    if fsdp2 and not (adapters and precision.storage.shard != "fsdp"):
         assert isinstance(model, Transformer) and fill, "builder.lower refuses others"
         return _fully_sharded(model, precision, plan, choice, region, seed, device, fill, adapters)
     if adapters:

@@ -30,7 +30,6 @@ class PreparedModel:
     owner: dict[str, int] = field(default_factory=dict)
     shard: str = "none"
     fsdp2: bool = False
-    sums: Any = None  # distributed.overlapped_sums.OverlappedSums, where backward passes start sums
     tensor_parallel: Any = None
     pipeline: Any = None
     same_samples: Any = None  # the process group of ranks that share layers and samples, where fp8.tp_only_amax_red asks for it

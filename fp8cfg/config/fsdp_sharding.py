@@ -1,10 +1,11 @@
 """FSDP2 sharding: which recipes have their state split over data-parallel ranks by torch's FSDP2, as float32 shards.
 
-`storage.shard=fsdp` always; zero1 and zero2 where masters are float32, gradients are sent in plain dtypes, and each trained weight
-can be gathered as the unsharded run stores it. Moments and gradients may be of any codec, encoded by shard. Masters of fewer bits,
-and beside parts of matrices or other backends' FP8 products weights in a codec that is neither float32 nor what these read, are
-those of whole tensors, each of which has one owner (training/distributed/zero.py). Under zero1 and zero2 weights that are frozen
-beside adapters are whole on each rank, as Megatron's distributed optimizer leaves them.
+`storage.shard=fsdp` always; zero1, zero2, and none, which is one shard on each rank, where masters are float32, gradients are sent
+in plain dtypes, and each trained weight can be gathered as a rank alone stores it. Moments and gradients may be of any codec,
+encoded by shard. Masters of fewer bits, and beside parts of matrices or other backends' FP8 products weights in a codec that is
+neither float32 nor what these read, are those of whole tensors: under none every rank has all, and gradients are summed after the
+backward pass; else each tensor has one owner (training/distributed/zero.py). But under fsdp weights that are frozen beside adapters
+are whole on each rank, as Megatron's distributed optimizer leaves them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ZERO = ("zero1", "zero2")
 def by_fsdp2(recipe: Recipe, ranks: int, backend: str) -> bool:
     """Whether FSDP2 keeps the parameters of the recipe's Transformer over `ranks` that share them, where `backend` multiplies."""
     shard, groups = sharding(recipe.precision, ranks), recipe.trainer.strategy.data_parallel_replicate_size
-    if shard not in ZERO or ranks == 1:
+    if shard == "fsdp" or ranks == 1:
         return shard == "fsdp"
     if groups > 1 and _sent_wider(recipe.precision):  # which groups would not be: they sum what is kept
         return False
@@ -59,7 +60,7 @@ def _gathered_as_stored(recipe: Recipe, backend: str) -> bool:
 
 
 def gathered_plain(precision: Precision) -> str:
-    """The codec in which FSDP2 gathers what it does not gather in FP8: precision.compute, or float32 where zero1 and zero2 have
+    """The codec in which FSDP2 gathers what it does not gather in FP8: precision.compute, or float32 where others have
     weights that the unsharded run casts in each pass."""
     return precision.compute if precision.storage.shard == "fsdp" else others(precision)["weight"]
 

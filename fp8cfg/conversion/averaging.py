@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends.linear_stand_ins import shells
+from fp8cfg.builder import transformer
 from fp8cfg.config.errors import ConfigError, expect
 from fp8cfg.conversion.convert import convert_back
 from fp8cfg.job import Job
+from fp8cfg.job_weights import adapters
 from fp8cfg.numerics.low_bit_weight import NarrowWeight
+from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.optim.low_bit.training import LowBitTraining
 
 
@@ -25,7 +28,7 @@ class Average:
 
     def __init__(self, job: Job, decay: float) -> None:
         self.job, self.decay, self.updates = job, decay, 0
-        self.model = convert_back(copy.deepcopy(job.model)).float().eval().requires_grad_(False)
+        self.model = _plain(job).float().eval().requires_grad_(False)
         self._move(1.0)
 
     def update(self) -> None:
@@ -58,14 +61,27 @@ def averaged(job: Job, decay: float = 0.999) -> Average:
         average.model(tokens, targets)
 
     Where a weight has no master it is its own, decoded. Raises ConfigError for a decay outside of 0 to 1, and where a rank has
-    parts of the model or of the masters alone (storage.shard)."""
+    parts of the model or of the masters alone (storage.shard, trainer.strategy)."""
     expect("averaged", job, Job, "a Job; fp8cfg.build(recipe) gives one")
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(f"averaged: decay={decay} is not between 0 and 1; 0.999 is usual")
-    if job.prepared.fsdp2 or job.prepared.owner:
+    if job.prepared.owner or (job.prepared.fsdp2 and job.prepared.shard != "none"):
         raise ConfigError(f"averaged: storage.shard={job.prepared.shard} leaves each rank parts of weights or masters; write "
                           "storage.shard=none, or average the weights of checkpoints")
+    if job.prepared.mesh is not None:
+        raise ConfigError("averaged: tensor and pipeline parallelism leave each rank parts of the model; average the weights of "
+                          "checkpoints")
     return Average(job, decay)
+
+
+def _plain(job: Job) -> nn.Module:
+    """A plain model like that of `job`."""
+    if not job.prepared.fsdp2:
+        return convert_back(copy.deepcopy(job.model))
+    model = transformer(job.recipe).to_empty(device=job.device)  # FSDP2's are not copied
+    if (beside := adapters(job.recipe)) is not None:
+        beside.attach(model, job.recipe.trainer.seed)
+    return model
 
 
 def float32_weights(job: Job) -> dict[str, Tensor]:
@@ -74,8 +90,8 @@ def float32_weights(job: Job) -> dict[str, Tensor]:
     layers = {layer.parameter: layer for layer in job.model.modules() if isinstance(layer, NarrowWeight) and layer.scaled}
 
     def wide(p: nn.Parameter) -> Tensor:
-        if p in masters:
-            return masters[p]
+        if p in masters or job.prepared.fsdp2:
+            return local(masters.get(p, p.detach())).float()
         return layers[p].float32_weight() if p in layers else p.detach().float()
 
     return {name: wide(p) for name, p in job.model.named_parameters(remove_duplicate=False)}

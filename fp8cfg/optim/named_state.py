@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from fp8cfg.optim import one_shard
 from fp8cfg.optim.deferred_step import DeferredSteps
 
 NO_HYPERPARAMETERS = ("params", "param_names", "columns")
@@ -42,6 +43,10 @@ class NamedOptimizer(torch.optim.Optimizer):
     _owned: Container[str] | None = None
     sharded: bool = False
     """Whether FSDP2 has split every parameter, and with it the state, over data-parallel ranks."""
+    one_shard: Callable[[], None] | None = None
+    """Where FSDP2 has one shard of each parameter on every rank: called once a state dict has written these."""
+    masters_of: Collection[str] = ()
+    """Names of parameters that are their own masters under FSDP2, and that a rank alone has masters of."""
     split: Collection[Any] = ()
     """Parameters of which other ranks have other parts."""
     sum_split: Callable[[Tensor], Tensor] | None = None
@@ -94,8 +99,10 @@ class NamedOptimizer(torch.optim.Optimizer):
         if self._owned is not None or self.sharded:
             raise RuntimeError("the optimizer's state is split over the ranks (storage.shard); save checkpoints by fp8cfg.fit, or "
                                "write storage.shard=none")
-        groups = [hyperparameters(group) for group in self.param_groups]
-        return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups} | carried(self.fp8_state)
+        groups, tensors = [hyperparameters(group) for group in self.param_groups], self.state_tensors()
+        if self.one_shard is not None:
+            tensors = one_shard.plain(tensors, self.names, self.masters_of)
+        return {"tensors": tensors, "json": self.state_json(), "param_groups": groups} | carried(self.fp8_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`, for a model whose weights are loaded; raises ValueError as `load_state` does, and for
@@ -104,11 +111,21 @@ class NamedOptimizer(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(f"optimizer state: {len(groups)} parameter groups, expected {len(self.param_groups)}")
-        if self.fp8_state is not None and "fp8" in state_dict:
-            self.fp8_state.load_state_dict(state_dict["fp8"])  # first: what it writes into weights is no write of someone else
-        self.load_state(state_dict["tensors"], state_dict["json"])
+        if self.one_shard is not None:
+            tensors, masters = one_shard.shards(state_dict["tensors"], self.names)
+            self.load_state(tensors, state_dict["json"])
+            one_shard.write(masters)
+            self._load_fp8(state_dict)  # scales and amaxes of these
+            self.one_shard()
+        else:
+            self._load_fp8(state_dict)  # first: what it writes into weights is no write of someone else
+            self.load_state(state_dict["tensors"], state_dict["json"])
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
+
+    def _load_fp8(self, state_dict: Mapping[str, Any]) -> None:
+        if self.fp8_state is not None and "fp8" in state_dict:
+            self.fp8_state.load_state_dict(state_dict["fp8"])
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an optimizer cannot be copied or pickled, it belongs to one model; save its state_dict() or build another")

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from fp8cfg.builder import build
-from fp8cfg.config.fsdp_sharding import ZERO, by_fsdp2
+from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import sharding
 from fp8cfg.config.weight_workspace import quantizes_once
@@ -35,9 +35,8 @@ from fp8cfg.report.memory.layout import ranks, stage_parts, summed_at_the_end
 from fp8cfg.report.memory.linears import LinearBytes
 from fp8cfg.report.memory.peak import COMING, before_step, linears_of, memory, parameters, persistent, step_bytes
 from fp8cfg.report.memory.shards import until_stored
-from fp8cfg.report.memory.single_pass import single_pass
 from fp8cfg.report.tables import size, table
-from fp8cfg.training.distributed.gradient_sync import stored_grads, sum_gradients, summed_in_backward
+from fp8cfg.training.distributed.gradient_sync import stored_grads, sum_gradients
 from fp8cfg.training.distributed.world import current
 from fp8cfg.training.microbatches import microbatches
 from fp8cfg.training.train_step import pipeline
@@ -99,13 +98,14 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     """Planned and measured bytes of `recipe` on this machine: of what stays from step to step; and over that, after the
     forward pass, at the peak of forward and backward pass together where gradients are all there, or with those that come in a
     step of one pass, as they are summed after it, and at the peak of the optimizer's step. A microbatch is random tokens. Of a
-    pipeline those of this rank's stage, over all passes of a step, which under zero1 begins without gradients."""
+    pipeline those of this rank's stage, over all passes of a step, which under zero1 and none begins without gradients."""
     job = build(recipe)
     here, world = job.prepared.pipeline, current()
     passes = microbatches(job, world)
     count = passes if here is not None else 1
-    single = _single(recipe, stage := here.rank if here is not None else 0, job.choice.backend)
-    whole = here is not None and job.prepared.fsdp2 and job.prepared.shard == "zero1"  # gradients, of all passes
+    stage = here.rank if here is not None else 0
+    single = COMING in memory(recipe, job.device.type, stage_parts(recipe, ranks())[stage], job.choice.backend)
+    whole = here is not None and job.prepared.fsdp2 and job.prepared.shard in ("none", "zero1")  # gradients, of all passes
     between = passes > 2 and here is None and job.prepared.fsdp2 and job.prepared.shard == "zero2"
     shape = recipe.trainer.micro_batch_size * count, recipe.model.seq_length
     batch = [torch.randint(recipe.model.vocab_size, shape, device=job.device) for _ in range(2)]
@@ -124,8 +124,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
                 return
             loss = job.model(*batch)
             passed.append(live.now if live else 0)
-            with summed_in_backward(job.prepared, job.optimizer) if last else nullcontext():
-                job.backward(loss)
+            job.backward(loss)
 
     one_pass()
     job.optimizer.step()  # makes moments
@@ -159,12 +158,6 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     return {kind: (n, measured[kind]) for kind, n in found.items() if kind in measured}
 
 
-def _single(recipe: Recipe, stage: int, backend: str) -> bool:
-    """Whether gradients come in the one pass of a step, which then has them in its peak."""
-    part = stage_parts(recipe, ranks())[stage]
-    return single_pass(recipe, part, linears_of(recipe, part), backend) is not None
-
-
 def _local(t: Tensor) -> Tensor:
     """What this rank has of a tensor."""
     local: Tensor = t.to_local() if hasattr(t, "to_local") else t
@@ -192,7 +185,7 @@ def stored(job: Job) -> dict[str, list[Tensor]]:
     """The tensors of `job` that stay from step to step, by kind, but for gradients; the scale of a codec-held weight is one of
     FP8 state's."""
     state = job.optimizer.state_tensors()
-    shards = list(job.optimizer.names) if job.prepared.fsdp2 and job.prepared.shard in ZERO else []
+    shards = list(job.optimizer.names) if job.prepared.fsdp2 and job.prepared.shard != "fsdp" else []
     return {"weights": [] if shards else list(job.model.parameters()),  # gathered ones are not there between steps
             "masters": [*shards, *(t for name, t in state.items() if ".master" in name)],
             "moments": [t for name, t in state.items() if ".exp_avg" in name or ".momentum" in name],
@@ -208,10 +201,10 @@ def gradients(job: Job) -> list[Tensor]:
 
 def by_kind(job: Job) -> dict[str, list[Tensor]]:
     """What a rank holds of its parameters between two steps: `stored`, gradients, and of FP8 state the scales alone; and weights
-    as FSDP2 gathers them for a step of zero1 and zero2, for which all ranks call it."""
+    as FSDP2 gathers them for a step of zero1, zero2 and none, for which all ranks call it."""
     kept = stored(job)
     scales = [t for name, t in job.model.named_buffers() if name.endswith(("_scale", "scale_inv"))]
-    weights = _gathered(job) if job.prepared.fsdp2 and job.prepared.shard in ZERO else kept["weights"]
+    weights = _gathered(job) if job.prepared.fsdp2 and job.prepared.shard != "fsdp" else kept["weights"]
     kinds = {"weights": weights, "masters": kept["masters"], "gradients": gradients(job), "moments": kept["moments"],
              "scales": scales}
     return {kind: [_local(t) for t in tensors] for kind, tensors in kinds.items()}

@@ -21,7 +21,7 @@ from fp8cfg.optim.deferred_step import Either, either, loss_factors, lr_after
 from fp8cfg.optim.schedule import set_lr
 from fp8cfg.parallel.pipeline import PipelineRank
 from fp8cfg.training.device_copy import on_device
-from fp8cfg.training.distributed.gradient_sync import drop_sums, overlapped_sums, stores_early, sum_gradients, summed_in_backward
+from fp8cfg.training.distributed.gradient_sync import stores_early, sum_gradients
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.microbatches import Part, microbatches, parts_of_step, shares_of_batch
 from fp8cfg.training.model_traffic import count_pass
@@ -66,7 +66,10 @@ def run_step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
         return _step(job, batches, step, world)
     except BaseException:
         job.summed = False
-        drop_sums(job.prepared)
+        if job.prepared.fsdp2:
+            from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
+
+            fsdp.drop(job.model, job.prepared.shard)
         raise
 
 
@@ -104,11 +107,9 @@ def _passes(job: Job, every: Iterable[Part], world: World) -> Iterator[tuple[Ten
         if job.prepared.fsdp2:
             fsdp.microbatch(job.model, job.prepared.shard, i + 1 == count)
         stores = not again and i + 1 == count and stores_early(job.prepared)
-        sums = i + 1 == count and not job.foreign
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
             loss = _loss(job, batch)
-            with summed_in_backward(job.prepared, job.optimizer) if sums else nullcontext():
-                job.backward(loss, parts)
+            job.backward(loss, parts)
         count_pass(job.recipe, len(batch[0]), world)
         yield loss.detach(), parts
 
@@ -131,7 +132,7 @@ def pipeline(job: Job, world: World) -> Pipeline:
         from fp8cfg.parallel.pipeline_schedule import Pipeline  # inside: it takes some time to load
 
         t, dtype = job.recipe.trainer, DTYPES[job.recipe.precision.compute]
-        sync: StageSync | None = overlapped_sums(job.prepared, job.optimizer)
+        sync: StageSync | None = None
         if job.prepared.fsdp2:
             from fp8cfg.training.distributed.fsdp import FullyShardedStages
 

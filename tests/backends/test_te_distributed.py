@@ -18,6 +18,7 @@ from tests.support.ranks import on_ranks
 from tests.support.small import small
 from tests.support.te_small import converted, tokens
 from tests.support.te_table import node
+from tests.support.whole_tensors import WHOLE, shard_word, without_fsdp2
 from tests.training.test_zero_shards import same
 
 pytestmark = pytest.mark.slow
@@ -28,7 +29,7 @@ ROWS = {
     "delayed": f"precision=bf16_fp8 {EVERYWHERE}",
     "float32 weights": f"precision=bf16_fp8_current {EVERYWHERE} storage.weight=fp32 storage.exp_avg=fp8 model.share_embeddings_and_output_weights=true",
 }
-SHARDS = ("none", "zero1", "zero2")
+SHARDS = (WHOLE, "none", "zero1", "zero2")
 
 
 def scales(world: World) -> dict[str, dict[str, torch.Tensor]]:
@@ -56,8 +57,9 @@ def sharded(world: World) -> dict[str, Any]:
         for row, words in ROWS.items():
             for shard in SHARDS:
                 te.FP8GlobalStateManager.reset()
-                job = fp8cfg.build(small("backend=te", *words.split(), f"storage.shard={shard}", "model.num_layers=1", "trainer.micro_batch_size=2",
-                                         "optim.warmup_steps=0", "trainer.gradient_clip_val=0"))
+                with without_fsdp2(shard == WHOLE):
+                    job = fp8cfg.build(small("backend=te", *words.split(), shard_word(shard), "model.num_layers=1", "trainer.micro_batch_size=2",
+                                             "optim.warmup_steps=0", "trainer.gradient_clip_val=0"))
                 losses = [train_step(job, run_data(job.recipe)[0], step, world).loss for step in range(3)]
                 found[f"{row} {shard}"] = {"losses": losses, "state": sharded_checkpoints.whole(job, world), "fsdp2": job.prepared.fsdp2,
                                            "coverage": str(job.prove()), "modules": [*te_decoder.described(job.model).values()]}
@@ -84,9 +86,9 @@ def test_scales_are_those_of_all_ranks(two: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_sharded_run_has_the_bits_of_the_unsharded_one(row: str, two: list[dict[str, Any]]) -> None:
-    whole = two[0][f"{row} none"]
+    whole = two[0][f"{row} {WHOLE}"]
     assert not whole["fsdp2"] and whole["losses"][-1] < whole["losses"][0] and whole["modules"] == ["te.TransformerLayer"]
-    for first, second in ([rank[f"{row} {shard}"] for shard in SHARDS[1:]] for rank in two):
-        assert first["losses"] == whole["losses"] and same(first["state"], whole["state"]) == []
+    for one, first, second in ([rank[f"{row} {shard}"] for shard in SHARDS[1:]] for rank in two):
+        assert all(found["losses"] == whole["losses"] and same(found["state"], whole["state"]) == [] for found in (one, first))
         assert second["losses"] == pytest.approx(whole["losses"], rel=2e-5)  # which sums over ranks before it does over microbatches
-        assert all(found["fsdp2"] and found["coverage"] == whole["coverage"] and found["modules"] == whole["modules"] for found in (first, second))
+        assert all(found["fsdp2"] and found["coverage"] == whole["coverage"] and found["modules"] == whole["modules"] for found in (one, first, second))

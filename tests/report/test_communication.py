@@ -14,7 +14,7 @@ from fp8cfg.report.memory import gradient_sums
 from fp8cfg.report.memory.layout import stage_parts
 from fp8cfg.report.memory.peak import multiplying
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed import overlapped_sums, shards
+from fp8cfg.training.distributed import shards
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.train_step import train_step
 from tests.support.ranks import on_ranks
@@ -40,7 +40,8 @@ LAYOUTS = {
     "FSDP2 of stored gradients": "precision=bf16 storage.weight_grad=fp8 storage.accumulate=stored storage.shard=fsdp",
     "FSDP2 by torchao": "precision=bf16_fp8_current fp8.params=false fp8.high_precision_at_start=0 fp8.high_precision_at_end=0 "
                         "storage.shard=fsdp backend=torchao",
-    "zero1": "precision=bf16_fp8", "zero2": "precision=bf16 storage.shard=zero2", "none": "precision=bf16 storage.shard=none",
+    "zero1": "precision=bf16_fp8", "zero2": "precision=bf16 storage.shard=zero2", "none": "precision=bf16 storage.shard=none", "none in bf16": "precision=bf16_fp8 storage.shard=none storage.comm=bf16", "none of rounded gradients": "precision=bf16 storage.shard=none storage.weight_grad=bf16",
+    "none of blocks": "precision=bf16_fp8_block fp8.params=true storage.shard=none storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled storage.weight_grad=fp8", "none, LoRA": "precision=bf16_fp8 task=lora storage.shard=none",
     "owners": "precision=bf16_fp8 storage.shard=zero1 storage.master_weight=fp16_scaled",
     "owners of rows": "precision=bf16_fp8_current fp8.params=true fp8.granularity=row storage.shard=zero1 storage.master_weight=fp16_scaled",
     "owners of nvfp4": "precision=bf16_nvfp4 fp8.params=true storage.shard=zero1 storage.master_weight=fp16_scaled",
@@ -119,7 +120,7 @@ def test_four_bits_are_planned_over_split_matrices() -> None:
 
 
 def test_bytes_of_collectives_on_a_ring() -> None:
-    assert (gradient_sums.MESSAGE, gradient_sums.FIRST, gradient_sums.LATER) == (shards.MESSAGE, overlapped_sums.FIRST, overlapped_sums.LATER)
+    assert gradient_sums.MESSAGE == shards.MESSAGE
     axis = Axis("data", 4)
     every = [*axis.all_reduce("gradients", 400, 2), *axis.all_gather("weights", 100), *axis.reduce_scatter("gradients", 100)]
     assert [one.bytes for one in every] == [1200, 300, 300] and not [*Axis("data", 1).all_reduce("gradients", 400)]

@@ -9,11 +9,9 @@ import torch
 
 import fp8cfg
 from fp8cfg.job import Job
-from fp8cfg.report.memory import gradient_sums
 from fp8cfg.report.memory.layout import stage_parts
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed import overlapped_sums
 from fp8cfg.training.distributed.world import SENT, World
 from fp8cfg.training.train_step import train_step
 from tests.support import rank_runs
@@ -57,15 +55,11 @@ def sums(words: str, world: World) -> dict[str, Any]:
     batches, rank = run_data(job.recipe)[0], job.prepared.pipeline.rank
     for chunk in job.prepared.pipeline.chunks:
         say_back(job.model.get_submodule(f"layers.{chunk[0]}"), events, str(chunk[0]))
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("FIRST", "LATER"):  # buckets of 64 KiB
-            patch.setattr(overlapped_sums, name, 1 << 16)
-            patch.setattr(gradient_sums, name, 1 << 16)
-        train_step(job, batches, 0, world)
-        events.found.clear()
-        with CollectiveCounter(job.recipe.trainer.strategy) as counter, events:
-            train_step(job, batches, 1, world)
-        plan = planned_sent(job.recipe, stage_parts(job.recipe, 4)[rank], job.choice.backend, world.rank % 2)
+    train_step(job, batches, 0, world)
+    events.found.clear()
+    with CollectiveCounter(job.recipe.trainer.strategy) as counter, events:
+        train_step(job, batches, 1, world)
+    plan = planned_sent(job.recipe, stage_parts(job.recipe, 4)[rank], job.choice.backend, world.rank % 2)
     said = ({f"{axis}: {how}": list(one) for (axis, how), one in every.items()} for every in (counter.found, plan))
     return {"events": [name for name, size in events.found if name.isdecimal() or (name == "all-reduce" and size > 1 << 10)],
             **dict(zip(("counted", "planned"), said, strict=True))}

@@ -44,6 +44,7 @@ from tests.support.fsdp_runs import (
 )
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import SMALL, small
+from tests.support.whole_tensors import without_fsdp2
 
 NATIVE = {
     "fp32": "precision=fp32", "bf16": "precision=bf16", "bf16 sums": "precision=bf16 storage.comm=bf16", "fp16": "precision=fp16 precision.initial_loss_scale=1024 storage.weight_grad=fp32 storage.comm=fp32",
@@ -143,7 +144,8 @@ def by_hand(words: str, world: World) -> list[float]:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
     from torchao.float8.config import CastConfig, ScalingType
 
-    recipe, plain = small(*TORCHAO.split(), *words.split()), job_of("precision=fp32", WHOLE)
+    with without_fsdp2():
+        recipe, plain = small(*TORCHAO.split(), *words.split()), job_of("precision=fp32", WHOLE)
     gradient = torch.float8_e4m3fn if recipe.fp8.format == "e4m3" else torch.float8_e5m2
     high = {"cast_config_input_for_grad_weight": CastConfig(ScalingType.DISABLED),
             "cast_config_grad_output_for_grad_weight": CastConfig(ScalingType.DISABLED, target_dtype=gradient)}
@@ -280,7 +282,7 @@ def on_three(folder: Path, world: World) -> dict[str, Any]:
     padded = [run(job_of(ROWS["FP8 weights"], shard, NOT_CLIPPED, three), world, 0, 3) for shard in (FSDP, "storage.shard=none")]
     split, whole = (job_of(ROWS["bf16"], shard, NOT_CLIPPED, "trainer.global_batch_size=6 trainer.micro_batch_size=2") for shard in (FSDP, WHOLE))
     found = {"split": run(split, world, 0, 2), "whole": run(whole, world, 0, 2)}
-    return {**found, "padded": padded, "tensors": sharded_checkpoints.whole(split, world)["model"], "want": stored_state_dict(whole.model)}
+    return {**found, "padded": padded, "tensors": sharded_checkpoints.whole(split, world)["model"], "want": sharded_checkpoints.whole(whole, world)["model"]}
 
 
 @pytest.mark.slow

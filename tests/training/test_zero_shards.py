@@ -1,4 +1,4 @@
-"""ZeRO by FSDP2 on two ranks: the bits of the unsharded run in losses, state and checkpoints, and what a rank keeps."""
+"""ZeRO and one shard by FSDP2 on two ranks: the bits of a run that sums whole gradients after its passes, in losses, state and checkpoints, and what a rank keeps."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.support.measured_memory import measured, over_plan
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 from tests.support.traced import trace_model
+from tests.support.whole_tensors import WHOLE, shard_word, without_fsdp2
 
 ROWS = {
     "fp32": "precision=fp32", "bf16": "precision=bf16", "fp16": "precision=fp16 precision.initial_loss_scale=65536 storage.weight_grad=fp32 storage.comm=fp32",
@@ -47,11 +48,13 @@ ROWS = {
 CUT, NORMS = "cut blocks", 3 * 64
 """A row whose shards of norms are parts of blocks, and the elements of these."""
 SHARDS = ("none", "zero1", "zero2")
+ONE = ("fp32", "bf16", "FP8 weights", "blocks", "MX", "moments in blocks", "cut blocks", "bf16 sums", "bf16 gradients", "gradients by tensor", "weights in FP8", "momentum", "float32 weights")
+"""Rows with a run of none."""
 ONCE = ("fp16 beside FP8", "current", "rows", "nvfp4", "moments by tensor", "momentum", "fp16 AMP")
 """Rows without a run of zero2, which is zero1 but for when gradients are summed: their weights and moments see nothing of that."""
-RUNS = [(row, shard) for row in ROWS for shard in SHARDS if shard != "zero2" or row not in ONCE]
+RUNS = [(row, shard) for row in ROWS for shard in (WHOLE, *SHARDS) if (shard != "zero2" or row not in ONCE) and (shard != "none" or row in ONE)]
 RESUMED = [("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "none"), ("momentum", "zero1", "zero2"), ("bf16", "none", "zero2"), ("current", "zero1", "zero1"), ("MX", "none", "zero1"), ("blocks", "zero2", "none"),
-           ("moments by tensor", "zero1", "none"), ("moments in blocks", "none", "zero2"), ("cut blocks", "none", "zero1"), ("cut blocks", "zero1", "none"), ("gradients in blocks", "zero2", "none"), ("weights in FP8", "none", "zero1"), ("weights in FP8", "zero2", "none"), ("weights in fp16", "zero1", "none"), ("fp16 beside FP8", "none", "zero1"), ("float32 weights", "zero1", "none"), ("float32 weights", "none", "zero2")]
+           ("moments by tensor", "zero1", "none"), ("moments in blocks", "none", "zero2"), ("cut blocks", "none", "zero1"), ("cut blocks", "zero1", "none"), ("gradients in blocks", "zero2", "none"), ("weights in FP8", "none", "zero1"), ("weights in FP8", "zero2", "none"), ("weights in fp16", "zero1", "none"), ("fp16 beside FP8", WHOLE, "zero1"), ("float32 weights", "zero1", "none"), ("float32 weights", "none", "zero2")]
 MEASURED = ("precision=bf16 storage.shard=none model.seq_length=128 trainer.global_batch_size=4", "precision=bf16 storage.shard=none storage.comm=bf16 model.seq_length=32", "precision=bf16 storage.shard=none storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored model.seq_length=32", "precision=fp16 precision.initial_loss_scale=128 storage.shard=zero1 model.num_layers=2 model.seq_length=32", "precision=bf16 storage.comm=bf16 storage.shard=zero1", "precision=bf16 storage.weight_grad=bf16 storage.shard=zero1", "precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16 storage.weight=fp8 storage.shard=zero1 trainer.micro_batch_size=8", "precision=bf16_fp8 storage.weight_grad=fp8 storage.shard=zero2", "precision=bf16 storage.weight_grad=fp8_block storage.shard=zero1", "precision=bf16_fp8 fp8.keep_transpose_cache=true storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1", "precision=fp16_amp precision.initial_loss_scale=128 storage.shard=zero1",
             "precision=bf16 storage.weight=fp16 storage.shard=zero1 model.num_layers=1 model.seq_length=256 trainer.global_batch_size=4",
             "precision=bf16 storage.shard=zero2 trainer.global_batch_size=8", "precision=bf16 storage.shard=zero2 storage.comm=bf16 model.seq_length=32",
@@ -65,6 +68,11 @@ NOT_CLIPPED = "trainer.gradient_clip_val=0"  # norms are added up in another ord
 
 def job_of(*words: str) -> Job:
     return fp8cfg.build(small(*" ".join(words).split(), "model.num_layers=1", "model.ffn_hidden_size=112", "optim.warmup_steps=0", NOT_CLIPPED))
+
+
+def sharded(row: str, shard: str) -> Job:
+    with without_fsdp2(shard == WHOLE):
+        return job_of(ROWS[row], shard_word(shard), "trainer.micro_batch_size=2")  # two microbatches
 
 
 def tiny(words: str) -> Recipe:
@@ -125,7 +133,7 @@ def nbytes(tensors: list[Tensor]) -> int:
 def on_two(folder: Path, world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for row, shard in RUNS:
-        job = job_of(ROWS[row], f"storage.shard={shard}", "trainer.micro_batch_size=2")  # two microbatches
+        job = sharded(row, shard)
         losses = run(job, world, 0, SAVED)
         if (row, shard) in {(its, before) for its, before, _ in RESUMED}:
             sharded_checkpoints.saved(job, world, folder / f"{row} {shard}", SAVED)
@@ -177,16 +185,16 @@ def sharded_bits(t: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("row", "shard"), [run for run in RUNS if run[1] != "none"])
+@pytest.mark.parametrize(("row", "shard"), [run for run in RUNS if run[1] != WHOLE])
 def test_a_sharded_run_has_the_bits_of_the_unsharded_one(row: str, shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
-    whole = two[1][0][f"{row} none"]
+    whole = two[1][0][f"{row} {WHOLE}"]
     for found in (rank[f"{row} {shard}"] for rank in two[1]):
         assert found["fsdp2"] and not whole["fsdp2"]
-        if row == CUT:  # moments of norms, whose shards are no whole blocks, are float32
+        if row == CUT and shard != "none":  # moments of norms, whose shards are no whole blocks, are float32
             assert [loss for loss, _ in found["losses"]] == pytest.approx([loss for loss, _ in whole["losses"]], rel=1e-5)
             assert {name: t["codecs"]["exp_avg"] == "fp32" for name, t in found["json"]["state"].items()} == {name: "norm" in name for name in found["json"]["state"]}
             continue
-        if shard == "zero1":  # zero2 sums over ranks before it does over microbatches
+        if shard != "zero2":  # which sums over ranks before it does over microbatches
             assert [loss for loss, _ in found["losses"]] == [loss for loss, _ in whole["losses"]] and found["validation"] == whole["validation"]
             assert same(found["state"], whole["state"]) == [], "a checkpoint of the sharded run is that of the unsharded one"
         assert [x for both in found["losses"] for x in both] == pytest.approx([x for both in whole["losses"] for x in both], rel=1e-3 if shard == "zero2" and row in ("bf16 sums", "bf16 gradients", "weights in fp16") else 2e-5 if shard == "zero2" else 1e-6)
@@ -194,9 +202,9 @@ def test_a_sharded_run_has_the_bits_of_the_unsharded_one(row: str, shard: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("row", "shard"), [run for run in RUNS if run[1] != "none"])
+@pytest.mark.parametrize(("row", "shard"), [run for run in RUNS if run[1] in ("zero1", "zero2")])
 def test_a_rank_keeps_half_of_masters_moments_and_gradients(row: str, shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
-    whole = two[1][0][f"{row} none"]
+    whole = two[1][0][f"{row} {WHOLE}"]
     first, second = (found[f"{row} {shard}"]["kept"] for found in two[1])
     assert first["masters"] + first["weights"] + second["masters"] + second["weights"] == 4 * whole["elements"]
     wide = NORMS * (8 - 2 * (1 + 8 / 128)) if row == CUT else 0
@@ -206,6 +214,15 @@ def test_a_rank_keeps_half_of_masters_moments_and_gradients(row: str, shard: str
     else:
         assert first["gradients"] + second["gradients"] == 4 * whole["elements"]
     assert abs(first["moments"] - second["moments"]) < 0.02 * first["moments"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ONE)
+def test_one_shard_is_kept_whole(row: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    whole, *every = two[1][0][f"{row} {WHOLE}"]["kept"], *(found[f"{row} none"]["kept"] for found in two[1])
+    for kept in every:
+        assert kept["masters"] == 4 * two[1][0][f"{row} none"]["elements"] and not kept["weights"]
+        assert [kept["moments"], kept["gradients"]] == [whole["moments"], kept["masters"] if row == "bf16 gradients" else whole["gradients"]]
 
 
 @pytest.mark.slow
@@ -248,6 +265,7 @@ def test_two_ranks_resume_sharded_like_before_or_not(row: str, before: str, now:
 def test_weights_are_gathered_once_a_step(two: tuple[Path, list[dict[str, Any]]]) -> None:
     """Of two groups, a layer and the rest; gradients under zero2 once for each microbatch."""
     for found in two[1]:
+        assert found["bf16 none"]["messages"] == {"gradients": 2}
         assert found["bf16 zero1"]["messages"] == {"weights": 2, "gradients": 2}
         assert found["bf16 zero2"]["messages"] == {"weights": 2, "gradients": 4}
 

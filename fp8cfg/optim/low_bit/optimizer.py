@@ -44,7 +44,7 @@ class LowBitOptimizer(NamedOptimizer):
 
     Parameters may be float32 shards that FSDP2 splits, their own masters, or `parts` of tensors, by their places in these, or both
     (shards.py). `largest` is then the elementwise maximum over the ranks that have the others, for scales of whole tensors;
-    `masters_of` names those whose master is the parameter, and `whole` are the columns of tensors that are not split.
+    `whole` are the columns of tensors that are not split.
     """
 
     decoupled: ClassVar[bool]
@@ -75,7 +75,6 @@ class LowBitOptimizer(NamedOptimizer):
         self.held, self.writers = dict(held or {}), dict(writers or {})
         self._owned = owned
         self.largest: Callable[[Tensor], Tensor] | None = None
-        self.masters_of: Collection[str] = ()
         self.parts: Mapping[nn.Parameter, Strided] = {}
         self.whole: Collection[Columns] = ()
         self._originals = originals or {}

@@ -42,7 +42,10 @@ def first_element(p: Tensor, part: Strided | None) -> Start:
 
 
 def fits(shape: Size | tuple[int, ...], ranks: int, block: int) -> bool:
-    """Whether each of `ranks` shards of a tensor of `shape` is whole blocks of so many flat elements, and as many as the others."""
+    """Whether each of `ranks` shards of a tensor of `shape` is whole blocks of so many flat elements, and as many as the others; or
+    the whole tensor."""
+    if ranks == 1:
+        return True
     columns = 1
     for size in shape[1:]:
         columns *= size

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fp8cfg.report.memory.layout import Part
+from fp8cfg.config.recipe import Recipe
+from fp8cfg.report.memory.layout import Part, cut
 
 NUMBER = 4
 """Bytes of a float32."""
@@ -77,6 +78,11 @@ def same_parameters(part: Part) -> Axis:
     """The ranks with the same parameters as `part`, or of these the ranks that split them."""
     axes = {"data": part.data // part.groups, "context": part.context}
     return Axis(" x ".join(axis for axis, ranks in axes.items() if ranks > 1) or "data", part.shards)
+
+
+def over_shards(recipe: Recipe, part: Part) -> Axis:
+    """The ranks of these that have other shards of FSDP2's, and this one."""
+    return same_parameters(part)._replace(ranks=cut(recipe, part))
 
 
 def together(every: Iterable[Collective]) -> list[Collective]:

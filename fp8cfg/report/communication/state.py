@@ -8,11 +8,10 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import sharding
-from fp8cfg.report.communication.collectives import Collective, same_parameters
+from fp8cfg.report.communication.collectives import Collective
 from fp8cfg.report.communication.fully_sharded import fully_sharded
 from fp8cfg.report.communication.gradients import summed
 from fp8cfg.report.communication.owners import handed_round, summed_on_owners
-from fp8cfg.report.memory.gradient_sums import in_backward
 from fp8cfg.report.memory.layout import Part
 
 
@@ -27,10 +26,6 @@ def data_axis(
         yield from summed_on_owners(recipe, part, linears, rank)
         yield from handed_round(recipe, part, linears)
     else:
-        buckets = in_backward(recipe, part, linears, backend)
-        for bucket in buckets:
-            yield from same_parameters(part).all_reduce("gradients", bucket.bytes)
-        if not buckets:
-            yield from summed(recipe, part, linears, rank)
+        yield from summed(recipe, part, linears, rank)
         if sharding(recipe.precision, part.shards) == "zero1":
             yield from handed_round(recipe, part, linears)

@@ -10,7 +10,7 @@ from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import PER_TENSOR, SCALED, fp8_weights, gathers_params, resolved, sharding
 from fp8cfg.report.communication import gradients, passes, shared_amaxes, state
-from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, same_parameters, together
+from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, over_shards, same_parameters, together
 from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, split_dimension
 from fp8cfg.report.memory.peak import linears_of
 from fp8cfg.report.memory.shards import BLOCKS, owner_of, stored_gradients, summed_with, trained_shapes
@@ -35,9 +35,11 @@ def of_step(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -
 def _numbers(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str) -> Iterator[Collective]:
     """Once a step: the norm of gradients, the amaxes of delayed scaling, the mean loss."""
     shard, stages = sharding(recipe.precision, part.shards), recipe.trainer.strategy.pipeline_model_parallel_size
-    if shard == "zero2" or by_fsdp2(recipe, part.shards, backend):  # a norm of each parameter, or of its part
+    sharded = by_fsdp2(recipe, part.shards, backend)
+    if shard == "zero2" or sharded:  # a norm of each parameter, or of its part
         for each in _kinds(recipe, part) if part.tensor > 1 else (len(_counted(recipe, part)),):
-            yield from same_parameters(part).all_reduce("losses and norms", NUMBER * each)
+            over = over_shards(recipe, part) if sharded else same_parameters(part)
+            yield from over.all_reduce("losses and norms", NUMBER * each)
     yield from Axis("tensor", part.tensor).all_reduce("losses and norms", NUMBER)
     yield from Axis("pipeline", stages).all_reduce("losses and norms", 2 * NUMBER)
     fp8 = recipe.fp8
@@ -63,7 +65,7 @@ def _amaxes(
     each = 3 * NUMBER * (stepped[rank] if owner and rank is not None else max(stepped.values()))
     yield from Axis("tensor", part.tensor).all_reduce("amaxes", each)
     if sharded:
-        yield from same_parameters(part).all_reduce("amaxes", each)
+        yield from over_shards(recipe, part).all_reduce("amaxes", each)
 
 
 def _of_gradients(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str) -> Iterator[Collective]:
@@ -76,7 +78,7 @@ def _of_gradients(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     early = sharded or part.shards == 1 or columns["comm"] == columns["weight_grad"]
     if not each and (not early or recipe.trainer.strategy.pipeline_model_parallel_size > 1):
         layers = Counter({"": layers.total()})
-    for axis in (Axis("tensor", part.tensor), *([same_parameters(part)] if sharded else [])):
+    for axis in (Axis("tensor", part.tensor), *([over_shards(recipe, part)] if sharded else [])):
         for count in layers.values():
             yield from axis.all_reduce_amaxes(count, microbatches(recipe, part) if each else 1)
 

@@ -47,8 +47,6 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.layer_plan import attention_plan
 from fp8cfg.report.memory import context_attention
 from fp8cfg.report.memory.cross_entropy import logit_bytes
-from fp8cfg.report.memory.gradient_buckets import of_buckets
-from fp8cfg.report.memory.gradient_sums import MODULES, Bucket
 from fp8cfg.report.memory.layout import Part
 from fp8cfg.report.memory.linears import LinearBytes
 from fp8cfg.report.memory.selective import dropped
@@ -76,11 +74,10 @@ class Activations:
 
 def activations(
     recipe: Recipe, device: str, part: Part, linears: Sequence[PlannedLinear], grads: float, backend: str,
-    sharded: ShardedPass | SinglePass | None = None, buckets: Sequence[Bucket] = (),
+    sharded: ShardedPass | SinglePass | None = None,
 ) -> Activations:
     """The bytes for `part`, whose linear layers are `linears` and multiplied by `backend`, on `device` ("cpu" or "cuda"); a
-    gradient has `grads` bytes. Under FSDP2 passes are `sharded`, as they are said to be where a step is one alone; else gradients
-    are summed in `buckets`."""
+    gradient has `grads` bytes. Under FSDP2 passes are `sharded`, as they are said to be where a step is one alone."""
     model = LinearBytes(recipe, device, part, grads, backend, sharded.fresh if sharded else 0)
     attends = {int(p.name.split(".")[1]) for p in attention_plan(recipe) if p.fp8_share}
     kinds: dict[Hashable, _Layer] = {}  # of layers that are alike one is looked at
@@ -104,12 +101,6 @@ def activations(
     earlier = kept * (1 - 1 / part.in_flight)  # are back before the pass that sums
     others = earlier if sharded and sharded.adds_up else 0
     moments += _of_layers(model, layers, final, recompute, sharded, others)
-    if buckets:
-        stream, ahead = model.c * model.d * model.tokens, final + (head.copies if head else 0)
-        again = (stream, model.shared * model.tokens) if recompute else None
-        copying = of_buckets(buckets, part.layers, layers, ahead, head.summing if head else 0, again,
-                             sharded.back if sharded else lambda _: 0.0)
-        moments += [(m - earlier, coming if sharded else 0) for m, coming in copying]
     gone = kept / part.in_flight + final + copies
     if part.embedding and not recipe.lora.enabled:
         making = model.v * recipe.model.hidden_size * (model.c + grads)
@@ -181,7 +172,8 @@ class _Layer:
             yield b.tokens * (residual + incoming + made) + b.multiplying(self.fc2, 1, b.f) + quantized
             yield b.tokens * (residual + incoming + made + b.c * b.f) + quantized + b.gradient(self.fc2, made=True)
         used = self.fc2_in - again.fc2 - again.activation
-        yield self.summing("linear_fc2") + b.gradient(self.fc2, made=False)
+        there = residual + b.c * b.f - self.fc2_in + again.fc2 + (again.activation if again.fc2 else 0)
+        yield b.tokens * there + b.gradient(self.fc2, made=False)
         fresh = b.fresh(self.fc2)
         # SwiGLU: of its product, of silu and of up; the first twice where a graph that was made again is gone through
         yield fresh + b.tokens * (residual + (4 if again.activation else 3) * b.c * b.f - used)
@@ -196,7 +188,8 @@ class _Layer:
             yield beside + b.multiplying(self.fc1, 1, b.wide)
             yield beside + b.tokens * b.c * b.wide + b.gradient(self.fc1, made=True)
         used += self.fc1_in - again.fc1
-        yield fresh + self.summing("linear_fc1") + b.gradient(self.fc1, made=False)
+        there = residual + b.c * b.wide - used + (again.norm if again.fc1 else 0)
+        yield fresh + b.tokens * there + b.gradient(self.fc1, made=False)
         fresh += b.fresh(self.fc1)
         yield fresh + b.tokens * (residual + b.norm_backward - used + again.norm)
         if b.context > 1:  # of gathered keys and values, as they were gathered and in their order
@@ -206,18 +199,6 @@ class _Layer:
         if self.attends:
             scores = b.recipe.model.num_attention_heads / b.tp * b.recipe.model.seq_length
             yield fresh + b.tokens * (2 * residual - used + (8.5 + 2 * b.e) * scores)
-
-    def summing(self, module: str) -> float:
-        """As moments, once the gradients of `module` are there."""
-        b, again, place = self.b, self.again, MODULES.index(module)
-        stream, used = b.c * b.d, self.inner + self.fc2_in + self.fc1_in - again.activation - again.fc1
-        if place >= MODULES.index("linear_fc2"):
-            return b.tokens * (stream + b.c * b.f - self.fc2_in + again.fc2 + (again.activation if again.fc2 else 0))
-        if place >= MODULES.index("pre_mlp_layernorm"):
-            return b.tokens * (stream + b.c * b.wide - used + (again.norm if again.fc1 else 0))
-        if place >= MODULES.index("q_layernorm"):
-            return b.tokens * (stream + b.c * b.q - used + again.attention)
-        return b.tokens * (stream + b.c * b.wide + b.norm - self.kept)
 
     def repeated(self) -> Iterator[float]:
         """As moments, of the layer's forward pass where that is repeated: while the weights of the MLP are quantized, beside the
@@ -238,8 +219,6 @@ class _Head:
         self.b, self.linear = b, linear
         self.input = b.input(linear, b.wide)
         self.kept, self.copies = b.norm + self.input, b.copy(linear)
-        self.summing = b.tokens * (b.c * b.wide - self.input)
-        """As moments, once the output layer's gradient is there."""
 
     def moments(self) -> Iterator[float]:
         """As those of a layer: the output layer's gradients, their accumulation, the norm's."""
@@ -250,5 +229,5 @@ class _Head:
             making, quantized = b.incoming(self.linear, b.v)
             yield b.tokens * b.c * b.v + making
             yield b.tokens * (b.c * b.v + b.c * b.wide) + quantized + b.gradient(self.linear, made=True)
-        yield self.summing + b.gradient(self.linear, made=False)
+        yield b.tokens * (b.c * b.wide - self.input) + b.gradient(self.linear, made=False)
         yield b.fresh(self.linear) + b.tokens * (b.norm_backward - self.input)

@@ -18,7 +18,7 @@ def gather_line(recipe: Recipe, ranks: int, backend: str) -> str:
     """What weights are gathered in over `ranks`, those that share parameters, and why not in FP8 where fp8.params asks for that;
     empty where that is no question."""
     p = recipe.precision
-    if not by_fsdp2(recipe, ranks, backend):
+    if not by_fsdp2(recipe, ranks, backend) or sharding(p, ranks) == "none":
         return ""
     if sharding(p, ranks) != "fsdp":
         if recipe.lora.enabled:

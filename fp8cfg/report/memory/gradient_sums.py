@@ -1,8 +1,5 @@
-"""Gradient sums: bytes of what ranks that have whole gradients, or owners of them, send one another to add them up.
-
-Plain gradients are summed in the last backward pass, in buckets (training/distributed/overlapped_sums.py): one is a copy of its
-gradients, which takes their place; those of another dtype stay beside it until the pass ends. All others are summed after it, in
-messages (training/distributed/allreduce_steps.py), and owners of tensors hand weights round after the step.
+"""Gradient sums: bytes of what ranks that have whole gradients, or owners of them, send one another to add them up where FSDP2 does
+not: after the backward pass, in messages (training/distributed/allreduce_steps.py). Owners hand weights round after the step.
 """
 
 from __future__ import annotations
@@ -10,22 +7,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import NamedTuple
 
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import PER_TENSOR, SCALED, low_bit, others, resolved, sharding
-from fp8cfg.report.memory.layout import Part, local_shapes, microbatches
+from fp8cfg.config.storage import PER_TENSOR, SCALED, others, resolved, sharding
+from fp8cfg.report.memory.layout import Part, cut, local_shapes, microbatches
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.memory.shards import owner_of, parameter_columns, shard_rows, stored_gradients, summed_with, trained_shapes
 
-MODULES = ("input_layernorm", "linear_qkv", "q_layernorm", "k_layernorm", "linear_proj", "post_self_attn_layernorm",
-           "pre_mlp_layernorm", "linear_fc1", "linear_fc2", "post_mlp_layernorm")
-"""The modules of a Transformer layer, in their order."""
-FIRST, LATER = 1 << 20, 25 << 20
-"""Bytes after which a bucket of gradients is full: of the first one, and of others (training/distributed/overlapped_sums.py)."""
 MESSAGE = 32 * 1024 * 1024
 """Elements of a message, at most (training/distributed/shards.py)."""
 PIECE = 1 << 16
@@ -33,36 +24,6 @@ PIECE = 1 << 16
 
 WAITING, TOGETHER = 1 << 26, 4
 """Elements and tensors of gradients, at most, that wait there in float32 until they are stored together (optim/low_bit)."""
-
-
-class Bucket(NamedTuple):
-    """Gradients that are sent together once that of the parameter `last` is there: bytes of all, of those that stay beside it,
-    which are of another dtype, and of all that come later."""
-
-    last: str
-    bytes: int
-    beside: int
-    later: int
-
-
-def in_backward(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str) -> list[Bucket]:
-    """The buckets of a rank of `part`, where `backend` multiplies, in their order; none where gradients are summed otherwise."""
-    if part.shards == 1 or not _whole(recipe, part, backend):
-        return []
-    shapes, full, filling = trained_shapes(recipe, part), list[Bucket](), dict[str, Bucket]()
-    columns = parameter_columns(recipe, linears, shapes)
-    if low_bit(recipe.precision) or any(each["comm"] in SCALED for each in columns.values()):
-        return []
-    sizes = {name: int(prod(shape) * CODEC[columns[name]["weight_grad"]]) for name, shape in shapes.items()}
-    later = sum(sizes.values())
-    for name in sorted(shapes, key=_in_model, reverse=True):
-        comm, later = columns[name]["comm"], later - sizes[name]
-        each, before = int(prod(shapes[name]) * CODEC[comm]), filling.get(comm, Bucket("", 0, 0, 0))
-        beside = before.beside + each * (columns[name]["weight_grad"] != comm)
-        filling[comm] = Bucket(name, before.bytes + each, beside, later)
-        if filling[comm].bytes >= (LATER if full else FIRST):
-            full.append(filling.pop(comm))
-    return [*full, *filling.values()]
 
 
 def after_backward(recipe: Recipe, part: Part, linears: list[PlannedLinear], device: str, backend: str) -> int:
@@ -74,12 +35,11 @@ def after_backward(recipe: Recipe, part: Part, linears: list[PlannedLinear], dev
     columns, widest = parameter_columns(recipe, linears, shapes), 0
     owner = owner_of(recipe, part, linears)[0] if shard != "none" else {}
     stored = stores_early(recipe, part, linears)
-    if not in_backward(recipe, part, linears, backend):
-        for comm in {each["comm"] for each in columns.values()}:
-            there = {name: columns[name]["weight_grad"] for name in shapes if columns[name]["comm"] == comm}
-            sizes = {name: prod(shapes[name]) for name in there}
-            copied = sum(sizes[name] for name, codec in there.items() if codec != comm or (codec in SCALED and not stored))
-            widest = max(widest, _summed(part, comm, sizes, copied, owner if shard == "zero2" else {}, device))
+    for comm in {each["comm"] for each in columns.values()}:
+        there = {name: columns[name]["weight_grad"] for name in shapes if columns[name]["comm"] == comm}
+        sizes = {name: prod(shapes[name]) for name in there}
+        copied = sum(sizes[name] for name, codec in there.items() if codec != comm or (codec in SCALED and not stored))
+        widest = max(widest, _summed(part, comm, sizes, copied, owner if shard == "zero2" else {}, device))
     handed = _most((owner[name], int(prod(shapes[name]) * CODEC[columns[name]["weight"]])) for name in owner)
     return max(tied, widest, (1 + part.shards) * min(handed, MESSAGE // part.shards))
 
@@ -125,13 +85,8 @@ def _tied(recipe: Recipe, part: Part, backend: str) -> int:
         return 0
     rows, width = local_shapes(recipe, part)["embedding.weight"]
     if by_fsdp2(recipe, part.shards, backend):
-        return shard_rows(rows, part.shards) * width * 4
+        return shard_rows(rows, cut(recipe, part)) * width * 4
     return int(rows * width * CODEC[others(recipe.precision)["weight_grad"]])
-
-
-def _whole(recipe: Recipe, part: Part, backend: str) -> bool:
-    """Whether each rank has whole gradients of all."""
-    return sharding(recipe.precision, part.shards) in ("none", "zero1") and not by_fsdp2(recipe, part.shards, backend)
 
 
 def _most(sizes: Iterable[tuple[int, int]]) -> int:
@@ -140,17 +95,3 @@ def _most(sizes: Iterable[tuple[int, int]]) -> int:
     for owner, count in sizes:
         loads[owner] = loads.get(owner, 0) + count
     return max(loads.values(), default=0)
-
-
-def _in_model(name: str) -> tuple[int, int]:
-    """The place of the module of a parameter, or of that which its adapter stands beside."""
-    first, *rest = module_of(name).split(".")
-    if first != "layers":
-        around = ("embedding", "position_embedding", "final_layernorm", "output_layer")
-        return -1 if "embedding" in first else 1 << 30, around.index(first)
-    return int(rest[0]), MODULES.index(rest[-1])
-
-
-def module_of(name: str) -> str:
-    """The module of the parameter `name`, or that which its adapter stands beside."""
-    return name.partition(".lora.")[0].removesuffix(".weight").removesuffix(".bias")

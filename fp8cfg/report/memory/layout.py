@@ -164,7 +164,12 @@ def microbatches(recipe: Recipe, part: Part) -> int:
 
 def summed_at_the_end(recipe: Recipe, part: Part) -> bool:
     """Whether FSDP2 sums the gradients of several backward passes in the last one, before which all are whole."""
-    return sharding(recipe.precision, part.shards) == "zero1" and microbatches(recipe, part) > 1
+    return sharding(recipe.precision, part.shards) in ("none", "zero1") and microbatches(recipe, part) > 1
+
+
+def cut(recipe: Recipe, part: Part) -> int:
+    """The ranks over which FSDP2 splits each tensor: one under storage.shard=none, which leaves it whole on each."""
+    return 1 if sharding(recipe.precision, part.shards) == "none" else part.shards
 
 
 def keeps_weights(recipe: Recipe, part: Part, backend: str) -> bool:

@@ -31,7 +31,7 @@ from fp8cfg.models.lora_shapes import adapter_parameters
 from fp8cfg.models.shapes import parameter_shapes
 from fp8cfg.report import chart
 from fp8cfg.report.memory.activations import activations
-from fp8cfg.report.memory.gradient_sums import after_backward, in_backward, stores_early, waiting
+from fp8cfg.report.memory.gradient_sums import after_backward, stores_early, waiting
 from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches, parts_that_differ, ranks, vectors
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.memory.sharded_pass import ShardedPass
@@ -80,8 +80,7 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
     fsdp = sharding(recipe.precision, part.shards) == "fsdp"  # which adds up gradients in parts alone
     added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
     sharded = ShardedPass(recipe, device, part, linears, backend, added) if shards else None
-    buckets = in_backward(recipe, part, linears, backend)
-    found = activations(recipe, device, part, linears, added, backend, sharded, buckets)
+    found = activations(recipe, device, part, linears, added, backend, sharded)
     live = asdict(found)
     whole, copies, counts = live.pop("whole"), live.pop("copies"), parameters(recipe, part, linears)
     kinds["FP8 copies"] += copies
@@ -99,8 +98,8 @@ def memory(recipe: Recipe, device: str, part: Part | None = None, backend: str |
         kinds["accumulation"] = wait
     kinds |= {"activations": live.pop("kept"), **live}
     in_passes = found.total
-    if single := single_pass(recipe, part, linears, backend):
-        in_passes = min(in_passes, activations(recipe, device, part, linears, added, backend, single, buckets).total)
+    if single := single_pass(recipe, device, part, linears, backend, added):
+        in_passes = min(in_passes, activations(recipe, device, part, linears, added, backend, single).total)
         kinds[COMING] = in_passes - found.total
     gone = in_passes + (kinds.get("accumulation", 0) if stores_early(recipe, part, linears) else 0)
     kinds["gradient sums"] = max(0, after_backward(recipe, part, linears, device, backend) - gone)
@@ -239,7 +238,7 @@ def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
     state += ", transposes" if kept and recipe.fp8.keep_transpose_cache else ""
     passes = "for all passes of a step" if kept else "forward to backward"
     other = {"weights": f"{recipe.precision.compute}, adapters fp32"} if recipe.lora.enabled and shard == "fsdp" else {}
-    if shard in ("zero1", "zero2") and by_fsdp2(recipe, part.shards, backend) and columns["weight_grad"] not in SCALED:
+    if shard != "fsdp" and by_fsdp2(recipe, part.shards, backend) and columns["weight_grad"] not in SCALED:
         other = {"gradients": "fp32"}  # of shards
     over = f", {shard} over {part.shards}" if shard in ("zero1", "zero2") and part.shards > 1 else ""
     return {

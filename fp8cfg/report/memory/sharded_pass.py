@@ -3,15 +3,16 @@
 FSDP2 gathers the weights and reduces the gradients of a group of parameters at once (FSDPParamGroup). Each layer is one; embedding,
 last norm and output layer are the root's, which is reduced last:
 
-    weights    zero1 and zero2: of all groups, each until its backward pass has ended in the last pass of a step. fsdp: of the root,
-               of the layer whose backward pass runs, and of the next one, which is prefetched
+    weights    of all groups, each until its backward pass has ended in the last pass of a step. fsdp: of the root, of the layer
+               whose backward pass runs, and of the next one, which is prefetched
     gradients  of all groups where those of several microbatches are reduced at once; else of the output layer, and of the layer
                whose backward pass runs
     reduction  once a layer's backward pass has ended and its weights are freed, its gradients are copied to be sent, and freed but
                for the last parameter's, which goes after the sum (foreach_reduce); the copy is kept until the next reduction. gloo
                makes one more
 
-Groups of ranks keep the sums of a pass until it ends, beside the shards that they are cast to or added to.
+Where there is one shard (none) nothing is gathered or sent in parts, and torch divides a copy of what is summed. Groups of ranks
+keep the sums of a pass until it ends, beside the shards that they are cast to or added to.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import NamedTuple
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import fp8_weights, gathered, gathers_params, resolved, sharding
-from fp8cfg.report.memory.layout import Part, local_shapes, microbatches, summed_at_the_end
+from fp8cfg.config.storage import SCALED, fp8_weights, gathered, gathers_params, resolved, sharding
+from fp8cfg.report.memory.layout import Part, cut, local_shapes, microbatches, summed_at_the_end
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.memory.shards import parameter_columns, summed_with, trained_shapes
 
@@ -42,38 +43,40 @@ class ShardedPass:
     def __init__(self, recipe: Recipe, device: str, part: Part, linears: list[PlannedLinear], backend: str, each: float) -> None:
         p, passes = recipe.precision, microbatches(recipe, part)
         shard, comm = sharding(p, part.shards), CODEC[resolved(p)["comm"]]
-        zero2, self.fsdp, self.shards, self.each = shard == "zero2", shard == "fsdp", part.shards, each
+        zero2, self.fsdp, self.shards, self.each = shard == "zero2", shard == "fsdp", cut(recipe, part), each
         self.adds_up = summed_at_the_end(recipe, part)
         """Whether all microbatches of a step are added up in whole gradients, and reduced in the last pass."""
         self.fresh = 0.0 if self.adds_up else each
         """Bytes an element of a gradient that is not there before the backward pass of its group."""
-        self.copy = comm if self.fsdp else each
+        self.copy = comm if shard in ("none", "fsdp") else each
         """Bytes an element of the copy that is reduced, and of the sum."""
         self.cast = 0.0 if comm == self.copy else comm
         """Bytes an element of what is sent in place of the copy, in another dtype (training/distributed/fsdp.py)."""
-        self.gloo = (self.cast or self.copy) if device == "cpu" else 0.0
-        """Bytes an element of gloo's own copy."""
-        self.keeps_sums = part.groups > 1 and (self.copy < 4 or recipe.storage.accumulate == "stored")
-        """Whether sums of a group of ranks stay until the pass ends."""
+        self.gloo = (self.cast or self.copy) if device == "cpu" or self.shards == 1 else 0.0
+        """Bytes an element of gloo's own copy, or of that which torch divides where there is one shard (torch 2.13)."""
+        stores = resolved(p)["weight_grad"] in SCALED and not self.adds_up  # or they are in place of what was added up
+        passed_on = self.copy < 4 or recipe.storage.accumulate == "stored" or stores
+        self.keeps_sums = (part.groups > 1 or shard == "none") and passed_on
+        """Whether sums of a group of ranks stay until the pass ends, beside what is made of them."""
         self.pipeline = recipe.trainer.strategy.pipeline_model_parallel_size > 1
         self.reshards = not (self.fsdp or self.pipeline or (zero2 and passes > 2))
         """Whether a group's weights are freed after its backward pass, in the widest pass of a step under zero1 and zero2."""
         self.two_passes = zero2 and passes > 1
         """Where it reshards: whether it does so in the second of two passes alone, which finds all shards of gradients."""
-        self.prefetches = part.shards > 1 and len(part.layers) > part.chunks
+        self.prefetches = self.shards > 1 and len(part.layers) > part.chunks
         self.groups = _groups(recipe, part, linears, backend)
         shapes = trained_shapes(recipe, part) if part.output else {}
         vocabulary = (prod(shape) for name, shape in shapes.items() if name in ("output_layer.weight", "embedding.weight"))
         self.head = self.fresh * max(vocabulary, default=0)
         """Bytes of the output layer's gradient, which is there from the start to the reduction of the root."""
-        gathers = not (self.fsdp or self.pipeline) and passes == 1 and part.shards > 1  # in the widest pass
+        gathers = not (self.fsdp or self.pipeline) and passes == 1 and self.shards > 1  # in the widest pass
         self.received = self.groups[0].weights if gathers else 0.0
         """Bytes in which the last layer's weights came from the ranks, which are there until the forward pass ends. Under fsdp the
         backward pass begins with as many."""
         self.start = 0.0
         """Bytes at the backward pass of the output layer, beside which the last layer's weights are prefetched."""
         if self.fsdp:
-            self.start = self.groups[-1].weights + (part.shards > 1 and not self.pipeline) * self.groups[0].weights
+            self.start = self.groups[-1].weights + (self.shards > 1 and not self.pipeline) * self.groups[0].weights
 
     def back(self, number: int) -> float:
         """In the backward pass of that group."""

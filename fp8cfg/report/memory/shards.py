@@ -17,7 +17,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, Columns, columns_of, low_bit, sharding
 from fp8cfg.layer_plan import adapted, transformer_config
 from fp8cfg.report import chart
-from fp8cfg.report.memory.layout import Part, local_shapes, microbatches, split_dimension
+from fp8cfg.report.memory.layout import Part, cut, local_shapes, microbatches, split_dimension
 from fp8cfg.report.memory.operands import CODEC, CODEC_BLOCK, stored_bytes
 from fp8cfg.report.memory.owners import owners
 
@@ -44,7 +44,7 @@ def state_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
         split = SPLIT["fsdp" if shard == "fsdp" else "zero2"]
         masters = {} if shard == "fsdp" else {"master_weight": "fp32"}
         columns = {name: {**one, **masters} for name, one in columns.items()}
-        own = {name: shard_elements(recipe, name, shape, part.shards, rank or 0) for name, shape in shapes.items()}
+        own = {name: shard_elements(recipe, name, shape, cut(recipe, part), rank or 0) for name, shape in shapes.items()}
     elif split:
         owner, loads = owner_of(recipe, part, linears)
         rank = max(loads, key=lambda one: loads[one]) if rank is None else rank
@@ -83,12 +83,12 @@ def stored_gradients(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear
 def until_stored(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
     """Bytes that shards of gradients take more in float32 until FSDP2 has summed those that they are stored with, where each
     microbatch's are added to those before; else that is a layer's sum alone."""
-    added = recipe.storage.accumulate == "wide" and sharding(recipe.precision, part.shards) != "zero1"
+    added = recipe.storage.accumulate == "wide" and sharding(recipe.precision, part.shards) in ("zero2", "fsdp")
     if not added or microbatches(recipe, part) == 1:
         return 0
     shapes, more = trained_shapes(recipe, part), 0
     for name, codec in stored_gradients(recipe, part, linears).items():
-        count = shard_elements(recipe, name, shapes[name], part.shards)
+        count = shard_elements(recipe, name, shapes[name], cut(recipe, part))
         more += 4 * count - stored_bytes(codec, count)
     return more
 
@@ -99,14 +99,14 @@ def summed_with(name: str) -> str:
 
 
 def whole_blocks(shape: tuple[int, ...], ranks: int) -> bool:
-    """Whether each shard of a tensor of `shape` is whole blocks of a storage codec, and as many as the others
+    """Whether each shard of a tensor of `shape` is whole blocks of a storage codec, and as many as the others, or all of it
     (optim/low_bit/shards.py)."""
-    return shape[0] % ranks == 0 and (shape[0] // ranks * prod(shape[1:])) % CODEC_BLOCK == 0
+    return ranks == 1 or (shape[0] % ranks == 0 and (shape[0] // ranks * prod(shape[1:])) % CODEC_BLOCK == 0)
 
 
 def keeps_blocks(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...], by_rows: bool) -> bool:
     """Whether what a rank has of the parameter `name`, of that `shape` in `part`, is whole blocks, also where FSDP2 cuts it."""
-    return (not by_rows or whole_blocks(shape, part.shards)) and blocks_of_columns(recipe, part, name, shape)
+    return (not by_rows or whole_blocks(shape, cut(recipe, part))) and blocks_of_columns(recipe, part, name, shape)
 
 
 def blocks_of_columns(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...]) -> bool:

@@ -4,8 +4,7 @@
     layers      the output layer's, and those of the layers whose backward pass has ended
     embedding   all, and no activations any more
 
-Where FSDP2 shards gradients report/memory/sharded_pass.py has the moments, and of buckets that are summed as gradients come
-report/memory/gradient_buckets.py has those that come on top.
+Where FSDP2 splits gradients report/memory/sharded_pass.py has the moments, and these come as one shard of each does.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_layers_alone, others, resolved
-from fp8cfg.report.memory.layout import Part, microbatches
+from fp8cfg.report.memory.layout import Part, cut, microbatches
 from fp8cfg.report.memory.operands import CODEC, stored_bytes
+from fp8cfg.report.memory.sharded_pass import ShardedPass
 from fp8cfg.report.memory.shards import parameter_columns, stored_gradients, summed_with, trained_shapes
 
 
@@ -55,10 +55,34 @@ class SinglePass:
         return self.back(number + 1)
 
 
-def single_pass(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str) -> SinglePass | None:
-    """The gradients of a step of `part`, a whole model, where `backend` multiplies; None where a step has several microbatches, or
-    shards of gradients have the moments."""
-    alone = recipe.trainer.strategy.pipeline_model_parallel_size == 1 and microbatches(recipe, part) == 1
-    if not alone or by_fsdp2(recipe, part.shards, backend):
+class OneShardPass(ShardedPass):
+    """The same where every rank has one shard of each gradient, which is as large as the gradient, once it is summed."""
+
+    def __init__(self, recipe: Recipe, device: str, part: Part, linears: list[PlannedLinear], backend: str, each: float) -> None:
+        super().__init__(recipe, device, part, linears, backend, each)
+        stored, found = stored_gradients(recipe, part, linears), Counter[str]()
+        for name, shape in trained_shapes(recipe, part).items():
+            found[summed_with(name)] += stored_bytes(stored.get(name, "fp32"), prod(shape))
+        self.coming = [found[f"layers.{layer}"] for layer in reversed(part.layers)] + [found[""]]
+        self.start -= found.total()
+        self.received -= found.total()
+
+    def back(self, number: int) -> float:
+        """In the backward pass of that group."""
+        return super().back(number) - sum(self.coming[number:])
+
+    def summing(self, number: int) -> float:
+        """At most from the end of that group's backward pass to the end of its reduction."""
+        return super().summing(number) - sum(self.coming[number:])
+
+
+def single_pass(
+    recipe: Recipe, device: str, part: Part, linears: list[PlannedLinear], backend: str, each: float
+) -> SinglePass | OneShardPass | None:
+    """The gradients of a step of `part`, a whole model, on `device`, where `backend` multiplies and a gradient is made in `each`
+    bytes an element; None where a step has several microbatches, or ranks have shards of gradients."""
+    if recipe.trainer.strategy.pipeline_model_parallel_size > 1 or microbatches(recipe, part) > 1:
         return None
-    return SinglePass(recipe, part, linears)
+    if not by_fsdp2(recipe, part.shards, backend):
+        return SinglePass(recipe, part, linears)
+    return OneShardPass(recipe, device, part, linears, backend, each) if cut(recipe, part) == 1 else None

@@ -1,6 +1,6 @@
 """Sharded masters in checkpoints: the float32 shards that FSDP2 keeps, and the unsharded run's weights and masters.
 
-A parameter is its own master there, and its weight is made as it is gathered. Under zero1 and zero2 a checkpoint has what the
+A parameter is its own master there, and its weight is made as it is gathered. Under zero1, zero2 and none a checkpoint has what the
 unsharded run has, the weight as storage.weight says and `<name>.master`; under fsdp float32 weights. Either goes on with any
 layout: a master is taken for a float32 weight, and a float32 weight for a master, from which the weight is made.
 """
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fp8cfg.backends.stored_weights import DTYPES
-from fp8cfg.config.fsdp_sharding import ZERO
 from fp8cfg.job import Job
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored
 from fp8cfg.numerics.shard_scales import FLOAT32, split_fields, stored_bytes
+from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training.checkpoint.tensor_layout import distributed
 
@@ -45,6 +45,15 @@ def as_unsharded(job: Job, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor]
             made[first] = distributed(data, p, tuple(p.shape))
         weights[name] = made[first]
     return weights, masters
+
+
+def coded_weights(job: Job) -> dict[str, Tensor]:
+    """The weights of one shard (storage.shard=none) that the unsharded run stores in FP8 or in a codec, as it does, with their
+    scales: by their names in its stored form."""
+    stored = stored_state_dict(job.model, keep_vars=True)
+    weights, _ = as_unsharded(job, stored)
+    coded = {name for name, first in _narrow(job).items() if job.prepared.columns[first]["weight"] not in DTYPES}
+    return {name: local(t).detach() for name, t in weights.items() if name in coded or name not in stored}
 
 
 def exchange_masters(job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor], otherwise: bool) -> bool:
@@ -86,7 +95,7 @@ def weight_bytes(job: Job) -> int:
 
 def _narrow(job: Job) -> dict[str, str]:
     """The names of sharded parameters that the unsharded run stores in fewer bits, each with the optimizer's name of it."""
-    if not (job.prepared.fsdp2 and job.prepared.shard in ZERO):
+    if not job.prepared.fsdp2 or job.prepared.shard == "fsdp":
         return {}
     first = {p: name for name, p in job.model.named_parameters() if p.requires_grad}
     return {name: first[p] for name, p in job.model.named_parameters(remove_duplicate=False)

@@ -5,16 +5,18 @@ every tensor and steps that.
     zero1       as the first microbatch of a step goes forward, till its end    as the last one goes back
     zero2       the same                                                        as each goes back
     fsdp        before a layer runs, and again before it goes back              as each goes back
+    none        as under zero1, by each rank alone, which has the one shard     as under zero1, of all ranks
 
-In a loop of one's own zero1 does as zero2: nothing says there which microbatch is the last. Groups of ranks that have all state
-each (HSDP) sum their shards' gradients in the last microbatch; in each in such a loop, and where their sums are no float32.
+In a loop of one's own zero1 and none sum as each goes back: nothing says there which microbatch is the last. Groups of ranks that
+have all state each (HSDP) sum their shards' gradients in the last microbatch; in each in such a loop, and where their sums are no
+float32. Under none each rank is such a group.
 
 Gathered are weights as a rank alone stores them, under fsdp in the codec of storage.gather. Gradients are summed in storage.comm,
 a layer at a time while those before it still go back; embedding, last norm and output layer are one group, the last. What is not
 summed in each microbatch is added up in storage.weight_grad first, which takes the gradients of the whole model; sums are rounded
 to that too, under fsdp to storage.comm.
 
-Beside adapters fsdp splits frozen weights too; zero1 and zero2 leave them whole on each rank, and split the adapters.
+Beside adapters fsdp splits frozen weights too; others leave them whole on each rank, and take the adapters alone.
 """
 
 from __future__ import annotations
@@ -39,20 +41,28 @@ from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.fsdp_sharding import ZERO, gathered_plain
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import gathered, resolved
+from fp8cfg.numerics import fp8_linears
+from fp8cfg.numerics.gathered_weight import refresh_shards
 from fp8cfg.numerics.stored_form import in_stored_form
+from fp8cfg.optim.one_shard import load_into_one, state_dict_of_one
 from fp8cfg.parallel.mesh import fsdp_mesh
 from fp8cfg.report.memory.shards import by_columns
 from fp8cfg.training.distributed.traffic import on_ring
 from fp8cfg.training.distributed.world import SENT, World, current
 
 if TYPE_CHECKING:
+    from fp8cfg.backends.prepared_model import PreparedModel
     from fp8cfg.models.transformer import Transformer
+    from fp8cfg.optim.low_bit.training import LowBitTraining
+    from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
     from fp8cfg.parallel.tensor import TensorRank
 
 
-COPY = ("under storage.shard={} a rank has parts of it; for an average (EMA) keep {{name: p.detach().clone() for name, p in "
-        "job.model.named_parameters()}}, and for whole weights save a checkpoint")
-"""Why a model is not copied, and what to do."""
+_PARTS = ("a rank has parts of it; for an average (EMA) keep {name: p.detach().clone() for name, p in "
+          "job.model.named_parameters()}, and for whole weights save a checkpoint")
+_ONE = "FSDP2 has its parameters; fp8cfg.averaged(job) is an average (EMA), and job.model.state_dict() has the weights"
+EACH = ("zero2", "fsdp")
+"""Where gradients are summed in each backward pass."""
 _ADDING_FLOAT32: WeakSet[FSDPModule] = WeakSet()
 """The modules whose parts of a group are added up in float32."""
 
@@ -87,9 +97,11 @@ class _ReduceScatter(DefaultReduceScatter):
         return work
 
 
-def _count_sum(world: World, part: Tensor) -> None:
-    """Count the all-reduce of a `part` of gradients over groups that has just been."""
+def _count_sum(world: World, kept: torch.dtype, part: Tensor) -> None:
+    """Count the all-reduce of a `part` of gradients over groups that has just been, and round it to what is `kept`."""
     SENT.add("gradients", on_ring(part, world.size))
+    if kept.itemsize < part.dtype.itemsize:
+        part.copy_(part.to(kept))
 
 
 def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: str, ranks: int) -> None:
@@ -110,19 +122,23 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
     here: TensorRank | None = model.tensor_parallel
-    mesh = fsdp_mesh(device, model.stages, model.groups, here.size if here else 1)
+    tensor, chosen = here.size if here else 1, precision.storage.shard
+    groups = dist.get_world_size() // (model.stages * tensor) if chosen == "none" else model.groups
+    mesh = fsdp_mesh(device, model.stages, groups, tensor)
     worlds = [World(mesh.get_local_rank(axis), mesh.size(axis)) for axis in range(mesh.ndim)]
     # Activations have the compute dtype already, and rotary tables are to stay in float32.
-    zero, comm = precision.storage.shard in ZERO, DTYPES[resolved(precision)["comm"]]
-    kept = gradient if zero else comm
+    once, comm = chosen != "fsdp", DTYPES[resolved(precision)["comm"]]
+    kept = gradient if once else comm
     policy = MixedPrecisionPolicy(DTYPES[gathered_plain(precision)], kept, cast_forward_inputs=False)
-    whole = {p for p in model.parameters() if zero and not p.requires_grad}
+    whole = {p for p in model.parameters() if once and not p.requires_grad}
     by_column = {p for name, p in model.named_parameters() if by_columns(precision, name, p.shape, worlds[-1].size)}
     for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False if zero else None, ignored_params=whole,
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False if once else None, ignored_params=whole,
                     shard_placement_fn=lambda p: Shard(int(p in by_column)))
         if gradient != policy.param_dtype:
             module.register_forward_pre_hook(partial(_widen_gradients, gradient))
+        if chosen == "none" and comm != gradient:
+            module.register_forward_pre_hook(partial(_send_in, comm))
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # shares of the loss are weighed where it is (Job.backward)
         module.set_force_sum_reduction_for_comms(True)
@@ -130,12 +146,15 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
         module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], comm))
         if kept == torch.float32 and precision.storage.accumulate == "wide":  # in which parts of a group are added up
             _ADDING_FLOAT32.add(module)
-        for groups in worlds[:-1]:
-            module.set_all_reduce_hook(partial(_count_sum, groups))
+        for over in worlds[:-1]:
+            module.set_all_reduce_hook(partial(_count_sum, over, kept))
         # In the place of torch's bare AssertionError.
-        type(module).__deepcopy__ = partialmethod(_refuse_copy, precision.storage.shard)  # type: ignore[attr-defined]
-    if zero:  # under fsdp shards are what its users expect
-        model.register_state_dict_pre_hook(partial(_refuse_shards, precision.storage.shard))  # type: ignore[no-untyped-call]
+        type(module).__deepcopy__ = partialmethod(_refuse_copy, chosen)  # type: ignore[attr-defined]
+    if chosen in ZERO:  # under fsdp shards are what its users expect
+        model.register_state_dict_pre_hook(partial(_refuse_shards, chosen))  # type: ignore[no-untyped-call]
+    if chosen == "none":
+        model.register_state_dict_post_hook(state_dict_of_one)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(load_into_one)  # type: ignore[no-untyped-call]
 
 
 def _widen_gradients(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
@@ -145,11 +164,19 @@ def _widen_gradients(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
             p.grad_dtype = dtype
 
 
+def _send_in(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
+    """Let a module's gradients be summed over groups in `dtype`. In a policy FSDP2 would add up microbatches in that too, and take
+    the dtype of weights for no dtype (torch 2.13)."""
+    assert isinstance(module, FSDPModule)
+    for group in module._get_fsdp_state()._fsdp_param_groups:  # after the first forward pass has set it
+        group._reduce_dtype = dtype
+
+
 def microbatch(model: nn.Module, shard: str, last: bool) -> None:
     """Before the passes of a microbatch, the `last` of a step or another one: whether it sums gradients and lets weights go."""
     assert isinstance(model, FSDPModule)
-    _sum(model, last, each=shard != "zero1")
-    if shard in ZERO:
+    _sum(model, last, each=shard in EACH)
+    if shard != "fsdp":
         model.set_reshard_after_backward(last)
 
 
@@ -167,7 +194,7 @@ class FullyShardedStages:
 
     def __init__(self, model: nn.Module, shard: str, chunks: Sequence[Sequence[nn.Module]]) -> None:
         assert isinstance(model, FSDPModule)
-        self.model, self.each, self.shard = model, shard != "zero1", shard
+        self.model, self.each, self.shard = model, shard in EACH, shard
         self.outer = chunks[-1 if model.output_layer is not None else 0]
         for layers in chunks:
             for before, layer in pairwise((model, *layers)):
@@ -179,10 +206,10 @@ class FullyShardedStages:
 
     def begin(self) -> None:
         """Gather what no layer gathers."""
-        self.model.set_reshard_after_backward(False, recurse=self.shard in ZERO)  # `drop` says otherwise
+        self.model.set_reshard_after_backward(False, recurse=self.shard != "fsdp")  # `drop` says otherwise
         self.model.unshard()
         for hook in self.model._forward_pre_hooks.values():
-            if isinstance(hook, partial) and hook.func is _widen_gradients:
+            if isinstance(hook, partial) and hook.func in (_widen_gradients, _send_in):
                 hook(self.model, ())
 
     def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
@@ -206,8 +233,13 @@ def _refuse_shards(shard: str, module: nn.Module, prefix: str, keep_vars: bool) 
                            "storage.shard=none")
 
 
+def copy_refusal(shard: str) -> str:
+    """Why a model is not copied under storage.shard, and what to do."""
+    return f"under storage.shard={shard} {_ONE if shard == 'none' else _PARTS}"
+
+
 def _refuse_copy(module: nn.Module, shard: str, memo: dict[int, Any]) -> NoReturn:
-    raise TypeError(f"the model cannot be copied: {COPY.format(shard)}")
+    raise TypeError(f"the model cannot be copied: {copy_refusal(shard)}")
 
 
 def let_go(model: nn.Module) -> None:
@@ -215,6 +247,15 @@ def let_go(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def attach(optimizer: MixedPrecisionOptimizer | LowBitTraining, prepared: PreparedModel) -> None:
+    """Let `optimizer` step the shards of `prepared.model`, and say of which its state is."""
+    optimizer.sharded = prepared.shard in ZERO
+    optimizer.masters_of = {name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"}
+    if prepared.shard == "none":
+        optimizer.one_shard = lambda: refresh_shards(fp8_linears(prepared.model))
+    optimizer.on_written.append(partial(let_go, prepared.model))  # weights that a loop of one's own has gathered meanwhile
 
 
 def drop(model: nn.Module, shard: str) -> None:

@@ -7,14 +7,12 @@ parameters that each has whole and used on a part of the tokens or heads, as nor
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends.prepared_model import PreparedModel
-from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.config.storage import SCALED
 from fp8cfg.numerics.codecs import Stored, codec
 from fp8cfg.optim.low_bit.shards import local
@@ -22,7 +20,6 @@ from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.parallel import pipeline
 from fp8cfg.parallel.tensor import TensorRank, partial_gradients
 from fp8cfg.training.distributed.collectives import reduced
-from fp8cfg.training.distributed.overlapped_sums import OverlappedSums
 from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks, sum_stored, sum_stored_to_owners, sum_to_owners
 from fp8cfg.training.distributed.world import World, sharing, stages
 
@@ -51,9 +48,6 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
         world = sharing(prepared)
     if world.size == 1 or prepared.fsdp2:
         return
-    if prepared.sums is not None and prepared.sums.summed:  # in the backward pass
-        prepared.sums.summed = False
-        return
     to_owners = prepared.shard == "zero2"
     stored: dict[str, list[nn.Parameter]] = {}
     plain: dict[str, list[nn.Parameter]] = {}
@@ -78,41 +72,6 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
             sum_stored(entries, codec(comm), world)
     if to_owners:
         _drop_others(optimizer, held)
-
-
-def summed_in_backward(prepared: PreparedModel, optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Around the last backward pass of a step: gradients are summed as they come, where every rank is to have all of them and they
-    are sent in a plain dtype. `sum_gradients` comes after it all the same."""
-    sums = overlapped_sums(prepared, optimizer)
-    return nullcontext() if sums is None else sums.during_backward()
-
-
-def overlapped_sums(prepared: PreparedModel, optimizer: Optimizer) -> OverlappedSums | None:
-    """What sums gradients in backward passes, made once; None where they are summed otherwise, or not at all."""
-    world = World() if prepared.fsdp2 else sharing(prepared)
-    if world.size == 1:
-        return None
-    named = {name: p for name, p in prepared.model.named_parameters() if p.requires_grad}
-    comms = {name: prepared.columns[name]["comm"] for name in named}
-    whole = prepared.shard in ("none", "zero1") and not isinstance(optimizer, LowBitTraining) and not {*comms.values()} & {*SCALED}
-    if not whole:
-        return None
-    if prepared.sums is None:
-        trained = [(p, DTYPES[comms[name]]) for name, p in named.items()]
-        prepared.sums = OverlappedSums(trained, world)
-    made: OverlappedSums = prepared.sums
-    return made
-
-
-def drop_sums(prepared: PreparedModel) -> None:
-    """Forget what a step that was broken off has summed, and what FSDP2 has gathered and added up in it."""
-    if prepared.sums is not None:
-        prepared.sums.begin()
-        prepared.sums.summed = False
-    if prepared.fsdp2:
-        from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
-
-        fsdp.drop(prepared.model, prepared.shard)
 
 
 def sum_norms(optimizer: Optimizer, prepared: PreparedModel) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -39,9 +38,7 @@ def attach(optimizer: LowBitTraining, prepared: PreparedModel, precision: Precis
         holders = fsdp.holders(prepared.model)
         worlds.append(holders)
         optimizer.sum_norms = lambda norms: holders.sum(norms.square()).sqrt()
-        optimizer.masters_of = {name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"}
-        optimizer.sharded = precision.storage.shard != "fsdp"
-        optimizer.on_written.append(partial(fsdp.let_go, prepared.model))
+        fsdp.attach(optimizer, prepared)
     if not worlds:
         return
 
