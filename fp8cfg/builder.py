@@ -146,8 +146,11 @@ def prepared_model(
         return job_parts.prepared_model(job_parts.given(model, device), precision, plans, choice, seed)
     from fp8cfg.report.memory.layout import shards
 
-    empty, m = transformer(recipe), recipe.model
-    fill = zeros if loaded else first_weights(empty.config, seed, m.weights, family_of_weights(m) if m.weights else None)
+    config, m = transformer_config(recipe), recipe.model
+    fill = zeros if loaded else first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
+    empty = job_parts.transformer(
+        config, recompute=m.recompute_granularity, reset_attention_mask=recipe.data.reset_attention_mask,
+        reset_position_ids=recipe.data.reset_position_ids)
     strategy = recipe.trainer.strategy
     fsdp2 = not loaded and by_fsdp2(recipe, shards(recipe, _ranks_here()), choice.backend)
     empty.groups, empty.stages = strategy.data_parallel_replicate_size, strategy.pipeline_model_parallel_size
@@ -160,13 +163,6 @@ def prepared_model(
         return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill, adapters(recipe), fsdp2, loaded)
     return _of_this_rank(empty, strategy, device, lambda: job_parts.prepared_model(
         empty, precision, planned_here(plans, empty), choice, seed, device, fill, fsdp2=fsdp2))
-
-
-def transformer(recipe: Recipe) -> Transformer:
-    """The model of `recipe` in float32 on the meta device."""
-    return job_parts.transformer(
-        transformer_config(recipe), recompute=recipe.model.recompute_granularity,
-        reset_attention_mask=recipe.data.reset_attention_mask, reset_position_ids=recipe.data.reset_position_ids)
 
 
 def _of_this_rank(model: Transformer, strategy: Strategy, device: str, prepare: Callable[[], PreparedModel]) -> PreparedModel:

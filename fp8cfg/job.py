@@ -243,9 +243,9 @@ class Job:
         """What FP8 state has of weights that FSDP2 makes of their masters."""
         if not self.prepared.fsdp2 or self.prepared.shard != "none":
             return {}
-        from fp8cfg.training.checkpoint.sharded_masters import coded_weights
+        from fp8cfg.training.distributed.unsharded_form import coded_weights
 
-        return coded_weights(self)
+        return coded_weights(self.prepared)
 
     @property
     def _converts(self) -> bool:

@@ -37,7 +37,7 @@ TOP = {  # room -> rooms that its modules may import at their top
     "job": {"backends", "report"},
     "job_parts": {"backends", "config", "models"}, "job_weights": {"config", "layer_plan", "models"},
     "job_optimizer": {"backends", "config"},
-    "conversion": {"backends", "composition", "config", "job", "numerics", "optim", "report", "scalings"},
+    "conversion": {"backends", "composition", "config", "job_parts", "job_weights", "job", "layer_plan", "numerics", "optim", "report", "scalings"},
     "smoke": {"composition", "config", "layer_plan", "models", "pipeline_limits", "state_limits", "tensor_limits"},
     "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},
     "builder": {"backends", "config", "job_optimizer", "job_parts", "job_weights", "job", "layer_plan", "optim", "smoke"},

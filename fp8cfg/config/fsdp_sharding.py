@@ -54,7 +54,8 @@ def _gathered_as_stored(recipe: Recipe, backend: str) -> bool:
     if recipe.lora.enabled:  # which are no weights of linear layers
         return True
     if fp8_weights(p):
-        return capabilities(backend).fp8_gather == "params" or not against_gathered_params(p.fp8, backend)
+        read = capabilities(backend).fp8_gather == "params" or not against_gathered_params(p.fp8, backend)
+        return capabilities(backend).zero_fp8_weights and read
     in_codec = tensor == 1 and (not p.fp8.enabled or capabilities(backend).fp8_gather == "params")
     return in_codec or linear["weight"] == rest["weight"]
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends.linear_stand_ins import shells
-from fp8cfg.builder import transformer
 from fp8cfg.config.errors import ConfigError, expect
 from fp8cfg.conversion.convert import convert_back
 from fp8cfg.job import Job
+from fp8cfg.job_parts import transformer
 from fp8cfg.job_weights import adapters
+from fp8cfg.layer_plan import transformer_config
 from fp8cfg.numerics.low_bit_weight import NarrowWeight
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.optim.low_bit.training import LowBitTraining
@@ -78,9 +79,11 @@ def _plain(job: Job) -> nn.Module:
     """A plain model like that of `job`."""
     if not job.prepared.fsdp2:
         return convert_back(copy.deepcopy(job.model))
-    model = transformer(job.recipe).to_empty(device=job.device)  # FSDP2's are not copied
-    if (beside := adapters(job.recipe)) is not None:
-        beside.attach(model, job.recipe.trainer.seed)
+    recipe, data = job.recipe, job.recipe.data
+    model = transformer(transformer_config(recipe), reset_attention_mask=data.reset_attention_mask,
+                        reset_position_ids=data.reset_position_ids).to_empty(device=job.device)  # FSDP2's are not copied
+    if (beside := adapters(recipe)) is not None:
+        beside.attach(model, recipe.trainer.seed)
     return model
 
 

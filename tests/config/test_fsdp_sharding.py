@@ -10,7 +10,7 @@ from tests.support.small import small
 
 @pytest.mark.parametrize(("words", "ranks", "backend", "sharded"), [
     ("precision=bf16", 2, "native", True), ("precision=bf16", 1, "native", False), ("precision=bf16 storage.shard=fsdp", 1, "native", True),
-    ("precision=bf16 storage.shard=none", 2, "native", False), ("precision=fp16 storage.shard=zero2", 2, "native", True),
+    ("precision=bf16 storage.shard=none", 2, "native", True), ("precision=bf16 storage.shard=none", 1, "native", False), ("precision=bf16_fp8 opt_level=O2", 2, "native", False), ("precision=bf16_fp8 fp8.params=true backend=te", 2, "te", False), ("precision=fp16 storage.shard=zero2", 2, "native", True),
     ("precision=bf16_fp8", 2, "native", True), ("precision=bf16_fp8_current", 2, "torchao", True), ("precision=bf16_fp8 fp8.params=false", 2, "te", True), ("precision=bf16_fp8 fp8.params=false", 2, "msamp", False),
     ("precision=bf16_mxfp8", 2, "native", True), ("precision=bf16_mxfp8 fp8.params=false", 2, "native", True),
     ("precision=bf16_fp8_block fp8.params=true", 2, "native", True), ("precision=bf16 storage.weight=fp32", 2, "native", True),

@@ -18,10 +18,11 @@ from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 from fp8cfg.training.checkpoint import pipeline_stages
 from fp8cfg.training.checkpoint.frozen_weights import left_out
 from fp8cfg.training.checkpoint.saved_tensors import SavedTensors
-from fp8cfg.training.checkpoint.sharded_masters import as_unsharded, weight_bytes
+from fp8cfg.training.checkpoint.sharded_masters import weight_bytes
 from fp8cfg.training.checkpoint.tensor_box import Boxes, Groups, Offsets
 from fp8cfg.training.checkpoint.tensor_file import view_of
 from fp8cfg.training.checkpoint.tensor_layout import TensorLayout, slices
+from fp8cfg.training.distributed.unsharded_form import as_unsharded
 from fp8cfg.training.distributed.world import World, same_layers, sharing, stages
 
 OWN = ("fp8_scale", "fp8_amax_history")
@@ -34,7 +35,7 @@ def boxes(job: Job, world: World) -> Groups:
     layout, names = TensorLayout(job), left_out(job.recipe, job.model)
     # FSDP2's parameters say how they are split; others are to be plain.
     stored = {k: t for k, t in stored_state_dict(job.model, keep_vars=bool(layout.split)).items() if k not in names}
-    stored, masters = as_unsharded(job, stored)
+    stored, masters = as_unsharded(job.prepared, stored)
     each, mine = own_scales(job.recipe.fp8) and world.size > 1, _of_rank(same_layers(job.prepared).rank)
     own = {mine + k: stored.pop(k) for k in list(stored) if each and k.rpartition(".")[2] in OWN}
     model = _boxes(layout, stored)

@@ -15,45 +15,12 @@ from torch import Tensor
 
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.job import Job
-from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored
-from fp8cfg.numerics.shard_scales import FLOAT32, split_fields, stored_bytes
-from fp8cfg.numerics.stored_form import stored_state_dict
-from fp8cfg.optim.low_bit.shards import local
-from fp8cfg.training.checkpoint.tensor_layout import distributed
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
+from fp8cfg.numerics.shard_scales import FLOAT32, stored_bytes
+from fp8cfg.training.distributed.unsharded_form import narrow
 
 PLAIN = (torch.bfloat16, torch.float16)
 """Dtypes that a weight is cast to."""
-
-
-def as_unsharded(job: Job, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """`stored`, the stored form of the model with its Parameters, with weights as the unsharded run has them; and the masters."""
-    weights, masters, made = dict(stored), dict[str, Tensor](), dict[str, Tensor]()
-    for name, first in _narrow(job).items():
-        p: Any = stored[name]
-        masters[f"{first}.master"] = p
-        owner = first.rpartition(".")[0]
-        if job.prepared.columns[first]["weight"] not in DTYPES:
-            layer: Any = job.model.get_submodule(owner)
-            data, *beside = layer.quantized_shard(local(p))
-            split = split_fields(layer.shard_scaling, layer.shard_place)
-            for field, buffer, t in zip(Stored._fields[1:], WEIGHT_BUFFERS, beside, strict=True):
-                if t is not None:  # in rows as the weight, or whole on all ranks
-                    weights[f"{owner}.{buffer}"] = distributed(t, p, (split[field], t.shape[1])) if field in split else t
-        else:
-            data = local(p).to(DTYPES[job.prepared.columns[first]["weight"]])
-        if first not in made:  # a tied weight has two names
-            made[first] = distributed(data, p, tuple(p.shape))
-        weights[name] = made[first]
-    return weights, masters
-
-
-def coded_weights(job: Job) -> dict[str, Tensor]:
-    """The weights of one shard (storage.shard=none) that the unsharded run stores in FP8 or in a codec, as it does, with their
-    scales: by their names in its stored form."""
-    stored = stored_state_dict(job.model, keep_vars=True)
-    weights, _ = as_unsharded(job, stored)
-    coded = {name for name, first in _narrow(job).items() if job.prepared.columns[first]["weight"] not in DTYPES}
-    return {name: local(t).detach() for name, t in weights.items() if name in coded or name not in stored}
 
 
 def exchange_masters(job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor], otherwise: bool) -> bool:
@@ -81,7 +48,7 @@ def exchange_masters(job: Job, model: dict[str, Tensor], optimizer: dict[str, Te
 def weight_bytes(job: Job) -> int:
     """Bytes of the weights, in all shards, that a checkpoint has beside their masters; with their scales."""
     named, count = dict(job.model.named_parameters()), 0
-    for name in set(_narrow(job).values()):
+    for name in set(narrow(job.prepared).values()):
         shape, column = named[name].shape, job.prepared.columns[name]["weight"]
         layer: Any = job.model.get_submodule(name.rpartition(".")[0])
         if column in DTYPES:
@@ -91,12 +58,3 @@ def weight_bytes(job: Job) -> int:
         else:
             count += stored_bytes(layer.scaling, *shape)
     return count
-
-
-def _narrow(job: Job) -> dict[str, str]:
-    """The names of sharded parameters that the unsharded run stores in fewer bits, each with the optimizer's name of it."""
-    if not job.prepared.fsdp2 or job.prepared.shard == "fsdp":
-        return {}
-    first = {p: name for name, p in job.model.named_parameters() if p.requires_grad}
-    return {name: first[p] for name, p in job.model.named_parameters(remove_duplicate=False)
-            if p in first and job.prepared.columns[first[p]]["weight"] != "fp32"}

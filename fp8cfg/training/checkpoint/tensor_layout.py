@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.optim.low_bit.shards import local
 from fp8cfg.training.checkpoint import block_scales
 from fp8cfg.training.checkpoint.tensor_box import Offsets, TensorBox
+from fp8cfg.training.distributed.unsharded_form import distributed
 from fp8cfg.training.distributed.world import World, sharing
 
 if TYPE_CHECKING:
@@ -171,12 +171,3 @@ def _piece(like: Any, shape: Offsets) -> tuple[Offsets, Offsets]:
 
     local, offset = compute_local_shape_and_global_offset(shape, like.device_mesh, like.placements)
     return tuple(offset), tuple(local)
-
-
-def distributed(local: Tensor, like: Any, shape: Offsets) -> Tensor:
-    """This rank's part `local` of a tensor of `shape`, which is split as `like` is."""
-    from torch.distributed.tensor import DTensor
-
-    whole = torch.empty(shape, device="meta")
-    local = local.contiguous().to(like.device)
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride())
