@@ -21,8 +21,8 @@ _JOB = "fp8cfg_job_model"
 
 
 def refuse_ddp(model: nn.Module) -> None:
-    """Let DistributedDataParallel refuse `model`, and whatever module holds it, unless each of its parameters has two bytes or more
-    and, where it trains, a gradient of its own dtype, as in a float32 job."""
+    """Let DistributedDataParallel refuse `model`, and whatever module holds it, unless each of its parameters is whole, has two bytes
+    or more and, where it trains, a gradient of its own dtype, as in a float32 job of one rank or of a model of one's own."""
     vars(model)[_JOB] = True
     _watch()
 
@@ -41,7 +41,10 @@ def _watch() -> None:
 def _registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
     if module is None or not isinstance(owner, DistributedDataParallel):
         return
-    of_jobs = (p for part in module.modules() if _JOB in vars(part) for p in part.parameters())
+    of_jobs = [p for part in module.modules() if _JOB in vars(part) for p in part.parameters()]
+    if any(hasattr(p, "placements") for p in of_jobs):
+        raise ConfigError("DistributedDataParallel: this model is a job's, and FSDP2 has its parameters and sums their gradients; "
+                          "leave the model out of it")
     if any(p.dtype.itemsize < 2 or (p.requires_grad and (p.grad_dtype or p.dtype) != p.dtype) for p in of_jobs):
         raise ConfigError(
             "DistributedDataParallel: this model is a job's, and it cannot sum weights in FP8, nor gradients of another dtype than "

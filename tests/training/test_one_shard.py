@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,11 @@ def goes_on(folder: Path, world: World) -> dict[str, Any]:
         average = fp8cfg.averaged(job, 0.5)
         losses += steps(job, world, SAVED, STEPS)
         average.update()
+        if world.size > 1:
+            with pytest.raises(fp8cfg.ConfigError, match=r"^DistributedDataParallel: this model is a job's, and FSDP2 has its parameters and sums their gradients"):
+                torch.nn.parallel.DistributedDataParallel(job.model)
+            with pytest.raises(TypeError, match=r"under storage\.shard=none FSDP2 has its parameters; fp8cfg\.averaged\(job\) is an average"):
+                copy.deepcopy(job.model)
         found[row] = {"losses": losses, "fsdp2": job.prepared.fsdp2, "plain": kinds == {torch.Tensor}, "average": average.model(*run_data(job.recipe)[0].batch(0)).item()}
         for ranks in (1, 2):
             if (path := folder / f"{row} {ranks}").exists():
