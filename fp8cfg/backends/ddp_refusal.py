@@ -21,8 +21,9 @@ _JOB = "fp8cfg_job_model"
 
 
 def refuse_ddp(model: nn.Module) -> None:
-    """Let DistributedDataParallel refuse `model`, and whatever module holds it, unless each of its parameters is whole, has two bytes
-    or more and, where it trains, a gradient of its own dtype, as in a float32 job of one rank or of a model of one's own."""
+    """Let DistributedDataParallel refuse `model`, and whatever module holds it, unless each of its parameters is whole, of two
+    bytes or more, and has, where it trains, a gradient of its own dtype, as in a float32 job of one rank or of a model of one's
+    own."""
     vars(model)[_JOB] = True
     _watch()
 
