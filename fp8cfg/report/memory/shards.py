@@ -44,7 +44,8 @@ def state_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
         split = SPLIT["fsdp" if shard == "fsdp" else "zero2"]
         masters = {} if shard == "fsdp" else {"master_weight": "fp32"}
         columns = {name: {**one, **masters} for name, one in columns.items()}
-        own = {name: shard_elements(recipe, name, shape, cut(recipe, part), rank or 0) for name, shape in shapes.items()}
+        ranks = cut(recipe, part)
+        own = {name: shard_elements(recipe, name, shape, ranks, (rank or 0) % ranks) for name, shape in shapes.items()}
     elif split:
         owner, loads = owner_of(recipe, part, linears)
         rank = max(loads, key=lambda one: loads[one]) if rank is None else rank
