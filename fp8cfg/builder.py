@@ -103,7 +103,7 @@ def job(**parts: Any) -> Job:
         refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device), choice.backend)
     if precision.storage.shard == "fsdp":
         from fp8cfg.report.memory.layout import shards
-        from fp8cfg.training.distributed.fsdp import refuse_uneven
+        from fp8cfg.training.distributed.fsdp_refusals import refuse_uneven
         from fp8cfg.training.distributed.world import current
 
         refuse_uneven(plans, precision, choice.backend, shards(recipe, current().size))

@@ -233,7 +233,7 @@ class Job:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         if self.prepared.fsdp2:
-            from fp8cfg.training.distributed.fsdp import copy_refusal
+            from fp8cfg.training.distributed.fsdp_refusals import copy_refusal
 
             raise TypeError(f"a Job cannot be copied, nor its model: {copy_refusal(self.prepared.shard)}")
         raise TypeError("a Job cannot be copied, its optimizer belongs to one model; build another, or copy job.model: "

@@ -134,7 +134,7 @@ def pipeline(job: Job, world: World) -> Pipeline:
         t, dtype = job.recipe.trainer, DTYPES[job.recipe.precision.compute]
         sync: StageSync | None = None
         if job.prepared.fsdp2:
-            from fp8cfg.training.distributed.fsdp import FullyShardedStages
+            from fp8cfg.training.distributed.fsdp_stages import FullyShardedStages
 
             chunks = [[job.model.get_submodule(f"layers.{n}") for n in chunk] for chunk in here.chunks]
             sync = FullyShardedStages(job.model, job.prepared.shard, chunks)

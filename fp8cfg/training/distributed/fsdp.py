@@ -21,10 +21,8 @@ Beside adapters fsdp splits frozen weights too; others leave them whole on each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial, partialmethod
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -34,19 +32,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.stored_weights import DTYPES
-from fp8cfg.config.backend_capabilities import capabilities
-from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.fsdp_sharding import ZERO, gathered_plain
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import gathered, resolved
+from fp8cfg.config.storage import resolved
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.gathered_weight import refresh_shards
-from fp8cfg.numerics.stored_form import in_stored_form
 from fp8cfg.optim.one_shard import load_into_one, state_dict_of_one
 from fp8cfg.parallel.mesh import fsdp_mesh
 from fp8cfg.report.memory.shards import by_columns
+from fp8cfg.training.distributed.fsdp_refusals import refuse_after_error, refuse_copy, refuse_shards
 from fp8cfg.training.distributed.traffic import on_ring
 from fp8cfg.training.distributed.world import SENT, World, current
 
@@ -58,9 +53,6 @@ if TYPE_CHECKING:
     from fp8cfg.parallel.tensor import TensorRank
 
 
-_PARTS = ("a rank has parts of it; for an average (EMA) keep {name: p.detach().clone() for name, p in "
-          "job.model.named_parameters()}, and for whole weights save a checkpoint")
-_ONE = "FSDP2 has its parameters; fp8cfg.averaged(job) is an average (EMA), and job.model.state_dict() has the weights"
 EACH = ("zero2", "fsdp")
 """Where gradients are summed in each backward pass."""
 _ADDING_FLOAT32: WeakSet[FSDPModule] = WeakSet()
@@ -104,19 +96,11 @@ def _count_sum(world: World, kept: torch.dtype, part: Tensor) -> None:
         part.copy_(part.to(kept))
 
 
-def refuse_uneven(plan: Sequence[PlannedLinear], precision: Precision, backend: str, ranks: int) -> None:
-    """Raise ConfigError where torchao's FP8 all-gather would get shards of different sizes over `ranks`, which nothing pads."""
-    uneven = [p for p in plan if p.fp8 and p.out_features % ranks]
-    if uneven and capabilities(backend).fp8_gather == "cast" and gathered(precision, backend) == "fp8":
-        raise ConfigError(f"storage.gather=fp8: {uneven[0].name} has out_features={uneven[0].out_features}, which {ranks} ranks do "
-                          f"not divide; write storage.gather={precision.compute}, or start another number of ranks")
-
-
 def shard(model: Transformer, precision: Precision, device: str, gradient: torch.dtype) -> None:
-    """Split `model`, in place, over all ranks, which compute on `device`: each layer by itself, then the rest; under zero1 and
-    zero2 what is trained of it. The gradients of gathered weights are in `gradient`. With tensor parallelism over those ranks that
-    have the same part of it, in groups over those of one, which sum gradients with the others. One rank alone gets a process group
-    of its own, to compute what several do."""
+    """Split `model`, in place, over all ranks, which compute on `device`: each layer by itself, then the rest; but under fsdp what
+    is trained of it, under none into one shard each. The gradients of gathered weights are in `gradient`. With tensor parallelism
+    over those ranks that have the same part of it, in groups over those of one, which sum gradients with the others. One rank alone
+    gets a process group of its own, to compute what several do."""
     if not dist.is_initialized():
         current()  # which raises where torchrun has started several
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -136,9 +120,9 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False if once else None, ignored_params=whole,
                     shard_placement_fn=lambda p: Shard(int(p in by_column)))
         if gradient != policy.param_dtype:
-            module.register_forward_pre_hook(partial(_widen_gradients, gradient))
+            module.register_forward_pre_hook(partial(widen_gradients, gradient))
         if chosen == "none" and comm != gradient:
-            module.register_forward_pre_hook(partial(_send_in, comm))
+            module.register_forward_pre_hook(partial(send_in, comm))
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # shares of the loss are weighed where it is (Job.backward)
         module.set_force_sum_reduction_for_comms(True)
@@ -149,22 +133,22 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
         for over in worlds[:-1]:
             module.set_all_reduce_hook(partial(_count_sum, over, kept))
         # In the place of torch's bare AssertionError.
-        type(module).__deepcopy__ = partialmethod(_refuse_copy, chosen)  # type: ignore[attr-defined]
+        type(module).__deepcopy__ = partialmethod(refuse_copy, chosen)  # type: ignore[attr-defined]
     if chosen in ZERO:  # under fsdp shards are what its users expect
-        model.register_state_dict_pre_hook(partial(_refuse_shards, chosen))  # type: ignore[no-untyped-call]
+        model.register_state_dict_pre_hook(partial(refuse_shards, chosen))  # type: ignore[no-untyped-call]
     if chosen == "none":
         model.register_state_dict_post_hook(state_dict_of_one)  # type: ignore[no-untyped-call]
         model.register_load_state_dict_pre_hook(load_into_one)  # type: ignore[no-untyped-call]
 
 
-def _widen_gradients(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
+def widen_gradients(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
     """Let the gradients of a module's gathered weights be in `dtype`, so that microbatches are not rounded as they are added up."""
     for p in module.parameters():
         if p.requires_grad and not isinstance(p, DTensor) and p.grad_dtype != dtype:
             p.grad_dtype = dtype
 
 
-def _send_in(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
+def send_in(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
     """Let a module's gradients be summed over groups in `dtype`. In a policy FSDP2 would add up microbatches in that too, and take
     the dtype of weights for no dtype (torch 2.13)."""
     assert isinstance(module, FSDPModule)
@@ -175,71 +159,16 @@ def _send_in(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
 def microbatch(model: nn.Module, shard: str, last: bool) -> None:
     """Before the passes of a microbatch, the `last` of a step or another one: whether it sums gradients and lets weights go."""
     assert isinstance(model, FSDPModule)
-    _sum(model, last, each=shard in EACH)
+    sums(model, last, each=shard in EACH)
     if shard != "fsdp":
         model.set_reshard_after_backward(last)
 
 
-def _sum(module: FSDPModule, last: bool, each: bool, recurse: bool = True) -> None:
+def sums(module: FSDPModule, last: bool, each: bool, recurse: bool = True) -> None:
     """Whether the next backward pass sums gradients into shards, the `last` of a step or `each`; and over groups of ranks, which
     sum once a step, but where the parts of a group are added up in fewer bits than float32."""
     module.set_requires_gradient_sync(last or each, recurse=recurse)
     module.set_requires_all_reduce(last or (each and module not in _ADDING_FLOAT32), recurse=recurse)
-
-
-class FullyShardedStages:
-    """The shards of a pipeline rank's parameters: embedding, last norm and output layer are gathered before the passes of a step,
-    for no pass goes through the whole model, and summed in the last one of their chunk, under zero2 and fsdp in each: later passes
-    bring them no gradients, and FSDP2 then sums nothing (torch 2.13). Layers are gathered and summed as without a pipeline."""
-
-    def __init__(self, model: nn.Module, shard: str, chunks: Sequence[Sequence[nn.Module]]) -> None:
-        assert isinstance(model, FSDPModule)
-        self.model, self.each, self.shard = model, shard in EACH, shard
-        self.outer = chunks[-1 if model.output_layer is not None else 0]
-        for layers in chunks:
-            for before, layer in pairwise((model, *layers)):
-                assert isinstance(layer, FSDPModule) and isinstance(before, FSDPModule)
-                # Torch 2.13 prefetches what the last forward pass had before the layer: another microbatch's, or chunk's.
-                layer.set_modules_to_backward_prefetch([before])
-        # What the first forward pass of the root does, before which its layers would each be roots (torch 2.13).
-        model._get_fsdp_state()._lazy_init()
-
-    def begin(self) -> None:
-        """Gather what no layer gathers."""
-        self.model.set_reshard_after_backward(False, recurse=self.shard != "fsdp")  # `drop` says otherwise
-        self.model.unshard()
-        for hook in self.model._forward_pre_hooks.values():
-            if isinstance(hook, partial) and hook.func in (_widen_gradients, _send_in):
-                hook(self.model, ())
-
-    def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
-        """Whether the next backward pass sums gradients: of all microbatches under zero2 and fsdp, else in the last of `layers`,
-        those of embedding and output layer too where these are in the same chunk."""
-        for layer in layers:
-            assert isinstance(layer, FSDPModule)
-            _sum(layer, last, self.each)
-        _sum(self.model, last and layers[0] is self.outer[0], self.each, recurse=False)
-        self.model.set_is_last_backward((first and last) or self.each)  # which ends with nothing on its way
-
-    def end(self) -> None:
-        """Free what was gathered."""
-        let_go(self.model)
-
-
-def _refuse_shards(shard: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raise where weights are asked for that anyone could use: a rank has shards, which `torch.save` would take for whole ones."""
-    if not in_stored_form():
-        raise RuntimeError(f"under storage.shard={shard} no rank has whole weights; save a checkpoint with fp8cfg.fit, or write "
-                           "storage.shard=none")
-
-
-def copy_refusal(shard: str) -> str:
-    """Why a model is not copied under storage.shard, and what to do."""
-    return f"under storage.shard={shard} {_ONE if shard == 'none' else _PARTS}"
-
-
-def _refuse_copy(module: nn.Module, shard: str, memo: dict[int, Any]) -> NoReturn:
-    raise TypeError(f"the model cannot be copied: {copy_refusal(shard)}")
 
 
 def let_go(model: nn.Module) -> None:
@@ -265,7 +194,7 @@ def drop(model: nn.Module, shard: str) -> None:
     if model._get_fsdp_state()._is_root is None:
         return  # before the first forward pass, which makes what is reset
     if not hasattr(model, "reset_iter_state"):  # it is torch 2.13's; the branch goes when pyproject.toml asks for that
-        model.register_forward_pre_hook(_refuse_after_error, prepend=True)
+        model.register_forward_pre_hook(refuse_after_error, prepend=True)
         return
     model.reset_iter_state()
     for module in model.modules():
@@ -273,10 +202,6 @@ def drop(model: nn.Module, shard: str) -> None:
             for p in group.fsdp_params:
                 if hasattr(p, "_unsharded_param"):  # whose gradients torch 2.13 leaves
                     p._unsharded_param.grad = p.unsharded_accumulated_grad = None
-
-
-def _refuse_after_error(module: nn.Module, args: Any) -> NoReturn:
-    raise RuntimeError("a step was broken off, and before torch 2.13 FSDP2 does not drop what it left: build another job")
 
 
 def gathered_weights(model: nn.Module) -> list[Tensor]:
