@@ -175,9 +175,13 @@ def _gathered(job: Job) -> list[Tensor]:
 
 def _partial_sums(job: Job) -> list[Tensor]:
     """The shards of gradients that one group of ranks has summed, which are gradients once all have."""
+    if not job.prepared.fsdp2:
+        return []
     from torch.distributed.fsdp import FSDPModule
 
-    groups = [g for m in job.model.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups]
+    from fp8cfg.training.distributed.fsdp import parameter_groups
+
+    groups = [group for module in job.model.modules() if isinstance(module, FSDPModule) for group in parameter_groups(module)]
     return [group._partial_reduce_output for group in groups if group._partial_reduce_output is not None]
 
 

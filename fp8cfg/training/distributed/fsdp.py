@@ -152,7 +152,7 @@ def send_in(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
     """Let a module's gradients be summed over groups in `dtype`. In a policy FSDP2 would add up microbatches in that too, and take
     the dtype of weights for no dtype (torch 2.13)."""
     assert isinstance(module, FSDPModule)
-    for group in module._get_fsdp_state()._fsdp_param_groups:  # after the first forward pass has set it
+    for group in parameter_groups(module):  # after the first forward pass has set it
         group._reduce_dtype = dtype
 
 
@@ -198,10 +198,19 @@ def drop(model: nn.Module, shard: str) -> None:
         return
     model.reset_iter_state()
     for module in model.modules():
-        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+        for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
             for p in group.fsdp_params:
                 if hasattr(p, "_unsharded_param"):  # whose gradients torch 2.13 leaves
                     p._unsharded_param.grad = p.unsharded_accumulated_grad = None
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """The groups of parameters that `module` gathers at once. Before torch 2.13 there is one; the branch goes when pyproject.toml
+    asks for that."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return [*state._fsdp_param_groups]
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def gathered_weights(model: nn.Module) -> list[Tensor]:
