@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.report.memory.layout import Part, cut
+from fp8cfg.report.memory.layout import Part, shard_degree
 
 NUMBER = 4
 """Bytes of a float32."""
@@ -82,7 +82,7 @@ def same_parameters(part: Part) -> Axis:
 
 def over_shards(recipe: Recipe, part: Part) -> Axis:
     """The ranks of these that have other shards of FSDP2's, and this one."""
-    return same_parameters(part)._replace(ranks=cut(recipe, part))
+    return same_parameters(part)._replace(ranks=shard_degree(recipe, part))
 
 
 def together(every: Iterable[Collective]) -> list[Collective]:

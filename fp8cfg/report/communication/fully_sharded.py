@@ -11,7 +11,7 @@ from fp8cfg.config.storage import PER_TENSOR, fp8_weights, gathered, others, res
 from fp8cfg.report.communication.collectives import Axis, Collective, over_shards, same_parameters
 from fp8cfg.report.communication.fp8_shards import amaxes_of_cut_tiles, gathered_bytes
 from fp8cfg.report.communication.shared_amaxes import of_written_weight
-from fp8cfg.report.memory.layout import Part, cut, local_shapes, split_dimension
+from fp8cfg.report.memory.layout import Part, local_shapes, shard_degree, split_dimension
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.memory.shards import parameter_columns, shard_elements, summed_with, trained_shapes
 
@@ -23,7 +23,7 @@ def fully_sharded(recipe: Recipe, part: Part, linears: list[PlannedLinear], back
     float32 as often as they are added up; under none each rank is one. Weights beside adapters have no gradients, and are gathered
     under fsdp alone."""
     p, shard = recipe.precision, sharding(recipe.precision, part.shards)
-    axis, ranks = over_shards(recipe, part), cut(recipe, part)
+    axis, ranks = over_shards(recipe, part), shard_degree(recipe, part)
     apart = same_parameters(part) if shard == "none" else Axis("replicate", part.groups)
     weight, sent, sums = CODEC[gathered_plain(p)], CODEC[resolved(p)["comm"]], passes if shard in ("zero2", "fsdp") else 1
     # Sums, as training/distributed/fsdp.py keeps them.

@@ -12,7 +12,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, others
 from fp8cfg.report.communication.collectives import NUMBER, Axis, Collective, same_parameters
 from fp8cfg.report.memory.gradient_sums import MESSAGE
-from fp8cfg.report.memory.layout import Part, cut, local_shapes, split_dimension
+from fp8cfg.report.memory.layout import Part, local_shapes, shard_degree, split_dimension
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.memory.shards import parameter_columns, shard_rows, trained_shapes
 
@@ -48,7 +48,7 @@ def shared_gradients(recipe: Recipe, part: Part, backend: str, rank: int | None 
     of a tied embedding over the stages that have it."""
     heads = ("q_layernorm", "k_layernorm")
     sharded = by_fsdp2(recipe, part.shards, backend)
-    ranks = cut(recipe, part) if sharded else 1
+    ranks = shard_degree(recipe, part) if sharded else 1
     own = [prod((shard_rows(shape[0], ranks, (rank or 0) % ranks), *shape[1:]))
            for name, shape in local_shapes(recipe, part).items()
            if split_dimension(recipe, name) is None and (part.sequence_parallel or name.split(".")[-2] in heads)]

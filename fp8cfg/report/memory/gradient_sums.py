@@ -13,7 +13,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import PER_TENSOR, SCALED, others, resolved, sharding
-from fp8cfg.report.memory.layout import Part, cut, local_shapes, microbatches
+from fp8cfg.report.memory.layout import Part, local_shapes, microbatches, shard_degree
 from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.memory.shards import owner_of, parameter_columns, shard_rows, stored_gradients, summed_with, trained_shapes
 
@@ -85,7 +85,7 @@ def _tied(recipe: Recipe, part: Part, backend: str) -> int:
         return 0
     rows, width = local_shapes(recipe, part)["embedding.weight"]
     if by_fsdp2(recipe, part.shards, backend):
-        return shard_rows(rows, cut(recipe, part)) * width * 4
+        return shard_rows(rows, shard_degree(recipe, part)) * width * 4
     return int(rows * width * CODEC[others(recipe.precision)["weight_grad"]])
 
 

@@ -167,8 +167,8 @@ def summed_at_the_end(recipe: Recipe, part: Part) -> bool:
     return sharding(recipe.precision, part.shards) in ("none", "zero1") and microbatches(recipe, part) > 1
 
 
-def cut(recipe: Recipe, part: Part) -> int:
-    """The ranks over which FSDP2 splits each tensor: one under storage.shard=none, which leaves it whole on each."""
+def shard_degree(recipe: Recipe, part: Part) -> int:
+    """Shard degree: the ranks over which FSDP2 splits each tensor; 1 under storage.shard=none, which leaves it whole on each."""
     return 1 if sharding(recipe.precision, part.shards) == "none" else part.shards
 
 

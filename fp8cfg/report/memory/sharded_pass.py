@@ -23,7 +23,7 @@ from typing import NamedTuple
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_weights, gathered, gathers_params, resolved, sharding
-from fp8cfg.report.memory.layout import Part, cut, local_shapes, microbatches, summed_at_the_end
+from fp8cfg.report.memory.layout import Part, local_shapes, microbatches, shard_degree, summed_at_the_end
 from fp8cfg.report.memory.operands import CODEC, held_beside
 from fp8cfg.report.memory.shards import parameter_columns, summed_with, trained_shapes
 
@@ -43,7 +43,7 @@ class ShardedPass:
     def __init__(self, recipe: Recipe, device: str, part: Part, linears: list[PlannedLinear], backend: str, each: float) -> None:
         p, passes = recipe.precision, microbatches(recipe, part)
         shard, comm = sharding(p, part.shards), CODEC[resolved(p)["comm"]]
-        zero2, self.fsdp, self.shards, self.each = shard == "zero2", shard == "fsdp", cut(recipe, part), each
+        zero2, self.fsdp, self.shards, self.each = shard == "zero2", shard == "fsdp", shard_degree(recipe, part), each
         self.adds_up = summed_at_the_end(recipe, part)
         """Whether all microbatches of a step are added up in whole gradients, and reduced in the last pass."""
         self.fresh = 0.0 if self.adds_up else each

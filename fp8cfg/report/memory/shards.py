@@ -17,7 +17,7 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, Columns, columns_of, low_bit, sharding
 from fp8cfg.layer_plan import adapted, transformer_config
 from fp8cfg.report import chart
-from fp8cfg.report.memory.layout import Part, cut, local_shapes, microbatches, split_dimension
+from fp8cfg.report.memory.layout import Part, local_shapes, microbatches, shard_degree, split_dimension
 from fp8cfg.report.memory.operands import CODEC, CODEC_BLOCK, stored_bytes
 from fp8cfg.report.memory.owners import owners
 
@@ -44,7 +44,7 @@ def state_bytes(recipe: Recipe, part: Part, linears: list[PlannedLinear], backen
         split = SPLIT["fsdp" if shard == "fsdp" else "zero2"]
         masters = {} if shard == "fsdp" else {"master_weight": "fp32"}
         columns = {name: {**one, **masters} for name, one in columns.items()}
-        ranks = cut(recipe, part)
+        ranks = shard_degree(recipe, part)
         own = {name: shard_elements(recipe, name, shape, ranks, (rank or 0) % ranks) for name, shape in shapes.items()}
     elif split:
         owner, loads = owner_of(recipe, part, linears)
@@ -89,7 +89,7 @@ def until_stored(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -
         return 0
     shapes, more = trained_shapes(recipe, part), 0
     for name, codec in stored_gradients(recipe, part, linears).items():
-        count = shard_elements(recipe, name, shapes[name], cut(recipe, part))
+        count = shard_elements(recipe, name, shapes[name], shard_degree(recipe, part))
         more += 4 * count - stored_bytes(codec, count)
     return more
 
@@ -107,7 +107,7 @@ def whole_blocks(shape: tuple[int, ...], ranks: int) -> bool:
 
 def keeps_blocks(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...], by_rows: bool) -> bool:
     """Whether what a rank has of the parameter `name`, of that `shape` in `part`, is whole blocks, also where FSDP2 cuts it."""
-    return (not by_rows or whole_blocks(shape, cut(recipe, part))) and blocks_of_columns(recipe, part, name, shape)
+    return (not by_rows or whole_blocks(shape, shard_degree(recipe, part))) and blocks_of_columns(recipe, part, name, shape)
 
 
 def blocks_of_columns(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...]) -> bool:

@@ -17,7 +17,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.config.fsdp_sharding import by_fsdp2
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, fp8_layers_alone, others, resolved
-from fp8cfg.report.memory.layout import Part, cut, microbatches
+from fp8cfg.report.memory.layout import Part, microbatches, shard_degree
 from fp8cfg.report.memory.operands import CODEC, stored_bytes
 from fp8cfg.report.memory.sharded_pass import ShardedPass
 from fp8cfg.report.memory.shards import parameter_columns, stored_gradients, summed_with, trained_shapes
@@ -85,4 +85,4 @@ def single_pass(
         return None
     if not by_fsdp2(recipe, part.shards, backend):
         return SinglePass(recipe, part, linears)
-    return OneShardPass(recipe, device, part, linears, backend, each) if cut(recipe, part) == 1 else None
+    return OneShardPass(recipe, device, part, linears, backend, each) if shard_degree(recipe, part) == 1 else None

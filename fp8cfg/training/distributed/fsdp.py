@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from fp8cfg.parallel.tensor import TensorRank
 
 
-EACH = ("zero2", "fsdp")
+REDUCED_IN_EACH_PASS = ("zero2", "fsdp")
 """Where gradients are summed in each backward pass."""
 _ADDING_FLOAT32: WeakSet[FSDPModule] = WeakSet()
 """The modules whose parts of a group are added up in float32."""
@@ -159,7 +159,7 @@ def send_in(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
 def microbatch(model: nn.Module, shard: str, last: bool) -> None:
     """Before the passes of a microbatch, the `last` of a step or another one: whether it sums gradients and lets weights go."""
     assert isinstance(model, FSDPModule)
-    sums(model, last, each=shard in EACH)
+    sums(model, last, each=shard in REDUCED_IN_EACH_PASS)
     if shard != "fsdp":
         model.set_reshard_after_backward(last)
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8cfg.training.distributed.fsdp import EACH, let_go, send_in, sums, widen_gradients
+from fp8cfg.training.distributed.fsdp import REDUCED_IN_EACH_PASS, let_go, send_in, sums, widen_gradients
 
 
 class FullyShardedStages:
@@ -19,7 +19,7 @@ class FullyShardedStages:
 
     def __init__(self, model: nn.Module, shard: str, chunks: Sequence[Sequence[nn.Module]]) -> None:
         assert isinstance(model, FSDPModule)
-        self.model, self.each, self.shard = model, shard in EACH, shard
+        self.model, self.each, self.shard = model, shard in REDUCED_IN_EACH_PASS, shard
         self.outer = chunks[-1 if model.output_layer is not None else 0]
         for layers in chunks:
             for before, layer in pairwise((model, *layers)):
