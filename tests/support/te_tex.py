@@ -56,6 +56,8 @@ def generic_gemm(
 ) -> Any:  # fmt: skip
     assert alpha == 1.0 and comm_overlap is None
     assert quantizer is None and not gelu
+    if (kind(A) == "high precision") != (kind(B) == "high precision"):  # cublaslt_gemm.cu's CanonicalizeGemmInput, and cuBLASLt
+        raise RuntimeError(f"inputs A and B to GEMM need to have compatible scaling modes, but got {kind(A)} and {kind(B)}")
     CALLS.append(f"{'NT'[transA]}{'NT'[transB]} {kind(B)} x {kind(A)}")
     a, b = (v.reshape(-1, v.shape[-1]) for v in (values(A, transA), values(B, not transB)))
     y = (b.t() if transB else b) @ (a.t() if transA else a)

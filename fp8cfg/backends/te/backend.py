@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -112,18 +111,10 @@ def autocast(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     te = importlib.import_module("transformer_engine.pytorch")
     histories = [] if torch.is_grad_enabled() else [h for layer in watched for h in layer.forward_histories()]
     kept = [history[0].clone() for history in histories]
-    with nullcontext() if enabled else _quiet(), entered(te, enabled, watched[0].recipe):
+    with entered(te, enabled, watched[0].recipe):
         yield
     for history, row in zip(histories, kept, strict=True):
         history[0] = row
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the warning about quantized weights in high precision, which the recipe asks for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "You are using quantized weights without quantized compute")
-        yield
 
 
 def observed(model: nn.Module) -> Observed:

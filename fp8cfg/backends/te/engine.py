@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from fp8cfg.backends.flops import count
 from fp8cfg.backends.gemm_plan import HIGH_PRECISION, Kinds
 from fp8cfg.backends.te.layers import TELinear
+from fp8cfg.backends.te.state import is_quantized
 from fp8cfg.numerics.decoded_weight import operand
 
 Parameters = Mapping[str, tuple[nn.Module, str]]
@@ -36,10 +38,10 @@ class Engine:
         module.register_forward_hook(self._after)
 
     def share(self, decoded: bool = False) -> None:
-        """Give `module` the Parameters that the model has now, as they are stored, or the values of those that are held in a
-        codec, `decoded` anew."""
+        """Give `module` the Parameters that the model has now, as they are stored, or of weights what a pass multiplies, `decoded`
+        anew."""
         for name, (owner, attribute) in self.parameters.items():
-            parameter = operand(owner) if decoded and attribute == "weight" else owner._parameters[attribute]
+            parameter = _multiplied(owner) if decoded and attribute == "weight" else owner._parameters[attribute]
             if parameter is not getattr(self.module, name):
                 self.module._parameters[name] = parameter  # setattr would refuse what is decoded
 
@@ -77,6 +79,19 @@ class Engine:
                 products = {"dgrad": kinds} if x.requires_grad or n else {}
                 products |= {"wgrad": kinds} if linear.parameter.requires_grad else {}
                 y.register_hook(partial(_note, linear.ran, products))  # type: ignore[no-untyped-call]
+
+
+def _multiplied(owner: nn.Module) -> Tensor:
+    """The weight of `owner` that a pass multiplies: the value of one in a codec, and in high precision of one that is quantized.
+    Transformer Engine's LayerNormMLP dequantizes weights of one scale alone, others end in its product (2.20,
+    module/layernorm_mlp.py)."""
+    weight: Any = operand(owner)
+    return weight.dequantize() if is_quantized(weight) and not manager().is_fp8_enabled() else weight
+
+
+def manager() -> Any:
+    """The class that holds Transformer Engine's state of FP8, in the module where it always was."""
+    return importlib.import_module("transformer_engine.pytorch.module.base").FP8GlobalStateManager
 
 
 def _output(made: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -6,7 +6,6 @@ before it both are there: no tensor is read once more, and nothing waits. Its ot
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8cfg.backends.te.engine import Engine, kind
+from fp8cfg.backends.te.engine import Engine, kind, manager
 from fp8cfg.numerics.formats import E4M3, E5M2
 from fp8cfg.numerics.scaling import range_used
 
@@ -76,9 +75,8 @@ def watch_ranges(engines: Sequence[Engine]) -> None:
     its function is replaced, once for the process."""
     if not engines or not engines[0].recipe.delayed():
         return
-    manager: Any = importlib.import_module("transformer_engine.pytorch.module.base").FP8GlobalStateManager
     RangeWatch(engines)
-    update = manager.reduce_and_update_fp8_tensors
+    update = manager().reduce_and_update_fp8_tensors
     if hasattr(update, "takes_ranges"):
         return
 
@@ -88,4 +86,4 @@ def watch_ranges(engines: Sequence[Engine]) -> None:
         update(forward)
 
     reduce_and_update_fp8_tensors.takes_ranges = True  # type: ignore[attr-defined]
-    manager.reduce_and_update_fp8_tensors = staticmethod(reduce_and_update_fp8_tensors)
+    manager().reduce_and_update_fp8_tensors = staticmethod(reduce_and_update_fp8_tensors)
