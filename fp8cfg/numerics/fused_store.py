@@ -81,9 +81,12 @@ def store_recorded(
     return store(master, scaling, scale)
 
 
-def store_scaled(t: Tensor, scaling: Scaling, scale: Tensor) -> Stored:
-    """`store` of some rows of a matrix with its one scale [], which is not 0."""
+def store_scaled(t: Tensor, scaling: Scaling, scale: Tensor, record: Tensor | None = None) -> Stored:
+    """`store` of some rows of a matrix with its one scale [], which is not 0. Kernels count its overflow, and plain operations do
+    where there is a `record`, [], of its amax."""
     if not fuses_store(t) or not fuses(t, scaling, None):
+        if record is not None:
+            count_values(t, WEIGHT, record, scale, scaling.forward)
         return store(t, scaling, scale)
     made, of = _empty(t, scaling.forward.dtype), scale.view(1)
     store_tensor(t.contiguous(), of, None, of, scaling.forward.max, False, 0, *made)

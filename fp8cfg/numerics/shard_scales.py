@@ -121,12 +121,10 @@ def quantized_shard(
     shard: Tensor, scaling: Scaling, place: ShardPlace, known: ShardScales, history: Tensor | None = None
 ) -> Stored:
     """The shard [rows, in] in float8, with the scales of its tiles, and of those that are cut with all of the weight's. An infinite
-    amax of the others goes into row 0 of `history`, if it is given."""
-    fmt = scaling.forward
-    if history is not None:
-        count_values(shard, WEIGHT, history[0, WEIGHT], known.scale, fmt)
+    amax of the others goes into row 0 of `history`, which has that of the cut ones, and the overflow is counted, if it is given."""
+    fmt, record = scaling.forward, None if history is None else history[0, WEIGHT]
     if known.scale is not None:
-        return store_scaled(shard, scaling, known.scale)
+        return store_scaled(shard, scaling, known.scale, record)
     if not known.tiles and (four := store_four_bits_fused(shard, scaling, history, amax=known.amax)):
         return four
     made = store_tiles_fused(shard, scaling, [axis for axis, _ in _tiles(scaling) if axis not in known.tiles], history)
@@ -138,13 +136,14 @@ def quantized_shard(
         if (cut := known.tiles.get(axis)) is not None:
             data, decode = rounded(shard.float() * _of_rows(cut.encode, shard, tile, place), fmt), cut.decode
         elif len(shard):
-            record = None if history is None else history[0, WEIGHT]
             q = quantize_tiles(shard, tile, fmt, scaling, fmt.dtype, known.whole, record=record)
             assert q.scale_inv is not None
             data, decode = q.data, q.scale_inv
         else:
             data, decode = shard.to(fmt.dtype), torch.zeros(0, _grid((1, shard.shape[1]), tile)[1], device=shard.device)
         fields |= dict(zip(FIELDS[axis], (data, pack(decode, scaling)), strict=True))
+    if record is not None and not made:
+        count_values(shard, WEIGHT, record, None, fmt)
     return Stored(**fields, global_scale_inv=None if known.whole is None else known.whole.reciprocal())
 
 

@@ -18,7 +18,8 @@ from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.fp8_weights import Stored, store
 from fp8cfg.numerics.fused_store import store_recorded
 from fp8cfg.numerics.gathered_weight import WeightShard, refresh_shards
-from fp8cfg.numerics.scaling import WEIGHT, amax_of, scale_now
+from fp8cfg.numerics.overflowed_values import take_values
+from fp8cfg.numerics.scaling import WEIGHT, amax_of, record_amax, scale_now
 from fp8cfg.numerics.shard_scales import (
     ShardPlace,
     ShardScales,
@@ -63,7 +64,12 @@ def test_shards_are_the_rows_of_the_whole_weight(name: str, rows: int, columns: 
     known = ShardScales(scale) if scale is not None else shard_scales(amaxes, scaling, places[0])
     if scale is not None:
         assert torch.equal(amaxes[0], amax_of(weight))
-    parts = [quantized_shard(shard, scaling, place, known) for shard, place in zip(shards, places, strict=True)]
+    seen = torch.zeros(1, 3)
+    for amax in amaxes:  # as `refresh_shards` records them
+        record_amax(seen[0, WEIGHT], torch.where(amax >= 0, amax, 0).amax())
+    take_values(weight.device)
+    parts = [quantized_shard(shard, scaling, place, known, seen.clone()) for shard, place in zip(shards, places, strict=True)]
+    assert take_values(weight.device)[1] == (odd == math.inf), "counted by the rank that has it"
     split = split_fields(scaling, places[0])
     for field in Stored._fields:
         expected, mine = getattr(whole, field), [getattr(part, field) for part in parts]
