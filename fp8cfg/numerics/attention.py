@@ -31,7 +31,6 @@ from fp8cfg.numerics.autocast_region import Region
 from fp8cfg.numerics.fp8_state_dict import complete_delayed
 from fp8cfg.numerics.gemm import encode
 from fp8cfg.numerics.gemm_operand import Operand, in_dtype
-from fp8cfg.numerics.overflowed_values import count_values
 from fp8cfg.numerics.pass_records import AMAX, amax_record
 from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.scaling import (
@@ -45,6 +44,7 @@ from fp8cfg.numerics.scaling import (
     scale_now,
 )
 from fp8cfg.numerics.stored_form import in_stored_form, persistent
+from fp8cfg.numerics.unfused_counts import count_values
 
 QKV, S, OUT, DOUT, DP, DQKV = range(6)  # columns of the scales and the amax history
 ROLES = (INPUT, INPUT, INPUT, GRAD_OUTPUT, GRAD_OUTPUT, GRAD_OUTPUT)

@@ -25,8 +25,9 @@ from fp8cfg.numerics.fused_quantize import (
     fuses_tiles,
     scale_source,
 )
-from fp8cfg.numerics.overflowed_values import count_values, counter
+from fp8cfg.numerics.overflowed_values import counter
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, amax_of, scale_now
+from fp8cfg.numerics.unfused_counts import count_values
 from fp8cfg.scalings import Tile
 
 LEAST = (8, 9)

@@ -26,9 +26,9 @@ from fp8cfg.numerics.fused_quantize import fuses, fuses_tiles, quantize_fused, q
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, gemm
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.nvfp4 import quantize_nvfp4
-from fp8cfg.numerics.overflowed_values import count_values
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, scale_now
+from fp8cfg.numerics.unfused_counts import count_values
 
 Products = tuple[bool, bool, bool]  # one flag for each of fprop, dgrad, wgrad
 CONTRACTED = {

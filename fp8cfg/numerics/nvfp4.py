@@ -26,10 +26,10 @@ from fp8cfg.numerics.fused_nvfp4 import fuses_four_bits, quantize_four_bits_fuse
 from fp8cfg.numerics.fused_quantize import amax_where_unset
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.host_copy import sent
-from fp8cfg.numerics.overflowed_values import count_values
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import Scaling, record_amax
 from fp8cfg.numerics.stochastic_rounding import Random
+from fp8cfg.numerics.unfused_counts import count_values
 
 
 def _matrix() -> Tensor:

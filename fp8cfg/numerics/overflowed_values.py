@@ -1,12 +1,12 @@
 """Overflowed values: how many elements of FP8 tensors were clipped or infinite, counted where they are quantized.
 
-A kernel counts the elements that it has at hand, where their amax, which it has too, says that some do not fit; on a CPU, where
-nothing waits, plain code reads such a tensor once more. A step in which all fits pays nothing. What a pass counts is added up, over
-the microbatches too. One that is computed again in a backward pass counts nothing: its tensors were counted in their first pass.
-Plain operations on a GPU and compiled ones on a CPU count nothing.
+A kernel counts the elements that it has at hand, where their amax, which it has too, says that some do not fit; a tensor that plain
+operations quantize is read once more then (unfused_counts.py). A step in which all fits reads nothing. What a pass counts is added
+up, over the microbatches too. One that is computed again in a backward pass counts nothing: its tensors were counted in their first
+pass.
 
-A device has one counter for all layers. Kernels add to it, and no compiler knows of it, for no graph reads it. Each step has a
-place of its own in a ring that was made of zeros: no launch clears one, and steps that are launched ahead are apart.
+A device has one counter for all layers. Kernels and operators add to it, and no compiler knows of it, for no graph reads it. Each
+step has a place of its own in a ring that was made of zeros: no launch clears one, and steps that are launched ahead are apart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fp8cfg.numerics.formats import Format
 from fp8cfg.numerics.scaling import GRAD_OUTPUT
 
 PLACES = 512
@@ -69,17 +68,3 @@ def take_values(device: torch.device) -> Tensor:
     if ring.at == PLACES:  # now, for FSDP2 quantizes on a stream of its own, which waits for this one as a step begins
         _rings[device] = _Ring(device)
     return place
-
-
-def count_values(t: Tensor, role: int, amax: Tensor, scale: Tensor | None, fmt: Format) -> None:
-    """Count what of `t`, any shape and float dtype, does not fit into `fmt` under `scale`, [], or is infinite, in code on a CPU
-    that is not compiled. No value of `t` is larger than `amax`, []. Without a `scale` finite values fit."""
-    if t.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    most = amax.item()
-    if most < torch.inf and (scale is None or most * scale.item() <= fmt.reach):
-        return
-    a = t.detach().abs()
-    infinite = (a == torch.inf).sum()
-    beyond = infinite if scale is None else (a.float() * scale > fmt.reach).sum()
-    counter(t.device, role)[:2] += torch.stack([beyond - infinite, infinite])

@@ -18,9 +18,9 @@ from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.block_scaling import Scales, first_level_of, scales_of_amaxes, sizes, tile_amax, tiled
 from fp8cfg.numerics.fp8_weights import Stored, pack
 from fp8cfg.numerics.fused_store import amaxes_of, store_four_bits_fused, store_scaled, store_tiles_fused
-from fp8cfg.numerics.overflowed_values import count_values
 from fp8cfg.numerics.quantize import quantize_tiles, rounded
 from fp8cfg.numerics.scaling import WEIGHT, Scaling
+from fp8cfg.numerics.unfused_counts import count_values
 from fp8cfg.scalings import SCALE_BYTES, Tile
 
 FIELDS = {1: ("data", "scale_inv"), 0: ("dgrad", "dgrad_scale_inv")}

@@ -40,6 +40,7 @@ def state(scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     ("quantize_blocks", (128, E5M2.dtype, True, False, True, False, state()[1], 2, None, None)),
     ("quantize_blocks", (32, E4M3.dtype, False, False, True, True, state()[1], 1, None, None)),
     ("quantize_blocks", (0, E4M3.dtype, True, False, False, True, state()[1], 1, None, torch.ones(96))),
+    ("count_overflow", (torch.ones(()), None, 0, E4M3.reach)), ("count_overflow", (torch.ones(()), torch.tensor(E5M2.max), 2, E5M2.reach)),
     ("quantize_four_bits", (True, None, None, 0, state()[1], 1, None)),
     ("quantize_four_bits", (False, torch.tensor([1, 2], dtype=torch.int32), torch.tensor(3, dtype=torch.int32), 1, None, 2, torch.ones(()))),
 ])  # fmt: skip

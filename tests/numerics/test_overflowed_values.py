@@ -1,4 +1,4 @@
-"""Counts of clipped and infinite values in layers: of each tensor once, where it is quantized first."""
+"""Counts of clipped and infinite values in layers: of each tensor once, where it is quantized first; the same in compiled code."""
 
 from __future__ import annotations
 
@@ -89,6 +89,56 @@ def test_infinite_values_are_counted_once_however_many_products_read_them(kind: 
     microbatch(model, x, gradient, again=True)
     clipped, infinite = taken()
     assert infinite == 8 and (clipped == 0 or kind == "delayed te")
+
+
+def counts_of_steps(scaling: Scaling, backend: str, again: bool) -> list[list[float]]:
+    """Of four steps of two microbatches and an evaluation: as scales know tensors, of larger ones, of infinite ones, and of an infinite
+    weight too. `again` computes forward passes again, inside of the graph where there is a `backend`."""
+    layers, counts = nn.ModuleList([layer(scaling), layer(scaling)]), []
+
+    def both(x: Tensor) -> Tensor:  # which read one tensor, whose amax a graph has once
+        return layers[0](x) + layers[1](x)
+
+    def passed(x: Tensor) -> Tensor:
+        y = checkpoint(both, x, use_reentrant=False) if again else both(x)
+        assert isinstance(y, Tensor)
+        return y
+
+    torch._dynamo.reset()
+    forward = torch.compile(passed, fullgraph=True, backend=backend) if backend else passed
+    for step in range(4):
+        torch.manual_seed(step)
+        x, gradient = torch.randn(64, 32) * 3**step, torch.randn(64, 48) * 5**step
+        if step >= 2:
+            x[3, 3:5], gradient[5:9, 7] = torch.inf, -torch.inf
+        if step == 3:
+            layers[1].weight.data[1, 2] = torch.inf
+        for _ in range(2):
+            forward(x.clone().requires_grad_()).backward(gradient)
+        update_scales([*layers], step=step + 1)  # type: ignore[list-item]
+        counts.append(taken())
+        with torch.no_grad():
+            forward(x)
+    taken()
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "backend", "again"), [
+    ("delayed", "inductor", False), ("delayed", "aot_eager", True), ("delayed te", "aot_eager", False), ("current", "aot_eager", True),
+    ("row", "aot_eager", False), ("mxfp8", "aot_eager", False), ("block", "aot_eager", True), ("nvfp4", "aot_eager", False)])  # fmt: skip
+def test_compiled_code_counts_what_eager_code_does(kind: str, backend: str, again: bool) -> None:
+    eager = counts_of_steps(SCALINGS[kind], "", again)
+    assert [infinite for _, infinite in eager] == [0, 0, 24, 26] and (eager[1][0] > 1000) == kind.startswith("delayed")
+    assert counts_of_steps(SCALINGS[kind], backend, again) == eager
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_that_is_computed_again_counts_once() -> None:
+    model, x = layer(SCALINGS["current"]), torch.randn(64, 32)
+    x[3, 3:5] = torch.inf
+    microbatch(torch.compile(model, fullgraph=True, backend="aot_eager"), x, torch.randn(64, 48), again=True)  # type: ignore[arg-type]
+    assert taken() == [0, 2]
 
 
 @pytest.mark.parametrize("again", [False, True])

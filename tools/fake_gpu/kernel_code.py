@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-AMAXES, FOUR_BITS = "amaxes_of_parts", "cast_blocks NVFP4"
-"""The kernels that convert nothing: one only reads, the other makes its codes by arithmetic."""
+AMAXES, COUNT, FOUR_BITS = "amaxes_of_parts", "count_overflow", "cast_blocks NVFP4"
+"""The kernels that convert nothing: two only read, the other makes its codes by arithmetic."""
 
 
 class Resources(NamedTuple):
@@ -56,7 +56,7 @@ def compiled() -> dict[str, Any]:
     """The kernels, compiled for the GPU that is there."""
     import torch
 
-    from fp8cfg.numerics import E4M3, E5M2, triton_block_kernel, triton_kernels, triton_row_kernel
+    from fp8cfg.numerics import E4M3, E5M2, triton_block_kernel, triton_count_kernel, triton_kernels, triton_row_kernel
 
     found: dict[str, Any] = {}
     seen, counts = torch.zeros((), device="cuda"), torch.zeros(4, device="cuda")
@@ -65,6 +65,8 @@ def compiled() -> dict[str, Any]:
             t, parts = torch.zeros(256, 512, device="cuda", dtype=dtype), torch.empty(triton_kernels.PARTS, device="cuda")
             name = f"{AMAXES} {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')}"
             found[name] = triton_kernels.amaxes_of_parts(t, parts, torch.ones(3, device="cuda") if delayed else None)
+            name = f"{COUNT} {'of one scale' if delayed else 'of tiles'} {str(dtype).removeprefix('torch.')}"
+            found[name] = triton_count_kernel.count(t, seen, torch.ones((), device="cuda") if delayed else None, counts, E4M3.reach)
     for delayed in (True, False):
         for fmt, dtype in ((E4M3, torch.bfloat16), (E4M3, torch.float32), (E5M2, torch.bfloat16)):
             t = torch.zeros(256, 512, device="cuda", dtype=dtype)
