@@ -113,6 +113,8 @@ def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[],
         found[f"step bf16_fp8 {ran}"] = partial(cases.step, *accumulating, compile=how)
         found[f"step bf16_fp8 transposes kept {ran}"] = partial(cases.step, *accumulating, kept, compile=how)
     found["step bf16_fp8 BF16 weights full eager"] = partial(cases.step, "precision=bf16_fp8", held, "model.recompute_granularity=full")
+    found["step emulated bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "fp8.emulate=true")
+    found["step emulated bf16_mxfp8 compiled"] = partial(cases.step, "precision=bf16_mxfp8", "fp8.emulate=true", compile=True)
     found["fused AdamW 4 eager"] = partial(cases.optimizer, "fused", 4)
     found["save bf16_fp8 eager"] = cases.host_copies
     return found
