@@ -56,11 +56,10 @@ def over_ranks(used: RangesUsed | None, ranks: World) -> RangesUsed | None:
 
 
 def values_of(job: Job) -> Tensor | None:
-    """The counter of values of the step of `job` that ends here, float32 [4] (overflowed_values.py); None where there is none.
-    Kernels on a GPU that multiplies FP8 count, and code on a CPU that is not compiled."""
-    backend, product = job.choice.backend, job.choice.product
-    counts = product == "scaled_mm" and TRITON if job.device.type == "cuda" else product != "none" and not job.compiled
-    return take_values(job.device) if counts and capabilities(backend).counts_values else None
+    """The counter of values of the step of `job` that ends here, float32 [4] (overflowed_values.py); None where there is none: on a
+    GPU kernels count, of Triton."""
+    counts = job.choice.product != "none" and capabilities(job.choice.backend).counts_values
+    return take_values(job.device) if counts and (TRITON or job.device.type != "cuda") else None
 
 
 def with_own_amaxes(job: Job) -> World:

@@ -12,12 +12,14 @@ import torch
 
 import fp8cfg
 from fp8cfg.__main__ import main
+from fp8cfg.job import Job
 from fp8cfg.numerics.fp8_overflow import Overflow, RangesUsed, overflow_of
 from fp8cfg.training import overflow_watch
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.overflow_watch import over_ranks
 from fp8cfg.training.run_folder import RunFolder, RunFolderError
 from tests.support.small import small, small_words
+from tests.support.traced import TRACE
 
 WORDS = ("precision=bf16_fp8", "trainer.max_steps=4", "trainer.val_check_interval=2", "checkpoint.every_n_steps=2")
 
@@ -174,6 +176,21 @@ def test_what_delayed_scaling_clips_is_counted_and_said_once(tmp_path: Path) -> 
     assert line.startswith("warning: step 3: layers.1.mlp.linear_fc1 ") and "times what its delayed scale holds" in line
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["precision=bf16_fp8", "precision=bf16_fp8 fp8.params=false trainer.micro_batch_size=2 model.recompute_granularity=full"])
+def test_compiled_runs_count_the_values_that_eager_ones_do(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the microbatches of a step, and where a backward pass computes layers again."""
+    monkeypatch.setattr(Job, "compiler", lambda job: TRACE)
+    counts = []
+    for how in ("off", "on"):
+        job = fp8cfg.build(small(*words.split(), "fp8.margin=4", "trainer.max_steps=4", f"trainer.compile={how}"))
+        fp8cfg.fit(job, tmp_path / how, say=lambda line: None, callbacks=[Spoils(job, 2)])
+        steps = [row for row in rows(tmp_path / how) if "loss" in row]
+        counts.append([(row["fp8_clipped_values"], row["fp8_infinite_values"]) for row in steps])
+        assert job.compiled == (how == "on")
+    assert counts[0] == counts[1] and [clipped > 1000 for clipped, _ in counts[0]] == [False, False, True, False]
+
+
 def test_infinite_values_are_counted_and_said_once_without_delayed_scaling(tmp_path: Path) -> None:
     job, said, passes = fp8cfg.build(small("precision=bf16_fp8_current", "trainer.max_steps=4")), list[str](), iter(range(9))
 
@@ -201,8 +218,8 @@ def test_infinite_values_of_any_rank_are_counted() -> None:
 def test_values_are_counted_where_layers_count_them() -> None:
     job = fp8cfg.build(small("precision=bf16_fp8"))
     assert overflow_watch.values_of(job) is not None and overflow_watch.values_of(fp8cfg.build(small("precision=bf16"))) is None
-    job.compiled = True  # on a CPU
-    assert overflow_watch.values_of(job) is None
+    job.compiled = True
+    assert overflow_watch.values_of(job) is not None
 
 
 @pytest.mark.parametrize(("words", "asked"), [("", False), ("fp8.reduce_amax=false", True), ("precision=bf16_fp8_current", True)])
