@@ -59,6 +59,23 @@ def test_a_model_under_a_level_comes_back_decoded(tied: bool, te: Any) -> None:
     model(*(torch.zeros(1, 32, dtype=torch.int64),) * 2).backward()
 
 
+@pytest.mark.parametrize("case", [name for name in CASES if name.endswith("params")])
+def test_weights_held_in_fp8_multiply_in_high_precision_as_their_values(case: str, te: Any) -> None:
+    job = fp8cfg.build(small(*CASES[case], "fp8.use_autocast_during_eval=false"))
+    assert {type(engine.module).__name__ for engine in backend()._engines(job.model)} >= {"LayerNormLinear", "LayerNormMLP"}
+    plain = fp8cfg.convert_back(copy.deepcopy(job.model))
+    x, y = (torch.arange(64).reshape(2, 32) + shift for shift in (0, 1))
+    with job.autocast(False):
+        got = job.model(x, y)
+        got.backward()
+    want = plain(x, y)
+    want.backward()
+    assert got.item() == pytest.approx(want.item(), rel=1e-3)  # norms round elsewhere
+    wanted = {name: p.grad.float() for name, p in plain.named_parameters()}
+    for name, p in job.model.named_parameters():
+        assert (p.grad.float() - wanted[name]).norm() < 0.03 * wanted[name].norm(), name
+
+
 @pytest.mark.parametrize("case", ["delayed", "delayed params"])
 def test_a_jobs_weights_are_the_plain_models_and_its_optimizer_has_the_fp8_state(case: str, te: Any) -> None:
     job, plain = fp8cfg.build(small(*CASES[case])), fp8cfg.build(small("precision=bf16_mixed")).model
