@@ -208,6 +208,9 @@ def test_attention_is_asked_for_as_the_recipe_says(scaling: str, te: Any, monkey
         model(tokens(), tokens()).backward()
     seen = backend().observed(model)[name[:-1]]
     assert [seen[g] for g in ("p", "o", "ds", "dq")] == [("e4m3", "e4m3")] * 2 + [("e5m2", "e4m3")] * 2
+    with torch.no_grad():
+        model.eval()(tokens())
+    assert backend().observed(model)[name[:-1]] == seen, "an evaluation in high precision says nothing of training"
     restore(model)
     assert type(model.layers[1].self_attention.core_attention).__name__ == "CoreAttention"
 

@@ -64,8 +64,8 @@ class TEAttention(nn.Module):
 
     def _record(self, module: Any, y: Tensor) -> None:
         ran = module.fp8 and module.fp8_meta["recipe"].fp8_dpa
-        kinds = _kinds(module, "fwd", "fwd") if ran else None
-        self.ran.update(dict.fromkeys(ATTENTION_GEMMS[:2], kinds))
+        if ran or (torch.is_grad_enabled() and self.training):  # an evaluation in high precision says nothing of training
+            self.ran.update(dict.fromkeys(ATTENTION_GEMMS[:2], _kinds(module, "fwd", "fwd") if ran else None))
         if y.requires_grad:
             backward = _kinds(module, "bwd", "fwd") if ran else None
             y.register_hook(partial(_note, self.ran, backward))  # type: ignore[no-untyped-call]

@@ -41,6 +41,10 @@ class Has:
     as_mxfp8: tuple[int, int] | None = None
     backward_override: bool = True
 
+    def multiplied_as_mxfp8(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of that compute capability multiplies it as MXFP8, so that its scales have to be powers of two."""
+        return self.as_mxfp8 is not None and capability >= self.as_mxfp8
+
 
 HAS = {
     "delayed": Has(backward_override=False), "current": Has(attention=BLACKWELL),
@@ -174,7 +178,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
     if cuda < needs.cuda:
         lines.append(f"fp8.scaling={scaling}: torch has CUDA {_dotted(hardware.cuda)}, Transformer Engine needs "
                      f"{_dotted(needs.cuda)}; write fp8.scaling=current")
-    if needs.as_mxfp8 and capability >= needs.as_mxfp8 and p.fp8.use_power_2_scales is False:
+    if needs.multiplied_as_mxfp8(capability) and p.fp8.use_power_2_scales is False:
         lines.append(f"fp8.use_power_2_scales=False: {has}, where Transformer Engine multiplies {scaling} scaling as MXFP8, whose "
                      "scales are powers of two; write true or null")
     if p.fp8.dot_product_attention:
