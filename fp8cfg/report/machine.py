@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from fp8cfg.backends.backend_choice import Hardware
@@ -19,7 +20,17 @@ def find_hardware(accelerator: str) -> Hardware:
         return Hardware("cpu")
     major, minor = torch.cuda.get_device_capability()
     version = [int(part) for part in (torch.version.cuda or "0.0").split(".")]
-    return Hardware("cuda", (major, minor), (version[0], version[1]))
+    return Hardware("cuda", (major, minor), (version[0], version[1]), cudnn=_cudnn())
+
+
+def _cudnn() -> tuple[int, int, int] | None:
+    """The version of cuDNN, which since 9 is a number as 91900; None where torch refuses the one that it finds."""
+    from torch.backends import cudnn
+
+    with suppress(RuntimeError):
+        if (number := cudnn.version()) and number >= 90000:  # type: ignore[no-untyped-call]
+            return number // 10000, number // 100 % 100, number % 100
+    return None
 
 
 def no_cuda() -> str:

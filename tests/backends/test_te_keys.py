@@ -136,6 +136,11 @@ def test_a_library_that_drops_a_field_is_found(given: dict[str, Any], field: str
         ({"scaling": "nvfp4"}, H200, "fp8.scaling=nvfp4: this GPU has compute capability 9.0"),
         ({"dot_product_attention": True}, Hardware("cuda", (8, 9), (12, 9)), "FP8 attention needs 9.0 (Hopper)"),
         ({"dot_product_attention": True}, Hardware("cuda", (12, 0), (13, 0)), "FP8 attention needs one below 12.0"),
+        ({"scaling": "mxfp8", "format": "e4m3", "dot_product_attention": True}, Hardware("cuda", (10, 0), (13, 0), cudnn=(9, 19, 0)),
+         "cuDNN is 9.19.0, Transformer Engine needs 9.21.0 or later for FP8 attention under fp8.scaling=mxfp8; install it, or drop fp8"),
+        ({"scaling": "mxfp8", "format": "e4m3", "dot_product_attention": True}, Hardware("cuda", (10, 0), (13, 0), cudnn=(9, 23, 1)),
+         "needs another than 9.23.1"),
+        ({"scaling": "current", "dot_product_attention": True}, Hardware("cuda", (10, 0), (13, 0), cudnn=(9, 13, 0)), "needs 9.14.0 or later"),
         ({"scaling": "current", "dot_product_attention": True}, H200, "needs 10.0 (Blackwell) under fp8.scaling=current; write fp8.scaling=delayed"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8cfg.backends.gemm_plan import ATTENTION_GEMMS, Kinds, plan_attention
 from fp8cfg.backends.module_swap import replaced
-from fp8cfg.backends.te import rules as te_rules
+from fp8cfg.backends.te.attention_rules import attention_misfit
 from fp8cfg.backends.te.build import check
 from fp8cfg.backends.te.engine import entered
 from fp8cfg.backends.te.state import HISTORY, SCALE, load_columns
@@ -109,7 +109,7 @@ def misfits(model: nn.Module, fp8: FP8) -> list[str]:
         return []
     capability = torch.cuda.get_device_capability()
     sizes = {int(module.head_dim) for module in model.modules() if hasattr(module, "core_attention")}  # type: ignore[arg-type]
-    return [line for size in sorted(sizes) if (line := te_rules.attention_misfit(size, capability))]
+    return [line for size in sorted(sizes) if (line := attention_misfit(size, capability))]
 
 
 def convert(model: nn.Module, fp8: FP8, te: Any, recipe: Any) -> None:

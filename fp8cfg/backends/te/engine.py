@@ -85,7 +85,7 @@ def _multiplied(owner: nn.Module) -> Tensor:
     """The weight of `owner` that a pass multiplies: the value of one in a codec, and in high precision of one that is quantized.
     Transformer Engine's LayerNormMLP dequantizes weights of one scale alone, others end in its product (2.20,
     module/layernorm_mlp.py)."""
-    weight: Any = operand(owner)
+    weight = operand(owner)
     return weight.dequantize() if is_quantized(weight) and not manager().is_fp8_enabled() else weight
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8cfg.backends.protocol import Hardware
+from fp8cfg.backends.te.attention_rules import attention_lacks
 from fp8cfg.backends.te.environment import contradictions
 from fp8cfg.config.fp8 import FP8, per_row, transforms
+from fp8cfg.config.hardware import BLACKWELL, HOPPER, dotted
 from fp8cfg.config.installed_version import installed_version
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.refusal import Refusal
@@ -23,21 +25,19 @@ from fp8cfg.scalings import SCALINGS, needed
 MINIMUM = (2, 8)
 """Least version: it has NVFP4, and in current and block scaling every field that is read back (recipe.py)."""
 FP8_CAPABILITY, ADA_CUDA, ADA_CUBLASLT = (8, 9), (12, 1), (12, 1, 3)
-HOPPER, BLACKWELL, ATTENTION_BELOW = (9, 0), (10, 0), (12, 0)
 
 
 @dataclass(frozen=True)
 class Has:
     """Requirements of a scaling in Transformer Engine. `multiple` is what tokens and both sizes of a layer must be multiples of:
     each is the contracted dimension of one product. `least` and `below` bound the compute capability, `cuda` is the lowest version
-    of CUDA, `attention` the lowest capability of cuDNN's FP8 attention, and `as_mxfp8` the first that multiplies it as MXFP8.
+    of CUDA, and `as_mxfp8` the first that multiplies it as MXFP8.
     """
 
     multiple: int = 16
     least: tuple[int, int] = FP8_CAPABILITY
     below: tuple[int, int] | None = None
     cuda: tuple[int, int] = (0, 0)
-    attention: tuple[int, int] = HOPPER
     as_mxfp8: tuple[int, int] | None = None
     backward_override: bool = True
 
@@ -47,7 +47,7 @@ class Has:
 
 
 HAS = {
-    "delayed": Has(backward_override=False), "current": Has(attention=BLACKWELL),
+    "delayed": Has(backward_override=False), "current": Has(),
     "block": Has(least=HOPPER, cuda=(12, 9), as_mxfp8=BLACKWELL), "mxfp8": Has(32, least=BLACKWELL, below=(12, 0)),
     "nvfp4": Has(32, least=BLACKWELL),
 }
@@ -162,54 +162,28 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
     capability, cuda = hardware.capability or (0, 0), hardware.cuda or (0, 0)
     if hardware.device != "cuda":
         return ["backend=te: Transformer Engine runs on CUDA alone, this is a CPU; write backend=native"]
-    has = f"this GPU has compute capability {_dotted(hardware.capability)}"
+    has = f"this GPU has compute capability {dotted(hardware.capability)}"
     if capability < FP8_CAPABILITY:
         return [f"fp8.enabled=True: {has}, Transformer Engine needs 8.9 (Ada) for FP8; write precision=bf16"]
     lines = []
     if capability < HOPPER and cuda < ADA_CUDA:
-        lines.append(f"fp8.enabled=True: torch has CUDA {_dotted(hardware.cuda)}, Transformer Engine needs 12.1 on Ada")
+        lines.append(f"fp8.enabled=True: torch has CUDA {dotted(hardware.cuda)}, Transformer Engine needs 12.1 on Ada")
     if capability < HOPPER and hardware.cublaslt and hardware.cublaslt < ADA_CUBLASLT:
-        lines.append(f"fp8.enabled=True: cuBLASLt is {_dotted(hardware.cublaslt)}, Transformer Engine needs 12.1.3 on Ada")
+        lines.append(f"fp8.enabled=True: cuBLASLt is {dotted(hardware.cublaslt)}, Transformer Engine needs 12.1.3 on Ada")
     if capability < needs.least or (needs.below and capability >= needs.below):
         least = needed(needs.least)
         if needs.below:
-            least = least.replace(" ", f" to below {_dotted(needs.below)} ")
+            least = least.replace(" ", f" to below {dotted(needs.below)} ")
         lines.append(f"fp8.scaling={scaling}: {has}, Transformer Engine needs {least}; write fp8.scaling=current")
     if cuda < needs.cuda:
-        lines.append(f"fp8.scaling={scaling}: torch has CUDA {_dotted(hardware.cuda)}, Transformer Engine needs "
-                     f"{_dotted(needs.cuda)}; write fp8.scaling=current")
+        lines.append(f"fp8.scaling={scaling}: torch has CUDA {dotted(hardware.cuda)}, Transformer Engine needs "
+                     f"{dotted(needs.cuda)}; write fp8.scaling=current")
     if needs.multiplied_as_mxfp8(capability) and p.fp8.use_power_2_scales is False:
         lines.append(f"fp8.use_power_2_scales=False: {has}, where Transformer Engine multiplies {scaling} scaling as MXFP8, whose "
                      "scales are powers of two; write true or null")
     if p.fp8.dot_product_attention:
-        lines += _attention_lacks(scaling, capability, has)
+        lines += attention_lacks(scaling, capability, hardware.cudnn)
     return lines
-
-
-def _attention_lacks(scaling: str, capability: tuple[int, int], has: str) -> list[str]:
-    """The requirements of FP8 attention that the GPU does not meet (pytorch/attention/dot_product_attention/utils.py); it has no
-    fallback there.
-    """
-    key = f"fp8.dot_product_attention=True: {has}, cuDNN's FP8 attention"
-    least = HAS[scaling].attention
-    if capability < HOPPER:
-        return [f"{key} needs 9.0 (Hopper); drop it"]
-    if capability >= ATTENTION_BELOW:
-        return [f"{key} needs one below 12.0; drop it"]
-    if capability < least:
-        return [f"{key} needs {needed(least)} under fp8.scaling={scaling}; write fp8.scaling=delayed, or drop it"]
-    return []
-
-
-def attention_misfit(head_dim: int, capability: tuple[int, int]) -> str:
-    """Why FP8 attention does not train heads of `head_dim` channels on such a GPU (common/fused_attn/fused_attn.cpp); empty where
-    it does."""
-    if capability < BLACKWELL:
-        fits, wants = head_dim == 128, "128 below 10.0 (Blackwell)"
-    else:
-        fits, wants = head_dim <= 128 and head_dim % 16 == 0, "multiples of 16 up to 128"
-    key = f"fp8.dot_product_attention=True: heads have {head_dim} channels"
-    return "" if fits else f"{key}, cuDNN's FP8 attention trains {wants} alone; drop it"
 
 
 def _extension(package: Path) -> bool:
@@ -220,7 +194,3 @@ def _extension(package: Path) -> bool:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-
-
-def _dotted(version: tuple[int, ...] | None) -> str:
-    return ".".join(map(str, version)) if version else "unknown"
