@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 INSTALL = sh tools/environment.sh install $(VENV)
 ARGS ?= recipe=llama_tiny precision=bf16_fp8
 
-.PHONY: train test test-all test-fake-gpu check docs clean
+.PHONY: train test test-all test-fake-gpu test-fake-gpu-te check docs clean
 
 # What was installed went with a Python that is gone.
 ifeq ($(wildcard $(BIN)/python),)
@@ -43,6 +43,16 @@ test-fake-gpu:
 	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m tools.fake_gpu.table
 	$(ON_FAKE_GPU) -m tools.fake_gpu.table
 	$(ON_FAKE_GPU) tools/report_gpu.py --no-proof --minutes 45 --row-seconds 300 --steps 2 --out $(FAKE_GPU)/report.txt
+
+# Transformer Engine's own C++ there: jobs with backend=te, launches of its layers, check_gpu.py's rows. Builds it first, a quarter of an hour.
+ON_FAKE_TE = . $(abspath $(FAKE_GPU))/env.sh && . $(abspath $(FAKE_GPU))/te.sh && $$FAKE_GPU_PYTHON
+
+test-fake-gpu-te:
+	@PYTHON=$(PYTHON) FAKE_GPU_PYTHON=$(FAKE_GPU_PYTHON) sh tools/fake_gpu/setup.sh $(FAKE_GPU)
+	@sh tools/fake_gpu/setup_te.sh $(FAKE_GPU)
+	for FAKE_CC in 90 100; do export FAKE_CC; ($(ON_FAKE_TE) -m pytest -p no:cacheprovider tests/fake_gpu/test_transformer_engine.py) || exit 1; \
+	    ($(ON_FAKE_TE) -m tools.fake_gpu.table te) || exit 1; \
+	    ($(ON_FAKE_TE) tools/check_gpu.py --no-proof --steps 2 --row-seconds 300 --minutes 30 --only te) || exit 1; done
 
 check: $(VENV)/.tested-with
 	$(BIN)/ruff check .

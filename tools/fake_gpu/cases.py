@@ -94,6 +94,26 @@ def linear(scaling: str, fp8_params: bool = False, compile: bool = False, shared
     return passes(layer, x, dy)
 
 
+def te_linear(scaling: str) -> Parts:
+    """Transformer Engine's own layer under its own recipe, which moves scales in its autocast and its backward pass."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    layer = te.Linear(IN_FEATURES, OUT_FEATURES, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    made = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling, "block": recipe.Float8BlockScaling,
+            "mxfp8": recipe.MXFP8BlockScaling, "nvfp4": recipe.NVFP4BlockScaling}[scaling]()  # fmt: skip
+    x, dy = (torch.zeros(TOKENS, n, device="cuda", dtype=torch.bfloat16) for n in (IN_FEATURES, OUT_FEATURES))
+    outputs = list[Tensor]()
+    x.requires_grad_()
+
+    def forward() -> None:
+        x.grad = layer.weight.grad = None
+        with te.autocast(enabled=True, recipe=made):
+            outputs[:] = [layer(x)]
+
+    return {"forward": forward, "backward": lambda: outputs.pop().backward(dy)}
+
+
 def _start_group() -> None:
     """A process group of one rank, whose collectives are launched all the same."""
     if not dist.is_initialized():
@@ -117,11 +137,12 @@ def layer_8b(scaling: str, compile: bool = False) -> Parts:
 
 
 def step(*words: str, compile: bool = False, ranks: int = 1) -> Parts:
-    """A training step of llama_tiny under these words, as a run takes those that it does not print, native, whatever is installed; of
-    the first of several `ranks`, whose group has one rank here."""
+    """A training step of llama_tiny under these words, as a run takes those that it does not print, native, whatever is installed,
+    unless they name a backend; of the first of several `ranks`, whose group has one rank here."""
     if ranks > 1:
         _start_group()
-    job = fp8cfg.build(fp8cfg.compose([*STEP, *words, *(["backend=native"] if "precision=bf16" not in words else [])]))
+    native = [] if "precision=bf16" in words or any(w.startswith("backend=") for w in words) else ["backend=native"]
+    job = fp8cfg.build(fp8cfg.compose([*STEP, *words, *native]))
     if compile:
         job.compile_model()
     batches, _ = run_data(job.recipe)

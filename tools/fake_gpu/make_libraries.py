@@ -1,8 +1,8 @@
-"""CUDA libraries that do nothing, for the wheel of torch that is given: writes and compiles every one that its libraries link to.
+"""CUDA libraries that do nothing, for the libraries of torch that are given: writes and compiles every one that they link to.
 
-    python make_libraries.py OUT TORCH_LIB TRITON_DRIVER INCLUDE...
+    python make_libraries.py OUT TRITON_DRIVER INCLUDE:INCLUDE LIBRARY...
 
-The runtime (libcudart) and the driver (libcuda) are the C files in stubs/. Every other function that torch's libraries leave
+The runtime (libcudart) and the driver (libcuda) are the C files in stubs/. Every other function that the libraries leave
 undefined returns 0, but for those of ANSWERS and for products of matrices, which stand in the log; so do the functions of the driver
 that Triton's driver.c names. Which library has a function is told by its name.
 """
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 STUBS = Path(__file__).parent / "stubs"
-RUNTIME, DRIVER = "cudart", "cuda"
-SOURCES = {RUNTIME: ["request_log.c", "kernels.c", "memory.c", "device.c", "streams.c"], DRIVER: ["driver.c"]}
+RUNTIME, DRIVER, DNN = "cudart", "cuda", "cudnn"
+SOURCES = {RUNTIME: ["request_log.c", "kernels.c", "memory.c", "device.c", "streams.c"], DRIVER: ["driver.c"], DNN: ["cudnn.c"]}
 PREFIXES = {RUNTIME: "cuda", DRIVER: "cu", "nvshmem_host": "nvshmem"}
 """What the functions of a library begin with, where that is not its name."""
 LIBRARY = re.compile(r"lib((?:cu|nv|nccl)\w*)\.so")
@@ -26,11 +26,13 @@ ANSWERS = {
     "cublasLtGetVersion": "(void) { return 130002; }",
     "cublasLtMatmulAlgoGetHeuristic": "(void *a, void *b, void *c, void *d, void *e, void *f, void *g, int n, char *found, int *count) "
                                       "{ for (int i = 0; i < 96; i++) found[i] = 0; *count = 1; return 0; }",
-    "cudnnCreate": "(void **h) { *h = (void *)64; return 0; }",
-    "cudnnGetVersion": '(void) { char *v = getenv("FAKE_CUDNN"); return v ? atoi(v) : 8900; }',
     "cuptiGetResultString": '(int e, const char **s) { *s = "fake"; return 0; }',
     "cuptiGetVersion": "(unsigned *v) { *v = 130000; return 0; }",
     "ncclGetVersion": "(int *v) { *v = 22809; return 0; }",
+    "nvrtcCreateProgram": "(void **program) { *program = (void *)64; return 0; }",
+    "nvrtcGetNumSupportedArchs": "(int *count) { *count = 1; return 0; }",
+    "nvrtcGetSupportedArchs": "(int *found) { *found = 120; return 0; }",
+    "nvrtcGetLoweredName": "(void *program, const char *expression, const char **name) { *name = expression; return 0; }",
     "nvrtcGetCUBINSize": "(void *program, size_t *size) { *size = 1; return 0; }",
     "nvrtcVersion": "(int *major, int *minor) { *major = 13, *minor = 0; return 0; }",
 }  # fmt: skip
@@ -74,9 +76,8 @@ def function(name: str) -> str:
     return f"int {name}(void) {{ {said}return 0; }}"
 
 
-def main(out: Path, torch_lib: Path, triton_driver: Path, include: list[str]) -> None:
+def main(out: Path, triton_driver: Path, include: list[str], files: list[Path]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    files = sorted(torch_lib.glob("*.so*"))
     libraries = needed(files)
     functions, versions = undefined(files, libraries)
     functions[DRIVER] |= set(re.findall(r"\bcu[A-Z]\w+", triton_driver.read_text(encoding="utf-8")))
@@ -87,7 +88,7 @@ def main(out: Path, torch_lib: Path, triton_driver: Path, include: list[str]) ->
             cc("-c", "-O1", "-o", objects[-1], STUBS / source, *(f"-I{folder}" for folder in include))
         defined = {line.split()[-1] for o in objects for line in output("nm", "--defined-only", o)}
         rest, exported = out / f"{short}.c", out / f"{short}.map"
-        rest.write_text("#include <stdlib.h>\nvoid fake_request(const char *, const char *);\n"
+        rest.write_text("#include <stddef.h>\nvoid fake_request(const char *, const char *);\n"
                         + "\n".join(map(function, sorted(functions[short] - defined))) + "\n")
         exported.write_text(f"{versions[short]} {{ global: *; }};\n")
         log = [] if short == RUNTIME else [out / libraries[RUNTIME]]
@@ -101,4 +102,4 @@ def main(out: Path, torch_lib: Path, triton_driver: Path, include: list[str]) ->
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(":"), [Path(file) for file in sys.argv[4:]])

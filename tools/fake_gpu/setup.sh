@@ -50,10 +50,14 @@ site=$("$python" -c 'import importlib.util as u; print(u.find_spec("torch").subm
 # A backend of check_gpu.py and bench_gpu.py, whose rows are in Python and Triton alone.
 [ -n "${FAKE_GPU_PYTHON:-}" ] || [ -d "$site/torchao" ] || $pip --no-cache-dir --no-deps torchao==0.18.0
 nvidia=$site/triton/backends/nvidia
-stamp=$(cat "$here"/make_libraries.py "$here"/stubs/* "$site/torch/version.py" | cksum)
+set -- "$site"/torch/lib/*.so*
+for te in "$folder"/te-*/site/transformer_engine/wheel_lib/libtransformer_engine.so; do # of setup_te.sh
+    [ ! -e "$te" ] || set -- "$@" "$te"
+done
+stamp=$( (cat "$here"/make_libraries.py "$here"/stubs/* "$site/torch/version.py" && echo "$@") | cksum)
 if [ "$stamp" != "$(cat "$folder/.made" 2>/dev/null)" ]; then
     rm -rf "$folder/lib"
-    "$python" "$here/make_libraries.py" "$folder/lib" "$site/torch/lib" "$nvidia/driver.c" "$folder/headers/nvidia/cu13/include" "$nvidia/include"
+    "$python" "$here/make_libraries.py" "$folder/lib" "$nvidia/driver.c" "$folder/headers/nvidia/cu13/include:$nvidia/include" "$@"
     echo "$stamp" >"$folder/.made"
 fi
 

@@ -25,6 +25,7 @@ PEAK = "GiB"
 """The figure of the peak above what was held before, of which a hundredth and a MiB more are allowed: blocks of the allocator are
 rounded up, and found in the order in which others were freed."""
 Counts = dict[str, int | float]
+TE_PRESETS = {"delayed": "bf16_fp8", "current": "bf16_fp8_current", "block": "bf16_fp8_block", "mxfp8": "bf16_mxfp8", "nvfp4": "bf16_nvfp4"}
 
 
 def counts(parts: dict[str, Requests]) -> Counts:
@@ -70,7 +71,7 @@ def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[],
         for scaling in cases.BLACKWELL:
             found[f"set_weight {scaling} eager"] = partial(cases.set_weight, scaling)
         found["step bf16_mxfp8 eager"] = partial(cases.step, "precision=bf16_mxfp8")
-        return found
+        return found | te_cases(("mxfp8", "nvfp4"))
     for how in (False, True):
         ran = "compiled" if how else "eager"
         for scaling in cases.SCALINGS:
@@ -117,6 +118,24 @@ def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[],
     found["step emulated bf16_mxfp8 compiled"] = partial(cases.step, "precision=bf16_mxfp8", "fp8.emulate=true", compile=True)
     found["fused AdamW 4 eager"] = partial(cases.optimizer, "fused", 4)
     found["save bf16_fp8 eager"] = cases.host_copies
+    return found | te_cases(("delayed", "current", "block"))
+
+
+def te_cases(scalings: tuple[str, ...]) -> dict[str, Callable[[], dict[str, Callable[[], object]]]]:
+    """The cases of Transformer Engine (setup_te.sh): its linear layer, and steps with backend=te."""
+    from functools import partial
+
+    from tools.fake_gpu import cases
+
+    found: dict[str, Callable[[], dict[str, Callable[[], object]]]] = {}
+    for scaling in scalings:
+        words = f"precision={TE_PRESETS[scaling]}", "backend=te"
+        found[f"te linear {scaling} eager"] = partial(cases.te_linear, scaling)
+        for held in (False, True):
+            found[f"te step {scaling}{' FP8 weights' * held} eager"] = partial(cases.step, *words, f"fp8.params={held}")
+        found[f"te step {scaling} 4 microbatches eager"] = partial(cases.step, *words, "trainer.global_batch_size=32", "trainer.micro_batch_size=8")
+        if scaling in ("delayed", "current"):
+            found[f"te step {scaling} O2 eager"] = partial(cases.step, *words, "opt_level=O2")
     return found
 
 
@@ -147,13 +166,14 @@ def main() -> int:
         parser.error("this is not the fake GPU: make one by tools/fake_gpu/setup.sh, and source its env.sh")
     import torch
 
+    from fp8cfg.backends.te.rules import unavailable
     from tools.gpu_rows.proof import without_proof
 
     without_proof()
     ceilings, wrong = read(), []
     print(f"{'case':34}{'forward':>9}{'backward':>9}{'update':>8}{'launches':>10}{'copies':>8}{'waits':>7}{'+GiB':>7}", flush=True)
     for case, make in every_case(torch.cuda.get_device_capability() >= (10, 0)).items():
-        if not all(word in case.split() for word in args.words):
+        if not all(word in case.split() for word in args.words) or (case.startswith("te ") and unavailable()):
             continue
         requests, peak = measured(make(), args.places)
         found = {**counts(requests), PEAK: peak}

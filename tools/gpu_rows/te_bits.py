@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8cfg.backends.te.rules import HAS
 from fp8cfg.numerics import E4M3, E5M2, Format, Scaling, amax_of, scale_from_amax
 from fp8cfg.numerics.block_scaling import e8m0_bytes
 from fp8cfg.numerics.microscaled_mm import swizzled
@@ -64,7 +65,8 @@ def _one_scale(counts: ByteCounts, x: Tensor, scaling: Scaling, theirs: Any, whe
 def _block(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
     te, kind = _library(fmt)
     (r, c), bytes_ = x.shape, torch.uint8
-    for power_2 in (True, False):
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+    for power_2 in (True,) if HAS["block"].multiplied_as_mxfp8(capability) else (True, False):
         scaling = Scaling("block", forward=fmt, power_2_scales=power_2, weights_2d=True)
         lines, squares = (te.Float8BlockQuantizer(kind, rowwise=True, columnwise=True, force_pow_2_scales=power_2, block_scaling_dim=d)(x) for d in (1, 2))
         made, tiles = _made(x, INPUT, scaling), _made(x, WEIGHT, scaling)

@@ -1,7 +1,8 @@
 """Transformer Engine backend: genuine TE modules around the model's Parameters, and TE's recipe read back from the object.
 
 It has not run on a GPU: it is tested on CPUs with Transformer Engine's own Python (recipes, modules, quantizers, autocast, state)
-over a stand-in for its kernels. tests/gpu/test_te.py is what a GPU has to show.
+over a stand-in for its kernels, and with all of Transformer Engine on a fake GPU, whose kernels compute nothing (tools/fake_gpu).
+tests/gpu/test_te.py is what a GPU has to show.
 
 What differs from native, for whoever compares: Transformer Engine rolls histories and moves scales once for each forward pass
 (native: once for each optimizer step), and counts the amaxes of a step that was skipped. Where te.TransformerLayer takes a whole

@@ -1,7 +1,9 @@
-/* libcuda.so.1, the driver, as far as Triton and torch call it: a module is a number, a function its name, a launch a request. */
+/* libcuda.so.1, the driver, as far as Triton, torch and Transformer Engine call it: a module is a number, a function its name, a launch a request. */
 #include "fake_gpu.h"
 #include <cuda.h>
 #include <string.h>
+#undef cuDevicePrimaryCtxRelease
+#undef cuStreamGetCtx
 
 #define HANDLE ((void *)16)
 #define ANSWERS(name, parameters, ...) CUresult name parameters { __VA_ARGS__; return 0; }
@@ -14,9 +16,11 @@ ANSWERS(cuCtxGetDevice, (CUdevice *device), *device = 0)
 ANSWERS(cuCtxGetLimit, (size_t *value, CUlimit limit), *value = 0)
 ANSWERS(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), *context = HANDLE)
 ANSWERS(cuDevicePrimaryCtxGetState, (CUdevice device, unsigned *flags, int *active), *flags = 0, *active = 1)
+ANSWERS(cuDevicePrimaryCtxRelease, (CUdevice device), )
 ANSWERS(cuGetErrorString, (CUresult error, const char **text), *text = "fake driver error")
 ANSWERS(cuPointerGetAttribute, (void *value, CUpointer_attribute a, CUdeviceptr p), *(void **)value = (void *)p)
 ANSWERS(cuMemGetAddressRange, (CUdeviceptr *start, size_t *size, CUdeviceptr p), *start = p, *size = 1 << 30)
+ANSWERS(cuStreamGetCtx, (CUstream stream, CUcontext *context), *context = HANDLE)
 ANSWERS(cuStreamIsCapturing, (CUstream stream, CUstreamCaptureStatus *status), *status = 0)
 ANSWERS(cuModuleLoad, (CUmodule *module, const char *file), *module = HANDLE)
 ANSWERS(cuModuleLoadData, (CUmodule *module, const void *image), *module = HANDLE)
