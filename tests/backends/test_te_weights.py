@@ -26,9 +26,9 @@ from tests.support.te_small import converted, tokens
 from tests.support.te_table import node
 
 
-@pytest.mark.parametrize("case", ["current O2", "current O3"])
-def test_only_stored_bytes_stay_from_step_to_step(case: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = fp8cfg.build(small(*CASES[case]))
+@pytest.mark.parametrize(("case", "recompute"), [("current O2", "none"), ("current O2", "full"), ("current O3", "none")])
+def test_only_stored_bytes_stay_from_step_to_step(case: str, recompute: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = fp8cfg.build(small(*CASES[case], f"model.recompute_granularity={recompute}"))
     list(steps(job, 1))
     layers = list(backend()._layers(job.model).values())
     owned = {id(p) for p in job.model.parameters()}

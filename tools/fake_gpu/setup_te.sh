@@ -20,7 +20,7 @@ te=$folder/te-$version
 unset PYTHONPATH
 pip="$FAKE_GPU_PYTHON -m pip --quiet --disable-pip-version-check --no-cache-dir"
 
-if ! [ -e "$te/.installed" ]; then
+if ! [ -e "$te/extension/.built" ]; then
     rm -rf "$te"
     mkdir -p "$te"
     # Of NVIDIA's libraries the headers alone: real ones may not be where the fake ones are.
@@ -31,13 +31,19 @@ print(*(r for r in required if r.startswith(("nvidia-cudnn", "nvidia-nccl"))), n
     $pip install --target "$te/headers" ${pins% *} "cuda-toolkit[cccl,crt,cublas,cudart,cusolver,cusparse,nvrtc,nvtx]==${pins##* }" 2>/dev/null
     rm -rf "$te"/headers/nvidia/*/lib
     $pip install --target "$te/build" wheel 'setuptools<82'
-    # What its Python imports; the rest of what it requires is for export and debugging.
-    $pip install --target "$te/site" --no-deps "transformer-engine==$version" "transformer-engine-cu13==$version" einops onnx onnx_ir onnxscript ml_dtypes protobuf
     include=$te/headers/nvidia
     CPATH=$include/cu13/include:$include/cudnn/include:$include/nccl/include CUDA_HOME=$include/cu13 PYTHONPATH=$te/build \
         NVTE_WITH_NCCL_EP=0 NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-$(nproc)} \
-        $pip install --target "$te/site" --no-deps --no-build-isolation "transformer-engine-torch==$version"
+        $pip wheel --wheel-dir "$te/extension" --no-deps --no-build-isolation "transformer-engine-torch==$version"
     rm -rf "$te/build" "$te/headers"
+    touch "$te/extension/.built"
+fi
+if ! [ -e "$te/.installed" ]; then
+    # At once, for pip does not add to a package that is in its target. What its Python imports; the rest of what it requires is for
+    # export and debugging.
+    rm -rf "$te/site"
+    $pip install --target "$te/site" --no-deps "$te"/extension/*.whl "transformer-engine==$version" "transformer-engine-cu13==$version" \
+        einops onnx onnx_ir onnxscript ml_dtypes protobuf
     touch "$te/.installed"
 fi
 

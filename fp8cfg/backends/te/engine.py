@@ -35,7 +35,7 @@ class Engine:
             linear.place = (self, n)
         self.share()
         module.register_forward_pre_hook(self._before, with_kwargs=True)
-        module.register_forward_hook(self._after)
+        module.register_forward_hook(self._after, always_call=True)  # a pass that is repeated ends in an exception where it can stop
 
     def share(self, decoded: bool = False) -> None:
         """Give `module` the Parameters that the model has now, as they are stored, or of weights what a pass multiplies, `decoded`
@@ -54,6 +54,8 @@ class Engine:
 
     def _after(self, module: Any, args: tuple[Any, ...], made: Any) -> None:
         self.share()  # of what was decoded, only what the backward pass needs stays
+        if made is None:
+            return
         if module.fp8 and torch.is_grad_enabled():  # a pass in high precision quantizes no weight
             self.weights_moved = False
         self._record(args[0], _output(made))
