@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,33 @@ def test_scales_of_whole_tensors_are_made_for_all_together(monkeypatch: pytest.M
         found.append(everything(optimizer, p))
     compiled_code.cache_clear()
     assert equal(*found)
+
+
+@pytest.mark.parametrize(("row", "lengths"), [("O3", [3]), ("blocks", [1, 1, 1])])
+def test_blocks_are_stored_a_tensor_at_a_time(row: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but for the compiler, which would take 262,144 elements a program for reductions that it combines there."""
+    taken, found = list[int](), []
+
+    def compile(run: Callable[..., None], options: dict[str, Any], **_: Any) -> Callable[..., None]:
+        def recorded(several: Sequence[Any], *args: Any) -> None:
+            if stores:
+                taken.append(len(several))
+            return run(several, *args)
+
+        stores = run.__code__.co_name.startswith("store_several")
+        assert not stores or options["combo_kernels_pointwise_only"]
+        return recorded
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(tensor_groups, "together", lambda device: 3)
+    compiled_code.cache_clear()
+    for compiled in (False, True):
+        p = parameters(ROWS[row], (16, 128), (24, 128), (40, 128))
+        optimizer = build(ROWS[row], p, LowBitAdamW, compiled=compiled)
+        train(optimizer, p, range(1))
+        found.append(everything(optimizer, p))
+    compiled_code.cache_clear()
+    assert taken == lengths and equal(*found)
 
 
 def test_launches_take_tensors_of_one_kind() -> None:

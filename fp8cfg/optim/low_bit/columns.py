@@ -50,6 +50,11 @@ class Columns(NamedTuple):
         return any(codec is not None and codec.per_tensor for codec in self.written)
 
     @property
+    def blocks_written(self) -> bool:
+        """Whether any scale that a step writes is computed from the amax of a block."""
+        return any(codec is not None and codec.block for codec in self.written)
+
+    @property
     def block(self) -> int:
         """The number of elements that a piece, unless it is the last, must be a multiple of."""
         return max(codec.block or 1 for codec in (*self.written, self.read) if codec is not None)

@@ -29,8 +29,9 @@ TOGETHER = 4
 Options = tuple[tuple[str, int], ...]
 REDUCED: Options = (("combo_kernels", True), ("combo_kernels_autotune", 1))
 """Options of reductions of several tensors. Without Inductor's heuristics for reductions a program would take 1024 rows."""
-STORED: Options = (("combo_kernels", True), ("combo_kernels_autotune", 0))
-"""Options of code that writes several tensors: to try it out would copy them."""
+STORED: Options = (("combo_kernels", True), ("combo_kernels_autotune", 0), ("combo_kernels_pointwise_only", True))
+"""Options of code that writes several tensors: to try it out would copy them. Reductions that are combined and not tried out would
+take 1024 rows of 256 elements a program, 1024 numbers a thread: code that LLVM optimizes for minutes."""
 _CONSTANTS: dict[str, tuple[Any, ...]] = {}
 
 

@@ -125,7 +125,7 @@ def _step_compiled(columns: Columns, decoupled: bool, works: Sequence[tuple[Work
     slots = [_in_blocks(work.slot, columns.block) for work, _ in works]
     groups = _groups(columns, [work for work, _ in works])
     scales = _scales(columns, decoupled, slots, works, groups) if columns.per_tensor and works else [Scales()] * len(works)
-    for group in groups:
+    for group in _stored_together(columns, groups):
         store = compiled_code(store_several, columns, decoupled, more=STORED)
         of = [works[i][0] for i in group]
         firsts = ([work.first for work in of],) if of[0].first else ()
@@ -148,6 +148,11 @@ def _groups(columns: Columns, works: Sequence[Work]) -> list[list[int]]:
     kinds = [(id(work.hyper), type(work.first), bool(work.first), size % ROW == 0, *_dtypes(work.slot))
              for work, size in ((works[i], sizes[i]) for i in order)]  # fmt: skip
     return [[order[place] for place in group] for group in launch_groups(kinds, most)]
+
+
+def _stored_together(columns: Columns, groups: list[list[int]]) -> list[list[int]]:
+    """What of `groups` one launch stores: of blocks, which it reduces for their scales, a tensor, else all."""
+    return [[place] for group in groups for place in group] if columns.blocks_written else groups
 
 
 def _dtypes(slot: Slot) -> list[Hashable]:
