@@ -136,7 +136,8 @@ def store_step(
     c.exp_avg_sq.write(v, slot.exp_avg_sq, new.exp_avg_sq, key, 2, start, skip)
     weight, scale = slot.source, new.source
     if slot.weight is not None:
-        rounded = c.source.decode(_rescaled(slot.source, new.source))
+        source = _rescaled(slot.source, new.source)
+        rounded = c.source.decode(source if c.weight.block else _as_written(source))
         weight, scale = slot.weight, new.weight
         c.weight.write(rounded, weight, scale, key, 3, start, skip)
     if slot.copy is not None:
@@ -168,6 +169,13 @@ def store_several(
     """`store_whole` of each slot."""
     for slot, key, scales, first in zip(slots, keys, new, firsts or [0] * len(slots), strict=True):
         store_whole(columns, decoupled, slot, hyper, key, scales, skip, first)
+
+
+def _as_written(stored: Stored) -> Stored:
+    """`stored` by its strides: a tensor to Inductor, which else would trace all that it was computed from anew for each use, for
+    minutes after two stochastic roundings. Blocks read it twice, for their scales too: it would be kept in memory."""
+    data = stored[0]
+    return (data.as_strided(data.shape, data.stride()), *stored[1:])
 
 
 def _rescaled(stored: Stored, scale_inv: Tensor | None) -> Stored:
