@@ -62,6 +62,8 @@ class Capabilities:
     """Whether its layers train in the stages of a pipeline, each rank with scales of its own layers alone."""
     requantizes: bool = False
     """Whether its layers keep input and weight as they came, and quantize both again in the backward pass."""
+    keeps_cast: bool = False
+    """Whether its layers keep a weight that a forward pass cast or decoded until the backward pass, recomputed or not."""
     weight_workspace: bool = False
     """Whether its layers keep weights that they quantized for the other passes of a step (config/weight_workspace.py)."""
     adapters: bool = False

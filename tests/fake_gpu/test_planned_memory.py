@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device, not even a fake one", allow_module_level=True)
 
 import fp8cfg
+from fp8cfg.backends.te.rules import unavailable
 from fp8cfg.data import Batches, Windows
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.report.memory.peak import memory
@@ -33,6 +34,9 @@ HOPPER = (
     "bf16 trainer.global_batch_size=1", "bf16_fp8 backend=native fp8.params=false trainer.global_batch_size=1")
 BLACKWELL = ("bf16_mxfp8 backend=native", "bf16_mxfp8 backend=native fp8.params=false", "bf16_nvfp4 backend=native", "bf16_nvfp4 backend=native fp8.params=false")
 """What is multiplied from compute capability 10.0 on."""
+if not unavailable():
+    HOPPER += tuple(f"{words} backend=te" for words in ("bf16_fp8", "bf16_fp8 fp8.params=false", "bf16_fp8_current", "bf16_fp8_block", "bf16_fp8 opt_level=O2"))
+    BLACKWELL += tuple(f"{words} backend=te" for words in ("bf16_mxfp8", "bf16_mxfp8 fp8.params=false", "bf16_nvfp4", "bf16_nvfp4 fp8.params=false"))
 
 
 def _zero(model: Transformer, seed: int, device: str = "cpu") -> None:

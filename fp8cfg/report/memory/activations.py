@@ -95,7 +95,7 @@ def activations(
     head = _Head(model, linears[-1]) if part.output else None
     final, _, forward, logits = (head.kept * model.tokens, *logit_bytes(model)) if head else (0.0, 0, 0, 0)
     copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
-    kept_weights = sum(map(model.workspace, linears if part.output else linears[:4 * len(layers)]))
+    kept_weights = sum(model.workspace(p) + model.cast(p) for p in (linears if part.output else linears[:4 * len(layers)]))
     first = sharded.start if sharded else 0
     moments = [(logits, first), *((m, first) for m in (head.moments() if head else ()))]
     earlier = kept * (1 - 1 / part.in_flight)  # are back before the pass that sums

@@ -26,7 +26,8 @@ class LinearBytes:
     def __init__(self, recipe: Recipe, device: str, part: Part, grads: float, backend: str, fresh: float = 0) -> None:
         m, tp = recipe.model, part.tensor
         self.in_fp8 = fp8_weights(recipe.precision) or gathers_params(recipe.precision, backend)
-        self.requantizes, self.context = backend_registry.capabilities(backend).requantizes, part.context
+        capabilities = backend_registry.capabilities(backend)
+        self.requantizes, self.keeps_cast, self.context = capabilities.requantizes, capabilities.keeps_cast, part.context
         self.once = keeps_weights(recipe, part, backend)
         self.recipe, self.device, self.grads, self.new, self.tp = recipe, device, grads, fresh, tp
         self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
@@ -131,6 +132,10 @@ class LinearBytes:
         each = sum(map(bool, linear.gemms[:2]))
         shared = emulated(self.recipe, self.device) and not row_scaled(self.recipe)
         return (min(each, 1) if shared else each) * self.e * self.elements(linear)
+
+    def cast(self, linear: PlannedLinear) -> float:
+        """The weight that a pass cast or decoded, where the layer keeps it until its backward pass, recomputed or not."""
+        return self.c * self.elements(linear) if self.keeps_cast and linear.fp8 and self.casts(linear) else 0
 
     def transpose(self, linear: PlannedLinear) -> float:
         """The transpose that is kept of a weight that is held in FP8, for dgrad: its scales are at hand."""
