@@ -23,6 +23,7 @@ from fp8cfg.training.checkpoint import saver
 from tests.backends.test_te_extension import BOUND_IN_PARTS, recorded
 from tests.support.small import small_words
 from tools.fake_gpu.recorder import is_fake
+from tools.gpu_rows.proof import steady_signs
 
 if why := "" if not is_fake() else unavailable():
     pytest.skip(why, allow_module_level=True)
@@ -55,6 +56,7 @@ if torch.backends.cudnn.version() >= 92100:  # FAKE_CUDNN=92100
 def test_a_job_trains_evaluates_saves_and_resumes(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "_not_finite", lambda *_: None)  # values are what memory held
     monkeypatch.setattr(launched_step, "refuse_without_targets", lambda *_: None)
+    steady_signs()
     preset, *rest = words
     given = small_words(*SHAPE, f"precision={preset}", *rest)
     job = fp8cfg.build(fp8cfg.compose(given))

@@ -6,12 +6,15 @@ ptxas are real there and stay.
 
 from __future__ import annotations
 
+import importlib
 import math
+from typing import Any
 
 import torch
 
 from fp8cfg import job
 from fp8cfg.backends import first_pass
+from fp8cfg.backends.te.rules import unavailable
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.report.coverage import ran
 from fp8cfg.training import compiled_gradients
@@ -24,6 +27,15 @@ def without_proof() -> None:
     compiled_gradients.TOLERANCE.update(cpu=math.inf, cuda=math.inf)
     job.Job._observed = lambda made: {}  # type: ignore[method-assign]
     job.prove_engagement = ran  # which takes the same, and raises nothing
+    steady_signs()
+
+
+def steady_signs() -> None:
+    """From here on Transformer Engine takes the signs of NVFP4's Hadamard transform for all positive. It adds them up on the GPU into
+    a number that its quantizer takes for 32 bits (2.20, pytorch/tensor/nvfp4_tensor.py), and that of the fake GPU may have more."""
+    if not unavailable():
+        signs: Any = importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor")
+        signs.get_random_sign_mask_for_rht = lambda with_random_sign_mask, device: int(with_random_sign_mask)
 
 
 def draw_weights_on(device: str) -> None:
