@@ -8,10 +8,12 @@
 # Then, in the root of a checkout:    . FOLDER/env.sh; . FOLDER/te.sh; $FAKE_GPU_PYTHON SCRIPT
 set -eu
 
-[ $# -ge 1 ] && [ -e "$1/env.sh" ] || {
-    echo "error: setup_te.sh: FOLDER of a fake GPU that tools/fake_gpu/setup.sh has made" >&2
+fail() {
+    echo "error: setup_te.sh: $*" >&2
     exit 1
 }
+
+[ $# -ge 1 ] && [ -e "$1/env.sh" ] || fail "FOLDER of a fake GPU that tools/fake_gpu/setup.sh has made"
 here=$(cd "$(dirname "$0")" && pwd)
 folder=$(cd "$1" && pwd)
 version=${2:-2.20.2}
@@ -28,7 +30,8 @@ if ! [ -e "$te/extension/.built" ]; then
 required = [r.split(";")[0].strip() for r in m.requires("torch")]
 print(*(r for r in required if r.startswith(("nvidia-cudnn", "nvidia-nccl"))), next(r for r in required if r.startswith("cuda-toolkit")).split("==")[1])')
     # shellcheck disable=SC2086 # a word each
-    $pip install --target "$te/headers" ${pins% *} "cuda-toolkit[cccl,crt,cublas,cudart,cusolver,cusparse,nvrtc,nvtx]==${pins##* }" 2>/dev/null
+    $pip install --target "$te/headers" ${pins% *} "cuda-toolkit[cccl,crt,cublas,cudart,cusolver,cusparse,nvrtc,nvtx]==${pins##* }" 2>/dev/null ||
+        fail "pip could not install CUDA's headers ($pins)"
     rm -rf "$te"/headers/nvidia/*/lib
     $pip install --target "$te/build" wheel 'setuptools<82'
     include=$te/headers/nvidia
