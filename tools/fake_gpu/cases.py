@@ -5,6 +5,7 @@ Each is a function that makes the case and returns what to do once, in parts by 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.backends.compile_options import compile_options
+from fp8cfg.backends.te import engine
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.rotary import rotary_tables
@@ -99,6 +101,7 @@ def te_linear(scaling: str) -> Parts:
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
 
+    _forget_te()
     layer = te.Linear(IN_FEATURES, OUT_FEATURES, bias=False, params_dtype=torch.bfloat16, device="cuda")
     made = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling, "block": recipe.Float8BlockScaling,
             "mxfp8": recipe.MXFP8BlockScaling, "nvfp4": recipe.NVFP4BlockScaling}[scaling]()  # fmt: skip
@@ -112,6 +115,12 @@ def te_linear(scaling: str) -> Parts:
             outputs[:] = [layer(x)]
 
     return {"forward": forward, "backward": lambda: outputs.pop().backward(dy)}
+
+
+def _forget_te() -> None:
+    """Scales of layers that were there before would be updated along with those of the next case, if Transformer Engine is loaded."""
+    if "transformer_engine.pytorch" in sys.modules:
+        engine.manager().reset()
 
 
 def _start_group() -> None:
@@ -141,6 +150,7 @@ def step(*words: str, compile: bool = False, ranks: int = 1) -> Parts:
     unless they name a backend; of the first of several `ranks`, whose group has one rank here."""
     if ranks > 1:
         _start_group()
+    _forget_te()
     native = [] if "precision=bf16" in words or any(w.startswith("backend=") for w in words) else ["backend=native"]
     job = fp8cfg.build(fp8cfg.compose([*STEP, *words, *native]))
     if compile:

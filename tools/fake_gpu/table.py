@@ -25,7 +25,6 @@ PEAK = "GiB"
 """The figure of the peak above what was held before, of which a hundredth and a MiB more are allowed: blocks of the allocator are
 rounded up, and found in the order in which others were freed."""
 Counts = dict[str, int | float]
-TE_PRESETS = {"delayed": "bf16_fp8", "current": "bf16_fp8_current", "block": "bf16_fp8_block", "mxfp8": "bf16_mxfp8", "nvfp4": "bf16_nvfp4"}
 
 
 def counts(parts: dict[str, Requests]) -> Counts:
@@ -125,11 +124,12 @@ def te_cases(scalings: tuple[str, ...]) -> dict[str, Callable[[], dict[str, Call
     """The cases of Transformer Engine (setup_te.sh): its linear layer, and steps with backend=te."""
     from functools import partial
 
+    from tools.check_gpu import PRESETS
     from tools.fake_gpu import cases
 
     found: dict[str, Callable[[], dict[str, Callable[[], object]]]] = {}
     for scaling in scalings:
-        words = f"precision={TE_PRESETS[scaling]}", "backend=te"
+        words = f"precision={PRESETS[scaling]}", "backend=te"
         found[f"te linear {scaling} eager"] = partial(cases.te_linear, scaling)
         for held in (False, True):
             found[f"te step {scaling}{' FP8 weights' * held} eager"] = partial(cases.step, *words, f"fp8.params={held}")

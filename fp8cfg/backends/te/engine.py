@@ -35,7 +35,7 @@ class Engine:
             linear.place = (self, n)
         self.share()
         module.register_forward_pre_hook(self._before, with_kwargs=True)
-        module.register_forward_hook(self._after, always_call=True)  # a repeated pass ends in an exception
+        module.register_forward_hook(self._after, always_call=True)  # recomputation stops by an exception
 
     def share(self, decoded: bool = False) -> None:
         """Give `module` the Parameters that the model has now, as they are stored, or of weights what a pass multiplies, `decoded`
