@@ -5,7 +5,10 @@ The model is tested to have exactly these names and shapes, and the counts to eq
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from fp8cfg.models.config import TransformerConfig
@@ -33,7 +36,8 @@ def norm_names(config: TransformerConfig) -> list[str]:
     return [*(f"layers.{i}.{name}" for i in range(config.num_layers) for name in _block_norms(config)), "final_layernorm"]
 
 
-def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+@lru_cache(maxsize=4)  # a search for what fits asks for those of one model some hundred times
+def parameter_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
     """Shape of each parameter by name; a tied weight appears once, as `embedding.weight`."""
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, config.hidden_size)}
     if config.learned_positions:
@@ -48,7 +52,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
         qkv = layer.name.endswith("linear_qkv") and config.add_qkv_bias
         if (qkv or config.add_bias_linear) and layer.name != "output_layer":
             shapes[f"{layer.name}.bias"] = (layer.out_features,)
-    return shapes
+    return MappingProxyType(shapes)
 
 
 def parameter_counts(config: TransformerConfig) -> dict[str, int]:

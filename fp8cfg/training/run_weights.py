@@ -99,7 +99,7 @@ class RunWeights:
     def _check(self) -> None:
         """Raise ConfigError where the checkpoint has other weights than the recipe's model."""
         config = transformer_config(self.recipe)
-        wanted = {} if self._first else parameter_shapes(config)
+        wanted = {} if self._first else dict(parameter_shapes(config))
         for module in self.adapted:
             of_layer = self._adapters.of(module, "meta").state_dict()  # type: ignore[union-attr]
             wanted |= {f"{module}.lora.{name}": tuple(t.shape) for name, t in of_layer.items()}

@@ -109,8 +109,9 @@ class LinearBytes:
 
     def held(self, linear: PlannedLinear) -> bool:
         """Whether the weight is held or gathered in FP8 alone; a tied output layer's is the embedding's, in high precision."""
-        tied = self.recipe.model.share_embeddings_and_output_weights and linear.name == "output_layer"
-        return self.in_fp8 and linear.fp8 and not tied
+        if not (self.in_fp8 and linear.fp8):
+            return False
+        return linear.name != "output_layer" or not self.recipe.model.share_embeddings_and_output_weights
 
     def casts(self, linear: PlannedLinear) -> bool:
         """Whether the weight is stored in another dtype, from which each pass casts it: its gradient is not of that dtype."""
