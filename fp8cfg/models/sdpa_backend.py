@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from fp8cfg.models.attention import CoreAttention, SelfAttention
@@ -32,8 +34,17 @@ class _Asked(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        self.chosen = name(torch._fused_sdp_choice(*args, **(kwargs or {})))
-        return torch.empty_like(args[0])
+        (q, k, v), given = args, kwargs or {}
+        last = isinstance(given.get("attn_mask"), CausalBias)
+        self.chosen = _of_last(q, k, v, given["enable_gqa"]) if last else name(torch._fused_sdp_choice(q, k, v, **given))
+        return torch.empty_like(q)
+
+
+def _of_last(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> str:
+    """The backend of queries that are the last of the keys: their CausalBias has no values to ask with, and chooses itself (torch
+    2.11 to 2.13, CausalBias._dispatch)."""
+    params = SDPAParams(q, k, v, None, 0.0, False, grouped)
+    return "flash" if can_use_flash_attention(params) else "efficient" if can_use_efficient_attention(params) else "math"
 
 
 def name(choice: int) -> str:
