@@ -75,6 +75,8 @@ class _Stage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of a microbatch's residual stream, into new memory."""
         self._lend(self.args_recv_info, fwd_chunk_id)
+        for info in _received(self.args_recv_info, fwd_chunk_id):
+            info.buffer.requires_grad_(self.has_backward)  # torch 2.13 does so as it takes it, 2.11 where it makes the memory
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -90,18 +92,24 @@ class _Stage(PipelineStage):
         if (loss := kwargs.get("loss")) is not None:
             loss.detach_()  # the schedule keeps it, and with its graph what the stage received
         for infos in (self.args_recv_info, self.grad_recv_info):
-            for info in infos.get(bwd_chunk_id, ()):
-                info.buffer = None
+            for info in _received(infos, bwd_chunk_id):
+                info.buffer = self._stream
 
     def _lend(self, infos: dict[int, Any], chunk: int) -> None:
         if self._stream is None:
-            for info in (info for every in (self.args_recv_info, self.grad_recv_info) for of in every.values() for info in of):
-                if info.buffer is not None:
-                    self._stream, info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False), None
-        for info in infos.get(chunk, ()):
-            if info.source is not None:
-                assert self._stream is not None, "there was memory for it"
-                info.buffer = torch.empty_like(self._stream, device=self.device)
+            for every in (self.args_recv_info, self.grad_recv_info):
+                for info in (info for each in every for info in _received(every, each) if info.buffer is not None):
+                    self._stream = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+                    info.buffer = self._stream  # torch 2.11 clears the gradients of all
+        for info in _received(infos, chunk):
+            assert self._stream is not None, "there was memory for it"
+            info.buffer = torch.empty_like(self._stream, device=self.device)
+
+
+def _received(infos: dict[int, Any], chunk: int) -> list[Any]:
+    """Those of a microbatch's inputs, or gradients, that come from another stage: those of the whole model have no source, and in
+    torch 2.11 neither source nor memory."""
+    return [info for info in infos.get(chunk, ()) if getattr(info, "source", None) is not None]
 
 
 class _InterleavedStage(_Stage):
@@ -124,7 +132,8 @@ class _InterleavedStage(_Stage):
         return self._send(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _send(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        self._sending += [op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops]
+        if ops:  # as torch receives: NCCL has a communicator of its own for a pair's calls that are not batched
+            self._sending += dist.batch_isend_irecv(ops)
         self.finish(SENDING)
         return []
 
