@@ -92,11 +92,10 @@ class World:
         """The text of every rank, on every rank."""
         if self.size == 1:
             return [value]
-        data = self._bytes(value)
-        lengths = torch.cat(self._every(torch.tensor([data.numel()], device=self.device)))
-        found = self._every(torch.nn.functional.pad(data, (0, int(lengths.max()) - data.numel())))
-        rows = zip(found, lengths.tolist(), strict=True)
-        return [row[:length].cpu().numpy().tobytes().decode() for row, length in rows]
+        length = torch.tensor(len(value.encode()), device=self.device)
+        lengths = [int(each) for each in self._every(length)]
+        found = self._every(self._bytes(value, max(lengths)))
+        return [bytes(row.tolist()[:n]).decode() for row, n in zip(found, lengths, strict=True)]
 
     @property
     def device(self) -> torch.device:
@@ -116,8 +115,9 @@ class World:
         dist.all_gather(found, value, group=self.group)
         return found
 
-    def _bytes(self, value: str) -> Tensor:
-        return torch.frombuffer(bytearray(value.encode() or b" "), dtype=torch.uint8).to(self.device)
+    def _bytes(self, value: str, least: int = 0) -> Tensor:
+        """The text in at least so many bytes, never in none."""
+        return torch.frombuffer(bytearray(value.encode().ljust(max(1, least))), dtype=torch.uint8).to(self.device)
 
 
 @contextmanager
@@ -138,7 +138,8 @@ def world(device: str, trainer: Trainer) -> Iterator[World]:
     try:
         yield replace(current(), limits=watch)
         watch.waits("start", watch.step)
-        dist.barrier()  # a rank that leaves while another still sends to it aborts in gloo's threads (seen with torch 2.13)
+        # A rank that leaves while another still sends to it aborts in gloo's threads (seen with torch 2.13).
+        dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
     except RuntimeError as e:
         if stalled := watch.diagnosis(e):
             raise stalled from e
