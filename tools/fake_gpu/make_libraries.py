@@ -2,7 +2,7 @@
 
     python make_libraries.py OUT TRITON_DRIVER INCLUDE:INCLUDE LIBRARY...
 
-The runtime (libcudart) and the driver (libcuda) are the C files in stubs/. Every other function that the libraries leave
+The runtime (libcudart), the driver (libcuda), NCCL and cuDNN's graphs are the C files in stubs/. Every other function that the libraries leave
 undefined returns 0, but for those of ANSWERS and for products of matrices, which stand in the log; so do the functions of the driver
 that Triton's driver.c names. Which library has a function is told by its name.
 """
@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 
 STUBS = Path(__file__).parent / "stubs"
-RUNTIME, DRIVER, DNN = "cudart", "cuda", "cudnn"
-SOURCES = {RUNTIME: ["request_log.c", "kernels.c", "memory.c", "device.c", "streams.c"], DRIVER: ["driver.c"], DNN: ["cudnn.c"]}
+RUNTIME, DRIVER = "cudart", "cuda"
+SOURCES = {RUNTIME: ["request_log.c", "kernels.c", "memory.c", "device.c", "streams.c"], DRIVER: ["driver.c"],
+           "cudnn": ["cudnn.c"], "nccl": ["nccl.c", "nccl_ranks.c"]}
 PREFIXES = {RUNTIME: "cuda", DRIVER: "cu", "nvshmem_host": "nvshmem"}
 """What the functions of a library begin with, where that is not its name."""
 LIBRARY = re.compile(r"lib((?:cu|nv|nccl)\w*)\.so")
@@ -28,7 +29,6 @@ ANSWERS = {
                                       "{ for (int i = 0; i < 96; i++) found[i] = 0; *count = 1; return 0; }",
     "cuptiGetResultString": '(int e, const char **s) { *s = "fake"; return 0; }',
     "cuptiGetVersion": "(unsigned *v) { *v = 130000; return 0; }",
-    "ncclGetVersion": "(int *v) { *v = 22809; return 0; }",
     "nvrtcCreateProgram": "(void **program) { *program = (void *)64; return 0; }",
     "nvrtcGetNumSupportedArchs": "(int *count) { *count = 1; return 0; }",
     "nvrtcGetSupportedArchs": "(int *found) { *found = 120; return 0; }",
@@ -93,7 +93,7 @@ def main(out: Path, triton_driver: Path, include: list[str], files: list[Path]) 
         exported.write_text(f"{versions[short]} {{ global: *; }};\n")
         log = [] if short == RUNTIME else [out / libraries[RUNTIME]]
         cc("-shared", "-fno-builtin", f"-Wl,-soname,{name},--version-script={exported}", "-o", out / name, rest, *objects, *log,
-           "-ldl", "-lpthread")
+           "-ldl", "-lpthread", "-lrt")
         for made in (rest, exported, *objects):
             made.unlink()
     (out / "libcuda.so").unlink(missing_ok=True)

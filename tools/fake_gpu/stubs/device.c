@@ -1,4 +1,4 @@
-/* The device: an H200, or with FAKE_CC=100 in the environment a GPU of compute capability 10.0. */
+/* The device: an H200, or with FAKE_CC=100 in the environment a GPU of compute capability 10.0; FAKE_GPUS of them, one unless said. */
 #include "fake_gpu.h"
 #include <cuda_runtime_api.h>
 #include <stdio.h>
@@ -6,6 +6,15 @@
 #include <string.h>
 
 static int major = 9, minor;
+static __thread int current;
+
+int fake_device(void) { return current; }
+
+/* Ranks that are forked from one process have their environment later than its libraries. */
+int fake_devices(void) {
+    const char *devices = getenv("FAKE_GPUS");
+    return devices ? atoi(devices) : 1;
+}
 
 __attribute__((constructor)) static void read_environment(void) {
     const char *capability = getenv("FAKE_CC");
@@ -55,8 +64,9 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
 #define ANSWERS(name, parameters, ...) cudaError_t name parameters { __VA_ARGS__; return 0; }
 ANSWERS(cudaRuntimeGetVersion, (int *version), *version = 13000)
 ANSWERS(cudaDriverGetVersion, (int *version), *version = 13000)
-ANSWERS(cudaGetDeviceCount, (int *count), *count = 1)
-ANSWERS(cudaGetDevice, (int *device), *device = 0)
+ANSWERS(cudaGetDeviceCount, (int *count), *count = fake_devices())
+ANSWERS(cudaGetDevice, (int *device), *device = current)
+ANSWERS(cudaSetDevice, (int device), current = device)
 ANSWERS(cudaDeviceCanAccessPeer, (int *can, int a, int b), *can = 0)
-ANSWERS(cudaDeviceGetPCIBusId, (char *id, int room, int device), snprintf(id, room, "0000:00:00.0"))
+ANSWERS(cudaDeviceGetPCIBusId, (char *id, int room, int device), snprintf(id, room, "0000:%02x:00.0", device))
 ANSWERS(cudaDeviceGetStreamPriorityRange, (int *least, int *greatest), *least = 0, *greatest = -5)

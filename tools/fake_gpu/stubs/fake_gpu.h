@@ -7,5 +7,9 @@ void fake_request(const char *kind, const char *what);
 /* The value of a device attribute; the driver numbers them as the runtime does. */
 int fake_attribute(int attribute);
 
-/* Bytes of the device's memory. */
+/* How many devices there are, and the one of this thread. */
+int fake_devices(void);
+int fake_device(void);
+
+/* Bytes of a device's memory. */
 #define FAKE_MEMORY 150700000000ul

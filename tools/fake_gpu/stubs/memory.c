@@ -12,7 +12,7 @@
 
 size_t fake_allocated; /* bytes; read by recorder.py */
 
-static struct { char *start; size_t size; } *blocks;
+static struct { char *start; size_t size; int device; } *blocks;
 static int count, room;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -24,7 +24,7 @@ cudaError_t cudaMalloc(void **found, size_t bytes) {
         *found = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (*found != MAP_FAILED) {
             if (count == room) blocks = realloc(blocks, (room = 2 * room + 1024) * sizeof *blocks);
-            blocks[count].start = *found, blocks[count++].size = size;
+            blocks[count].start = *found, blocks[count].device = fake_device(), blocks[count++].size = size;
             fake_allocated += size;
             said = cudaSuccess;
         }
@@ -46,10 +46,12 @@ cudaError_t cudaFree(void *start) {
     return 0;
 }
 
-static int on_device(const void *p) {
-    int found = 0;
+/* The device of an address; -1 of the host's. */
+static int device_of(const void *p) {
+    int found = -1;
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < count && !found; i++) found = (char *)p >= blocks[i].start && (char *)p < blocks[i].start + blocks[i].size;
+    for (int i = 0; i < count && found < 0; i++)
+        if ((char *)p >= blocks[i].start && (char *)p < blocks[i].start + blocks[i].size) found = blocks[i].device;
     pthread_mutex_unlock(&lock);
     return found;
 }
@@ -101,13 +103,14 @@ static int is_pinned(const void *p) {
 
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const void *p) {
     memset(found, 0, sizeof *found);
-    if (on_device(p)) found->type = cudaMemoryTypeDevice, found->devicePointer = (void *)p;
+    int device = device_of(p);
+    if (device >= 0) found->type = cudaMemoryTypeDevice, found->devicePointer = (void *)p, found->device = device;
     else found->type = is_pinned(p) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered, found->hostPointer = (void *)p;
     return 0;
 }
 
 /* Copies: "H" pageable host memory, "P" pinned, "D" the device. */
-static char side(const void *p) { return on_device(p) ? 'D' : is_pinned(p) ? 'P' : 'H'; }
+static char side(const void *p) { return device_of(p) >= 0 ? 'D' : is_pinned(p) ? 'P' : 'H'; }
 
 static cudaError_t copied(void *to, const void *from, size_t bytes, cudaStream_t stream) {
     char what[64];

@@ -1,0 +1,133 @@
+/* libnccl.so.2 between processes of one machine, each with a fake GPU: what torch asks NCCL for, in the order that NCCL would take it.
+ *
+ * A collective waits for all ranks of its communicator, and a receive for its send, on the host: an order in which a GPU may take
+ * them. Ranks that ask for different things, where NCCL would hang or mix up bytes, are told so; so is one that waits for more than
+ * FAKE_NCCL_SECONDS, 300 unless said. Up to MOVED bytes of a rank arrive, longer ones are in the log alone; numbers of four and of
+ * eight bytes, and bytes, are added up, others are left as they were, for no kernel computed them. */
+#define _GNU_SOURCE
+#include "fake_gpu.h"
+#include "nccl_ranks.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BF16, E4M3, E5M2 };
+enum { SUM, PROD, MAX, MIN, AVG };
+static const int bytes_of[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+static const char *const names[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "half", "float", "double", "bfloat16", "e4m3", "e5m2"};
+
+static long double number(int type, const void *p, size_t i) {
+    switch (type) {
+    case INT8: return ((const signed char *)p)[i];
+    case UINT8: return ((const unsigned char *)p)[i];
+    case INT32: return ((const int *)p)[i];
+    case UINT32: return ((const unsigned *)p)[i];
+    case INT64: return ((const long *)p)[i];
+    case UINT64: return ((const unsigned long *)p)[i];
+    case FLOAT: return ((const float *)p)[i];
+    default: return ((const double *)p)[i];
+    }
+}
+
+static void set_number(int type, void *p, size_t i, long double value) {
+    switch (type) {
+    case INT8: case UINT8: ((char *)p)[i] = (long)value; break;
+    case INT32: case UINT32: ((int *)p)[i] = (long)value; break;
+    case INT64: ((long *)p)[i] = value; break;
+    case UINT64: ((unsigned long *)p)[i] = value; break;
+    case FLOAT: ((float *)p)[i] = value; break;
+    default: ((double *)p)[i] = value;
+    }
+}
+
+/* Numbers `first` to `first` + `count` of what every rank sent, reduced. */
+static void reduce(Comm *comm, const Call *call, size_t first, void *to) {
+    int type = call->type, n = comm->ranks;
+    if (type == HALF || type >= BF16) {
+        memmove(to, (char *)data_of(comm, comm->rank) + first * bytes_of[type], call->count * bytes_of[type]);
+        return;
+    }
+    for (size_t i = 0; i < call->count; i++) {
+        long double found = number(type, data_of(comm, 0), first + i);
+        for (int rank = 1; rank < n; rank++) {
+            long double other = number(type, data_of(comm, rank), first + i);
+            if (call->op == PROD) found *= other;
+            else if (call->op == MAX) found = other > found || other != other ? other : found;
+            else if (call->op == MIN) found = other < found || other != other ? other : found;
+            else found += other;
+        }
+        set_number(type, to, i, call->op == AVG ? found / n : found);
+    }
+}
+
+static int is(const Call *call, const char *name) { return !strcmp(call->name, name); }
+
+/* One collective, once all ranks are there: bytes that are sent, then what each rank makes of them. */
+static int collective(Comm *comm, const Call *call) {
+    int n = comm->ranks, all = is(call, "ncclReduceScatter") || is(call, "ncclAlltoAll"), sends = call->root < 0 || call->root == comm->rank;
+    size_t bytes = call->count * bytes_of[call->type], sent = bytes * (all ? n : 1);
+    int moves = sent <= MOVED, error = meet(comm, call, moves && (sends || is(call, "ncclReduce")) ? sent : 0);
+    if (error) return error;
+    char *to = call->to;
+    if (moves && is(call, "ncclAllReduce")) reduce(comm, call, 0, to);
+    else if (moves && is(call, "ncclReduceScatter")) reduce(comm, call, comm->rank * call->count, to);
+    else if (moves && is(call, "ncclReduce") && sends) reduce(comm, call, 0, to);
+    else if (moves && is(call, "ncclBroadcast") && bytes) memcpy(to, data_of(comm, call->root), bytes);
+    else if (moves && is(call, "ncclAllGather")) for (int r = 0; r < n; r++) memcpy(to + r * bytes, data_of(comm, r), bytes);
+    else if (moves && is(call, "ncclAlltoAll")) for (int r = 0; r < n; r++) memcpy(to + r * bytes, (char *)data_of(comm, r) + comm->rank * bytes, bytes);
+    part(comm);
+    return 0;
+}
+
+static int run(Comm *comm, const Call *call) {
+    size_t bytes = call->count * bytes_of[call->type];
+    if (is(call, "ncclSend")) return post(comm, call, bytes);
+    if (is(call, "ncclRecv")) return take(comm, call, bytes);
+    return collective(comm, call);
+}
+
+/* Calls between ncclGroupStart and ncclGroupEnd are one: nothing waits before the end, and sends go first. */
+static __thread struct { Comm *comm; Call call; } group[4096];
+static __thread int depth, grouped;
+
+int ncclGroupStart(void) { return depth++, 0; }
+
+int ncclGroupEnd(void) {
+    if (--depth) return 0;
+    int error = 0, n = grouped;
+    grouped = 0;
+    for (int sends = 1; sends >= 0; sends--)
+        for (int i = 0; i < n && !error; i++)
+            if (is(&group[i].call, "ncclSend") == sends) error = run(group[i].comm, &group[i].call);
+    return error;
+}
+
+static int ask(const char *name, const void *from, void *to, size_t count, int type, int op, int root, Comm *comm) {
+    char what[96];
+    snprintf(what, sizeof what, "%s %zu %s, %d ranks", name, count, names[type], comm->ranks);
+    fake_request("N", what);
+    Call call = {.name = "", .from = from, .to = to, .count = count, .type = type, .op = op, .root = root};
+    strncpy(call.name, name, sizeof call.name - 1);
+    if (!depth) return run(comm, &call);
+    if (grouped == sizeof group / sizeof *group) return 3;
+    group[grouped].comm = comm, group[grouped++].call = call;
+    return 0;
+}
+
+#define ASKS(name, parameters, ...) int name parameters { return ask(#name, __VA_ARGS__); }
+ASKS(ncclAllReduce, (const void *from, void *to, size_t n, int type, int op, Comm *comm, void *stream), from, to, n, type, op, -1, comm)
+ASKS(ncclReduce, (const void *from, void *to, size_t n, int type, int op, int root, Comm *comm, void *stream), from, to, n, type, op, root, comm)
+ASKS(ncclReduceScatter, (const void *from, void *to, size_t n, int type, int op, Comm *comm, void *stream), from, to, n, type, op, -1, comm)
+ASKS(ncclAllGather, (const void *from, void *to, size_t n, int type, Comm *comm, void *stream), from, to, n, type, 0, -1, comm)
+ASKS(ncclAlltoAll, (const void *from, void *to, size_t n, int type, Comm *comm, void *stream), from, to, n, type, 0, -1, comm)
+ASKS(ncclBroadcast, (const void *from, void *to, size_t n, int type, int root, Comm *comm, void *stream), from, to, n, type, 0, root, comm)
+ASKS(ncclSend, (const void *from, size_t n, int type, int peer, Comm *comm, void *stream), from, 0, n, type, 0, peer, comm)
+ASKS(ncclRecv, (void *to, size_t n, int type, int peer, Comm *comm, void *stream), 0, to, n, type, 0, peer, comm)
+
+int ncclBcast(void *data, size_t n, int type, int root, Comm *comm, void *stream) {
+    return ncclBroadcast(data, data, n, type, root, comm, stream);
+}
+
+int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, Comm *comm) { return *op = AVG + 1, 0; }
+
+int ncclGetVersion(int *version) { return *version = 22809, 0; }
