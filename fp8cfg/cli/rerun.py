@@ -58,9 +58,9 @@ def run(argv: list[str]) -> int:
 
     found, whole_line = settle(arguments.words), whole_lines(arguments, settle, "rerun")
     refuse_if([] if found.layout_alone else found.problems)
-    say([*found.notes, *idle_folder(arguments.words, arguments.one("--config-dir"))])
     if (ended := local_ranks.started(found, ["rerun", *argv], whole_line)) is not None:
         return ended
+    say([*found.notes, *idle_folder(arguments.words, arguments.one("--config-dir"))])
     recipe = sized(found.recipe)
     missing = list[str]()
     then = _compared_or(lambda: _losses(first), "losses", missing)

@@ -77,10 +77,10 @@ def run(argv: list[str]) -> int:
     exactly = hydra_flags.run_dir(arguments, file, found.changes)
     two = _two_folders(found.recipe, exactly)
     refuse_if([*found.problems, *two] if two or not found.layout_alone else [])
-    say(found.notes)
     whole_line = whole_lines(arguments, settle)
     if (code := local_ranks.started(found, argv, whole_line)) is not None:
         return code
+    say(found.notes)  # which ranks say that were started here
     recipe, log = sized(found.recipe), found.recipe.log
     if exactly:
         say(f"note: {line}" for line in remarks.idle_dir(log, "hydra.run.dir", str(exactly)))

@@ -63,7 +63,7 @@ def test_as_many_ranks_as_gpus_and_whole_batches(words: tuple[str, ...], gpus: i
 @pytest.mark.parametrize(("words", "gpus", "ranks", "said"), [
     (DATA_PARALLEL, 7, 4, "note: 4 of 7 GPUs are used, over which trainer.global_batch_size=512 divides in microbatches of 1\n"),
     (CONTEXT, 3, 2, "note: 2 of 3 GPUs are used, 2 to a replica, over which trainer.global_batch_size=512 divides in microbatches of 1\n"),
-    (DATA_PARALLEL, 8, 8, "")])
+    (DATA_PARALLEL, 8, 8, ""), ((*DATA_PARALLEL, "trainer.max_steps=3"), 8, 8, "")])  # what gives way to it the first rank says
 def test_fewer_ranks_than_gpus_are_said(words: tuple[str, ...], gpus: int, ranks: int, said: str, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
     begun = starts(gpus)
     assert main([*words]) == 7 and begun == [(ranks, [*words])]
