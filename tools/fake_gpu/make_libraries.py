@@ -93,7 +93,7 @@ def main(out: Path, triton_driver: Path, include: list[str], files: list[Path]) 
         exported.write_text(f"{versions[short]} {{ global: *; }};\n")
         log = [] if short == RUNTIME else [out / libraries[RUNTIME]]
         cc("-shared", "-fno-builtin", f"-Wl,-soname,{name},--version-script={exported}", "-o", out / name, rest, *objects, *log,
-           "-ldl", "-lpthread", "-lrt")
+           "-ldl", "-lm", "-lpthread", "-lrt")
         for made in (rest, exported, *objects):
             made.unlink()
     (out / "libcuda.so").unlink(missing_ok=True)

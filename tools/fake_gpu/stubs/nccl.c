@@ -2,11 +2,12 @@
  *
  * A collective waits for all ranks of its communicator, and a receive for its send, on the host: an order in which a GPU may take
  * them. Ranks that ask for different things, where NCCL would hang or mix up bytes, are told so; so is one that waits for more than
- * FAKE_NCCL_SECONDS, 300 unless said. Up to MOVED bytes of a rank arrive, longer ones are in the log alone; numbers of four and of
- * eight bytes, and bytes, are added up, others are left as they were, for no kernel computed them. */
+ * FAKE_NCCL_SECONDS, 300 unless said. Up to MOVED bytes of a rank arrive, longer ones are in the log alone. Sums are rounded once, where
+ * NCCL's are at each rank; of float8, which NCCL adds up on some GPUs alone, there are none. */
 #define _GNU_SOURCE
 #include "fake_gpu.h"
 #include "nccl_ranks.h"
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,6 +16,24 @@ enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BF16, E4M
 enum { SUM, PROD, MAX, MIN, AVG };
 static const int bytes_of[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 static const char *const names[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "half", "float", "double", "bfloat16", "e4m3", "e5m2"};
+
+/* By hand: GCC has _Float16 on x86 from version 12 on. */
+static double of_half(unsigned short h) {
+    int exponent = h >> 10 & 31, mantissa = h & 1023;
+    double size = exponent == 31 ? (mantissa ? NAN : INFINITY) : ldexp(mantissa + (exponent ? 1024 : 0), (exponent ? exponent : 1) - 25);
+    return h >> 15 ? -size : size;
+}
+
+static unsigned short to_half(double value) {
+    double size = fabs(value);
+    int exponent, sign = signbit(value) ? 0x8000 : 0;
+    if (!size) return sign;
+    if (size != size) return 0x7e00;
+    if (size >= 65520) return sign | 0x7c00;
+    frexp(size, &exponent);
+    exponent = exponent < -13 ? -13 : exponent; /* of what is below 2^-14 too */
+    return sign | (int)(((exponent + 13) << 10) + nearbyint(ldexp(size, 11 - exponent)));
+}
 
 static long double number(int type, const void *p, size_t i) {
     switch (type) {
@@ -25,8 +44,16 @@ static long double number(int type, const void *p, size_t i) {
     case INT64: return ((const long *)p)[i];
     case UINT64: return ((const unsigned long *)p)[i];
     case FLOAT: return ((const float *)p)[i];
+    case HALF: return of_half(((const unsigned short *)p)[i]);
+    case BF16: return (union { unsigned bits; float value; }){(unsigned)((const unsigned short *)p)[i] << 16}.value;
     default: return ((const double *)p)[i];
     }
+}
+
+/* To the nearest, ties to even; NaN stays one. */
+static unsigned short to_bf16(float value) {
+    unsigned bits = (union { float value; unsigned bits; }){value}.bits;
+    return value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
 static void set_number(int type, void *p, size_t i, long double value) {
@@ -36,6 +63,8 @@ static void set_number(int type, void *p, size_t i, long double value) {
     case INT64: ((long *)p)[i] = value; break;
     case UINT64: ((unsigned long *)p)[i] = value; break;
     case FLOAT: ((float *)p)[i] = value; break;
+    case HALF: ((unsigned short *)p)[i] = to_half(value); break;
+    case BF16: ((unsigned short *)p)[i] = to_bf16(value); break;
     default: ((double *)p)[i] = value;
     }
 }
@@ -43,10 +72,6 @@ static void set_number(int type, void *p, size_t i, long double value) {
 /* Numbers `first` to `first` + `count` of what every rank sent, reduced. */
 static void reduce(Comm *comm, const Call *call, size_t first, void *to) {
     int type = call->type, n = comm->ranks;
-    if (type == HALF || type >= BF16) {
-        memmove(to, (char *)data_of(comm, comm->rank) + first * bytes_of[type], call->count * bytes_of[type]);
-        return;
-    }
     for (size_t i = 0; i < call->count; i++) {
         long double found = number(type, data_of(comm, 0), first + i);
         for (int rank = 1; rank < n; rank++) {
@@ -64,6 +89,7 @@ static int is(const Call *call, const char *name) { return !strcmp(call->name, n
 
 /* One collective, once all ranks are there: bytes that are sent, then what each rank makes of them. */
 static int collective(Comm *comm, const Call *call) {
+    if (call->type > BF16 && (is(call, "ncclAllReduce") || is(call, "ncclReduceScatter") || is(call, "ncclReduce"))) return 4;
     int n = comm->ranks, all = is(call, "ncclReduceScatter") || is(call, "ncclAlltoAll"), sends = call->root < 0 || call->root == comm->rank;
     size_t bytes = call->count * bytes_of[call->type], sent = bytes * (all ? n : 1);
     int moves = sent <= MOVED, error = meet(comm, call, moves && (sends || is(call, "ncclReduce")) ? sent : 0);
