@@ -33,7 +33,7 @@ def summed(t: Tensor, group: Any) -> Tensor:
 
 def _gathered(t: Tensor, dim: int, group: Any) -> Tensor:
     every = waited(_all_gather, t.contiguous(), 0, group=group)  # along 0: what torch 2.11 moves is not for compiled code
-    return every.unflatten(0, (-1, t.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+    return every.view(-1, *t.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _scattered(t: Tensor, dim: int, group: Any) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.profiler import ProfilerActivity, profile
 
 import fp8cfg
@@ -47,3 +49,11 @@ def test_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     job, calls = fp8cfg.build(small("precision=bf16_fp8")), list[object]()
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: calls.append(args) or 2)
     assert set(sdpa_backends(job.model, 2, 32, torch.bfloat16).values()) == {"efficient"} and len(calls) == 1, "one for layers that are alike"
+
+
+def test_queries_that_are_the_last_of_the_keys_are_asked_about_without_their_mask() -> None:
+    """Its values are on no device: a GPU refuses it (attn_mask is on cpu)."""
+    q, k = (torch.empty(1, 2, length, 16) for length in (4, 8))
+    with sdpa_backend._Asked() as asked:
+        F.scaled_dot_product_attention(q, k, k, attn_mask=causal_lower_right(4, 8), is_causal=False, scale=None, enable_gqa=False)
+    assert asked.chosen == "math"  # of flash and efficient attention a CPU has none for it
