@@ -1,0 +1,204 @@
+"""Values of fp8cfg's Triton kernels on the fake GPU: what each launch writes, by the plain torch code that tests hold the kernels to.
+
+A kernel is launched first, compiled and all, and what it writes is then written by a function of its launcher's name and arguments,
+on CPU tensors in the memory of the CUDA ones. A kernel that stands in no launcher here is refused: nobody would write its values.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from fp8cfg.numerics import E2M1, E4M3, Format, Scaling
+from fp8cfg.numerics.block_scaling import amax_or_nan, e8m0_bytes, first_level_of
+from fp8cfg.numerics.formats import BY_DTYPE, cast
+from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.microscaled_mm import laid_out
+from fp8cfg.numerics.quantize import quantize_tiles
+from fp8cfg.numerics.scaling import FLT_MAX, amax_of, floor_to_power_of_2, record_amax
+from fp8cfg.numerics.stochastic_rounding import Random
+
+PARTS, BLOCK = 1024, 4096
+"""Programs of `amaxes_of_parts` at most, and elements that each reads at a time (numerics/triton_kernels.py)."""
+
+
+def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0, keep_nan: bool = False) -> None:
+    if scales is not None and scales[role] != 0:
+        return
+    a, count = t.flatten().float().abs(), min(PARTS, -(-t.numel() // BLOCK))
+    a = a if keep_nan else a.nan_to_num(0.0, torch.inf)
+    rounds = torch.zeros(-(-t.numel() // (BLOCK * count)) * count * BLOCK)
+    rounds[: len(a)] = a
+    parts[:count] = rounds.view(-1, count, BLOCK).amax((0, 2))
+
+
+def cast_tensor(
+    t: Tensor, scales: Tensor | None, history: Tensor | None, role: int, target: float, largest: float, power_2: bool, data: Tensor,
+    transposed: Tensor | None, scale_inv: Tensor, amaxes: Tensor | None = None, counts: Tensor | None = None, reach: float = 0.0,
+) -> None:  # fmt: skip
+    now, set_ = amax_of(t), scales is not None and bool(scales[role] != 0)
+    scale = scales[role].clone() if scales is not None and set_ else _scale(now if amaxes is None else amaxes.amax(), target, power_2)
+    if counts is not None:
+        infinite = t.isinf()
+        counts[1] += infinite.sum()
+        if scales is not None:
+            counts[0] += ((t.float().abs() * scale > reach) & ~infinite).sum()
+    if history is not None:
+        record_amax(history[0, role], now if scales is not None or amaxes is None else amaxes.amax())
+    data.copy_(cast(t.float() * scale, BY_DTYPE[data.dtype]))
+    if transposed is not None:
+        transposed.copy_(data.t())
+    scale_inv.copy_(scale.reciprocal())
+
+
+def cast_rows(
+    t: Tensor, largest: float, power_2: bool, data: Tensor | None, scale_inv: Tensor | None, data_t: Tensor | None,
+    scale_inv_t: Tensor | None, transpose: bool = True, seen: Tensor | None = None, amaxes: Tensor | None = None,
+    amaxes_t: Tensor | None = None, counts: Tensor | None = None,
+) -> None:  # fmt: skip
+    v = t.float()
+    for axis, q, to, known in ((1, data, scale_inv, amaxes), (0, data_t, scale_inv_t, amaxes_t)):
+        if q is not None and to is not None:
+            amax = v.abs().nan_to_num(0.0, torch.inf).amax(axis) if known is None else known
+            scale = _scale(amax, largest, power_2)
+            made = cast(v * scale.unsqueeze(axis), BY_DTYPE[q.dtype])
+            q.copy_(made.t() if axis == 0 and transpose else made)
+            to.copy_(scale.reciprocal().view(to.shape))
+    _infinite(t, seen, counts)
+
+
+def cast_blocks(
+    t: Tensor, highest: float, largest: float, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None,
+    data_t: Tensor | None, scale_inv_t: Tensor | None, mx: int = 0, transpose: bool = True, seen: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> None:  # fmt: skip
+    width, scaling = mx or 128, Scaling("mxfp8", backward=E4M3) if mx else Scaling("block", power_2_scales=power_2)
+    for q, to, across in ((data, scale_inv, False), (data_t, scale_inv_t, True)):
+        if q is not None and to is not None:
+            _store(_tiles(t, width, square, across, BY_DTYPE[q.dtype], scaling), q, to, across, transpose)
+    _infinite(t, seen, counts)
+
+
+def cast_four_bits(
+    t: Tensor, data: Tensor, scale_inv: Tensor, data_t: Tensor | None, scale_inv_t: Tensor | None, whole_inv: Tensor,
+    random: tuple[Tensor, Tensor] | None = None, lane: int = 0, seen: Tensor | None = None, transpose: bool = True,
+    amax: Tensor | None = None, counts: Tensor | None = None,
+) -> None:  # fmt: skip
+    now = amax_or_nan(t) if amax is None else amax.view(())
+    whole, scaling = first_level_of(now), Scaling("nvfp4", forward=E2M1, backward=E2M1)
+    whole_inv.copy_(whole.reciprocal())
+    draw = Random(*random, lane) if random else None
+    square = transpose == (data_t is not None)
+    for q, to, across in ((data, scale_inv, False), (data_t, scale_inv_t, True)):
+        if q is not None and to is not None:
+            made = _tiles(t, 16, square, across, E2M1, scaling, whole, draw)
+            if transpose:
+                codes, scales = laid_out(made.t() if across else made)
+                q.copy_(codes)
+                to.copy_(scales)
+            else:
+                _store(made, q, to, across, transpose)
+    if seen is not None:
+        record_amax(seen, now)
+    _infinite(t, None, None if now.isnan() else counts)
+
+
+def count(t: Tensor, amax: Tensor, scale: Tensor | None, counts: Tensor, reach: float) -> None:
+    if amax < torch.inf and (scale is None or amax * scale <= reach):
+        return
+    a, infinite = t.float().abs(), t.isinf()
+    counts[1] += infinite.sum()
+    if scale is not None:
+        counts[0] += ((a * scale > reach) & ~infinite).sum()
+
+
+def _tiles(
+    t: Tensor, width: int, square: bool, across: bool, fmt: Format, scaling: Scaling, whole: Tensor | None = None, draw: Random | None = None
+) -> Operand:  # fmt: skip
+    tile = (width, width) if square else (width, 1) if across else (1, width)
+    made = quantize_tiles(t, tile, fmt, scaling, fmt.dtype, whole, draw)
+    return made._replace(data=made.data.contiguous())
+
+
+def _store(made: Operand, data: Tensor, scale_inv: Tensor, across: bool, transpose: bool) -> None:
+    """The operand `made` where products or `Stored` read it, its transpose where it is contracted `across` its rows."""
+    made = made.t() if across and transpose else made
+    data.copy_(made.data)
+    assert made.scale_inv is not None
+    if scale_inv.dim() == 1:
+        scale_inv.copy_(laid_out(made)[1])
+    elif scale_inv.dtype == torch.uint8 and made.fmt != E2M1:
+        scale_inv.copy_(e8m0_bytes(made.scale_inv))
+    else:
+        scale_inv.copy_(made.scale_inv.to(scale_inv.dtype))
+
+
+def _scale(amax: Tensor, target: float, power_2: bool) -> Tensor:
+    scale = torch.div(torch.full_like(amax, target), amax)
+    scale = torch.where(scale == torch.inf, FLT_MAX, scale)
+    scale = torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
+    return floor_to_power_of_2(scale) if power_2 else scale
+
+
+def _infinite(t: Tensor, seen: Tensor | None, counts: Tensor | None) -> None:
+    infinite = t.isinf().sum()
+    if seen is not None and infinite:
+        seen.fill_(torch.inf)
+    if counts is not None:
+        counts[1] += infinite
+
+
+_launching = threading.local()
+
+
+@contextmanager
+def computed(in_host_memory: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Values of launches in this block."""
+    from triton.runtime.jit import JITFunction
+
+    from fp8cfg.numerics import triton_block_kernel, triton_count_kernel, triton_kernels, triton_row_kernel
+
+    stand_ins = [
+        (triton_kernels, "amaxes_of_parts", amaxes_of_parts), (triton_block_kernel, "amaxes_of_parts", amaxes_of_parts),
+        (triton_kernels, "cast", cast_tensor), (triton_row_kernel, "cast_rows", cast_rows), (triton_block_kernel, "cast_blocks", cast_blocks),
+        (triton_block_kernel, "cast_four_bits", cast_four_bits), (triton_count_kernel, "count", count)]  # fmt: skip
+    kept = [getattr(module, name) for module, name, _ in stand_ins]
+    run = JITFunction.run
+
+    def refuse(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(_launching, "inside", 0):
+            raise NotImplementedError(f"Triton kernel {kernel.fn.__name__}: no values, write its launcher's (tools/fake_gpu/triton_values.py)")
+        return run(kernel, *args, **kwargs)
+
+    def with_values(launch: Callable[..., Any], stand_in: Callable[..., None]) -> Callable[..., Any]:
+        @functools.wraps(launch)
+        def launched(*args: Any, **kwargs: Any) -> Any:
+            _launching.inside = getattr(_launching, "inside", 0) + 1
+            try:
+                kernel = launch(*args, **kwargs)
+            finally:
+                _launching.inside -= 1
+            with _disable_current_modes(), torch.no_grad():
+                stand_in(*(tree_map(lambda x: in_host_memory(x) if isinstance(x, Tensor) else x, each) for each in args),
+                         **tree_map(lambda x: in_host_memory(x) if isinstance(x, Tensor) else x, kwargs))  # fmt: skip
+            return kernel
+
+        return launched
+
+    JITFunction.run = refuse
+    for (module, name, stand_in), launch in zip(stand_ins, kept, strict=True):
+        setattr(module, name, with_values(launch, stand_in))
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+        for (module, name, _), launch in zip(stand_ins, kept, strict=True):
+            setattr(module, name, launch)

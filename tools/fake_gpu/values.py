@@ -1,0 +1,226 @@
+"""Values on the fake GPU: what eager code asks of it is computed by torch's CPU kernels, in the very memory of its CUDA tensors.
+
+    with computed():
+        job = fp8cfg.build(recipe)        # on "cuda", and its losses are losses
+    compute_values()                      # or from here on, in this process
+
+Every operation of ATen on CUDA tensors is asked of the fake GPU first, so that its checks, its launches, the layout and the dtype of
+its results are those of a GPU, and its values are then written by the same operation on CPU tensors that share the memory. What has
+no CPU kernel, or one of other results, stands in value_handlers.py and value_products.py; Triton's kernels in triton_values.py.
+Memory that is allocated and not written holds NaN.
+
+Eager code alone: torch.compile runs what it is given as it is. Random numbers are other ones than a GPU's: a CPU generator draws them,
+seeded anew from the state of the CUDA generator, which moves as on a GPU, so that what is drawn again is the same. Collectives, which
+the fake libraries copy, move nothing above 4 MiB. What differs from a GPU are last bits: the order of sums, exp, sqrt and the like.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tools.fake_gpu import triton_values, value_handlers, value_products
+from tools.fake_gpu.recorder import is_fake
+
+HANDLERS = value_handlers.HANDLERS | value_products.HANDLERS
+"""What computes an operation on CPU tensors in the place of its CPU kernel, by name and overload."""
+LEFT = {"record_stream", "set_", "resize_", "resize_as_", "_resize_output_", "_pin_memory", "is_pinned", "_local_scalar_dense"}
+"""Operations that move small numbers alone, or none."""
+_Op = Any  # torch has no types of operators that mypy could follow
+
+
+def in_host_memory(t: Tensor) -> Tensor:
+    """A CPU tensor in the memory of `t`, if that is a CUDA tensor, else `t`; not to be kept longer than `t`."""
+    if not t.is_cuda:
+        return t
+    storage = t.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    alias = torch.empty(0, dtype=t.dtype)
+    alias.set_(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), t.storage_offset(), t.shape, t.stride())
+    alias = alias.conj() if t.is_conj() else alias
+    return torch._neg_view(alias) if t.is_neg() else alias
+
+
+def _on_host(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return in_host_memory(x)
+    if isinstance(x, torch.device):
+        return torch.device("cpu") if x.type == "cuda" else x
+    return None if isinstance(x, torch.Generator) else x
+
+
+@functools.cache
+def _kind(op: _Op) -> str:
+    """How `op` is computed."""
+    name, returns = op._schema.name.partition("::")[2], op._schema.returns
+    if op.namespace == "fp8cfg":
+        return "body"
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    if op.namespace != "aten" or name in LEFT or views or torch.Tag.inplace_view in op.tags:
+        return "left"
+    if "empty" in name.split("_"):
+        return "allocation"
+    if str(op) in HANDLERS:
+        return "computed"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return "composite"
+    return "of any size" if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(op.tags) else "computed"
+
+
+class Computed(TorchDispatchMode):
+    """Mode of one thread, and of autograd's threads that work for it."""
+
+    def __torch_dispatch__(self, op: _Op, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
+            return NotImplemented  # a subclass takes itself apart
+        leaves = tree_leaves((args, kwargs))
+        if not any(x.is_cuda if isinstance(x, Tensor) else isinstance(x, torch.device) and x.type == "cuda" for x in leaves):
+            return op(*args, **kwargs)
+        kind = _kind(op)
+        if kind == "body":  # is made of operations and of Triton's kernels
+            with self:
+                return _body(op)(*args, **kwargs)
+        if kind == "composite":
+            with self:
+                return op.decompose(*args, **kwargs)
+        if kind == "left":
+            return op(*args, **kwargs)
+        if kind == "allocation":
+            return _nothing_in(op(*args, **kwargs))
+        with ExitStack() as random:
+            if torch.Tag.nondeterministic_seeded in op.tags:
+                random.enter_context(_seeded(leaves))
+            masks = op._schema.name == "aten::index" and any(x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]) if x is not None)
+            if kind == "of any size" and (op._schema.name != "aten::index" or masks):
+                device = next(x.device for x in leaves if isinstance(x, Tensor) and x.is_cuda)
+                return tree_map(lambda x: _sent(x, device) if isinstance(x, Tensor) else x, _compute(op, args, kwargs))
+            return _asked_and_computed(op, args, kwargs)
+
+
+def _asked_and_computed(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the fake GPU returns of `op`, with its values. What the operation writes into is computed from what it held before:
+    copies and memsets are real, and would be done twice."""
+    written = [t for t in tree_leaves(_written(op, args, kwargs)) if isinstance(t, Tensor)]
+    before = [in_host_memory(t).clone() for t in written]
+    found = op(*args, **kwargs)
+    for t, held in zip(written, before, strict=True):
+        if t.shape == held.shape:
+            in_host_memory(t).copy_(held)
+    made = _compute(op, args, kwargs)
+    if len(op._schema.returns) == 1:
+        return _with_values(op, 0, found, made)
+    several = [_with_values(op, i, *pair) for i, pair in enumerate(zip(found or (), made or (), strict=True))]
+    return tuple(several) if several else found
+
+
+def _compute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given, named = tree_map(_on_host, args), tree_map(_on_host, kwargs)
+    if "pin_memory" in named:
+        named["pin_memory"] = None
+    if "generator" in named:
+        named["generator"] = None
+    try:
+        with torch.no_grad():
+            return HANDLERS.get(str(op), op)(*given, **named)
+    except NotImplementedError as e:
+        raise NotImplementedError(f"{op}: no values, write a handler of it (tools/fake_gpu/value_handlers.py): {e}") from e
+
+
+def _with_values(op: _Op, i: int, found: Any, made: Any) -> Any:
+    """Return number `i` of `op`, `found` on the fake GPU, with the values that were `made`; None leaves what is there."""
+    info = op._schema.returns[i].alias_info
+    if info is not None and info.is_write:
+        return found
+    if isinstance(found, (list, tuple)):
+        return type(found)(_with_values(op, i, *pair) for pair in zip(found, made, strict=True))
+    if not isinstance(found, Tensor):
+        return made
+    if made is not None:
+        if made.shape != found.shape or made.dtype != found.dtype:
+            raise TypeError(f"{op}: {tuple(found.shape)} {found.dtype} on the fake GPU, {tuple(made.shape)} {made.dtype} computed")
+        in_host_memory(found).copy_(made)
+    return found
+
+
+def _written(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    of = op._schema.arguments
+    names = {a.name for a in of if a.alias_info is not None and a.alias_info.is_write}
+    return [x for a, x in zip(of, args, strict=False) if a.name in names] + [x for name, x in kwargs.items() if name in names]
+
+
+def _body(op: _Op) -> Any:
+    """What the operator `op` of fp8cfg runs, where CUDA tensors have no code of their own."""
+    of = torch._library.custom_ops.OPDEFS[op._schema.name]
+    return of._backend_fns.get("cuda", of._init_fn)
+
+
+def _nothing_in(made: Tensor) -> Tensor:
+    """`made`, and NaN in all of its memory: a GPU has what was there before."""
+    if made.is_cuda and made.dtype.is_floating_point and made.untyped_storage().nbytes():
+        ctypes.memset(made.untyped_storage().data_ptr(), 0xFF, made.untyped_storage().nbytes())
+    return made
+
+
+def _sent(t: Tensor, device: torch.device) -> Tensor:
+    there = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+    in_host_memory(there).copy_(t)
+    return there
+
+
+@contextmanager
+def _seeded(leaves: list[Any]) -> Iterator[None]:
+    """CPU random numbers of the state of the CUDA generator among `leaves`, else of the default one."""
+    torch.cuda.init()
+    given = [x for x in leaves if isinstance(x, torch.Generator) and x.device.type == "cuda"]
+    state = (given or torch.cuda.default_generators)[0].get_state().numpy().tobytes()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(hashlib.blake2b(state, digest_size=7).digest()))
+        yield
+
+
+@contextmanager
+def computed() -> Iterator[None]:
+    """Values in this block, also in the threads that are started in it."""
+    if not is_fake():
+        raise RuntimeError("values are computed on the fake GPU alone: source env.sh of tools/fake_gpu/setup.sh")
+    torch.compiler.set_stance("force_eager")
+    with ExitStack() as stack:
+        # A new thread has no modes, and torch leaves all of them to print a tensor.
+        for owner, name in ((threading.Thread, "run"), (torch._tensor_str, "_str_intern")):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, _in_mode(getattr(owner, name)))
+        stack.callback(torch.compiler.set_stance, "default")
+        stack.enter_context(triton_values.computed(in_host_memory))
+        stack.enter_context(Computed())
+        yield
+
+
+def _in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with Computed():
+            return function(*args, **kwargs)
+
+    return called
+
+
+_process = ExitStack()
+
+
+def compute_values() -> None:
+    """From here on, in this process, values are computed."""
+    _process.enter_context(computed())
