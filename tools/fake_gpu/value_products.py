@@ -54,14 +54,15 @@ def _dequantized(t: Tensor, scales: Sequence[Tensor], recipes: Sequence[int], sw
     """`t` [R, K] in float32, times the scales that vary along K, and those that do not, [R, 1] or [1, 1]."""
     four = t.dtype == torch.float4_e2m1fn_x2
     values, over = unpacked(t.view(torch.uint8)) if four else t.float(), torch.ones(1, 1)
-    for scale, recipe, swizzle in zip(scales, map(ScalingType, recipes), swizzles, strict=False):
-        if recipe in (ScalingType.TensorWise, ScalingType.RowWise):
+    for scale, recipe, swizzle in zip(scales, recipes, [*swizzles] or [0] * len(scales), strict=True):
+        of = ScalingType(recipe)
+        if of in (ScalingType.TensorWise, ScalingType.RowWise):
             over = over * scale.float().reshape(-1, 1)
             continue
-        width, (rows, columns) = TILES[recipe], values.shape
+        width, (rows, columns) = TILES[of], values.shape
         if swizzle != SwizzleType.NO_SWIZZLE.value:
             scale = in_rows(scale, rows, -(-columns // width))
-        elif recipe == ScalingType.BlockWise128x128:
+        elif of == ScalingType.BlockWise128x128:
             scale = scale.t().repeat_interleave(128, 0)[:rows]
         values = values * scale.float().repeat_interleave(width, 1)[:rows, :columns]
     return values, over
