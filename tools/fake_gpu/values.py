@@ -68,7 +68,8 @@ def _kind(op: _Op) -> str:
     name, returns = op._schema.name.partition("::")[2], op._schema.returns
     if op.namespace == "fp8cfg":
         return "body"
-    if str(op) not in HANDLERS and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+    registered = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
+    if registered("CompositeImplicitAutograd") and not registered("CUDA"):
         return "composite"  # below autograd they come here whole, and some of what they return as a view is a copy
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     if op.namespace != "aten" or name in LEFT or views or torch.Tag.inplace_view in op.tags:
