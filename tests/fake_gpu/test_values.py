@@ -1,8 +1,8 @@
-"""Values on the fake GPU (tools/fake_gpu/values.py): operations give what a CPU gives, and jobs train as on a CPU, to the last bits.
+"""Values on the fake GPU (tools/fake_gpu/values.py): operations give what a CPU gives, and jobs train as on a CPU, bit for bit.
 
-A job's first loss is that of the CPU to the bit, so are all products, scales and quantized numbers of that pass. Later losses may differ
-by what the last bits of RMSNorm's gradient make of a step: a GPU has a kernel of it, a CPU its formula (some 1e-5 of a loss). Attention
-is given to the CPU as the GPU has it: torch's kernel for CPUs rounds its weights to bfloat16, which changes a loss by 1e-4.
+So are all products, scales, quantized numbers and steps of the two paths of fp8cfg. What torch itself computes otherwise on a CPU is
+given to it as on a GPU: attention, whose weights its kernel rounds to bfloat16, which changes a loss by 1e-4, and RMSNorm, whose
+gradient has other last bits, which change one by 1e-5.
 
 Runs on the fake GPU alone; jobs of MXFP8 and NVFP4 under FAKE_CC=100."""
 
@@ -22,13 +22,13 @@ if not torch.cuda.is_available():
 
 import fp8cfg
 from fp8cfg.job import Job
-from tests.support.small import losses, small, small_words, steps
+from tests.support.small import small, small_words, steps
 from tools.fake_gpu.recorder import is_fake, record
 
 if not is_fake():
     pytest.skip("a real GPU has values", allow_module_level=True)
 
-from tools.fake_gpu.value_handlers import attention, attention_backward
+from tools.fake_gpu.value_handlers import attention, attention_backward, rms_norm, rms_norm_backward
 from tools.fake_gpu.values import computed, in_host_memory
 
 BLACKWELL = torch.cuda.get_device_capability() >= (10, 0)
@@ -40,7 +40,7 @@ HOPPER_JOBS = [
     ("bf16_fp8", NATIVE, *ATTENTION), ("bf16_fp8", NATIVE, "opt_level=O2"), ("bf16_fp8_current", NATIVE, HELD), ("bf16_fp8_current", NATIVE, PLAIN),
     ("bf16_fp8_current", NATIVE, "fp8.granularity=row"), ("bf16_fp8_current_coat", NATIVE), ("bf16_fp8_block", NATIVE, E4M3, HELD),
     ("bf16_fp8_block", NATIVE, E4M3, PLAIN), ("bf16_fp8_block_deepseek_v3", NATIVE),
-    ("bf16_fp8", NATIVE, "recipe=gemma3_tiny"), ("bf16_fp8_block", NATIVE, E4M3, "recipe=mixtral_tiny"),
+    ("bf16_fp8", NATIVE, "recipe=gemma3_tiny"), ("bf16_fp8_block", NATIVE, E4M3, "recipe=mistral_tiny"),
 ]  # fmt: skip
 BLACKWELL_JOBS = [("bf16_mxfp8", NATIVE, HELD), ("bf16_mxfp8", NATIVE, PLAIN), ("bf16_nvfp4", NATIVE, HELD), ("bf16_nvfp4", NATIVE, PLAIN)]
 JOBS = BLACKWELL_JOBS if BLACKWELL else HOPPER_JOBS
@@ -59,6 +59,23 @@ class AttentionOfGPUs(TorchDispatchMode):
         if op is _A._scaled_dot_product_flash_attention_for_cpu_backward.default:
             return attention_backward(*args[:4], bias, *args[4:7], int(args[7]), scale)[:3]
         return op(*args, **named)
+
+
+class NormOfGPUs(torch.autograd.Function):
+    """`torch.nn.functional.rms_norm` as one operation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        y, rstd = rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.shape = shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, rstd, weight = ctx.saved_tensors
+        dx, dw = rms_norm_backward(grad, x, ctx.shape, rstd, weight, (True, weight is not None))
+        return dx, None, dw, None
 
 
 @pytest.fixture
@@ -154,14 +171,15 @@ def job(words: tuple[str, ...], *more: str) -> Job:
 
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
 def test_a_job_trains_as_on_a_cpu(words: tuple[str, ...]) -> None:
-    with AttentionOfGPUs():
+    with AttentionOfGPUs(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "rms_norm", lambda *args: NormOfGPUs.apply(*args))
         want = [step.loss for step in steps(job(words, "trainer.accelerator=cpu"), 4)]
     with computed():
         trained = job(words, *CUDA)
         got = [step.loss for step in steps(trained, 4)]
         trained.prove()
     assert trained.choice.product == ("emulate" if ATTENTION[0] in words else "scaled_mm" if NATIVE in words else "none")
-    assert got[0] == want[0] and got == pytest.approx(want, rel=2e-5)
+    assert got == pytest.approx(want, rel=1e-6 if "opt_level=O2" in words else 0), "O2 adds up a norm in another order"
 
 
 @pytest.mark.parametrize("words", JOBS if BLACKWELL else [j for j in JOBS if "bf16_fp8" in j[0] and "recipe" not in j[-1]], ids=" ".join)
