@@ -1,7 +1,8 @@
-"""Products with 1x128 weights of few outputs on Hopper: strides of their scales that torch 2.11 takes as well; on a real GPU values are
-those of emulation.
+"""Products with 1x128 weights of few outputs on Hopper: strides of their scales that torch 2.11 takes as well; values are those of
+emulation.
 
-Runs where torch has a CUDA device of compute capability 9.x, also a fake one (tools/fake_gpu), which computes nothing."""
+Runs where torch has a CUDA device of compute capability 9.x, also a fake one (tools/fake_gpu), where compiled code has no
+values."""
 
 from __future__ import annotations
 

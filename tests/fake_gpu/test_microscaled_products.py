@@ -1,8 +1,8 @@
-"""MXFP8 and NVFP4 on Blackwell: torch's C++ takes every product of a layer and of a training step, eager and compiled; on a real GPU
-values are those of emulation.
+"""MXFP8 and NVFP4 on Blackwell: torch's C++ takes every product of a layer and of a training step, eager and compiled; values are those
+of emulation.
 
-Runs where torch has a CUDA device of compute capability 10.0 or more, also a fake one (tools/fake_gpu, FAKE_CC=100), which computes
-nothing."""
+Runs where torch has a CUDA device of compute capability 10.0 or more, also a fake one (tools/fake_gpu, FAKE_CC=100), where
+compiled code and the step have no values."""
 
 from __future__ import annotations
 

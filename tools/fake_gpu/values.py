@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -65,7 +66,7 @@ def _on_host(x: Any) -> Any:
 def _kind(op: _Op) -> str:
     """How `op` is computed."""
     name, returns = op._schema.name.partition("::")[2], op._schema.returns
-    if op.namespace == "fp8cfg":
+    if op.namespace in ("fp8cfg", "fsdp"):
         return "body"
     registered = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
     if registered("CompositeImplicitAutograd") and not registered("CUDA"):
@@ -78,11 +79,13 @@ def _kind(op: _Op) -> str:
     return "of any size" if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(op.tags) else "computed"
 
 
-class Computed(TorchDispatchMode):
+class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode of one thread, and of autograd's threads that work for it."""
 
     def __torch_dispatch__(self, op: _Op, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return op(*args, **kwargs)  # torch asks this mode before its own of tensors without memory
         if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a subclass takes itself apart
         leaves = tree_leaves((args, kwargs))
@@ -131,9 +134,10 @@ def _compute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named["pin_memory"] = None
     if "generator" in named:
         named["generator"] = None
+    compute = HANDLERS.get(str(op)) or op
     try:
         with torch.no_grad():
-            return HANDLERS.get(str(op), op)(*given, **named)
+            return compute(*given, **named)
     except NotImplementedError as e:
         raise NotImplementedError(f"{op}: no values, write a handler of it (tools/fake_gpu/value_handlers.py): {e}") from e
 
@@ -161,14 +165,17 @@ def _written(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any
 
 
 def _body(op: _Op) -> Any:
-    """What the operator `op` of fp8cfg runs, where CUDA tensors have no code of their own."""
+    """What the operator `op` of fp8cfg, or of torch's FSDP2, runs of CUDA tensors: Python."""
+    if op.namespace == "fsdp":
+        name = op._schema.name.partition("::")[2]
+        return getattr(_fsdp_collectives, {"all_gather_copy_in": "all_gather_copy_in_cuda"}.get(name, name))
     of = torch._library.custom_ops.OPDEFS[op._schema.name]
     return of._backend_fns.get("cuda", of._init_fn)
 
 
 def _nothing_in(made: Tensor) -> Tensor:
-    """`made`, and NaN in all of its memory: a GPU has what was there before."""
-    if made.is_cuda and made.dtype.is_floating_point and made.untyped_storage().nbytes():
+    """`made`, and in all of its memory NaN, or -1: a GPU has what was there before."""
+    if made.is_cuda and made.dtype != torch.bool and made.untyped_storage().nbytes():
         ctypes.memset(made.untyped_storage().data_ptr(), 0xFF, made.untyped_storage().nbytes())
     return made
 
@@ -182,7 +189,7 @@ def _sent(t: Tensor, device: torch.device) -> Tensor:
 @contextmanager
 def _seeded(leaves: list[Any]) -> Iterator[None]:
     """CPU random numbers of the state of the CUDA generator among `leaves`, else of the default one."""
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     given = [x for x in leaves if isinstance(x, torch.Generator) and x.device.type == "cuda"]
     state = (given or torch.cuda.default_generators)[0].get_state().numpy().tobytes()
     with torch.random.fork_rng(devices=[]):
@@ -203,14 +210,14 @@ def computed() -> Iterator[None]:
             setattr(owner, name, _in_mode(getattr(owner, name)))
         stack.callback(torch.compiler.set_stance, "default")
         stack.enter_context(triton_values.computed(in_host_memory))
-        stack.enter_context(Computed())
+        stack.enter_context(Computed())  # type: ignore[no-untyped-call]
         yield
 
 
 def _in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with Computed():
+        with Computed():  # type: ignore[no-untyped-call]
             return function(*args, **kwargs)
 
     return called
