@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():
@@ -170,20 +171,37 @@ def job(words: tuple[str, ...], *more: str) -> Job:
     return fp8cfg.build(small(f"precision={preset}", *rest, *more))
 
 
+def bits(job: Job) -> dict[str, Tensor]:
+    """Bytes of weights, scales and amax histories."""
+    of = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in job.model.state_dict().items() if isinstance(t, Tensor)}
+    plain = {name: t.detach() for name, t in of.items() if type(t) in (Tensor, torch.nn.Parameter)}  # no float8 shard of FSDP2
+    return {name: in_host_memory(t).contiguous().flatten().view(torch.uint8).clone() for name, t in plain.items()}
+
+
+def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of what has other bits."""
+    return [name for name in one.keys() | other.keys() if name not in one or name not in other or not torch.equal(one[name], other[name])]
+
+
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
 def test_a_job_trains_as_on_a_cpu(words: tuple[str, ...]) -> None:
     with AttentionOfGPUs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.functional, "rms_norm", lambda *args: NormOfGPUs.apply(*args))
-        want = [step.loss for step in steps(job(words, "trainer.accelerator=cpu"), 4)]
+        there = job(words, "trainer.accelerator=cpu")
+        want, left = [step.loss for step in steps(there, 4)], bits(there)
     with computed():
         trained = job(words, *CUDA)
-        got = [step.loss for step in steps(trained, 4)]
+        got, found = [step.loss for step in steps(trained, 4)], bits(trained)
         trained.prove()
     assert trained.choice.product == ("emulate" if ATTENTION[0] in words else "scaled_mm" if NATIVE in words else "none")
-    assert got == pytest.approx(want, rel=1e-6 if "opt_level=O2" in words else 0), "O2 adds up a norm in another order"
+    if "opt_level=O2" in words:  # which adds up the norm of stored gradients in another order
+        assert got == pytest.approx(want, rel=1e-6)
+        return
+    assert got == want
+    assert different(found, left) == []
 
 
-@pytest.mark.parametrize("words", JOBS if BLACKWELL else [j for j in JOBS if "bf16_fp8" in j[0] and len(j[-1].split("recipe=")) == 1], ids=" ".join)
+@pytest.mark.parametrize("words", JOBS if BLACKWELL else [j for j in JOBS if "bf16_fp8" in j[0] and not j[-1].startswith(("recipe", "storage"))], ids=" ".join)
 def test_a_resumed_job_goes_on_bit_for_bit(words: tuple[str, ...], tmp_path: Path, values: None) -> None:
     preset, *rest = words
     given = small_words(f"precision={preset}", *rest, *CUDA, "trainer.val_check_interval=2")
@@ -192,5 +210,4 @@ def test_a_resumed_job_goes_on_bit_for_bit(words: tuple[str, ...], tmp_path: Pat
     fp8cfg.fit(fp8cfg.build(fp8cfg.compose([*given, "trainer.max_steps=2"])), tmp_path / "parts", say=lambda _: None)
     resumed = fp8cfg.build(fp8cfg.compose([*given, "trainer.max_steps=4", "log.resume=auto", f"log.folder={tmp_path / 'parts'}"]))
     fp8cfg.fit(resumed, say=lambda _: None)
-    for (name, mine), theirs in zip(resumed.model.state_dict().items(), there.model.state_dict().values(), strict=True):
-        assert torch.equal(in_host_memory(mine).contiguous().view(torch.uint8), in_host_memory(theirs).contiguous().view(torch.uint8)), name
+    assert different(bits(resumed), bits(there)) == []

@@ -1,4 +1,4 @@
-"""Operations that torch computes on a GPU alone, or otherwise there, on CPU tensors: fused attention, norms, softmax of 16 bits.
+"""Operations that torch computes on a GPU alone, or otherwise there, on CPU tensors: fused attention, norms, softmax of 16 bits, roots.
 
 Attention is that of the formula, in float32, rounded once: dropout is refused. What a GPU keeps of random numbers is left as it is.
 """
@@ -151,6 +151,15 @@ def _softmax_backward(name: str) -> Callable[..., Tensor]:
     return backward
 
 
+def root(x: Tensor) -> Tensor:
+    """The nearest to the root, as a GPU gives it. MKL, which torch takes on a CPU, often gives its neighbour."""
+    return x.double().sqrt().to(x.dtype) if x.dtype == torch.float32 else x.sqrt()
+
+
+def root_in_place(x: Tensor) -> Tensor:
+    return x.copy_(root(x))
+
+
 HANDLERS: dict[str, Callable[..., Any]] = {
     "aten._scaled_dot_product_flash_attention.default": flash, "aten._scaled_dot_product_flash_attention_backward.default": flash_backward,
     "aten._scaled_dot_product_efficient_attention.default": efficient,
@@ -158,6 +167,8 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "aten._efficient_attention_forward.default": by_tokens, "aten._efficient_attention_backward.default": by_tokens_backward,
     "aten._fused_rms_norm.default": rms_norm, "aten._fused_rms_norm_backward.default": rms_norm_backward,
     "aten.native_layer_norm.default": layer_norm, "aten.native_layer_norm_backward.default": layer_norm_backward,
+    "aten.sqrt.default": root, "aten.sqrt_.default": root_in_place, "aten.sqrt.out": lambda x, *, out: out.copy_(root(x)),
+    "aten._foreach_sqrt.default": lambda xs: [root(x) for x in xs], "aten._foreach_sqrt_.default": lambda xs: [root_in_place(x) for x in xs],
     "aten._softmax.default": _softmax("_softmax"), "aten._log_softmax.default": _softmax("_log_softmax"),
     "aten._softmax_backward_data.default": _softmax_backward("_softmax_backward_data"),
     "aten._log_softmax_backward_data.default": _softmax_backward("_log_softmax_backward_data"),
