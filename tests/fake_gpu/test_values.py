@@ -29,8 +29,10 @@ from tools.fake_gpu.recorder import is_fake, record
 if not is_fake():
     pytest.skip("a real GPU has values", allow_module_level=True)
 
-from tools.fake_gpu.value_handlers import attention, attention_backward, rms_norm, rms_norm_backward
-from tools.fake_gpu.values import computed, in_host_memory
+from tools.fake_gpu.host_memory import in_host_memory
+from tools.fake_gpu.value_attention import attention, attention_backward
+from tools.fake_gpu.value_handlers import rms_norm, rms_norm_backward
+from tools.fake_gpu.values import computed
 
 BLACKWELL = torch.cuda.get_device_capability() >= (10, 0)
 CUDA = ("trainer.accelerator=cuda", "trainer.devices=1")

@@ -1,21 +1,12 @@
-"""Values of fp8cfg's Triton kernels on the fake GPU: what each launch writes, by the plain torch code that tests hold the kernels to.
+"""Values of fp8cfg's Triton kernels: what each launch writes, by the plain torch code that tests hold the kernels to.
 
-A kernel is launched first, compiled and all, and what it writes is then written by a function of its launcher's name and arguments,
-on CPU tensors in the memory of the CUDA ones. A kernel that stands in no launcher here is refused: nobody would write its values.
+Functions have the arguments of the kernels' launchers, CPU tensors; triton_launches.py calls them.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from fp8cfg.numerics import E2M1, E4M3, Format, Scaling
 from fp8cfg.numerics.block_scaling import amax_or_nan, e8m0_bytes, first_level_of
@@ -41,11 +32,24 @@ def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role
 
 
 def cast_tensor(
-    t: Tensor, scales: Tensor | None, history: Tensor | None, role: int, target: float, largest: float, power_2: bool, data: Tensor,
-    transposed: Tensor | None, scale_inv: Tensor, amaxes: Tensor | None = None, counts: Tensor | None = None, reach: float = 0.0,
-) -> None:  # fmt: skip
+    t: Tensor,
+    scales: Tensor | None,
+    history: Tensor | None,
+    role: int,
+    target: float,
+    largest: float,
+    power_2: bool,
+    data: Tensor,
+    transposed: Tensor | None,
+    scale_inv: Tensor,
+    amaxes: Tensor | None = None,
+    counts: Tensor | None = None,
+    reach: float = 0.0,
+) -> None:
     now, set_ = amax_of(t), scales is not None and bool(scales[role] != 0)
-    scale = scales[role].clone() if scales is not None and set_ else _scale(now if amaxes is None else amaxes.amax(), target, power_2)
+    scale = (
+        scales[role].clone() if scales is not None and set_ else _scale(now if amaxes is None else amaxes.amax(), target, power_2)
+    )
     if counts is not None:
         infinite = t.isinf()
         counts[1] += infinite.sum()
@@ -60,10 +64,19 @@ def cast_tensor(
 
 
 def cast_rows(
-    t: Tensor, largest: float, power_2: bool, data: Tensor | None, scale_inv: Tensor | None, data_t: Tensor | None,
-    scale_inv_t: Tensor | None, transpose: bool = True, seen: Tensor | None = None, amaxes: Tensor | None = None,
-    amaxes_t: Tensor | None = None, counts: Tensor | None = None,
-) -> None:  # fmt: skip
+    t: Tensor,
+    largest: float,
+    power_2: bool,
+    data: Tensor | None,
+    scale_inv: Tensor | None,
+    data_t: Tensor | None,
+    scale_inv_t: Tensor | None,
+    transpose: bool = True,
+    seen: Tensor | None = None,
+    amaxes: Tensor | None = None,
+    amaxes_t: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> None:
     v = t.float()
     for axis, q, to, known in ((1, data, scale_inv, amaxes), (0, data_t, scale_inv_t, amaxes_t)):
         if q is not None and to is not None:
@@ -76,10 +89,20 @@ def cast_rows(
 
 
 def cast_blocks(
-    t: Tensor, highest: float, largest: float, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None,
-    data_t: Tensor | None, scale_inv_t: Tensor | None, mx: int = 0, transpose: bool = True, seen: Tensor | None = None,
+    t: Tensor,
+    highest: float,
+    largest: float,
+    power_2: bool,
+    square: bool,
+    data: Tensor | None,
+    scale_inv: Tensor | None,
+    data_t: Tensor | None,
+    scale_inv_t: Tensor | None,
+    mx: int = 0,
+    transpose: bool = True,
+    seen: Tensor | None = None,
     counts: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     width, scaling = mx or 128, Scaling("mxfp8", backward=E4M3) if mx else Scaling("block", power_2_scales=power_2)
     for q, to, across in ((data, scale_inv, False), (data_t, scale_inv_t, True)):
         if q is not None and to is not None:
@@ -88,10 +111,19 @@ def cast_blocks(
 
 
 def cast_four_bits(
-    t: Tensor, data: Tensor, scale_inv: Tensor, data_t: Tensor | None, scale_inv_t: Tensor | None, whole_inv: Tensor,
-    random: tuple[Tensor, Tensor] | None = None, lane: int = 0, seen: Tensor | None = None, transpose: bool = True,
-    amax: Tensor | None = None, counts: Tensor | None = None,
-) -> None:  # fmt: skip
+    t: Tensor,
+    data: Tensor,
+    scale_inv: Tensor,
+    data_t: Tensor | None,
+    scale_inv_t: Tensor | None,
+    whole_inv: Tensor,
+    random: tuple[Tensor, Tensor] | None = None,
+    lane: int = 0,
+    seen: Tensor | None = None,
+    transpose: bool = True,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> None:
     now = amax_or_nan(t) if amax is None else amax.view(())
     whole, scaling = first_level_of(now), Scaling("nvfp4", forward=E2M1, backward=E2M1)
     whole_inv.copy_(whole.reciprocal())
@@ -121,8 +153,15 @@ def count(t: Tensor, amax: Tensor, scale: Tensor | None, counts: Tensor, reach: 
 
 
 def _tiles(
-    t: Tensor, width: int, square: bool, across: bool, fmt: Format, scaling: Scaling, whole: Tensor | None = None, draw: Random | None = None
-) -> Operand:  # fmt: skip
+    t: Tensor,
+    width: int,
+    square: bool,
+    across: bool,
+    fmt: Format,
+    scaling: Scaling,
+    whole: Tensor | None = None,
+    draw: Random | None = None,
+) -> Operand:
     tile = (width, width) if square else (width, 1) if across else (1, width)
     made = quantize_tiles(t, tile, fmt, scaling, fmt.dtype, whole, draw)
     return made._replace(data=made.data.contiguous())
@@ -154,51 +193,3 @@ def _infinite(t: Tensor, seen: Tensor | None, counts: Tensor | None) -> None:
         seen.fill_(torch.inf)
     if counts is not None:
         counts[1] += infinite
-
-
-_launching = threading.local()
-
-
-@contextmanager
-def computed(in_host_memory: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Values of launches in this block."""
-    from triton.runtime.jit import JITFunction
-
-    from fp8cfg.numerics import triton_block_kernel, triton_count_kernel, triton_kernels, triton_row_kernel
-
-    stand_ins = [
-        (triton_kernels, "amaxes_of_parts", amaxes_of_parts), (triton_block_kernel, "amaxes_of_parts", amaxes_of_parts),
-        (triton_kernels, "cast", cast_tensor), (triton_row_kernel, "cast_rows", cast_rows), (triton_block_kernel, "cast_blocks", cast_blocks),
-        (triton_block_kernel, "cast_four_bits", cast_four_bits), (triton_count_kernel, "count", count)]  # fmt: skip
-    kept = [getattr(module, name) for module, name, _ in stand_ins]
-    run = JITFunction.run
-
-    def refuse(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(_launching, "inside", 0):
-            raise NotImplementedError(f"Triton kernel {kernel.fn.__name__}: no values, write its launcher's (tools/fake_gpu/triton_values.py)")
-        return run(kernel, *args, **kwargs)
-
-    def with_values(launch: Callable[..., Any], stand_in: Callable[..., None]) -> Callable[..., Any]:
-        @functools.wraps(launch)
-        def launched(*args: Any, **kwargs: Any) -> Any:
-            _launching.inside = getattr(_launching, "inside", 0) + 1
-            try:
-                kernel = launch(*args, **kwargs)
-            finally:
-                _launching.inside -= 1
-            with _disable_current_modes(), torch.no_grad():
-                stand_in(*(tree_map(lambda x: in_host_memory(x) if isinstance(x, Tensor) else x, each) for each in args),
-                         **tree_map(lambda x: in_host_memory(x) if isinstance(x, Tensor) else x, kwargs))  # fmt: skip
-            return kernel
-
-        return launched
-
-    JITFunction.run = refuse
-    for (module, name, stand_in), launch in zip(stand_ins, kept, strict=True):
-        setattr(module, name, with_values(launch, stand_in))
-    try:
-        yield
-    finally:
-        JITFunction.run = run
-        for (module, name, _), launch in zip(stand_ins, kept, strict=True):
-            setattr(module, name, launch)

@@ -1,7 +1,7 @@
-"""Matrix products on CPU tensors that torch has on a GPU alone: into float32, and scaled ones of FP8 and FP4, as torch documents them.
+"""Matrix products on CPU tensors that torch has on a GPU alone: into float32, scaled ones of FP8 and FP4, of groups.
 
-Operands are dequantized to float32 by their own scales, multiplied in float32, and the sum is rounded once. Scales that hold for a whole
-row are multiplied into the sums, as fp8cfg's emulation does (numerics/gemm.py).
+Operands are dequantized to float32 by their own scales, multiplied in float32, and the sum is rounded once. Scales that hold for a
+whole row are multiplied into the sums, as fp8cfg's emulation does (numerics/gemm.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], device="cpu")
-TILES = {ScalingType.BlockWise1x16: 16, ScalingType.BlockWise1x32: 32, ScalingType.BlockWise1x128: 128, ScalingType.BlockWise128x128: 128}
+TILES = {
+    ScalingType.BlockWise1x16: 16,
+    ScalingType.BlockWise1x32: 32,
+    ScalingType.BlockWise1x128: 128,
+    ScalingType.BlockWise128x128: 128,
+}
 
 
 def product_in(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -26,9 +31,15 @@ def sum_with_product(c: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, bet
 
 
 def scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, scale_result: Tensor | None = None,
-    out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
     """`torch._scaled_mm` with scales [] or [1], or of rows, [M, 1] and [1, N]."""
     if scale_a.numel() not in (1, len(a)) or scale_b.numel() not in (1, b.shape[1]) or scale_result is not None:
         raise NotImplementedError("_scaled_mm with scales of blocks")
@@ -36,10 +47,19 @@ def scaled_mm(
 
 
 def scaled_mm_v2(
-    a: Tensor, b: Tensor, scale_a: Sequence[Tensor], recipe_a: Sequence[int], swizzle_a: Sequence[int], scale_b: Sequence[Tensor],
-    recipe_b: Sequence[int], swizzle_b: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype | None,
-    contraction_dim: Sequence[int] = (), use_fast_accum: bool = False,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    scale_a: Sequence[Tensor],
+    recipe_a: Sequence[int],
+    swizzle_a: Sequence[int],
+    scale_b: Sequence[Tensor],
+    recipe_b: Sequence[int],
+    swizzle_b: Sequence[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
     """`torch.nn.functional.scaled_mm`: a [M, K] @ b [K, N]."""
     x, over_a = _dequantized(a, scale_a, recipe_a, swizzle_a)
     w, over_b = _dequantized(b.t(), scale_b, recipe_b, swizzle_b)
@@ -81,7 +101,9 @@ def in_rows(scales: Tensor, rows: int, columns: int) -> Tensor:
     return scales.flatten().view(torch.uint8)[tile * 512 + place].view(scales.dtype)
 
 
-def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """`torch._grouped_mm`: groups are rows of `a` and matrices of `b`, columns of `a` alone, of both, or matrices of both."""
     dtype, ends = out_dtype or a.dtype, [] if offs is None else offs.tolist()
     parts = list(zip([0, *ends[:-1]], ends, strict=True))
@@ -105,8 +127,12 @@ def _into(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {
-    **{f"aten.{name}.dtype": product_in for name in ("mm", "bmm")}, **{f"aten.{name}.dtype": sum_with_product for name in ("addmm", "baddbmm")},
-    "aten._scaled_mm.default": scaled_mm, "aten._scaled_mm.out": _into(scaled_mm), "aten._scaled_mm_v2.default": scaled_mm_v2,
-    "aten._scaled_mm_v2.out": _into(scaled_mm_v2), "aten._grouped_mm.default": grouped_mm,
+    **{f"aten.{name}.dtype": product_in for name in ("mm", "bmm")},
+    **{f"aten.{name}.dtype": sum_with_product for name in ("addmm", "baddbmm")},
+    "aten._scaled_mm.default": scaled_mm,
+    "aten._scaled_mm.out": _into(scaled_mm),
+    "aten._scaled_mm_v2.default": scaled_mm_v2,
+    "aten._scaled_mm_v2.out": _into(scaled_mm_v2),
+    "aten._grouped_mm.default": grouped_mm,
     **{f"aten.{name}.dtype_out": _into(product_in) for name in ("mm", "bmm")},
-}  # fmt: skip
+}

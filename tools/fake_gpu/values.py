@@ -4,21 +4,21 @@
         job = fp8cfg.build(recipe)        # on "cuda", and its losses are losses
     compute_values()                      # or from here on, in this process
 
-Every operation of ATen on CUDA tensors is asked of the fake GPU first, so that its checks, its launches, the layout and the dtype of
-its results are those of a GPU, and its values are then written by the same operation on CPU tensors that share the memory. What has
-no CPU kernel, or one of other results, stands in value_handlers.py and value_products.py; Triton's kernels in triton_values.py.
-Memory that is allocated and not written holds NaN.
+The fake GPU is asked for every operation of ATen on CUDA tensors first, so that its checks, its launches, the layout and the dtype
+of its results are those of a GPU. Its values are then written by the same operation on CPU tensors that share the memory. What has
+no CPU kernel, or one of other results, stands in value_attention.py, value_handlers.py and value_products.py; Triton's kernels in
+triton_values.py. Memory that is allocated and not written holds NaN.
 
-Eager code alone: torch.compile runs what it is given as it is. Random numbers are other ones than a GPU's: a CPU generator draws them,
-seeded anew from the state of the CUDA generator, which moves as on a GPU, so that what is drawn again is the same. Collectives, which
-the fake libraries copy, move nothing above 4 MiB. What differs from a GPU are last bits: the order of sums, exp, sqrt and the like.
+Eager code alone: torch.compile runs what it is given as it is. Outside of the block values are not computed, not even to print a
+tensor, which may take forever: a test reads what it compares inside. Random numbers are other ones than a GPU's: a CPU generator
+draws them, seeded anew from the state of the CUDA generator, which moves as on a GPU, so that what is drawn again is the same.
+Collectives, which the fake libraries copy, move nothing above 4 MiB. What differs from a GPU are last bits: the order of sums, exp
+and the like.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,36 +30,15 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tools.fake_gpu import triton_values, value_handlers, value_products
+from tools.fake_gpu import triton_launches, value_attention, value_handlers, value_products
+from tools.fake_gpu.host_memory import in_host_memory, nothing_in, on_host, seeded, sent
 from tools.fake_gpu.recorder import is_fake
 
-HANDLERS = value_handlers.HANDLERS | value_products.HANDLERS
+HANDLERS = value_attention.HANDLERS | value_handlers.HANDLERS | value_products.HANDLERS
 """What computes an operation on CPU tensors in the place of its CPU kernel, by name and overload."""
 LEFT = {"record_stream", "set_", "resize_", "resize_as_", "_resize_output_", "_pin_memory", "is_pinned", "_local_scalar_dense"}
 """Operations that move small numbers alone, or none."""
 _Op = Any  # torch has no types of operators that mypy could follow
-
-
-def in_host_memory(t: Tensor) -> Tensor:
-    """A CPU tensor in the memory of `t`, if that is a CUDA tensor, else `t`; not to be kept longer than `t`."""
-    if not t.is_cuda:
-        return t
-    storage = t.untyped_storage()
-    if not storage.nbytes():
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
-    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-    alias = torch.empty(0, dtype=t.dtype)
-    alias.set_(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), t.storage_offset(), t.shape, t.stride())
-    alias = alias.conj() if t.is_conj() else alias
-    return torch._neg_view(alias) if t.is_neg() else alias
-
-
-def _on_host(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return in_host_memory(x)
-    if isinstance(x, torch.device):
-        return torch.device("cpu") if x.type == "cuda" else x
-    return None if isinstance(x, torch.Generator) else x
 
 
 @functools.cache
@@ -101,14 +80,16 @@ class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind == "left":
             return op(*args, **kwargs)
         if kind == "allocation":
-            return _nothing_in(op(*args, **kwargs))
+            return nothing_in(op(*args, **kwargs))
         with ExitStack() as random:
             if torch.Tag.nondeterministic_seeded in op.tags:
-                random.enter_context(_seeded(leaves))
-            masks = op._schema.name == "aten::index" and any(x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]) if x is not None)
+                random.enter_context(seeded(leaves))
+            masks = op._schema.name == "aten::index" and any(
+                x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]) if x is not None
+            )
             if kind == "of any size" and (op._schema.name != "aten::index" or masks):
                 device = next(x.device for x in leaves if isinstance(x, Tensor) and x.is_cuda)
-                return tree_map(lambda x: _sent(x, device) if isinstance(x, Tensor) else x, _compute(op, args, kwargs))
+                return tree_map(lambda x: sent(x, device) if isinstance(x, Tensor) else x, _compute(op, args, kwargs))
             return _asked_and_computed(op, args, kwargs)
 
 
@@ -129,7 +110,7 @@ def _asked_and_computed(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _compute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, named = tree_map(_on_host, args), tree_map(_on_host, kwargs)
+    given, named = tree_map(on_host, args), tree_map(on_host, kwargs)
     if "pin_memory" in named:
         named["pin_memory"] = None
     if "generator" in named:
@@ -173,30 +154,6 @@ def _body(op: _Op) -> Any:
     return of._backend_fns.get("cuda", of._init_fn)
 
 
-def _nothing_in(made: Tensor) -> Tensor:
-    """`made`, and in all of its memory NaN, or -1: a GPU has what was there before."""
-    if made.is_cuda and made.dtype != torch.bool and made.untyped_storage().nbytes():
-        ctypes.memset(made.untyped_storage().data_ptr(), 0xFF, made.untyped_storage().nbytes())
-    return made
-
-
-def _sent(t: Tensor, device: torch.device) -> Tensor:
-    there = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
-    in_host_memory(there).copy_(t)
-    return there
-
-
-@contextmanager
-def _seeded(leaves: list[Any]) -> Iterator[None]:
-    """CPU random numbers of the state of the CUDA generator among `leaves`, else of the default one."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    given = [x for x in leaves if isinstance(x, torch.Generator) and x.device.type == "cuda"]
-    state = (given or torch.cuda.default_generators)[0].get_state().numpy().tobytes()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(hashlib.blake2b(state, digest_size=7).digest()))
-        yield
-
-
 @contextmanager
 def computed() -> Iterator[None]:
     """Values in this block, also in the threads that are started in it."""
@@ -209,7 +166,7 @@ def computed() -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, _in_mode(getattr(owner, name)))
         stack.callback(torch.compiler.set_stance, "default")
-        stack.enter_context(triton_values.computed(in_host_memory))
+        stack.enter_context(triton_launches.computed())
         stack.enter_context(Computed())  # type: ignore[no-untyped-call]
         yield
 
