@@ -38,7 +38,7 @@ test-fake-gpu:
 	@PYTHON=$(PYTHON) FAKE_GPU_PYTHON=$(FAKE_GPU_PYTHON) sh tools/fake_gpu/setup.sh $(FAKE_GPU)
 	$(ON_FAKE_GPU) -m pytest -p no:cacheprovider tests/fake_gpu
 	$(ON_FAKE_GPU) -m tools.fake_gpu.kernel_code
-	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m pytest -p no:cacheprovider tests/fake_gpu/test_values.py tests/fake_gpu/test_microscaled_products.py tests/fake_gpu/test_kernel_code.py tests/fake_gpu/test_planned_memory.py
+	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m pytest -p no:cacheprovider tests/fake_gpu/test_valued_jobs.py tests/fake_gpu/test_microscaled_products.py tests/fake_gpu/test_kernel_code.py tests/fake_gpu/test_planned_memory.py
 	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m tools.fake_gpu.kernel_code
 	FAKE_CC=100; export FAKE_CC; $(ON_FAKE_GPU) -m tools.fake_gpu.table
 	$(ON_FAKE_GPU) -m tools.fake_gpu.table
