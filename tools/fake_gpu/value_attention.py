@@ -74,7 +74,8 @@ def flash(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    return *attention(q, k, v, None, dropout_p, int(is_causal), scale), None, None, q.shape[2], k.shape[2], None, None, None
+    """Its causal queries are the last of the keys (FlashAttention 2.1)."""
+    return *attention(q, k, v, None, dropout_p, 2 * is_causal, scale), None, None, q.shape[2], k.shape[2], None, None, None
 
 
 def flash_backward(
@@ -95,7 +96,7 @@ def flash_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    return attention_backward(grad, q, k, v, None, out, lse, dropout_p, int(is_causal), scale)[:3]
+    return attention_backward(grad, q, k, v, None, out, lse, dropout_p, 2 * is_causal, scale)[:3]
 
 
 def efficient(

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention.bias import CausalBias
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tools.fake_gpu import triton_launches, value_attention, value_handlers, value_products
@@ -165,10 +166,17 @@ def computed() -> Iterator[None]:
         for owner, name in ((threading.Thread, "run"), (torch._tensor_str, "_str_intern")):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, _in_mode(getattr(owner, name)))
+        stack.callback(setattr, CausalBias, "__new__", CausalBias.__new__)
+        CausalBias.__new__ = lambda cls, *_: _in_no_mode(Tensor.__new__, cls)  # type: ignore[method-assign] # it is a tensor anew
         stack.callback(torch.compiler.set_stance, "default")
         stack.enter_context(triton_launches.computed())
         stack.enter_context(Computed())  # type: ignore[no-untyped-call]
         yield
+
+
+def _in_no_mode(function: Callable[..., Any], *args: Any) -> Any:
+    with _disable_current_modes():
+        return function(*args)
 
 
 def _in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
