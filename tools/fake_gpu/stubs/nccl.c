@@ -1,9 +1,10 @@
-/* libnccl.so.2 between processes of one machine, each with a fake GPU: what torch asks NCCL for, in the order that NCCL would take it.
+/* libnccl.so.2 between processes of one machine, each with a fake GPU: what torch asks NCCL for, in the order in which it asks.
  *
  * A collective waits for all ranks of its communicator, and a receive for its send, on the host: an order in which a GPU may take
- * them. Ranks that ask for different things, where NCCL would hang or mix up bytes, are told so; so is one that waits for more than
- * FAKE_NCCL_SECONDS, 300 unless said. Up to MOVED bytes of a rank arrive, longer ones are in the log alone. Sums are rounded once, where
- * NCCL's are at each rank; of float8, which NCCL adds up on some GPUs alone, there are none. */
+ * them. A send waits for nothing, while NCCL's do where they are large. Ranks that ask for different things, where NCCL would hang or
+ * mix up bytes, are told so; so is one that waits for more than FAKE_NCCL_SECONDS, 300 unless said. Up to MOVED bytes of a rank
+ * arrive, longer ones are in the log alone. Sums are rounded once, where NCCL's are at each rank; of float8, which NCCL adds up on
+ * some GPUs alone, there are none, nor any with a factor. */
 #define _GNU_SOURCE
 #include "fake_gpu.h"
 #include "nccl_ranks.h"
@@ -14,8 +15,10 @@
 
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BF16, E4M3, E5M2 };
 enum { SUM, PROD, MAX, MIN, AVG };
+enum { INVALID_ARGUMENT = 4, INVALID_USAGE };
 static const int bytes_of[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-static const char *const names[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "half", "float", "double", "bfloat16", "e4m3", "e5m2"};
+static const char *const names[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64",
+                                    "half", "float", "double", "bfloat16", "e4m3", "e5m2"};
 
 /* By hand: GCC has _Float16 on x86 from version 12 on. */
 static double of_half(unsigned short h) {
@@ -89,18 +92,21 @@ static int is(const Call *call, const char *name) { return !strcmp(call->name, n
 
 /* One collective, once all ranks are there: bytes that are sent, then what each rank makes of them. */
 static int collective(Comm *comm, const Call *call) {
-    if (call->type > BF16 && (is(call, "ncclAllReduce") || is(call, "ncclReduceScatter") || is(call, "ncclReduce"))) return 4;
-    int n = comm->ranks, all = is(call, "ncclReduceScatter") || is(call, "ncclAlltoAll"), sends = call->root < 0 || call->root == comm->rank;
-    size_t bytes = call->count * bytes_of[call->type], sent = bytes * (all ? n : 1);
-    int moves = sent <= MOVED, error = meet(comm, call, moves && (sends || is(call, "ncclReduce")) ? sent : 0);
+    int n = comm->ranks, rank = comm->rank, reduces = strstr(call->name, "Reduce") != 0;
+    int parts = is(call, "ncclReduceScatter") || is(call, "ncclAlltoAll") ? n : 1, root = call->root < 0 || call->root == rank;
+    size_t bytes = call->count * bytes_of[call->type], sent = bytes * parts;
+    if (reduces && (call->type > BF16 || call->op > AVG)) return INVALID_ARGUMENT;
+    int moves = sent <= MOVED && sent, error = meet(comm, call, moves && (root || reduces) ? sent : 0);
     if (error) return error;
     char *to = call->to;
-    if (moves && is(call, "ncclAllReduce")) reduce(comm, call, 0, to);
-    else if (moves && is(call, "ncclReduceScatter")) reduce(comm, call, comm->rank * call->count, to);
-    else if (moves && is(call, "ncclReduce") && sends) reduce(comm, call, 0, to);
-    else if (moves && is(call, "ncclBroadcast") && bytes) memcpy(to, data_of(comm, call->root), bytes);
-    else if (moves && is(call, "ncclAllGather")) for (int r = 0; r < n; r++) memcpy(to + r * bytes, data_of(comm, r), bytes);
-    else if (moves && is(call, "ncclAlltoAll")) for (int r = 0; r < n; r++) memcpy(to + r * bytes, (char *)data_of(comm, r) + comm->rank * bytes, bytes);
+    if (moves && reduces) {
+        if (root) reduce(comm, call, parts > 1 ? rank * call->count : 0, to);
+    } else if (moves && is(call, "ncclBroadcast")) {
+        memcpy(to, data_of(comm, call->root), bytes);
+    } else if (moves) { /* ncclAllGather, ncclAlltoAll */
+        for (int from = 0; from < n; from++)
+            memcpy(to + from * bytes, (const char *)data_of(comm, from) + (parts > 1 ? rank * bytes : 0), bytes);
+    }
     part(comm);
     return 0;
 }
@@ -135,18 +141,20 @@ static int ask(const char *name, const void *from, void *to, size_t count, int t
     Call call = {.name = "", .from = from, .to = to, .count = count, .type = type, .op = op, .root = root};
     strncpy(call.name, name, sizeof call.name - 1);
     if (!depth) return run(comm, &call);
-    if (grouped == sizeof group / sizeof *group) return 3;
+    if (grouped == sizeof group / sizeof *group) return INVALID_USAGE;
     group[grouped].comm = comm, group[grouped++].call = call;
     return 0;
 }
 
 #define ASKS(name, parameters, ...) int name parameters { return ask(#name, __VA_ARGS__); }
 ASKS(ncclAllReduce, (const void *from, void *to, size_t n, int type, int op, Comm *comm, void *stream), from, to, n, type, op, -1, comm)
-ASKS(ncclReduce, (const void *from, void *to, size_t n, int type, int op, int root, Comm *comm, void *stream), from, to, n, type, op, root, comm)
+ASKS(ncclReduce, (const void *from, void *to, size_t n, int type, int op, int root, Comm *comm, void *stream), from, to, n, type, op,
+     root, comm)
 ASKS(ncclReduceScatter, (const void *from, void *to, size_t n, int type, int op, Comm *comm, void *stream), from, to, n, type, op, -1, comm)
 ASKS(ncclAllGather, (const void *from, void *to, size_t n, int type, Comm *comm, void *stream), from, to, n, type, 0, -1, comm)
 ASKS(ncclAlltoAll, (const void *from, void *to, size_t n, int type, Comm *comm, void *stream), from, to, n, type, 0, -1, comm)
-ASKS(ncclBroadcast, (const void *from, void *to, size_t n, int type, int root, Comm *comm, void *stream), from, to, n, type, 0, root, comm)
+ASKS(ncclBroadcast, (const void *from, void *to, size_t n, int type, int root, Comm *comm, void *stream), from, to, n, type, 0,
+     root, comm)
 ASKS(ncclSend, (const void *from, size_t n, int type, int peer, Comm *comm, void *stream), from, 0, n, type, 0, peer, comm)
 ASKS(ncclRecv, (void *to, size_t n, int type, int peer, Comm *comm, void *stream), 0, to, n, type, 0, peer, comm)
 

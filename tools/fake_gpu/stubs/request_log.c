@@ -2,6 +2,7 @@
  *
  *     K <mangled name>   a kernel of torch        T <name>    a Triton kernel      G <function>   a product of cuBLAS
  *     C D2H <bytes>      a copy, by direction     M <bytes>   a memset             S <function>   the host waits
+ *     N <function> <count> <dtype>, <ranks> ranks      a collective, a send or a receive of NCCL
  *     E <function>       a stream waits for an event; behind a copy stands "on another stream" where it is not on the default one
  *
  * Python reads the four variables below by name (recorder.py). fake_observer is called on the thread that asks, for the kinds in
