@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from fp8cfg.backends.native.rules import EMULATE
 from fp8cfg.cli.argv import Arguments
 from fp8cfg.config.errors import ConfigError, printable
 
@@ -23,7 +25,8 @@ def loaded(arguments: Arguments) -> RunModel:
     RunFolder.open(arguments.plain[0], lock=False).close()  # before torch is loaded: a folder that is none is said first
     from fp8cfg.training import run_model
 
-    return run_model.load(path, _say, change, step)
+    with _cured_by_options():
+        return run_model.load(path, _say, change, step)
 
 
 def _on(accelerator: str | None) -> Callable[[Recipe], None] | None:
@@ -49,7 +52,19 @@ def in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunMo
     for name in names.split(","):
         precision_preset(name)
     for name in names.split(","):
-        yield name, run_model.in_precision(run, name)
+        with _cured_by_options():
+            model = run_model.in_precision(run, name)
+        yield name, model
+
+
+@contextmanager
+def _cured_by_options() -> Iterator[None]:
+    """What hardware lacks is refused with what these verbs take, options, in the place of keys."""
+    try:
+        yield
+    except ConfigError as e:
+        raise ConfigError([problem.replace(EMULATE, "write --accelerator cpu to emulate").replace(" precision=", " --precision ")
+                           for problem in e.problems]) from None
 
 
 def title(run: RunModel) -> str:

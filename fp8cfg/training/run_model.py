@@ -59,6 +59,7 @@ def load(
         recipe.storage.shard = "none"
     if change:
         change(recipe)
+    _without_gradients(recipe)
     hardware = find_hardware(recipe.trainer.accelerator)
     recipe.check()
     plans, choice = planned(recipe, hardware)
@@ -80,9 +81,17 @@ def in_precision(found: RunModel, name: str) -> RunModel:
     recipe = found.recipe.model_copy(deep=True)
     recipe.trainer.plugins = precision_preset(name)
     recipe.storage.shard = "none"
+    _without_gradients(recipe)
     recipe.check()
     hardware = find_hardware(recipe.trainer.accelerator)
     plans, choice = planned(recipe, hardware)
     prepared = prepared_model(recipe, None, hardware.device, plans, choice, loaded=True)
     prepared.model.load_state_dict(found.model.state_dict())
     return replace(found, recipe=recipe, model=prepared.model.eval(), plan=plans, choice=choice)
+
+
+def _without_gradients(recipe: Recipe) -> None:
+    """Leave out the format of gradients, of which there are none: torch multiplies no blocks of E5M2, and of hybrid's forward pass
+    there are none."""
+    if recipe.fp8.scaling == "block" and recipe.fp8.format == "hybrid":
+        recipe.fp8.format = "e4m3"

@@ -6,12 +6,14 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fp8cfg
 from fp8cfg.__main__ import main
+from fp8cfg.config.hardware import Hardware
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.training import memory_measurement, run_model
@@ -99,6 +101,19 @@ def test_a_model_goes_where_the_word_says(run: Path, capsys: pytest.CaptureFixtu
         out(capsys, "sample", str(run), "x", "--tokens", "1", *words)
         assert {*asked} == {want}
         asked.clear()
+
+
+def test_on_a_gpu_blocks_are_computed_forward_and_what_it_lacks_is_refused_with_options(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hopper multiplies no blocks of E5M2, which only gradients are; their format is not the run's any more."""
+    found = load(run, print)
+    monkeypatch.setattr(run_model, "find_hardware", lambda _: Hardware("cuda", (9, 0), cuda=(12, 9)))
+    monkeypatch.setattr(run_model, "prepared_model", lambda recipe, *_, **__: SimpleNamespace(model=found.model, recipe=recipe))
+    assert in_precision(found, "bf16_fp8_block").recipe.fp8.format == "e4m3"
+    assert refused(capsys, "evaluate", str(run), "--precision", "bf16_mxfp8") == [
+        "fp8.scaling=mxfp8: this GPU has compute capability 9.0, mxfp8 scaling needs 10.0 (Blackwell); write --accelerator cpu to emulate, "
+        "or --precision bf16_fp8_current"]
 
 
 def test_no_weights_are_drawn_for_a_model_that_is_loaded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
