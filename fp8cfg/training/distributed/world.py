@@ -95,7 +95,7 @@ class World:
         length = torch.tensor(len(value.encode()), device=self.device)
         lengths = [int(each) for each in self._every(length)]
         found = self._every(self._bytes(value, max(lengths)))
-        return [bytes(row.tolist()[:n]).decode() for row, n in zip(found, lengths, strict=True)]
+        return [row[:n].cpu().numpy().tobytes().decode() for row, n in zip(found, lengths, strict=True)]
 
     @property
     def device(self) -> torch.device:
