@@ -1,0 +1,76 @@
+"""Loops of one's own around a given model: calls that are never made, keys without effect, and a model that makes no loss."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8cfg
+from tests.support.convert_models import Block, recipe
+
+
+def delayed(*, fused: bool, steps: bool, parts: int = 1, updates: int = 3) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    fp8 = fp8cfg.convert_model(model, fp8cfg.compose(["precision=bf16_fp8", "fp8.params=false", "fp8.output_layer=true"]))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    for _ in range(updates):
+        for _ in range(parts):
+            with fp8.autocast():
+                model(torch.randn(16, 64)).sum().backward()
+        with torch.no_grad(), fp8.autocast():
+            model(torch.randn(16, 64))
+        optimizer.step()
+        optimizer.zero_grad()
+        if steps:
+            fp8.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_is_never_called_is_said_once(fused: bool) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        delayed(fused=fused, steps=False)
+    assert [str(w.message).partition(",")[0] for w in said] == ["weights were updated and fp8.step() was never called"]
+    assert said[0].filename == __file__
+    delayed(fused=fused, steps=True)
+    delayed(fused=fused, steps=False, parts=4, updates=1)
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("log.fp8_stats_every_n_steps=1", "log.fp8_stats_every_n_steps=1: has no effect on a model of your own"), ("trainer.compile=on", "trainer.compile=on: has no effect on a model")])
+def test_keys_of_runs_are_refused_for_a_given_model(words: str, line: str) -> None:
+    r = recipe(words)
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        fp8cfg.build(r, model=Block())
+    assert str(e.value).startswith(line)
+    if "log" in words:
+        with pytest.raises(fp8cfg.ConfigError, match="has no effect on a model of your own"):
+            fp8cfg.convert_model(Block(), r)
+
+
+class Loss(nn.Module):
+    def __init__(self, made: str) -> None:
+        super().__init__()
+        self.embedding, self.up, self.made = nn.Embedding(272, 64), nn.Linear(64, 64), made
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+        x = self.up(self.embedding(tokens)).float().pow(2)
+        return {"dict": {"loss": x.mean()}, "shape": x, "loss": x.mean()}[self.made]
+
+
+@pytest.mark.parametrize(("model", "line"), [
+    (Block(), r"and Block cannot be called so: too many positional arguments; give build"), (Loss("dict"), "and Loss gives dict; give build"),
+    (Loss("shape"), r"and Loss gives a tensor of shape \[16, 256, 64\]; give build"), (Loss("loss"), ""),
+])
+def test_fit_of_a_model_that_makes_no_loss(model: nn.Module, line: str, tmp_path: Path) -> None:
+    job = fp8cfg.build(recipe("recipe=llama_tiny", "data=tiny", "trainer.max_steps=2", "optim.warmup_steps=1"), model=model)
+    if not line:
+        assert fp8cfg.fit(job, tmp_path, say=lambda _: None).steps == 2
+        return
+    with pytest.raises(fp8cfg.ConfigError, match=rf"^fit: trains models whose model\(tokens, targets\) is the loss, {line}"):
+        fp8cfg.fit(job, tmp_path, say=lambda _: None)
