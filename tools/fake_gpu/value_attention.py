@@ -1,6 +1,6 @@
-"""Fused attention of GPUs on CPU tensors, by its formula, in float32, rounded once.
+"""Fused attention of GPUs on CPU tensors, by its formula, in float32, rounded once. Parameters are those of torch's operators.
 
-Dropout is refused. What a GPU keeps of random numbers is left as it is.
+What a GPU keeps of random numbers is left as it is.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ Attended = tuple[Tensor, Tensor]
 """Output, of the dtype of the queries, and logsumexp, float32 [B, heads, T]."""
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: int, scale: float | None) -> Tensor:
-    """Scores [B, heads, T, S], masked; `causal` 1 lets the first query see the first key, 2 the last one the last."""
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, dropout: float, causal: int, scale: float | None) -> Tensor:
+    """Scores [B, heads, T, S], masked; `causal` 1 lets the first query see the first key, 2 the last one the last. Raises
+    NotImplementedError for dropout, which no recipe has: its mask would be made of a GPU's random numbers."""
+    if dropout:
+        raise NotImplementedError("dropout of attention")
     scores = q.float() @ _by_head(k, q).float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias.float()
@@ -33,9 +36,7 @@ def _by_head(k: Tensor, q: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, causal: int, scale: float | None) -> Attended:
-    if dropout:
-        raise NotImplementedError("dropout of attention")
-    scores = _scores(q, k, bias, causal, scale)
+    scores = _scores(q, k, bias, dropout, causal, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp().nan_to_num(0.0)  # a query that sees no key
     return (weights @ _by_head(v, q).float()).to(q.dtype), lse
@@ -54,9 +55,7 @@ def attention_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values and of the bias, the last in float32 [B, heads, T, S]."""
-    if dropout:
-        raise NotImplementedError("dropout of attention")
-    weights = (_scores(q, k, bias, causal, scale) - lse[..., : q.shape[-2], None].float()).exp().nan_to_num(0.0)
+    weights = (_scores(q, k, bias, dropout, causal, scale) - lse[..., : q.shape[-2], None].float()).exp().nan_to_num(0.0)
     do, factor = grad.float(), q.shape[-1] ** -0.5 if scale is None else scale
     ds = weights * (do @ _by_head(v, q).float().mT - (do * out.float()).sum(-1, keepdim=True))
     dk, dv = (ds.mT @ q.float() * factor, weights.mT @ do)
@@ -74,7 +73,7 @@ def flash(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Its causal queries are the last of the keys (FlashAttention 2.1)."""
+    """Flash attention, whose causal queries are the last of the keys (FlashAttention 2.1)."""
     return *attention(q, k, v, None, dropout_p, 2 * is_causal, scale), None, None, q.shape[2], k.shape[2], None, None, None
 
 
@@ -153,8 +152,7 @@ def by_tokens(
     window_size: int | None = None,
 ) -> tuple[Any, ...]:
     """`_efficient_attention_forward`, of [B, T, heads, D]."""
-    if cum_q is not None or seqlen_k is not None or window_size is not None:
-        raise NotImplementedError("attention of sequences of several lengths")
+    _refuse_lengths(cum_q, seqlen_k, window_size)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, lse = attention(q, k, v, bias, dropout_p, custom_mask_type, scale)
     return out.transpose(1, 2), _padded(lse) if compute_log_sumexp else None, None, None, q.shape[2], k.shape[2]
@@ -182,13 +180,19 @@ def by_tokens_backward(
     **more: Any,
 ) -> tuple[Any, ...]:
     """`_efficient_attention_backward`."""
-    if cum_q is not None or more.get("window_size") is not None:
-        raise NotImplementedError("attention of sequences of several lengths")
+    _refuse_lengths(cum_q, more.get("window_size"))
     grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
     *made, ds = attention_backward(grad, q, k, v, bias, out, lse, dropout_p, custom_mask_type, scale)
     return *(t.transpose(1, 2) for t in made), ds.sum_to_size(bias.shape).to(
         bias.dtype
     ) if bias is not None and bias_requires_grad else None
+
+
+def _refuse_lengths(*given: Any) -> None:
+    """Raise NotImplementedError where sequences have several lengths or windows, which torch's own callers alone ask for, with nested
+    tensors."""
+    if any(each is not None for each in given):
+        raise NotImplementedError("attention of sequences of several lengths")
 
 
 def _padded(lse: Tensor) -> Tensor:
