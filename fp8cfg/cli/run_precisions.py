@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from fp8cfg.backends.native.rules import EMULATE
 from fp8cfg.cli.argv import Arguments
 from fp8cfg.config.errors import ConfigError, printable
+from fp8cfg.config.hardware import EMULATE
 
 if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capabilities."""
+EMULATE = "write fp8.emulate=true to emulate"
+"""What refusals of a GPU that cannot multiply offer."""
 
 
 @dataclass(frozen=True)

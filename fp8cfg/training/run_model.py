@@ -19,6 +19,7 @@ from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.report.machine import find_hardware
+from fp8cfg.scalings import SCALINGS
 from fp8cfg.training.checkpoint.frozen_weights import left_out, refuse_other
 from fp8cfg.training.checkpoint.load_by_layer import load_by_layer
 from fp8cfg.training.checkpoint.saved_state import another_multiplies
@@ -91,7 +92,7 @@ def in_precision(found: RunModel, name: str) -> RunModel:
 
 
 def _without_gradients(recipe: Recipe) -> None:
-    """Leave out the format of gradients, of which there are none: torch multiplies no blocks of E5M2, and of hybrid's forward pass
-    there are none."""
-    if recipe.fp8.scaling == "block" and recipe.fp8.format == "hybrid":
+    """Leave out the format of gradients, which there are none of, where no GPU multiplies it: forward, hybrid is E4M3."""
+    multiplied = SCALINGS[recipe.fp8.scaling].multiplied
+    if recipe.fp8.format == "hybrid" and "hybrid" not in multiplied:
         recipe.fp8.format = "e4m3"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.fp8 import FP8
+from fp8cfg.config.hardware import EMULATE
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.storage import against_fp8_gather
 from fp8cfg.scalings import SCALINGS, needed
@@ -75,9 +76,6 @@ def no_units(precision: Precision, hardware: Hardware) -> list[str]:
 def found(hardware: Hardware) -> str:
     """A description of the GPU, for refusals."""
     return f"this GPU has compute capability {'.'.join(map(str, hardware.capability or ('unknown',)))}"
-
-
-EMULATE = "write fp8.emulate=true to emulate"
 
 
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import util
 
-from fp8cfg.backends.native.rules import EMULATE, found, no_units
+from fp8cfg.backends.native.rules import found, no_units
 from fp8cfg.backends.protocol import Hardware
 from fp8cfg.config.fp8 import FP8, per_row, weights_2d
+from fp8cfg.config.hardware import EMULATE
 from fp8cfg.config.installed_version import installed_version
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.refusal import Refusal
