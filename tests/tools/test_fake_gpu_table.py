@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
+
 from tools.fake_gpu.recorder import Requests
-from tools.fake_gpu.table import FIGURES, PEAK, counts, every_case, over, read, write
+from tools.fake_gpu.table import CEILINGS, FIGURES, PEAK, counts, every_case, over, read, write
 
 FORWARD = Requests(["K a", "T b", "C D2D 4", "M 512"])
 BACKWARD = Requests(["G cublasLtMatmul", "S cudaStreamSynchronize", "C H2D 8"])
@@ -33,3 +36,36 @@ def test_what_is_above_its_ceiling_is_a_line(tmp_path: Path) -> None:
 def test_every_case_has_its_ceilings() -> None:
     ceilings = read()
     assert set(ceilings) == {*every_case(blackwell=False), *every_case(blackwell=True)} and all(set(of) == {*FIGURES, PEAK} for of in ceilings.values())
+
+
+def test_ceilings_are_within_what_the_gpu_path_must_keep() -> None:
+    """Whatever --record wrote: a linear under delayed scaling in 20 launches eagerly and 12 compiled, and nothing waits but an optimizer
+    with quantized moments that is stepped by itself, which asks once whether its gradients are finite."""
+    ceilings = read()
+    assert ceilings["linear delayed eager"]["launches"] <= 20 and ceilings["linear delayed compiled"]["launches"] <= 12
+    assert {case.rpartition(" ")[0]: found["waits"] for case, found in ceilings.items() if found["waits"]} == {
+        "low-bit AdamW 1": 1, "low-bit AdamW 4": 1}
+
+
+README = {
+    "linear, BF16": ["linear bf16"], "linear, delayed": ["linear delayed"], "linear, current": ["linear current"], "linear, rows": ["linear row"],
+    "linear, blocks": ["linear block"], "linear, MXFP8, NVFP4, compute capability 10.0": ["linear mxfp8", "linear nvfp4"],
+    "layer of an 8B model, BF16, delayed, blocks": ["8B layer bf16", "8B layer delayed", "8B layer block"],
+    "linear of Transformer Engine 2.20.2: delayed, current, blocks": ["te linear delayed", "te linear current", "te linear block"],
+    "linear of Transformer Engine, MXFP8, NVFP4, compute capability 10.0": ["te linear mxfp8", "te linear nvfp4"],
+    "low-bit AdamW, one tensor of 4M, four": ["low-bit AdamW 1", "low-bit AdamW 4"], "fused AdamW, four tensors": ["fused AdamW 4"],
+    "step, bf16": ["step bf16"], "step, bf16_fp8": ["step bf16_fp8"],
+    "step, bf16_fp8 with O1, O2, O3": ["step O1 bf16_fp8", "step O2 bf16_fp8", "step O3 bf16_fp8"],
+    "step, backend=te, bf16_fp8, current, blocks": ["te step delayed", "te step current", "te step block"],
+    "step, fsdp bf16_fp8": ["step fsdp bf16_fp8"],
+}
+
+
+@pytest.mark.parametrize(("row", "cases"), README.items(), ids=README)
+def test_the_readme_has_the_launches_of_the_ceilings(row: str, cases: list[str]) -> None:
+    ceilings, table = read(), CEILINGS.with_name("README.md").read_text(encoding="utf-8")
+    cells = re.search(rf"^\| {re.escape(row)} \|[^|]*\|([^|]*)\|([^|]*)\|$", table, re.MULTILINE)
+    assert cells, "a row of this name"
+    for how, cell in zip(("eager", "compiled"), cells.groups(), strict=True):
+        said = [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", cell.partition(" copies")[0])]
+        assert not cell.strip() or said[: len(cases)] == [ceilings[f"{case} {how}"]["launches"] for case in cases], how
