@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, schedules
 
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics.host_copy import sent
@@ -132,8 +132,8 @@ class _InterleavedStage(_Stage):
         return self._send(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _send(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        if ops:  # as torch receives: NCCL has a communicator of its own for a pair's calls that are not batched
-            self._sending += dist.batch_isend_irecv(ops)
+        if ops:  # as torch receives, batched in 2.11 and singly in 2.13: NCCL has another communicator for single calls of a pair
+            self._sending += schedules._batch_p2p(ops)
         self.finish(SENDING)
         return []
 
