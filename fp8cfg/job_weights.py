@@ -52,7 +52,7 @@ def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
     config, seed, named = transformer_config(recipe), recipe.trainer.seed, recipe.model.weights
 
     def drawn(name: str) -> Tensor:
-        out = torch.empty(parameter_shapes(config)[name])
+        out = torch.empty(parameter_shapes(config)[name], dtype=torch.float32)
         weight_init.fill_first(out, name, config, seed)
         return out
 

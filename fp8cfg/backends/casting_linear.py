@@ -98,7 +98,8 @@ def _small(linear: nn.Linear) -> nn.Linear:
     draw = torch.Generator().manual_seed(0)
     shapes = {"weight": (24, 16), "bias": (24,)}
     drawn: dict[str, nn.Parameter | None] = {
-        name: None if p is None else nn.Parameter(torch.randn(shapes[name], generator=draw).to(p.device, p.dtype))
+        name: None if p is None else nn.Parameter(
+            torch.randn(shapes[name], generator=draw, dtype=torch.float32).to(p.device, p.dtype))
         for name, p in linear._parameters.items()}
     vars(small).update(_parameters=drawn, in_features=16, out_features=24)
     return small
@@ -106,7 +107,7 @@ def _small(linear: nn.Linear) -> nn.Linear:
 
 def _inputs(small: nn.Linear) -> Iterator[Tensor]:
     """Inputs of two and three dimensions, of all dtypes; rows of ordinary, small and large values, and one with an outlier."""
-    rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     rows[2:4] *= 1e-3
     rows[4:6] *= 1e3
     rows[6, 3] = -5e3
@@ -135,7 +136,7 @@ def _ran(small: nn.Linear, x: Tensor) -> list[Tensor] | None:
 def _run(forward: Any, small: nn.Linear, x: Tensor) -> list[Tensor]:
     y = forward(x)
     inputs = [x, *(p for p in small._parameters.values() if p is not None)]
-    g = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)
+    g = torch.linspace(-1, 1, y.numel(), dtype=torch.float32, device=y.device).view(y.shape).to(y.dtype)
     if not y.requires_grad:
         return [y]
     return [y.detach(), *torch.autograd.grad(y, inputs, g, materialize_grads=True)]  # zeros for what it does not read

@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
         # Of the whole vocabulary a target outside of it is for `gather` to refuse, as torch's own formula does.
         elsewhere = (ignored | ((local < 0) | (local >= logits.shape[1])) if part else ignored).unsqueeze(1)
         row = local.unsqueeze(1).masked_fill(elsewhere, 0)
-        largest, log_sum = (torch.empty(len(logits), 1, device=logits.device) for _ in range(2))
+        largest, log_sum = (torch.empty(len(logits), 1, dtype=torch.float32, device=logits.device) for _ in range(2))
         for tokens in _chunks(logits):
             largest[tokens], at = logits[tokens].max(1, keepdim=True)
             log_sum[tokens] = logits[tokens].float().log_softmax(1).gather(1, at)

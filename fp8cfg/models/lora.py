@@ -27,8 +27,8 @@ class LowRank(nn.Module):
     def __init__(self, projection: Projection, rank: int, scaling: float, dropout: float, device: torch.device | str) -> None:
         super().__init__()
         self.out_features, self.scaling, self.dropout = projection.out_features, scaling, dropout
-        self.lora_A = nn.Parameter(torch.empty(rank, projection.in_features, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(projection.out_features, rank, device=device))
+        self.lora_A = nn.Parameter(torch.empty(rank, projection.in_features, dtype=torch.float32, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(projection.out_features, rank, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dropout:
@@ -121,7 +121,7 @@ class Adapters:
             for name, one in low.items():
                 full = f"{module}.lora.{name}"
                 given = self.first(full) if self.first else (
-                    _drawn(one.lora_A.shape, seed, f"{full}.lora_A"), torch.zeros(one.lora_B.shape))
+                    _drawn(one.lora_A.shape, seed, f"{full}.lora_A"), torch.zeros(one.lora_B.shape, dtype=torch.float32))
                 for own, whole in zip((one.lora_A, one.lora_B), given, strict=True):
                     part, (row, column) = local_part(own)
                     if not part.is_meta:
@@ -144,4 +144,4 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
 def _drawn(shape: torch.Size, seed: int, name: str) -> Tensor:
     """The first A of that shape [rank, in]."""
     bound, random = shape[1] ** -0.5, torch.Generator().manual_seed(block_seed(seed, name, 0))
-    return torch.empty(shape).uniform_(-bound, bound, generator=random)
+    return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=random)

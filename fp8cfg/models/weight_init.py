@@ -57,7 +57,7 @@ def draw_normal(
     columns = columns or out.shape[1]
     rows = max(1, BLOCK // columns)
     generator = torch.Generator(device)
-    drawn = torch.empty(rows, columns, device=device)
+    drawn = torch.empty(rows, columns, dtype=torch.float32, device=device)
     last = row + len(out)
     for block in range(row // rows, -(-last // rows)) if out.numel() else ():
         at = block * rows

@@ -182,7 +182,8 @@ class FP8Attention(nn.Module):
         state = self.fresh_state()
         for name in STATE:
             self.register_buffer(name, state.get(name), persistent=False)
-        self.register_buffer(AMAX, None if state else torch.zeros(1, len(ROLES), device=device), persistent=False)
+        amax = None if state else torch.zeros(1, len(ROLES), dtype=torch.float32, device=device)
+        self.register_buffer(AMAX, amax, persistent=False)
 
     def fresh_state(self) -> dict[str, Tensor]:
         """See `Scaling.fresh_state`."""

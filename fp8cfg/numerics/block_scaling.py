@@ -132,7 +132,8 @@ def _e8m0(amax: Tensor, fmt: Format) -> Scales:
     """Powers of two, rounded up so that nothing saturates. The bits of amax / max are 8 of exponent above 23 of mantissa;
     any mantissa raises the exponent by one. The byte 0 stands for 2^-127 and is not multiplied by, 254 is the largest
     exponent, 255 is NaN."""
-    v = amax * torch.full((), 1.0 / fmt.max, device=amax.device)  # torch.tensor would be a copy that the host waits for
+    # torch.tensor would be a copy that the host waits for
+    v = amax * torch.full((), 1.0 / fmt.max, dtype=torch.float32, device=amax.device)
     bits = v.view(torch.int32)
     byte, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (byte < 254) & ~((byte == 0) & (mantissa <= 0x400000))
@@ -168,7 +169,7 @@ def first_level_of(amax: Tensor) -> Tensor:
 
 def _two_levels(amax: Tensor, whole: Tensor) -> Scales:
     """E4M3 scales that decode with `whole`'s reciprocal, which stays outside of the product."""
-    sixth = torch.full((), 6.0, device=amax.device).reciprocal()
+    sixth = torch.full((), 6.0, dtype=torch.float32, device=amax.device).reciprocal()
     decode = cast((amax * (whole * sixth)).clamp(max=FLT_MAX), E4M3).float()
     encode = torch.div(torch.ones_like(decode), decode * whole.reciprocal()).clamp(max=FLT_MAX)
     return Scales(encode, decode)

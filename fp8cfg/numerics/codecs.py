@@ -91,7 +91,7 @@ class Codec:
         if self.scaling == "none":
             return (data,)
         scales = (math.ceil(data.numel() / self.block), *((2,) if self.expand else ())) if self.block else ()
-        return (data, torch.ones(scales, device=device))
+        return (data, torch.ones(scales, dtype=torch.float32, device=device))
 
     def encode(self, x: Tensor, key: Tensor | None = None, scale_inv: Tensor | None = None) -> Stored:
         """Float32 `x`, any shape, as this codec stores it; `x` itself under fp32. `key` is for stochastic rounding, `scale_inv` the
@@ -119,7 +119,8 @@ class Codec:
         if self.per_tensor:
             if scale_inv is None:
                 found = [largest(flat[a:b].float()) for a, b in spans(x.numel(), x.device)]
-                scale_inv = self.scale_inv(torch.stack(found).amax() if found else torch.zeros((), device=x.device))
+                amax = torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float32, device=x.device)
+                scale_inv = self.scale_inv(amax)
             stored[1].copy_(scale_inv)
         for a, b in spans(x.numel(), x.device):
             self.write(flat[a:b].float(), self.part(stored, a, b), scale_inv, key, start=a)

@@ -162,7 +162,7 @@ def amax_where_unset(t: Tensor, scales: Tensor | None, role: int, keep_nan: bool
     `scales[role]` is set, and `t` is not read."""
     from fp8cfg.numerics import triton_kernels
 
-    parts = (torch.empty if scales is None else torch.zeros)(triton_kernels.part_count(t), device=t.device)
+    parts = (torch.empty if scales is None else torch.zeros)(triton_kernels.part_count(t), dtype=torch.float32, device=t.device)
     triton_kernels.amaxes_of_parts(t, parts, scales, role, keep_nan)
     return parts.amax(0, keepdim=True)
 

@@ -41,7 +41,7 @@ def amaxes_of(tensors: Sequence[Tensor], keep_nan: bool = False) -> Tensor:
         return torch.stack([(amax_or_nan if keep_nan else amax_of)(t) for t in tensors])
     from fp8cfg.numerics import triton_kernels
 
-    parts = torch.zeros(len(tensors), triton_kernels.PARTS, device=tensors[0].device)
+    parts = torch.zeros(len(tensors), triton_kernels.PARTS, dtype=torch.float32, device=tensors[0].device)
     for t, of in zip(tensors, parts.unbind(), strict=True):
         if t.numel():
             triton_kernels.amaxes_of_parts(t.contiguous(), of, keep_nan=keep_nan)

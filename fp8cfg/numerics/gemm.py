@@ -69,7 +69,7 @@ def gemm(a: Operand, b: Operand, out: torch.dtype, ran: Tensor | None, slot: int
 def accumulated(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] @ b [N, K]ᵀ, both of one dtype, as float32 sums that are not rounded to that dtype."""
     if a.shape[1] == 0:
-        return torch.zeros(len(a), len(b), device=a.device)
+        return torch.zeros(len(a), len(b), dtype=torch.float32, device=a.device)
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     return a.float() @ b.float().t()  # torch's CPU product has no out_dtype (2.13)

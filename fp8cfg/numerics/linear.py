@@ -122,7 +122,7 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         if self.shard_codec:
             scale_inv = self.shard_scales.scale
             data = self.shard_codec.encode(shard, None, scale_inv)[0]
-            return Stored(data, torch.ones((), device=data.device) if scale_inv is None else scale_inv)
+            return Stored(data, torch.ones((), dtype=torch.float32, device=data.device) if scale_inv is None else scale_inv)
         made = self.shard_quantized or quantized_shard(
             shard, self.scaling, self.shard_place, self.shard_scales, amax_record(self))
         self.shard_quantized = None if self.gathered_once else made

@@ -33,10 +33,10 @@ from fp8cfg.numerics.unfused_counts import count_values
 
 
 def _matrix() -> Tensor:
-    h = torch.ones(1, 1)
+    h = torch.ones(1, 1, dtype=torch.float32)
     while len(h) < 16:  # Sylvester's construction
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return torch.tensor(SIGNS)[:, None] * h / 4
+    return torch.tensor(SIGNS, dtype=torch.float32)[:, None] * h / 4
 
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, get_wgrad_sign_vector

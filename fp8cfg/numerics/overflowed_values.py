@@ -28,7 +28,7 @@ class _Ring:
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.places, self.at = torch.zeros(PLACES, 4, device=device), 1
+            self.places, self.at = torch.zeros(PLACES, 4, dtype=torch.float32, device=device), 1
 
 
 _rings: dict[torch.device, _Ring] = {}

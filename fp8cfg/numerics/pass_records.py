@@ -37,8 +37,8 @@ class PassRecords(nn.Module):
         """Register the buffers; `history` where there is one, whose row 0 is the amax record."""
         for name in RAN:
             self.register_buffer(name, torch.zeros(3, dtype=torch.int32, device=device), persistent=False)
-        self.register_buffer(AMAX, None if history else torch.zeros(1, 3, device=device), persistent=False)
-        self.register_buffer(BACKWARD_AMAX, torch.zeros(1, 3, device=device), persistent=False)
+        self.register_buffer(AMAX, None if history else torch.zeros(1, 3, dtype=torch.float32, device=device), persistent=False)
+        self.register_buffer(BACKWARD_AMAX, torch.zeros(1, 3, dtype=torch.float32, device=device), persistent=False)
 
     @property
     def gemms_ran(self) -> Tensor:

@@ -39,7 +39,7 @@ def scaled_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fas
     rows = a.scale_inv.dim() == 2
     scales = (a.scale_inv.flatten()[:, None], b.scale_inv.flatten()[None]) if rows else (a.scale_inv, b.scale_inv)
     if rows and out != torch.bfloat16:  # which is all that torch's product with scales of rows gives
-        one = torch.ones((), device=x.device)
+        one = torch.ones((), dtype=torch.float32, device=x.device)
         y = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast_accumulation)
         y = y * (scales[0] * scales[1])
         return in_dtype(y if bias is None else y + bias.float(), out)

@@ -90,8 +90,8 @@ class Scaling:
         if not self.layout.history:
             return {}
         first = torch.ones if self.first_step == "te" else torch.zeros
-        history = torch.zeros(self.amax_history_len, roles, device=device)
-        return {"fp8_scale": first(roles, device=device), "fp8_amax_history": history}
+        history = torch.zeros(self.amax_history_len, roles, dtype=torch.float32, device=device)
+        return {"fp8_scale": first(roles, dtype=torch.float32, device=device), "fp8_amax_history": history}
 
     def transforms(self, role: int, axis: int) -> bool:
         """Whether a tensor of `role` goes through the Hadamard transform for a product that contracts its dimension `axis`."""
@@ -111,7 +111,7 @@ def amax_of(t: Tensor) -> Tensor:
     0 for an empty tensor. One pass over `t`; no synchronisation on an accelerator."""
     t = t.detach()
     if t.numel() == 0:
-        return torch.zeros((), device=t.device)
+        return torch.zeros((), dtype=torch.float32, device=t.device)
     if torch.compiler.is_compiling():  # a comparison with NaN is false; unlike isnan() it vectorises
         a = t.abs()
         return torch.where(a >= 0, a, 0).amax().float()

@@ -140,7 +140,8 @@ def quantized_shard(
             assert q.scale_inv is not None
             data, decode = q.data, q.scale_inv
         else:
-            data, decode = shard.to(fmt.dtype), torch.zeros(0, _grid((1, shard.shape[1]), tile)[1], device=shard.device)
+            columns = _grid((1, shard.shape[1]), tile)[1]
+            data, decode = shard.to(fmt.dtype), torch.zeros(0, columns, dtype=torch.float32, device=shard.device)
         fields |= dict(zip(FIELDS[axis], (data, pack(decode, scaling)), strict=True))
     if record is not None and not made:
         count_values(shard, WEIGHT, record, None, fmt)
@@ -162,7 +163,7 @@ def _grid(shape: tuple[int, int], tile: Tile) -> tuple[int, int]:
 
 def _amaxes(shard: Tensor, tile: Tile, scaling: Scaling, place: ShardPlace) -> Tensor:
     """The amaxes [R / r, C / c] of all tiles of the weight, of which the shard has parts."""
-    found = torch.zeros(_grid((place.rows, shard.shape[1]), tile), device=shard.device)
+    found = torch.zeros(_grid((place.rows, shard.shape[1]), tile), dtype=torch.float32, device=shard.device)
     if len(shard):
         before = place.first % tile[0] if tile[0] else 0
         v = tiled(F.pad(shard, (0, 0, before, 0)) if before else shard, tile)

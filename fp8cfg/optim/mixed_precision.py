@@ -215,7 +215,8 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             norm = get_total_norm([every[p] for p in params if p in every])
             return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of gradients that are split over ranks
         device = next(iter(self.names)).device
-        each = [torch.linalg.vector_norm(every[p]) if p in every else torch.zeros((), device=device) for p in params]
+        none = torch.zeros((), dtype=torch.float32, device=device)
+        each = [torch.linalg.vector_norm(every[p]) if p in every else none for p in params]
         total: Tensor = torch.linalg.vector_norm(self.sum_norms(torch.stack(each)))
         return total
 

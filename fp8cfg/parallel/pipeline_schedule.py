@@ -159,7 +159,7 @@ class Pipeline:
             tokens //= model.tensor_parallel.size
         stream = torch.empty(samples, tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         batch = torch.empty(samples, config.seq_length, dtype=torch.long, device="meta")
-        loss = torch.empty((), device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         self._sync = sync
         self.samples, self._interleaved = samples, list[_InterleavedStage]()
         self.here, self._losses, cuts = here, list[Tensor](), here.size * chunks
@@ -186,7 +186,7 @@ class Pipeline:
         """Forward and backward passes over the tensors of a batch, of which the microbatches are equal parts. Each mean loss is
         multiplied by its weight before its backward pass. Returns the losses as they were, on the last stage alone."""
         if not isinstance(weights, Tensor):
-            weights = sent(torch.tensor(weights), batch[0].device)
+            weights = sent(torch.tensor(weights, dtype=torch.float32), batch[0].device)
         losses = self._run(self._training.step, batch, weights)
         if self._sync is not None:
             self._sync.end()
@@ -195,7 +195,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> list[Tensor]:
         """Forward passes alone: the mean loss of each microbatch, on the last stage."""
-        ones = torch.ones(self.few, device=batch[0].device)
+        ones = torch.ones(self.few, dtype=torch.float32, device=batch[0].device)
         parts = zip(*(torch.split(t, self.few * self.samples) for t in batch), strict=True)
         return [loss for part in parts for loss in self._run(self._evaluating.eval, part, ones)]
 

@@ -78,7 +78,8 @@ def _unsharded(precision: Precision) -> Precision:
 def _tensors(job: Job, layer: nn.Module, compile: Callable[[Any], Any]) -> dict[str, Tensor]:
     """The output of `layer` and its gradients, by what they are, all float32."""
     dtype, random = DTYPES[job.recipe.precision.compute], torch.Generator().manual_seed(job.recipe.trainer.seed)
-    x, dy = (torch.randn(TOKENS, size, generator=random).to(job.device, dtype) for size in (IN_FEATURES, OUT_FEATURES))
+    x, dy = (torch.randn(TOKENS, size, generator=random, dtype=torch.float32).to(job.device, dtype)
+             for size in (IN_FEATURES, OUT_FEATURES))
     x.requires_grad_()
 
     def run(x: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def _tensors(job: Job, layer: nn.Module, compile: Callable[[Any], Any]) -> dict[
         y = compile(run)(x)
         y.backward(dy.to(y.dtype))
     (weight,) = layer.parameters()
-    dx, dw = (torch.zeros(1) if t.grad is None else t.grad.float() for t in (x, weight))
+    dx, dw = (torch.zeros(1, dtype=torch.float32) if t.grad is None else t.grad.float() for t in (x, weight))
     return {"output": y.detach().float(), "input's gradient": dx, "weight's gradient": dw}
 
 

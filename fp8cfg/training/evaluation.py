@@ -27,7 +27,7 @@ def evaluate(
     microbatch, says so."""
     training = job.model.training
     job.model.eval()
-    losses, counts = [torch.zeros((), device=job.device)], [0.0]  # of stages without an output layer
+    losses, counts = [torch.zeros((), dtype=torch.float32, device=job.device)], [0.0]  # of stages without an output layer
     passes = _evaluated if job.prepared.pipeline is None else _evaluated_in_stages
     try:
         with job.autocast(job.recipe.fp8.use_autocast_during_eval):

@@ -30,7 +30,7 @@ def sample(
     text, longest = list(prompt), run.recipe.model.seq_length
     with run.autocast():
         for _ in range(tokens):
-            seen = torch.tensor([text[-longest:]], device=device)
+            seen = torch.tensor([text[-longest:]], dtype=torch.int64, device=device)
             logits = run.model(seen)[0, -1].float().cpu()[:vocabulary]
             text.append(_drawn(logits, temperature, top_k, generator))
             yield text[-1]

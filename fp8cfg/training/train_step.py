@@ -81,7 +81,7 @@ def _step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
     every, targets = parts_of_step(job, batches, step, world)
     if targets is not None and job.optimizer.deferred is not None:
         job.optimizer.deferred.begin(targets)
-    total = torch.zeros((), device=job.device)
+    total = torch.zeros((), dtype=torch.float32, device=job.device)
     job.optimizer.zero_grad()
     with weights_kept(job.model, quantizes_once(job.recipe, job.prepared.shard, count)):
         for loss, parts in (_passes if job.prepared.pipeline is None else _pipelined)(job, every, world):

@@ -43,7 +43,7 @@ class RangeWatch:
         states = [engine.module.fp8_meta[side] for engine in self._engines]
         amaxes, scales = torch.cat([state.amax_history[0] for state in states]), torch.cat([state.scale for state in states])
         reach = _FORMATS[kind(self._engines[0].module.quantizers[side][0])].reach
-        used = range_used(amaxes, scales, torch.tensor(reach))
+        used = range_used(amaxes, scales, torch.tensor(reach, dtype=torch.float32))
         self._used[forward] = torch.maximum(used, self._used[forward]) if forward in self._used else used
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -66,7 +66,7 @@ class RangeWatch:
         if self._places is None:
             products = range(len(self._layers))  # of all modules, in their order
             places = [[3 * n, 3 * n + 1, backward + 2 * n] for n in products]
-            self._places = torch.tensor(places, device=device)
+            self._places = torch.tensor(places, dtype=torch.int64, device=device)
         return self._places
 
 

@@ -195,4 +195,4 @@ def norm(codec: Codec, stored: Stored) -> Tensor:
     """The 2-norm of a stored tensor, float32 []; decoded a piece at a time."""
     data = stored[0]
     parts = [torch.linalg.vector_norm(codec.decode(codec.part(stored, a, b))) for a, b in spans(data.numel(), data.device)]
-    return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), device=data.device)
+    return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), dtype=torch.float32, device=data.device)

@@ -75,7 +75,7 @@ def of_shards(part: Tensor, p: Tensor, data: bool) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     mesh, ranks, _ = _split(p)
-    whole = torch.empty(p.shape if data else (part.shape[0] * ranks, *part.shape[1:]), device="meta")
+    whole = torch.empty(p.shape if data else (part.shape[0] * ranks, *part.shape[1:]), dtype=part.dtype, device="meta")
     return DTensor.from_local(part, mesh, p.placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 

@@ -105,7 +105,7 @@ class LowBitTraining(LowBitOptimizer):
         found = [(p, grad) for p in self.columns if (grad := self.gradients.of(p)) is not None]
         here = [(p, grad) for p, grad in found if grad]
         known = dict(zip((p for p, _ in here), norms([self.columns[p].read for p, _ in here], [g for _, g in here]), strict=True))
-        each = {p: known[p] if p in known else torch.zeros((), device=p.device) for p, _ in found}
+        each = {p: known[p] if p in known else torch.zeros((), dtype=torch.float32, device=p.device) for p, _ in found}
         total = self.norm_over_ranks(partial(self._norm_of, each))
         factor = taken(self, lambda scaler, _: 1.0 / scaler.scale if scaler else 1.0, torch.float64)
         if self.deferred is not None:
@@ -124,7 +124,7 @@ class LowBitTraining(LowBitOptimizer):
         """The norm of the gradients of `params`, of those that have one, from `each`."""
         norms = [each[p] for p in params if p in each]
         if not norms:
-            return torch.zeros((), device=next(iter(self.columns)).device)
+            return torch.zeros((), dtype=torch.float32, device=next(iter(self.columns)).device)
         stacked = torch.stack(norms)
         total: Tensor = torch.linalg.vector_norm(self.sum_norms(stacked) if self.sum_norms else stacked)
         return total

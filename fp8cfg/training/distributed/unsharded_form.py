@@ -61,6 +61,6 @@ def distributed(local: Tensor, like: Any, shape: tuple[int, ...]) -> Tensor:
     """This rank's part `local` of a tensor of `shape`, which is split as `like` is."""
     from torch.distributed.tensor import DTensor
 
-    whole = torch.empty(shape, device="meta")
+    whole = torch.empty(shape, dtype=local.dtype, device="meta")
     local = local.contiguous().to(like.device)
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride())

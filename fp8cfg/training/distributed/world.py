@@ -82,7 +82,7 @@ class World:
         if self.size == 1:
             return value
         data = self._bytes(value)
-        length = torch.tensor(data.numel(), device=self.device)
+        length = torch.tensor(data.numel(), dtype=torch.int64, device=self.device)
         dist.broadcast(length, group=self.group, group_src=0)
         sent = data if self.first else data.new_empty(int(length.item()))
         dist.broadcast(sent, group=self.group, group_src=0)
@@ -92,7 +92,7 @@ class World:
         """The text of every rank, on every rank."""
         if self.size == 1:
             return [value]
-        length = torch.tensor(len(value.encode()), device=self.device)
+        length = torch.tensor(len(value.encode()), dtype=torch.int64, device=self.device)
         lengths = [int(each) for each in self._every(length)]
         found = self._every(self._bytes(value, max(lengths)))
         return [row[:n].cpu().numpy().tobytes().decode() for row, n in zip(found, lengths, strict=True)]
@@ -106,7 +106,7 @@ class World:
         """Whether `flag` is true on any rank."""
         if self.size == 1:
             return flag
-        raised = torch.tensor(float(flag), device=self.device)
+        raised = torch.tensor(float(flag), dtype=torch.float32, device=self.device)
         dist.all_reduce(raised, dist.ReduceOp.MAX, group=self.group)
         return bool(raised.item())
 
