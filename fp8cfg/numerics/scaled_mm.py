@@ -6,7 +6,8 @@ contracted and the last dimension must be divisible by 16, by 128 under block sc
 them, exactly.
 
     one scale a tensor      torch._scaled_mm, scalars
-    one scale a row         torch._scaled_mm, [M, 1] and [1, N], bfloat16 out; else the sums are scaled after it
+    one scale a row         torch._scaled_mm, [M, 1] and [1, N], bfloat16 out; of other dtypes, and of few rows on a GPU, the
+                            float32 sums are scaled after it, and rounded once as well
     1x128 and 128x128       torch.nn.functional.scaled_mm: CUDA 12.9, compute capability 9.0. Scales of 1x128 tiles run down
                             the rows first in memory, a multiple of 4 of them; those of 128x128 tiles along the contracted
                             dimension, in steps of 4. (cuBLAS documentation, "1D and 128x128 2D block scaling for FP8 data
@@ -25,6 +26,11 @@ from fp8cfg.numerics.gemm_operand import Operand, in_dtype
 from fp8cfg.numerics.microscaled_mm import microscaled_mm
 
 WIDTH = 128
+FEW = 256
+"""Rows up to which a GPU is not asked for scales of rows. On an H100 cuBLASLt, which torch asks there, refuses them for [M, 9216] @
+[3072, 9216]ᵀ of 256 rows or less (CUBLAS_STATUS_NOT_SUPPORTED), not of 257, nor for [127, 3072] @ [3072, 3072]ᵀ, nor scales of
+tensors (pytorch/ao#4582, July 2026, open: no version ends it yet). Where the limit lies for other sizes is not known: few rows are
+scaled afterwards whatever K and N are. `check_gpu.py --only gemm` multiplies some."""
 
 
 def scaled_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fast_accumulation: bool) -> Tensor:
@@ -38,7 +44,7 @@ def scaled_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fas
     x, w = _padded(a.data, 16), _padded(b.data, 16)
     rows = a.scale_inv.dim() == 2
     scales = (a.scale_inv.flatten()[:, None], b.scale_inv.flatten()[None]) if rows else (a.scale_inv, b.scale_inv)
-    if rows and out != torch.bfloat16:  # which is all that torch's product with scales of rows gives
+    if rows and (out != torch.bfloat16 or (x.is_cuda and len(x) <= FEW)):  # bfloat16 is all that torch's product with them gives
         one = torch.ones((), dtype=torch.float32, device=x.device)
         y = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast_accumulation)
         y = y * (scales[0] * scales[1])

@@ -19,6 +19,10 @@ SCALINGS = ("current", "row", "block", "mxfp8")
 APART = 0.1
 """Relative rms error of a product that is right: of E5M2 and E4M3 0.06, where one is laid out wrongly 1.4."""
 
+LARGE = {"row": ((127, 9216, 3072), (512, 9216, 1024))}
+"""Rows, contracted elements and outputs of more products by scaling: that which cuBLASLt refused under scales of rows
+(pytorch/ao#4582), and one of more rows and as few outputs, which goes to it."""
+
 
 def products(name: str, device: str = "cuda", proof: bool = True) -> str:
     """The relative rms error of each product under the scaling of that name, weight gradients in both dtypes that they come in; without
@@ -29,6 +33,9 @@ def products(name: str, device: str = "cuda", proof: bool = True) -> str:
     a, b, g = (made(t, role, scaling) for t, role in ((x, INPUT), (w, WEIGHT), (dy, GRAD_OUTPUT)))
     cases = {"fprop": (FPROP, a, b, x @ w.t(), torch.bfloat16), "dgrad": (DGRAD, g, b.t(), dy @ w, torch.bfloat16),
              "wgrad": (WGRAD, g.t(), a.t(), dy.t() @ x, torch.bfloat16), "wgrad in float32": (WGRAD, g.t(), a.t(), dy.t() @ x, torch.float32)}
+    for m, k, n in LARGE.get(name, ()):
+        x, w = (torch.randn(rows, k, device=device, generator=generator).bfloat16() for rows in (m, n))
+        cases[f"{m} x {k} x {n}"] = FPROP, made(x, INPUT, scaling), made(w, WEIGHT, scaling), x @ w.t(), torch.bfloat16
     found, wrong = [], []
     for case, (slot, one, other, want, out) in cases.items():
         what = f"{case} {one.kind} x {other.kind}"
