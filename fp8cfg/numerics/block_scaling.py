@@ -125,7 +125,7 @@ def scales_of_amaxes(
     scale = scale_from_amax(amax, fmt, largest=largest)
     if scaling.power_2_scales:
         scale = floor_to_power_of_2(scale)
-    return Scales(scale, scale.reciprocal())
+    return Scales(scale, exact_float32.reciprocal(scale))
 
 
 def _e8m0(amax: Tensor, fmt: Format) -> Scales:
@@ -169,7 +169,7 @@ def first_level_of(amax: Tensor) -> Tensor:
 
 def _two_levels(amax: Tensor, whole: Tensor) -> Scales:
     """E4M3 scales that decode with `whole`'s reciprocal, which stays outside of the product."""
-    sixth = torch.full((), 6.0, dtype=torch.float32, device=amax.device).reciprocal()
+    sixth = exact_float32.reciprocal(torch.full((), 6.0, dtype=torch.float32, device=amax.device))
     decode = cast((amax * (whole * sixth)).clamp(max=FLT_MAX), E4M3).float()
-    encode = torch.div(torch.ones_like(decode), decode * whole.reciprocal()).clamp(max=FLT_MAX)
+    encode = exact_float32.reciprocal(decode * exact_float32.reciprocal(whole)).clamp(max=FLT_MAX)
     return Scales(encode, decode)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8cfg.numerics import range_expansion as expand
-from fp8cfg.numerics.exact_float32 import largest, pow2_scale, square_root
+from fp8cfg.numerics.exact_float32 import largest, pow2_scale, reciprocal, square_root
 from fp8cfg.numerics.formats import E4M3, Format, cast, widen
 from fp8cfg.numerics.stochastic_rounding import Start, round_stochastic, uniform
 
@@ -146,7 +146,7 @@ class Codec:
     def scale_inv(self, amax: Tensor) -> Tensor:
         """Inverse scales from the amaxes, of any shape, of what is stored; not finite where those are not."""
         if self.scaling == "pow2":
-            return pow2_scale(amax, self.format.max).reciprocal()
+            return reciprocal(pow2_scale(amax, self.format.max))
         # Both operands are tensors, for a true division; below 2^-126 an inverse scale could be 0.
         return (amax / torch.full_like(amax, self.format.max)).clamp(min=2.0**-126)
 
@@ -162,7 +162,7 @@ class Codec:
         v, fmt = square_root(x) if self.root else x, self.format
         if scale_inv is not None:
             v, by = (self._rows(v), scale_inv[:, None]) if self.block else (v, scale_inv)
-            v = v * by.reciprocal() if self.scaling == "pow2" else v / by  # the same bits, sooner
+            v = v * reciprocal(by) if self.scaling == "pow2" else v / by  # the same bits, sooner
         if self.root:
             v = torch.where(v > 0, v.clamp(min=2.0 ** (fmt.min_exponent - fmt.mantissa_bits)), v)
         u = self._uniform(v, key, lane, start)

@@ -16,6 +16,12 @@ def square_root(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
+def reciprocal(x: Tensor) -> Tensor:
+    """1 / float32 `x`, rounded once. Of Tensor.reciprocal Inductor makes the quotient of an int, which Triton approximates even
+    where it is told to round as eager torch does: that is for floats. Seen with torch 2.11; torch 2.13 takes a float."""
+    return torch.ones_like(x) / x if torch.compiler.is_compiling() else x.reciprocal()
+
+
 def largest(x: Tensor) -> Tensor:
     """The largest magnitude in float32 `x`, []; 0 for an empty tensor, NaN where there is one."""
     if x.numel() == 0:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.block_scaling import e8m0_bytes, first_level, tiled, untiled
+from fp8cfg.numerics.exact_float32 import reciprocal
 from fp8cfg.numerics.formats import cast, widen
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.quantize import quantize_tiles
@@ -46,7 +47,7 @@ def store(
     the whole."""
     fmt = scaling.forward
     if scale is not None:
-        return Stored(cast(master.float() * scale, fmt), scale.reciprocal())
+        return Stored(cast(master.float() * scale, fmt), reciprocal(scale))
     whole = first_level(master, group=parts and parts.over(WEIGHT)) if scaling.layout.two_levels else None
 
     def along(axis: int) -> tuple[Tensor, Tensor]:
@@ -59,7 +60,7 @@ def store(
 
     data, scale_inv = along(1)
     dgrad, dgrad_scale_inv = along(0) if scaling.directional(WEIGHT) else (None, None)
-    return Stored(data, scale_inv, dgrad, dgrad_scale_inv, None if whole is None else whole.reciprocal())
+    return Stored(data, scale_inv, dgrad, dgrad_scale_inv, None if whole is None else reciprocal(whole))
 
 
 def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | None) -> Operand:

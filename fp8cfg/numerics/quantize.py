@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics.block_scaling import Scales, sizes, tile_scales, tiled, untiled
+from fp8cfg.numerics.exact_float32 import reciprocal
 from fp8cfg.numerics.formats import E2M1, Format, cast, round_in_steps, round_to_grid, widen
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.scaling import Scaling, record_amax
@@ -24,7 +25,7 @@ CHUNK = 1 << 17  # elements quantized at a time in eager mode: float32 temporari
 def quantize(t: Tensor, scale: Tensor, fmt: Format, carrier: torch.dtype) -> Operand:
     """Multiplies the matrix `t`, read as float32, by the scalar `scale` and rounds it to FP8, once. `carrier` is the dtype of
     the data: `fmt.dtype` for a real product, bfloat16 or float32 for an emulated one."""
-    scale_inv = scale.reciprocal()
+    scale_inv = reciprocal(scale)
     if not _in_chunks(t) or carrier == fmt.dtype:
         return Operand(_rounded(t.float() * scale, fmt, carrier).to(carrier), scale_inv, fmt)
     data = torch.empty(t.shape, dtype=carrier)
@@ -68,8 +69,8 @@ def quantize_tiles(
     if record is not None and seen:
         record_amax(record, seen[0] if len(seen) == 1 else torch.stack(seen).amax())
     if not fold:
-        return Operand(data, decode, fmt, tile, whole_inv=None if whole is None else whole.reciprocal())
-    return Operand(data, None if whole is None else whole.reciprocal(), fmt, tile)
+        return Operand(data, decode, fmt, tile, whole_inv=None if whole is None else reciprocal(whole))
+    return Operand(data, None if whole is None else reciprocal(whole), fmt, tile)
 
 
 def _by_chunks(t: Tensor, tile: Tile, carrier: torch.dtype, part: Part, scales: Scales | None) -> tuple[Tensor, Tensor]:

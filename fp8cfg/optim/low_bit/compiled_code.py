@@ -21,6 +21,7 @@ LEAST_COMPILED = 64
 that of `hyper` or of a key for the same one, and would compile for each anew."""
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,  # round where the code says so
+    "eager_numerics.division_rounding": True,  # and as eager code does: Triton's own division is an approximation
     **dict.fromkeys(("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1 << 20),
 }
 """Inductor's options. Large thresholds: compute again rather than keep a float32 copy of a tensor."""
