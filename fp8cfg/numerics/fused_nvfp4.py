@@ -13,7 +13,7 @@ from fp8cfg.numerics.formats import E2M1
 from fp8cfg.numerics.fused_quantize import TRITON
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.microscaled_mm import ALIGNED, swizzled_size
-from fp8cfg.numerics.overflowed_values import counter
+from fp8cfg.numerics.overflowed_values import TAGS, counter
 from fp8cfg.numerics.stochastic_rounding import Random
 
 FOUR = 16
@@ -39,7 +39,7 @@ def quantize_four_bits_fused(
     return along._replace(other=across) if square else along
 
 
-@library.custom_op("fp8cfg::quantize_four_bits", mutates_args=("history",))
+@library.custom_op("fp8cfg::quantize_four_bits", mutates_args=("history",), tags=TAGS)
 def quantize_four_bits(
     t: Tensor, square: bool, key: Tensor | None, draw: Tensor | None, lane: int, history: Tensor | None, role: int,
     amax: Tensor | None,

@@ -19,7 +19,7 @@ from fp8cfg.numerics.block_scaling import sizes
 from fp8cfg.numerics.formats import BY_DTYPE
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.microscaled_mm import swizzled_size
-from fp8cfg.numerics.overflowed_values import counter
+from fp8cfg.numerics.overflowed_values import TAGS, counter
 from fp8cfg.numerics.scaling import FLT_MAX, Scaling
 from fp8cfg.scalings import Tile
 
@@ -93,7 +93,7 @@ def amaxes_over_ranks(t: Tensor, role: int, scaling: Scaling, axis: int, parts: 
     return None if group is None else largest(t.abs().nan_to_num(0.0, posinf=torch.inf).amax(axis).float(), group)
 
 
-@library.custom_op("fp8cfg::quantize_blocks", mutates_args=("history",))
+@library.custom_op("fp8cfg::quantize_blocks", mutates_args=("history",), tags=TAGS)
 def quantize_blocks(
     t: Tensor, width: int, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool, history: Tensor | None,
     role: int, amaxes: Tensor | None, amaxes_t: Tensor | None,
@@ -172,7 +172,7 @@ def _(t: Tensor, scales: Tensor | None, role: int, keep_nan: bool = False) -> Te
     return t.new_empty(1, dtype=torch.float32)
 
 
-@library.custom_op("fp8cfg::quantize_tensor", mutates_args=("history",))
+@library.custom_op("fp8cfg::quantize_tensor", mutates_args=("history",), tags=TAGS)
 def quantize_tensor(
     t: Tensor, scales: Tensor | None, history: Tensor | None, amax: Tensor | None, target: float, power_2: bool, role: int,
     dtype: torch.dtype, both: bool,

@@ -25,7 +25,7 @@ from fp8cfg.numerics.fused_quantize import (
     fuses_tiles,
     scale_source,
 )
-from fp8cfg.numerics.overflowed_values import counter
+from fp8cfg.numerics.overflowed_values import TAGS, counter
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, amax_of, scale_now
 from fp8cfg.numerics.unfused_counts import count_values
 from fp8cfg.scalings import Tile
@@ -159,7 +159,8 @@ def _writable(held: Stored, master: Tensor) -> bool:
         type(t) is Tensor and t.device == master.device and t.is_contiguous() for t in there)
 
 
-@library.custom_op("fp8cfg::store_blocks", mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "history"))
+@library.custom_op(
+    "fp8cfg::store_blocks", mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "history"), tags=TAGS)
 def store_blocks(
     t: Tensor, width: int, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None, dgrad: Tensor | None,
     dgrad_scale_inv: Tensor | None, history: Tensor | None, amaxes: Tensor | None, amaxes_t: Tensor | None,
@@ -171,7 +172,8 @@ def store_blocks(
 
 
 @library.custom_op(
-    "fp8cfg::store_four_bits", mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "global_scale_inv", "history"))
+    "fp8cfg::store_four_bits", mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "global_scale_inv", "history"),
+    tags=TAGS)
 def store_four_bits(
     t: Tensor, data: Tensor, scale_inv: Tensor, dgrad: Tensor | None, dgrad_scale_inv: Tensor | None, global_scale_inv: Tensor,
     history: Tensor | None, amax: Tensor | None,
@@ -187,7 +189,7 @@ def store_four_bits(
         counts=counts)
 
 
-@library.custom_op("fp8cfg::store_tensor", mutates_args=("data", "scale_inv", "history"))
+@library.custom_op("fp8cfg::store_tensor", mutates_args=("data", "scale_inv", "history"), tags=TAGS)
 def store_tensor(
     t: Tensor, scales: Tensor | None, history: Tensor | None, amax: Tensor | None, target: float, power_2: bool, role: int,
     data: Tensor, scale_inv: Tensor,

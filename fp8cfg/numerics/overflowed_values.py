@@ -7,6 +7,7 @@ pass.
 
 A device has one counter for all layers. Kernels and operators add to it, and no compiler knows of it, for no graph reads it. Each
 step has a place of its own in a ring that was made of zeros: no launch clears one, and steps that are launched ahead are apart.
+A CUDA graph would add to the place of the step in which it was captured, for ever: operators that count say that they go into none.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from fp8cfg.numerics.scaling import GRAD_OUTPUT
 
 PLACES = 512
 """Places of a ring, of which the first is for what is not counted. After the steps that the others serve another ring is made."""
+
+TAGS = (torch.Tag.cudagraph_unsafe,)
+"""Tags of operators that count: Inductor leaves them out of CUDA graphs."""
 
 
 class _Ring:

@@ -13,7 +13,7 @@ from torch import Tensor, library
 
 from fp8cfg.numerics.formats import Format
 from fp8cfg.numerics.fused_quantize import TRITON
-from fp8cfg.numerics.overflowed_values import counter
+from fp8cfg.numerics.overflowed_values import TAGS, counter
 
 
 def count_values(t: Tensor, role: int, amax: Tensor, scale: Tensor | None, fmt: Format) -> None:
@@ -26,7 +26,7 @@ def count_values(t: Tensor, role: int, amax: Tensor, scale: Tensor | None, fmt: 
         _read_again(t, amax, scale, role, fmt.reach)
 
 
-@library.custom_op("fp8cfg::count_overflow", mutates_args=("amax",))
+@library.custom_op("fp8cfg::count_overflow", mutates_args=("amax",), tags=TAGS)
 def count_overflow(t: Tensor, amax: Tensor, scale: Tensor | None, role: int, reach: float) -> None:
     """`count_values` on a GPU, and to a compiler. The `amax` is not written: that it might be keeps the call in a graph, behind
     what records the amax, and apart from those of other layers that read `t`."""

@@ -189,3 +189,10 @@ def test_a_ring_of_places_is_followed_by_another(monkeypatch: pytest.MonkeyPatch
         x[3, :many] = torch.inf
         microbatch(model, x, torch.randn(64, 48))
         assert taken() == [0, many]
+
+
+@pytest.mark.parametrize("name", ["count_overflow", "quantize_tensor", "quantize_blocks", "quantize_four_bits", "store_tensor", "store_blocks",
+                                  "store_four_bits"])
+def test_operators_that_count_go_into_no_cuda_graph(name: str) -> None:
+    """It would add to the place of one step for ever. What Inductor captures is in tests/fake_gpu/test_cuda_graphs.py."""
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fp8cfg, name).default.tags
