@@ -119,7 +119,7 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
         if tl.program_id(0) == 0:
             tl.store(whole_inv, tl.div_rn(1.0, whole))
             if RECORD:
-                tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == amax)
+                tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == amax, sem="relaxed")
     elif RECORD or COUNT:
         amax = tl.max(tl.max(a, 1), 0)
         if RECORD:

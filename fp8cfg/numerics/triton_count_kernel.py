@@ -30,8 +30,8 @@ def _count_overflow(t, amax, scale, counts, count, REACH: tl.constexpr, SCALED: 
         infinite += (a == float("inf")).to(tl.float32)
         start += tl.num_programs(0) * BLOCK
     if SCALED:
-        tl.atomic_add(counts, tl.sum(clipped, 0))
-    tl.atomic_add(counts + 1, tl.sum(infinite, 0))
+        tl.atomic_add(counts, tl.sum(clipped, 0), sem="relaxed")
+    tl.atomic_add(counts + 1, tl.sum(infinite, 0), sem="relaxed")
 
 
 @launched

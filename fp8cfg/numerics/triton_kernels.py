@@ -9,6 +9,9 @@ Delayed scaling reads a tensor once, current scaling and a scale that was never 
 no launch stands between. The formulas are those of scaling.py, formats.py and block_scaling.py, division and reciprocal rounded to
 nearest: bit for bit the same scaled float32 values, amaxes and scales; the conversion to FP8 is the hardware's cvt.rn.satfinite.
 
+Atomics are relaxed: later launches read what they write. Triton's default is a fence of the whole GPU in each program, before it
+stores its tile.
+
 Saturation and maxima are written with `where`: tl.minimum and tl.maximum that pass NaN on corrupt a transposed float8 store beside
 them (triton-lang/triton#11111, Triton 3.6 at least).
 """
@@ -77,7 +80,7 @@ def _scale_of(amax, target, highest, POWER_2: tl.constexpr):  # type: ignore[no-
 @triton.jit
 def _note_infinite(seen, amax):  # type: ignore[no-untyped-def]
     """Infinity into `seen`, the bits of a float32 number, where that is the `amax`; other programs write nothing."""
-    tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == float("inf"))
+    tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == float("inf"), sem="relaxed")
 
 
 @triton.jit
@@ -85,15 +88,15 @@ def _count(counts, beyond, infinite):  # type: ignore[no-untyped-def]
     """The elements of a tile that are finite and `beyond` what fits, and those that are `infinite`, added to `counts`. It is called
     where there are some."""
     n = tl.sum(tl.sum(infinite.to(tl.float32), 1), 0)
-    tl.atomic_add(counts, tl.sum(tl.sum(beyond.to(tl.float32), 1), 0) - n)
-    tl.atomic_add(counts + 1, n)
+    tl.atomic_add(counts, tl.sum(tl.sum(beyond.to(tl.float32), 1), 0) - n, sem="relaxed")
+    tl.atomic_add(counts + 1, n, sem="relaxed")
 
 
 @triton.jit
 def _count_infinite(counts, v, amax):  # type: ignore[no-untyped-def]
     """The infinite elements of the tile `v`, where the `amax` says that there may be some, added to `counts`."""
     if amax == float("inf"):
-        tl.atomic_add(counts + 1, tl.sum(tl.sum((tl.abs(v) == float("inf")).to(tl.float32), 1), 0))
+        tl.atomic_add(counts + 1, tl.sum(tl.sum((tl.abs(v) == float("inf")).to(tl.float32), 1), 0), sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -138,7 +141,7 @@ def _cast(  # type: ignore[no-untyped-def]
         _count_infinite(counts, v, amax)
     if RECORD:  # noqa: SIM102
         if DELAYED or program == 0:  # float32 numbers that are not negative are in the order of their bits
-            tl.atomic_max(history + ROLE, amax.to(tl.int32, bitcast=True))
+            tl.atomic_max(history + ROLE, amax.to(tl.int32, bitcast=True), sem="relaxed")
     q = _saturated(v * scale, LARGEST).to(data.dtype.element_ty)
     tl.store(data + at, q, mask=inside)
     if TRANSPOSE:

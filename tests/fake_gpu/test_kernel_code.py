@@ -43,6 +43,14 @@ def test_no_kernel_spills_or_is_alone_and_all_saturate() -> None:
         assert resident_warps(found.registers, kernel.metadata.num_warps) >= (8 if alone else 16), name
 
 
+def test_atomics_order_nothing() -> None:
+    """What they write is read by later kernels: a fence of the GPU would keep the stores of each program behind it."""
+    for name, kernel in compiled().items():
+        ptx = kernel.asm["ptx"]
+        assert "acq_rel" not in ptx and "fence" not in ptx and "membar" not in ptx, name
+        assert ptx.count("atom.") == ptx.count(".relaxed."), name
+
+
 def test_every_launch_is_on_the_device_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton launches on the current device, whichever has the tensors."""
     import triton
