@@ -1,6 +1,7 @@
 """Triton kernels of quantization: casts with their transposes, amaxes and scales in one read of a tensor.
 
     amaxes_of_parts   the amaxes of parts of a tensor; `cast` needs none where a delayed scale is set, and it returns at once
+    count             the same kernel, of values that did not fit into FP8 where plain operations quantized them
     cast              scale, saturate and round to FP8, row-major and, if asked, transposed; folds the amax into a running maximum
 
 Scales of blocks are made by triton_block_kernel.py, those of rows by triton_row_kernel.py.
@@ -47,24 +48,41 @@ def launched(launch: Callable[Concatenate[Tensor, _P], Any]) -> Callable[Concate
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _largest_parts(  # type: ignore[no-untyped-def]
-    t, scales, parts, count, ROLE: tl.constexpr, DELAYED: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr
-):
-    if DELAYED:  # noqa: SIM102, one is decided as this is compiled, the other as it runs
-        if tl.load(scales + ROLE) != 0:
+def _read_in_parts(  # type: ignore[no-untyped-def]
+    t, amax, scales, to, count, REACH: tl.constexpr, ROLE: tl.constexpr, SCALED: tl.constexpr, COUNT: tl.constexpr,
+    NAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of the parts of `t` their amaxes into `to`, none where there is a scale that is set; or with COUNT what does not fit is added
+    to `to`, and nothing is read where the `amax` fits."""
+    factor = tl.load(scales + ROLE) if SCALED else 0.0
+    if COUNT:
+        most = tl.load(amax)
+        if most < float("inf"):  # noqa: SIM102, Triton has no `and` of numbers that are loaded
+            if most * factor <= REACH:
+                return
+    elif SCALED:  # noqa: SIM102, one is decided as this is compiled, the other as it runs
+        if factor != 0:
             return
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    largest = tl.zeros([BLOCK], tl.float32)
+    largest, clipped, infinite = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     while start < count:
         at = start + tl.arange(0, BLOCK)
         a = tl.abs(tl.load(t + at, mask=at < count, other=0.0).to(tl.float32))
-        larger = a > largest  # no NaN is
-        if NAN:
-            larger = larger | (a != a)
-        largest = tl.where(larger, a, largest)
+        if COUNT:
+            clipped += ((a < float("inf")) & (a * factor > REACH)).to(tl.float32)
+            infinite += (a == float("inf")).to(tl.float32)
+        else:
+            larger = a > largest  # no NaN is
+            if NAN:
+                larger = larger | (a != a)
+            largest = tl.where(larger, a, largest)
         start += tl.num_programs(0) * BLOCK
-    # Numbers that are not negative, and NaN above them, are in the order of their bits.
-    tl.store(parts + tl.program_id(0), tl.max(largest.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
+    if COUNT:
+        if SCALED:
+            tl.atomic_add(to, tl.sum(clipped, 0), sem="relaxed")
+        tl.atomic_add(to + 1, tl.sum(infinite, 0), sem="relaxed")
+    else:  # numbers that are not negative, and NaN above them, are in the order of their bits
+        tl.store(to + tl.program_id(0), tl.max(largest.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -161,8 +179,20 @@ def part_count(t: Tensor) -> int:
 def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0, keep_nan: bool = False) -> Any:
     """The amaxes of parts of contiguous `t`, any shape but an empty one, NaN skipped or else kept, in the first elements of
     `parts`, float32; under delayed scaling none where `scales[role]` is not 0. Returns the compiled kernel."""
-    of, delayed = parts if scales is None else scales, scales is not None
-    return _largest_parts[(part_count(t),)](t, of, parts, t.numel(), role, delayed, keep_nan, BLOCK, num_warps=8)
+    of = parts if scales is None else scales
+    return _read_in_parts[(part_count(t),)](
+        t, parts, of, parts, t.numel(), 0.0, role, scales is not None, False, keep_nan, BLOCK, num_warps=8)
+
+
+@launched
+def count(t: Tensor, amax: Tensor, scale: Tensor | None, counts: Tensor, reach: float) -> Any:
+    """Add to `counts`, float32, how many values of contiguous `t`, any shape but an empty one, are finite and beyond `reach`, times
+    the `scale`, float32 [], and how many are infinite, where plain operations quantized it. No value of `t` is larger than `amax`,
+    float32 []: where that fits `t` is not read, and the host waits for nothing. Without a `scale` no finite value is counted.
+    Returns the compiled kernel."""
+    factor = amax if scale is None else scale
+    return _read_in_parts[(part_count(t),)](
+        t, amax, factor, counts, t.numel(), reach, 0, scale is not None, True, False, BLOCK, num_warps=8)
 
 
 @launched

@@ -89,17 +89,17 @@ def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 def test_of_what_plain_operations_quantized(fmt: Format) -> None:
     """Under a scale and under scales of its own, in any order of strides; nothing is read where the amax says that all fits."""
-    from fp8cfg.numerics import triton_count_kernel
+    from fp8cfg.numerics import triton_kernels
 
     clipped = 0
     for name, values in tensors().items():
         for t in (values, values.view(10, 13, 300), values.bfloat16()):
             for scale in (torch.tensor(0.7 * fmt.max), None):
                 counts, infinite = torch.zeros(4), t.isinf()
-                triton_count_kernel.count(t, t.abs().nan_to_num(0.0, posinf=torch.inf).amax().float(), scale, counts, fmt.reach)
+                triton_kernels.count(t, t.abs().nan_to_num(0.0, posinf=torch.inf).amax().float(), scale, counts, fmt.reach)
                 beyond = 0 if scale is None else ((t.abs().float() * scale > fmt.reach) & ~infinite).sum()
                 assert counts.tolist() == [beyond, infinite.sum(), 0, 0], (name, t.shape, t.dtype, scale)
                 clipped += int(beyond)
-            triton_count_kernel.count(t, torch.ones(()), torch.tensor(fmt.max), counts.zero_(), fmt.reach)
+            triton_kernels.count(t, torch.ones(()), torch.tensor(fmt.max), counts.zero_(), fmt.reach)
             assert counts.tolist() == [0, 0, 0, 0], name
     assert clipped > 10_000

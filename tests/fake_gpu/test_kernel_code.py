@@ -5,8 +5,10 @@ Runs where torch has a CUDA device, also a fake one (tools/fake_gpu): Triton and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device, not even a fake one", allow_module_level=True)
 
+import fp8cfg
 from fp8cfg.numerics import E4M3, E5M2, Format, triton_kernels
 from tools.fake_gpu.kernel_code import AMAXES, COUNT, FOUR_BITS, compiled, resident_warps, resources
 
@@ -41,6 +44,13 @@ def test_no_kernel_spills_or_is_alone_and_all_saturate() -> None:
         found, alone = resources(ptx), name.startswith(("cast_blocks MX 1x32", "cast_blocks MX stored"))
         assert "div.full" not in ptx and "approx" not in ptx and found.spilled == 0, name
         assert resident_warps(found.registers, kernel.metadata.num_warps) >= (8 if alone else 16), name
+
+
+def test_four_kernels() -> None:
+    """The code of our own for a GPU: what else is done there are torch's operations and products."""
+    launches = [re.findall(r"\b(\w+)\[\(", path.read_text(encoding="utf-8")) for path in Path(fp8cfg.__file__).parent.rglob("triton_*.py")]
+    names = {name for found in launches for name in found}
+    assert names == {kernel.name for kernel in compiled().values()} and len(names) == 4, names
 
 
 def test_atomics_order_nothing() -> None:

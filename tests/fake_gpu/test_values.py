@@ -102,8 +102,8 @@ def test_what_is_asked_of_the_gpu_stays(values: None) -> None:
 
 
 def test_a_triton_kernel_of_another_is_refused(values: None) -> None:
-    from fp8cfg.numerics.triton_kernels import _largest_parts
+    from fp8cfg.numerics.triton_kernels import _read_in_parts
 
     t = torch.ones(8, device="cuda")
-    with pytest.raises(NotImplementedError, match="_largest_parts: no values"):
-        _largest_parts[(1,)](t, t, t, 8, 0, False, False, 4096)
+    with pytest.raises(NotImplementedError, match="_read_in_parts: no values"):
+        _read_in_parts[(1,)](t, t, t, t, 8, 0.0, 0, False, False, False, 4096)

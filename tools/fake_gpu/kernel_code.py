@@ -56,7 +56,7 @@ def compiled() -> dict[str, Any]:
     """The kernels, compiled for the GPU that is there."""
     import torch
 
-    from fp8cfg.numerics import E4M3, E5M2, triton_block_kernel, triton_count_kernel, triton_kernels, triton_row_kernel
+    from fp8cfg.numerics import E4M3, E5M2, triton_block_kernel, triton_kernels, triton_row_kernel
 
     found: dict[str, Any] = {}
     seen, counts = torch.zeros((), device="cuda"), torch.zeros(4, device="cuda")
@@ -66,7 +66,7 @@ def compiled() -> dict[str, Any]:
             name = f"{AMAXES} {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')}"
             found[name] = triton_kernels.amaxes_of_parts(t, parts, torch.ones(3, device="cuda") if delayed else None)
             name = f"{COUNT} {'of one scale' if delayed else 'of tiles'} {str(dtype).removeprefix('torch.')}"
-            found[name] = triton_count_kernel.count(t, seen, torch.ones((), device="cuda") if delayed else None, counts, E4M3.reach)
+            found[name] = triton_kernels.count(t, seen, torch.ones((), device="cuda") if delayed else None, counts, E4M3.reach)
     for delayed in (True, False):
         for fmt, dtype in ((E4M3, torch.bfloat16), (E4M3, torch.float32), (E5M2, torch.bfloat16)):
             t = torch.zeros(256, 512, device="cuda", dtype=dtype)

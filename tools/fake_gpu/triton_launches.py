@@ -27,7 +27,7 @@ def computed() -> Iterator[None]:
     """Values of launches in this block."""
     from triton.runtime.jit import JITFunction
 
-    from fp8cfg.numerics import triton_block_kernel, triton_count_kernel, triton_kernels, triton_row_kernel
+    from fp8cfg.numerics import triton_block_kernel, triton_kernels, triton_row_kernel
 
     stand_ins: list[tuple[Any, str, Callable[..., None]]] = [
         (triton_kernels, "amaxes_of_parts", triton_values.amaxes_of_parts),
@@ -36,7 +36,7 @@ def computed() -> Iterator[None]:
         (triton_row_kernel, "cast_rows", triton_values.cast_rows),
         (triton_block_kernel, "cast_blocks", triton_values.cast_blocks),
         (triton_block_kernel, "cast_four_bits", triton_values.cast_four_bits),
-        (triton_count_kernel, "count", triton_values.count),
+        (triton_kernels, "count", triton_values.count),
     ]
     kept = [getattr(module, name) for module, name, _ in stand_ins]
     run = JITFunction.run
