@@ -113,17 +113,17 @@ def _cast_rows(  # type: ignore[no-untyped-def]
     STRIP_T: tl.constexpr, LONG_T: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    along = tl.cdiv(rows, STRIP) if ALONG else 0
-    if program < along:
-        first = program * STRIP
-        _strip_of_rows(
-            t, data, scale_inv, seen, counts, amaxes, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD, COUNT,
-            KNOWN, STRIP, LONG)
-    elif ACROSS:
-        first = (program - along) * STRIP_T
+    across = tl.cdiv(columns, STRIP_T) if ACROSS else 0
+    if program < across:  # the fewer and the longer ones begin first
+        first = program * STRIP_T
         _strip_of_columns(
             t, data_t, scale_inv_t, seen, counts, amaxes_t, first, rows, columns, target, highest, LARGEST, POWER_2,
             RECORD and not ALONG, COUNT and not ALONG, TRANSPOSE, KNOWN_T, STRIP_T, LONG_T)
+    elif ALONG:
+        first = (program - across) * STRIP
+        _strip_of_rows(
+            t, data, scale_inv, seen, counts, amaxes, first, rows, columns, target, highest, LARGEST, POWER_2, RECORD, COUNT,
+            KNOWN, STRIP, LONG)
 
 
 @launched

@@ -82,6 +82,19 @@ def test_rows_and_columns(shape: tuple[int, int], power_2: bool) -> None:
 
 
 @interpreted
+def test_columns_are_the_first_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are fewer and take longer than those of rows, which fill up what they leave."""
+    from fp8cfg.numerics import triton_row_kernel
+
+    kernel, (r, c) = triton_row_kernel._cast_rows, (130, 270)
+    programs = -(-c // triton_row_kernel.STRIP_T)
+    monkeypatch.setattr(triton_row_kernel, "_cast_rows", {(-(-r // triton_row_kernel.STRIP) + programs,): kernel[(programs,)]})
+    made = [torch.full(shape, -7.0) for shape in ((r, c), (r, 1), (c, r), (c, 1))]
+    triton_row_kernel.cast_rows(torch.ones(r, c), E4M3.max, False, *made)
+    assert [(t == -7).all().item() for t in made] == [True, True, False, False] and (made[2] == E4M3.max).all()
+
+
+@interpreted
 @pytest.mark.parametrize("power_2", [True, False])
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize("shape", [(128, 256), (130, 140), (1, 300)], ids=str)
