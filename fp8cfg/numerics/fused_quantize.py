@@ -53,12 +53,13 @@ def quantize_fused(
 def scale_source(
     t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, parts: AmaxGroup | None
 ) -> tuple[Tensor | None, float, bool]:
-    """Of what a kernel makes the one scale of the contiguous matrix `t`: the amax, [1], where others have parts of the tensor, what
-    the amax is brought to, and whether the scale is cut to a power of two."""
+    """Of what a kernel makes the one scale of the contiguous matrix `t`: the amax, [1], where others have parts of the tensor, or
+    none, [0], of scales that begin with 1; what the amax is brought to, and whether the scale is cut to a power of two."""
     fmt = scaling.format_of(role)
-    target = fmt.max * 2.0**-scaling.margin if scales is not None else fmt.max
-    amax, in_time = None, scales is None or scaling.first_step == "in_time"
-    if parts is not None and role in parts.roles and in_time:
+    target, amax = fmt.max * 2.0**-scaling.margin if scales is not None else fmt.max, None
+    if scales is not None and scaling.first_step == "te":
+        amax = scales[:0]  # no launch then looks for one
+    elif parts is not None and role in parts.roles:
         amax = parts.amax(amax_where_unset(t, scales, role), role)
     return amax, target, scaling.power_2_scales and scales is None
 
@@ -178,7 +179,8 @@ def quantize_tensor(
     dtype: torch.dtype, both: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The contiguous matrix `t` [R, C] in float8 `dtype`, transposed [C, R] where `both`, else empty, and its inverse scale, [].
-    Its amax is folded into row 0 of `history`, if it is given. A scale of this moment is made of `amax`, [1], where it is given."""
+    Its amax is folded into row 0 of `history`, if it is given. A scale of this moment is made of `amax`, [1], where it is given; it
+    is 1 of none, [0]."""
     from fp8cfg.numerics import triton_kernels
 
     data, transposed, scale_inv = _empty(t, dtype, both)

@@ -202,9 +202,9 @@ def cast(
 ) -> Any:
     """Quantize the contiguous matrix `t` into `data`, `transposed` and `scale_inv`. `scales` and `history` are those of delayed
     scaling, None under current scaling; `history` also where no amax is recorded. `target` is what the amax is brought to,
-    `largest` the format's maximum. `amaxes`, PARTS at most, are those of parts, where they are known; none is read where a delayed
-    scale is set. How many finite values are beyond `reach`, once scaled, and how many are infinite, is added to `counts`, if given.
-    `data` in float32 receives the scaled values. Returns the compiled kernel."""
+    `largest` the format's maximum. `amaxes`, PARTS at most, are those of parts, where they are known, and the scale of none is 1;
+    none is read where a delayed scale is set. How many finite values are beyond `reach`, once scaled, and how many are infinite, is
+    added to `counts`, if given. `data` in float32 receives the scaled values. Returns the compiled kernel."""
     (rows, columns), parts, count = t.shape, amaxes, 0 if amaxes is None else amaxes.numel()
     if parts is None:
         parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), part_count(t)

@@ -36,6 +36,7 @@ def state(scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     ("quantize_tensor", (None, None, None, E4M3.max, True, 0, E4M3.dtype, True)),
     ("quantize_tensor", (*state(), None, E5M2.max, False, 2, E5M2.dtype, False)),
     ("quantize_tensor", (*state(0.0), torch.ones(1), E4M3.max, False, 1, E4M3.dtype, True)),
+    ("quantize_tensor", (*state(), torch.ones(0), E4M3.max, False, 1, E4M3.dtype, True)),
     ("quantize_blocks", (128, E4M3.dtype, False, True, True, True, None, 1, None, None)),
     ("quantize_blocks", (128, E5M2.dtype, True, False, True, False, state()[1], 2, None, None)),
     ("quantize_blocks", (32, E4M3.dtype, False, False, True, True, state()[1], 1, None, None)),

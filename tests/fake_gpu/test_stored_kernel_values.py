@@ -99,3 +99,23 @@ def test_parts_are_scaled_as_the_whole(kind: str, monkeypatch: pytest.MonkeyPatc
         fused_quantize.quantize_fused(t, INPUT, scaling, *state, record=True, both=False, parts=parts)
     read = [0.0 if first else 3.5 for first in ((0.0, 2.0) if scaling.layout.history else (0.0,))]
     assert asked == [(amax, "two ranks") for amax in read], "of the role that is split; not read where its scale is set"
+
+
+@interpreted
+def test_no_amax_is_looked_for_where_scales_begin_with_1(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Transformer Engine's; one that is not set is 1."""
+    from fp8cfg.numerics import fused_quantize, fused_store, triton_kernels
+
+    launches, launch = [], triton_kernels.amaxes_of_parts
+    monkeypatch.setattr(triton_kernels, "amaxes_of_parts", lambda *args, **kwargs: launches.append(launch(*args, **kwargs)))
+    t, scaling = exact(192, 160), Scaling(first_step="te")
+    for first in (1.0, 2.0, 0.0):
+        scales, history = torch.full((3,), first), torch.zeros(4, 3)
+        made = fused_quantize.quantize_fused(t, INPUT, scaling, scales, history, record=True, both=False)
+        data, scale_inv, *_ = fused_store.store_recorded(t, scaling, scales, history, None)
+        for q, inverse in ((made.data, made.scale_inv), (data, scale_inv)):
+            assert inverse == 1 / (first or 1) and torch.equal(q.float(), t * (first or 1))
+        assert history[0].tolist() == [3.5, 3.5, 0]
+    assert not launches
+    fused_quantize.quantize_fused(t, INPUT, Scaling(), torch.ones(3), history, record=True, both=False)
+    assert len(launches) == 1, "by default a scale that is not set is that of the tensor"

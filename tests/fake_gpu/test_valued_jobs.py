@@ -42,7 +42,7 @@ NATIVE, E4M3, HELD, PLAIN = "backend=native", "fp8.format=e4m3", "fp8.params=tru
 ATTENTION = ("fp8.emulate=true", "fp8.dot_product_attention=true")
 HOPPER_JOBS = [
     ("fp32",), ("bf16",), ("bf16_adamw_fp8",), ("bf16_precision_aware",), ("fp16_fp8", NATIVE), ("bf16_fp8", NATIVE, HELD), ("bf16_fp8", NATIVE, PLAIN),
-    ("bf16_fp8", NATIVE, *ATTENTION), ("bf16_fp8", NATIVE, "opt_level=O2"), ("bf16_fp8_current", NATIVE, HELD), ("bf16_fp8_current", NATIVE, PLAIN),
+    ("bf16_fp8", NATIVE, "fp8.first_step=te"), ("bf16_fp8", NATIVE, *ATTENTION), ("bf16_fp8", NATIVE, "opt_level=O2"), ("bf16_fp8_current", NATIVE, HELD), ("bf16_fp8_current", NATIVE, PLAIN),
     ("bf16_fp8_current", NATIVE, "fp8.granularity=row"), ("bf16_fp8_current_coat", NATIVE), ("bf16_fp8_block", NATIVE, E4M3, HELD),
     ("bf16_fp8_block", NATIVE, E4M3, PLAIN), ("bf16_fp8_block_deepseek_v3", NATIVE),
     ("bf16_fp8", NATIVE, "recipe=gemma3_tiny"), ("bf16_fp8_block", NATIVE, E4M3, "recipe=mistral_tiny"),

@@ -47,16 +47,15 @@ def cast_tensor(
     reach: float = 0.0,
 ) -> None:
     now, set_ = amax_of(t), scales is not None and bool(scales[role] != 0)
-    scale = (
-        scales[role].clone() if scales is not None and set_ else _scale(now if amaxes is None else amaxes.amax(), target, power_2)
-    )
+    known = now if amaxes is None else torch.cat([amaxes, torch.zeros(1)]).amax()  # of none it is 0
+    scale = scales[role].clone() if scales is not None and set_ else _scale(known, target, power_2)
     if counts is not None:
         infinite = t.isinf()
         counts[1] += infinite.sum()
         if scales is not None:
             counts[0] += ((t.float().abs() * scale > reach) & ~infinite).sum()
     if history is not None:
-        record_amax(history[0, role], now if scales is not None or amaxes is None else amaxes.amax())
+        record_amax(history[0, role], now if scales is not None else known)
     data.copy_(cast(t.float() * scale, BY_DTYPE[data.dtype]))
     if transposed is not None:
         transposed.copy_(data.t())
