@@ -1,8 +1,8 @@
 """Triton kernel of quantization by blocks, one launch and one read for both dimensions: a scale for 128 elements along either, or
 for 128x128; for 32 or 32x32 with powers of two (MX); for 16 or 16x16 under one of the tensor, in four bits (NVFP4).
 
-Rules and rounding are those of triton_kernels.py, whose functions these are. Scales are stored where products read them: by the
-strides of their tensor, or in the tiles of the tensor cores (microscaled_mm.py).
+Rules and rounding are those of triton_kernels.py, by the same functions (triton_tile.py). Scales are stored where products read
+them: by the strides of their tensor, or in the tiles of the tensor cores (microscaled_mm.py).
 """
 
 from __future__ import annotations
@@ -15,17 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8cfg.numerics.triton_four_bits import _e2m1, _e4m3, _e4m3_of_e2m1, _first_level, _store_packed
-from fp8cfg.numerics.triton_kernels import (
-    PARTS,
-    _count_infinite,
-    _note_infinite,
-    _saturated,
-    _scale_of,
-    _store_across,
-    amaxes_of_parts,
-    launched,
-    part_count,
-)
+from fp8cfg.numerics.triton_kernels import PARTS, amaxes_of_parts, launched, part_count
+from fp8cfg.numerics.triton_tile import _count_infinite, _note_infinite, _saturated, _scale_of, _store_across
 
 WIDTH = 128
 """Rows and columns of a program's tile, and elements that share a scale under block scaling."""

@@ -10,11 +10,7 @@ Delayed scaling reads a tensor once, current scaling and a scale that was never 
 no launch stands between. The formulas are those of scaling.py, formats.py and block_scaling.py, division and reciprocal rounded to
 nearest: bit for bit the same scaled float32 values, amaxes and scales; the conversion to FP8 is the hardware's cvt.rn.satfinite.
 
-Atomics are relaxed: later launches read what they write. Triton's default is a fence of the whole GPU in each program, before it
-stores its tile.
-
-Saturation and maxima are written with `where`: tl.minimum and tl.maximum that pass NaN on corrupt a transposed float8 store beside
-them (triton-lang/triton#11111, Triton 3.6 at least).
+Parts that the kernels share, and why they are written as they are: triton_tile.py.
 """
 
 from __future__ import annotations
@@ -27,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fp8cfg.numerics.triton_tile import _count, _count_infinite, _saturated, _scale_of
 
 PARTS = 1024
 """Programs of `amaxes_of_parts`, and numbers that each program of `cast` reads where it makes a scale."""
@@ -83,52 +81,6 @@ def _read_in_parts(  # type: ignore[no-untyped-def]
         tl.atomic_add(to + 1, tl.sum(infinite, 0), sem="relaxed")
     else:  # numbers that are not negative, and NaN above them, are in the order of their bits
         tl.store(to + tl.program_id(0), tl.max(largest.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _scale_of(amax, target, highest, POWER_2: tl.constexpr):  # type: ignore[no-untyped-def]
-    scale = tl.div_rn(target, amax)
-    scale = tl.where(scale == float("inf"), highest, scale)
-    scale = tl.where(amax > 0, tl.where(amax < float("inf"), scale, 1.0), 1.0)
-    if POWER_2:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return scale
-
-
-@triton.jit
-def _note_infinite(seen, amax):  # type: ignore[no-untyped-def]
-    """Infinity into `seen`, the bits of a float32 number, where that is the `amax`; other programs write nothing."""
-    tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == float("inf"), sem="relaxed")
-
-
-@triton.jit
-def _count(counts, beyond, infinite):  # type: ignore[no-untyped-def]
-    """The elements of a tile that are finite and `beyond` what fits, and those that are `infinite`, added to `counts`. It is called
-    where there are some."""
-    n = tl.sum(tl.sum(infinite.to(tl.float32), 1), 0)
-    tl.atomic_add(counts, tl.sum(tl.sum(beyond.to(tl.float32), 1), 0) - n, sem="relaxed")
-    tl.atomic_add(counts + 1, n, sem="relaxed")
-
-
-@triton.jit
-def _count_infinite(counts, v, amax):  # type: ignore[no-untyped-def]
-    """The infinite elements of the tile `v`, where the `amax` says that there may be some, added to `counts`."""
-    if amax == float("inf"):
-        tl.atomic_add(counts + 1, tl.sum(tl.sum((tl.abs(v) == float("inf")).to(tl.float32), 1), 0), sem="relaxed")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _saturated(v, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
-    v = tl.where(v > LARGEST, LARGEST, v)
-    return tl.where(v < -LARGEST, -LARGEST, v)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_across(to, q, at, inside, at_t, inside_t, TRANSPOSE: tl.constexpr):  # type: ignore[no-untyped-def]
-    if TRANSPOSE:
-        tl.store(to + at_t, tl.trans(q), mask=inside_t)
-    else:
-        tl.store(to + at, q, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

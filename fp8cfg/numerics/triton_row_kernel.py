@@ -1,7 +1,7 @@
 """Triton kernel of quantization by rows and columns: the scale of each from its amax, the cast, and the transpose, in one launch.
 
 A program has some rows, or some columns, to itself and reads them twice, for their amaxes and for the cast: rows out of the cache.
-Rules and rounding are those of triton_kernels.py, whose functions these are.
+Rules and rounding are those of triton_kernels.py, by the same functions (triton_tile.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8cfg.numerics.triton_kernels import _count_infinite, _note_infinite, _saturated, _scale_of, _store_across, launched
+from fp8cfg.numerics.triton_kernels import launched
+from fp8cfg.numerics.triton_tile import _count_infinite, _note_infinite, _saturated, _scale_of, _store_across
 
 FLT_MAX = 3.4028234663852886e38
 STRIP, LONG = 16, 256
