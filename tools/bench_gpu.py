@@ -14,7 +14,8 @@
 
 Each contender takes turns with compiled BF16, or eager where that fails, and its ratio is of these two medians: above 1 is
 faster. The error is the largest rms error, beside a float32 run, of the output, the input's gradient and all weights'
-gradients, relative to the rms of that. goal is the ratio that the project wants of an H200. est is the estimate of the
+gradients, relative to the rms of that; a row with more than FP8 or NVFP4 makes, or with NaN, fails, however fast it is
+(LIMITS in tools/gpu_rows/bench_cases.py). goal is the ratio that the project wants of an H200. est is the estimate of the
 milliseconds by FLOPs and bytes (tools/estimate_gpu.py), where the GPU and the scaling have one: of compiled code, without
 waiting for launches; nor does the time of a pass have those of its first kernels, which the host launches on a GPU that is still
 busy. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its own. The rows of a

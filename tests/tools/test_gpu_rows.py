@@ -6,10 +6,12 @@ import argparse
 import io
 import multiprocessing
 import os
+import re
 import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,7 @@ from fp8cfg.training import compiled_gradients
 from tests.support.forked import processes
 from tests.support.small import small, steps
 from tools.gpu_rows import bench_cases, bench_measurement
-from tools.gpu_rows.bench_cases import CONTENDERS, ModelCase, Runner, unsupported
+from tools.gpu_rows.bench_cases import CONTENDERS, Contender, ModelCase, Runner, unsupported
 from tools.gpu_rows.bench_measurement import measure
 from tools.gpu_rows.byte_counts import ByteCounts
 from tools.gpu_rows.proof import without_proof
@@ -191,6 +193,59 @@ def test_a_ratio_is_over_bf16_alone() -> None:
     case: Any = SimpleNamespace(runner=lambda contender: runner, want=runner.found(), flops=1.0, tokens=1)
     ratios = [measure(case, contender, base, "cpu")[1][6] for contender, base in ((CONTENDERS[2], None), (CONTENDERS[0], None), (CONTENDERS[2], runner))]
     assert ratios[0] == "-" and float(ratios[1]) > 0 and float(ratios[2]) > 0
+
+
+def _case(**wrong: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A case whose every contender makes of the gradients of these names what the functions do."""
+    want = {name: [torch.arange(8.0) + 1, torch.ones(3)] for name in ("y", "dx", "dw")}
+    found = {name: [wrong.get(name, torch.clone)(t) for t in tensors] for name, tensors in want.items()}
+    return SimpleNamespace(runner=lambda contender: Runner(lambda: None, lambda: found), want=want, flops=1.0, tokens=1)
+
+
+def _nan_at_its_end(t: torch.Tensor) -> torch.Tensor:
+    return torch.cat([t[:-1], torch.tensor([torch.nan])])
+
+
+@pytest.mark.parametrize("scaling", ["bf16", "delayed", "block", "tensorwise", "nvfp4"])
+@pytest.mark.parametrize(("name", "wrong", "text"), [
+    ("dx", _nan_at_its_end, "nan"), ("dw", torch.neg, "2.0e+00"), ("dx", torch.zeros_like, "1.0e+00"), ("y", lambda t: t.flip(0), "9.0e-01")])
+def test_what_computes_something_else_has_no_speed(
+    name: str, wrong: Callable[[torch.Tensor], torch.Tensor], text: str, scaling: str
+) -> None:
+    contender = Contender("native", scaling, True)
+    with pytest.raises(ArithmeticError, match=rf"^error {re.escape(text)}.* is above 0\.\d+, the limit of {scaling}"):
+        measure(_case(**{name: wrong}), contender, None, "cpu")
+    assert measure(_case(), contender, None, "cpu")[1][-1] == "0.0e+00"
+    assert len(measure(_case(**{name: wrong}), contender, None, "cpu", proof=False)[1]) == 8, "the fake GPU computes nothing"
+
+
+def _wrong_case(args: argparse.Namespace, name: str) -> Make:
+    """The rows of bench_gpu.py, all of them with gradients of the other sign."""
+    bench_cases.CASES[name] = lambda args, shape: _case(dw=torch.neg)
+    return bench_measurement.start(args, name)
+
+
+def test_a_wrong_row_fails_and_reaches_no_goal() -> None:
+    """So does a wrong base: nothing is over it."""
+    args = argparse.Namespace(minutes=1.0, row_seconds=60.0, only=["delayed"], cases=["linear"], probe=False, scalings=[], capability=(9, 0), goals=True,
+                              device="cpu", small=True, no_proof=False)
+    bench, results = runpy.run_path(str(TOOL))["bench"], Results(stream=io.StringIO())
+    bench.__globals__["start"] = _wrong_case
+    bench(args, processes, results)
+    states = {v.row: v.state for v in results.verdicts if "te " not in v.row}
+    assert states == dict.fromkeys(["linear torch bf16 compiled", "linear native delayed compiled", "linear native delayed eager"], "FAILED")
+    why, = {v.why for v in results.verdicts if v.row.startswith("linear native")}
+    assert why == "error 2.0e+00, beside a float32 run, is above 0.3, the limit of delayed: its speed means nothing"
+
+
+@pytest.mark.parametrize("scaling", [*bench_cases.SCALINGS])
+def test_limits_are_some_times_what_emulated_products_have(scaling: str) -> None:
+    torch.manual_seed(0)
+    case = bench_cases.linear_case(argparse.Namespace(device="cpu"), (256, 128, 256))
+    runner = case.runner(Contender("native", scaling, False))
+    runner.step()
+    wrong = bench_cases.right(bench_cases.error(runner.found(), case.want), scaling)
+    assert 3 * wrong < bench_cases.LIMITS.get(scaling, bench_cases.LIMIT_FP8) < 9 * wrong
 
 
 def test_when_the_time_is_over_nothing_begins() -> None:

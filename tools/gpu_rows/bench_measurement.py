@@ -17,7 +17,7 @@ import torch
 import fp8cfg
 from fp8cfg.training.compiled_gradients import compare
 from tools.gpu_rows import proof
-from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, ModelCase, ModuleCase, Runner, error
+from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, ModelCase, ModuleCase, Runner, error, right
 from tools.gpu_rows.estimate import OF_PEAK, device_called
 from tools.gpu_rows.shapes import SHAPES, WORDS
 from tools.gpu_rows.worker import Make, Row, failure
@@ -45,15 +45,18 @@ def timed(step: Callable[[], object], device: str) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def measure(case: ModuleCase | ModelCase, contender: Contender, base: Runner | None, device: str) -> tuple[Runner, list[str]]:
-    """Builds and times `contender` in turns with `base`; the cells of its row."""
+def measure(
+    case: ModuleCase | ModelCase, contender: Contender, base: Runner | None, device: str, proof: bool = True
+) -> tuple[Runner, list[str]]:
+    """Builds and times `contender` in turns with `base`; the cells of its row. Raises ArithmeticError where `proof` is wanted and what it
+    computes is wrong."""
     held = torch.cuda.memory_allocated() if device == "cuda" else 0
     runner = warmed(case, contender)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     runner.step()
     peak = f"{(torch.cuda.max_memory_allocated() - held) / 2**30:.1f}" if device == "cuda" else "-"
-    wrong = error(runner.found(), case.want)
+    wrong = computed(case, contender, runner, proof)
     times: list[list[float]] = [[], []]
     until = time.monotonic() + 4
     while len(times[0]) < 5 or (len(times[0]) < 25 and time.monotonic() < until):
@@ -71,6 +74,12 @@ def estimated(case: ModuleCase | ModelCase, contender: Contender, device: str) -
     found = device_called(torch.cuda.get_device_name()) if device == "cuda" else None
     scaling = {"tensorwise": "current", "rowwise": "row"}.get(contender.scaling, contender.scaling)
     return f"{case.estimate(found, scaling) * 1e3:.2f}" if found and scaling in OF_PEAK else "-"
+
+
+def computed(case: ModuleCase | ModelCase, contender: Contender, runner: Runner, proof: bool) -> float:
+    """The error of what `runner` computed last, which may be any without `proof`."""
+    wrong = error(runner.found(), case.want)
+    return right(wrong, contender.scaling) if proof else wrong
 
 
 def warmed(case: ModuleCase | ModelCase, contender: Contender) -> Runner:
@@ -92,11 +101,13 @@ def start(args: argparse.Namespace, name: str) -> Make:
     def make(contender: Any) -> Row:
         for one in CONTENDERS[:2] if contender.backend != "torch" and not bases else ():
             try:
-                bases[:] = [warmed(case, one)]
+                base = warmed(case, one)
+                computed(case, one, base, not args.no_proof)
+                bases[:] = [base]
                 break
             except Exception as e:  # its own row says it
                 print(failure(e), file=sys.stderr)
-        runner, cells = measure(case, contender, bases[0] if bases else None, args.device)
+        runner, cells = measure(case, contender, bases[0] if bases else None, args.device, not args.no_proof)
         if not bases and contender.backend == "torch":
             bases.append(runner)
         del runner
