@@ -8,21 +8,26 @@
     probe    gradients of one small compiled layer beside eager ones, under each scaling: where these are wrong, no speed means anything
     linear   forward and backward with quantization: 15872 tokens, 4096 -> 16384 (Transformer Engine's published benchmark)
     block    forward and backward of one layer of Llama 3.1 8B, one sequence of 8192
-    1b       one optimizer step of Llama 3.2 1B, four sequences of 2048; native by fp8cfg.build, the others as the same model
-             with their layers in it; Transformer layers are compiled one by one, embedding, output layer and loss are eager
+    1b       one optimizer step of Llama 3.2 1B, four sequences of 2048, taken as fit takes it, on a GPU launched ahead of the one
+             before; Transformer layers are compiled one by one, embedding, output layer and loss are eager
     8b       the same of Llama 3.1 8B cut to four layers, one sequence of 8192
 
+te is what backend=te makes of a layer: te.Linear in "linear", te.TransformerLayer elsewhere, eager, as its users run it. In
+"linear" and "block" all weights are BF16; in "1b" and "8b" native and te are built of one recipe, whose weights are held in FP8
+where its preset has fp8.params, and torchao has its layers in the BF16 model, whose weights are BF16.
+
 Each contender takes turns with compiled BF16, or eager where that fails, and its ratio is of these two medians: above 1 is
-faster. The error is the largest rms error, beside a float32 run, of the output, the input's gradient and all weights'
-gradients, relative to the rms of that; a row with more than FP8 or NVFP4 makes, or with NaN, fails, however fast it is
-(LIMITS in tools/gpu_rows/bench_cases.py). goal is the ratio that the project wants of an H200. est is the estimate of the
-milliseconds by FLOPs and bytes (tools/estimate_gpu.py), where the GPU and the scaling have one: of compiled code, without
-waiting for launches; nor does the time of a pass have those of its first kernels, which the host launches on a GPU that is still
-busy. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its own. The rows of a
-case share a process; one over its time budget is stopped, and says so, with that process. Cases follow one another, for each
-takes most of an H100's memory, and share --minutes equally; what one leaves goes to those after it. A model that is planned to
-take more than is free beside BF16's is not run. Rows appear on stderr as they come, and in --out. At the end stand the whole 8B step
-put together of the rows "8b" and "block", and every row by what became of it. Exits with 1 where one failed or was stopped.
+faster. The error is the largest rms error, beside a float32 run, of the output, the input's gradient and all weights' gradients,
+relative to the rms of that; a row with more than FP8 or NVFP4 makes, or with NaN, fails, however fast it is (LIMITS in
+tools/gpu_rows/row_error.py). goal is the ratio that the project wants of an H200. est is the estimate of the milliseconds by
+FLOPs and bytes (tools/estimate_gpu.py), where the GPU and the scaling have one: of compiled code, without waiting for launches;
+nor does the time of a pass have those of its first kernels, which the host launches on a GPU that is still busy. optim is what
+the optimizer takes of the ms of a step. GiB is the measured peak, plan what fp8cfg plans for the step of a whole model of its
+own. The rows of a case share a process; one over its time budget is stopped, and says so, with that process. Cases follow one
+another, for each takes most of an H100's memory, and share --minutes equally; what one leaves goes to those after it. A model
+that is planned to take more than is free beside BF16's is not run. Rows appear on stderr as they come, and in --out. At the end
+stand the whole 8B step, of eight sequences, put together of the rows "8b" and "block" with one step of the optimizer, and every
+row by what became of it. Exits with 1 where one failed or was stopped.
 `--no-proof` is for the fake GPU (tools/fake_gpu), whose products compute nothing.
 """
 
@@ -39,24 +44,27 @@ from pathlib import Path
 import torch
 
 import fp8cfg
+from fp8cfg.layer_plan import transformer_config
+from fp8cfg.models.shapes import parameter_counts
 from fp8cfg.report.machine import no_cuda
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, unsupported
 from tools.gpu_rows.bench_measurement import PROBE, start
-from tools.gpu_rows.estimate import Device, device_called
+from tools.gpu_rows.estimate import Device, device_called, step
 from tools.gpu_rows.results import Results, machine, writable
-from tools.gpu_rows.shapes import GOALS, WORDS
+from tools.gpu_rows.shapes import GOALS, SHAPES, WHOLE, WORDS
 from tools.gpu_rows.worker import Row, Worker
 
 BASE = CONTENDERS[0]
+COLUMNS = ("ms", "est", "optim", "TFLOP/s", "tokens/s", "GiB", "plan", "xBF16", "error", "goal")
 Taken = dict[tuple[str, str], tuple[float, ...]]
-"""Milliseconds of compiled rows by case and scaling, of BF16 and of native: measured, and estimated or 0."""
+"""Milliseconds of compiled rows by case and scaling, of BF16 and of native: measured, estimated or 0, and of the optimizer or 0."""
 
 
 def line(case: str, contender: object, cells: list[str]) -> str:
-    widths = (8, 8, 9, 12, 6, 6, 6, 8, 6)
+    widths = (8, 8, 7, 9, 12, 6, 6, 6, 8, 6)
     shown = "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)) if len(cells) == len(widths) else f"  {' '.join(cells)}"
     return f"{case:7}{contender!s:27}{shown}"
 
@@ -76,12 +84,13 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
         if len(found.cells) > 1:
             mine = str(what) == f"native {scaling} compiled"
             if mine or what == BASE:
-                taken[name, scaling] = tuple(float(cell) if cell != "-" else 0.0 for cell in found.cells[:2])
+                taken[name, scaling] = tuple(float(cell) if cell != "-" else 0.0 for cell in found.cells[:3])
             goal = GOALS.get((name, scaling)) if args.goals and mine and (name, "bf16") in taken else None  # over compiled BF16 alone
             found = found._replace(cells=[*found.cells, f"{goal:.2f}" if goal else "-"])
             if goal:
                 base, estimate = taken.get((name, "bf16"), (0.0, 0.0))[1], taken[name, scaling][1]
-                results.goal(f"{name} {scaling}", float(found.cells[6]), goal, base / estimate if estimate else 0.0)
+                ratio = float(found.cells[COLUMNS.index("xBF16")])
+                results.goal(f"{name} {scaling}", ratio, goal, base / estimate if estimate else 0.0)
         rows[name].append(line(name, what, found.cells))
         results.say(rows[name][-1])
         results.row(f"{name} {what}", found)
@@ -100,7 +109,7 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
     there = present(args, results) if args.cases else []
     for i, name in enumerate(args.cases):
         case(name, there, 1 / len(args.cases[i:]))
-    whole(taken, args.goals, results)
+    whole(taken, args, results)
     return rows
 
 
@@ -117,21 +126,34 @@ def present(args: argparse.Namespace, results: Results) -> list[Contender]:
     return found
 
 
-def whole(taken: Taken, goals: bool, results: Results) -> None:
-    """A step of the whole 8B model over eight sequences, put together from measured rows: it does not fit beside BF16's."""
-    layers = fp8cfg.compose(["recipe=llama_8b"]).model.num_layers - 4
+def whole(taken: Taken, args: argparse.Namespace, results: Results) -> None:
+    """A step of the whole 8B model, put together from measured rows, for it does not fit beside BF16's: a pass for each of its
+    microbatches, and its optimizer once, which takes as much longer than that of the cut model as there are more parameters."""
+    recipe, cut = fp8cfg.compose(WHOLE), fp8cfg.compose([*SHAPES[False]["8b"], "trainer.devices=1"])
+    passes, layers = recipe.trainer.global_batch_size, recipe.model.num_layers - cut.model.num_layers
+    more = total_parameters(recipe) / total_parameters(cut)
 
-    def times(scaling: str) -> list[float]:
-        return [8 * (cut + layers * block) for cut, block in zip(taken["8b", scaling], taken["block", scaling], strict=True)]
+    def milliseconds(scaling: str) -> float:
+        (step, _, optimizer), (block, *_) = taken["8b", scaling], taken["block", scaling]
+        return passes * (step - optimizer + layers * block) + more * optimizer
+
+    def estimated(scaling: str) -> float:
+        return sum(step(args.known, scaling, fp8cfg.compose([*WHOLE, *WORDS[scaling]])).values())
 
     for scaling in [s for name, s in taken if name == "8b" and s != "bf16"]:
         if all((name, s) in taken for name in ("8b", "block") for s in ("bf16", scaling)):
-            (base, base_estimated), (mine, estimated) = times("bf16"), times(scaling)
-            goal, expected = GOALS.get(("8b whole", scaling)) if goals else None, base_estimated / estimated if estimated else 0.0
-            results.say(f"8b whole, {scaling}: 8 x (8b + {layers} x block) = {mine:,.0f} ms, BF16 {base:,.0f} ms: {base / mine:.2f}x"
+            base, mine = milliseconds("bf16"), milliseconds(scaling)
+            goal = GOALS.get(("8b whole", scaling)) if args.goals else None
+            expected = estimated("bf16") / estimated(scaling) if args.known else 0.0
+            how = f"{passes} x (8b - optim + {layers} x block) + {more:.2f} x optim"
+            results.say(f"8b whole, {scaling}: {how} = {mine:,.0f} ms, BF16 {base:,.0f} ms: {base / mine:.2f}x"
                         + (f", estimated {expected:.2f}x" if expected else "") + (f", goal {goal:.2f}x" if goal else ""))
             if goal:
                 results.goal(f"8b whole {scaling}", base / mine, goal, expected)
+
+
+def total_parameters(recipe: fp8cfg.Recipe) -> int:
+    return parameter_counts(transformer_config(recipe))["total"]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -150,7 +172,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"torch has no CUDA device here ({why}); write --device cpu --small")
     args.compiler = "aot_eager" if args.small else "inductor"
     args.capability = torch.cuda.get_device_capability() if args.device == "cuda" else None
-    args.goals = args.device == "cuda" and not args.small and not args.no_proof and device_called(torch.cuda.get_device_name()) == Device.of("h200")
+    args.known = device_called(torch.cuda.get_device_name()) if args.device == "cuda" else None
+    args.goals = not args.small and not args.no_proof and args.known == Device.of("h200")
     args.scalings = [s for s in WORDS if s != "bf16" and not unsupported(s, args.capability)
                      and (not args.only or any(word in f"native {s} compiled" for word in args.only))]
     return args
@@ -165,8 +188,7 @@ def run(args: argparse.Namespace, results: Results) -> dict[str, list[str]]:
 
 
 def head(args: argparse.Namespace) -> str:
-    columns = ["ms", "est", "TFLOP/s", "tokens/s", "GiB", "plan", "xBF16", "error", "goal"]
-    return f"{machine(args.device)}; compiled by {args.compiler}\n" + line("case", "", columns)
+    return f"{machine(args.device)}; compiled by {args.compiler}\n" + line("case", "", list(COLUMNS))
 
 
 def main() -> int:

@@ -20,10 +20,9 @@ from fp8cfg.layer_plan import plan
 from fp8cfg.report.tables import size, table, wrapped
 from tools.gpu_rows import estimate
 from tools.gpu_rows.estimate import OF_BANDWIDTH, OF_PEAK, OF_PEAK_ATTENTION, Device
-from tools.gpu_rows.shapes import GOALS, SHAPES, WORDS
+from tools.gpu_rows.shapes import GOALS, SHAPES, WHOLE, WORDS
 
 ONE = ["trainer.devices=1", "model.seq_length=8192"]
-WHOLE = ["recipe=llama_8b", "trainer.strategy.context_parallel_size=1", "trainer.micro_batch_size=1", "trainer.global_batch_size=8"]
 
 
 def speeds(device: Device, scalings: list[str], goals: dict[tuple[str, str], float]) -> list[list[str]]:
@@ -46,13 +45,13 @@ def speeds(device: Device, scalings: list[str], goals: dict[tuple[str, str], flo
 
 def parts(device: Device, scaling: str) -> str:
     """What takes the time of the 8B step."""
-    found = estimate.step(device, scaling, fp8cfg.compose([*WHOLE, *ONE, *WORDS[scaling]]))
+    found = estimate.step(device, scaling, fp8cfg.compose([*WHOLE, *WORDS[scaling]]))
     return f"llama_8b step, {scaling}: " + ", ".join(f"{what} {seconds * 1e3:.0f} ms" for what, seconds in found.items())
 
 
 def transposes(device: Device) -> str:
     """What it takes to transpose weights that are held in FP8 in each backward pass of the 8B step, and to keep the transposes."""
-    recipe = fp8cfg.compose([*WHOLE, *ONE, *WORDS["delayed"]])
+    recipe = fp8cfg.compose([*WHOLE, *WORDS["delayed"]])
     passes, whole = recipe.trainer.global_batch_size, sum(estimate.step(device, "delayed", recipe).values())
     taken = passes * estimate.transposes(device, recipe)
     kept = sum(p.in_features * p.out_features for p in plan(recipe) if p.fp8)
@@ -61,7 +60,7 @@ def transposes(device: Device) -> str:
 
 def whole_memory(gpu: str) -> str:
     """What the 8B step needs, and where that is more than the GPU has, what trains there."""
-    found = fp8cfg.plan(fp8cfg.compose([*WHOLE, *ONE, *WORDS["delayed"]]), gpu)
+    found = fp8cfg.plan(fp8cfg.compose([*WHOLE, *WORDS["delayed"]]), gpu)
     fits = [" ".join(words) for words in (found.write, found.alternative) if words]
     instead = f"; bench_gpu.py puts it together from layers, and what trains there is {' or '.join(fits)}" if fits else ""
     return wrapped(f"llama_8b step: {size(found.widest.total)} on one GPU{instead}")

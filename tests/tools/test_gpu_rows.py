@@ -23,13 +23,18 @@ import torch
 import fp8cfg
 from fp8cfg import job
 from fp8cfg.backends import first_pass
+from fp8cfg.backends.te import rules as te_rules
+from fp8cfg.backends.te.build import Maker
 from fp8cfg.training import compiled_gradients
+from fp8cfg.training.step_sequence import StepSequence
+from tests.support import te_standin
 from tests.support.forked import processes
 from tests.support.small import small, steps
-from tools.gpu_rows import bench_cases, bench_measurement
-from tools.gpu_rows.bench_cases import CONTENDERS, Contender, ModelCase, Runner, unsupported
+from tools.gpu_rows import bench_cases, bench_measurement, row_error
+from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, ModelCase, Runner, unsupported
 from tools.gpu_rows.bench_measurement import measure
 from tools.gpu_rows.byte_counts import ByteCounts
+from tools.gpu_rows.estimate import Device
 from tools.gpu_rows.proof import without_proof
 from tools.gpu_rows.results import Results
 from tools.gpu_rows.shapes import SHAPES
@@ -101,7 +106,7 @@ def _slow_case(args: argparse.Namespace, name: str) -> Make:
         if name == "probe":
             return Row(["failed: torch compiles layers of this recipe wrongly"], failed=True) if what == "row" else Row(["they are equal"])
         ms = "1.00" if "bf16" in str(what) else "0.60"
-        return Row([ms, ms, "1", "1", "-", "-", f"{1 / float(ms):.2f}", "0.0e+00"])
+        return Row([ms, ms, "0.20" if name == "8b" else "-", "1", "1", "-", "-", f"{1 / float(ms):.2f}", "0.0e+00"])
 
     return make
 
@@ -124,7 +129,7 @@ def test_the_benchmark_stops_a_slow_row_and_goes_on(
     bench = runpy.run_path(str(TOOL))["bench"]
     bench.__globals__["start"] = _slow_case
     args = argparse.Namespace(minutes=1, row_seconds=4.0, only=["native"], cases=["linear", "block", "8b"], probe=True, scalings=HOPPER,
-                              capability=(9, 0), goals=True)
+                              capability=(9, 0), goals=True, known=Device.of("h200"))
     results, alive = Results(tmp_path / "rows.txt", sys.stderr), list[int]()
     monkeypatch.setattr(results, "say", lambda text: (alive.append(len(multiprocessing.active_children())), Results.say(results, text)))
     every = bench(args, processes, results)
@@ -144,7 +149,7 @@ def test_the_benchmark_stops_a_slow_row_and_goes_on(
     state = {v.row: v.state for v in results.verdicts}
     assert state["linear native delayed compiled"] == "STOPPED" and state["goal linear current"] == state["goal linear block"] == "met"
     assert state["probe row"] == "FAILED" and state["probe delayed"] == state["8b native current compiled"] == "passed"
-    assert "8b whole, current: 8 x (8b + 28 x block) = 139 ms, BF16 232 ms: 1.67x, estimated 1.67x\n" in said
+    assert "8b whole, current: 8 x (8b - optim + 28 x block) + 4.18 x optim = 138 ms, BF16 231 ms: 1.67x, estimated 1.43x\n" in said
     assert results.failures == sum(name in ("FAILED", "STOPPED") for name in state.values()) == 4
 
 
@@ -191,7 +196,8 @@ def test_a_ratio_is_over_bf16_alone() -> None:
     """Where BF16 did not run, a contender has none, and is nobody's base."""
     runner = Runner(lambda: sum(range(10_000)), lambda: {"y": [torch.ones(1)]})
     case: Any = SimpleNamespace(runner=lambda contender: runner, want=runner.found(), flops=1.0, tokens=1)
-    ratios = [measure(case, contender, base, "cpu")[1][6] for contender, base in ((CONTENDERS[2], None), (CONTENDERS[0], None), (CONTENDERS[2], runner))]
+    pairs = ((CONTENDERS[2], None), (CONTENDERS[0], None), (CONTENDERS[2], runner))
+    ratios = [measure(case, contender, base, "cpu")[1][7] for contender, base in pairs]
     assert ratios[0] == "-" and float(ratios[1]) > 0 and float(ratios[2]) > 0
 
 
@@ -216,7 +222,7 @@ def test_what_computes_something_else_has_no_speed(
     with pytest.raises(ArithmeticError, match=rf"^error {re.escape(text)}.* is above 0\.\d+, the limit of {scaling}"):
         measure(_case(**{name: wrong}), contender, None, "cpu")
     assert measure(_case(), contender, None, "cpu")[1][-1] == "0.0e+00"
-    assert len(measure(_case(**{name: wrong}), contender, None, "cpu", proof=False)[1]) == 8, "the fake GPU computes nothing"
+    assert len(measure(_case(**{name: wrong}), contender, None, "cpu", proof=False)[1]) == 9, "the fake GPU computes nothing"
 
 
 def _wrong_case(args: argparse.Namespace, name: str) -> Make:
@@ -228,7 +234,7 @@ def _wrong_case(args: argparse.Namespace, name: str) -> Make:
 def test_a_wrong_row_fails_and_reaches_no_goal() -> None:
     """So does a wrong base: nothing is over it."""
     args = argparse.Namespace(minutes=1.0, row_seconds=60.0, only=["delayed"], cases=["linear"], probe=False, scalings=[], capability=(9, 0), goals=True,
-                              device="cpu", small=True, no_proof=False)
+                              known=None, device="cpu", small=True, no_proof=False)
     bench, results = runpy.run_path(str(TOOL))["bench"], Results(stream=io.StringIO())
     bench.__globals__["start"] = _wrong_case
     bench(args, processes, results)
@@ -244,13 +250,75 @@ def test_limits_are_some_times_what_emulated_products_have(scaling: str) -> None
     case = bench_cases.linear_case(argparse.Namespace(device="cpu"), (256, 128, 256))
     runner = case.runner(Contender("native", scaling, False))
     runner.step()
-    wrong = bench_cases.right(bench_cases.error(runner.found(), case.want), scaling)
-    assert 3 * wrong < bench_cases.LIMITS.get(scaling, bench_cases.LIMIT_FP8) < 9 * wrong
+    wrong = row_error.right(row_error.error(runner.found(), case.want), scaling)
+    assert 3 * wrong < row_error.LIMITS.get(scaling, row_error.LIMIT_FP8) < 9 * wrong
+
+
+@pytest.mark.parametrize(("name", "module"), [("linear", "Linear"), ("block", "TransformerLayer")])
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_te_runs_as_fp8cfg_converts_a_layer_to_it(name: str, module: str, scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _te_modules(monkeypatch)
+    case, contender = CASES[name](argparse.Namespace(device="cpu"), SHAPES[True][name]), Contender("te", scaling, False)
+    with te_standin.transformer_engine():
+        _, cells = measure(case, contender, None, "cpu")
+    assert float(cells[-1]) < 0.1 and made == {module}
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_native_and_te_train_a_model_by_one_recipe(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself, where both could: auto takes Transformer Engine first."""
+    made, jobs, build = _te_modules(monkeypatch), list[fp8cfg.Job](), fp8cfg.build
+    monkeypatch.setattr(fp8cfg, "build", lambda recipe: jobs.append(build(recipe)) or jobs[-1])
+    with te_standin.transformer_engine():
+        case = ModelCase(argparse.Namespace(device="cpu"), SHAPES[True]["8b"])
+        cells = [measure(case, Contender(backend, scaling, False), None, "cpu")[1] for backend in ("native", "te")]
+        bench_measurement.probe(argparse.Namespace(device="cpu", compiler="aot_eager", no_proof=False), scaling)
+    assert all(float(row[-1]) < 0.1 and row[6] != "-" for row in cells) and made == {"TransformerLayer"}
+    _, native, te, probed = jobs
+    assert [job.recipe.backend for job in (native, te, probed)] == ["native", "te", "native"]
+    assert native.recipe.fp8.params and te.recipe.precision == native.recipe.precision.model_copy(update={"backend": "te"})
+
+
+def _te_modules(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The classes of Transformer Engine's modules that ran from here on; its rules find it and a GPU."""
+    monkeypatch.setattr(te_rules, "_hardware_lacks", lambda precision, hardware: [])
+    monkeypatch.setattr(te_rules, "unavailable", lambda: "")
+    made = set[str]()
+    built = Maker.built
+    monkeypatch.setattr(Maker, "built", lambda self, kind, *args, **options: made.add(kind) or built(self, kind, *args, **options))
+    return made
+
+
+def test_steps_of_a_model_are_taken_as_fit_takes_them_and_their_optimizer_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the same samples each time, with weights that stay as they are."""
+    taken = []
+    take = StepSequence.take
+    monkeypatch.setattr(StepSequence, "take", lambda *given, settled: (taken.append((given[1], settled)), take(*given, settled)))
+    case = ModelCase(argparse.Namespace(device="cpu"), SHAPES[True]["8b"])
+    runner = case.runner(CONTENDERS[1])
+    began = time.process_time()
+    runner.step()
+    assert taken == [(0, False)] * 2 and runner.optimizer and 0 < runner.optimizer() < time.process_time() - began
+    assert float(measure(case, CONTENDERS[1], None, "cpu")[1][2]) > 0
+
+
+def test_a_whole_step_has_one_optimizer() -> None:
+    tool, results = runpy.run_path(str(TOOL)), Results(stream=io.StringIO())
+    taken = {("8b", "bf16"): (100.0, 0.0, 50.0), ("8b", "delayed"): (90.0, 0.0, 50.0),
+             ("block", "bf16"): (10.0, 0.0, 0.0), ("block", "delayed"): (8.0, 0.0, 0.0)}
+    tool["whole"](taken, argparse.Namespace(goals=False, known=None), results)
+    said = results._stream
+    assert isinstance(said, io.StringIO)
+    more = 8030261248 / 1923108864  # of the whole, and of the cut
+    bf16, delayed = 8 * (50 + 28 * 10) + more * 50, 8 * (40 + 28 * 8) + more * 50
+    how = f"8 x (8b - optim + 28 x block) + {more:.2f} x optim"
+    assert said.getvalue() == f"8b whole, delayed: {how} = {delayed:,.0f} ms, BF16 {bf16:,.0f} ms: {bf16 / delayed:.2f}x\n"
 
 
 def test_when_the_time_is_over_nothing_begins() -> None:
     bench = runpy.run_path(str(TOOL))["bench"]
-    args = argparse.Namespace(minutes=0.0, row_seconds=1.0, only=["bf16"], cases=["linear", "8b"], probe=True, scalings=[], capability=None, goals=False)
+    args = argparse.Namespace(minutes=0.0, row_seconds=1.0, only=["bf16"], cases=["linear", "8b"], probe=True, scalings=[],
+                              capability=None, goals=False, known=None)
     results = Results()
     rows = bench(args, processes, results)
     assert results.failures == 0 and all("not run: no time left, of 0 minutes" in row for row in rows["linear"] + rows["8b"])

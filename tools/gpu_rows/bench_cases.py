@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 import fp8cfg
 from fp8cfg.backends import backend_registry
 from fp8cfg.backends.compile_options import compile_options
+from fp8cfg.backends.gemm_plan import plan_linears
 from fp8cfg.data import Batches, Windows
 from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models.layers import TransformerLayer
@@ -31,9 +31,11 @@ from fp8cfg.report.memory.nearest_fit import too_large
 from fp8cfg.report.memory.peak import memory
 from fp8cfg.scalings import SCALINGS as TABLE
 from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step_sequence import StepSequence, may_launch_ahead
 from tools.gpu_rows import estimate
+from tools.gpu_rows.row_error import Found
 from tools.gpu_rows.shapes import BLACKWELL, WORDS
+from tools.gpu_rows.stopwatch import OptimizerTime
 from tools.gpu_rows.worker import NotRun
 
 SCALINGS = {"delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row", power_2_scales=True),
@@ -75,7 +77,6 @@ CONTENDERS = [
     Contender("torch", "bf16", True), Contender("torch", "bf16", False), *(Contender("native", s, True) for s in SCALINGS),
     *(Contender("te", s, False) for s in ("delayed", "current", "block", "mxfp8", "nvfp4")),
     *(Contender("torchao", s, True) for s in ("tensorwise", "rowwise")), *(Contender("native", s, False) for s in SCALINGS)]  # fmt: skip
-Found = dict[str, list[Tensor]]
 Estimate = Callable[[estimate.Device, str], float]
 
 
@@ -86,6 +87,7 @@ class Runner:
     step: Callable[[], object]
     found: Callable[[], Found]
     planned: int = 0  # bytes, of a model
+    optimizer: Callable[[], float] | None = None  # seconds of its optimizer in the last pass, once the device has made it
 
 
 def convert(model: nn.Module, contender: Contender) -> tuple[Callable[[], AbstractContextManager[object]], Callable[[], None]]:
@@ -98,20 +100,8 @@ def convert(model: nn.Module, contender: Contender) -> tuple[Callable[[], Abstra
         layers = list(fp8_linears(model))
         return nullcontext, lambda: update_scales(layers)
     if contender.backend == "te":
-        import transformer_engine.pytorch as te
-        from transformer_engine.common import recipe
-
-        scaling = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling, "block": recipe.Float8BlockScaling,
-                   "mxfp8": recipe.MXFP8BlockScaling, "nvfp4": recipe.NVFP4BlockScaling}
-        made = scaling[contender.scaling]()
-
-        def te_linear(m: nn.Linear) -> nn.Module:
-            new = te.Linear(m.in_features, m.out_features, bias=False, params_dtype=m.weight.dtype, device=m.weight.device)
-            new.weight = m.weight
-            return new
-
-        replace(model, te_linear)
-        return lambda: te.autocast(enabled=True, recipe=made), lambda: None
+        te_layers(model, contender.scaling)
+        return lambda: backend_registry.backend("te").autocast(model), lambda: None
     if contender.backend == "torchao":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -120,6 +110,14 @@ def convert(model: nn.Module, contender: Contender) -> tuple[Callable[[], Abstra
             config = dataclasses.replace(config, emulate=True)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "output_layer")
     return nullcontext, lambda: None
+
+
+def te_layers(model: nn.Module, scaling: str) -> None:
+    """Puts te.TransformerLayer into the place of a Transformer layer, te.Linear into that of a linear one, as backend=te does."""
+    fp8 = fp8cfg.compose(["recipe=llama_tiny", *WORDS[scaling], "fp8.params=false", "backend=te"]).fp8
+    shapes = [(name, m.in_features, m.out_features) for name, m in model.named_modules() if type(m) is nn.Linear]
+    linears = plan_linears(shapes, fp8, lambda name: None, backend_registry.rules("te").misfit)
+    backend_registry.backend("te").convert(model, fp8, linears, Region(), "scaled_mm")
 
 
 def replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
@@ -145,8 +143,8 @@ class OneLayer(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
+    def forward(self, *tensors: Tensor) -> Tensor:
+        y: Tensor = self.layer(*tensors)
         return y
 
 
@@ -192,7 +190,7 @@ class ModuleCase:
 
 
 class ModelCase:
-    """Optimizer steps of a whole model."""
+    """Optimizer steps of a whole model, taken as `fit` takes them: on a GPU each is launched before the one before is read."""
 
     def __init__(self, args: argparse.Namespace, words: list[str]) -> None:
         self.args, self.words = args, [*words, *TRAINER, f"trainer.accelerator={args.device}"]
@@ -209,8 +207,9 @@ class ModelCase:
         self.want = {"dw": [g.cpu() for g in exact.found()["dw"]]}  # two whole models stand on the GPU beside them
 
     def runner(self, contender: Contender) -> Runner:
-        job = self._build(*WORDS[contender.scaling if contender.backend == "native" else "bf16"])
-        if contender.backend != "native":
+        ours = contender.backend in ("native", "te")  # named, for auto takes native last
+        job = self._build(*WORDS[contender.scaling], f"backend={contender.backend}") if ours else self._build(*WORDS["bf16"])
+        if not ours:
             context, _ = convert(job.model, contender)
 
             def forward(*tensors: Tensor) -> Tensor:
@@ -231,7 +230,13 @@ class ModelCase:
 
     def _runner(self, job: fp8cfg.Job) -> Runner:
         planned = sum(size for kind, size in memory(job.recipe, self.args.device).items() if kind != "to start")
-        return Runner(lambda: train_step(job, self.batches, 0, World()), lambda: {"dw": [p.grad for p in job.optimizer.names]}, planned)
+        taken = OptimizerTime(job.optimizer, self.args.device)
+        steps = StepSequence(job, self.batches, World(), None, lambda done: None, may_launch_ahead(job)).__enter__()
+
+        def found() -> Found:
+            return {"dw": [p.grad for p in job.optimizer.names]}
+
+        return Runner(lambda: steps.take(0, settled=False), found, planned, taken.seconds)
 
 
 def flops_per_token(recipe: fp8cfg.Recipe, output_layer: bool = True) -> float:
@@ -257,38 +262,7 @@ def block_case(args: argparse.Namespace, words: list[str]) -> ModuleCase:
         planned = fp8cfg.compose([*words, "model.num_layers=1", "trainer.micro_batch_size=1", *WORDS[scaling]])
         return sum(estimate.layers(device, scaling, planned, output_layer=False).values())
 
-    return ModuleCase(args, TransformerLayer(config), x, dy, rotary, flops, seconds)
+    return ModuleCase(args, OneLayer(TransformerLayer(config)), x, dy, rotary, flops, seconds)
 
 
 CASES = {"linear": linear_case, "block": block_case, "1b": ModelCase, "8b": ModelCase}
-
-
-PIECE = 1 << 26
-"""Elements that are compared at once: two models stand on the GPU beside them, and the largest gradient takes 2 GiB in float32."""
-
-
-def error(found: Found, want: Found) -> float:
-    """The largest relative rms error of any of the groups of tensors."""
-    def of(name: str) -> float:
-        pieces = (zip(*(t.reshape(-1).split(PIECE) for t in pair), strict=True) for pair in zip(found[name], want[name], strict=True))
-        pairs = ((a.float(), b.to(a.device)) for pair in pieces for a, b in pair)
-        wrong, every = torch.stack([torch.stack([(a - b).square().sum(), b.square().sum()]) for a, b in pairs]).sum(0)
-        return (wrong / every).sqrt().item()
-
-    errors = [of(name) for name in want]
-    return math.nan if any(map(math.isnan, errors)) else max(errors)  # max(0.0, nan) is 0.0
-
-
-LIMITS = {"bf16": 0.05, "nvfp4": 0.7}
-"""The largest error of a row that is right. Emulated on a CPU, a linear layer, a block and models of 1 to 16 layers have at most 0.009
-in BF16, 0.10 in FP8, whose gradients in E5M2 have 0.06 in the linear layer alone, and 0.34 in NVFP4, each with 16 layers. An output that
-is not computed has 1, one of another tensor 1.4, one of the other sign 2."""
-LIMIT_FP8 = 0.3
-
-
-def right(wrong: float, scaling: str) -> float:
-    """The error `wrong` of a row under `scaling`. Raises ArithmeticError where that is more than its limit, or no number."""
-    limit = LIMITS.get(scaling, LIMIT_FP8)
-    if not wrong <= limit:
-        raise ArithmeticError(f"error {wrong:.1e}, beside a float32 run, is above {limit:g}, the limit of {scaling}: its speed means nothing")
-    return wrong

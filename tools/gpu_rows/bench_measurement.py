@@ -17,9 +17,11 @@ import torch
 import fp8cfg
 from fp8cfg.training.compiled_gradients import compare
 from tools.gpu_rows import proof
-from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, ModelCase, ModuleCase, Runner, error, right
+from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, ModelCase, ModuleCase, Runner
 from tools.gpu_rows.estimate import OF_PEAK, device_called
+from tools.gpu_rows.row_error import error, right
 from tools.gpu_rows.shapes import SHAPES, WORDS
+from tools.gpu_rows.stopwatch import mark, seconds
 from tools.gpu_rows.worker import Make, Row, failure
 
 PROBE = "probe"
@@ -32,17 +34,14 @@ in a run, and they follow one another."""
 
 def timed(step: Callable[[], object], device: str) -> float:
     """Seconds of one pass: between events on a GPU, of this process's processor time on a CPU."""
-    if device == "cpu":
-        began = time.process_time()
-        step()
-        return time.process_time() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(AHEAD)
-    start.record()
+    if device == "cuda":
+        torch.cuda._sleep(AHEAD)
+    start = mark(device)
     step()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3
+    end = mark(device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return seconds(start, end)
 
 
 def measure(
@@ -58,15 +57,19 @@ def measure(
     peak = f"{(torch.cuda.max_memory_allocated() - held) / 2**30:.1f}" if device == "cuda" else "-"
     wrong = computed(case, contender, runner, proof)
     times: list[list[float]] = [[], []]
+    optimizer: list[float] = []
     until = time.monotonic() + 4
     while len(times[0]) < 5 or (len(times[0]) < 25 and time.monotonic() < until):
         for taken, r in zip(times, (runner, base or runner), strict=True):
             taken.append(timed(r.step, device))
+        if runner.optimizer:
+            optimizer.append(runner.optimizer())
     took, other = map(statistics.median, times)
     rates = f"{case.flops / took / 1e12:.3g}", f"{case.tokens / took:,.0f}"
     planned = f"{runner.planned / 2**30:.1f}" if runner.planned else "-"
     ratio = f"{other / took:.2f}" if base or contender.backend == "torch" else "-"
-    return runner, [f"{took * 1e3:.2f}", estimated(case, contender, device), *rates, peak, planned, ratio, f"{wrong:.1e}"]
+    stepped = f"{statistics.median(optimizer) * 1e3:.2f}" if optimizer else "-"
+    return runner, [f"{took * 1e3:.2f}", estimated(case, contender, device), stepped, *rates, peak, planned, ratio, f"{wrong:.1e}"]
 
 
 def estimated(case: ModuleCase | ModelCase, contender: Contender, device: str) -> str:
@@ -132,7 +135,8 @@ def prepare(args: argparse.Namespace) -> None:
 
 def probe(args: argparse.Namespace, scaling: str) -> str:
     """How far compiled gradients are from eager ones. Raises NotFP8Error, which says so, where these are wrong."""
-    job = fp8cfg.build(fp8cfg.compose([*SHAPES[True]["1b"], *WORDS[scaling], "trainer.devices=1", f"trainer.accelerator={args.device}"]))
+    alone = ["backend=native", "trainer.devices=1", f"trainer.accelerator={args.device}"]
+    job = fp8cfg.build(fp8cfg.compose([*SHAPES[True]["1b"], *WORDS[scaling], *alone]))
     if args.compiler != "inductor":  # else as a run is compiled, with the options of the job
         job.compiler = lambda: partial(torch.compile, fullgraph=True, dynamic=False, backend=args.compiler)  # type: ignore[method-assign]
     apart = compare(job) or 0.0

@@ -21,6 +21,9 @@ SHAPES: dict[bool, dict[str, Any]] = {
            "8b": ["recipe=llama_tiny", "model.num_layers=1", "model.hidden_size=128", "model.ffn_hidden_size=512", "model.seq_length=64",
                   "trainer.micro_batch_size=1", "trainer.global_batch_size=1"]},
 }
+WHOLE = ["recipe=llama_8b", "model.seq_length=8192", "trainer.devices=1", "trainer.strategy.context_parallel_size=1",
+         "trainer.micro_batch_size=1", "trainer.global_batch_size=8"]
+"""The step that "8b whole" stands for, on one GPU."""
 GOALS = {("linear", "delayed"): 1.75, ("linear", "current"): 1.65, ("linear", "block"): 1.45, ("8b whole", "delayed"): 1.35}
 """How many times as fast as compiled BF16 each case is to be on an H200, by case and scaling; "8b whole" has all layers. The
 project set them, before anything was measured; there are none of other GPUs."""
