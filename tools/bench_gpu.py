@@ -116,7 +116,7 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
 def present(args: argparse.Namespace, results: Results) -> list[Contender]:
     """The contenders that can run here. Why others cannot is said, once for all cases."""
     found = []
-    for contender in [c for c in CONTENDERS if c == BASE or not args.only or any(word in str(c) for word in args.only)]:
+    for contender in [c for c in CONTENDERS if c == BASE or chosen(str(c), args.only)]:
         if missing := contender.missing(args.capability):
             row = Row([f"not run: {missing}"])
             results.row(str(contender), row)
@@ -124,6 +124,11 @@ def present(args: argparse.Namespace, results: Results) -> list[Contender]:
         else:
             found.append(contender)
     return found
+
+
+def chosen(name: str, only: Sequence[str] | None) -> bool:
+    """Whether one of the words of `name` is among those of --only, if these are given."""
+    return not only or any(word in name.split() for word in only)
 
 
 def whole(taken: Taken, args: argparse.Namespace, results: Results) -> None:
@@ -165,7 +170,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-proof", action="store_true", help="prove no products, for the fake GPU")
     parser.add_argument("--no-probe", dest="probe", action="store_false", help="leave the gradient probe out")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES), help="all by default; none: the gradient probe alone")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders that have one of these words in their name")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name has one of these words, as in: --only te bf16; compiled BF16 always")
     parser.add_argument("--out", type=writable, metavar="FILE", help="append rows to it as they come, with where failed ones were")
     args = parser.parse_args(argv)
     if args.device == "cuda" and (why := no_cuda()):
@@ -175,7 +180,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.known = device_called(torch.cuda.get_device_name()) if args.device == "cuda" else None
     args.goals = not args.small and not args.no_proof and args.known == Device.of("h200")
     args.scalings = [s for s in WORDS if s != "bf16" and not unsupported(s, args.capability)
-                     and (not args.only or any(word in f"native {s} compiled" for word in args.only))]
+                     and chosen(f"native {s} compiled", args.only)]
     return args
 
 

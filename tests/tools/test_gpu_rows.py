@@ -315,6 +315,18 @@ def test_a_whole_step_has_one_optimizer() -> None:
     assert said.getvalue() == f"8b whole, delayed: {how} = {delayed:,.0f} ms, BF16 {bf16:,.0f} ms: {bf16 / delayed:.2f}x\n"
 
 
+@pytest.mark.parametrize(("only", "names", "scalings"), [
+    (["te"], ["torch bf16 compiled", *(f"te {s} eager" for s in ("delayed", "current", "block"))], []),
+    (["row", "rowwise"], ["torch bf16 compiled", "native row compiled", "torchao rowwise compiled", "native row eager"], ["row"]),
+    (["row"], ["torch bf16 compiled", "native row compiled", "native row eager"], ["row"]),
+    (["bf16"], ["torch bf16 compiled", "torch bf16 eager"], []), (["ow"], ["torch bf16 compiled"], [])])
+def test_only_takes_whole_words(only: list[str], names: list[str], scalings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Contender, "missing", lambda self, capability: unsupported(self.scaling, (9, 0)))
+    tool = runpy.run_path(str(TOOL))
+    args = tool["parse"](["--device", "cpu", "--small", "--only", *only])
+    assert [str(c) for c in tool["present"](args, Results(stream=io.StringIO()))] == names and args.scalings == scalings
+
+
 def test_when_the_time_is_over_nothing_begins() -> None:
     bench = runpy.run_path(str(TOOL))["bench"]
     args = argparse.Namespace(minutes=0.0, row_seconds=1.0, only=["bf16"], cases=["linear", "8b"], probe=True, scalings=[],
