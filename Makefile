@@ -44,7 +44,7 @@ test-fake-gpu:
 	$(ON_FAKE_GPU) -m tools.fake_gpu.table
 	$(ON_FAKE_GPU) tools/report_gpu.py --no-proof --minutes 45 --row-seconds 300 --steps 2 --out $(FAKE_GPU)/report.txt
 
-# Transformer Engine's own C++ there: jobs with backend=te, launches of its layers, check_gpu.py's rows. Builds it first, a quarter of an hour.
+# Transformer Engine's own C++ there: jobs with backend=te, launches of its layers, rows of check_gpu.py and bench_gpu.py. Builds it first, a quarter of an hour.
 ON_FAKE_TE = . $(abspath $(FAKE_GPU))/env.sh && . $(abspath $(FAKE_GPU))/te.sh && $$FAKE_GPU_PYTHON
 
 test-fake-gpu-te:
@@ -53,7 +53,8 @@ test-fake-gpu-te:
 	@for FAKE_CC in 90 100; do export FAKE_CC; ($(ON_FAKE_TE) -m pytest -p no:cacheprovider tests/fake_gpu/test_transformer_engine.py) || exit 1; \
 	    ($(ON_FAKE_TE) -m pytest -p no:cacheprovider tests/fake_gpu/test_planned_memory.py -k 'te-none or te-full') || exit 1; \
 	    ($(ON_FAKE_TE) -m tools.fake_gpu.table te) || exit 1; \
-	    ($(ON_FAKE_TE) tools/check_gpu.py --no-proof --steps 2 --row-seconds 300 --minutes 30 --only te) || exit 1; done
+	    ($(ON_FAKE_TE) tools/check_gpu.py --no-proof --steps 2 --row-seconds 300 --minutes 30 --only te) || exit 1; \
+	    ($(ON_FAKE_TE) tools/bench_gpu.py --no-proof --no-probe --row-seconds 300 --minutes 30 --only te) || exit 1; done
 
 check: $(VENV)/.tested-with
 	$(BIN)/ruff check .
