@@ -3,7 +3,12 @@
 
     python tools/report_gpu.py --out gpu.txt
 
-Where a command may take ten minutes, these three, and whatever time is left:
+Where a command may take ten minutes and all of them fifteen, starting the machine included, this one, whose stages have as much less
+time; rows that it does not reach say so:
+
+    python tools/report_gpu.py --out gpu.txt --minutes 8.5
+
+Where a command may take ten minutes and there are 26 in all, these three:
 
     python tools/report_gpu.py --out gpu.txt --stages probe check --minutes 8.5     # rows are appended
     python tools/report_gpu.py --out gpu.txt --stages bench --minutes 8.5

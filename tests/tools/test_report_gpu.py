@@ -58,6 +58,21 @@ def test_a_part_appends_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [line for line in lines if line.startswith("row of")] == ["row of probe", "row of tests"]
 
 
+def test_its_help_has_commands_that_fit_into_the_time_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    tool = runpy.run_path(str(TOOL))
+    lines = [line.split("#")[0].split() for line in tool["__doc__"].splitlines() if line.startswith("    python")]
+    given = []
+    for words in lines:
+        monkeypatch.setattr(sys, "argv", words[1:])
+        given.append(tool["parse"]())
+    whole, short, *three = given
+    stages = [stage for args in three for stage in args.stages]
+    assert whole.minutes == 25 and whole.stages == short.stages == stages == list(tool["STAGES"])
+    assert all(args.minutes < 9.5 for args in (short, *three)), "the rest of ten is for the start and the end"
+    assert 25 < sum(args.minutes for args in three) < 26
+
+
 THERE = {"pytest", "torch", "triton", "numpy", "fp8cfg", "tools", "tests"}
 """What is installed where the tests of a GPU run: fp8cfg's dependencies and pytest."""
 
