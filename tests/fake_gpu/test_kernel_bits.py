@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from fp8cfg.numerics.formats import BY_DTYPE, cast
+from fp8cfg.numerics.stochastic_rounding import Random
 from tests.support.interpreted import interpreted, not_interpreted, quantize_by_kernels, under_the_interpreter
 from tools.gpu_rows import kernel_bits
 from tools.gpu_rows.kernel_bits import SCALINGS, matrices
@@ -60,6 +61,24 @@ def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_no_byte_differs(scaling: str, on_cpu: None, exact_conversions: None) -> None:
     kernel_bits.kernel_bits(scaling, "cpu").verdict()
+
+
+@interpreted
+@pytest.mark.parametrize("variant", ["at random", "transformed"])
+def test_other_random_numbers_are_found(
+    variant: str, on_cpu: None, exact_conversions: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    normal = torch.randn(130, 140, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(kernel_bits, "matrices", lambda: [("normal", normal)])
+    monkeypatch.setitem(kernel_bits.SCALINGS, "nvfp4", {variant: SCALINGS["nvfp4"][variant]})
+    made = kernel_bits.quantize_four_bits_fused
+
+    def in_another_lane(t: torch.Tensor, square: bool, draw: Random | None, *rest: Any) -> Any:
+        return made(t, square, draw and draw._replace(lane=1 - draw.lane), *rest)
+
+    monkeypatch.setattr(kernel_bits, "quantize_four_bits_fused", in_another_lane)
+    with pytest.raises(ArithmeticError, match=r"^[1-9]\d* of \d+ bytes of data, 0 of \d+ bytes of scales"):
+        kernel_bits.kernel_bits("nvfp4", "cpu").verdict()
 
 
 @interpreted

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fp8cfg.numerics.gemm import DGRAD
 from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.scaling import INPUT
 from tests.support import te_standin
-from tools.gpu_rows import products
+from tools.gpu_rows import products, te_bits
 
 TOOL = Path(__file__).parents[2] / "tools" / "check_gpu.py"
 
@@ -69,6 +73,50 @@ def test_bits_of_mx_are_those_of_the_stand_in_but_for_scales_of_zeros() -> None:
     tool = runpy.run_path(str(TOOL))
     with te_standin.transformer_engine(), pytest.raises(ArithmeticError, match=r"^0 of \d+ bytes of data, \d+ of \d+ bytes of scales"):
         tool["bits"](argparse.Namespace(device="cpu", no_proof=False), "bits", "te mxfp8")
+
+
+class ReferenceQuantizer:
+    """Transformer Engine's reference of its NVFP4 kernels, called and answering as the quantizer that launches them."""
+
+    def __init__(self, rowwise: bool, columnwise: bool, with_2d_quantization: bool) -> None:
+        from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils
+
+        assert rowwise and columnwise
+        tile = (16, 16) if with_2d_quantization else (1, 16)
+        e2m1 = reference_utils.Fp4Formats.E2M1
+        self._reference = reference_nvfp4.NVFP4QuantizerRef(dtype=e2m1, quant_tile_shape=tile, columnwise=True)
+
+    def __call__(self, x: torch.Tensor) -> SimpleNamespace:
+        data, scale, data_t, scale_t, amax, _ = self._reference._quantize(x)
+        across = {"_columnwise_data": data_t, "_columnwise_scale_inv": scale_t}
+        return SimpleNamespace(_rowwise_data=data, _rowwise_scale_inv=scale, _amax_rowwise=amax.view(1), **across)
+
+
+def test_bits_of_nvfp4_are_those_of_transformer_engines_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    with te_standin.transformer_engine() as te:
+        monkeypatch.setattr(te, "NVFP4Quantizer", ReferenceQuantizer)
+        assert te_bits.te_bits("nvfp4", "cpu").verdict().startswith("0 of ")
+        monkeypatch.setattr(te_bits, "INPUT", te_bits.WEIGHT)  # squares
+        with pytest.raises(ArithmeticError, match=r"^[1-9]\d* of \d+ bytes of data, [1-9]"):
+            te_bits.te_bits("nvfp4", "cpu").verdict()
+
+
+def test_products_of_nvfp4_have_the_operands_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def values(a: Operand) -> torch.Tensor:
+        assert a.scale_inv is not None and a.tile is not None and a.whole_inv is not None
+        return a.data.float() * a.scale_inv.float().repeat_interleave(a.tile[0], 0).repeat_interleave(a.tile[1], 1) * a.whole_inv
+
+    def gemm(a: Operand, b: Operand, out: torch.dtype, ran: None, slot: int) -> torch.Tensor:
+        return (values(a) @ values(b).t()).to(out)
+
+    monkeypatch.setattr(products, "gemm", gemm)
+    found = products.products("nvfp4", "cpu")
+    names = "fprop", "dgrad", "wgrad", "wgrad in float32"
+    assert re.fullmatch(", ".join(rf"{name} e2m1 x e2m1 1[4-8]\.\d%" for name in names) + " apart", found)
+    made = products.operands
+    monkeypatch.setattr(products, "operands", lambda t, role, scaling: made(t, role, replace(scaling, hadamard=role == INPUT)))
+    with pytest.raises(ArithmeticError, match=r"^wgrad e2m1 x e2m1 1[345]\d\.\d%; wgrad in float32 "):
+        products.products("nvfp4", "cpu")
 
 
 @pytest.mark.parametrize("scaling", ["current", "row"])

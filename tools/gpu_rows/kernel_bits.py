@@ -19,8 +19,10 @@ from fp8cfg.numerics.fp8_weights import store
 from fp8cfg.numerics.fused_nvfp4 import quantize_four_bits_fused
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.microscaled_mm import laid_out
+from fp8cfg.numerics.nvfp4 import hadamard
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, record_amax, scale_now
+from fp8cfg.numerics.stochastic_rounding import Random
 from tools.gpu_rows.byte_counts import ByteCounts
 
 SCALINGS = {
@@ -30,9 +32,12 @@ SCALINGS = {
     "block": {"": Scaling("block", weights_2d=True), "by powers of 2": Scaling("block", weights_2d=True, power_2_scales=True),
               "1x128 weights": Scaling("block", power_2_scales=True)},
     "mxfp8": {"": Scaling("mxfp8", backward=E4M3), "32x32 weights": Scaling("mxfp8", backward=E4M3, weights_2d=True)},
-    "nvfp4": {"": Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True, hadamard=False, stochastic=False)},
+    "nvfp4": {name: Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True, hadamard=hadamard, stochastic=stochastic)
+              for name, hadamard, stochastic in (("", False, False), ("at random", False, True), ("transformed", True, True))},
 }  # fmt: skip
 """Variants of each scaling by name. Gradients are E5M2 but under MX."""
+RANDOM = (12345, -678901), 3
+"""The key of random numbers, and the count of draws."""
 SHAPES = {torch.bfloat16: (256, 256), torch.float32: (130, 140), torch.float16: (33, 1)}
 
 
@@ -62,16 +67,27 @@ def matrices() -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{name} {str(dtype).removeprefix('torch.')} {shape[0]} x {shape[1]}", t.to(dtype)) for name, t in made.items())
 
 
-def by_kernels(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = None, history: Tensor | None = None) -> Operand:
-    """The operand of `t`, `other` included, as it is made on a GPU; amaxes go into `history`."""
+def by_kernels(
+    t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = None, history: Tensor | None = None, lane: int = 1
+) -> Operand:
+    """The operand of `t`, `other` included, as it is made on a GPU; amaxes go into `history`. What is rounded at random is so for
+    products that contract dimension `lane` of the tensor."""
     if scaling.tile(role, 1) is None:
         return fused.quantize_fused(t, role, scaling, scales, history, record=True, both=True)
     if scaling.layout.scale == "e4m3":
-        return quantize_four_bits_fused(t, role == WEIGHT, None, history, role)
+        return quantize_four_bits_fused(t, role == WEIGHT, draw_of(scaling, role, lane, t.device), history, role)
     return fused.quantize_tiles_fused(t, role, scaling, 1, True, history)
 
 
-def plainly(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = None, history: Tensor | None = None) -> Operand:
+def draw_of(scaling: Scaling, role: int, lane: int, device: torch.device) -> Random | None:
+    """What rounds the tensor of that role at random; None where it is rounded to nearest."""
+    key, count = (torch.tensor(number, dtype=torch.int32, device=device) for number in RANDOM)
+    return Random(key, count, lane) if scaling.rounds_at_random(role) else None
+
+
+def plainly(
+    t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = None, history: Tensor | None = None, lane: int = 1
+) -> Operand:
     """The same in plain torch code."""
     fmt, tiles = scaling.format_of(role), [scaling.tile(role, axis) for axis in (1, 0)]
     if tiles[0] is None or tiles[1] is None:
@@ -81,7 +97,8 @@ def plainly(t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = None
     whole = first_level_of(amax := amax_or_nan(t)) if scaling.layout.scale == "e4m3" else None
     if whole is not None and record is not None:
         record_amax(record, amax)
-    along, across = (quantize_tiles(t, tile, fmt, scaling, fmt.dtype, whole, record=None if whole is not None else record) for tile in tiles if tile)
+    random, record = draw_of(scaling, role, lane, t.device), None if whole is not None else record
+    along, across = (quantize_tiles(t, tile, fmt, scaling, fmt.dtype, whole, random, record) for tile in tiles if tile)
     return along._replace(other=across.t())
 
 
@@ -96,6 +113,9 @@ def kernel_bits(name: str, device: str = "cuda") -> ByteCounts:
             for scales, history in states(scaling):
                 for role in (INPUT, GRAD_OUTPUT, *[WEIGHT] * scaling.weights_2d):
                     _operand(counts, scaling, role, t, given, scales, history, where)
+                if scaling.transforms(INPUT, 0):
+                    _transformed(counts, scaling, t, device, history, f"{where} for wgrad")
+                    continue
                 _stored(counts, scaling, t, given, scales, history, f"{where}, stored")
             if scaling.tile(WEIGHT, 1) is None:
                 _known_scales(counts, scaling, t, given, where)
@@ -114,9 +134,19 @@ def states(scaling: Scaling) -> Iterator[tuple[Tensor | None, Tensor]]:
         yield torch.full((3,), scale), history
 
 
-def _operand(counts: ByteCounts, scaling: Scaling, role: int, t: Tensor, given: Tensor, scales: Tensor | None, history: Tensor, where: str) -> None:
+def _transformed(counts: ByteCounts, scaling: Scaling, t: Tensor, device: str, history: Tensor, where: str) -> None:
+    """Both operands of wgrad under NVFP4: of the transform, which is a product of torch's and rounds as that does, one result."""
+    form = hadamard(t.t()).nan_to_num(0.0, torch.inf, -torch.inf)
+    for role in (INPUT, GRAD_OUTPUT):
+        _operand(counts, scaling, role, form, form.to(device), None, history, where, lane=0)
+
+
+def _operand(
+    counts: ByteCounts, scaling: Scaling, role: int, t: Tensor, given: Tensor, scales: Tensor | None, history: Tensor, where: str,
+    lane: int = 1,
+) -> None:
     kept, there, after = history.to(given.device, copy=True), _on(given, scales), history.clone()
-    got, want = by_kernels(given, role, scaling, there, kept), plainly(t, role, scaling, scales, after)
+    got, want = by_kernels(given, role, scaling, there, kept, lane), plainly(t, role, scaling, scales, after, lane)
     sides = [(got, *_as(got, want)), *([(got.t(), *_as(got.t(), want.t()))] if got.other else [])]
     for what, (ours, data, _) in zip(("data", "transposes"), sides, strict=False):
         counts.compare(what, ours.data, data, where)

@@ -1,4 +1,8 @@
-"""Bytes of Transformer Engine's quantizers beside those of fp8cfg: of its kernels on a GPU, of plain torch code on a CPU."""
+"""Bytes of Transformer Engine's quantizers beside those of fp8cfg: of its kernels on a GPU, of plain torch code on a CPU.
+
+NVFP4 is compared as Transformer Engine's own test of its kernels does, rounded to nearest and not transformed: its random numbers
+are others, and its transform is fused with the quantization, where fp8cfg rounds it to the tensor's dtype.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,19 @@ import torch
 from torch import Tensor
 
 from fp8cfg.backends.te.rules import HAS
-from fp8cfg.numerics import E4M3, E5M2, Format, Scaling, amax_of, scale_from_amax
+from fp8cfg.numerics import E2M1, E4M3, E5M2, Format, Scaling, amax_of, scale_from_amax
 from fp8cfg.numerics.block_scaling import e8m0_bytes
-from fp8cfg.numerics.microscaled_mm import swizzled
+from fp8cfg.numerics.microscaled_mm import laid_out, swizzled
 from fp8cfg.numerics.scaling import INPUT, WEIGHT
 from tools.gpu_rows.byte_counts import ByteCounts
 from tools.gpu_rows.kernel_bits import by_kernels, plainly
 
 
 def te_bits(scaling: str, device: str = "cuda") -> ByteCounts:
-    """Bytes of both under the scaling of that name, in E4M3 and in E5M2."""
+    """Bytes of both under the scaling of that name, in E4M3 and in E5M2, of NVFP4 in E2M1."""
     counts = ByteCounts()
     for x in matrices(device):
-        for fmt in (E4M3, E5M2):
+        for fmt in (E2M1,) if scaling == "nvfp4" else (E4M3, E5M2):
             SCALINGS[scaling](counts, x, fmt, f"{x.dtype} of amax {amax_of(x).item():.3g} in {fmt.name}")
     return counts
 
@@ -87,6 +91,23 @@ def _mxfp8(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
     _e8m0(counts, made.t().scale_inv, theirs._columnwise_scale_inv.t(), where)
 
 
+def _nvfp4(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
+    import transformer_engine.pytorch as te
+
+    for square in (False, True):
+        scaling = Scaling("nvfp4", forward=fmt, backward=fmt, weights_2d=True, hadamard=False, stochastic=False)
+        theirs = te.NVFP4Quantizer(rowwise=True, columnwise=True, with_2d_quantization=square)(x)
+        role, at, history = WEIGHT if square else INPUT, f"{where}{', 16x16' * square}", torch.zeros(1, 3, device=x.device)
+        made = _made(x, role, scaling, None, history)
+        across = made.t() if square else _made(x.t().contiguous(), role, scaling)
+        for what, ours, data, scale_inv in (("data", made, theirs._rowwise_data, theirs._rowwise_scale_inv),
+                                            ("transposes", across, theirs._columnwise_data, theirs._columnwise_scale_inv)):
+            codes, scales = laid_out(ours)
+            counts.compare(what, codes, data, at)
+            counts.compare("scales", scales, swizzled(scale_inv.view(torch.uint8).contiguous()), at)
+        counts.compare("amaxes", history[0, role : role + 1], theirs._amax_rowwise, at)
+
+
 def _e8m0(counts: ByteCounts, ours: Tensor, theirs: Tensor, where: str) -> None:
     """Scales of MX, those of kernels as products read them."""
     kernels = ours.dim() == 1
@@ -97,4 +118,4 @@ def _made(x: Tensor, *how: Any) -> Any:
     return (by_kernels if x.is_cuda else plainly)(x, *how)
 
 
-SCALINGS = {"delayed": _delayed, "current": _current, "block": _block, "mxfp8": _mxfp8}
+SCALINGS = {"delayed": _delayed, "current": _current, "block": _block, "mxfp8": _mxfp8, "nvfp4": _nvfp4}
