@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -135,7 +136,16 @@ class _Training:
         if self.job.optimizer.steps == 0:
             raise Diverged(f"all {last} steps were skipped, gradients overflowed; raise trainer.max_steps or lower "
                            "precision.initial_loss_scale")
+        self._refuse_not_finite(last)
         return Result(last, self.record.loss, self.val_loss)
+
+    def _refuse_not_finite(self, last: int) -> None:
+        """Raise Diverged where the last loss is not finite: under a loss scale such steps are skipped, and the run goes on."""
+        losses = {"training loss": self.record.loss, "validation loss": self.val_loss}
+        bad = [f"the {name} is {loss}" for name, loss in losses.items() if loss is not None and not math.isfinite(loss)]
+        if bad:
+            skipped = f", all steps from {last - self.record.skipped + 1} on were skipped" if self.record.skipped else ""
+            raise Diverged(f"step {last}: {', '.join(bad)}{skipped}; lower optim.lr or resume from an earlier checkpoint")
 
     def _asked(self) -> bool:
         return self.stop is not None and self.stop.stop_requested()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.training import loop
+from fp8cfg.training import loop, step_sequence
+from fp8cfg.training.distributed.world import World
+from fp8cfg.training.train_step import Step
 from tests.support.small import small, steps
 
 
@@ -52,3 +55,20 @@ def test_skips_are_said_and_a_run_of_skips_alone_is_not_done() -> None:
     assert any("steps before it were skipped, gradients overflowed" in text for text in said)
     with pytest.raises(loop.Diverged, match="all 6 steps were skipped"):
         loop.train(fp8cfg.build(small("precision=fp16")), say=lambda _: None)
+
+
+def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few skipped steps in a row to end it before its last one; a skipped last step with a finite loss is none of those."""
+    def train_step(job: fp8cfg.Job, batches: Any, step: int, world: World) -> Step:
+        stepped = step < 2
+        job.optimizer.steps += stepped
+        return Step(last_loss if step > 1 else 1.0, 0.1, 1.0 if stepped else math.inf, stepped)
+
+    monkeypatch.setattr(step_sequence, "train_step", train_step)
+    monkeypatch.setattr(loop.StepRecord, "_prove", lambda _: None)
+    recipe, last_loss = small("precision=fp16", "trainer.val_check_interval=0"), math.nan
+    with pytest.raises(loop.Diverged, match=r"step 6: the training loss is nan, all steps from 3 on were skipped; lower optim.lr") as e:
+        loop.train(fp8cfg.build(recipe), say=lambda _: None)
+    assert e.value.exit_code == 1
+    last_loss = 2.0
+    assert loop.train(fp8cfg.build(recipe), say=lambda _: None).loss == 2.0

@@ -30,7 +30,8 @@ from fp8cfg.training.run_folder_errors import RunFolderNotWritable
 
 
 class Diverged(Fp8cfgError):
-    """Gradients or weights are not finite, and nothing in the recipe can make them so. Exit code 1; checkpoints are intact."""
+    """Gradients, weights, a loss or logits are not finite, and nothing in the recipe can make them so. Exit code 1; checkpoints are
+    intact."""
 
 
 class Saver:
