@@ -49,10 +49,14 @@ def run(argv: list[str]) -> int:
         losses.append((name, measured.loss))
         targets = measured.targets
     print(printable(f"{arguments.plain[0]}: step {found.step}, {targets} tokens of {path or 'its held-out part'}"), file=sys.stderr)
-    rows = [[name, f"{loss:.4f}", f"{loss - losses[0][1]:+.4f}", f"{_perplexity(loss):.3f}"] for name, loss in losses]
+    rows = [[name, f"{loss:.4f}", _difference(loss - losses[0][1]), f"{_perplexity(loss):.3f}"] for name, loss in losses]
     print(table(["precision", "loss", "difference", "perplexity"], rows, right=(1, 2, 3)))
     return 0
 
 
 def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)
+
+
+def _difference(by: float) -> str:
+    return "nan" if math.isnan(by) else f"{by:+.4f}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fp8cfg.training.checkpoint.saver import Diverged
 from fp8cfg.training.run_model import RunModel
 
 
@@ -23,7 +24,8 @@ def sample(
 
     A token is drawn from softmax(logits / temperature), of the `top_k` likeliest alone where that is given; a temperature of 0
     takes the likeliest. Tokens from `vocabulary` on, rows that pad the embedding, are never drawn. One seed gives one text, on one
-    machine. FP8 state does not move: delayed scaling multiplies by the scales that training left.
+    machine. FP8 state does not move: delayed scaling multiplies by the scales that training left. Raises Diverged for logits that
+    are not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     device = next(run.model.parameters()).device
@@ -32,8 +34,15 @@ def sample(
         for _ in range(tokens):
             seen = torch.tensor([text[-longest:]], dtype=torch.int64, device=device)
             logits = run.model(seen)[0, -1].float().cpu()[:vocabulary]
+            _refuse_not_finite(logits, run.step)
             text.append(_drawn(logits, temperature, top_k, generator))
             yield text[-1]
+
+
+def _refuse_not_finite(logits: Tensor, step: int) -> None:
+    if bad := int((~logits.isfinite()).sum()):
+        raise Diverged(f"step {step}: {bad} of {len(logits)} logits of the next token are not finite; sample an earlier "
+                       "checkpoint with --step")
 
 
 def _drawn(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

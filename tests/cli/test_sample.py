@@ -59,6 +59,17 @@ def test_text_is_that_of_its_seed_and_leaves_the_run_as_it_is(run: Path, capsys:
     assert digest(run) == before
 
 
+def test_logits_that_are_not_finite_are_one_line(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Transformer.forward
+    monkeypatch.setattr(Transformer, "forward", lambda *args: forward(*args) * torch.nan)
+    for temperature in ("0", "0.8"):
+        assert main(["sample", str(run), "abc", "--tokens", "5", "--temperature", temperature]) == 1
+        text = capsys.readouterr()
+        assert text.err.splitlines()[1:] == ["error: step 6: 257 of 257 logits of the next token are not finite; sample an earlier checkpoint with --step"]
+        assert not text.out
+    assert out(capsys, "evaluate", str(run)).split()[-3:] == ["nan"] * 3
+
+
 def test_the_likeliest_token_is_that_of_the_logits(run: Path) -> None:
     found = load(run, print)
     prompt = list(b"for i in ")
