@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fp8cfg.builder import build
 from fp8cfg.composition import compose, to_yaml
-from fp8cfg.config.errors import ConfigError, printable
+from fp8cfg.config.errors import ConfigError, printable, refuse_if
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
 from fp8cfg.report.memory.layout import ranks
@@ -151,12 +151,29 @@ def continued(
     recipe = changed(before)
     before.trainer.smoke = written.trainer.smoke = (smoke or anew) and recipe.trainer.smoke  # a resume has written False
     resume_rules.refuse_changes(before, recipe, list(allow))
+    if not anew:
+        refuse_if([*_elsewhere(run, before, recipe), *_done(loaded, recipe)])
     say(f"resuming {printable(str(run.path))} from {name or 'the start, it has no checkpoint yet'}")
     for key in resume_rules.changes(before, written) if loaded else []:
         say(f"{key} in recipe.yaml is not that of the checkpoint, which holds; give it as a word to change it")
     for key in resume_rules.changes(before, recipe):
         say(f"changed: {key}")
     return recipe
+
+
+def _elsewhere(run: RunFolder, before: Recipe, recipe: Recipe) -> Iterator[str]:
+    """Words that would have a run go on in another folder than its own, which none does."""
+    for key in ("dir", "folder"):
+        was, now = getattr(before.log, key), getattr(recipe.log, key)
+        if now != was and not (key == "folder" and now and Path(now).resolve() == run.path.resolve()):
+            yield f"log.{key}={now}: a run is resumed in its own folder, {run.path}; drop it, or copy the folder and resume that"
+
+
+def _done(loaded: Loaded | None, recipe: Recipe) -> Iterator[str]:
+    """That more steps are done than the run is to have."""
+    done, last = loaded[1]["step"] if loaded else 0, recipe.trainer.max_steps
+    if done > last:
+        yield f"trainer.max_steps={last}: {done} steps are done; write trainer.max_steps={done} or more"
 
 
 def write_recipe(run: RunFolder, recipe: Recipe, loaded: Loaded | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,14 @@ def test_resume_refuses_what_is_another_run(trained: Any, tmp_path: Path) -> Non
         fp8cfg.resume(folder, ["fp8.margin=1"], say=lambda _: None)
     with pytest.raises(RunFolderError, match="is not a run folder"):
         fp8cfg.resume(tmp_path / "nothing")
+    for word, said in (("trainer.max_steps=3", "trainer.max_steps=3: 4 steps are done; write trainer.max_steps=4 or more"),
+                       ("log.folder=elsewhere", f"log.folder=elsewhere: a run is resumed in its own folder, {folder}; drop it"),
+                       ("log.dir=elsewhere", f"log.dir=elsewhere: a run is resumed in its own folder, {folder}; drop it")):
+        with pytest.raises(fp8cfg.ConfigError, match=re.escape(said)):
+            fp8cfg.resume(folder, [word], say=lambda _: None)
+    assert fp8cfg.resume(folder, [f"log.folder={folder}"], say=lambda _: None).steps == 4
     before = (folder / "recipe.yaml").read_text()
-    assert fp8cfg.resume(folder, ["trainer.max_steps=3", "optim.lr=1"], say=lambda _: None).steps == 4, "nothing left to do"
+    assert fp8cfg.resume(folder, ["trainer.max_steps=4", "optim.lr=1"], say=lambda _: None).steps == 4, "nothing left to do"
     assert main(["resume", str(folder), "optim.lr=1"]) == 0
     assert (folder / "recipe.yaml").read_text() == before, "no step has run with what was changed"
 
