@@ -55,7 +55,8 @@ def _train(values: Any, words: list[str], written: tuple[Library, Authors], fold
         return made[0]
 
     try:
-        found = settled(Recipe(**values), of_words(words, *written), sweep=True)
+        composed = Recipe(**values)
+        found = settled(composed, of_words(words, *written, composed), sweep=True)
         refuse_if(found.problems)
         say(found.notes)
         recipe = sized(found.recipe)

@@ -8,7 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.composition.config_groups import LEAVES, Library
+from fp8cfg.composition.config_groups import LEAVES, PARTS, Library
 from fp8cfg.composition.defaults_list import SELF, steps
 from fp8cfg.composition.flatten import flat, settings
 from fp8cfg.composition.override_words import one, parsed
@@ -17,6 +17,7 @@ from fp8cfg.composition.yaml_recipe import full_names
 from fp8cfg.config.key_names import full, short
 from fp8cfg.config.preset_keys import preset_keys
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.tasks import stays
 
 
 class Author(IntEnum):
@@ -32,8 +33,11 @@ Authors = dict[str, Author]
 """Author by full key; where a key is not there, RECIPE."""
 
 
-def of_words(words: Sequence[str], library: Library, authors: Mapping[str, Author] = {}) -> Authors:
-    """The authors of a recipe, of which `authors` are known, once `words`, which are valid, are applied."""
+def of_words(
+    words: Sequence[str], library: Library, authors: Mapping[str, Author] = {}, recipe: Recipe | None = None
+) -> Authors:
+    """The authors of a recipe, of which `authors` are known, once `words`, which are valid, are applied and have made `recipe`: it
+    tells which values stayed under a task."""
     found, parts, values = dict(authors), Authors(), Authors()
     words = [word for word in words if not word.startswith("recipe=")]
     chosen = {group: stem for group, stem in (one(word, library) for word in words) if group}
@@ -42,7 +46,7 @@ def of_words(words: Sequence[str], library: Library, authors: Mapping[str, Autho
             said = part_of(group, stem, library)
             for other in said.chosen.keys() - chosen.keys() & LEAVES.keys():
                 found |= _below(other)
-            parts |= dict.fromkeys(said.values, Author.PRESET)
+            parts |= dict.fromkeys(_taken(group, said.values, flat(recipe) if recipe else {}), Author.PRESET)
         elif group in LEAVES:
             found |= _below(group)
     for word in words:
@@ -56,19 +60,20 @@ def of_words(words: Sequence[str], library: Library, authors: Mapping[str, Autho
 def of_file(path: Path, data: Mapping[str, Any], library: Library) -> Authors:
     """The authors of the recipe in the file `path` with the content `data`. A file with every key is an export, which nobody
     wrote."""
-    found = Authors()
+    found, mine = Authors(), dict[str, Any]()
     for step in steps(data, path, library):
         group = step.choice.group
         if group == "recipe":
-            found = {}
+            found, mine = {}, {}
         elif group == SELF and not step.above:
             values = settings(full_names(dict(step.values)))
             if values.keys() >= defaults().keys():
                 return {}
-            found |= {key: Author.USER for key, value in values.items() if value != defaults()[key]}
+            mine = {key: value for key, value in values.items() if value != defaults()[key]}
+            found |= dict.fromkeys(mine, Author.USER)
         elif group != SELF and step.path == path:
             own = None if group in LEAVES else part_of(group, step.choice.name, library)
-            found |= dict.fromkeys(own.values, Author.PRESET) if own else _below(group)
+            found |= dict.fromkeys(_taken(group, own.values, mine), Author.PRESET) if own else _below(group)
     return found
 
 
@@ -91,6 +96,11 @@ def task_of(words: Sequence[str], library: Library, file: Path | None = None) ->
 def defaults() -> Mapping[str, Any]:
     """The schema's default of every full key."""
     return flat(Recipe())
+
+
+def _taken(group: str, said: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """The keys of what a file of `group` says that it wrote: with a task, not those that stay at their `values`."""
+    return [key for key, value in said.items() if group not in PARTS or key not in values or not stays(key, value, values[key])]
 
 
 def _below(group: str) -> Authors:

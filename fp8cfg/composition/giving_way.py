@@ -95,7 +95,7 @@ def composed(
     ConfigError with every problem of a word or a file."""
     recipe = unchecked(words, library, file, base)
     of = of_file(file, library.data(file), library) if file else {}
-    found = settled(recipe, of_words(words, library, of), sweep, tacitly=base is None)
+    found = settled(recipe, of_words(words, library, of, recipe), sweep, tacitly=base is None)
     task = task_of(words, library, file)
     if task not in FINE_TUNING or found.recipe.model.weights or found.recipe.trainer.smoke:
         return found

@@ -49,6 +49,19 @@ def test_words_go_before_a_task_and_smaller_recipes_keep_their_sizes() -> None:
     assert fp8cfg.compose(["task=lora", "trainer.max_steps=20"]).optim.warmup_steps == 20, "what a task says gives way"
 
 
+@pytest.mark.parametrize("task", ["sft", "lora"])
+def test_what_stays_under_a_task_is_still_of_the_file(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("word.yaml").write_text("recipe: llama_tiny\ntrainer: {max_steps: 3}\n")
+    Path("listed.yaml").write_text(f"defaults: [llama_tiny, _self_, {{/task: {task}}}]\ntrainer: {{max_steps: 3}}\n")
+    for argv in (["word.yaml", f"task={task}"], ["listed.yaml"]):
+        assert main(["check", *argv]) == 0, capsys.readouterr().err
+        assert capsys.readouterr().err.startswith("note: optim.warmup_steps 20 -> 3: "), argv
+    Path("word.yaml").write_text("recipe: llama_tiny\ntrainer: {max_steps: 3}\noptim: {warmup_steps: 5}\n")
+    assert main(["check", "word.yaml", f"task={task}"]) == 2, "both are the user's"
+
+
 def test_the_task_is_the_author(tmp_path: Path) -> None:
     layers = trace(["recipe=llama_8b", "task=lora"]).layers
     said = yaml.safe_load((CONF / "task/lora.yaml").read_text())
