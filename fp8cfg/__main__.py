@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from fp8cfg.cli import VERBS, WORDS
+from fp8cfg.cli.interrupts import ending_imports
 
 
 def main(argv: list[str] | None = None, own_process: bool = False) -> int:
@@ -89,9 +90,11 @@ _PLAIN = warnings.showwarning
 
 def entry() -> None:
     """The console script: `main`, and then the end of the process."""
-    if sys.stdout is not None:  # a path may hold what the terminal, or no terminal, has a character for
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(main(own_process=True))
+    with ending_imports():
+        if sys.stdout is not None:  # a path may hold what the terminal, or no terminal, has a character for
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        code = main(own_process=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
