@@ -46,6 +46,7 @@ VARIABLES = {
     "OMP_NUM_THREADS": "the order of sums on a CPU", "MKL_NUM_THREADS": "the order of sums on a CPU",
     "CUBLAS_WORKSPACE_CONFIG": "whether cuBLAS is deterministic", "NVIDIA_TF32_OVERRIDE": "float32 products in TF32",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "float32 products in TF32", "CUDA_VISIBLE_DEVICES": "which GPUs there are",
+    "TORCHDYNAMO_DISABLE": "no run is compiled", "TORCH_COMPILE_DISABLE": "no run is compiled",
 }
 """Environment variables that change results, and how (Transformer Engine's, cuBLAS's and torch's documentation)."""
 

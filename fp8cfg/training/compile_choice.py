@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from fp8cfg.training.distributed.world import World
 
 WORTH_FLOPS = {"cpu": 4e13, "cuda": 1e17}
 """Matmul FLOPs of a run from which compiling pays for itself: a few minutes of a core, or of a GPU."""
+_DISABLING = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+"""Variables that make torch.compile return what it is given, or fail, where they are 1."""
 
 
 def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend: str = REFERENCE) -> bool:
@@ -28,6 +31,8 @@ def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend
         if wanted == "on":
             raise ConfigError(f"trainer.compile=on: layers of backend={backend} are not compiled; write off")
         return False
+    if wanted == "on":
+        _refuse_disabled()
     there = importlib.util.find_spec("triton") is not None if device == "cuda" else shutil.which("g++") is not None
     if wanted == "on" and not there:
         raise ConfigError(f"trainer.compile=on: no {'triton' if device == 'cuda' else 'C++ compiler (g++)'} here; write off")
@@ -36,7 +41,18 @@ def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend
     coverage = planned(recipe, plan)
     per_token = coverage.attention_flops + sum(6.0 * p.in_features * p.out_features for p in plan)
     t = recipe.trainer
+    there = there and _disabled() is None
     return there and per_token * t.global_batch_size * recipe.model.seq_length * t.max_steps >= WORTH_FLOPS[device]
+
+
+def _disabled() -> str | None:
+    """The variable that disables torch.compile, if one does."""
+    return next((name for name in _DISABLING if os.environ.get(name) == "1"), None)
+
+
+def _refuse_disabled() -> None:
+    if name := _disabled():
+        raise ConfigError(f"{name}=1: this environment variable disables torch.compile; unset it, or write trainer.compile=off")
 
 
 def compile_as_chosen(job: Job, before: dict[str, Any] | None, world: World, say: Callable[[str], None]) -> None:
@@ -46,6 +62,7 @@ def compile_as_chosen(job: Job, before: dict[str, Any] | None, world: World, say
     if before and before["recipe"]["trainer"]["compile"] == job.recipe.trainer.compile:
         compiled = before["compiled"]
     if compiled and not job.compiled:
+        _refuse_disabled()
         _compare_compiled(job, world, say)
         say("compiling the model; the first steps take longer")
         job.compile_model()

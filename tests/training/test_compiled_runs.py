@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg.config.errors import ConfigError
 from fp8cfg.job import Job
 from fp8cfg.training import loop
 from fp8cfg.training.data import run_data, validation_batches
@@ -47,7 +48,7 @@ def test_fit_compiles_where_the_recipe_says_so() -> None:
         assert len(compared) == compiled
 
 
-def test_when_to_compile() -> None:
+def test_when_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8cfg.layer_plan import plan
     from fp8cfg.recipes import llama_8b
     from fp8cfg.training.compile_choice import compiles
@@ -57,6 +58,22 @@ def test_when_to_compile() -> None:
 
     assert decision(small("trainer.compile=on")) and not decision(small("trainer.compile=off"))
     assert not decision(small()) and decision(llama_8b())
+    monkeypatch.setenv(variable := "TORCH_COMPILE_DISABLE", "1")
+    assert not decision(llama_8b())
+    with pytest.raises(ConfigError, match=rf"^{variable}=1: .*disables torch.compile; unset it, or write trainer.compile=off$"):
+        decision(small("trainer.compile=on"))
+
+
+def test_a_run_that_was_compiled_does_not_go_on_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it said that compiled gradients are the eager ones."""
+    from fp8cfg.training.compile_choice import compile_as_chosen
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    job = fp8cfg.build(small(FP8))
+    before = {"recipe": {"trainer": {"compile": "auto"}}, "compiled": True}
+    with pytest.raises(ConfigError, match=r"^TORCHDYNAMO_DISABLE=1: "):
+        compile_as_chosen(job, before, World(), say=lambda line: pytest.fail(line))
+    assert not job.compiled
 
 
 @pytest.mark.slow
