@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None, own_process: bool = False) -> int:
 
 
 def _run(argv: list[str], own_process: bool) -> int:
-    asked = set() if argv[:2] == ["completion", "--words"] else {"-h", "--help", "--version"} & set(argv)
+    asked = set() if argv[:2] == ["completion", "--words"] else _asked(argv)
     if argv[:1] == ["help"] or asked & {"-h", "--help"}:
         return _help(argv)
     if asked:
@@ -50,6 +50,13 @@ def _run(argv: list[str], own_process: bool) -> int:
             if verb != "sweep":  # whose runs do
                 stack.enter_context(signals.waiting_to_stop())
         return int(importlib.import_module(f"fp8cfg.cli.{verb}").run(argv))
+
+
+def _asked(argv: list[str]) -> set[str]:
+    """What asks for help or the version."""
+    from fp8cfg.cli.argv import before_end
+
+    return {"-h", "--help", "--version"} & set(before_end(argv))
 
 
 def _refuse_environment() -> None:

@@ -41,12 +41,16 @@ class Arguments:
 
 
 def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) -> Arguments:
-    """Options of `known` with their values, `flags` without, words with a '=' (or marked by + or ~), and the rest. Raises
-    ConfigError for every other option and every option without a value, and then for the words that are wrong too."""
-    out, left, problems = Arguments(), list(argv), list[str]()
+    """Options of `known` with their values, `flags` without, words with a '=' (or marked by + or ~), and the rest; after `--` no
+    word is an option. Raises ConfigError for every other option and every option without a value, and then for the words that are
+    wrong too."""
+    out, problems, ended = Arguments(), list[str](), False
+    left = list(argv)
     while left:
         arg = left.pop(0)
-        if arg.startswith("-") and arg != "-":
+        if arg == "--" and not ended:
+            ended = True
+        elif arg.startswith("-") and arg != "-" and not ended:
             name, eq, value = arg.partition("=")
             name = SHORT.get(name, name)
             if name in flags and not eq:
@@ -67,11 +71,18 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
     return out
 
 
+def before_end(argv: list[str]) -> list[str]:
+    """What stands before the end of options, where there may be some."""
+    return argv[:argv.index("--")] if "--" in argv else argv
+
+
 def _hint(name: str, options: list[str]) -> str:
     """As `suggest`; the dashes, which all have, make no two options alike. Keys and choices are words without dashes here."""
     from fp8cfg.composition.config_groups import GROUPS
     from fp8cfg.config.recipe import short_keys
 
+    if any(c.isspace() for c in name):
+        return "; what is none stands after --"
     if (key := name.lstrip("-")) in {*GROUPS, *short_keys()}:
         return f"; write it without dashes: {key}={'NAME' if key in GROUPS else 'VALUE'}"
     if key in ("dry-run", "dry_run", "dryrun"):

@@ -7,7 +7,7 @@ import sys
 import unicodedata
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli.argv import Arguments, split
+from fp8cfg.cli.argv import Arguments, before_end, split
 from fp8cfg.cli.run_precisions import in_precisions, loaded, whole
 from fp8cfg.config.errors import ConfigError, printable
 
@@ -21,6 +21,7 @@ fp8cfg sample RUN_FOLDER PROMPT [--tokens N] [--temperature T] [--top-k K]
 
 Text that the newest checkpoint of a run writes after PROMPT, up to its end
 token. The run folder is read alone: FP8 scales are those that training left.
+A PROMPT that begins with a dash stands last, after --.
 
   --tokens N       how many tokens at most; default 100
   --temperature T  0 takes the likeliest token each time; default 0.8
@@ -64,15 +65,17 @@ def run(argv: list[str]) -> int:
 
 
 def _split(argv: list[str]) -> Arguments:
-    """The folder and the prompt, which may have a '=' or begin with a sign, and the options."""
+    """The folder and the prompt, which may have a '=' or begin with a sign, with a dash after `--`, and the options."""
     prompts, left, after = list[str](), list[str](), ""
-    for word in argv:
+    options = before_end(argv)
+    for word in options:
         if after or (word.startswith("-") and word != "-"):
             after = "" if after else word if word in _OPTIONS else ""
             left.append(word)
         else:
             prompts.append(word)
     arguments = split(left, _OPTIONS, ("--chat",))
+    prompts += argv[len(options) + 1:]
     if len(prompts) != 2:
         raise ConfigError('sample: needs a run folder and a prompt, as in: fp8cfg sample runs/NAME "def "')
     arguments.plain = prompts

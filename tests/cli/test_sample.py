@@ -55,6 +55,8 @@ def test_text_is_that_of_its_seed_and_leaves_the_run_as_it_is(run: Path, capsys:
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("def ")
     assert out(capsys, "sample", str(run), "a=b", "--tokens", "3", "--temperature", "0", "--precision", "bf16").startswith("a=b")
     assert out(capsys, "sample", str(run), "-", "--tokens", "3", "--top-k", "1", "--step", "4").startswith("-")
+    assert out(capsys, "sample", str(run), "--tokens", "3", "--", "--help").startswith("--help")
+    assert out(capsys, "sample", "--tokens", "3", "--", str(run), "- item").startswith("- item")
     assert out(capsys, "sample", str(run), "hi", "--tokens", "3", "--chat")
     assert digest(run) == before
 
@@ -145,6 +147,8 @@ def test_a_model_that_is_loaded_has_no_float32_original(run: Path, monkeypatch: 
 
 @pytest.mark.parametrize(("argv", "says"), [
     (["sample", "nowhere", "x"], "nowhere is not a run folder: there is no nowhere"), (["sample", "RUN"], "sample: needs a run folder and a prompt"),
+    (["sample", "RUN", "- item"], "- item: no such option; what is none stands after --"),
+    (["sample", "RUN", "--", "- item", "x"], "sample: needs a run folder and a prompt"),
     (["sample", "RUN", "x", "--temperature", "nan"], "--temperature nan: needs a number of at least 0"), (["sample", "RUN", "x", "--tokens", "0"], "must be at least 1"),
     (["sample", "RUN", "x", "--tokens", "many"], "--tokens many: needs a whole number"), (["sample", "RUN", "x", "--topk", "3"], "did you mean '--top-k'"),
     (["sample", "RUN", "x", "--temperature", "0", "--seed", "3"], "--seed: has no effect at --temperature 0"), (["sample", "RUN", "x", "--step", "3"], "has no checkpoint of step 3; there are 4, 6"),
