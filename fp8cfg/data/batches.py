@@ -117,7 +117,7 @@ def eval_batches(
     if available < batch_size:
         raise DataError(
             f"the validation part has {available} samples of seq_length={samples.seq_length}, less than one batch of "
-            f"{batch_size}: raise validation_fraction, or lower seq_length or the evaluation batch"
+            f"{batch_size}: raise data.validation_fraction, or lower model.seq_length or trainer.global_batch_size"
         )
     total = min(limit, available // batch_size) * batch_size
     places = samples.spread(total)

@@ -22,6 +22,10 @@ _BLOCK = 32_768  # tokens
 _BLOCKS = 1_024
 _AT_ONCE = 1_000  # documents that a tokenizer gets, to use all cores
 _BYTES_AT_ONCE = 1 << 22
+_LEAST, _BELOW = 2, 0.5
+"""The least model.seq_length that a recipe may have, and what its data.validation_fraction is below."""
+_LARGE = 0.4
+"""A data.validation_fraction that is offered for a short text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,18 +118,17 @@ def split(corpus: Corpus, validation_fraction: float, seq_length: int) -> tuple[
     length, window = len(corpus.tokens), seq_length + 1
     if not 0 < validation_fraction < 1:
         raise DataError(f"validation_fraction={validation_fraction} must lie between 0 and 1, for example 0.05")
-    if length < 2 * window:
+    held_out, least = round(length * validation_fraction), math.ceil(window / length * 1e6) / 1e6
+    if length < 2 * window or (held_out < window and least >= _BELOW):
         raise DataError(
             f"corpus {corpus.name!r} has {length} tokens, too few to train and validate on windows of {window}: "
-            f"use more text or seq_length={max(1, length // 2 - 1)} or less"
+            f"use more text{_shorter(length, validation_fraction)}"
         )
-    held_out = round(length * validation_fraction)
     if held_out < window:
-        least = math.ceil(window / length * 1e6) / 1e6
-        raise DataError(_short("validation", held_out, window, f"validation_fraction={least:g} or more"))
+        raise DataError(_short("validation", held_out, window, f"data.validation_fraction={least:g} or more"))
     if length - held_out < window:
         most = math.floor((length - window) / length * 1e6) / 1e6
-        raise DataError(_short("training", length - held_out, window, f"validation_fraction={most:g} or less"))
+        raise DataError(_short("training", length - held_out, window, f"data.validation_fraction={most:g} or less"))
     cut = _border(corpus.documents, length, held_out, window)
     return _part(corpus, "training", 0, cut), _part(corpus, "validation", cut, length)
 
@@ -139,6 +142,15 @@ def _border(documents: np.ndarray | None, length: int, held_out: int, window: in
     near = [int(start) for start in documents[max(0, at - 1) : at + 1]]
     fits = [start for start in near if held_out / 2 <= length - start <= held_out * 2 and window <= start <= length - window]
     return min(fits, key=lambda start: abs(start - cut), default=cut)
+
+
+def _shorter(length: int, validation_fraction: float) -> str:
+    """The model.seq_length with which `length` tokens can be cut, by `validation_fraction` if that will do; "" if none is."""
+    held_out = round(length * validation_fraction)
+    if (most := min(held_out, length - held_out) - 1) >= _LEAST:
+        return f" or model.seq_length={most} or less"
+    most = round(length * _LARGE) - 1
+    return f", or model.seq_length={most} or less with data.validation_fraction={_LARGE}" if most >= _LEAST else ""
 
 
 def _short(part: str, length: int, window: int, cure: str) -> str:

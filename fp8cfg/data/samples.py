@@ -83,7 +83,7 @@ class Windows:
         if len(self.tokens) < self.seq_length + 1:
             raise DataError(
                 f"{len(self.tokens)} tokens are less than one window of seq_length + 1 = {self.seq_length + 1}: "
-                "use more text or a smaller seq_length"
+                "use more text or a smaller model.seq_length"
             )
 
     @property

@@ -14,6 +14,7 @@ from fp8cfg.composition import compose, to_yaml
 from fp8cfg.config.errors import ConfigError, printable, refuse_if
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.job import Job
+from fp8cfg.report.memory.fit_search import differences
 from fp8cfg.report.memory.layout import ranks
 from fp8cfg.training.callback import Callback
 from fp8cfg.training.checkpoint import checkpoint, resume_rules, saved_state, step_folders
@@ -150,7 +151,7 @@ def continued(
     smoke, before.trainer.smoke = before.trainer.smoke, False  # it has the size to which it was cut, and goes on as any run does
     recipe = changed(before)
     before.trainer.smoke = written.trainer.smoke = (smoke or anew) and recipe.trainer.smoke  # a resume has written False
-    resume_rules.refuse_changes(before, recipe, list(allow))
+    resume_rules.refuse_changes(before, recipe, list(allow), line=_resume_line(run, loaded, before, recipe) if anew else ())
     if not anew:
         refuse_if([*_elsewhere(run, before, recipe), *_done(loaded, recipe)])
     say(f"resuming {printable(str(run.path))} from {name or 'the start, it has no checkpoint yet'}")
@@ -159,6 +160,12 @@ def continued(
     for key in resume_rules.changes(before, recipe):
         say(f"changed: {key}")
     return recipe
+
+
+def _resume_line(run: RunFolder, loaded: Loaded | None, before: Recipe, recipe: Recipe) -> list[str]:
+    """The words of the command that goes on with `run`, of `before`, as `recipe`."""
+    idle = ["log.dir=", "log.folder=", "log.resume=", *(["trainer.max_steps="] if [*_done(loaded, recipe)] else [])]
+    return ["fp8cfg", "resume", str(run.path), *(word for word in differences(before, recipe) if not word.startswith(tuple(idle)))]
 
 
 def _elsewhere(run: RunFolder, before: Recipe, recipe: Recipe) -> Iterator[str]:

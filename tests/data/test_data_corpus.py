@@ -69,30 +69,37 @@ def test_a_split_gives_a_window_to_both_or_names_the_cure(length: int, seq_lengt
     try:
         parts = split(corpus, fraction, seq_length)
     except DataError as error:
-        if length >= 4:
-            if cure := re.search(r"use validation_fraction=(\S+) or", str(error)):
-                fraction = float(cure[1])
-            elif cure := re.search(r"seq_length=(\d+) or less", str(error)):
-                seq_length, fraction = int(cure[1]), 0.5
-            else:
-                assert not 0 < fraction < 1
-                return
-            parts = split(corpus, fraction, seq_length)
+        if cure := re.search(r"use data\.validation_fraction=(\S+) or", str(error)):
+            fraction, old = float(cure[1]), fraction
+            assert fraction < 0.5 or old >= 0.5, "what a recipe takes"
+        elif cure := re.search(r"model\.seq_length=(\d+) or less(?: with data\.validation_fraction=(\S+)|$)", str(error)):
+            seq_length, fraction = int(cure[1]), float(cure[2] or fraction)
+            assert seq_length >= 2, "what a recipe takes"
         else:
+            assert not 0 < fraction < 1 or length < 7
             return
+        parts = split(corpus, fraction, seq_length)
     assert all(len(part.tokens) >= seq_length + 1 for part in parts)
+
+
+@pytest.mark.parametrize(("length", "fraction", "cure"), [
+    (4, 0.05, "use more text"), (28, 0.05, "use more text, or model.seq_length=10 or less with data.validation_fraction=0.4"),
+    (130, 0.05, "use more text or model.seq_length=5 or less"), (60, 0.1, "use more text or model.seq_length=5 or less")])
+def test_too_few_tokens_are_told_what_will_do(length: int, fraction: float, cure: str) -> None:
+    with pytest.raises(DataError, match=rf"windows of 65: {re.escape(cure)}$"):
+        split(of_length(length), fraction, 64)
 
 
 def test_a_part_of_exactly_one_window_is_enough() -> None:
     for fraction, sizes in ((0.1, [90, 10]), (0.9, [10, 90])):
         assert [len(part.tokens) for part in split(of_length(100), fraction, 9)] == sizes
-    with pytest.raises(DataError, match=r"validation part has 9 tokens.* use validation_fraction=0\.1 or more"):
+    with pytest.raises(DataError, match=r"validation part has 9 tokens.* use data\.validation_fraction=0\.1 or more"):
         split(of_length(100), 0.09, 9)
-    with pytest.raises(DataError, match=r"training part has 9 tokens.* use validation_fraction=0\.9 or less"):
+    with pytest.raises(DataError, match=r"training part has 9 tokens.* use data\.validation_fraction=0\.9 or less"):
         split(of_length(100), 0.91, 9)
     # The cure is rounded to the side that works: here the sixth digit is worth three tokens.
     for fraction, cure in ((0.1, 0.333334), (0.9, 0.666666)):
-        with pytest.raises(DataError, match=f"use validation_fraction={cure} or"):
+        with pytest.raises(DataError, match=rf"use data\.validation_fraction={cure} or"):
             split(of_length(3_000_000), fraction, 1_000_000)
         split(of_length(3_000_000), cure, 1_000_000)
 

@@ -38,7 +38,9 @@ def test_one_line_starts_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert main([*SAVES, *mine, "trainer.max_steps=3"]) == 0 and steps(tmp_path / "here/mine") == [1, 2, 3]
     capsys.readouterr()
     assert main([*SAVES, *mine, "fp8.margin=1"]) == 2
-    assert capsys.readouterr().err.endswith("error: fp8.margin=1: this run was started with 0; resume it with --allow fp8.margin\n")
+    line = "fp8cfg resume here/mine optim.warmup_steps=2 fp8.margin=1 --allow fp8.margin"
+    assert capsys.readouterr().err.endswith(f"error: fp8.margin=1: this run was started with 0; write {line}\n")
+    assert main(line.split()[1:]) == 0
     assert main([*SAVES, mine[0]]) == 2 and "already holds a run" in capsys.readouterr().err
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -43,20 +44,24 @@ def changes(saved: Recipe, wanted: Recipe) -> list[str]:
     return [short(k) for k, v in _flat(wanted).items() if v != _flat(saved)[k]]
 
 
-def refuse_changes(saved: Recipe, wanted: Recipe, allow: list[str], causes: Mapping[str, str] | None = None) -> None:
+def refuse_changes(
+    saved: Recipe, wanted: Recipe, allow: list[str], causes: Mapping[str, str] | None = None, line: Sequence[str] = (),
+) -> None:
     """Raise ConfigError for each change that a resumed run may not make, or not without being allowed; with its cause where a value
-    gave way to it, by the short name of its key."""
+    gave way to it, by the short name of its key. `line` are the words of a command that makes the change where it is allowed, for
+    one that has no --allow."""
     old, new = _flat(saved), _flat(wanted)
     allow = [short(full(key)) for key in allow]
     lines = [foreign_names.unknown(a, short_keys()) for a in allow if not any(matches(k, [a]) for k in short_keys())]
     state = STATE if _kept(saved) != _kept(wanted) else ()
     fixed = (*FIXED, *state)
-    for key in changes(saved, wanted):
-        free = matches(key, FREE) and not matches(key, state)
-        if key in ORIGIN or free or (matches(key, allow) and not matches(key, fixed)):
-            continue
+    refused = [key for key in changes(saved, wanted) if key not in ORIGIN and not (
+        matches(key, FREE) and not matches(key, state)) and not (matches(key, allow) and not matches(key, fixed))]
+    allowed = [word for key in refused if not matches(key, fixed) for word in ("--allow", key)]
+    for key in refused:
         was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
-        cure = "start a new run" if matches(key, fixed) else f"resume it with --allow {key}"
+        resumed = f"write {shlex.join([*line, *allowed])}" if line else f"resume it with --allow {key}"
+        cure = "start a new run" if matches(key, fixed) else resumed
         if cause := (causes or {}).get(key):
             lines.append(f"{cause}: {key}={was}, with which this run was started, would give way to it and be {now}; {cure}")
         else:
