@@ -66,10 +66,12 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _object(place: str, line: bytes) -> Mapping[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())
     except UnicodeDecodeError as e:
         raise DataError(f"{place}: not UTF-8 (byte {e.start} of the line)") from None
-    except ValueError as e:
+    except json.JSONDecodeError as e:
+        raise DataError(f"{place}: not JSON ({e.msg}, column {e.colno})") from None
+    except ValueError as e:  # a number with too many digits
         raise DataError(f"{place}: not JSON ({str(e)[:80]})") from None
     except RecursionError:
         raise DataError(f"{place}: JSON that is nested too deep") from None
