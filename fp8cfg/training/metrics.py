@@ -41,9 +41,9 @@ class MetricsLog:
         with ExitStack() as stack:
             there = stack.enter_context(folder.open(name)) if folder.kind(name) else ()
             with folder.replacing(name) as new:
-                for line in _whole(there):
+                for number, line in enumerate(_whole(there), 1):
                     if done is not None:
-                        values = _parse(path, line)
+                        values = _parse(f"{path}:{number}", line)
                         if values["step"] > done:
                             continue
                         self.last |= dict.fromkeys(values, values["step"])
@@ -96,7 +96,7 @@ def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
     folder = RunFiles.at(path if isinstance(path, RunFiles) else Path(path).parent)
     name = name or Path(path).name  # type: ignore[arg-type]
     with folder.open(name) as file:
-        return [_parse(folder.path / name, line) for line in _whole(file)]
+        return [_parse(f"{folder.path / name}:{number}", line) for number, line in enumerate(_whole(file), 1)]
 
 
 class TensorBoardLog:
@@ -173,14 +173,18 @@ def _writable(value: Value) -> Value:
     return value
 
 
-def _parse(path: Path, line: bytes) -> dict[str, Any]:
+def _parse(place: str, line: bytes) -> dict[str, Any]:
     try:
         raw = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not a line of metrics: {line[:80]!r}") from error
+        raise ValueError(f"{place}: not a line of metrics: {_shown(line)}; delete that line") from error
     if not isinstance(raw, dict) or type(raw.get("step")) is not int:
-        raise ValueError(f"{path}: a line of metrics without a step: {line[:80]!r}")
+        raise ValueError(f"{place}: a line of metrics without a step: {_shown(line)}; delete that line")
     return {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in raw.items()}
+
+
+def _shown(line: bytes) -> str:
+    return repr(line[:80].decode(errors="replace").rstrip())
 
 
 def _whole(lines: Iterable[bytes]) -> Iterable[bytes]:

@@ -76,7 +76,7 @@ DAMAGED = [
     ("environment.json", "[1]", "versions: environment.json: not a JSON object"), ("environment.json", "{", "versions: environment.json: cannot be read ("),
     ("environment.json", "[" * 100_000, "versions: environment.json: cannot be read ("), ("environment.json", None, "versions: environment.json: is not there"),
     ("environment.json", " " * (2 << 20), "versions: environment.json: larger than 1024 KB"), ("environment.json", "FIFO", "versions: environment.json: is no file"),
-    ("metrics.jsonl", "nonsense\n", "losses: metrics.jsonl: not a line of metrics"), ("metrics.jsonl", None, "losses: metrics.jsonl: is not there"),
+    ("metrics.jsonl", "nonsense\n", "losses: metrics.jsonl:1: not a line of metrics"), ("metrics.jsonl", None, "losses: metrics.jsonl: is not there"),
     ("metrics.jsonl", "FIFO", "losses: metrics.jsonl: is no file"), ("checkpoints", None, "data: the first run has no checkpoint"),
     ("checkpoints/step-00000001/state.json", "5", "data: checkpoints/step-00000001/state.json: not a JSON object"),
     ("checkpoints/step-00000001/state.json", "{}", "data: checkpoints/step-00000001/state.json: does not have data.corpus_sha256"),

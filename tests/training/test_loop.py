@@ -192,7 +192,7 @@ def test_a_damaged_metrics_file_is_one_line(tmp_path: Path) -> None:
     recipe = small()
     with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:
         folder.metrics.write_text("not a line\n")
-        with pytest.raises(fp8cfg.ConfigError, match="not a line of metrics"):
+        with pytest.raises(fp8cfg.ConfigError, match=r"metrics\.jsonl:1: not a line of metrics: 'not a line'; delete that line$"):
             fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
         folder.metrics.unlink()
         folder.metrics.mkdir()
