@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import split
 from fp8cfg.cli.run_precisions import in_precisions, loaded, whole
 from fp8cfg.config.data import NO_ADDRESS
 from fp8cfg.config.errors import ConfigError, printable
 from fp8cfg.report.tables import table
+
+if TYPE_CHECKING:
+    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.data import Samples
 
 USAGE = """
 fp8cfg evaluate RUN_FOLDER [--data PATH] [--precision NAME,...] [--step N]
@@ -38,9 +45,9 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--data {path}: {NO_ADDRESS}")
     limit = whole(arguments, "--samples", 1)
     found = loaded(arguments)
-    from fp8cfg.training.held_out import held_out, held_out_loss, samples_of
+    from fp8cfg.training.held_out import held_out, held_out_loss
 
-    samples = held_out(found.recipe) if path is None else samples_of(found.recipe, path)
+    samples = held_out(found.recipe) if path is None else _samples_of(found.recipe, path)
     if not len(samples):
         raise ConfigError(f"--data: has no sample of model.seq_length={found.recipe.model.seq_length} tokens")
     losses, targets = list[tuple[str, float]](), 0
@@ -52,6 +59,23 @@ def run(argv: list[str]) -> int:
     rows = [[name, f"{loss:.4f}", _difference(loss - losses[0][1]), f"{_perplexity(loss):.3f}"] for name, loss in losses]
     print(table(["precision", "loss", "difference", "perplexity"], rows, right=(1, 2, 3)))
     return 0
+
+
+def _samples_of(recipe: Recipe, path: str) -> Samples:
+    """All of what is at `path`. Raises ConfigError, which names the option, where the run's data would be named by their key."""
+    from fp8cfg.training.held_out import samples_of
+
+    try:
+        return samples_of(recipe, path)
+    except ConfigError as e:
+        raise ConfigError([_of_option(problem, path) for problem in e.problems]) from None
+
+
+def _of_option(problem: str, path: str) -> str:
+    said = re.sub(r"^data=\w+: ", "", problem)
+    if said == problem:  # of another key
+        return problem
+    return f"--data {said}" if said.startswith(str(Path(path))) else f"--data {path}: {said}"
 
 
 def _perplexity(loss: float) -> float:

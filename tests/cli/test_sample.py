@@ -153,7 +153,7 @@ def test_a_model_that_is_loaded_has_no_float32_original(run: Path, monkeypatch: 
     (["sample", "RUN", "x", "--tokens", "many"], "--tokens many: needs a whole number"), (["sample", "RUN", "x", "--topk", "3"], "did you mean '--top-k'"),
     (["sample", "RUN", "x", "--temperature", "0", "--seed", "3"], "--seed: has no effect at --temperature 0"), (["sample", "RUN", "x", "--step", "3"], "has no checkpoint of step 3; there are 4, 6"),
     (["sample", "RUN", "x", "--precision", "bf17"], "bf17"), (["sample", "RUN", "x", "--precision", "bf16,fp32"], "one at a time; fp8cfg evaluate compares several"),
-    (["sample", "RUN", "x", "--tokenizer", "gone"], "data.tokenizer: gone: no such file or folder"), (["evaluate", "RUN", "--data", "gone"], "gone: no such file or folder"),
+    (["sample", "RUN", "x", "--tokenizer", "gone"], "data.tokenizer: gone: no such file or folder"), (["evaluate", "RUN", "--data", "gone"], "--data gone: no such file or folder"),
     (["evaluate", "hf://o/n"], "hf://o/n is not a run folder: there is no hf://o/n"), (["evaluate", "RUN", "--data", "hf://o/n"], "--data hf://o/n: data are files, not an address"),
     (["data", "prepare", "hf://o/n", "data=tiny"], "hf://o/n: token files are written here, not to an address"),
     (["evaluate"], "evaluate: needs one run folder"), (["evaluate", "RUN", "--samples", "x"], "--samples x: needs a whole number"), (["evaluate", "EMPTY"], "has no checkpoint yet"),
