@@ -70,6 +70,8 @@ def run(argv: list[str]) -> int:
 
 def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
     """What stands before and after `--`; two folders or files need none between them."""
+    if argv.count("--") > 1:
+        raise ConfigError("--: stands once, between the two")
     cut = argv.index("--") if "--" in argv else len(argv)
     halves = [split(part, ("--config-dir",), ("--json", "--tree")) for part in (argv[:cut], argv[cut + 1:])]
     first, second = halves

@@ -136,7 +136,7 @@ def test_an_environment_of_other_shapes(capsys: Out, run: Any) -> None:
     (["fp8.margn=1", "--", "fp8.fromat=x"], ["fp8.margn: no such key; did you mean 'fp8.margin'?", "fp8.fromat: no such key; did you mean 'fp8.format'?"]),
     (["nowhere", "x.yaml"], ["nowhere: neither a run folder, nor a recipe file, nor of the form key=value", "x.yaml: cannot be read (No such file or directory)"]),
     (["a.yaml", "b.yaml", "--"], ["b.yaml: one folder or file on each side of --"]),
-    (["--", "--"], ["--: no such option; choose from --config-dir, --json, --tree, --help, --version"]),
+    (["--", "--"], ["--: stands once, between the two"]),
     (["tests", "--", "--jsn"], ["--jsn: no such option; did you mean '--json'?"]),
 ])
 def test_mistakes(capsys: Out, argv: list[str], lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
