@@ -45,6 +45,7 @@ def _run(argv: list[str], own_process: bool) -> int:
             from fp8cfg.cli.output import patient_stdout
             from fp8cfg.training import signals
 
+            os.getcwd()  # where there is none, libraries that torch loads end the process
             signals.own_process = own_process
             stack.enter_context(patient_stdout())
             if verb != "sweep":  # whose runs do

@@ -24,6 +24,8 @@ from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.optim import LossScaler, Schedule
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import fiddle as fdl
     from torch import nn
 
@@ -43,7 +45,7 @@ def lower(
     Raises ConfigError for what the recipe's rules refuse, and `hardware`, by default a CPU, or whoever multiplies there: `choice`,
     by default whoever can.
     """
-    from fp8cfg import graph_nodes
+    graph_nodes = nodes()
 
     recipe = checked(recipe)
     small = _sized(recipe, model)
@@ -51,6 +53,15 @@ def lower(
     if model is None and small.model.weights:
         family_of_weights(small.model)
     return graph_nodes.graph(job, recipe, model)
+
+
+def nodes() -> ModuleType:
+    """The module graph_nodes. Raises ConfigError where Fiddle, which it is made of, cannot be imported."""
+    if sys.flags.optimize > 1:
+        raise ConfigError("PYTHONOPTIMIZE=2 (python -OO): Fiddle needs the docstrings that it drops; unset it, or set it to 1")
+    from fp8cfg import graph_nodes
+
+    return graph_nodes
 
 
 def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
@@ -62,7 +73,7 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
     recipe's storage says; what it would leave in float32 beside linear layers has the compute dtype, over float32 masters. An
     nn.Linear is put into an nn.Sequential, for a root cannot be replaced in place.
     """
-    from fp8cfg import graph_nodes
+    graph_nodes = nodes()
 
     if model is None:
         recipe = checked(recipe)
@@ -78,7 +89,7 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
 
 def job(**parts: Any) -> Job:
     """The Job of `parts`, what the nodes of a graph build, on this machine: the graph's target. Raises ConfigError as `build`."""
-    from fp8cfg import graph_nodes
+    graph_nodes = nodes()
     from fp8cfg.backends.ddp_refusal import refuse_ddp
     from fp8cfg.backends.exclusions import mark
     from fp8cfg.report.before_run import refuse_layout

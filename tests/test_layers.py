@@ -68,7 +68,7 @@ INSIDE = {  # room -> rooms that its functions may import, and why not at the to
         "composition": "readers of a run folder that want no recipe from it load no YAML",
         "training.distributed": "FSDP2 is loaded where storage.shard=fsdp asks for it",
         "parallel": "so is torch's pipelining where there are stages"},
-    "cli": dict.fromkeys(("builder", "composition", "config", "data", "execution", "graph_nodes", "interop", "job_weights", "layer_plan", "models", "report", "run_plan", "smoke",
+    "cli": dict.fromkeys(("builder", "composition", "config", "data", "execution", "interop", "job_weights", "layer_plan", "models", "report", "run_plan", "smoke",
                           "training", "training.distributed"), "a verb loads what it needs when it runs: help and completion read its module without"),
     "__main__": {"cli": "what the verb at hand does not need is not loaded", "config": "as above: errors alone need it",
                  "training": "signals are heeded from the start of a verb that trains"},

@@ -84,10 +84,10 @@ def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
 
 def _leaves(side: _Side) -> dict[str, Any]:
     """The leaves of the graph of a recipe, which no machine is asked about: other words may run on another one."""
-    from fp8cfg import builder, graph_nodes
+    from fp8cfg import builder
     from fp8cfg.report import graph
 
-    return graph.leaves(graph_nodes.graph(builder.job, builder.checked(side.recipe)))
+    return graph.leaves(builder.nodes().graph(builder.job, builder.checked(side.recipe)))
 
 
 def _side(half: Arguments, config_dir: str | None) -> _Side:

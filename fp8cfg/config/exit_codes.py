@@ -49,11 +49,26 @@ def said(e: BaseException) -> int | None:
         e.__traceback__ = None  # what it holds of memory may be needed to say so
         report([line], "error: ")
         return 1
+    if isinstance(e, OSError) and (gone := _no_folder(e)):
+        report([gone], "error: ")
+        return 2
     if not isinstance(e, OSError) or e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
         return None
     full = e.errno != errno.ENAMETOOLONG
     report([f"out of space: {e}" if full else f"{str(e.filename)[:40]}...: {e.strerror}"], "error: ")
     return 5 if full else 2
+
+
+def _no_folder(e: OSError) -> str | None:
+    """The line of an `e` for a folder that the process was started in, or with, and that is not there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working directory is gone; cd to one that is there"
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if cache and e.filename == cache and not os.path.isdir(cache):
+        return f"TORCHINDUCTOR_CACHE_DIR={cache}: no folder, and none can be made ({e.strerror}); set it to one, or unset it"
+    return None
 
 
 def flush() -> None:

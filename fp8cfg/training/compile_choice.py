@@ -33,9 +33,12 @@ def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend
         return False
     if wanted == "on":
         _refuse_disabled()
-    there = importlib.util.find_spec("triton") is not None if device == "cuda" else shutil.which("g++") is not None
+    cxx = os.environ.get("CXX", "g++")  # as Inductor reads it
+    there = importlib.util.find_spec("triton") is not None if device == "cuda" else shutil.which(cxx) is not None
     if wanted == "on" and not there:
-        raise ConfigError(f"trainer.compile=on: no {'triton' if device == 'cuda' else 'C++ compiler (g++)'} here; write off")
+        what = "triton" if device == "cuda" else f"C++ compiler ({cxx})"
+        unset = ", or unset CXX" if device != "cuda" and "CXX" in os.environ else ""
+        raise ConfigError(f"trainer.compile=on: no {what} here; write off{unset}")
     if wanted != "auto":
         return wanted == "on"
     coverage = planned(recipe, plan)

@@ -16,9 +16,12 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg import builder
 from fp8cfg.__main__ import main
 from fp8cfg.cli import run_recipe, train
 from fp8cfg.config import recipe_registry
+from fp8cfg.config.errors import ConfigError
+from fp8cfg.config.exit_codes import said
 from tests.support.small import SMALL, small
 
 ROOT = Path(__file__).parents[2]
@@ -145,3 +148,26 @@ def _folder(recipe: fp8cfg.Recipe) -> Any:
     from fp8cfg.training.run_folder import RunFolder
 
     return RunFolder.create(Path(recipe.log.dir), recipe.name, datetime.now(), to_yaml(recipe))
+
+
+@pytest.mark.parametrize("verb", ["train", "check"])
+def test_a_working_directory_that_is_gone_is_one_line(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main([verb, "recipe=llama_tiny"]) == 2
+    assert capsys.readouterr().err == "error: the working directory is gone; cd to one that is there\n"
+
+
+def test_a_cache_that_cannot_be_made_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/x")
+    assert said(FileNotFoundError(2, "No such file or directory", "/proc/x")) == 2
+    assert said(FileNotFoundError(2, "No such file or directory", "/proc/y")) is None
+    assert capsys.readouterr().err.startswith("error: TORCHINDUCTOR_CACHE_DIR=/proc/x: no folder, and none can be made (No such file")
+
+
+def test_python_without_docstrings_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
+    with pytest.raises(ConfigError, match=r"^PYTHONOPTIMIZE=2 \(python -OO\): Fiddle needs the docstrings"):
+        builder.nodes()

@@ -64,6 +64,16 @@ def test_when_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
         decision(small("trainer.compile=on"))
 
 
+def test_the_compiler_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8cfg.layer_plan import plan
+    from fp8cfg.training.compile_choice import compiles
+
+    monkeypatch.setenv("CXX", "/nope")
+    recipe = small("trainer.compile=on")
+    with pytest.raises(ConfigError, match=r"^trainer.compile=on: no C\+\+ compiler \(/nope\) here; write off, or unset CXX$"):
+        compiles(recipe, plan(recipe), "cpu")
+
+
 def test_a_run_that_was_compiled_does_not_go_on_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it said that compiled gradients are the eager ones."""
     from fp8cfg.training.compile_choice import compile_as_chosen
