@@ -23,6 +23,7 @@ SHORT = {"-m": "--multirun", "-c": "--cfg", "-i": "--info", "-p": "--package"}
 CHOICES = {"--cfg": ("job", "hydra", "all"),
             "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
 RUN_DIR = "hydra.run.dir="
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 _NOT_OURS = {"--run", "--version", "--shell-completion", "--config-path", "--config-name", "--experimental-rerun"}
 """Flags of a Hydra application that mean nothing, or something else, here."""
 
@@ -77,11 +78,16 @@ def show(arguments: Arguments, file: Path | None) -> int:
 
 def hydra_split(words: list[str]) -> tuple[list[str], list[str]]:
     """The words of the recipe, and those of Hydra itself. Raises ConfigError for a search path, which would make Hydra read
-    files that nobody has checked."""
+    files that nobody has checked, and for a folder without a name, which would be the current one."""
     ours, theirs = [w for w in words if not is_hydra(w)], [w for w in words if is_hydra(w)]
     refuse_if([f"{w}: not accepted; presets of your own go to --config-dir FOLDER" for w in theirs
                if w.lstrip("+~").startswith("hydra.searchpath")])
+    refuse_if([f"{w}: needs a name" for w in theirs if _nameless(*w.lstrip("+").split("=", 1))])
     return ours, theirs
+
+
+def _nameless(key: str, value: str = "") -> bool:
+    return key in _FOLDERS and value.strip(" '\"") in ("", "null")
 
 
 def refuse_idle(arguments: Arguments) -> None:

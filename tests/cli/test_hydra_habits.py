@@ -57,6 +57,14 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return made
 
 
+@pytest.mark.parametrize("value", ["", "''", '" "', "null"])
+def test_a_folder_of_hydras_needs_a_name(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for argv, key in (([], "hydra.run.dir"), (["sweep", "optim.lr=0.1,0.2"], "hydra.sweep.dir")):
+        assert main([*argv, f"{key}={value}"]) == 2
+        assert capsys.readouterr().err == f"error: {key}={value}: needs a name\n" and not list(tmp_path.iterdir())
+
+
 def test_hydra_run_dir_is_the_run_folder(folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["hydra.run.dir=here/it/is", "fp8.margin=1", "precision=bf16_fp8"]) == 0
