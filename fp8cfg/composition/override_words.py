@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 
 _EQUALS = re.compile(r"(?<=[{,])(\w+)=")
 _FUNCTIONS = ("choice", "range", "interval", "glob", "shuffle", "sort")
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
+_TEXT = (str, str | None)
+_PLAIN = frozenset(" _/-+.%*@?|")
+"""Signs beside letters and digits that a text without quotes may have; '$' is left to be refused as a variable."""
+_QUOTES = frozenset("'\"\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb")
 _SHELL = "is a variable, which no shell has replaced; write its value"
 
 
@@ -79,6 +86,7 @@ def one(word: str, library: Library) -> tuple[str, str]:
 
 def parsed(word: str) -> tuple[str, Any, str]:
     """Key, value and the value's text. Raises ConfigError as `override` does, and for a sweep."""
+    word = in_quotes(word)
     said = override(word)
     if said.is_sweep_override():
         key = full(said.key_or_group)
@@ -101,7 +109,7 @@ def override(word: str) -> Override:
     if "${" in word:
         raise ConfigError(f"{word}: interpolation is not accepted; write the value")
     try:
-        parsed = _parsed_by_hydra(word)
+        parsed = _parsed_by_hydra(in_quotes(word))
     except HydraException:
         raise ConfigError(malformed(word)) from None
     except RecursionError:
@@ -122,6 +130,41 @@ def override(word: str) -> Override:
     if parsed.package:
         raise ConfigError(f"{word}: packages are fixed; write {key}={word.partition('=')[2]}")
     return replace(parsed, key_or_group=key)
+
+
+def in_quotes(word: str) -> str:
+    """`word` with quotes around a text that has letters of other scripts and nothing else that wants them: Hydra's grammar has
+    letters of ASCII alone outside of quotes."""
+    key, _, value = word.partition("=")
+    plain = all(_plain_sign(sign) for sign in value)
+    return f"{key}={_quoted(value.strip())}" if plain and not value.isascii() and _takes_text(key) else word
+
+
+def _plain_sign(sign: str) -> bool:
+    return sign in _PLAIN or (sign.isalnum() if sign.isascii() else unicodedata.category(sign)[0] in "LM")
+
+
+def hydra_word(word: str) -> str:
+    """`word`, a setting of Hydra itself, as its grammar takes it. Raises ConfigError where it cannot."""
+    from hydra.errors import HydraException
+
+    try:
+        _parsed_by_hydra(in_quotes(word))
+    except HydraException:
+        raise ConfigError(malformed(word)) from None
+    return in_quotes(word)
+
+
+def _takes_text(key: str) -> bool:
+    """Whether any text is a value of `key`: a name, or a path."""
+    name = full(key.lstrip("+"))
+    return name in _FOLDERS or (name in fields() and fields()[name].annotation in _TEXT)
+
+
+def _quoted(text: str) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text, Quote.double).with_quotes()
 
 
 @functools.cache
@@ -179,7 +222,8 @@ def _mistake(word: str) -> str:
     key, _, value = word.partition("=")
     if word == "=":
         return "stands alone; key=value has no spaces"
-    if strange := next((sign for sign in word if not sign.isascii() and sign.isprintable()), ""):
+    text = _takes_text(key) and value.isprintable() and not set(word) & _QUOTES
+    if not text and (strange := next((sign for sign in word if not sign.isascii() and sign.isprintable()), "")):
         return f"{strange!r} is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'"
     if word[:1] in "'\"":
         return "quoted twice; leave the inner quotes out"
@@ -188,7 +232,7 @@ def _mistake(word: str) -> str:
     if value.startswith("(") and _node(key):
         node = fields()[full(key)].annotation
         return f"expected keys{example(full(key), node, [each.strip() for each in value.strip('()').split(',')])}"
-    if value.startswith("("):
+    if value.startswith("(") and not text:
         return f"a list is written {key}=[{value.strip('()')}]"
     if key != key.strip() or value != value.strip():
         return f"spaces around '='; write {key.strip()}={value.strip()}"
@@ -202,6 +246,8 @@ def _mistake(word: str) -> str:
         return f"several words in one; write {' '.join(parts)}"
     if value[:1] in "[{" and "{" in value and (mapped := _EQUALS.sub(r"\1: ", value)) != value:
         return f"inside of braces stands a colon and a space, as in '{key}={mapped}'"
+    if text:
+        return f"a text with special signs wants quotes; write {shlex.quote(f'{key}={_quoted(value)}')}"
     called = value.partition("(")[0] if value.endswith(")") else ""
     if called and (near := nearest(called, _FUNCTIONS)):
         return f"no such function {called!r}; did you mean {near!r}?"

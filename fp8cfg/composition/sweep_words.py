@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fp8cfg.composition.config_groups import GROUPS, Library
 from fp8cfg.composition.flatten import listed
 from fp8cfg.composition.hydra_compose import GIVEN, Nodes
-from fp8cfg.composition.override_words import one, override
+from fp8cfg.composition.override_words import in_quotes, one, override
 from fp8cfg.composition.resolve import node, part_of
 from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.files import default_recipe
@@ -89,6 +89,7 @@ def _brief(lines: list[str], word: str) -> list[str]:
 
 def _vary(word: str, library: Library) -> tuple[str, list[str]]:
     """The word for Hydra, on its full key, and the words of single runs that it stands for."""
+    word = in_quotes(word)
     parsed = override(word)
     key, text = parsed.key_or_group, word.partition("=")[2]
     single = [f"{key}={value}" for value in _values(parsed, word, library)] if parsed.is_sweep_override() else [word]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 import fp8cfg
 from fp8cfg.composition import hydra_compose
+from fp8cfg.composition.config_groups import Library
+from fp8cfg.composition.sweep_words import read
 from fp8cfg.config.presets import choices
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.recipe_registry import recipes
@@ -282,3 +284,11 @@ def test_yaml_problems_come_at_once() -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.from_yaml("recipe: nope\nprecision: bf16_pf8\nfp8: {margn: 1}\noptim: {lr: x}")
     assert sorted(line.split(":")[0] for line in e.value.problems) == ["fp8.margn", "optim.lr=x", "precision=bf16_pf8", "recipe=nope"]
+
+
+@pytest.mark.parametrize("path", ["fü.txt", "größe/наборы 1", "データ", "u\u0308"])
+def test_a_path_has_letters_of_any_script(path: str) -> None:
+    assert fp8cfg.compose(["data=text", f"data.path={path}", f"log.folder={path}"]).data.path == path
+    assert fp8cfg.compose(["data=text", f'data.path="{path}"']).data.path == path
+    swept = read(["data=text", f"data.path={path}", "optim.lr=0.1,0.2"], Library(None))
+    assert [fp8cfg.compose(words).data.path for words in swept.combinations] == [path] * 2

@@ -46,6 +46,11 @@ TYPED = {
     # signs that only look right
     ("precision=“bf16_fp8”",): "precision=“bf16_fp8”: '“' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
     ("trainer.max_steps=\uff11\uff10",): "trainer.max_steps=\uff11\uff10: '\uff11' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
+    ("log.folder=a€b",): "log.folder=a€b: a text with special signs wants quotes; write 'log.folder=\"a€b\"'",
+    ("data.path=a=b.txt",): "data.path=a=b.txt: a text with special signs wants quotes; write 'data.path=\"a=b.txt\"'",
+    ("data.path=(p).txt",): "data.path=(p).txt: a text with special signs wants quotes; write 'data.path=\"(p).txt\"'",
+    ("hydra.run.dir=a=b",): "hydra.run.dir=a=b: a text with special signs wants quotes; write 'hydra.run.dir=\"a=b\"'",
+    ("hydra/launcher=ü",): "hydra/launcher=ü: 'ü' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
     # names
     ("recipe=8b",): "recipe=8b: no such recipe; did you mean one of llama31_8b, llama3_8b, llama_8b, nemotron3_8b, qwen3_8b?",
     ("recipe=meta-llama/Llama-3.1-8B",):
