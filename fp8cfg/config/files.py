@@ -32,12 +32,14 @@ class _Loader(yaml.SafeLoader):
     """YAML without duplicate keys, and with the scalars of YAML 1.2."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(k, deep=True) for k, _ in node.value if k.tag != "tag:yaml.org,2002:merge"]
-        for key in keys:
+        seen = set[str]()
+        for stands in [k for k, _ in node.value if k.tag != "tag:yaml.org,2002:merge"]:
+            key, line = self.construct_object(stands, deep=True), stands.start_mark.line + 1
             if not isinstance(key, str):
-                raise ConfigError(f"line {node.start_mark.line + 1}: key {key!r} is not a name")
-            if keys.count(key) > 1:
-                raise ConfigError(f"line {node.start_mark.line + 1}: key {key!r} stands twice")
+                raise ConfigError(f"line {line}: key {key!r} is not a name")
+            if key in seen:
+                raise ConfigError(f"line {line}: key {key!r} stands twice")
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
 
