@@ -38,6 +38,7 @@ _PLUGINS = {
     "hydra/sweeper/optuna": "hydra-optuna-sweeper", "hydra/sweeper/ax": "hydra-ax-sweeper",
 }  # fmt: skip
 """What brings choices of Hydra's own groups."""
+_CHOICE = re.compile(r"Could not find '(hydra/\w+)/(\w+)'")
 _OVERRIDE = re.compile(r"\s*Could not override '(hydra\.[\w.]+)'")
 
 
@@ -131,8 +132,17 @@ def _one_line(error: BaseException) -> str:
         return lines[0].strip().rstrip(".") + instead
     if "INTERVAL_SWEEP" in lines[0]:
         return f"{lines[0].strip()}; one that searches does: hydra/sweeper=optuna"
+    if (wrong := _CHOICE.search(lines[0])) and (instead := _choice_instead(wrong[1], wrong[2], options)):
+        return f"{wrong[1]}={wrong[2]}: no such choice{instead}"
     missing = next((f"; pip install {package}" for name, package in _PLUGINS.items() if name in lines[0]), "")
     return lines[0].strip() + (f"; choose from {', '.join(options)}" if listed and options else "") + missing
+
+
+def _choice_instead(group: str, name: str, options: list[str]) -> str:
+    """The choice of Hydra's `group` that `name` is meant for; empty for one that can be installed, and for none."""
+    plugins = [of.rpartition("/")[2] for of in _PLUGINS if of.startswith(f"{group}/")]
+    near = None if name in plugins else nearest(name, [*options, *plugins])
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def _instead(key: str) -> str:

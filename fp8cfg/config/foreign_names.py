@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from fp8cfg.config.errors import nearest
+from fp8cfg.config.key_names import PLUGIN
 from fp8cfg.scalings import SCALINGS
 
 _BELONGS = {
@@ -202,6 +203,7 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
     if key in DERIVED:
         return f"{key}: cannot be set, it is {DERIVED[key]}"
     known = set(known)
+    known |= {PLUGIN} if "precision" in known else set()
     home = _HOMES.get(key.lower()) or _BELONGS.get(leaf.lower())
     if not home and (node := next((n for n in _NODES if f"{key}.".startswith(f"{n}.")), None)):
         plain = node.removesuffix(".config") + key[len(node):]

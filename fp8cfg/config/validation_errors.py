@@ -94,6 +94,8 @@ def _instead(key: str, kind: str, given: Any) -> str:
         if word in ("true", "false"):
             return "; write it without quotes"
         return f"; write {key}={'true' if word in _ON else 'false'}" if word in (*_ON, *_OFF) else ""
+    if kind == "string_type" and isinstance(given, (int, float)):
+        return f"; write '{key}=\"{str(given).lower() if isinstance(given, bool) else given}\"'"
     if kind not in ("int_type", "float_type"):
         return ""
     if isinstance(given, tuple) and len(given) == 1:

@@ -86,6 +86,7 @@ REFUSED = [
     ("hydra/sweeper=ax", [f"In 'hydra/config': Could not find 'hydra/sweeper/ax'; choose from {offered('hydra/sweeper')}; pip install hydra-ax-sweeper"]),
     ("hydra.sweep.subdir=x trainer.seed=1,2",
      ["hydra.sweep.subdir=x: one folder for all of 2 runs; name the run in it, as in 'hydra.sweep.subdir=${hydra.job.num}'"]),
+    ("hydra/launcher=joblb", ["hydra/launcher=joblb: no such choice; did you mean 'joblib'?"]),
     ("hydra/sweeper=nothing", [f"In 'hydra/config': Could not find 'hydra/sweeper/nothing'; choose from {offered('hydra/sweeper')}"]),
 ]
 

@@ -17,6 +17,9 @@ TYPED = {
     ("optim.lr=3e-4,",): "optim.lr=3e-4,: ends in a comma; write optim.lr=3e-4",
     ("fp8.margin=True",): "fp8.margin=True: expected an integer, got bool",
     ('fp8.margin="1"',): "fp8.margin=1: expected an integer, got str; write it without quotes",
+    ("name=7",): "name=7: expected a string, got int; write 'name=\"7\"'",
+    ("log.folder=2024",): "log.folder=2024: expected a string, got int; write 'log.folder=\"2024\"'",
+    ("name=true",): "name=True: expected a string, got bool; write 'name=\"true\"'",
     ("trainer.max_steps=null",): "trainer.max_steps=None: expected an integer, got null",
     ("trainer.gradient_clip_val=inf",): "trainer.gradient_clip_val=inf: expected a finite number, got float",
     # lists for scalars, and scalars for lists
@@ -55,6 +58,7 @@ TYPED = {
     ("recipe=8b",): "recipe=8b: no such recipe; did you mean one of llama31_8b, llama3_8b, llama_8b, nemotron3_8b, qwen3_8b?",
     ("recipe=meta-llama/Llama-3.1-8B",):
         "recipe=meta-llama/Llama-3.1-8B: a choice is a name of letters, digits and '_', not a path; did you mean 'llama31_8b'?",
+    ("trainer.plugns=3",): "trainer.plugns: no such key; did you mean 'trainer.plugins'?",
     ("Precision=bf16_fp8",): "Precision: no such key; did you mean 'precision'?",
     ("llama_8b", "bf16_fp8"): "llama_8b: not of the form key=value; did you mean 'recipe=llama_8b'?",
     # presets by what they come to
