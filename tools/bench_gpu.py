@@ -50,8 +50,9 @@ from fp8cfg.report.machine import no_cuda
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, unsupported
+from tools.gpu_rows.bench_cases import CASES
 from tools.gpu_rows.bench_measurement import PROBE, start
+from tools.gpu_rows.contenders import CONTENDERS, Contender, unsupported
 from tools.gpu_rows.estimate import Device, device_called, step
 from tools.gpu_rows.results import Results, machine, writable
 from tools.gpu_rows.shapes import GOALS, SHAPES, WHOLE, WORDS

@@ -10,7 +10,7 @@ import pytest
 
 import fp8cfg
 from tools.gpu_rows import estimate
-from tools.gpu_rows.bench_cases import SCALINGS
+from tools.gpu_rows.contenders import SCALINGS
 from tools.gpu_rows.estimate import BANDWIDTH, Device, device_called
 from tools.gpu_rows.shapes import GOALS
 

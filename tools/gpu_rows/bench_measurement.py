@@ -17,7 +17,8 @@ import torch
 import fp8cfg
 from fp8cfg.training.compiled_gradients import compare
 from tools.gpu_rows import proof
-from tools.gpu_rows.bench_cases import CASES, CONTENDERS, Contender, ModelCase, ModuleCase, Runner
+from tools.gpu_rows.bench_cases import CASES, ModelCase, ModuleCase, Runner
+from tools.gpu_rows.contenders import CONTENDERS, Contender
 from tools.gpu_rows.estimate import OF_PEAK, device_called
 from tools.gpu_rows.row_error import error, right
 from tools.gpu_rows.shapes import SHAPES, WORDS
