@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -50,6 +53,16 @@ def test_a_connection_that_breaks_is_made_anew_where_the_store_is_there(two: dis
     beats._reads._store = dist.TCPStore("127.0.0.1", ended.port, is_master=False)
     del ended
     assert beats.silent([1]) == "rank 0, which held the store, has ended"
+
+
+def test_no_thread_is_in_the_store_once_the_heartbeat_is_closed(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python ends, one that comes back from there would end the process by SIGABRT."""
+    beats, entered = heartbeat.Heartbeat(0.01), threading.Event()
+    monkeypatch.setattr(beats, "_beats", SimpleNamespace(
+        set=lambda key, value: entered.set() or time.sleep(0.3), check=beats._reads.check, get=beats._reads.get))
+    assert entered.wait(100)
+    beats.close()
+    assert not beats._thread.is_alive()
 
 
 def _cut(port: int) -> None:

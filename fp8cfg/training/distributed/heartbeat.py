@@ -45,6 +45,7 @@ class Heartbeat:
         if self.rank == 0 and not _agent_holds_store() and _within(1, lambda: self._found(self._beats), None):
             self.ended.wait(2 * self.every)
         self.ended.set()
+        join(self._thread)
 
     def where(self) -> FrameType | None:
         """The frame of the thread that made it."""
@@ -125,6 +126,12 @@ class Heartbeat:
 
     def _found(self, store: Any) -> str | None:
         return bytes(store.get(_FOUND)).decode() if store.check([_FOUND]) else None
+
+
+def join(thread: threading.Thread) -> None:
+    """Wait for a thread that calls the store, unless that is silent. One that comes back from torch's C++ while Python ends is
+    unwound through it, and C++ ends the process: "terminate called without an active exception", SIGABRT (until CPython 3.14)."""
+    thread.join(_UNSAID)
 
 
 def arrive(store: Any, rank: int) -> None:

@@ -24,7 +24,7 @@ from fp8cfg.config.errors import RankStalled
 from fp8cfg.config.training_nodes import Strategy, Timeout
 from fp8cfg.parallel.mesh import group_axes, neighbours
 from fp8cfg.training.distributed.blocked_call import doing, raised_in
-from fp8cfg.training.distributed.heartbeat import Heartbeat
+from fp8cfg.training.distributed.heartbeat import Heartbeat, join
 
 Phase = Literal["start", "step"]
 APART = "checkpoint"
@@ -42,8 +42,9 @@ class StallWatch:
         self.timeout, self.strategy, self.phase, self.step = timeout, strategy, "start", 0
         self.beats = Heartbeat(min(5.0, timeout.start / 8, timeout.step / 8))
         self._began = deque([time.monotonic()], maxlen=3)
+        self._warning = threading.Thread(target=self._warn, name="fp8cfg stall warning", daemon=True)
         if dist.get_backend() == dist.Backend.NCCL:
-            threading.Thread(target=self._warn, name="fp8cfg stall warning", daemon=True).start()
+            self._warning.start()
 
     def waits(self, phase: Phase, step: int) -> None:
         """Set the limit of all groups to that of `phase`; `step`, counted from 1, is what a diagnosis names."""
@@ -74,8 +75,10 @@ class StallWatch:
         return RankStalled(f"step {max(self.step, 1)}: {what} {how}: {others}")
 
     def close(self) -> None:
-        """End the heartbeat."""
+        """End the heartbeat, and what is said of it."""
         self.beats.close()
+        if self._warning.ident is not None:
+            join(self._warning)
 
     @property
     def _limit(self) -> float:
