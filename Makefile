@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 INSTALL = sh tools/environment.sh install $(VENV)
 ARGS ?= recipe=llama_tiny precision=bf16_fp8
 
-.PHONY: train test test-all test-fake-gpu test-fake-gpu-te check docs clean
+.PHONY: train test test-all test-fake-gpu test-fake-gpu-te test-fake-gpu-torch check docs clean
 
 # What was installed went with a Python that is gone.
 ifeq ($(wildcard $(BIN)/python),)
@@ -56,6 +56,14 @@ test-fake-gpu-te:
 	    ($(ON_FAKE_TE) tools/check_gpu.py --no-proof --steps 2 --row-seconds 300 --minutes 30 --only te) || exit 1; \
 	    ($(ON_FAKE_TE) tools/bench_gpu.py --no-proof --no-probe --row-seconds 300 --minutes 30 --only te) || exit 1; done
 
+# The tests on another version of torch's CUDA build, in an environment of its own; ceilings of launches are those of the oldest.
+FAKE_TORCH ?= 2.13.0
+OTHER_FAKE_GPU = $(FAKE_GPU)-$(FAKE_TORCH)
+
+test-fake-gpu-torch:
+	@PYTHON=$(PYTHON) sh tools/fake_gpu/setup.sh $(OTHER_FAKE_GPU) $(FAKE_TORCH)
+	. $(abspath $(OTHER_FAKE_GPU))/env.sh && $$FAKE_GPU_PYTHON -m pytest -p no:cacheprovider tests/fake_gpu
+
 check: $(VENV)/.tested-with
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -82,4 +90,4 @@ $(VENV)/.tested-with: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .fake-gpu build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .fake-gpu .fake-gpu-* build dist .pytest_cache .mypy_cache .ruff_cache
