@@ -12,6 +12,7 @@ from fp8cfg.cli import local_ranks
 from fp8cfg.cli.argv import split
 from fp8cfg.cli.run_json import read_object
 from fp8cfg.config.errors import ConfigError, printable, refuse_if
+from fp8cfg.config.value_text import spelled
 from fp8cfg.report.tables import wrapped
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def run(argv: list[str]) -> int:
     exactly = Path(recipe.log.folder) if recipe.log.folder else None
 
     def folder() -> RunFolder:
-        made.append(RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe), exactly))
+        key = "log.folder" if exactly else "log.dir"
+        made.append(RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe), exactly, key=key))
         return made[0]
 
     code = launch(recipe, folder, None, whole_line)
@@ -100,7 +102,7 @@ def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str
     from fp8cfg.training.run_folder import ENVIRONMENT
 
     keys = changes(before, recipe)
-    lines = [f"{key}: {_at(before, key)} -> {_at(recipe, key)}" for key in keys]
+    lines = [f"{key}: {spelled(_at(before, key))} -> {spelled(_at(recipe, key))}" for key in keys]
     then = _compared_or(lambda: read_object(first.files, ENVIRONMENT), "versions", missing)
     lines += differences(then, environment()) if then is not None else []
     digest = _compared_or(lambda: _data_digest(first), "data", missing)
@@ -113,7 +115,7 @@ def _at(recipe: Recipe, key: str) -> Any:
     value: Any = recipe
     for name in key.split("."):
         value = getattr(value, name)
-    return list(value) if isinstance(value, tuple) else value
+    return value
 
 
 def _data_digest(first: RunFolder) -> str:

@@ -95,7 +95,8 @@ def run(argv: list[str]) -> int:
     now = datetime.now()
 
     def folder() -> RunFolder:
-        return RunFolder.create(Path(log.dir), recipe.name, now, to_yaml(recipe), exactly)
+        key = "log.folder" if log.folder else "hydra.run.dir" if exactly else "log.dir"
+        return RunFolder.create(Path(log.dir), recipe.name, now, to_yaml(recipe), exactly, key=key)
 
     return launch(recipe, folder, None, whole_line)
 

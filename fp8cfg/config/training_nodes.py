@@ -146,7 +146,7 @@ class Trainer(Node):
     limit_val_batches: int = Field(default=32, ge=1)
     """Global batches of one evaluation. Default 32 (NeMo)."""
     seed: int = Field(default=1234, ge=0, le=2**31 - 1)
-    """Seeds weights and sample order. Default 1234 (Megatron)."""
+    """Seeds weights, sample order and dropout. Default 1234 (Megatron)."""
     smoke: bool = False
     """Train three steps of the recipe cut to a size for any machine, on the shipped corpus, on its layout as far as there are
     ranks, with an evaluation, a save and a resume; what was cut is said. At most 4 GiB over eight ranks. Default false."""

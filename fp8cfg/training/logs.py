@@ -44,7 +44,7 @@ class RunLogs:
             try:
                 self._board = TensorBoardLog(run.files.folder("tensorboard", make=True).path)
             except ImportError as e:
-                raise ConfigError(f"log.tensorboard=True: {e}") from None
+                raise ConfigError(f"log.tensorboard=true: {e}") from None
             opened.callback(self._board.close)
 
     def write(self, done: int, values: dict[str, Value]) -> None:
@@ -55,7 +55,12 @@ class RunLogs:
 
     def evaluated(self, done: int) -> bool:
         """Whether the file that was found has a validation loss of step `done`."""
-        return self._metrics is None or self._metrics.last.get("val_loss") == done
+        return self._metrics is None or self.found(done, "val_loss") is not None
+
+    def found(self, done: int, name: str) -> Value:
+        """The value of step `done` in the file that was found; None where it has none."""
+        step, value = self._metrics.last.get(name, (0, None)) if self._metrics else (0, None)
+        return value if step == done else None
 
     def statistics(self, batches: Batches, step: int, world: World) -> None:
         """Where they are due, the statistics of the FP8 tensors in the first microbatch of optimizer step `step`, the first

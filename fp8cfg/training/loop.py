@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fp8cfg.backends import backend_registry
 from fp8cfg.config.errors import ConfigError, Fp8cfgError
 from fp8cfg.data import DataError
@@ -26,7 +28,7 @@ from fp8cfg.training.data import RunData, run_data, validation_batches
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.evaluation import Stopped, evaluate
 from fp8cfg.training.logs import RunLogs
-from fp8cfg.training.metrics import Progress
+from fp8cfg.training.metrics import Progress, Value
 from fp8cfg.training.microbatches import microbatches
 from fp8cfg.training.run_folder import RunFolder
 from fp8cfg.training.run_folder_errors import RunFolderNotWritable
@@ -114,6 +116,7 @@ class _Training:
                 self._evaluate(first)  # the run was stopped there
             if first >= last:
                 self.say(f"nothing left to do: {first} steps of trainer.max_steps={last} are done")
+                self._refuse_diverged(first, self.logs.found(first, "loss"), self.logs.found(first, "val_loss"))
                 return Result(first, None, self.val_loss)
             self.saver.check_room()
             if self._asked():
@@ -133,16 +136,17 @@ class _Training:
                 if step + 1 < last and steps.stop_requested():
                     steps.settle()
                     self._interrupt(step + 1)
+        self._refuse_diverged(last, self.record.loss, self.val_loss)
+        return Result(last, self.record.loss, self.val_loss)
+
+    def _refuse_diverged(self, last: int, training: Value, validation: Value) -> None:
+        """Raise Diverged where no step was taken, or the last losses are not finite: under a loss scale such steps are skipped, and
+        the run goes on."""
         if self.job.optimizer.steps == 0:
             raise Diverged(f"all {last} steps were skipped, gradients overflowed; raise trainer.max_steps or lower "
                            "precision.initial_loss_scale")
-        self._refuse_not_finite(last)
-        return Result(last, self.record.loss, self.val_loss)
-
-    def _refuse_not_finite(self, last: int) -> None:
-        """Raise Diverged where the last loss is not finite: under a loss scale such steps are skipped, and the run goes on."""
-        losses = {"training loss": self.record.loss, "validation loss": self.val_loss}
-        bad = [f"the {name} is {loss}" for name, loss in losses.items() if loss is not None and not math.isfinite(loss)]
+        losses = {"training loss": training, "validation loss": validation}
+        bad = [f"the {name} is {loss}" for name, loss in losses.items() if isinstance(loss, float) and not math.isfinite(loss)]
         if bad:
             skipped = f", all steps from {last - self.record.skipped + 1} on were skipped" if self.record.skipped else ""
             raise Diverged(f"step {last}: {', '.join(bad)}{skipped}; lower optim.lr or resume from an earlier checkpoint")
@@ -156,6 +160,8 @@ class _Training:
 
     def _load(self, start_from: Loaded | None) -> int:
         if not start_from:
+            if not self.job.foreign:  # whose own layers draw as the seed of their user has it
+                torch.manual_seed(self.recipe.trainer.seed)
             return 0
         if other := saved_state.another_multiplies(start_from[1], self.recipe, self.job.choice.backend):
             self.say(other)

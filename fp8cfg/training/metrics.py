@@ -35,8 +35,8 @@ class MetricsLog:
         """Opens `name` in `folder`. Raises OSError, StrangeFile, and ValueError as read() does."""
         path = folder.path / name
         self._at = folder, name
-        self.last: dict[str, int] = {}
-        """The step of the last line that was found of each value, where `done` is given."""
+        self.last: dict[str, tuple[int, Value]] = {}
+        """The last line that was found of each value, where `done` is given: its step, and the value."""
         self._waiting = bytearray()
         with ExitStack() as stack:
             there = stack.enter_context(folder.open(name)) if folder.kind(name) else ()
@@ -46,7 +46,7 @@ class MetricsLog:
                         values = _parse(f"{path}:{number}", line)
                         if values["step"] > done:
                             continue
-                        self.last |= dict.fromkeys(values, values["step"])
+                        self.last |= {name: (values["step"], value) for name, value in values.items()}
                     write_all(new, line)
                 self._file = open(os.dup(new.fileno()), "ab", buffering=0)  # noqa: SIM115, closed by close()
 

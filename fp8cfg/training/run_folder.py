@@ -39,17 +39,17 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, root: Path, name: str, now: datetime, recipe: str, folder: Path | None = None, need_bytes: int = 0
+        cls, root: Path, name: str, now: datetime, recipe: str, folder: Path | None = None, need_bytes: int = 0, key: str = ""
     ) -> RunFolder:
         """Make and lock `root/<name>-<YYYYmmdd-HHMMSS>` (with -2, -3, ... where taken), or exactly `folder` where given.
 
         Writes `recipe`, the text of recipe.yaml, and environment.json, after a check that the folder is writable and that
-        its disk has `need_bytes` free. Raises RunFolderError for a name that is not plain or a `folder` that has a run in it,
-        RunFolderInUse, RunFolderNotWritable, StrangeFile.
+        its disk has `need_bytes` free; `key` of the recipe names it. Raises RunFolderError for a name that is not plain or a
+        `folder` that has a run in it, RunFolderInUse, RunFolderNotWritable, StrangeFile.
         """
         if not NAME.fullmatch(name):
             raise RunFolderError(f"run name {name!r}: letters, digits, '.', '_' and '-' only, at most 100 of them")
-        with writable(folder or root):
+        with writable(folder or root, key):
             path = Path(folder) if folder else _new_folder(Path(root), f"{name}-{now:%Y%m%d-%H%M%S}")
             path.mkdir(parents=True, exist_ok=True)
             files = RunFiles.at(path)

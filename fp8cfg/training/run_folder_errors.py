@@ -34,9 +34,11 @@ class RunFolderInUse(RunFolderError):
 
 
 @contextmanager
-def writable(folder: Path) -> Iterator[None]:
-    """In its block an OSError is RunFolderNotWritable, of `folder`."""
+def writable(folder: Path, key: str = "") -> Iterator[None]:
+    """In its block an OSError is RunFolderNotWritable, of `folder`, which `key` names where it is one of the recipe's."""
     try:
         yield
     except OSError as error:
-        raise RunFolderNotWritable(f"{folder} cannot be written ({error.strerror or error})") from error
+        named = f"{key}={folder}:" if key else str(folder)
+        why = "it is no folder" if folder.exists() and not folder.is_dir() else error.strerror or error
+        raise RunFolderNotWritable(f"{named} cannot be written ({why})") from error

@@ -22,7 +22,8 @@ from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.data import RunData, run_data
 from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.loop import Loaded, Result, train
-from fp8cfg.training.run_folder import CHECKPOINTS, RECIPE, RunFolder
+from fp8cfg.training.metrics import read
+from fp8cfg.training.run_folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +58,8 @@ def fit(
     if exactly:
         RunFolder.refuse_taken(exactly)
     data = run_data(r)
-    with RunFolder.create(Path(r.log.dir), r.name, datetime.now(), to_yaml(r), exactly) as run:
+    key = "log.dir" if not exactly else "log.folder" if folder is None else ""
+    with RunFolder.create(Path(r.log.dir), r.name, datetime.now(), to_yaml(r), exactly, key=key) as run:
         return _trained(job, run, start_from, world, say, callbacks, data)
 
 
@@ -147,6 +149,7 @@ def continued(
     `anew`, the one that it starts with, a smoke run's as it was cut. Says what differs; raises ConfigError for a change that would
     not continue the same run, unless `allow` has its key."""
     written = run.read_recipe()
+    _check_metrics(run)
     before = Recipe(**loaded[1]["recipe"]) if loaded else written
     smoke, before.trainer.smoke = before.trainer.smoke, False  # it has the size to which it was cut, and goes on as any run does
     recipe = changed(before)
@@ -160,6 +163,15 @@ def continued(
     for key in resume_rules.changes(before, recipe):
         say(f"changed: {key}")
     return recipe
+
+
+def _check_metrics(run: RunFolder) -> None:
+    """Raise ConfigError for a metrics.jsonl that cannot be gone on with, before anything is said or built."""
+    try:
+        if run.files.kind(METRICS):
+            read(run.files, METRICS)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
 
 
 def _resume_line(run: RunFolder, loaded: Loaded | None, before: Recipe, recipe: Recipe) -> list[str]:

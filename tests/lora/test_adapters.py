@@ -21,6 +21,7 @@ from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.report.memory.layout import refused
 from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
+from fp8cfg.training.loop import train
 from fp8cfg.training.memory_measurement import BOUNDS, measure
 from tests.support.small import small, steps
 
@@ -98,6 +99,17 @@ def test_a_run_comes_back_bit_for_bit_from_adapters_alone(trained: dict[str, Any
     assert [name for name, t in stored(job).items() if not same(t, want[name])] == []
 
 
+def test_dropout_is_that_of_the_seed() -> None:
+    """Whatever the process drew before."""
+    recipe = small(*LORA, "precision=bf16", "lora.dropout=0.3", "trainer.max_steps=2", "trainer.val_check_interval=2")
+
+    def ends_with() -> float | None:
+        torch.rand(3)
+        return train(fp8cfg.build(recipe), say=lambda _: None).loss
+
+    assert ends_with() == ends_with()
+
+
 def test_a_weight_gradient_that_ran_is_not_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     job = fp8cfg.build(small(*LORA, FP8))
     list(steps(job, 1))
@@ -139,10 +151,10 @@ def test_a_plan_has_no_masters_of_frozen_weights() -> None:
     (("task=lora", FP8, "backend=te"), "backend=te: has no adapters over its layers; write backend=native"),
     (("task=lora", "backend=msamp", FP8), "backend=msamp: has no adapters over its layers; write backend=native"),
     (("task=lora", "backend=torchao", "precision=bf16_fp8_current"), "backend=torchao: has no adapters over its layers; write backend=native"),
-    (("task=lora", FP8, "log.fp8_stats_every_n_steps=2"), "log.fp8_stats_every_n_steps=2: measures the gradients of weights, which lora.enabled=True freezes; drop it"),
+    (("task=lora", FP8, "log.fp8_stats_every_n_steps=2"), "log.fp8_stats_every_n_steps=2: measures the gradients of weights, which lora.enabled=true freezes; drop it"),
     (("task=lora", "lora.targets=[]"), "lora.targets=[]: leaves no layer with an adapter; write [q_proj,v_proj], or drop it"),
-    (("lora.rank=4",), "lora.rank=4: has no effect while lora.enabled=False; write task=lora"),
-    (("task=sft", "lora.alpha=4"), "lora.alpha=4.0: has no effect while lora.enabled=False; write task=lora"),
+    (("lora.rank=4",), "lora.rank=4: has no effect while lora.enabled=false; write task=lora"),
+    (("task=sft", "lora.alpha=4"), "lora.alpha=4.0: has no effect while lora.enabled=false; write task=lora"),
 ])
 def test_refusals(words: tuple[str, ...], line: str) -> None:
     with pytest.raises(ConfigError) as e:
@@ -152,13 +164,13 @@ def test_refusals(words: tuple[str, ...], line: str) -> None:
 
 def test_matrices_that_are_split_take_no_adapters() -> None:
     recipe = small(*LORA, "trainer.strategy.tensor_model_parallel_size=2", "trainer.devices=2")
-    assert any("adapters stand beside whole ones (lora.enabled=True); write 1" in line for line in refused(recipe, 2))
+    assert any("adapters stand beside whole ones (lora.enabled=true); write 1" in line for line in refused(recipe, 2))
 
 
 def test_a_pattern_that_names_no_layer_and_a_model_of_ones_own_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"lora.targets=q_prj: matches no linear layer; did you mean 'q_proj'\?"):
         fp8cfg.build(small(*LORA, "lora.targets=[q_prj]"))
-    with pytest.raises(ConfigError, match=r"lora\.enabled=True: its adapters stand in the Transformer of a recipe"):
+    with pytest.raises(ConfigError, match=r"lora\.enabled=true: its adapters stand in the Transformer of a recipe"):
         fp8cfg.build(small(*LORA), model=torch.nn.Sequential(torch.nn.Linear(16, 16)))
 
 

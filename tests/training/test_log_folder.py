@@ -78,6 +78,26 @@ def test_a_folder_that_is_taken_is_said_before_a_model_is_made(tmp_path: Path, m
     assert capsys.readouterr().err.endswith(f"error: {tmp_path} already holds a run; go on with it by fp8cfg resume {tmp_path}, or name another folder\n")
 
 
+@pytest.mark.parametrize("key", ["log.folder", "log.dir"])
+def test_a_folder_that_cannot_be_made_is_said_by_its_key(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main([*SAVES, f"{key}={tmp_path}/file"]) == 5
+    assert capsys.readouterr().err.endswith(f"error: {key}={tmp_path}/file: cannot be written (it is no folder)\n")
+    assert main(["check", f"{key}={tmp_path}/{'a' * 300}"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {key}={str(tmp_path)[:40]}") and not (tmp_path / "file").is_dir()
+
+
+def test_damaged_metrics_are_said_before_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert main([*SAVES, f"log.folder={folder}"]) == 0
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("junk\n")
+    capsys.readouterr()
+    assert main(["resume", str(folder), "trainer.max_steps=3"]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith(f"error: {folder}/metrics.jsonl:") and "delete that line" in said.err
+
+
 COMMANDS = {  # which stand for Slurm's: two tasks on this machine, and a queue
     "srun": 'for r in 0 1; do SLURM_PROCID=$r SLURM_LOCALID=$r "$@" & pids="$pids $!"; done\nfor p in $pids; do wait $p || code=$?; done; exit ${code:-0}',
     "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$QUEUE"; fi',

@@ -49,12 +49,14 @@ def test_skipped_steps_do_not_use_up_the_warm_up() -> None:
     assert [s.lr for s in taken if s.stepped][-1] == job.schedule.lr_at(job.optimizer.steps - 1)
 
 
-def test_skips_are_said_and_a_run_of_skips_alone_is_not_done() -> None:
+def test_skips_are_said_and_a_run_of_skips_alone_is_not_done(tmp_path: Path) -> None:
     said: list[str] = []
     loop.train(fp8cfg.build(small("precision=fp16", "trainer.max_steps=30")), say=said.append)
     assert any("steps before it were skipped, gradients overflowed" in text for text in said)
     with pytest.raises(loop.Diverged, match="all 6 steps were skipped"):
-        loop.train(fp8cfg.build(small("precision=fp16")), say=lambda _: None)
+        fp8cfg.fit(fp8cfg.build(small("precision=fp16")), tmp_path / "run", say=lambda _: None)
+    with pytest.raises(loop.Diverged, match="all 6 steps were skipped"):
+        fp8cfg.resume(tmp_path / "run", say=lambda _: None)
 
 
 def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
