@@ -53,7 +53,7 @@ def in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunMo
         precision_preset(name)
     for name in names.split(","):
         with _cured_by_options():
-            model = run_model.in_precision(run, name)
+            model = run_model.in_precision(run, name, _say)
         yield name, model
 
 

@@ -14,10 +14,12 @@ from fp8cfg.backends.autocast_context import autocast
 from fp8cfg.backends.backend_choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.builder import planned, prepared_model
+from fp8cfg.composition import giving_way
+from fp8cfg.composition.authors import of_object
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.presets import precision_preset
 from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.training_nodes import Strategy
+from fp8cfg.config.training_nodes import Optim, Strategy
 from fp8cfg.report.machine import find_hardware
 from fp8cfg.scalings import SCALINGS
 from fp8cfg.training.checkpoint.frozen_weights import left_out, refuse_other
@@ -76,13 +78,18 @@ def load(
     return RunModel(recipe, prepared.model.eval(), plans, choice, int(state["step"]), state["data"].get("tokenizer_sha256"))
 
 
-def in_precision(found: RunModel, name: str) -> RunModel:
+def in_precision(found: RunModel, name: str, say: Callable[[str], None]) -> RunModel:
     """The model of a run in another precision, that of the preset `name`, with the weights that it computes with in its own; those
-    of layers held in FP8 are what FP8 says. Raises ConfigError for a precision in which it cannot be."""
+    of layers held in FP8 are what FP8 says. What of the preset gives way to a small model is said. Raises ConfigError for a
+    precision in which it cannot be."""
     recipe = found.recipe.model_copy(deep=True)
     recipe.trainer.plugins = precision_preset(name)
     recipe.storage.shard = "none"
     _without_gradients(recipe)
+    settled = giving_way.settled(recipe, of_object(recipe), tacitly=False)
+    for line in replace(settled, remarks=()).notes:  # remarks are on training
+        say(f"{name}: {line.removeprefix('note: ')}")
+    recipe = settled.recipe
     recipe.check()
     hardware = find_hardware(recipe.trainer.accelerator)
     plans, choice = planned(recipe, hardware)
@@ -92,7 +99,9 @@ def in_precision(found: RunModel, name: str) -> RunModel:
 
 
 def _without_gradients(recipe: Recipe) -> None:
-    """Leave out the format of gradients, which there are none of, where no GPU multiplies it: forward, hybrid is E4M3."""
+    """Leave out what is of training alone: statistics, optimizer, and the format of gradients where no GPU multiplies it: forward,
+    hybrid is E4M3."""
+    recipe.log.fp8_stats_every_n_steps, recipe.optim = 0, Optim(warmup_steps=0)
     multiplied = SCALINGS[recipe.fp8.scaling].multiplied
     if recipe.fp8.format == "hybrid" and "hybrid" not in multiplied:
         recipe.fp8.format = "e4m3"

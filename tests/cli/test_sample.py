@@ -32,7 +32,8 @@ from tests.support.verbs import refused
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in FP8 with weights held in it."""
     folder = tmp_path_factory.mktemp("runs") / "one"
-    recipe = small("precision=bf16_fp8", "trainer.compile=off", "fp8.use_autocast_during_eval=true", "trainer.limit_val_batches=9999")
+    recipe = small("precision=bf16_fp8", "trainer.compile=off", "fp8.use_autocast_during_eval=true", "trainer.limit_val_batches=9999",
+                   "log.fp8_stats_every_n_steps=6")
     fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
     return folder
 
@@ -88,7 +89,7 @@ def test_the_loss_is_that_of_the_validation_of_the_run(run: Path) -> None:
     found = load(run, print)
     assert held_out_loss(found, held_out(found.recipe)).loss == pytest.approx(recorded[-1], rel=2e-3)  # which has whole batches alone
     job = fp8cfg.build(small("precision=bf16"))
-    plain = in_precision(found, "bf16")
+    plain = in_precision(found, "bf16", print)
     job.model.load_state_dict(plain.model.state_dict())
     batches = validation_batches(plain.recipe, held_out(found.recipe), World())
     assert held_out_loss(plain, held_out(found.recipe)).loss == pytest.approx(evaluate(job, batches, World()), rel=2e-3)
@@ -102,6 +103,8 @@ def test_precisions_are_compared(run: Path, capsys: pytest.CaptureFixture[str], 
     assert re.fullmatch(r"precision +loss  difference  perplexity", lines[0]) and [line.split()[0] for line in lines[1:]] == ["fp32", "bf16", "bf16_fp8", "bf16_mxfp8"]
     losses = [float(line.split()[1]) for line in lines[1:]]
     assert max(losses) - min(losses) < 0.05 and float(lines[4].split()[2]) == pytest.approx(losses[3] - losses[0], abs=2e-4)
+    assert main(["evaluate", str(run), "--samples", "1", "--precision", "nanov2_bf16_fp8_block"]) == 0
+    assert "nanov2_bf16_fp8_block: fp8.high_precision_at_end 2 -> " in capsys.readouterr().err
     first = out(capsys, "evaluate", str(run), "--samples", "3").splitlines()
     assert first[1].startswith("bf16, FP8 delayed") and digest(run) == before
 
@@ -123,7 +126,7 @@ def test_on_a_gpu_blocks_are_computed_forward_and_what_it_lacks_is_refused_with_
     found = load(run, print)
     monkeypatch.setattr(run_model, "find_hardware", lambda _: Hardware("cuda", (9, 0), cuda=(12, 9)))
     monkeypatch.setattr(run_model, "prepared_model", lambda recipe, *_, **__: SimpleNamespace(model=found.model, recipe=recipe))
-    assert in_precision(found, "bf16_fp8_block").recipe.fp8.format == "e4m3"
+    assert in_precision(found, "bf16_fp8_block", print).recipe.fp8.format == "e4m3"
     assert refused(capsys, "evaluate", str(run), "--precision", "bf16_mxfp8") == [
         "fp8.scaling=mxfp8: this GPU has compute capability 9.0, mxfp8 scaling needs 10.0 (Blackwell); write --accelerator cpu to emulate, "
         "or --precision bf16_fp8_current"]
@@ -133,7 +136,7 @@ def test_no_weights_are_drawn_for_a_model_that_is_loaded(run: Path, monkeypatch:
     monkeypatch.setattr(Transformer, "init_weights", None)
     found = load(run, print)
     _, state = newest(run, print)
-    assert in_precision(found, "bf16").step == found.step == state["step"]
+    assert in_precision(found, "bf16", print).step == found.step == state["step"]
 
 
 def test_a_model_that_is_loaded_has_no_float32_original(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
