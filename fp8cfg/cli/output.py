@@ -77,6 +77,8 @@ def print_or_write(text: str, output: str | None) -> int:
 
 def _write_new(path: Path, text: str) -> None:
     try:
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True)
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:

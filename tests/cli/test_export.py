@@ -202,8 +202,10 @@ def test_a_file_is_written_once_and_names_the_schema_where_there_is_one(capsys: 
 def test_a_file_that_cannot_be_written_is_exit_code_5(capsys: Out, tmp_path: Path) -> None:
     from fp8cfg.__main__ import main
 
-    assert main(["export", "--output", str(tmp_path / "nowhere" / "a.yaml")]) == 5
-    assert capsys.readouterr().err == f"error: --output {tmp_path / 'nowhere' / 'a.yaml'}: cannot be written (No such file or directory)\n"
+    (tmp_path / "file").touch()
+    assert main(["export", "--output", str(tmp_path / "file" / "a.yaml")]) == 5
+    assert capsys.readouterr().err == f"error: --output {tmp_path / 'file' / 'a.yaml'}: cannot be written (Not a directory)\n"
+    assert main(["export", "--output", str(tmp_path / "new" / "folder" / "a.yaml")]) == 0 and (tmp_path / "new/folder/a.yaml").is_file()
 
 
 def test_a_path_that_is_no_text_is_escaped(capsys: Out) -> None:
