@@ -12,6 +12,8 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules import missing_data
 from fp8cfg.report.memory.layout import limits
 
+BYTES = 256
+"""Tokens of text without a tokenizer, but for the end mark."""
 GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU that NVIDIA's driver has, by which they are counted without loading torch."""
 
@@ -57,6 +59,9 @@ def _paths(recipe: Recipe) -> list[str]:
     d, found = recipe.data, list(missing_data(recipe))
     found += [f"{key}={path}: {line}" for key, path in d.paths.items() if (line := _absent(d.name, path))]
     named = {"data.tokenizer": d.tokenizer, "model.weights": recipe.model.weights, "lora.weights": recipe.lora.weights}
+    if d.tokenizer is None and d.name != "tokens" and (rows := recipe.model.vocab_size) <= BYTES:
+        found.append(f"model.vocab_size={rows}: has no row for each byte and the end mark, which data={d.name} has without "
+                     f"data.tokenizer; write {BYTES + 16} or more")
     found += [f"{key}={path}: no such file or folder here" for key, path in named.items()
               if path and not path.startswith(PREFIX) and not Path(path).expanduser().exists()]
     key, folder = ("log.folder", recipe.log.folder) if recipe.log.folder else ("log.dir", recipe.log.dir)
